@@ -1,0 +1,70 @@
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+
+# An editable install in a shared environment points to the checkout that made it. First on the
+# path, this checkout is the one that is imported, here and in every subprocess.
+export PYTHONPATH := $(CURDIR)
+
+# A stamp is named after the content that was installed, not compared by file times, which a fresh
+# clone sets to now.
+KEY := $(shell { $(PYTHON) -V; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
+stamp = $(VENV)/.tyxe-$(1)-$(KEY)
+
+EXTRAS_demo := examples,plot,vision
+EXTRAS_dev := dev
+EXTRAS_docs := docs
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint docs bench clean
+# Two installations into one environment must not overlap.
+.NOTPARALLEL:
+
+help: ## show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "The environment is $(VENV) (VENV=...), made with $(PYTHON) (PYTHON=...) when it is missing"
+	@echo "or when pyproject.toml or constraints.txt changed."
+
+demo: $(call stamp,demo) ## run examples/quickstart.py
+	$(PY) examples/quickstart.py
+
+test: $(call stamp,dev) ## run the tests, without the slow ones (PYTEST_ARGS=..., JOBS=2)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) $(PYTEST_ARGS)
+
+test-all: $(call stamp,dev) ## run all tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) -m "slow or not slow" $(PYTEST_ARGS)
+
+lint: $(call stamp,dev) ## check style, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+docs: $(call stamp,docs) ## build docs/_build/html and run the examples on its pages
+	$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	$(PY) -m sphinx -q -W --keep-going -b doctest -d docs/_build/doctrees docs docs/_build/doctest
+
+bench: $(call stamp,dev) ## run every benchmark into benchmarks/results/
+	@set -e; mkdir -p benchmarks/results; for script in $(wildcard benchmarks/[a-z]*.py); do \
+	    result=benchmarks/results/$$(basename $$script .py).json; \
+	    echo "$$script -> $$result"; \
+	    $(PY) $$script --json $$result; \
+	done
+
+clean: ## remove what the targets above wrote, except the environment and benchmark results
+	rm -rf build dist docs/_build docs/notebooks *.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find tyxe tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps of other contents go first: what they stand for is no longer what is installed. Pip must
+# not see the checkout on the path, or it takes its egg-info for an installation.
+$(VENV)/.tyxe-%-$(KEY): | $(PY)
+	@find $(VENV) -maxdepth 1 -name '.tyxe-*' ! -name '.tyxe-*-$(KEY)' -exec rm {} +
+	PYTHONPATH= $(PY) -m pip install --quiet -e ".[$(EXTRAS_$*)]" -c constraints.txt
+	@touch $@

@@ -1,0 +1,37 @@
+"""What every test gets: a seed, one thread, and a check of Pyro's global parameter store."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pyro
+import pytest
+import torch
+
+# Figures are drawn, never shown: set here so that examples run as subprocesses inherit it.
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# The contract suites assert too: without this their failures would not show the values.
+pytest.register_assert_rewrite("tyxe.testing")
+
+# The same examples on every machine; a first call that compiles or imports is not a failure.
+hypothesis.settings.register_profile("tyxe", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tyxe")
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Seed Python, NumPy and torch: the same numbers alone and in the suite."""
+    pyro.set_rng_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def empty_param_store() -> Iterator[None]:
+    """Fail a test that leaves anything in Pyro's global parameter store: two BNNs never meet."""
+    yield
+    names = sorted(pyro.get_param_store().keys())
+    # Cleared before the assertion, or one offender would fail every test after it.
+    pyro.clear_param_store()
+    assert names == [], f"left in Pyro's global parameter store: {names}"

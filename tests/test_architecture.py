@@ -1,0 +1,264 @@
+"""Imports run downward.
+
+    linalg, distributions, util, errors
+      <- poutine, priors, likelihoods, guides
+      <- curvature <- predictive <- bnn <- continual
+
+`metrics` and `plotting` are leaves, `testing` stands outside. Every import counts, those for type
+checking too: a name that is only written down is known all the same.
+"""
+
+import ast
+import graphlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LEVELS = (
+    ("linalg", "distributions", "util", "errors"),
+    ("poutine", "priors", "likelihoods", "guides"),
+    ("curvature",),
+    ("predictive",),
+    ("bnn",),
+    ("continual",),
+)
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+# A leaf, and which others of tyxe it may import.
+LEAVES: dict[str, tuple[str, ...]] = {"metrics": (), "plotting": ("metrics",)}
+# Outside: imports anything, is imported by nothing.
+OUTSIDE = "testing"
+# The package's own __init__, which gathers the rest.
+ROOT = ""
+# Not installed everywhere, hence allowed to be imported late.
+OPTIONAL = ("arviz", "matplotlib", "sklearn", "torchvision")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as an absolute dotted name."""
+
+    source: str
+    target: str
+    line: int
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} imports {self.target}"
+
+
+def test_tyxe_imports_run_downward() -> None:
+    imports = read_imports(Path(__file__).parents[1] / "tyxe")
+    assert imports
+    assert violations(imports) == []
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read_imports(package: Path) -> dict[str, list[Import]]:
+    """Return the imports of every module below a package's directory, by module."""
+    paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    return {name: list(imports_of(name, path, set(paths))) for name, path in paths.items()}
+
+
+def module_name(path: Path, package: Path) -> str:
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(module: str, path: Path, modules: set[str]) -> Iterator[Import]:
+    # `from . import x` counts from the package: the module itself where it is an __init__.
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node, in_function in walk(ast.parse(path.read_text(), str(path))):
+        for target in targets(node, package, modules):
+            yield Import(module, target, node.lineno, in_function)
+
+
+def walk(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
+    """Yield import statements, and whether a function holds them."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node, in_function
+    in_function = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for child in ast.iter_child_nodes(node):
+        yield from walk(child, in_function)
+
+
+def targets(node: ast.stmt, package: str, modules: set[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            base = ".".join([*parents, base]).rstrip(".")
+        # `from package import name` is an import of the submodule where there is one.
+        for alias in node.names:
+            name = f"{base}.{alias.name}"
+            yield name if name in modules else base
+
+
+# --- judging ------------------------------------------------------------------------------------
+
+
+def violations(imports: dict[str, list[Import]]) -> list[str]:
+    """Return one line for everything that is not as the module docstring says."""
+    every = [item for items in imports.values() for item in items]
+    inside = [item for item in every if item.target.split(".")[0] == "tyxe"]
+    return [
+        *unplaced(imports),
+        *(f"{item}: {wrong}" for item in inside if (wrong := wrong_direction(item))),
+        *(f"{item} in a function" for item in every if late(item)),
+        *cycles("modules", graph_of((item.source, item.target) for item in inside)),
+        *cycles(
+            "packages",
+            graph_of((package_of(item.source), package_of(item.target)) for item in inside),
+        ),
+        *(f"linalg reaches Pyro: {item}" for item in linalg_pyro(every)),
+    ]
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ROOT
+
+
+def unplaced(modules: dict[str, list[Import]]) -> Iterator[str]:
+    known = {ROOT, OUTSIDE, *LEVEL, *LEAVES}
+    for package in sorted({package_of(module) for module in modules} - known):
+        yield f"tyxe.{package} has no place: add it to LEVELS or LEAVES"
+
+
+def wrong_direction(item: Import) -> str | None:
+    source, target = package_of(item.source), package_of(item.target)
+    if source in (OUTSIDE, target):
+        return None
+    if target == OUTSIDE:
+        return "nothing imports tyxe.testing"
+    if source == ROOT:
+        return None
+    if target == ROOT:
+        return "import from the module that defines the name"
+    if source in LEAVES:
+        return None if target in LEAVES[source] else f"{source} is a leaf"
+    if target in LEAVES:
+        return f"{target} is a leaf"
+    if source in LEVEL and target in LEVEL and LEVEL[target] > LEVEL[source]:
+        return f"{target} is above {source}"
+    return None
+
+
+def late(item: Import) -> bool:
+    return item.in_function and item.target.split(".")[0] not in OPTIONAL
+
+
+def graph_of(edges: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    graph = defaultdict(set)
+    for source, target in edges:
+        # The modules of a package import one another: that is no edge between packages.
+        if source != target:
+            graph[source].add(target)
+    return graph
+
+
+def cycles(kind: str, graph: dict[str, set[str]]) -> Iterator[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        # graphlib lists each node before the one that depends on it.
+        yield f"cycle of {kind}: " + " -> ".join(name or "tyxe" for name in reversed(error.args[1]))
+
+
+def linalg_pyro(imports: list[Import]) -> Iterator[Import]:
+    """Yield imports of Pyro in linalg and in all that linalg imports."""
+    graph = graph_of((item.source, item.target) for item in imports)
+    reached: set[str] = set()
+    queue = [module for module in graph if package_of(module) == "linalg"]
+    while queue:
+        module = queue.pop()
+        if module not in reached:
+            reached.add(module)
+            queue.extend(graph.get(module, ()))
+    for item in imports:
+        if item.source in reached and item.target.split(".")[0] == "pyro":
+            yield item
+
+
+# --- the check itself -----------------------------------------------------------------------------
+
+SOUND = {
+    "__init__.py": "from tyxe import plotting, priors\nfrom tyxe.bnn.base import BNN",
+    "errors.py": "",
+    "util.py": "import pyro\nfrom tyxe.errors import TyxeWarning",
+    "metrics.py": "import torch",
+    "plotting.py": "from . import metrics\ndef plot():\n    import matplotlib.pyplot as plt",
+    "linalg/__init__.py": "from tyxe.linalg.dense import Dense",
+    "linalg/dense.py": "import torch\nfrom tyxe.errors import TyxeWarning",
+    "priors/__init__.py": "from .iid import IIDPrior\nfrom . import base",
+    "priors/base.py": "from .. import util",
+    "priors/iid.py": "from .base import Prior\nfrom ..util import fan_in_fan_out",
+    "guides/__init__.py": "from tyxe.priors import IIDPrior",
+    "bnn/__init__.py": "",
+    "bnn/base.py": "from tyxe import guides, priors",
+    "testing/__init__.py": "import tyxe\nfrom tyxe import bnn, metrics",
+}
+
+FAULTS = {
+    "upward": ({"priors/base.py": "import tyxe.bnn.base"}, "bnn is above priors"),
+    "upward, relative": ({"util.py": "from .priors import base"}, "priors is above util"),
+    "upward, for types": (
+        {"errors.py": "if TYPE_CHECKING:\n    from tyxe.guides import x"},
+        "guides is above errors",
+    ),
+    "the root": ({"util.py": "from tyxe import TyxeWarning"}, "the module that defines the name"),
+    "the root, plainly": ({"util.py": "import tyxe"}, "the module that defines the name"),
+    "imports a leaf": ({"bnn/base.py": "from tyxe import metrics"}, "metrics is a leaf"),
+    "a leaf imports": ({"plotting.py": "from tyxe import bnn"}, "plotting is a leaf"),
+    "a leaf imports a leaf": ({"metrics.py": "import tyxe.plotting"}, "metrics is a leaf"),
+    "testing": ({"bnn/base.py": "from tyxe.testing import x"}, "nothing imports tyxe.testing"),
+    "testing, root": ({"__init__.py": "from . import testing"}, "nothing imports tyxe.testing"),
+    "cycle of modules": (
+        {"priors/base.py": "from tyxe.priors.iid import IIDPrior"},
+        "cycle of modules",
+    ),
+    "cycle through __init__": (
+        {"priors/base.py": "from tyxe.priors import IIDPrior"},
+        "cycle of modules",
+    ),
+    # No module of this one is in a cycle: the packages are.
+    "cycle of packages": (
+        {"priors/mapping.py": "import tyxe.guides.init", "guides/init.py": ""},
+        "cycle of packages",
+    ),
+    "in a function": ({"util.py": "def f():\n    import pyro"}, "in a function"),
+    "in a method": (
+        {"util.py": "class A:\n    async def f(self):\n        if 1:\n            import copy"},
+        "in a function",
+    ),
+    "linalg, Pyro": ({"linalg/dense.py": "from pyro import distributions"}, "linalg reaches Pyro"),
+    "linalg, Pyro through util": ({"linalg/dense.py": "from tyxe import util"}, "reaches Pyro"),
+    "unplaced": ({"extra/__init__.py": ""}, "tyxe.extra has no place"),
+}
+
+
+def judge(files: dict[str, str], directory: Path) -> list[str]:
+    for name, source in files.items():
+        path = directory / "tyxe" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return violations(read_imports(directory / "tyxe"))
+
+
+def test_a_sound_tree_passes(tmp_path: Path) -> None:
+    assert judge(SOUND, tmp_path) == []
+
+
+@pytest.mark.parametrize(("files", "expected"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_found(files: dict[str, str], expected: str, tmp_path: Path) -> None:
+    assert any(expected in line for line in judge(SOUND | files, tmp_path))
+
+
+@pytest.mark.parametrize("module", OPTIONAL)
+def test_optional_extras_may_be_imported_late(module: str, tmp_path: Path) -> None:
+    assert judge(SOUND | {"util.py": f"def f():\n    import {module}.x"}, tmp_path) == []

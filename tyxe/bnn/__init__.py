@@ -1,0 +1,18 @@
+"""The wrappers: a net, a prior, a likelihood, and a guide or kernel."""
+
+from tyxe.bnn.base import BNN
+from tyxe.bnn.elbo import ElboTerms, elbo_terms
+from tyxe.bnn.history import History
+from tyxe.bnn.mcmc import MCMC_BNN
+from tyxe.bnn.pytorch import PytorchBNN
+from tyxe.bnn.variational import VariationalBNN
+
+__all__ = [
+    "BNN",
+    "MCMC_BNN",
+    "ElboTerms",
+    "History",
+    "PytorchBNN",
+    "VariationalBNN",
+    "elbo_terms",
+]

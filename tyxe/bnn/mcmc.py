@@ -1,0 +1,195 @@
+"""Markov chain Monte Carlo over the weights of a net."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pyro.infer.mcmc.api import MCMC
+from torch import Tensor, nn
+
+from tyxe.bnn.base import modes_restored
+from tyxe.bnn.batches import collect
+from tyxe.bnn.checks import check_first_batch
+from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.likelihoods import Likelihood
+from tyxe.priors import Prior
+from tyxe.util import SiteTensors
+
+__all__ = ["MCMC_BNN"]
+
+
+class Samples(SiteTensors):
+    """Posterior samples by site, chains first: buffers that load whatever their number."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        found = {
+            name.removeprefix(prefix): value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+        self.replace(found)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def replace(self, samples: dict[str, Tensor]) -> None:
+        """Forget all tensors and hold these."""
+        self._modules.clear()
+        self._buffers.clear()
+        self._places = {}
+        for name, tensor in samples.items():
+            owner, leaf = self._descend(name)
+            owner.register_buffer(leaf, tensor.detach().clone())
+            self._places[name] = (owner, leaf)
+
+
+class MCMC_BNN(SupervisedBNN):
+    """Any net with posterior samples from HMC or NUTS over its weights.
+
+    Args:
+        net: any module; it is copied. It runs in eval mode.
+        prior: one of `tyxe.priors`; it has to expose all trainable parameters, since MCMC fits
+            nothing else.
+        likelihood: one of `tyxe.likelihoods`; its own variables are sampled too.
+        kernel_builder: makes a Pyro kernel from a model: `pyro.infer.mcmc.NUTS`, or a
+            `functools.partial` of a kernel.
+        name: prefix of all site names.
+
+    Raises:
+        TypeError: a part of another kind than expected.
+        ValueError: a net without parameters, or nothing to sample.
+
+    Example:
+        >>> import functools, torch, pyro.distributions as dist, tyxe
+        >>> from pyro.infer.mcmc import HMC
+        >>> bnn = MCMC_BNN(
+        ...     nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5),
+        ...     functools.partial(HMC, step_size=0.1, num_steps=5))
+        >>> mcmc = bnn.fit(
+        ...     [(torch.ones(4, 1), torch.ones(4, 1))], num_samples=20, warmup_steps=5,
+        ...     disable_progbar=True)
+        >>> mcmc.get_samples()["net.weight"].shape
+        torch.Size([20, 1, 1])
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        prior: Prior,
+        likelihood: Likelihood,
+        kernel_builder: Callable[..., Any],
+        name: str = "",
+    ) -> None:
+        super().__init__(net, prior, likelihood, name)
+        if not callable(kernel_builder):
+            raise TypeError(
+                f"kernel_builder is a {type(kernel_builder).__name__}; expected a kernel class "
+                "such as pyro.infer.mcmc.NUTS, or a functools.partial of one"
+            )
+        if not len(self.net_prior) and not likelihood.latent_priors():
+            raise ValueError("the prior exposes no parameters, so there is nothing to sample")
+        self.kernel_builder = kernel_builder
+        self.samples = Samples({}, trainable=None)
+        self._num_predictions = 1
+
+    def fit(
+        self,
+        data_loader: Iterable[Any],
+        num_samples: int,
+        device: Any = None,
+        batch_data: bool = False,
+        **mcmc_kwargs: Any,
+    ) -> MCMC:
+        """Run the chains on the whole data set.
+
+        Args:
+            data_loader: yields `(inputs, targets)`; all batches are concatenated.
+            num_samples: samples a chain keeps.
+            device: the data are moved there.
+            batch_data: accepted for TyXe's sake; batches are always concatenated.
+            mcmc_kwargs: for `pyro.infer.MCMC`: `warmup_steps`, `num_chains`, `disable_progbar`...
+
+        Returns:
+            Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
+
+        Raises:
+            TypeError: `num_samples` is no integer.
+            ValueError: as `VariationalBNN.fit` for data that do not fit the likelihood.
+        """
+        if not isinstance(num_samples, int) or isinstance(num_samples, bool):
+            raise TypeError(
+                f"num_samples is a {type(num_samples).__name__}; expected an integer: "
+                "fit(data_loader, num_samples, warmup_steps=...)"
+            )
+        inputs, targets = collect(data_loader, device)
+        with modes_restored(self):
+            self.eval()
+            self._check(inputs, targets)
+            mcmc = MCMC(self.kernel_builder(self.model), num_samples, **mcmc_kwargs)
+            mcmc.run(inputs, targets)
+        self.samples.replace(mcmc.get_samples(group_by_chain=True))
+        return mcmc
+
+    def _check(self, inputs: Any, targets: Tensor) -> None:
+        prior_draw = self.net_prior()
+        bnn = self
+
+        class _Prior:
+            likelihood = bnn.likelihood
+            run_net = staticmethod(bnn.run_net)
+            _predicting = staticmethod(bnn._predicting)
+
+            @staticmethod
+            def draw_values(index: int) -> Values:
+                return prior_draw
+
+        check_first_batch(_Prior(), inputs, targets)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ draws
+
+    def get_samples(self) -> dict[str, Tensor]:
+        """Return all samples, chains one after the other: `(num_samples, ...)` by joint name.
+
+        Raises:
+            RuntimeError: there are none yet.
+        """
+        if not len(self.samples):
+            raise RuntimeError(
+                "there are no samples yet; call fit(data_loader, num_samples), or load a state "
+                "dict that has some"
+            )
+        return {name: value.flatten(0, 1) for name, value in self.samples.items()}
+
+    def draw_values(self, index: int) -> Values:
+        """Return one of the samples that are spread evenly over the chains."""
+        samples = self.get_samples()
+        total = len(next(iter(samples.values())))
+        position = (2 * index + 1) * total // (2 * max(self._num_predictions, 1))
+        return {name: value[position % total] for name, value in samples.items()}
+
+    def mean_values(self) -> Values:
+        """Return the mean of the samples."""
+        return {name: value.mean(0) for name, value in self.get_samples().items()}
+
+    def _draws(self, num_predictions: int) -> Any:
+        self._num_predictions = num_predictions
+        return super()._draws(num_predictions)
+
+    def to_module(self, sample: bool = False) -> nn.Module:
+        """Return a plain net at the mean of the samples, or at one of them."""
+        return self.net_at(self.draw_values(0) if sample else self.mean_values())
+
+    def to_arviz(self) -> Any:
+        """Return the samples as ArviZ's `InferenceData`, for `az.summary` (r-hat, ESS) and plots.
+
+        Raises:
+            ImportError: ArviZ is not installed.
+            RuntimeError: there are no samples yet.
+        """
+        try:
+            import arviz
+        except ImportError:
+            raise ImportError('to_arviz needs ArviZ: pip install -e ".[mcmc]"') from None
+        self.get_samples()
+        posterior = {name: value.cpu().numpy() for name, value in self.samples.items()}
+        return arviz.from_dict(posterior=posterior)

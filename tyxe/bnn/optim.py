@@ -1,0 +1,163 @@
+"""One torch optimiser for all parameters, out of whatever the caller has."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from pyro.optim import PyroOptim
+from pyro.optim.lr_scheduler import PyroLRScheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["LR_KINDS", "make_optimizer", "pyro_clipping"]
+
+LR_KINDS = ("loc", "scale", "deterministic")
+
+Named = Mapping[str, nn.Parameter]
+
+
+def make_optimizer(
+    optim: Any,
+    parameters: Named,
+    kinds: Mapping[str, str],
+    lr_multipliers: Mapping[str, float] | None = None,
+) -> Optimizer:
+    """Return a torch optimiser over named parameters, in one group per kind.
+
+    A Pyro optimiser makes one torch optimiser per parameter; here it gives its constructor and
+    arguments to one for all, which it then holds (in `optim_objs`), so that a second fit with
+    the same object goes on with the same state and its `step()` reaches the scheduler.
+
+    Args:
+        optim: a Pyro optimiser or scheduler; a torch optimiser class, or a partial of one; or an
+            instance over the BNN's parameters.
+        parameters: by name.
+        kinds: `loc`, `scale` or `deterministic` by name.
+        lr_multipliers: factors on the learning rate by kind.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: unknown kinds in `lr_multipliers`; multipliers next to an instance, or an
+            instance over other parameters.
+    """
+    factors = _checked_multipliers(lr_multipliers)
+    if isinstance(optim, Optimizer):
+        return _checked_instance(optim, parameters, factors)
+    if isinstance(optim, PyroOptim):
+        return _from_pyro(optim, parameters, kinds, factors)
+    if not callable(optim):
+        raise TypeError(
+            f"optim is a {type(optim).__name__}; expected a Pyro optimiser such as "
+            'pyro.optim.Adam({"lr": 1e-3}), a torch optimiser class or partial of one, or an '
+            "instance over bnn.parameters()"
+        )
+    groups = [{"params": ps} for ps in _by_kind(parameters, kinds).values()]
+    optimizer = optim(groups)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optim made a {type(optimizer).__name__}; expected a torch optimiser")
+    return _scaled(optimizer, list(_by_kind(parameters, kinds)), factors)
+
+
+def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, float]:
+    unknown = sorted(set(given or {}) - set(LR_KINDS))
+    if unknown:
+        raise ValueError(
+            f"lr_multipliers names {unknown[0]!r}; the kinds are {', '.join(LR_KINDS)}"
+        )
+    return given or {}
+
+
+def _checked_instance(
+    optimizer: Optimizer, parameters: Named, factors: Mapping[str, float]
+) -> Optimizer:
+    if factors:
+        raise ValueError(
+            "lr_multipliers needs an optimiser that fit sets up; pass the class or a partial: "
+            f"functools.partial(torch.optim.{type(optimizer).__name__}, lr=...)"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not held & {id(p) for p in parameters.values()}:
+        raise ValueError(
+            "the optimiser holds none of this BNN's parameters; build it on bnn.parameters() "
+            "(the BNN works on a copy of the net)"
+        )
+    return optimizer
+
+
+def _by_kind(parameters: Named, kinds: Mapping[str, str]) -> dict[str, list[nn.Parameter]]:
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault(kinds[name], []).append(parameter)
+    return groups
+
+
+def _scaled(optimizer: Optimizer, kinds: Iterable[str], factors: Mapping[str, float]) -> Optimizer:
+    for group, kind in zip(optimizer.param_groups, kinds, strict=True):
+        group["lr"] = group["lr"] * factors.get(kind, 1.0)
+    return optimizer
+
+
+def _from_pyro(
+    optim: PyroOptim, parameters: Named, kinds: Mapping[str, str], factors: Mapping[str, float]
+) -> Optimizer:
+    key = next(iter(parameters.values()))
+    held = optim.optim_objs.get(key)
+    if held is None:
+        optimizer, held = _new_from_pyro(optim, parameters, kinds, factors)
+        optim.optim_objs[key] = held
+        return optimizer
+    return held if isinstance(held, Optimizer) else held.optimizer
+
+
+def _new_from_pyro(
+    optim: PyroOptim, parameters: Named, kinds: Mapping[str, str], factors: Mapping[str, float]
+) -> tuple[Optimizer, Any]:
+    arguments = optim.pt_optim_args
+    if callable(arguments):
+        names = list(parameters)
+        groups = [{"params": [parameters[n]], **_call_args(arguments, n)} for n in names]
+        group_kinds = [kinds[name] for name in names]
+        options: dict[str, Any] = {}
+    else:
+        by_kind = _by_kind(parameters, kinds)
+        groups = [{"params": ps} for ps in by_kind.values()]
+        group_kinds, options = list(by_kind), arguments
+    optimizer = _scaled(optim.pt_optim_constructor(groups, **options), group_kinds, factors)
+    if isinstance(optim, PyroLRScheduler):
+        return optimizer, optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
+    return optimizer, optimizer
+
+
+def _call_args(arguments: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Pyro passes a parameter's name, or its module's name and its own."""
+    if len(inspect.signature(arguments).parameters) == 1:
+        return dict(arguments(name))
+    module, _, own = name.rpartition(".")
+    return dict(arguments(module, own))
+
+
+def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:
+    """Return the gradient clipping that a Pyro optimiser asks for, parameter by parameter."""
+    options = optim.pt_clip_args if isinstance(optim, PyroOptim) else None
+    if not options or callable(options):
+        return None
+
+    def clip(parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if "clip_norm" in options:
+                nn.utils.clip_grad_norm_(parameter, options["clip_norm"])
+            if "clip_value" in options:
+                nn.utils.clip_grad_value_(parameter, options["clip_value"])
+
+    return clip
+
+
+def gradients_finite(parameters: Iterable[Tensor]) -> bool:
+    """Say whether all gradients are finite, in one pass over them."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return True
+    return bool(torch.stack(torch._foreach_norm(gradients)).sum().isfinite())

@@ -1,0 +1,308 @@
+"""Prediction and evaluation of every wrapper that draws weights with a likelihood."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tyxe.bnn.base import BNN, modes_restored
+from tyxe.bnn.batches import first_tensor, is_loader, split_rows
+from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods.base import reduce_points
+from tyxe.poutine import Draw, masked_pointwise
+from tyxe.priors import Prior
+
+__all__ = ["SupervisedBNN"]
+
+Values = dict[str, Tensor]
+
+# A loop over draws beats vmap on CPUs but for the smallest nets; see docs/benchmarks.md.
+VMAP_CHUNK = 8
+
+
+class SupervisedBNN(BNN):
+    """A BNN with a likelihood: base of those that predict and evaluate.
+
+    A subclass implements `draw_values` and `mean_values`.
+
+    Args:
+        net: as in `BNN`.
+        prior: as in `BNN`.
+        likelihood: one from `tyxe.likelihoods`; a copy is kept.
+        name: as in `BNN`.
+
+    Raises:
+        TypeError: as in `BNN`; or no likelihood.
+        ValueError: as in `BNN`.
+    """
+
+    def __init__(
+        self, net: nn.Module, prior: Prior, likelihood: Likelihood, name: str = ""
+    ) -> None:
+        if not isinstance(likelihood, Likelihood):
+            raise TypeError(
+                f"likelihood is a {type(likelihood).__name__}; expected one from "
+                "tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
+            )
+        super().__init__(net, prior, name)
+        self.likelihood = copy.deepcopy(likelihood)
+
+    @abstractmethod
+    def draw_values(self, index: int) -> Values:
+        """Return draw number `index` of a prediction: a value for each site, by joint name."""
+
+    @abstractmethod
+    def mean_values(self) -> Values:
+        """Return the posterior's centre: a value for each site, by joint name."""
+
+    def model(self, inputs: Any, obs: Tensor | None = None) -> Any:
+        """The joint model (a Pyro program): weights from the prior, the net, the likelihood.
+
+        Args:
+            inputs: a batch of inputs: a tensor, a tuple of arguments, a mapping of keywords.
+            obs: targets; sampled where None.
+
+        Returns:
+            The net's output.
+        """
+        predictions = self.run_net(self.net_prior(), inputs)
+        self.likelihood(predictions, obs)
+        return predictions
+
+    # ------------------------------------------------------------------ draws
+
+    def _draws(self, num_predictions: int) -> Iterator[Values]:
+        if num_predictions == 0:
+            yield self.mean_values()
+        for index in range(num_predictions):
+            yield self.draw_values(index)
+
+    def _latents(self, draws: list[Values]) -> dict[str, Tensor]:
+        """The likelihood's own variables, stacked over draws."""
+        names = {
+            name: f"{self.likelihood.prefix}.{name}" for name in self.likelihood.latent_priors()
+        }
+        return {
+            name: torch.stack([values[joint] for values in draws]) for name, joint in names.items()
+        }
+
+    def _only_latents(self, values: Values) -> Values:
+        return {name: v for name, v in values.items() if name not in self._slots}
+
+    def _stacked_outputs(
+        self, inputs: Any, num_predictions: int, vectorize: bool | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs of all draws on one batch, `(S, n, ...)`, and the likelihood's variables."""
+        draws = self._draws(num_predictions)
+        if self._use_vmap(inputs, vectorize):
+            return self._vmapped_outputs(draws, inputs)
+        outputs, kept = [], []
+        for values in draws:
+            outputs.append(self.run_net(values, inputs))
+            kept.append(self._only_latents(values))
+        return torch.stack(outputs), self._latents(kept)
+
+    def _use_vmap(self, inputs: Any, vectorize: bool | None) -> bool:
+        if vectorize is not None or not self._slots:
+            return bool(vectorize) and bool(self._slots)
+        like = first_tensor(inputs)
+        return like is not None and like.is_cuda
+
+    def _vmapped_outputs(
+        self, draws: Iterator[Values], inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs, kept = [], []
+        while chunk := [values for _, values in zip(range(VMAP_CHUNK), draws, strict=False)]:
+            if any(isinstance(v, Draw) for v in chunk[0].values()):
+                raise ValueError(
+                    "vectorize=True needs drawn weights, but a handler such as "
+                    "local_reparameterization samples inside the net: leave vectorize out"
+                )
+            stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
+            outputs.append(torch.vmap(lambda values: self.run_net(values, inputs))(stacked))
+            kept += [self._only_latents(values) for values in chunk]
+        return torch.cat(outputs), self._latents(kept)
+
+    # ------------------------------------------------------------------ predict
+
+    def predict(
+        self,
+        *inputs: Any,
+        num_predictions: int = 1,
+        aggregate: bool = True,
+        vectorize: bool | None = None,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Predict with several draws of the weights, in eval mode and without gradients.
+
+        The draws are the same for every row, and for a given seed the same whatever
+        `batch_size` and `vectorize` are (unless a handler samples inside the net).
+
+        Args:
+            inputs: the net's arguments, or one loader of batches in their place.
+            num_predictions: number of draws; 0 predicts once, at the posterior's centre.
+            aggregate: combine the draws by the likelihood; `False` returns them all.
+            vectorize: `True` runs draws in chunks under `torch.vmap`, `False` in a loop; by
+                default whichever was measured to be faster.
+            batch_size: rows that go through the net at a time.
+
+        Returns:
+            Aggregated predictions in the likelihood's own parametrisation (class logits whose
+            softmax is the mean of the probabilities; `(mean, scale)` for a homoskedastic
+            Gaussian), or the net's raw outputs `(num_predictions, n, ...)`.
+
+        Raises:
+            ValueError: a negative number of draws; `vectorize=True` within a handler that
+                samples inside the net.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.Categorical(10), tyxe.guides.AutoNormal)
+            >>> bnn.predict(torch.zeros(5, 2), num_predictions=8).softmax(-1).shape
+            torch.Size([5, 3])
+        """
+        _check_count(num_predictions)
+        batches = _batches(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
+        with self._predicting():
+            parts = [
+                self.likelihood.aggregate_predictions(outputs, 0, latents) if aggregate else outputs
+                for outputs, latents, _ in self._outputs(batches, num_predictions, vectorize)
+            ]
+        return _joined(parts, 0 if aggregate else 1)
+
+    def evaluate(
+        self,
+        input_data: Any,
+        y: Tensor | None = None,
+        num_predictions: int = 1,
+        aggregate: bool = True,
+        reduction: str = "sum",
+        *,
+        vectorize: bool | None = None,
+        batch_size: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return error and log-likelihood on data with targets.
+
+        The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats.
+
+        Args:
+            input_data: a batch of inputs, or a loader of `(inputs, targets)`.
+            y: targets; left out with a loader.
+            num_predictions: number of draws; 0 evaluates at the posterior's centre.
+            aggregate: combine the draws; `False` returns a row for each.
+            reduction: over points: `"sum"`, `"mean"` or `"none"`.
+            vectorize: as in `predict`.
+            batch_size: as in `predict`.
+
+        Returns:
+            `(error, log_likelihood)`; the error counts misclassifications or sums squares.
+
+        Raises:
+            ValueError: targets missing, or of another shape than the predictions.
+        """
+        _check_count(num_predictions)
+        if y is None and not is_loader(input_data):
+            raise ValueError("evaluate needs targets: evaluate(inputs, y), or a loader of pairs")
+        reduce_points(torch.zeros(1), reduction)
+        name = self.likelihood.data_name
+        errors, log_likelihoods = [], []
+        batches = _batches(input_data, y, batch_size)
+        with self._predicting():
+            for outputs, latents, targets in self._outputs(batches, num_predictions, vectorize):
+                error, log_likelihood = self._scores(outputs, latents, targets, aggregate)
+                errors.append(masked_pointwise(name, error))
+                log_likelihoods.append(masked_pointwise(name, log_likelihood))
+        return (
+            reduce_points(torch.cat(errors, -1), reduction),
+            reduce_points(torch.cat(log_likelihoods, -1), reduction),
+        )
+
+    def _scores(
+        self, outputs: Tensor, latents: Mapping[str, Tensor], targets: Tensor, aggregate: bool
+    ) -> tuple[Tensor, Tensor]:
+        likelihood = self.likelihood
+        if aggregate:
+            combined = likelihood.aggregate_predictions(outputs, 0, latents)
+            log_likelihood = likelihood.mixture_log_likelihood(outputs, targets, latents)
+            return likelihood.error(combined, targets, "none"), log_likelihood
+        errors = [likelihood.error(one, targets, "none") for one in outputs]
+        each = [
+            likelihood.mixture_log_likelihood(
+                outputs[s : s + 1], targets, {k: v[s : s + 1] for k, v in latents.items()}
+            )
+            for s in range(len(outputs))
+        ]
+        return torch.stack(errors), torch.stack(each)
+
+    @contextmanager
+    def _predicting(self) -> Iterator[None]:
+        with modes_restored(self), torch.no_grad():
+            self.eval()
+            yield
+
+    def _outputs(
+        self, batches: Iterable[tuple[Any, Any]], num_predictions: int, vectorize: bool | None
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor], Any]]:
+        """Yield outputs of the same draws on each batch: the generator is set back in between."""
+        state = None
+        for inputs, targets in batches:
+            if state is not None:
+                _set_rng_state(state)
+            state = _rng_state(inputs)
+            outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
+            yield outputs, latents, targets
+
+
+def _check_count(num_predictions: int) -> None:
+    if num_predictions < 0:
+        raise ValueError(f"num_predictions is {num_predictions}; expected 0 or more")
+
+
+def _batches(inputs: Any, targets: Tensor | None, batch_size: int | None) -> Iterable[Any]:
+    if is_loader(inputs):
+        return (_as_pair(batch) for batch in inputs)
+    if batch_size is None:
+        return [(inputs, targets)]
+    pieces = split_rows(inputs, batch_size)
+    labels = [None] * len(pieces) if targets is None else list(targets.split(batch_size))
+    return zip(pieces, labels, strict=True)
+
+
+def _as_pair(batch: Any) -> tuple[Any, Any]:
+    """What a loader yields: `(inputs, targets)`, as for training, or inputs alone."""
+    if not isinstance(batch, tuple | list):
+        return batch, None
+    if len(batch) > 2:
+        raise ValueError(
+            f"the loader yields {len(batch)} elements; expected (inputs, targets), with several "
+            "arguments of the net in a tuple: ((x1, x2), y)"
+        )
+    return batch[0], batch[1] if len(batch) == 2 else None
+
+
+def _rng_state(batch: Any) -> tuple[Tensor, Tensor | None]:
+    like = first_tensor(batch)
+    cuda = torch.cuda.get_rng_state(like.device) if like is not None and like.is_cuda else None
+    return torch.get_rng_state(), cuda
+
+
+def _set_rng_state(state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
+    return torch.cat(parts, dim)

@@ -1,0 +1,141 @@
+"""A drop-in for a layer or net in anybody's training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor, nn
+
+from tyxe.bnn.base import BNN
+from tyxe.bnn.elbo import elbo_terms
+from tyxe.guides import PyroGuide
+from tyxe.poutine import Draw
+from tyxe.priors import Prior
+
+__all__ = ["PytorchBNN"]
+
+
+class PytorchBNN(BNN):
+    """A module whose weights are drawn anew at every forward; the loss is the caller's.
+
+    Args:
+        net: any module; it is copied.
+        prior: one of `tyxe.priors`.
+        guide_builder: as `net_guide_builder` of `VariationalBNN`; left out where the prior hides
+            everything.
+        name: prefix of the site names.
+        closed_form_kl: use closed forms of the KL where they exist.
+
+    Attributes:
+        cached_kl_loss: KL of the guide from the prior at the latest forward, in nats; add it
+            to a loss summed over the data set, or a fraction of it to a mini-batch's.
+
+    Raises:
+        TypeError: as in `BNN`.
+        ValueError: as in `VariationalBNN`.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = PytorchBNN(
+        ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.guides.AutoNormal)
+        >>> optimizer = torch.optim.Adam(bnn.parameters())
+        >>> x, y = torch.randn(8, 2), torch.randn(8, 1)
+        >>> loss = nn.functional.mse_loss(bnn(x), y, reduction="sum") + bnn.cached_kl_loss
+        >>> loss.backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        prior: Prior,
+        guide_builder: Callable[[Callable[..., Any]], Any] | None = None,
+        name: str = "",
+        closed_form_kl: bool = True,
+    ) -> None:
+        super().__init__(net, prior, name)
+        if (guide_builder is None) != (len(self.net_prior) == 0):
+            raise ValueError(
+                "the prior exposes parameters, but there is no guide_builder: pass "
+                "tyxe.guides.AutoNormal"
+                if guide_builder is None
+                else "the prior exposes no parameters, so the guide has nothing to do: leave it out"
+            )
+        self.net_guide = (
+            None if guide_builder is None else PyroGuide.build(guide_builder, self.net_prior)
+        )
+        self.closed_form_kl = closed_form_kl
+        self.cached_kl_loss: Tensor = torch.zeros(())
+        self._held: dict[str, Tensor] | None = None
+        self._holding = False
+
+    def guide(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The posterior (a Pyro program)."""
+        return {} if self.net_guide is None else self.net_guide()
+
+    def _draw(self) -> dict[str, Tensor]:
+        if self._holding and self._held is not None:
+            return self._held
+        terms = elbo_terms(self.net_prior, self.guide, closed_form_kl=self.closed_form_kl)
+        self.cached_kl_loss = terms.kl
+        if not self._holding:
+            return terms.values
+        # A lazy draw would meet each forward with new noise: what is held is its value.
+        self._held = {n: v.value() if isinstance(v, Draw) else v for n, v in terms.values.items()}
+        return self._held
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the net's output for one draw, and set `cached_kl_loss`."""
+        values = self._draw()
+        with self.substituted(values):
+            return self.net(*inputs, **kwargs)
+
+    @contextmanager
+    def hold_sample(self) -> Iterator[PytorchBNN]:
+        """Use one draw for all forwards inside: for the chunks of one image, say.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = PytorchBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.guides.AutoNormal)
+            >>> x = torch.randn(4, 2)
+            >>> with bnn.hold_sample():
+            ...     torch.equal(bnn(x), bnn(x))
+            True
+        """
+        before, held = self._holding, self._held
+        self._holding, self._held = True, held if before else None
+        try:
+            yield self
+        finally:
+            self._holding = before
+            if not before:
+                self._held = None
+
+    def pytorch_parameters(self, *inputs: Any) -> list[nn.Parameter]:
+        """Return all trainable parameters; `parameters()` serves as well (TyXe's spelling)."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def predict(self, *inputs: Any, num_predictions: int = 1) -> Tensor:
+        """Return the outputs of several draws, `(num_predictions, ...)`, without gradients."""
+        with torch.no_grad():
+            return torch.stack([self(*inputs) for _ in range(num_predictions)])
+
+    def to_module(self, sample: bool = False) -> nn.Module:
+        """Return a plain net at the posterior's centre, or at one draw."""
+        if self.net_guide is None:
+            return self.net_at({})
+        with torch.no_grad():
+            if not sample:
+                return self.net_at(self.net_guide.median())
+            trace = poutine.trace(self.guide).get_trace()
+        return self.net_at({n: trace.nodes[n]["value"] for n in trace.stochastic_nodes})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A KL that carries a graph can neither be copied nor pickled.
+        return {**self.__dict__, "cached_kl_loss": self.cached_kl_loss.detach(), "_held": None}

@@ -1,0 +1,134 @@
+"""The training loop's parts: one step, one epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tyxe.bnn.batches import batches_of
+from tyxe.bnn.checks import check_first_batch, nonfinite_message
+from tyxe.bnn.elbo import ElboTerms, elbo_terms
+from tyxe.bnn.history import History
+from tyxe.bnn.optim import gradients_finite, make_optimizer, pyro_clipping
+
+__all__ = ["FitOptions", "Trainer"]
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How the objective is weighted and estimated; see `VariationalBNN.fit`."""
+
+    beta: float | Callable[[int], float] = 1.0
+    clip_norm: float | None = None
+    lr_multipliers: Mapping[str, float] | None = None
+    num_particles: int = 1
+    closed_form_kl: bool = True
+
+    def beta_at(self, epoch: int) -> float:
+        """Return the KL's weight in an epoch."""
+        return float(self.beta(epoch) if callable(self.beta) else self.beta)
+
+
+class Trainer:
+    """One fit: an optimiser over a BNN's trainable parameters, and the step that it makes.
+
+    Args:
+        bnn: a `SupervisedBNN` with a `guide` program next to its `model`.
+        optim: as in `VariationalBNN.fit`.
+        options: as in `VariationalBNN.fit`.
+
+    Raises:
+        ValueError: the BNN has no trainable parameters.
+    """
+
+    def __init__(self, bnn: Any, optim: Any, options: FitOptions) -> None:
+        self.bnn, self.options = bnn, options
+        self.parameters = {n: p for n, p in bnn.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("nothing to fit: no parameter of the BNN requires a gradient")
+        kinds = bnn.parameter_kinds()
+        self.optimizer = make_optimizer(optim, self.parameters, kinds, options.lr_multipliers)
+        self._pyro_clip = pyro_clipping(optim)
+        self._checked = False
+
+    def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
+        """Count epochs, with a bar on a terminal."""
+        self._bar = tqdm(
+            range(first, first + count),
+            desc="fit",
+            unit="epoch",
+            disable=None if progress is None else not progress,
+        )
+        yield from self._bar
+
+    def run_epoch(self, loader: Iterable[Any], epoch: int, device: Any, history: History) -> None:
+        """Make a step for each batch, and append the epoch's averages to the history."""
+        beta = self.options.beta_at(epoch)
+        data: Any = 0.0
+        kl: Any = 0.0
+        points = 0
+        for inputs, targets in batches_of(loader, device):
+            if not self._checked:
+                check_first_batch(self.bnn, inputs, targets)
+            # Pyro validates shapes in the first step; later ones need not pay for it again.
+            with pyro.validation_enabled(not self._checked):
+                terms = self.step(inputs, targets, beta)
+            self._checked = True
+            data = data + terms.data.detach() * terms.points
+            kl = kl + terms.kl.detach() * terms.points
+            points += terms.points
+        weight = 1.0 / max(points, 1)
+        log_likelihood, divergence = float(data) * weight, float(kl) * weight
+        loss = beta * divergence - log_likelihood
+        history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
+        self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+
+    def step(self, inputs: Any, targets: Tensor, beta: float) -> ElboTerms:
+        """Make one step on a batch.
+
+        Raises:
+            RuntimeError: loss or gradient is not finite; the parameters are left as they were.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        particles = [
+            self._particle(inputs, targets, beta) for _ in range(self.options.num_particles)
+        ]
+        terms = _mean(particles)
+        parameters = self.parameters.values()
+        finite = bool((terms.data.detach() + terms.kl.detach()).isfinite())
+        if not (finite and gradients_finite(parameters)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise RuntimeError(nonfinite_message(self.bnn, terms, inputs, targets))
+        if self.options.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
+        if self._pyro_clip is not None:
+            self._pyro_clip(p for p in parameters if p.grad is not None)
+        self.optimizer.step()
+        return terms
+
+    def _particle(self, inputs: Any, targets: Tensor, beta: float) -> ElboTerms:
+        """Add one draw's gradient of `(beta kl - data) / N / particles`."""
+        bnn = self.bnn
+        terms = elbo_terms(
+            bnn.model, bnn.guide, inputs, targets, closed_form_kl=self.options.closed_form_kl
+        )
+        scale = 1.0 / (bnn.likelihood.dataset_size * self.options.num_particles)
+        loss = (beta * terms.kl - terms.data) * scale
+        # Checkpointed nets run again during backward, and must meet the same draws.
+        with bnn.substituted(terms.values):
+            loss.backward()
+        return terms
+
+
+def _mean(particles: list[ElboTerms]) -> ElboTerms:
+    if len(particles) == 1:
+        return particles[0]
+    data = torch.stack([terms.data.detach() for terms in particles]).mean()
+    kl = torch.stack([terms.kl.detach() for terms in particles]).mean()
+    return ElboTerms(data, kl, particles[0].points, particles[-1].values)

@@ -1,0 +1,257 @@
+"""Variational inference: a guide fitted to the posterior by the ELBO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor, nn
+
+from tyxe.bnn.base import modes_restored
+from tyxe.bnn.checks import check_fit_arguments, warn_of_result
+from tyxe.bnn.history import History
+from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.bnn.state import Checkpoint
+from tyxe.bnn.training import FitOptions, Trainer
+from tyxe.guides import Guide, PyroGuide
+from tyxe.likelihoods import Likelihood
+from tyxe.priors import Prior
+
+__all__ = ["VariationalBNN"]
+
+GuideBuilder = Callable[[Callable[..., Any]], Any]
+
+
+class VariationalBNN(SupervisedBNN):
+    r"""Any net with a variational posterior over its weights.
+
+    Args:
+        net: any module; it is copied, and the copy keeps its class, forward and hooks.
+        prior: which parameters are random, one of `tyxe.priors`.
+        likelihood: one of `tyxe.likelihoods`.
+        net_guide_builder: makes the guide from the prior's program: `tyxe.guides.AutoNormal`, a
+            `functools.partial` of it, or a class of `pyro.infer.autoguide` (`AutoDelta` is MAP).
+            Left out where the prior hides everything (maximum likelihood).
+        likelihood_guide_builder: likewise for the likelihood's own variables, where it has any.
+        name: prefix of all site names.
+
+    Raises:
+        TypeError: a part of another kind than expected.
+        ValueError: a net without parameters; a guide without sites, or sites without a guide.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, tyxe
+        >>> _ = torch.manual_seed(0)
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> y = 2 * x + 0.1 * torch.randn(20, 1)
+        >>> bnn = VariationalBNN(
+        ...     nn.Linear(1, 1),
+        ...     tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.1),
+        ...     tyxe.guides.AutoNormal,
+        ... )
+        >>> history = bnn.fit([(x, y)], pyro.optim.Adam({"lr": 1e-1}), num_epochs=200)
+        >>> mean, scale = bnn.predict(torch.ones(1, 1), num_predictions=32)
+        >>> abs(mean.item() - 2) < 0.2
+        True
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        prior: Prior,
+        likelihood: Likelihood,
+        net_guide_builder: GuideBuilder | None = None,
+        likelihood_guide_builder: GuideBuilder | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__(net, prior, likelihood, name)
+        self.net_guide = _build(
+            "net_guide_builder", net_guide_builder, self.net_prior, len(self.net_prior) > 0
+        )
+        self.likelihood_guide = _build(
+            "likelihood_guide_builder",
+            likelihood_guide_builder,
+            _LikelihoodProgram(self.likelihood),
+            bool(likelihood.latent_priors()),
+        )
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._pending: Checkpoint | None = None
+        self._epochs_done = 0
+
+    # ------------------------------------------------------------------ programs
+
+    def guide(self, inputs: Any = None, obs: Tensor | None = None) -> Values:
+        """The posterior (a Pyro program): a draw for each site; the batch is not looked at."""
+        values: Values = {}
+        for part in (self.net_guide, self.likelihood_guide):
+            if part is not None:
+                values.update(part())
+        return values
+
+    def guided_forward(self, *inputs: Any, guide_tr: Any = None) -> Any:
+        """Return the net's output for one draw of the guide, or for that of a guide's trace."""
+        trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
+        return self.run_net(_values_of(trace), inputs)
+
+    def draw_values(self, index: int) -> Values:
+        """Return a draw of the guide."""
+        return _values_of(poutine.trace(self.guide).get_trace())
+
+    def mean_values(self) -> Values:
+        """Return the guide's median, which for Normal posteriors is the mean."""
+        values: Values = {}
+        for part in (self.net_guide, self.likelihood_guide):
+            if part is not None:
+                values.update(part.median())
+        return values
+
+    def to_module(self, sample: bool = False) -> nn.Module:
+        """Return a plain net, of the class that came in, at the posterior's centre or one draw.
+
+        Args:
+            sample: one draw instead of the centre.
+        """
+        with torch.no_grad():
+            values = self.draw_values(0) if sample else self.mean_values()
+        return self.net_at(values)
+
+    # ------------------------------------------------------------------ fit
+
+    def fit(
+        self,
+        data_loader: Iterable[Any],
+        optim: Any,
+        num_epochs: int,
+        callback: Callable[[VariationalBNN, int, float], Any] | None = None,
+        num_particles: int = 1,
+        closed_form_kl: bool = True,
+        device: Any = None,
+        *,
+        beta: float | Callable[[int], float] = 1.0,
+        clip_norm: float | None = None,
+        lr_multipliers: Mapping[str, float] | None = None,
+        progress: bool | None = None,
+    ) -> History:
+        r"""Fit guide, deterministic parameters and the likelihood's variables by the ELBO.
+
+        Follows the gradient of `(beta KL - E_q log p(D | w)) / N`, nats per data point, so that
+        learning rates mean what they mean for the plain net.
+
+        Args:
+            data_loader: yields `(inputs, targets)`; inputs are a tensor, a tuple of arguments
+                or a mapping of keyword arguments. Iterated over once an epoch.
+            optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an
+                instance over `bnn.parameters()`. A scheduler is stepped by the caller, in
+                `callback`.
+            num_epochs: how often to go through the loader.
+            callback: `callback(bnn, epoch, loss)` after each epoch; training stops when it
+                returns True.
+            num_particles: draws averaged in a step.
+            closed_form_kl: use closed forms of the KL where they exist.
+            device: batches are moved there.
+            beta: weight of the KL, or a function of the epoch that returns it.
+            clip_norm: the gradient's norm is clipped to it.
+            lr_multipliers: factors on the learning rate by kind of parameter, such as
+                `{"scale": 10}`; the kinds are `loc`, `scale` and `deterministic`.
+            progress: show a bar; by default on a terminal only.
+
+        Returns:
+            Loss, data term and KL of every epoch, in nats for the whole data set.
+
+        Raises:
+            TypeError: arguments swapped, or of a wrong type.
+            ValueError: an empty loader, one of another structure, targets that do not fit the
+                likelihood, a batch larger than `dataset_size`.
+            RuntimeError: the loss or its gradient is not finite; the parameters are those
+                before the step.
+        """
+        check_fit_arguments(optim, num_epochs, num_particles)
+        options = FitOptions(beta, clip_norm, lr_multipliers, num_particles, closed_form_kl)
+        with modes_restored(self):
+            if not any(module.training for module in self.modules()):
+                self.train()
+            trainer = Trainer(self, optim, options)
+            self.optimizer = trainer.optimizer
+            if self._pending is not None:
+                self._epochs_done = self._pending.restore(trainer.optimizer)
+                self._pending = None
+            else:
+                self._epochs_done = 0
+            history = History()
+            for epoch in trainer.epochs(self._epochs_done, num_epochs, progress):
+                trainer.run_epoch(data_loader, epoch, device, history)
+                self._epochs_done = epoch + 1
+                if callback is not None and callback(self, epoch, history.loss[-1]):
+                    break
+        warn_of_result(self, history)
+        return history
+
+    # ------------------------------------------------------------------ state
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return everything that training needs to go on: state dict, optimiser, epoch, seed.
+
+        Safe for `torch.load(..., weights_only=True)`.
+
+        Example:
+            >>> import io, pyro.distributions as dist, tyxe
+            >>> def make():
+            ...     return VariationalBNN(
+            ...         nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...         tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0),
+            ...         tyxe.guides.AutoNormal)
+            >>> bnn, data = make(), [(torch.ones(5, 1), torch.ones(5, 1))]
+            >>> _ = bnn.fit(data, torch.optim.Adam, 3)
+            >>> torch.save(bnn.checkpoint(), file := io.BytesIO())
+            >>> resumed, _ = make(), file.seek(0)
+            >>> resumed.load_checkpoint(torch.load(file, weights_only=True))
+            >>> bool(resumed.fit(data, torch.optim.Adam, 2).loss)
+            True
+        """
+        return Checkpoint.of(self.optimizer, self._epochs_done).as_dict(self.state_dict())
+
+    def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take a checkpoint; the next `fit` goes on from it, epoch count and schedule included.
+
+        Raises:
+            RuntimeError: it is that of another architecture; nothing is changed.
+        """
+        self.load_state_dict(checkpoint["bnn"])
+        self._pending = Checkpoint.from_dict(checkpoint)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "optimizer": None}
+
+
+class _LikelihoodProgram:
+    """The program of the likelihood's own variables, as guides are built from it."""
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self.likelihood = likelihood
+        self.prefix = f"{likelihood.prefix}."
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return self.likelihood.sample_latents()
+
+
+def _build(
+    argument: str, builder: GuideBuilder | None, program: Callable[..., Any], has_sites: bool
+) -> Guide | PyroGuide | None:
+    what = "the prior exposes" if argument == "net_guide_builder" else "the likelihood has"
+    if builder is None:
+        if has_sites:
+            raise ValueError(
+                f"{what} variables, but there is no {argument}: pass tyxe.guides.AutoNormal, or "
+                "for maximum likelihood a prior with hide_all=True and a likelihood with a number"
+            )
+        return None
+    if not has_sites:
+        raise ValueError(f"{what} no variables, so the {argument} has nothing to do: leave it out")
+    return PyroGuide.build(builder, program)
+
+
+def _values_of(trace: Any) -> Values:
+    return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}

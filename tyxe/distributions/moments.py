@@ -1,0 +1,91 @@
+"""Moments of posteriors whose elements are independent, by registration.
+
+A handler that replaces a draw by moments asks here. A distribution that is not registered is
+never treated: its draws are used as they are.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+import torch.distributions as td
+from torch import Tensor
+
+__all__ = ["center", "independent_moments", "is_factorized"]
+
+
+@singledispatch
+def independent_moments(distribution: td.Distribution) -> tuple[Tensor, Tensor] | None:
+    """Return elementwise `(mean, variance)` where sums of many elements are Gaussian, else None.
+
+    Register a type for which `sum_i x_i w_i` may be replaced by the Gaussian of the same two
+    moments: exactly for independent Normals, by the central limit theorem for others.
+
+    Args:
+        distribution: the posterior of one site, of event shape that of the weight.
+
+    Example:
+        >>> import torch
+        >>> q = td.Independent(td.Normal(torch.zeros(2), torch.full((2,), 3.0)), 1)
+        >>> independent_moments(q)
+        (tensor([0., 0.]), tensor([9., 9.]))
+    """
+    return None
+
+
+@independent_moments.register(td.Independent)
+def _(distribution: td.Independent[td.Distribution]) -> tuple[Tensor, Tensor] | None:
+    moments: tuple[Tensor, Tensor] | None = independent_moments(distribution.base_dist)
+    return moments
+
+
+@independent_moments.register
+def _(distribution: td.Normal) -> tuple[Tensor, Tensor]:
+    return distribution.loc, distribution.scale.square()
+
+
+@singledispatch
+def center(distribution: td.Distribution) -> Tensor | None:
+    """Return the centre about which independent elements are symmetric, or None.
+
+    This is what flipout needs: a random flip of the sign of `w - center` leaves the marginal
+    law of every element as it is.
+
+    Example:
+        >>> import torch
+        >>> center(td.Laplace(torch.ones(2), torch.ones(2)))
+        tensor([1., 1.])
+    """
+    return None
+
+
+@center.register(td.Independent)
+def _(distribution: td.Independent[td.Distribution]) -> Tensor | None:
+    middle: Tensor | None = center(distribution.base_dist)
+    return middle
+
+
+@center.register(td.Normal)
+@center.register(td.Laplace)
+@center.register(td.StudentT)
+@center.register(td.Cauchy)
+def _(distribution: td.Normal | td.Laplace | td.StudentT | td.Cauchy) -> Tensor:
+    loc: Tensor = distribution.loc
+    return loc
+
+
+@center.register
+def _(distribution: td.Uniform) -> Tensor:
+    middle: Tensor = (distribution.low + distribution.high) / 2
+    return middle
+
+
+def is_factorized(distribution: td.Distribution) -> bool:
+    """Say whether any handler can treat draws of this distribution.
+
+    Example:
+        >>> import torch
+        >>> is_factorized(td.MultivariateNormal(torch.zeros(2), torch.eye(2)))
+        False
+    """
+    return independent_moments(distribution) is not None or center(distribution) is not None

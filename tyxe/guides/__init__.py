@@ -1,0 +1,35 @@
+"""Posteriors over the sites of a net."""
+
+from tyxe.guides.base import Guide, Site
+from tyxe.guides.init import (
+    PretrainedInitializer,
+    init_to_constant,
+    init_to_median,
+    init_to_normal,
+    init_to_normal_kaiming,
+    init_to_normal_radford,
+    init_to_normal_xavier,
+    init_to_sample,
+    init_to_zero,
+)
+from tyxe.guides.normal import AutoNormal
+from tyxe.guides.pyro_guide import PyroGuide
+from tyxe.guides.radial import AutoRadial, Radial
+
+__all__ = [
+    "AutoNormal",
+    "AutoRadial",
+    "Guide",
+    "PretrainedInitializer",
+    "PyroGuide",
+    "Radial",
+    "Site",
+    "init_to_constant",
+    "init_to_median",
+    "init_to_normal",
+    "init_to_normal_kaiming",
+    "init_to_normal_radford",
+    "init_to_normal_xavier",
+    "init_to_sample",
+    "init_to_zero",
+]

@@ -1,0 +1,149 @@
+"""What a guide is: distributions over sites, from which a Pyro program follows."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+import torch.distributions as td
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from tyxe.util import resolve_site_name
+
+__all__ = ["Guide", "Site", "sites_of"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One latent variable of the program that a guide is built from.
+
+    Attributes:
+        name: its name in the joint model, such as `net.0.weight`.
+        own_name: its name in the net, such as `0.weight`.
+        shape: of its values.
+        support: the constraint its values satisfy.
+    """
+
+    name: str
+    own_name: str
+    shape: torch.Size
+    support: constraints.Constraint
+
+    @property
+    def is_real(self) -> bool:
+        """Whether values are unconstrained."""
+        return (
+            self.support is constraints.real
+            or getattr(self.support, "base_constraint", None) is constraints.real
+        )
+
+
+def sites_of(module: Callable[..., Any]) -> tuple[list[Site], dict[str, dict[str, Any]]]:
+    """Run a program once and list its latent variables, with their Pyro messages by name.
+
+    Raises:
+        ValueError: it has none, or a discrete one.
+    """
+    prefix = getattr(module, "prefix", "")
+    with torch.no_grad():
+        trace = poutine.trace(poutine.block(module, hide_types=["observe"])).get_trace()
+    messages = {name: trace.nodes[name] for name in trace.stochastic_nodes}
+    if not messages:
+        raise ValueError(
+            "a guide needs latent variables, but the prior exposes none: expose some, or pass no "
+            "guide (maximum likelihood is hide_all=True without one)"
+        )
+    sites = []
+    for name, message in messages.items():
+        if message["fn"].support.is_discrete:
+            raise ValueError(f"site {name!r} is discrete; this guide needs continuous sites")
+        sites.append(
+            Site(name, name.removeprefix(prefix), message["value"].shape, message["fn"].support)
+        )
+    return sites, messages
+
+
+class Guide(nn.Module, ABC):
+    """Base of guides that hold one distribution per site.
+
+    A subclass sets its parameters up in the constructor and implements `site_distribution`; the
+    rest, down to the Pyro program, follows.
+
+    Args:
+        module: the program that samples the sites from their prior; a BNN passes its own.
+
+    Raises:
+        ValueError: the program has no latent variable, or a discrete one.
+    """
+
+    def __init__(self, module: Callable[..., Any]) -> None:
+        super().__init__()
+        self.sites, self._messages = sites_of(module)
+
+    @abstractmethod
+    def site_distribution(self, site: Site) -> td.Distribution:
+        """Return the posterior of one site, over values of the site's shape."""
+
+    def posterior(self) -> dict[str, td.Distribution]:
+        """Return the posterior of every site by its name in the joint model, with gradients."""
+        return {site.name: self.site_distribution(site) for site in self.sites}
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site (a Pyro program); arguments are ignored."""
+        return {name: pyro.sample(name, q) for name, q in self.posterior().items()}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the median of every site, by its name in the joint model."""
+        return {name: _median(q) for name, q in self.posterior().items()}
+
+    def _own(self, name: str) -> Site:
+        known = {site.own_name: site for site in self.sites}
+        joint = {site.name: site for site in self.sites}
+        return joint[name] if name in joint else known[resolve_site_name(name, known)]
+
+    def get_detached_distributions(
+        self, site_names: Iterable[str] | None = None
+    ) -> dict[str, td.Distribution]:
+        """Return posteriors that share no storage or gradient with the guide: priors to be.
+
+        Args:
+            site_names: which sites, in either spelling; all by default.
+
+        Returns:
+            Distributions by the names asked for (the net's own by default), for `DictPrior`.
+
+        Raises:
+            ValueError: a name that is no site.
+        """
+        names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
+        with torch.no_grad():
+            found = {name: self.site_distribution(self._own(name)) for name in names}
+        return {name: copy.deepcopy(distribution) for name, distribution in found.items()}
+
+    def parameter_kinds(self) -> Mapping[str, str]:
+        """Return the kind of each parameter by name: `loc`, `scale` or another word."""
+        return {
+            name: "scale" if "scale" in name.split(".")[0] else "loc"
+            for name, _ in self.named_parameters()
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The messages hold the prior's objects and serve the constructor only.
+        return {**self.__dict__, "_messages": {}}
+
+
+def _median(q: td.Distribution) -> Tensor:
+    if isinstance(q, td.TransformedDistribution):
+        value = _median(q.base_dist)
+        for transform in q.transforms:
+            value = transform(value)
+        return value
+    return q.mean

@@ -1,0 +1,171 @@
+"""Where a guide's means start.
+
+An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior),
+`site["value"]` (a draw of it) and, for sites of a net, `site["infer"]["fans"]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributions as td
+from torch import Tensor, nn
+
+__all__ = [
+    "PretrainedInitializer",
+    "init_to_constant",
+    "init_to_median",
+    "init_to_normal",
+    "init_to_normal_kaiming",
+    "init_to_normal_radford",
+    "init_to_normal_xavier",
+    "init_to_sample",
+    "init_to_zero",
+]
+
+Message = Mapping[str, Any]
+
+
+def _partial(initializer: Callable[..., Tensor], **options: Any) -> Callable[[Message], Tensor]:
+    return functools.partial(initializer, **options)
+
+
+def init_to_constant(site: Message | None = None, constant: float = 0.0) -> Any:
+    """Start every element at one number; `init_to_constant(constant=1.0)` makes an initialiser.
+
+    Example:
+        >>> init_to_constant(constant=2.0)({"value": torch.zeros(2)})
+        tensor([2., 2.])
+    """
+    if site is None:
+        return _partial(init_to_constant, constant=constant)
+    return torch.full_like(site["value"], constant)
+
+
+def init_to_zero(site: Message | None = None) -> Any:
+    """Start every element at zero."""
+    return init_to_zero if site is None else torch.zeros_like(site["value"])
+
+
+def init_to_sample(site: Message | None = None) -> Any:
+    """Start at a draw from the prior."""
+    return init_to_sample if site is None else site["fn"].sample().detach()
+
+
+def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
+    """Start at the prior's median: its closed form where there is one, else of samples.
+
+    Args:
+        site: the site's message.
+        num_samples: how many samples the median is taken of, without closed form.
+
+    Example:
+        >>> prior = td.Independent(td.Laplace(torch.ones(2), torch.ones(2)), 1)
+        >>> init_to_median({"fn": prior, "value": prior.sample()})
+        tensor([1., 1.])
+    """
+    if site is None:
+        return _partial(init_to_median, num_samples=num_samples)
+    elementwise = site["fn"]
+    while isinstance(elementwise, td.Independent):
+        elementwise = elementwise.base_dist
+    if isinstance(elementwise, td.StudentT):
+        return elementwise.loc.clone()
+    try:
+        half = torch.full_like(site["value"], 0.5)
+        return elementwise.icdf(half).detach().expand_as(site["value"]).clone()
+    except NotImplementedError:
+        return site["fn"].sample((num_samples,)).median(0).values
+
+
+def init_to_normal(site: Message | None = None, mean: float = 0.0, std: float = 1.0) -> Any:
+    """Start at draws from one Normal; `init_to_normal(std=0.1)` makes an initialiser."""
+    if site is None:
+        return _partial(init_to_normal, mean=mean, std=std)
+    return torch.randn_like(site["value"]) * std + mean
+
+
+def _layerwise(site: Message, std_of: Callable[[float, float], float]) -> Tensor:
+    fans = site["infer"].get("fans")
+    if fans is None:
+        raise ValueError(
+            f"site {site['name']!r} belongs to no layer, so it has no fan-in; use init_to_normal"
+        )
+    return init_to_normal(site, std=std_of(*fans))
+
+
+def init_to_normal_radford(site: Message | None = None) -> Any:
+    """Start at draws of standard deviation `1 / sqrt(fan_in)` [T 5.1.1.2]."""
+    if site is None:
+        return init_to_normal_radford
+    return _layerwise(site, lambda fan_in, fan_out: fan_in**-0.5)
+
+
+def init_to_normal_xavier(site: Message | None = None) -> Any:
+    """Start at draws of standard deviation `sqrt(2 / (fan_in + fan_out))`."""
+    if site is None:
+        return init_to_normal_xavier
+    return _layerwise(site, lambda fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)))
+
+
+def init_to_normal_kaiming(site: Message | None = None, nonlinearity: str = "relu") -> Any:
+    """Start at draws of standard deviation `gain / sqrt(fan_in)`, with PyTorch's gain."""
+    if site is None:
+        return _partial(init_to_normal_kaiming, nonlinearity=nonlinearity)
+    gain = nn.init.calculate_gain(nonlinearity)  # type: ignore[arg-type]
+    return _layerwise(site, lambda fan_in, fan_out: gain * fan_in**-0.5)
+
+
+class PretrainedInitializer:
+    """Start at given values, such as those of a trained net.
+
+    Args:
+        values: tensors by the site's name, with or without the prefix of the joint model.
+
+    Raises:
+        ValueError: when called: a site without value, or with one of another shape.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> start = PretrainedInitializer.from_net(net)
+        >>> torch.equal(start({"name": "net.bias", "value": torch.zeros(1)}), net.bias)
+        True
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.values = {name: value.detach().clone() for name, value in values.items()}
+
+    @classmethod
+    def from_net(cls, net: nn.Module, prefix: str = "net") -> PretrainedInitializer:
+        """Take the values of a net's parameters.
+
+        Args:
+            net: the net.
+            prefix: put before the names, as in the joint model.
+        """
+        before = f"{prefix}." if prefix else ""
+        # A tied parameter has several names; its site bears the first.
+        named = net.named_parameters(remove_duplicate=False)
+        return cls({before + name: value for name, value in named})
+
+    def __call__(self, site: Message) -> Tensor:
+        """Return the value of a site."""
+        name = site["name"]
+        for spelled in (name, name.partition("net.")[2], f"net.{name}"):
+            if spelled in self.values:
+                value = self.values[spelled]
+                break
+        else:
+            raise ValueError(
+                f"there is no pre-trained value for {name!r}; there are {', '.join(self.values)}"
+            )
+        if value.shape != site["value"].shape:
+            raise ValueError(
+                f"the pre-trained value of {name!r} has shape {tuple(value.shape)}, but the site "
+                f"has shape {tuple(site['value'].shape)}"
+            )
+        return value.to(site["value"]).clone()

@@ -1,0 +1,137 @@
+"""The mean-field Normal guide."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from torch import Tensor
+
+from tyxe.guides.base import Guide, Site
+from tyxe.guides.init import init_to_median
+from tyxe.util import SiteTensors
+
+__all__ = ["AutoNormal", "MeanField"]
+
+
+class MeanField(Guide):
+    r"""Base of guides with a mean and a scale per weight, and nothing between weights.
+
+    The scale is `exp(r)`, or `c sigmoid(r)` under a cap `c`: smooth, so that a scale near its
+    cap still has a gradient, and equal to `exp(r)` up to a constant far below it.
+
+    Args:
+        module: as in `Guide`.
+        init_loc_fn: where means start, see `tyxe.guides.init`.
+        init_scale: where standard deviations start, a number or a function of the site's message.
+        train_loc: fit means too; with `False` they stay where they start.
+        train_scale: fit standard deviations too.
+        max_guide_scale: cap on standard deviations.
+
+    Raises:
+        ValueError: as in `Guide`; a scale that is not positive, or not below its cap.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        init_loc_fn: Callable[[Any], Tensor] = init_to_median,
+        init_scale: float | Callable[[Any], float | Tensor] = 1e-1,
+        train_loc: bool = True,
+        train_scale: bool = True,
+        max_guide_scale: float | None = None,
+    ) -> None:
+        super().__init__(module)
+        self.max_guide_scale = max_guide_scale
+        locs, scales = {}, {}
+        for site in self.sites:
+            message = self._messages[site.name]
+            loc = init_loc_fn(message).detach()
+            scale = init_scale(message) if callable(init_scale) else init_scale
+            unconstrained = loc if site.is_real else td.biject_to(site.support).inv(loc)
+            locs[site.own_name] = unconstrained
+            scales[site.own_name] = (
+                self._unconstrain(torch.as_tensor(scale)).to(loc).expand_as(unconstrained)
+            )
+        self.locs = SiteTensors(locs, trainable=train_loc)
+        self.unconstrained_scales = SiteTensors(scales, trainable=train_scale)
+        self._messages = {}
+
+    def _unconstrain(self, scale: Tensor) -> Tensor:
+        scale = scale.double()
+        if not bool((scale > 0).all()):
+            raise ValueError(f"init_scale is {scale.min().item()}; expected positive numbers")
+        if self.max_guide_scale is None:
+            return scale.log()
+        ratio = scale / self.max_guide_scale
+        if bool((ratio >= 1).any()):
+            raise ValueError(
+                f"init_scale {scale.max().item()} is not below max_guide_scale "
+                f"{self.max_guide_scale}"
+            )
+        return torch.logit(ratio)
+
+    def _scale(self, name: str) -> Tensor:
+        unconstrained = self.unconstrained_scales[name]
+        if self.max_guide_scale is None:
+            return unconstrained.exp()
+        return unconstrained.sigmoid() * self.max_guide_scale
+
+    def get_loc(self, site_name: str) -> Tensor:
+        """Return the means of a site (before its transform, if its support is constrained)."""
+        return self.locs[self._own(site_name).own_name]
+
+    def get_scale(self, site_name: str) -> Tensor:
+        """Return the standard deviations of a site (before its transform, if any)."""
+        return self._scale(self._own(site_name).own_name)
+
+    def site_distribution(self, site: Site) -> td.Distribution:
+        """Return the posterior of a site, mapped onto its support."""
+        base = self._base_distribution(self.locs[site.own_name], self._scale(site.own_name))
+        if site.is_real:
+            return base
+        return dist.TransformedDistribution(base, [td.biject_to(site.support)])
+
+    @abstractmethod
+    def _base_distribution(self, loc: Tensor, scale: Tensor) -> td.Distribution:
+        """Return the distribution of mean and scale, every dimension in its event."""
+
+
+class AutoNormal(MeanField):
+    r"""Independent Normals, one mean and one standard deviation per weight.
+
+    `q(w) = prod_i N(w_i; loc_i, scale_i^2)`; sites with a constrained support (the scales of a
+    hierarchical prior) are Normal before `biject_to(support)`.
+
+    Args:
+        module: the program that samples the sites from their prior; a BNN passes its own.
+        init_loc_fn: where means start: `init_to_median` of the prior,
+            `PretrainedInitializer.from_net(net)`, `init_to_normal_radford`, ...
+        init_scale: where standard deviations start; 1e-4 next to a trained net [T 5].
+        train_loc: fit means too; `False` fits standard deviations about given means.
+        train_scale: fit standard deviations too.
+        max_guide_scale: cap on standard deviations; 0.1 for ResNets [T 5].
+
+    Raises:
+        ValueError: the program has no sites; a scale that is not positive or not below its cap.
+
+    Reference:
+        [T] 5.1.2.
+
+    Example:
+        >>> import functools, tyxe
+        >>> net = torch.nn.Linear(2, 1)
+        >>> bnn = tyxe.VariationalBNN(
+        ...     net, tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1),
+        ...     functools.partial(AutoNormal, init_scale=1e-2))
+        >>> bnn.net_guide.get_scale("weight").detach()
+        tensor([[0.0100, 0.0100]])
+    """
+
+    def _base_distribution(self, loc: Tensor, scale: Tensor) -> td.Distribution:
+        return dist.Normal(loc, scale, validate_args=False).to_event(loc.dim())

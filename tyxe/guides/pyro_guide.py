@@ -1,0 +1,116 @@
+"""Any Pyro guide in a guide's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+import torch.distributions as td
+from pyro.infer.autoguide import AutoContinuous, AutoGuide
+from torch import Tensor, nn
+
+from tyxe.guides.base import Guide
+from tyxe.util import resolve_site_name
+
+__all__ = ["PyroGuide"]
+
+
+class PyroGuide(nn.Module):
+    """Hold a Pyro autoguide, or any module that is a guide, as a part of a BNN.
+
+    The guide is set up at once, without data, and its parameters live in the module and not in
+    Pyro's global store: each call runs under `module_local_params`. `net_guide_builder` wraps
+    what it gets in this class by itself.
+
+    Args:
+        guide: the guide, built on `module`.
+        module: the program that samples the sites from their prior.
+
+    Example:
+        >>> import tyxe, pyro.distributions as dist
+        >>> from pyro.infer.autoguide import AutoDelta
+        >>> bnn = tyxe.VariationalBNN(
+        ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), AutoDelta)  # MAP
+        >>> sorted(bnn.net_guide.median())
+        ['net.bias', 'net.weight']
+    """
+
+    @classmethod
+    def build(
+        cls, builder: Callable[[Callable[..., Any]], Any], module: Callable[..., Any]
+    ) -> Guide | PyroGuide:
+        """Call a guide's builder on a program, and wrap the guide unless it is one of ours.
+
+        Raises:
+            TypeError: the builder returned no module and no function.
+        """
+        with pyro.settings.context(module_local_params=True):
+            guide = builder(module)
+        if isinstance(guide, Guide | PyroGuide):
+            return guide
+        if not callable(guide):
+            raise TypeError(
+                f"the guide's builder returned a {type(guide).__name__}; expected a guide, as "
+                "tyxe.guides.AutoNormal or a class from pyro.infer.autoguide builds it"
+            )
+        return cls(guide, module)
+
+    def __init__(self, guide: Callable[..., Any], module: Callable[..., Any]) -> None:
+        super().__init__()
+        self.guide = guide
+        self.prefix = getattr(module, "prefix", "")
+        self()
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Run the guide (a Pyro program); the batch is not passed, sites do not depend on it."""
+        with pyro.settings.context(module_local_params=True):
+            values: dict[str, Tensor] = self.guide()
+        return values or {}
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the median of every site, by its name in the joint model.
+
+        Raises:
+            TypeError: the guide has no median.
+        """
+        if not isinstance(self.guide, AutoGuide):
+            raise TypeError(
+                f"{type(self.guide).__name__} has no median; predict with num_predictions >= 1"
+            )
+        with pyro.settings.context(module_local_params=True):
+            return dict(self.guide.median())
+
+    def get_detached_distributions(
+        self, site_names: Iterable[str] | None = None
+    ) -> dict[str, td.Distribution]:
+        """Return posteriors per site, where the guide has one, as `Guide` does.
+
+        Raises:
+            TypeError: the guide couples its sites (or is a plain function).
+        """
+        if isinstance(self.guide, AutoContinuous) or not isinstance(self.guide, AutoGuide):
+            raise TypeError(
+                f"{type(self.guide).__name__} has no distribution per site; use "
+                "tyxe.guides.AutoNormal where a posterior is to become a prior"
+            )
+        with torch.no_grad():
+            nodes = poutine.trace(self).get_trace().nodes
+        sites = {
+            name.removeprefix(self.prefix): node["fn"]
+            for name, node in nodes.items()
+            if node["type"] == "sample" and not node["infer"].get("is_auxiliary")
+        }
+        names = list(sites) if site_names is None else list(site_names)
+        return {name: sites[resolve_site_name(name, sites)] for name in names}
+
+    def parameter_kinds(self) -> Mapping[str, str]:
+        """Return the kind of each parameter by name, from Pyro's words for them."""
+        return {
+            name: "scale" if "scale" in name or "cov_factor" in name else "loc"
+            for name, _ in self.named_parameters()
+        }

@@ -1,0 +1,15 @@
+"""How predictions and targets meet: the observed site, its errors, samples and aggregates."""
+
+from tyxe.likelihoods.base import Likelihood
+from tyxe.likelihoods.discrete import Bernoulli, Categorical
+from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
+from tyxe.likelihoods.poisson import Poisson
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "HeteroskedasticGaussian",
+    "HomoskedasticGaussian",
+    "Likelihood",
+    "Poisson",
+]

@@ -1,0 +1,259 @@
+"""What a likelihood is: a Pyro program on predictions and targets, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from torch import Tensor, nn
+
+__all__ = ["Likelihood", "reduce_points"]
+
+Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
+
+
+def reduce_points(values: Tensor, reduction: str) -> Tensor:
+    """Reduce numbers per data point in the last dimension.
+
+    Args:
+        values: `(..., n)`.
+        reduction: `"sum"`, `"mean"` or `"none"`.
+
+    Raises:
+        ValueError: another reduction.
+
+    Example:
+        >>> reduce_points(torch.tensor([1.0, 3.0]), "mean")
+        tensor(2.)
+    """
+    if reduction == "none":
+        return values
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"reduction is {reduction!r}; expected 'sum', 'mean' or 'none'")
+    return values.sum(-1) if reduction == "sum" else values.mean(-1)
+
+
+class Likelihood(nn.Module, ABC):
+    """Base of all likelihoods.
+
+    The first dimension of predictions and targets counts data points; all further ones belong
+    to a point, whose log-likelihood is their sum. Calling a likelihood is a Pyro program with
+    one observed site, `likelihood.data`, in a plate that scales a batch to the data set.
+
+    A subclass implements `predictive_distribution`, `point_error` and `aggregate_predictions`,
+    and may override `prepare_targets` and `latent_priors`.
+
+    Args:
+        dataset_size: number of data points `N` that a whole epoch sees.
+        event_dim: number of trailing dimensions of the predictive distribution that form one
+            event.
+        name: prefix of the sites.
+
+    Raises:
+        TypeError: `dataset_size` is missing or no integer.
+        ValueError: `dataset_size` is not positive.
+    """
+
+    def __init__(
+        self, dataset_size: int | None = None, event_dim: int = 0, name: str = "likelihood"
+    ) -> None:
+        super().__init__()
+        if isinstance(dataset_size, bool) or not hasattr(dataset_size, "__index__"):
+            raise TypeError(
+                f"dataset_size is {dataset_size!r}; {type(self).__name__} needs the number of "
+                f"training points: {type(self).__name__}(dataset_size=len(dataset))"
+            )
+        assert dataset_size is not None
+        if int(dataset_size) < 1:
+            raise ValueError(f"dataset_size is {dataset_size}; expected a positive number")
+        self.dataset_size = int(dataset_size)
+        self.event_dim = event_dim
+        self.prefix = name
+
+    @property
+    def data_name(self) -> str:
+        """Name of the observed site."""
+        return f"{self.prefix}.data"
+
+    # ------------------------------------------------------------------ what a subclass gives
+
+    @abstractmethod
+    def predictive_distribution(
+        self, predictions: Predictions, latents: Mapping[str, Tensor] | None = None
+    ) -> td.Distribution:
+        """Return the distribution of the targets.
+
+        Args:
+            predictions: the net's output `(n, ...)`, or what `aggregate_predictions` returned.
+            latents: values of the likelihood's own variables; point values where missing.
+        """
+
+    @abstractmethod
+    def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
+        """Return an elementwise error, of the targets' shape (not yet summed over a point)."""
+
+    @abstractmethod
+    def aggregate_predictions(
+        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+    ) -> Predictions:
+        """Combine predictions of several draws into one, in the likelihood's parametrisation.
+
+        Args:
+            predictions: net outputs stacked along `dim`.
+            dim: the dimension of the draws.
+            latents: the draws of the likelihood's own variables, stacked along dimension 0.
+        """
+
+    def prepare_targets(self, predictions: Predictions, targets: Tensor) -> Tensor:
+        """Bring targets to the dtype that the distribution needs."""
+        like = predictions[0] if isinstance(predictions, tuple) else predictions
+        return targets.to(like.dtype)
+
+    def latent_priors(self) -> dict[str, td.Distribution]:
+        """Return priors of the likelihood's own variables by name, such as a noise scale."""
+        return {}
+
+    def check_targets(self, predictions: Tensor, targets: Tensor) -> None:
+        """Raise one clear error if the targets cannot have come from this likelihood."""
+        self._distribution_for(predictions, targets)
+        support: Any = self.predictive_distribution(predictions).support
+        ok = support.check(self.prepare_targets(predictions, targets))
+        if not bool(ok.all()):
+            raise ValueError(
+                f"targets lie outside the support of {type(self).__name__}: {self._range(support)}"
+                f", but they range from {targets.min().item()} to {targets.max().item()}"
+            )
+
+    @staticmethod
+    def _range(support: Any) -> str:
+        while hasattr(support, "base_constraint"):
+            support = support.base_constraint
+        return f"expected values in {support}"
+
+    # ------------------------------------------------------------------ the Pyro program
+
+    def sample_latents(self) -> dict[str, Tensor]:
+        """Sample the likelihood's own variables: the program from which its guide is built."""
+        return {
+            name: pyro.sample(f"{self.prefix}.{name}", prior)
+            for name, prior in self.latent_priors().items()
+        }
+
+    def forward(self, predictions: Predictions, obs: Tensor | None = None) -> Tensor:
+        """Sample the observed site for a batch of predictions.
+
+        Args:
+            predictions: the net's output `(n, ...)`.
+            obs: targets, `(n, ...)`; sampled where None.
+
+        Raises:
+            ValueError: the targets' shape is not that of the predictive distribution.
+        """
+        latents = self.sample_latents()
+        distribution, obs = self._distribution_for(predictions, obs, latents)
+        # Only the length matters to the plate; it is the rows' count, whatever their content.
+        rows = range(distribution.batch_shape[0])
+        with pyro.plate(f"{self.prefix}.plate", self.dataset_size, subsample=rows, dim=-1):
+            value: Tensor = pyro.sample(self.data_name, distribution, obs=obs)
+        return value
+
+    def _distribution_for(
+        self,
+        predictions: Predictions,
+        targets: Tensor | None,
+        latents: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Any, Tensor | None]:
+        """The distribution with data points as its only batch dimension, and fitting targets."""
+        distribution = self.predictive_distribution(predictions, latents)
+        if targets is not None:
+            targets = self.prepare_targets(predictions, targets)
+            expected = distribution.batch_shape + distribution.event_shape
+            if targets.shape != expected:
+                raise ValueError(_shape_message(type(self).__name__, expected, targets.shape))
+        extra = len(distribution.batch_shape) - 1
+        if extra > 0:
+            distribution = dist.Independent(distribution, extra, validate_args=False)
+        elif extra < 0:
+            raise ValueError(
+                f"{type(self).__name__} got predictions in which no dimension counts data points; "
+                "the net's output needs one row per point (or a smaller event_dim)"
+            )
+        return distribution, targets
+
+    # ------------------------------------------------------------------ evaluation
+
+    def log_likelihood(
+        self,
+        predictions: Predictions,
+        targets: Tensor,
+        reduction: str = "sum",
+        latents: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the log-likelihood of targets, in nats, each point's dimensions summed.
+
+        Args:
+            predictions: `(n, ...)`.
+            targets: in their natural shape and dtype.
+            reduction: over points: `"sum"`, `"mean"` or `"none"`.
+            latents: values of the likelihood's own variables.
+        """
+        distribution, targets_ = self._distribution_for(predictions, targets, latents)
+        assert targets_ is not None
+        return reduce_points(distribution.log_prob(targets_), reduction)
+
+    def mixture_log_likelihood(
+        self,
+        predictions: Tensor,
+        targets: Tensor,
+        latents: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return `log 1/S sum_s p(y_n | f_s(x_n))` per point: probabilities averaged, then the log.
+
+        Args:
+            predictions: `(S, n, ...)`, the net's outputs for S draws.
+            targets: `(n, ...)`.
+            latents: the likelihood's own variables for each draw, stacked.
+        """
+        each = [
+            self.log_likelihood(
+                one, targets, "none", latents and {k: v[s] for k, v in latents.items()}
+            )
+            for s, one in enumerate(predictions)
+        ]
+        return torch.stack(each).logsumexp(0) - math.log(len(each))
+
+    def error(self, predictions: Predictions, targets: Tensor, reduction: str = "sum") -> Tensor:
+        """Return the error of predictions, each point's dimensions summed.
+
+        Misclassifications (a count) for discrete likelihoods, squared errors for others.
+        """
+        self._distribution_for(predictions, targets)
+        errors = self.point_error(predictions, self.prepare_targets(predictions, targets))
+        return reduce_points(errors.flatten(1).sum(1) if errors.dim() > 1 else errors, reduction)
+
+    def sample(
+        self,
+        predictions: Predictions,
+        sample_shape: torch.Size | tuple[int, ...] = (),
+        latents: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Draw targets from the predictive distribution, `sample_shape + (n, ...)`."""
+        return self.predictive_distribution(predictions, latents).sample(torch.Size(sample_shape))
+
+
+def _shape_message(likelihood: str, expected: torch.Size, given: torch.Size) -> str:
+    message = (
+        f"{likelihood} got targets of shape {tuple(given)} for predictions of shape "
+        f"{tuple(expected)}"
+    )
+    if len(given) + 1 == len(expected) and expected[-1] == 1:
+        return message + "; pass targets.unsqueeze(-1), or squeeze the net's output"
+    if len(given) == len(expected) + 1 and given[-1] == 1:
+        return message + "; pass targets.squeeze(-1), or unsqueeze the net's output"
+    return message + "; they have to be the same"

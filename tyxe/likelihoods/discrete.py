@@ -1,0 +1,130 @@
+"""Class labels and binary labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pyro.distributions as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tyxe.likelihoods.base import Likelihood
+
+__all__ = ["Bernoulli", "Categorical"]
+
+
+class Categorical(Likelihood):
+    """One of `C` classes; predictions are class logits `(n, ..., C)`, targets integers `(n, ...)`.
+
+    Aggregated predictions are logits too: the log of the mean probabilities (probabilities for
+    `logit_predictions=False`).
+
+    Args:
+        dataset_size: as in `Likelihood`.
+        logit_predictions: the net returns logits; probabilities for `False`.
+        event_dim: as in `Likelihood`.
+        name: as in `Likelihood`.
+
+    Raises:
+        TypeError: as in `Likelihood`; or targets that are not integers.
+        ValueError: as in `Likelihood`; or a target outside `0 ... C - 1`.
+
+    Example:
+        >>> import torch
+        >>> likelihood = Categorical(dataset_size=100)
+        >>> logits = torch.tensor([[[2.0, 0.0]], [[0.0, 1.0]]])  # two draws, one point
+        >>> likelihood.aggregate_predictions(logits).softmax(-1)
+        tensor([[0.5749, 0.4251]])
+    """
+
+    def __init__(
+        self,
+        dataset_size: int | None = None,
+        logit_predictions: bool = True,
+        event_dim: int = 0,
+        name: str = "likelihood",
+    ) -> None:
+        super().__init__(dataset_size, event_dim, name)
+        self.logit_predictions = logit_predictions
+
+    def predictive_distribution(
+        self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
+    ) -> dist.Distribution:
+        """Return the distribution over classes in the last dimension."""
+        given = {"logits" if self.logit_predictions else "probs": predictions}
+        return dist.Categorical(**given, validate_args=False).to_event(self.event_dim)
+
+    def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Take integers of any kind."""
+        if targets.is_floating_point():
+            raise TypeError(f"Categorical got targets of {targets.dtype}; pass targets.long()")
+        return targets.long()
+
+    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return 1 where the most probable class is not the target."""
+        return (predictions.argmax(-1) != targets).to(predictions.dtype)
+
+    def aggregate_predictions(
+        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Average probabilities over draws."""
+        if not self.logit_predictions:
+            return predictions.mean(dim)
+        log_probs = predictions.log_softmax(-1)
+        return log_probs.logsumexp(dim) - math.log(predictions.shape[dim])
+
+
+class Bernoulli(Likelihood):
+    """Binary labels; predictions are logits `(n, ...)`, one for each target.
+
+    Aggregated predictions are logits of the mean probability (probabilities for
+    `logit_predictions=False`).
+
+    Args:
+        dataset_size: as in `Likelihood`.
+        logit_predictions: the net returns logits; probabilities for `False`.
+        event_dim: as in `Likelihood`.
+        name: as in `Likelihood`.
+
+    Raises:
+        TypeError: as in `Likelihood`.
+        ValueError: as in `Likelihood`; or a target other than 0 and 1.
+
+    Example:
+        >>> import torch
+        >>> likelihood = Bernoulli(dataset_size=100)
+        >>> likelihood.aggregate_predictions(torch.tensor([[2.0], [-1.0]])).sigmoid()
+        tensor([0.5749])
+    """
+
+    def __init__(
+        self,
+        dataset_size: int | None = None,
+        logit_predictions: bool = True,
+        event_dim: int = 0,
+        name: str = "likelihood",
+    ) -> None:
+        super().__init__(dataset_size, event_dim, name)
+        self.logit_predictions = logit_predictions
+
+    def predictive_distribution(
+        self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
+    ) -> dist.Distribution:
+        """Return independent Bernoullis."""
+        given = {"logits" if self.logit_predictions else "probs": predictions}
+        return dist.Bernoulli(**given, validate_args=False).to_event(self.event_dim)
+
+    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return 1 where the more probable label is not the target."""
+        threshold = 0.0 if self.logit_predictions else 0.5
+        return ((predictions > threshold) != (targets > 0.5)).to(predictions.dtype)
+
+    def aggregate_predictions(
+        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Average probabilities over draws."""
+        if not self.logit_predictions:
+            return predictions.mean(dim)
+        # The logit of the mean is the difference of two log-mean-exps; both stay finite.
+        return logsigmoid(predictions).logsumexp(dim) - logsigmoid(-predictions).logsumexp(dim)

@@ -1,0 +1,182 @@
+"""Gaussian noise of one size, or of a predicted one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from tyxe.distributions import StoredDistribution
+from tyxe.likelihoods.base import Likelihood, Predictions
+
+__all__ = ["HeteroskedasticGaussian", "HomoskedasticGaussian"]
+
+
+class HomoskedasticGaussian(Likelihood):
+    """Gaussian noise of one scale for all points; predictions are means `(n, ...)`.
+
+    Aggregated predictions are `(mean, scale)`, the first two moments of the mixture over draws,
+    noise included.
+
+    Args:
+        dataset_size: as in `Likelihood`.
+        scale: standard deviation of the noise: a positive number, a tensor that broadcasts
+            against one point's prediction, or a distribution: then it is a site,
+            `likelihood.scale`, to be inferred (give the BNN a `likelihood_guide_builder`).
+        precision: `1 / scale^2`, alternatively.
+        event_dim: as in `Likelihood`.
+        name: as in `Likelihood`.
+
+    Raises:
+        TypeError: as in `Likelihood`.
+        ValueError: as in `Likelihood`; both or neither of scale and precision; not positive.
+
+    Example:
+        >>> likelihood = HomoskedasticGaussian(100, scale=0.3)
+        >>> likelihood.aggregate_predictions(torch.tensor([[[0.0]], [[0.8]]]))
+        (tensor([[0.4000]]), tensor([[0.5000]]))
+    """
+
+    noise: Tensor
+
+    def __init__(
+        self,
+        dataset_size: int | None = None,
+        scale: float | Tensor | td.Distribution | None = None,
+        precision: float | Tensor | td.Distribution | None = None,
+        event_dim: int = 1,
+        name: str = "likelihood",
+    ) -> None:
+        super().__init__(dataset_size, event_dim, name)
+        if (scale is None) == (precision is None):
+            raise ValueError(
+                "HomoskedasticGaussian takes either scale or precision, and exactly one of them"
+            )
+        self.parameter = "scale" if precision is None else "precision"
+        given = scale if precision is None else precision
+        self.noise_prior = StoredDistribution(given) if isinstance(given, td.Distribution) else None
+        if self.noise_prior is None:
+            noise = torch.as_tensor(given, dtype=torch.get_default_dtype())
+            if not bool((noise > 0).all()):
+                raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
+            self.register_buffer("noise", noise.detach().clone())
+
+    def latent_priors(self) -> dict[str, td.Distribution]:
+        """Return the prior of the scale or precision, where it is to be inferred."""
+        if self.noise_prior is None:
+            return {}
+        return {self.parameter: self.noise_prior.distribution}
+
+    def scale_of(self, latents: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the noise's standard deviation.
+
+        Args:
+            latents: a value of the inferred variable; its prior's mean where missing.
+        """
+        if self.noise_prior is None:
+            noise = self.noise
+        elif latents and self.parameter in latents:
+            noise = latents[self.parameter]
+        else:
+            noise = self.noise_prior.distribution.mean
+        return noise if self.parameter == "scale" else noise.rsqrt()
+
+    def predictive_distribution(
+        self, predictions: Predictions, latents: Mapping[str, Tensor] | None = None
+    ) -> dist.Distribution:
+        """Return a Normal about the predictions (or the aggregated Normal itself)."""
+        if isinstance(predictions, tuple):
+            loc, scale = predictions
+        else:
+            loc, scale = predictions, self.scale_of(latents).to(predictions.dtype)
+        event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
+        return dist.Normal(loc, scale.expand_as(loc), validate_args=False).to_event(event_dim)
+
+    def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
+        """Return squared errors of the mean."""
+        return (_mean_of(predictions) - targets).square()
+
+    def aggregate_predictions(
+        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of the mixture: spread of draws plus noise."""
+        noise = self.scale_of(latents).square()
+        if self.noise_prior is not None and latents:
+            noise = noise.mean(0)
+        variance = predictions.var(dim, correction=0) + noise.to(predictions.dtype)
+        return predictions.mean(dim), variance.sqrt()
+
+
+class HeteroskedasticGaussian(Likelihood):
+    """Gaussian noise whose scale the net predicts.
+
+    Predictions `(n, ..., 2 d)` hold means in the first half of the last dimension and scales in
+    the second (through a softplus unless `positive_scale`); targets are `(n, ..., d)`. Aggregated
+    predictions have the same layout and hold the first two moments of the mixture over draws.
+
+    Args:
+        dataset_size: as in `Likelihood`.
+        positive_scale: the net's second half is already positive.
+        event_dim: as in `Likelihood`.
+        name: as in `Likelihood`.
+
+    Raises:
+        TypeError: as in `Likelihood`.
+        ValueError: as in `Likelihood`; or predictions whose last dimension is odd.
+
+    Example:
+        >>> likelihood = HeteroskedasticGaussian(100, positive_scale=True)
+        >>> likelihood.aggregate_predictions(torch.tensor([[[0.0, 0.3]], [[0.8, 0.3]]]))
+        tensor([[0.4000, 0.5000]])
+    """
+
+    def __init__(
+        self,
+        dataset_size: int | None = None,
+        positive_scale: bool = False,
+        event_dim: int = 1,
+        name: str = "likelihood",
+    ) -> None:
+        super().__init__(dataset_size, event_dim, name)
+        self.positive_scale = positive_scale
+
+    def _split(self, predictions: Tensor) -> tuple[Tensor, Tensor]:
+        if predictions.dim() < 2 or predictions.shape[-1] % 2:
+            raise ValueError(
+                f"HeteroskedasticGaussian got predictions of shape {tuple(predictions.shape)}; "
+                "expected (n, ..., 2 d): a mean and a scale for each of d targets"
+            )
+        loc, scale = predictions.chunk(2, dim=-1)
+        return loc, scale if self.positive_scale else softplus(scale)
+
+    def predictive_distribution(
+        self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
+    ) -> dist.Distribution:
+        """Return Normals with predicted means and scales."""
+        loc, scale = self._split(predictions)
+        return dist.Normal(loc, scale, validate_args=False).to_event(self.event_dim)
+
+    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return squared errors of the mean."""
+        return (self._split(predictions)[0] - targets).square()
+
+    def aggregate_predictions(
+        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Return the mixture's mean and scale, laid out as the net lays them out."""
+        loc, scale = self._split(predictions)
+        total = (loc.var(dim, correction=0) + scale.square().mean(dim)).sqrt()
+        if not self.positive_scale:
+            # The inverse of softplus: x + log(1 - exp(-x)).
+            total = total + torch.log(-torch.expm1(-total))
+        return torch.cat([loc.mean(dim), total], dim=-1)
+
+
+def _mean_of(predictions: Any) -> Tensor:
+    mean: Tensor = predictions[0] if isinstance(predictions, tuple) else predictions
+    return mean

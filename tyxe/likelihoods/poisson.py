@@ -1,0 +1,56 @@
+"""Counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pyro.distributions as dist
+from torch import Tensor
+
+from tyxe.likelihoods.base import Likelihood
+
+__all__ = ["Poisson"]
+
+
+class Poisson(Likelihood):
+    """Counts with a log link: predictions are log-rates `(n, ...)`, one for each target.
+
+    Aggregated predictions are the log of the mean rate.
+
+    Args:
+        dataset_size: as in `Likelihood`.
+        event_dim: as in `Likelihood`.
+        name: as in `Likelihood`.
+
+    Raises:
+        TypeError: as in `Likelihood`.
+        ValueError: as in `Likelihood`; or a target that is negative or no whole number.
+
+    Example:
+        >>> import torch
+        >>> likelihood = Poisson(dataset_size=100)
+        >>> likelihood.aggregate_predictions(torch.tensor([[1.0], [3.0]]).log()).exp()
+        tensor([2.])
+    """
+
+    def __init__(
+        self, dataset_size: int | None = None, event_dim: int = 0, name: str = "likelihood"
+    ) -> None:
+        super().__init__(dataset_size, event_dim, name)
+
+    def predictive_distribution(
+        self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
+    ) -> dist.Distribution:
+        """Return Poissons of rate `exp(predictions)`."""
+        return dist.Poisson(predictions.exp(), validate_args=False).to_event(self.event_dim)
+
+    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return squared errors of the mean count."""
+        return (predictions.exp() - targets).square()
+
+    def aggregate_predictions(
+        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Average rates over draws."""
+        return predictions.logsumexp(dim) - math.log(predictions.shape[dim])

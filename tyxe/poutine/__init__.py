@@ -1,0 +1,33 @@
+"""Effect handlers: how linear maps are sampled, which data counts, what happened.
+
+Each is a Pyro messenger: a context manager and a decorator.
+"""
+
+from tyxe.poutine.draw import Draw, place
+from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
+from tyxe.poutine.reparameterization import (
+    FlipoutMessenger,
+    LocalReparameterizationMessenger,
+    flipout,
+    local_reparameterization,
+    local_reparameterization_moments,
+)
+from tyxe.poutine.report import Report, report
+from tyxe.poutine.selective import masked_pointwise, selective_mask, selective_scale
+
+__all__ = [
+    "Draw",
+    "FlipoutMessenger",
+    "LinearMap",
+    "LinearMapMessenger",
+    "LocalReparameterizationMessenger",
+    "Report",
+    "flipout",
+    "local_reparameterization",
+    "local_reparameterization_moments",
+    "masked_pointwise",
+    "place",
+    "report",
+    "selective_mask",
+    "selective_scale",
+]

@@ -1,0 +1,271 @@
+"""A draw from a site's posterior that is not made until something asks for its value.
+
+A `Draw` stands in a parameter's place while the net runs. A linear map that consumes it raises
+one event (see `linear_map`), which a handler may answer from the posterior's moments; then the
+value is never drawn. Every other operation gets the value, drawn once for all uses, so a mean
+never passes for a draw. Views that only rearrange elements (`split`, `chunk`, `transpose`, ...)
+give draws again, whose moments are rearranged alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributions as td
+from pyro.poutine.runtime import effectful
+from torch import Tensor
+
+from tyxe.distributions import center, independent_moments
+
+__all__ = ["Draw", "place"]
+
+View = Callable[[Tensor], Tensor]
+
+
+class _Source:
+    """One site's posterior with what has been asked of it so far, shared by all its views."""
+
+    def __init__(
+        self, name: str, distribution: td.Distribution | None, value: Tensor | None
+    ) -> None:
+        self.name = name
+        self.distribution = distribution
+        self._value = value
+        self._moments: tuple[Tensor, Tensor] | None = None
+        # The first use may stand under no_grad; later ones must not lose the gradient.
+        self._grad = torch.is_grad_enabled()
+
+    @property
+    def value(self) -> Tensor:
+        if self._value is None:
+            assert self.distribution is not None
+            with torch.set_grad_enabled(self._grad):
+                reparameterized = self.distribution.has_rsample
+                draw = self.distribution.rsample if reparameterized else self.distribution.sample
+                self._value = draw()
+        return self._value
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor] | None:
+        if self._moments is None and self.distribution is not None:
+            self._moments = independent_moments(self.distribution)
+        return self._moments
+
+
+class Draw(Tensor):
+    """A lazy draw of one site, with the shape, dtype and device of the drawn tensor.
+
+    Args:
+        name: the site's name in the joint model.
+        distribution: the site's posterior, or None where only a value is known.
+        value: the value, where it has been drawn already.
+
+    Example:
+        >>> q = td.Independent(td.Normal(torch.zeros(3, 2), torch.ones(3, 2)), 2)
+        >>> w = Draw("net.weight", q)
+        >>> w.shape, w.was_drawn
+        (torch.Size([3, 2]), False)
+        >>> torch.equal(w + 0, w.value()), w.was_drawn
+        (True, True)
+    """
+
+    _source: _Source
+    _views: tuple[View, ...]
+
+    def __new__(
+        cls, name: str, distribution: td.Distribution | None, value: Tensor | None = None
+    ) -> Draw:
+        """Make a wrapper without storage; see the class."""
+        if value is not None:
+            like, shape = value, value.shape
+        else:
+            assert distribution is not None
+            like = _representative(distribution)
+            shape = torch.Size(distribution.batch_shape + distribution.event_shape)
+        return cls._make(_Source(name, distribution, value), (), shape, like.dtype, like.device)
+
+    @classmethod
+    def _make(
+        cls,
+        source: _Source,
+        views: tuple[View, ...],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Draw:
+        draw: Draw = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        draw._source, draw._views = source, views
+        return draw
+
+    @property
+    def name_of_site(self) -> str:
+        """The site's name in the joint model."""
+        return self._source.name
+
+    @property
+    def was_drawn(self) -> bool:
+        """Whether the value exists, drawn here or given."""
+        return self._source._value is not None
+
+    def value(self) -> Tensor:
+        """Return the value, drawing it at the first call."""
+        return self._rearrange(self._source.value)
+
+    def moments(self) -> tuple[Tensor, Tensor] | None:
+        """Return elementwise `(mean, variance)` where a handler may use them, else None."""
+        moments = self._source.moments
+        if moments is None:
+            return None
+        return self._rearrange(moments[0]), self._rearrange(moments[1])
+
+    def center(self) -> Tensor | None:
+        """Return the centre of symmetry of independent elements, else None."""
+        distribution = self._source.distribution
+        middle = None if distribution is None else center(distribution)
+        return None if middle is None else self._rearrange(middle)
+
+    def _rearrange(self, tensor: Tensor) -> Tensor:
+        for view in self._views:
+            tensor = view(tensor)
+        return tensor
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Describe the draw without making it."""
+        return f"Draw({self.name_of_site!r}, shape={tuple(self.shape)}, drawn={self.was_drawn})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy the value: a copy of a draw is no longer lazy."""
+        return self.value().detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the value."""
+        return self.value().detach().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Send an operation to its rule: metadata, view, registered map, or the plain value."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in VIEWS and isinstance(args[0], Draw):
+            viewed = _view(args[0], func, args[1:], kwargs)
+            if viewed is not None:
+                return viewed
+        rule = RULES.get(func)
+        result = NotImplemented if rule is None else rule(*args, **kwargs)
+        if result is NotImplemented:
+            result = func(*use_values(args, func), **use_values(kwargs, func))
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse: below autograd the value could be had, but not its gradient."""
+        raise RuntimeError(
+            f"{func} met a lazily drawn weight where PyTorch no longer records gradients "
+            "(scripted code, or a C++ extension); leave the handler for this net, or hide the "
+            "weight from the prior"
+        )
+
+
+def _representative(distribution: td.Distribution) -> Tensor:
+    moments = independent_moments(distribution)
+    middle = center(distribution) if moments is None else moments[0]
+    assert middle is not None
+    return middle
+
+
+# Rules for functions that do more than read a value: the linear maps register theirs.
+RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _getters(*names: str) -> list[Callable[..., Any]]:
+    """The functions that PyTorch reports when a property of a tensor is read."""
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+METADATA = {
+    *_getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta"),
+    *_getters("is_sparse", "is_nested", "is_quantized"),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+
+_REARRANGING = (
+    "t transpose permute reshape flatten unflatten unsqueeze squeeze narrow select split chunk "
+    "unbind movedim swapaxes"
+)
+VIEWS = {
+    *_getters("T", "mT"),
+    Tensor.__getitem__,
+    Tensor.view,
+    Tensor.contiguous,
+    *(getattr(owner, name) for owner in (Tensor, torch) for name in _REARRANGING.split()),
+}
+
+
+def _only_rearranges(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    # Indexing by a tensor or a list may repeat elements, which would then not be independent.
+    index = args[0] if func is Tensor.__getitem__ else ()
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, int | slice | type(None) | type(...)) for part in parts)
+
+
+def _view(draw: Draw, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    reinterprets = func is Tensor.view and isinstance(args[0], torch.dtype)
+    if reinterprets or not _only_rearranges(func, args):
+        return None
+    outline = torch.empty(draw.shape, dtype=draw.dtype, device="meta")
+    outlines = func(outline, *args, **kwargs)
+
+    def wrap(part: Tensor, view: View) -> Draw:
+        return Draw._make(draw._source, (*draw._views, view), part.shape, draw.dtype, draw.device)
+
+    if isinstance(outlines, Tensor):
+        return wrap(outlines, lambda tensor: func(tensor, *args, **kwargs))
+    return tuple(
+        wrap(part, lambda tensor, i=i: func(tensor, *args, **kwargs)[i])  # type: ignore[misc]
+        for i, part in enumerate(outlines)
+    )
+
+
+@effectful(type="draw_value")
+def _use_value(draw: Draw, func: Callable[..., Any]) -> Tensor:
+    return draw.value()
+
+
+def use_values(tree: Any, func: Callable[..., Any]) -> Any:
+    """Put values in the places of all draws in nested arguments, telling handlers of each."""
+    if isinstance(tree, Draw):
+        return _use_value(tree, func)
+    if type(tree) in (list, tuple):
+        return type(tree)(use_values(item, func) for item in tree)
+    if type(tree) is dict:
+        return {key: use_values(item, func) for key, item in tree.items()}
+    return tree
+
+
+@effectful(type="place")
+def place(name: str, value: Tensor) -> Tensor:
+    """Return what stands in a site's place while the net runs; handlers may wrap it."""
+    return value

@@ -1,0 +1,209 @@
+"""The one interception of linear maps.
+
+`linear`, `conv1d/2d/3d`, their transposed forms, `x @ w` with a matrix, and the projections
+inside attention all end in one event, a `LinearMap`, sent through Pyro's handler stack as a
+message of type `linear_map`. The innermost handler that can answer does; with none the map is
+computed at the drawn values.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import effectful
+from torch import Tensor
+
+from tyxe.distributions import is_factorized
+from tyxe.errors import TyxeWarning
+from tyxe.poutine.draw import RULES, Draw, use_values
+
+__all__ = ["LinearMap", "LinearMapMessenger"]
+
+# Attention computes its projections on (sequence, batch, features).
+_batch_dim = 0
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One call of a linear map whose weight or bias is a draw.
+
+    Attributes:
+        kind: `linear`, `conv1d`, ..., `conv_transpose3d`.
+        function: the map as `function(input, weight, bias)`, hyperparameters bound.
+        input: the input, a plain tensor.
+        weight: the weight, a draw or a plain tensor.
+        bias: the bias, a draw, a plain tensor or None.
+        spatial_dims: number of trailing spatial dimensions (0 for `linear`).
+        batch_dim: which dimension of a batched input counts data points.
+    """
+
+    kind: str
+    function: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    spatial_dims: int
+    batch_dim: int
+
+    @property
+    def draws(self) -> list[Draw]:
+        """The draws that the map consumes."""
+        return [part for part in (self.weight, self.bias) if isinstance(part, Draw)]
+
+
+@effectful(type="linear_map")
+def _linear_map(event: LinearMap) -> Tensor:
+    weight, bias = (
+        part.value() if isinstance(part, Draw) else part for part in (event.weight, event.bias)
+    )
+    assert weight is not None
+    return event.function(event.input, weight, bias)
+
+
+def _raise_event(
+    kind: str,
+    spatial_dims: int,
+    func: Callable[..., Any],
+    x: Any,
+    weight: Any,
+    bias: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = func(x, weight, bias, *args, **kwargs)
+        return result
+
+    x = use_values(x, func)
+    return _linear_map(LinearMap(kind, function, x, weight, bias, spatial_dims, _batch_dim))
+
+
+def _rule(kind: str, spatial_dims: int, func: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return _raise_event(kind, spatial_dims, func, input, weight, bias, *args, **kwargs)
+
+    return rule
+
+
+def _matmul_rule(input: Any, other: Any) -> Any:
+    """`x @ w` is a linear map with weight `w.T`; other products of draws use the values."""
+    if isinstance(input, Draw) or not isinstance(other, Draw) or other.dim() != 2:
+        return NotImplemented
+    return F.linear(input, other.t())
+
+
+RULES[F.linear] = _rule("linear", 0, F.linear)
+for _dims in (1, 2, 3):
+    for _name in (f"conv{_dims}d", f"conv_transpose{_dims}d"):
+        _func = getattr(F, _name)
+        RULES[_func] = RULES[getattr(torch, _name)] = _rule(_name, _dims, _func)
+for _func in (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__):
+    RULES[_func] = _matmul_rule
+RULES[Tensor.__rmatmul__] = lambda self, other: _matmul_rule(other, self)
+
+
+# --------------------------------------------------------------------------- attention
+
+
+@functools.cache
+def _open_attention() -> Callable[..., Any]:
+    """PyTorch's attention function, made to run its body instead of asking us again."""
+    original = F.multi_head_attention_forward
+    answers_no = {"has_torch_function": lambda arguments: False}
+    return types.FunctionType(
+        original.__code__,
+        {**original.__globals__, **answers_no},
+        original.__name__,
+        original.__defaults__,
+        original.__closure__,
+    )
+
+
+@contextmanager
+def _batch_in(dim: int) -> Iterator[None]:
+    global _batch_dim
+    before, _batch_dim = _batch_dim, dim
+    try:
+        yield
+    finally:
+        _batch_dim = before
+
+
+def _attention_rule(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    with _batch_in(1 if query.dim() == 3 else 0):
+        return _open_attention()(query, *args, **kwargs)
+
+
+RULES[F.multi_head_attention_forward] = _attention_rule
+
+
+# --------------------------------------------------------------------------- handlers
+
+
+class LinearMapMessenger(Messenger):
+    """Base of the handlers that change how linear maps are sampled.
+
+    While it is active, samples of sites whose posterior factorises are lazy (`Draw`). A subclass
+    implements `answer`. On leaving, a warning names the sites whose posterior it could have
+    treated but which some other operation consumed.
+    """
+
+    treatment = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._missed: dict[str, str] = {}
+        self._answered = 0
+
+    def answer(self, event: LinearMap) -> Tensor | None:
+        """Return the map's output, or None to leave the event to the next handler."""
+        raise NotImplementedError
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["done"] or msg["is_observed"] or msg["value"] is not None:
+            return
+        if is_factorized(msg["fn"]) and not msg["fn"].batch_shape:
+            msg["value"] = Draw(msg["name"], msg["fn"])
+            msg["done"] = True
+
+    def _pyro_place(self, msg: Any) -> None:
+        name, value = msg["args"]
+        if msg["value"] is None and not isinstance(value, Draw):
+            msg["value"] = Draw(name, None, value)
+
+    def _pyro_linear_map(self, msg: Any) -> None:
+        if msg["done"]:
+            return
+        output = self.answer(msg["args"][0])
+        if output is not None:
+            self._answered += 1
+            msg["value"], msg["done"] = output, True
+            msg["infer"]["treatment"] = self.treatment
+
+    def _pyro_post_draw_value(self, msg: Any) -> None:
+        draw, func = msg["args"]
+        if draw._source.distribution is not None:
+            self._missed.setdefault(draw.name_of_site, getattr(func, "__name__", str(func)))
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
+        """Warn of the sites that went past the handler, unless an error is on its way."""
+        result = super().__exit__(exc_type, exc_value, traceback)
+        missed, self._missed = self._missed, {}
+        if missed and exc_type is None:
+            listed = ", ".join(f"{site} (used by {func})" for site, func in missed.items())
+            warnings.warn(
+                f"{type(self).__name__} treats linear maps only; these sites were sampled "
+                f"plainly: {listed}. tyxe.poutine.report() lists every site",
+                TyxeWarning,
+                stacklevel=2,
+            )
+        return result

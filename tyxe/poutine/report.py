@@ -1,0 +1,91 @@
+"""What became of every site: a table of which linear maps were reparameterised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pyro.poutine.messenger import Messenger
+
+from tyxe.poutine.draw import Draw
+
+__all__ = ["Report", "report"]
+
+
+class Row(NamedTuple):
+    """One use of a site.
+
+    Attributes:
+        site: the site's name in the joint model.
+        map: the kind of linear map, or the function that took the value.
+        treatment: `moments`, `flipped`, `drawn`, or `never used`.
+    """
+
+    site: str
+    map: str
+    treatment: str
+
+
+class Report(Messenger):
+    """Collect, while active, how each site of a net was used; iterate over it for the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: dict[Row, None] = {}
+        self._placed: dict[str, None] = {}
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows, each use once, unused sites last."""
+        yield from self._rows
+        used = {row.site for row in self._rows}
+        yield from (Row(site, "", "never used") for site in self._placed if site not in used)
+
+    def __str__(self) -> str:
+        """Render the rows as a table of three columns."""
+        rows = [Row("site", "map", "treatment"), *self]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)
+
+    def treatments(self, site: str) -> set[str]:
+        """Return how one site was treated, in either spelling of its name."""
+        return {row.treatment for row in self if row.site in (site, f"net.{site}")}
+
+    def _pyro_post_place(self, msg: Any) -> None:
+        name = msg["args"][0]
+        self._placed[name] = None
+        if not isinstance(msg["value"], Draw):
+            msg["value"] = Draw(name, None, msg["value"])
+
+    def _pyro_post_linear_map(self, msg: Any) -> None:
+        event = msg["args"][0]
+        treatment = msg["infer"].get("treatment", "drawn")
+        for draw in event.draws:
+            self._rows[Row(draw.name_of_site, event.kind, treatment)] = None
+
+    def _pyro_post_draw_value(self, msg: Any) -> None:
+        draw, func = msg["args"]
+        name = getattr(func, "__name__", str(func))
+        self._rows[Row(draw.name_of_site, name, "drawn")] = None
+
+
+def report() -> Report:
+    """List, for everything run inside, how each site met its linear maps.
+
+    Returns:
+        A context manager whose target is the report: iterate over it for rows of
+        `(site, map, treatment)`, or print it.
+
+    Example:
+        >>> import torch, pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+        >>> with report() as r, tyxe.poutine.local_reparameterization():
+        ...     _ = bnn.predict(torch.randn(5, 2))
+        >>> print(r)
+        site        map     treatment
+        net.weight  linear  moments
+        net.bias    linear  moments
+    """
+    return Report()

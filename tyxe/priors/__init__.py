@@ -1,0 +1,18 @@
+"""Which parameters of a net are random, and with which distribution."""
+
+from tyxe.priors.base import Prior
+from tyxe.priors.iid import IIDPrior
+from tyxe.priors.layerwise import LayerwiseNormalPrior
+from tyxe.priors.mapping import DictPrior, LambdaPrior
+from tyxe.priors.selection import Selection
+from tyxe.priors.sites import SitePriors
+
+__all__ = [
+    "DictPrior",
+    "IIDPrior",
+    "LambdaPrior",
+    "LayerwiseNormalPrior",
+    "Prior",
+    "Selection",
+    "SitePriors",
+]

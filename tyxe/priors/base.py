@@ -1,0 +1,134 @@
+"""What a prior is: a selection of parameters and a distribution for each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from torch import nn
+
+from tyxe.priors.selection import Selection
+from tyxe.priors.sites import SitePrior, SitePriors
+from tyxe.util import SITE_PRIORS
+
+__all__ = ["Prior"]
+
+
+class Prior(ABC):
+    """A prior over the parameters of any net.
+
+    A subclass implements `prior_dist`. Keyword arguments choose the parameters that become
+    sites; the rest stay ordinary parameters, trained by maximum likelihood.
+
+    Args:
+        expose_all: see `Selection`, as for all that follow.
+        hide_all: hide every parameter: maximum likelihood.
+        rules: `hide`, `expose`, `hide_modules`, `expose_modules`, `hide_module_types`,
+            `expose_module_types`, `hide_parameters`, `expose_parameters`, `hide_fn`,
+            `expose_fn`.
+
+    Raises:
+        TypeError: an unknown rule, or one of a wrong type.
+        ValueError: rules that contradict each other.
+    """
+
+    def __init__(self, expose_all: bool = True, hide_all: bool = False, **rules: Any) -> None:
+        self.selection = Selection(expose_all, hide_all, **rules)
+
+    @abstractmethod
+    def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:
+        """Return the prior of one parameter.
+
+        Args:
+            name: the parameter's full name in the net, such as `0.weight`.
+            module: the module that owns it.
+            param: the parameter.
+
+        Returns:
+            A distribution over tensors of the parameter's shape (batch dimensions are taken as
+            independent), or a function of Pyro statements that returns one.
+        """
+
+    def sites(self, net: nn.Module) -> dict[str, SitePrior]:
+        """Return the sites of a net and their priors; the net is left as it is.
+
+        Raises:
+            ValueError: a rule names what the net does not have, or a distribution has another
+                shape than its parameter.
+            TypeError: `prior_dist` returned no distribution.
+        """
+        return {
+            parameter.name: self._checked(parameter.name, *parameter.places[0], parameter.tensor)
+            for parameter in self.selection.of(net)
+        }
+
+    def _checked(
+        self, name: str, module: nn.Module, attribute: str, param: nn.Parameter
+    ) -> SitePrior:
+        prior = self.prior_dist(name, module, param)
+        if not isinstance(prior, td.Distribution):
+            if callable(prior):
+                return _AsEvent(prior, name, param.shape)
+            raise TypeError(
+                f"the prior of {name!r} is a {type(prior).__name__}; expected a distribution"
+            )
+        return as_event(prior, name, param.shape)
+
+    def apply_(self, net: nn.Module, prefix: str = "net.") -> None:
+        """Record on a net which of its parameters are sites, and with which prior.
+
+        The net's class and forward stay as they are: a `VariationalBNN` (or any other wrapper)
+        puts draws in the sites' places.
+        """
+        net.__dict__[SITE_PRIORS] = SitePriors(self.sites(net), net, prefix)
+
+    def update_(self, net: nn.Module) -> None:
+        """Replace the priors of a net's sites; which parameters are sites stays as it is.
+
+        Raises:
+            ValueError: the net has no sites yet, or this prior does not fit one of them; the
+                old priors then stay.
+        """
+        recorded: SitePriors | None = net.__dict__.get(SITE_PRIORS)
+        if recorded is None:
+            raise ValueError("the net has no sites; call prior.apply_(net) first")
+        parameters = dict(net.named_parameters())
+        priors = {}
+        for name in recorded.names():
+            owner, _, attribute = name.rpartition(".")
+            priors[name] = self._checked(
+                name, net.get_submodule(owner), attribute, parameters[name]
+            )
+        recorded.update(priors, parameters)
+
+
+class _AsEvent:
+    """A hierarchical prior whose distribution is brought to the parameter's shape."""
+
+    def __init__(
+        self, function: Callable[[], td.Distribution], name: str, shape: torch.Size
+    ) -> None:
+        self.function, self.name, self.shape = function, name, shape
+
+    def __call__(self) -> td.Distribution:
+        return as_event(self.function(), self.name, self.shape)
+
+
+def as_event(prior: td.Distribution, name: str, shape: torch.Size) -> td.Distribution:
+    """Make every dimension of a prior an event dimension, after checking its shape.
+
+    Raises:
+        ValueError: the shape is not the parameter's.
+    """
+    if prior.batch_shape + prior.event_shape != shape:
+        raise ValueError(
+            f"the prior of {name!r} has shape {tuple(prior.batch_shape + prior.event_shape)}, "
+            f"but the parameter has shape {tuple(shape)}; expand the distribution to that shape"
+        )
+    if not prior.batch_shape and isinstance(prior, dist.Distribution):
+        return prior
+    return dist.Independent(prior, len(prior.batch_shape), validate_args=False)

@@ -1,0 +1,108 @@
+"""Priors given parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributions as td
+from torch import nn
+
+from tyxe.priors.base import Prior
+from tyxe.priors.sites import SitePrior
+from tyxe.util import resolve_site_name
+
+__all__ = ["DictPrior", "LambdaPrior"]
+
+
+class DictPrior(Prior):
+    """A distribution for each parameter, by name: how a posterior becomes the next prior.
+
+    Args:
+        dist_dict: distributions by the parameter's name in the net, or with `net.` before it.
+        expose_all: as in `Prior`.
+        hide_all: as in `Prior`.
+        rules: as in `Prior`.
+
+    Raises:
+        TypeError: not a mapping.
+        ValueError: when it meets a net: a parameter without entry, or an entry of another shape.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> normal = dist.Normal(0, 1)
+        >>> normals = {"weight": normal.expand([1, 2]), "bias": normal.expand([1])}
+        >>> list(DictPrior(normals).sites(nn.Linear(2, 1)))
+        ['weight', 'bias']
+    """
+
+    def __init__(
+        self,
+        dist_dict: Mapping[str, td.Distribution],
+        expose_all: bool = True,
+        hide_all: bool = False,
+        **rules: Any,
+    ) -> None:
+        super().__init__(expose_all, hide_all, **rules)
+        if not isinstance(dist_dict, Mapping):
+            raise TypeError(
+                f"dist_dict is a {type(dist_dict).__name__}; expected distributions by name"
+            )
+        self.dist_dict = dict(dist_dict)
+
+    def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
+        """Look the parameter's name up."""
+        try:
+            return self.dist_dict[resolve_site_name(name, self.dist_dict)]
+        except ValueError:
+            raise ValueError(
+                f"the prior has no entry for {name!r}; it has {', '.join(self.dist_dict)}. "
+                f"Add one, or hide the parameter: DictPrior(..., hide=[{name!r}])"
+            ) from None
+
+
+class LambdaPrior(Prior):
+    """A distribution for each parameter, by a function.
+
+    Args:
+        fn: `fn(name, module, param)` returns a distribution of the parameter's shape, or a
+            function without arguments that makes Pyro statements and returns one: a hierarchical
+            prior. Names of its own statements get the net's prefix.
+        expose_all: as in `Prior`.
+        hide_all: as in `Prior`.
+        rules: as in `Prior`.
+
+    Raises:
+        TypeError: not callable.
+
+    Example:
+        A horseshoe, whose local scales are sites of the model too:
+
+        >>> import pyro, pyro.distributions as dist
+        >>> def horseshoe(name, module, param):
+        ...     def prior():
+        ...         local = dist.HalfCauchy(param.new_ones(param.shape)).to_event(param.dim())
+        ...         return dist.Normal(0, pyro.sample(f"{name}.local", local))
+        ...     return prior
+        >>> net = nn.Linear(2, 1)
+        >>> LambdaPrior(horseshoe, hide_parameters=["bias"]).apply_(net)
+        >>> from tyxe.util import pyro_sample_sites
+        >>> pyro_sample_sites(net)
+        ['weight']
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[str, nn.Module, nn.Parameter], SitePrior],
+        expose_all: bool = True,
+        hide_all: bool = False,
+        **rules: Any,
+    ) -> None:
+        super().__init__(expose_all, hide_all, **rules)
+        if not callable(fn):
+            raise TypeError(f"fn is {fn!r}; expected a function of (name, module, param)")
+        self.fn = fn
+
+    def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:
+        """Call the function."""
+        return self.fn(name, module, param)

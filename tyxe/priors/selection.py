@@ -1,0 +1,182 @@
+"""Which parameters of a net a prior exposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Parameter", "Selection", "parameters_of"]
+
+Place = tuple[nn.Module, str]
+Predicate = Callable[[nn.Module, str], bool]
+
+RULES = ("", "modules", "module_types", "parameters", "fn")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a net, with every place that holds it (several where it is tied).
+
+    Attributes:
+        name: its first name in the net, such as `0.weight`.
+        tensor: the parameter.
+        places: `(module, attribute)` pairs.
+        names: the full name at each place.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    places: tuple[Place, ...]
+    names: tuple[str, ...]
+
+
+def parameters_of(net: nn.Module) -> list[Parameter]:
+    """List a net's parameters once each, in order, with all the places of a tied one.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> net[1].weight = net[0].weight
+        >>> [(p.name, p.names) for p in parameters_of(net)][0]
+        ('0.weight', ('0.weight', '1.weight'))
+    """
+    found: dict[int, tuple[nn.Parameter, list[Place], list[str]]] = {}
+    for prefix, module in net.named_modules():
+        for attribute, tensor in module._parameters.items():
+            if tensor is not None:
+                entry = found.setdefault(id(tensor), (tensor, [], []))
+                entry[1].append((module, attribute))
+                entry[2].append(f"{prefix}.{attribute}" if prefix else attribute)
+    return [
+        Parameter(names[0], tensor, tuple(places), tuple(names))
+        for tensor, places, names in found.values()
+    ]
+
+
+class Selection:
+    """The hide and expose rules of a prior.
+
+    With no rule every trainable parameter is a site. Any `expose` rule narrows the sites to what
+    it names; `hide` rules then take away. Parameters that the net itself froze
+    (`requires_grad=False`) are sites only if an `expose` rule names them. A tied parameter is
+    named by any of its places.
+
+    Args:
+        expose_all: expose what no rule speaks of; `False` with no `expose` rule hides all.
+        hide_all: hide everything (maximum likelihood).
+        rules: any of `hide`, `expose` (full names or globs such as `"layer4.*"`),
+            `{hide,expose}_modules` (modules, or their names or globs; with all that is inside),
+            `{hide,expose}_module_types` (classes), `{hide,expose}_parameters` (last parts of
+            names, such as `"bias"`), `{hide,expose}_fn` (`fn(module, parameter_name) -> bool`).
+
+    Raises:
+        TypeError: an unknown rule, or a rule of a wrong type.
+        ValueError: rules that contradict each other.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        >>> [p.name for p in Selection(expose_modules=[net[1]]).of(net)]
+        ['1.weight', '1.bias']
+        >>> [p.name for p in Selection(hide_parameters=["bias"]).of(net)]
+        ['0.weight', '1.weight']
+    """
+
+    def __init__(self, expose_all: bool = True, hide_all: bool = False, **rules: Any) -> None:
+        kinds = [f"{verb}_{rule}".rstrip("_") for verb in ("hide", "expose") for rule in RULES]
+        unknown = sorted(set(rules) - set(kinds))
+        if unknown:
+            raise TypeError(f"unknown rule {unknown[0]!r}; the rules are {', '.join(kinds)}")
+        self.rules = {kind: rule for kind, rule in rules.items() if rule is not None}
+        for kind, rule in self.rules.items():
+            self._check_type(kind, rule)
+        narrowing = [kind for kind in self.rules if kind.startswith("expose")]
+        if hide_all and narrowing:
+            raise ValueError(
+                f"hide_all=True contradicts {narrowing[0]}; {narrowing[0]} alone already hides "
+                "everything else"
+            )
+        self.hide_all = hide_all or not (expose_all or narrowing)
+        self.narrows = bool(narrowing)
+
+    @staticmethod
+    def _check_type(kind: str, rule: Any) -> None:
+        if kind.endswith("_fn"):
+            if not callable(rule):
+                raise TypeError(f"{kind} is {rule!r}; expected a function of (module, name)")
+        elif isinstance(rule, str) or not isinstance(rule, Iterable):
+            raise TypeError(f"{kind} is {rule!r}; expected a list: {kind}=[...]")
+
+    def of(self, net: nn.Module) -> list[Parameter]:
+        """Return the exposed parameters of a net, in order.
+
+        Raises:
+            ValueError: a rule names a parameter or module that the net does not have, or one
+                parameter is both hidden and exposed by rules of the same kind.
+        """
+        parameters = parameters_of(net)
+        matched = {
+            kind: [p.name for p in parameters if self._matches(kind, rule, p, net)]
+            for kind, rule in self.rules.items()
+        }
+        self._check_all_used(net, parameters)
+        for rule in RULES:
+            hide, expose = (f"{verb}_{rule}".rstrip("_") for verb in ("hide", "expose"))
+            both = set(matched.get(hide, [])) & set(matched.get(expose, []))
+            if both:
+                raise ValueError(f"{hide} and {expose} both name {sorted(both)[0]!r}")
+        return [p for p in parameters if self._exposes(p, matched)]
+
+    def _exposes(self, parameter: Parameter, matched: dict[str, list[str]]) -> bool:
+        named = {kind.split("_")[0] for kind, names in matched.items() if parameter.name in names}
+        if self.hide_all or "hide" in named or not parameter.tensor.is_floating_point():
+            return False
+        return "expose" in named if self.narrows else parameter.tensor.requires_grad
+
+    def _matches(self, kind: str, rule: Any, parameter: Parameter, net: nn.Module) -> bool:
+        what = kind.partition("_")[2]
+        if what == "":
+            return any(fnmatchcase(name, glob) for name in parameter.names for glob in rule)
+        if what == "parameters":
+            return any(fnmatchcase(attr, glob) for _, attr in parameter.places for glob in rule)
+        if what == "module_types":
+            return any(isinstance(module, tuple(rule)) for module, _ in parameter.places)
+        if what == "fn":
+            return any(rule(module, attribute) for module, attribute in parameter.places)
+        return any(_inside(module, rule, net) for module, _ in parameter.places)
+
+    def _check_all_used(self, net: nn.Module, parameters: list[Parameter]) -> None:
+        names = [name for p in parameters for name in p.names]
+        modules = dict(net.named_modules())
+        for kind, rule in self.rules.items():
+            what = kind.partition("_")[2]
+            if what == "":
+                unused = [g for g in rule if not any(fnmatchcase(n, g) for n in names)]
+            elif what == "modules":
+                unused = [m for m in rule if not _modules_named(m, modules)]
+            else:
+                unused = []
+            if unused:
+                known = names if what == "" else [name for name in modules if name]
+                raise ValueError(
+                    f"{kind} names {_brief(unused[0])}, which the net does not have; "
+                    f"it has {', '.join(known)}"
+                )
+
+
+def _brief(thing: Any) -> str:
+    return repr(thing) if isinstance(thing, str) else f"a {type(thing).__name__} module"
+
+
+def _modules_named(module: nn.Module | str, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    if isinstance(module, str):
+        return [found for name, found in modules.items() if fnmatchcase(name, module)]
+    return [found for found in modules.values() if found is module]
+
+
+def _inside(module: nn.Module, rule: Iterable[nn.Module | str], net: nn.Module) -> bool:
+    modules = dict(net.named_modules())
+    named = [found for item in rule for found in _modules_named(item, modules)]
+    return any(module is inner for outer in named for inner in outer.modules())

@@ -1,0 +1,317 @@
+"""Small tools on modules: names of sites, fans, activations, containers of named tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from pyro.nn.module import PyroModule, to_pyro_module_
+from torch import Tensor, nn
+
+__all__ = [
+    "SiteTensors",
+    "calculate_prior_std",
+    "call_with",
+    "fan_in_fan_out",
+    "named_pyro_samples",
+    "pyro_sample_sites",
+    "replace_activations_",
+    "resolve_site_name",
+    "to_pyro_module_",
+    "tree_map_tensors",
+]
+
+SITE_PRIORS = "_tyxe_site_priors"  # where `Prior.apply_` records a net's sites
+
+
+# --------------------------------------------------------------------------- sites of a net
+
+
+def named_pyro_samples(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield `(name, prior)` for every parameter of a net that is a site.
+
+    Reads what `Prior.apply_` recorded, and the `PyroSample` attributes of modules that were
+    written for Pyro.
+
+    Args:
+        net: `bnn.net`, a net that went through `prior.apply_`, or a `PyroModule`.
+
+    Yields:
+        The site's name in the net, such as `0.weight`, and its distribution (or the function of
+        Pyro statements that returns it, for a hierarchical prior).
+
+    Example:
+        >>> import tyxe, pyro.distributions as dist
+        >>> net = nn.Linear(2, 1)
+        >>> tyxe.priors.IIDPrior(dist.Normal(0, 1)).apply_(net)
+        >>> [name for name, _ in named_pyro_samples(net)]
+        ['weight', 'bias']
+    """
+    recorded = net.__dict__.get(SITE_PRIORS)
+    if recorded is not None:
+        yield from recorded.priors()
+    for prefix, module in net.named_modules():
+        if isinstance(module, PyroModule):
+            for name, prior in module._pyro_samples.items():
+                yield (f"{prefix}.{name}" if prefix else name), prior
+
+
+def pyro_sample_sites(net: nn.Module) -> list[str]:
+    """Return the names of a net's sites, in the order of its parameters.
+
+    Example:
+        >>> import tyxe, pyro.distributions as dist
+        >>> prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_parameters=["bias"])
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        >>> prior.apply_(net)
+        >>> pyro_sample_sites(net)
+        ['0.weight', '1.weight']
+    """
+    return [name for name, _ in named_pyro_samples(net)]
+
+
+def resolve_site_name(name: str, known: Iterable[str], prefix: str = "net.") -> str:
+    """Return the member of `known` that `name` spells, with or without the joint model's prefix.
+
+    Raises:
+        ValueError: no member is spelled so; the message lists the members.
+
+    Example:
+        >>> resolve_site_name("0.weight", ["net.0.weight", "net.0.bias"])
+        'net.0.weight'
+    """
+    members = list(known)
+    for candidate in (name, prefix + name, name.removeprefix(prefix)):
+        if candidate in members:
+            return candidate
+    raise ValueError(f"there is no site {name!r}; the sites are {', '.join(members) or 'none'}")
+
+
+# --------------------------------------------------------------------------- fans
+
+
+def _is_transposed(module: nn.Module | None) -> bool:
+    return bool(getattr(module, "transposed", False))
+
+
+def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[float, float]:
+    r"""Return how many inputs feed one output of a weight, and how many outputs one input feeds.
+
+    For a matrix `(out, in)` these are `in` and `out`; a convolution multiplies both by its
+    kernel's size. The module tells what the tensor's shape cannot: transposed convolutions keep
+    `(in, out / groups, ...)`, grouped ones feed `out / groups` channels from one input, the
+    stacked matrices of attention (3) and of recurrent cells (3 or 4 gates) are several maps in
+    one tensor, and a row of an embedding or a norm's scale is read alone, so its fan-in is 1.
+
+    Args:
+        weight: the parameter, of any shape; vectors have fans `(1, 1)`.
+        module: the module that owns it.
+
+    Returns:
+        `(fan_in, fan_out)`.
+
+    Example:
+        >>> conv = nn.ConvTranspose2d(8, 4, 3, groups=2)
+        >>> fan_in_fan_out(conv.weight, conv)
+        (36.0, 18.0)
+    """
+    if weight.dim() < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return 1.0, float(weight.shape[-1]) if weight.dim() > 1 else 1.0
+    groups = int(getattr(module, "groups", 1))
+    kernel = math.prod(weight.shape[2:])
+    if _is_transposed(module):
+        fan_in, fan_out = weight.shape[0] / groups, float(weight.shape[1])
+    else:
+        fan_in, fan_out = float(weight.shape[1]), weight.shape[0] / groups
+    stacked = _stacked_maps(weight, module)
+    return float(fan_in * kernel), float(fan_out * kernel) / stacked
+
+
+def _stacked_maps(weight: Tensor, module: nn.Module | None) -> int:
+    if isinstance(module, nn.MultiheadAttention) and weight is module.in_proj_weight:
+        return 3
+    if isinstance(module, nn.RNNBase) and weight.shape[0] != getattr(module, "proj_size", 0):
+        return weight.shape[0] // module.hidden_size
+    return 1
+
+
+def layer_weight(module: nn.Module, name: str) -> Tensor:
+    """Return the weight whose fans a parameter of a layer takes: a bias takes its layer's.
+
+    Args:
+        module: the module that owns the parameter.
+        name: the parameter's name in that module, such as `bias` or `bias_ih_l0`.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    sibling = parameters.get(name.replace("bias", "weight"))
+    return parameters[name] if sibling is None else sibling
+
+
+def calculate_prior_std(
+    method: str,
+    weight: Tensor,
+    module: nn.Module | None = None,
+    nonlinearity: str = "relu",
+) -> float:
+    r"""Return a layer-wise standard deviation.
+
+    `radford`: `1 / sqrt(fan_in)`; `xavier`: `sqrt(2 / (fan_in + fan_out))`; `kaiming`:
+    `gain / sqrt(fan_in)`, with PyTorch's gain of the nonlinearity (`sqrt(2)` for ReLU).
+
+    Args:
+        method: `"radford"`, `"xavier"` or `"kaiming"`.
+        weight: the layer's weight.
+        module: the layer, see `fan_in_fan_out`.
+        nonlinearity: what follows the layer, as `torch.nn.init.calculate_gain` names it.
+
+    Raises:
+        ValueError: an unknown method.
+
+    Example:
+        >>> import torch
+        >>> calculate_prior_std("radford", torch.zeros(10, 25))
+        0.2
+    """
+    fan_in, fan_out = fan_in_fan_out(weight, module)
+    formulas: dict[str, Callable[[], float]] = {
+        "radford": lambda: fan_in**-0.5,
+        "xavier": lambda: math.sqrt(2.0 / (fan_in + fan_out)),
+        "kaiming": lambda: nn.init.calculate_gain(nonlinearity) * fan_in**-0.5,  # type: ignore[arg-type]
+    }
+    if method not in formulas:
+        raise ValueError(f"method is {method!r}; expected one of {', '.join(formulas)}")
+    return formulas[method]()
+
+
+# --------------------------------------------------------------------------- nets and inputs
+
+
+def replace_activations_(
+    net: nn.Module, old: type[nn.Module], new: Callable[[], nn.Module]
+) -> nn.Module:
+    """Replace every submodule of one type, in place, and return the net.
+
+    Args:
+        net: a module; its children of type `old` are replaced at any depth.
+        old: the type to replace, such as `nn.ReLU`.
+        new: makes the replacement, such as `nn.Softplus`.
+
+    Raises:
+        ValueError: the net has no such submodule (functional calls such as `F.relu` cannot be
+            replaced from outside).
+
+    Example:
+        >>> replace_activations_(nn.Sequential(nn.Linear(1, 2), nn.ReLU()), nn.ReLU, nn.Tanh)
+        Sequential(
+          (0): Linear(in_features=1, out_features=2, bias=True)
+          (1): Tanh()
+        )
+    """
+    places = [
+        (parent, name)
+        for parent in net.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, old)
+    ]
+    if not places:
+        raise ValueError(
+            f"the net has no submodule of type {old.__name__}; a functional call such as "
+            "torch.nn.functional.relu has to be changed in the net's own forward"
+        )
+    for parent, name in places:
+        setattr(parent, name, new())
+    return net
+
+
+def call_with(function: Callable[..., Any], inputs: Any) -> Any:
+    """Call a function with a batch's inputs: a tuple or list by position, a mapping by keyword.
+
+    Example:
+        >>> import torch
+        >>> call_with(torch.add, (torch.ones(2), torch.ones(2)))
+        tensor([2., 2.])
+    """
+    if isinstance(inputs, Mapping):
+        return function(**inputs)
+    if isinstance(inputs, tuple | list):
+        return function(*inputs)
+    return function(inputs)
+
+
+def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to every leaf with a `.to` method (tensors, graphs) of nested containers.
+
+    Example:
+        >>> import torch
+        >>> tree_map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), 3)})
+        {'a': (tensor([1.]), 3)}
+    """
+    if isinstance(tree, Mapping):
+        return {key: tree_map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(tree_map_tensors(function, value) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(tree_map_tensors(function, value) for value in tree)
+    return function(tree) if hasattr(tree, "to") else tree
+
+
+# --------------------------------------------------------------------------- containers
+
+
+class SiteTensors(nn.Module):
+    """Parameters or buffers under dotted names, as in the net that they belong to.
+
+    The names are those of the `state_dict`, so that `guide.locs` holds `0.weight` where the net
+    does. Looking a tensor up costs two dictionary reads and no walk over modules.
+
+    Args:
+        tensors: initial values by dotted name.
+        trainable: parameters (with gradient, or without it for `False`); buffers for `None`.
+
+    Example:
+        >>> import torch
+        >>> locs = SiteTensors({"0.weight": torch.zeros(2, 1), "0.bias": torch.zeros(2)})
+        >>> list(locs.state_dict())
+        ['0.weight', '0.bias']
+        >>> locs["0.bias"].shape
+        torch.Size([2])
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], trainable: bool | None = True) -> None:
+        super().__init__()
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        for name, tensor in tensors.items():
+            owner, leaf = self._descend(name)
+            if trainable is None:
+                owner.register_buffer(leaf, tensor.detach().clone())
+            else:
+                value = tensor.detach().clone()
+                owner.register_parameter(leaf, nn.Parameter(value, requires_grad=trainable))
+            self._places[name] = (owner, leaf)
+
+    def _descend(self, name: str) -> tuple[nn.Module, str]:
+        *path, leaf = name.split(".")
+        owner: nn.Module = self
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        return owner, leaf
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, leaf = self._places[name]
+        tensor = owner._parameters.get(leaf)
+        found = owner._buffers[leaf] if tensor is None else tensor
+        assert found is not None
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield `(name, tensor)` in order."""
+        return ((name, self[name]) for name in self._places)
