@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tyxe import metrics
+from tyxe.metrics.checks import check_real
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -436,7 +437,7 @@ def _per_point(value: Tensor | float, num_points: int) -> Tensor:
 
 def _flat(name: str, value: Tensor, like: Tensor | None = None) -> Tensor:
     """A column or vector as a float64 vector on the CPU, of the length of `like`."""
-    vector = metrics.check_real(name, value).detach().cpu().double()
+    vector = check_real(name, value).detach().cpu().double()
     if vector.dim() == 2 and vector.shape[1] == 1:
         vector = vector.squeeze(1)
     if vector.dim() != 1:

@@ -104,7 +104,8 @@ class BNN(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the output for weights drawn from the prior (a Pyro program)."""
-        return self.run_net(self.net_prior(), kwargs or inputs)
+        with self.substituted(self.net_prior()):
+            return self.net(*inputs, **kwargs)
 
     def update_prior(self, prior: Prior) -> None:
         """Replace the prior of the sites; which parameters are sites stays as it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,9 @@ def _brief(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
-def check_first_batch(bnn: SupervisedBNN, inputs: Any, targets: Tensor) -> None:
+def check_first_batch(
+    bnn: SupervisedBNN, values: Mapping[str, Tensor], inputs: Any, targets: Tensor
+) -> None:
     """Raise if targets do not fit the predictions, or the batch is larger than the data set.
 
     The net runs once, in eval mode and without gradients, so that nothing is changed.
@@ -58,7 +61,7 @@ def check_first_batch(bnn: SupervisedBNN, inputs: Any, targets: Tensor) -> None:
         )
     state = torch.get_rng_state()
     with bnn._predicting():
-        predictions = bnn.run_net(bnn.draw_values(0), inputs)
+        predictions = bnn.run_net(values, inputs)
         if not isinstance(predictions, Tensor):
             raise TypeError(
                 f"the net returns a {type(predictions).__name__}; the likelihood needs a tensor: "

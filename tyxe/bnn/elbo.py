@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 import torch.distributions as td
@@ -113,7 +114,8 @@ def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
     if model_site is None:
         # An auxiliary variable of the guide, such as the joint vector of Pyro's autoguides.
         return _log_prob(guide_site)
-    if closed_form_kl:
+    # Pyro's closed form for a delta forgets its log-density: the Jacobian of a site's transform.
+    if closed_form_kl and not isinstance(guide_site["fn"], dist.Delta):
         try:
             kl = td.kl_divergence(guide_site["fn"], model_site["fn"])
         except NotImplementedError:

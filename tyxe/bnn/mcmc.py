@@ -124,26 +124,11 @@ class MCMC_BNN(SupervisedBNN):
         inputs, targets = collect(data_loader, device)
         with modes_restored(self):
             self.eval()
-            self._check(inputs, targets)
+            check_first_batch(self, self.net_prior(), inputs, targets)
             mcmc = MCMC(self.kernel_builder(self.model), num_samples, **mcmc_kwargs)
             mcmc.run(inputs, targets)
         self.samples.replace(mcmc.get_samples(group_by_chain=True))
         return mcmc
-
-    def _check(self, inputs: Any, targets: Tensor) -> None:
-        prior_draw = self.net_prior()
-        bnn = self
-
-        class _Prior:
-            likelihood = bnn.likelihood
-            run_net = staticmethod(bnn.run_net)
-            _predicting = staticmethod(bnn._predicting)
-
-            @staticmethod
-            def draw_values(index: int) -> Values:
-                return prior_draw
-
-        check_first_batch(_Prior(), inputs, targets)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ draws
 

@@ -252,11 +252,13 @@ class SupervisedBNN(BNN):
         self, batches: Iterable[tuple[Any, Any]], num_predictions: int, vectorize: bool | None
     ) -> Iterator[tuple[Tensor, dict[str, Tensor], Any]]:
         """Yield outputs of the same draws on each batch: the generator is set back in between."""
-        state = None
+        # Taken before the loop: a loader draws numbers of its own when it starts.
+        cpu, cuda = torch.get_rng_state(), None
         for inputs, targets in batches:
-            if state is not None:
-                _set_rng_state(state)
-            state = _rng_state(inputs)
+            cuda = _cuda_rng_state(inputs) if cuda is None else cuda
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
             outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
             yield outputs, latents, targets
 
@@ -268,12 +270,23 @@ def _check_count(num_predictions: int) -> None:
 
 def _batches(inputs: Any, targets: Tensor | None, batch_size: int | None) -> Iterable[Any]:
     if is_loader(inputs):
-        return (_as_pair(batch) for batch in inputs)
+        return _pairs(inputs)
     if batch_size is None:
         return [(inputs, targets)]
     pieces = split_rows(inputs, batch_size)
     labels = [None] * len(pieces) if targets is None else list(targets.split(batch_size))
     return zip(pieces, labels, strict=True)
+
+
+def _pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    empty = True
+    for batch in loader:
+        empty = False
+        yield _as_pair(batch)
+    if empty:
+        raise ValueError(
+            "the loader is empty: it yields no batch (a generator can be used once only)"
+        )
 
 
 def _as_pair(batch: Any) -> tuple[Any, Any]:
@@ -288,16 +301,9 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1] if len(batch) == 2 else None
 
 
-def _rng_state(batch: Any) -> tuple[Tensor, Tensor | None]:
+def _cuda_rng_state(batch: Any) -> Tensor | None:
     like = first_tensor(batch)
-    cuda = torch.cuda.get_rng_state(like.device) if like is not None and like.is_cuda else None
-    return torch.get_rng_state(), cuda
-
-
-def _set_rng_state(state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+    return torch.cuda.get_rng_state(like.device) if like is not None and like.is_cuda else None
 
 
 def _joined(parts: list[Any], dim: int) -> Any:

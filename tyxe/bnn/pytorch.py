@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import BNN
+from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
@@ -122,9 +122,17 @@ class PytorchBNN(BNN):
         return [p for p in self.parameters() if p.requires_grad]
 
     def predict(self, *inputs: Any, num_predictions: int = 1) -> Tensor:
-        """Return the outputs of several draws, `(num_predictions, ...)`, without gradients."""
-        with torch.no_grad():
-            return torch.stack([self(*inputs) for _ in range(num_predictions)])
+        """Return the outputs of several draws, `(num_predictions, ...)`.
+
+        The net runs in eval mode and without gradients; `cached_kl_loss` stays as it is.
+        """
+        kl = self.cached_kl_loss
+        try:
+            with modes_restored(self), torch.no_grad():
+                self.eval()
+                return torch.stack([self(*inputs) for _ in range(num_predictions)])
+        finally:
+            self.cached_kl_loss = kl
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or at one draw."""

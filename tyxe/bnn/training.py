@@ -9,6 +9,7 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
@@ -55,6 +56,9 @@ class Trainer:
         kinds = bnn.parameter_kinds()
         self.optimizer = make_optimizer(optim, self.parameters, kinds, options.lr_multipliers)
         self._pyro_clip = pyro_clipping(optim)
+        # A forward changes these before its loss is known to be finite.
+        norms = [module for module in bnn.net.modules() if isinstance(module, _NormBase)]
+        self._statistics = [b for module in norms for b in module.buffers(recurse=False)]
         self._checked = False
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
@@ -75,7 +79,7 @@ class Trainer:
         points = 0
         for inputs, targets in batches_of(loader, device):
             if not self._checked:
-                check_first_batch(self.bnn, inputs, targets)
+                check_first_batch(self.bnn, self.bnn.draw_values(0), inputs, targets)
             # Pyro validates shapes in the first step; later ones need not pay for it again.
             with pyro.validation_enabled(not self._checked):
                 terms = self.step(inputs, targets, beta)
@@ -93,9 +97,11 @@ class Trainer:
         """Make one step on a batch.
 
         Raises:
-            RuntimeError: loss or gradient is not finite; the parameters are left as they were.
+            RuntimeError: loss or gradient is not finite; the parameters, and the statistics of
+                normalising layers, are left as they were.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        statistics = [buffer.clone() for buffer in self._statistics]
         particles = [
             self._particle(inputs, targets, beta) for _ in range(self.options.num_particles)
         ]
@@ -104,6 +110,8 @@ class Trainer:
         finite = bool((terms.data.detach() + terms.kl.detach()).isfinite())
         if not (finite and gradients_finite(parameters)):
             self.optimizer.zero_grad(set_to_none=True)
+            for buffer, before in zip(self._statistics, statistics, strict=True):
+                buffer.copy_(before)
             raise RuntimeError(nonfinite_message(self.bnn, terms, inputs, targets))
         if self.options.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)

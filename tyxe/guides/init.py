@@ -1,7 +1,7 @@
 """Where a guide's means start.
 
-An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior),
-`site["value"]` (a draw of it) and, for sites of a net, `site["infer"]["fans"]`.
+An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior)
+and, for sites of a net, `site["infer"]["fans"]`. Pyro's autoguides take the same functions.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ __all__ = [
 Message = Mapping[str, Any]
 
 
+def _outline(site: Message) -> Tensor:
+    """A tensor of the site's shape and dtype: Pyro's autoguides ask before there is a value."""
+    value = site.get("value")
+    drawn: Tensor = site["fn"].sample() if value is None else value
+    return drawn.detach()
+
+
 def _partial(initializer: Callable[..., Tensor], **options: Any) -> Callable[[Message], Tensor]:
     return functools.partial(initializer, **options)
 
@@ -43,12 +50,12 @@ def init_to_constant(site: Message | None = None, constant: float = 0.0) -> Any:
     """
     if site is None:
         return _partial(init_to_constant, constant=constant)
-    return torch.full_like(site["value"], constant)
+    return torch.full_like(_outline(site), constant)
 
 
 def init_to_zero(site: Message | None = None) -> Any:
     """Start every element at zero."""
-    return init_to_zero if site is None else torch.zeros_like(site["value"])
+    return init_to_zero if site is None else torch.zeros_like(_outline(site))
 
 
 def init_to_sample(site: Message | None = None) -> Any:
@@ -65,7 +72,7 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
 
     Example:
         >>> prior = td.Independent(td.Laplace(torch.ones(2), torch.ones(2)), 1)
-        >>> init_to_median({"fn": prior, "value": prior.sample()})
+        >>> init_to_median({"fn": prior})
         tensor([1., 1.])
     """
     if site is None:
@@ -76,8 +83,8 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
     if isinstance(elementwise, td.StudentT):
         return elementwise.loc.clone()
     try:
-        half = torch.full_like(site["value"], 0.5)
-        return elementwise.icdf(half).detach().expand_as(site["value"]).clone()
+        half = torch.full_like(_outline(site), 0.5)
+        return elementwise.icdf(half).detach().clone()
     except NotImplementedError:
         return site["fn"].sample((num_samples,)).median(0).values
 
@@ -86,7 +93,7 @@ def init_to_normal(site: Message | None = None, mean: float = 0.0, std: float = 
     """Start at draws from one Normal; `init_to_normal(std=0.1)` makes an initialiser."""
     if site is None:
         return _partial(init_to_normal, mean=mean, std=std)
-    return torch.randn_like(site["value"]) * std + mean
+    return torch.randn_like(_outline(site)) * std + mean
 
 
 def _layerwise(site: Message, std_of: Callable[[float, float], float]) -> Tensor:
@@ -163,9 +170,10 @@ class PretrainedInitializer:
             raise ValueError(
                 f"there is no pre-trained value for {name!r}; there are {', '.join(self.values)}"
             )
-        if value.shape != site["value"].shape:
+        outline = _outline(site)
+        if value.shape != outline.shape:
             raise ValueError(
                 f"the pre-trained value of {name!r} has shape {tuple(value.shape)}, but the site "
-                f"has shape {tuple(site['value'].shape)}"
+                f"has shape {tuple(outline.shape)}"
             )
-        return value.to(site["value"]).clone()
+        return value.to(outline).clone()

@@ -162,7 +162,7 @@ class LinearMapMessenger(Messenger):
     def __init__(self) -> None:
         super().__init__()
         self._missed: dict[str, str] = {}
-        self._answered = 0
+        self._met = self._answered = False
 
     def answer(self, event: LinearMap) -> Tensor | None:
         """Return the map's output, or None to leave the event to the next handler."""
@@ -171,12 +171,15 @@ class LinearMapMessenger(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["done"] or msg["is_observed"] or msg["value"] is not None:
             return
-        if is_factorized(msg["fn"]) and not msg["fn"].batch_shape:
+        if msg["infer"].get("is_auxiliary") or msg["fn"].batch_shape:
+            return
+        if is_factorized(msg["fn"]):
             msg["value"] = Draw(msg["name"], msg["fn"])
             msg["done"] = True
 
     def _pyro_place(self, msg: Any) -> None:
         name, value = msg["args"]
+        self._met = True
         if msg["value"] is None and not isinstance(value, Draw):
             msg["value"] = Draw(name, None, value)
 
@@ -185,7 +188,7 @@ class LinearMapMessenger(Messenger):
             return
         output = self.answer(msg["args"][0])
         if output is not None:
-            self._answered += 1
+            self._answered = True
             msg["value"], msg["done"] = output, True
             msg["infer"]["treatment"] = self.treatment
 
@@ -197,12 +200,23 @@ class LinearMapMessenger(Messenger):
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
         """Warn of the sites that went past the handler, unless an error is on its way."""
         result = super().__exit__(exc_type, exc_value, traceback)
-        missed, self._missed = self._missed, {}
-        if missed and exc_type is None:
+        missed, had_no_effect = self._missed, self._met and not self._answered
+        self._missed, self._met, self._answered = {}, False, False
+        if exc_type is not None:
+            return result
+        name = type(self).__name__
+        if missed:
             listed = ", ".join(f"{site} (used by {func})" for site, func in missed.items())
             warnings.warn(
-                f"{type(self).__name__} treats linear maps only; these sites were sampled "
-                f"plainly: {listed}. tyxe.poutine.report() lists every site",
+                f"{name} treats linear maps only; these sites were sampled plainly: {listed}. "
+                "tyxe.poutine.report() lists every site",
+                TyxeWarning,
+                stacklevel=2,
+            )
+        elif had_no_effect:
+            warnings.warn(
+                f"{name} had no effect: no site met inside it has a posterior that factorises "
+                "(a guide such as tyxe.guides.AutoNormal has one) and enters a linear map",
                 TyxeWarning,
                 stacklevel=2,
             )

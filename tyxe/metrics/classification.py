@@ -1,0 +1,207 @@
+"""Scores of class probabilities."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tyxe.metrics.checks import check_classified, check_probs
+
+__all__ = [
+    "CalibrationCurve",
+    "accuracy",
+    "brier_score",
+    "calibration_curve",
+    "expected_calibration_error",
+    "nll",
+    "predictive_entropy",
+]
+
+
+class CalibrationCurve(NamedTuple):
+    """Confidence against accuracy in the `k` bins that hold a point, by increasing confidence.
+
+    Attributes:
+        confidence: mean of the maximal probability in each bin, shape `(k,)`.
+        accuracy: fraction of points whose most probable class is right, shape `(k,)`.
+        counts: number of points in each bin, int64, shape `(k,)`; they sum to `n`.
+    """
+
+    confidence: Tensor
+    accuracy: Tensor
+    counts: Tensor
+
+
+def nll(probs: Tensor, targets: Tensor) -> Tensor:
+    r"""Negative log-likelihood of the targets, in nats per point.
+
+    `-1/n sum_i log p_i(y_i)`. For a Bayesian average pass the *averaged* probabilities, so that
+    the mean is taken before the logarithm. A target of probability zero makes it infinite.
+
+    Args:
+        probs: class probabilities, shape `(n, C)`.
+        targets: classes in `0..C-1`, shape `(n,)`.
+
+    Returns:
+        A 0-d tensor, non-negative.
+
+    Raises:
+        TypeError: for targets that are not integer, or probabilities that are not floating point.
+        ValueError: for anything else the module's docstring lists.
+
+    Example:
+        >>> nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1]))
+        tensor(0.4904)
+    """
+    probs, targets = check_classified(probs, targets)
+    return -_at_targets(probs, targets).log().mean()
+
+
+def accuracy(probs: Tensor, targets: Tensor) -> Tensor:
+    r"""Fraction of points whose most probable class is the target.
+
+    `1/n sum_i 1[argmax_c p_i(c) = y_i]`; the error is one minus it.
+
+    Args:
+        probs: class probabilities, shape `(n, C)`.
+        targets: classes in `0..C-1`, shape `(n,)`.
+
+    Returns:
+        A 0-d tensor in `[0, 1]`.
+
+    Raises:
+        TypeError, ValueError: as in `nll`.
+
+    Example:
+        >>> accuracy(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
+        tensor(0.5000)
+    """
+    probs, targets = check_classified(probs, targets)
+    return (probs.argmax(-1) == targets).to(probs.dtype).mean()
+
+
+def brier_score(probs: Tensor, targets: Tensor) -> Tensor:
+    r"""Squared distance between the probabilities and the one-hot target, summed over classes.
+
+    `1/n sum_i sum_c (p_i(c) - 1[y_i = c])^2`: in `[0, 2]`, twice the form that is usual for two
+    classes.
+
+    Args:
+        probs: class probabilities, shape `(n, C)`.
+        targets: classes in `0..C-1`, shape `(n,)`.
+
+    Returns:
+        A 0-d tensor in `[0, 2]`.
+
+    Raises:
+        TypeError, ValueError: as in `nll`.
+
+    References:
+        Brier (1950), Verification of forecasts expressed in terms of probability.
+
+    Example:
+        >>> brier_score(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
+        tensor(0.5000)
+    """
+    probs, targets = check_classified(probs, targets)
+    one_hot = torch.nn.functional.one_hot(targets, probs.shape[-1])
+    return (probs - one_hot).square().sum(-1).mean()
+
+
+def calibration_curve(probs: Tensor, targets: Tensor, num_bins: int = 15) -> CalibrationCurve:
+    r"""Mean confidence and accuracy in equal-width bins of the maximal probability.
+
+    Bin `b` of `B` holds the points with `max_c p(c)` in `(b/B, (b+1)/B]`. Bins that hold no point
+    are left out, so that the result can be drawn and summed as it is.
+
+    Args:
+        probs: class probabilities, shape `(n, C)`.
+        targets: classes in `0..C-1`, shape `(n,)`.
+        num_bins: number `B` of bins of `[0, 1]`.
+
+    Returns:
+        A `CalibrationCurve` of `k <= num_bins` bins.
+
+    Raises:
+        TypeError, ValueError: as in `nll`; also if `num_bins` is below one.
+
+    References:
+        Guo et al. (2017), On calibration of modern neural networks, section 2.
+
+    Example:
+        >>> probs = torch.tensor([[0.75, 0.25]]).expand(4, 2)
+        >>> calibration_curve(probs, torch.tensor([0, 0, 0, 1])).accuracy
+        tensor([0.7500])
+    """
+    probs, targets = check_classified(probs, targets)
+    if num_bins < 1:
+        raise ValueError(f"`num_bins` is {num_bins}, expected at least 1: pass num_bins=15")
+    confidence, predicted = probs.max(-1)
+    edges = torch.linspace(0, 1, num_bins + 1, dtype=probs.dtype, device=probs.device)
+    bins = torch.bucketize(confidence, edges[1:-1])
+    correct = predicted == targets
+    counts = _bin_sums(torch.ones_like(bins), bins, num_bins)
+    filled = counts > 0
+    # float64: single precision loses digits in sums over many points
+    sums = torch.stack([_bin_sums(v.double(), bins, num_bins) for v in (confidence, correct)])
+    means = (sums[:, filled] / counts[filled]).to(probs.dtype)
+    return CalibrationCurve(means[0], means[1], counts[filled])
+
+
+def expected_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
+    r"""Gap between confidence and accuracy, averaged over the bins of `calibration_curve`.
+
+    `sum_b |B_b|/n |acc(B_b) - conf(B_b)|`.
+
+    Args:
+        probs: class probabilities, shape `(n, C)`.
+        targets: classes in `0..C-1`, shape `(n,)`.
+        num_bins: number of equal-width bins of the maximal probability.
+
+    Returns:
+        A 0-d tensor in `[0, 1]`.
+
+    Raises:
+        TypeError, ValueError: as in `calibration_curve`.
+
+    References:
+        Guo et al. (2017), On calibration of modern neural networks, eq. 3.
+
+    Example:
+        >>> probs = torch.tensor([[0.75, 0.25]]).expand(4, 2)
+        >>> expected_calibration_error(probs, torch.tensor([0, 0, 1, 1]))
+        tensor(0.2500)
+    """
+    curve = calibration_curve(probs, targets, num_bins)
+    gaps = (curve.accuracy - curve.confidence).abs()
+    return (curve.counts * gaps).sum() / curve.counts.sum()
+
+
+def predictive_entropy(probs: Tensor) -> Tensor:
+    r"""Entropy of each point's class probabilities, in nats.
+
+    `-sum_c p(c) log p(c)` with `0 log 0 = 0`: from 0 (certain) to `log C` (uniform).
+
+    Args:
+        probs: class probabilities, shape `(n, C)`.
+
+    Returns:
+        Entropies, shape `(n,)`.
+
+    Raises:
+        TypeError, ValueError: as in `nll`.
+
+    Example:
+        >>> predictive_entropy(torch.tensor([[0.5, 0.5], [0.0, 1.0]]))
+        tensor([0.6931, 0.0000])
+    """
+    entropy: Tensor = torch.special.entr(check_probs(probs)).sum(-1)
+    return entropy
+
+
+def _at_targets(probs: Tensor, targets: Tensor) -> Tensor:
+    return probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def _bin_sums(values: Tensor, bins: Tensor, num_bins: int) -> Tensor:
+    return values.new_zeros(num_bins).index_add(0, bins, values)

@@ -1,0 +1,73 @@
+"""Telling out-of-distribution points from others by a score."""
+
+import torch
+from torch import Tensor
+
+from tyxe.metrics.checks import check_scores
+
+__all__ = ["ood_aupr", "ood_auroc"]
+
+
+def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> Tensor:
+    r"""Area under the ROC curve when in-distribution is the positive class.
+
+    `P(s_in > s_out) + P(s_in = s_out) / 2`. Higher scores mean "more in-distribution": pass
+    `probs.amax(-1)` or `-predictive_entropy(probs)`. Time is that of sorting, memory linear.
+
+    Args:
+        in_scores: scores of the in-distribution points, shape `(n,)`.
+        out_scores: scores of the out-of-distribution points, shape `(m,)`.
+
+    Returns:
+        A 0-d tensor in `[0, 1]`; 0.5 is chance.
+
+    Raises:
+        TypeError: for scores that are not floating-point tensors.
+        ValueError: for scores that are empty, not of rank one, NaN or on two devices.
+
+    References:
+        Hendrycks and Gimpel (2017), A baseline for detecting misclassified and
+        out-of-distribution examples.
+
+    Example:
+        >>> ood_auroc(torch.tensor([0.9, 0.6]), torch.tensor([0.6, 0.5]))
+        tensor(0.8750)
+    """
+    in_scores, out_scores = check_scores(in_scores, out_scores)
+    sorted_out = out_scores.sort().values
+    below = torch.searchsorted(sorted_out, in_scores)
+    not_above = torch.searchsorted(sorted_out, in_scores, right=True)
+    # integers up to the division: the sum is exact, ties count half of two
+    doubled = (below + not_above).sum()
+    return (doubled.double() / (2 * len(in_scores) * len(out_scores))).to(in_scores.dtype)
+
+
+def ood_aupr(in_scores: Tensor, out_scores: Tensor) -> Tensor:
+    r"""Area under the precision-recall curve (average precision), in-distribution positive.
+
+    `1/n sum_i precision(s_i)`, `precision(s) = #{s_in >= s} / (#{s_in >= s} + #{s_out >= s})`,
+    which is the step-wise `sum_k (R_k - R_{k-1}) P_k`. Chance is `n / (n + m)`.
+
+    Args:
+        in_scores: scores of the in-distribution points, shape `(n,)`; higher is "more in".
+        out_scores: scores of the out-of-distribution points, shape `(m,)`.
+
+    Returns:
+        A 0-d tensor in `(0, 1]`.
+
+    Raises:
+        TypeError, ValueError: as in `ood_auroc`.
+
+    Example:
+        >>> ood_aupr(torch.tensor([0.9, 0.6]), torch.tensor([0.7, 0.5]))
+        tensor(0.8333)
+    """
+    in_scores, out_scores = check_scores(in_scores, out_scores)
+    true_positives = _num_at_least(in_scores, in_scores)
+    false_positives = _num_at_least(out_scores, in_scores)
+    precision = true_positives.double() / (true_positives + false_positives)
+    return precision.mean().to(in_scores.dtype)
+
+
+def _num_at_least(scores: Tensor, thresholds: Tensor) -> Tensor:
+    return len(scores) - torch.searchsorted(scores.sort().values, thresholds)
