@@ -18,6 +18,7 @@ __all__ = [
     "pyro_sample_sites",
     "replace_activations_",
     "resolve_site_name",
+    "std_from_fans",
     "to_pyro_module_",
     "tree_map_tensors",
 ]
@@ -116,6 +117,8 @@ def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[flo
         >>> fan_in_fan_out(conv.weight, conv)
         (36.0, 18.0)
     """
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return 1.0, 1.0
     if weight.dim() < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return 1.0, float(weight.shape[-1]) if weight.dim() > 1 else 1.0
     groups = int(getattr(module, "groups", 1))
@@ -131,7 +134,9 @@ def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[flo
 def _stacked_maps(weight: Tensor, module: nn.Module | None) -> int:
     if isinstance(module, nn.MultiheadAttention) and weight is module.in_proj_weight:
         return 3
-    if isinstance(module, nn.RNNBase) and weight.shape[0] != getattr(module, "proj_size", 0):
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and weight.shape[0] != getattr(
+        module, "proj_size", 0
+    ):
         return weight.shape[0] // module.hidden_size
     return 1
 
@@ -173,7 +178,15 @@ def calculate_prior_std(
         >>> calculate_prior_std("radford", torch.zeros(10, 25))
         0.2
     """
-    fan_in, fan_out = fan_in_fan_out(weight, module)
+    return std_from_fans(method, *fan_in_fan_out(weight, module), nonlinearity)
+
+
+def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str = "relu") -> float:
+    """Return a layer-wise standard deviation from fans; see `calculate_prior_std`.
+
+    Raises:
+        ValueError: an unknown method.
+    """
     formulas: dict[str, Callable[[], float]] = {
         "radford": lambda: fan_in**-0.5,
         "xavier": lambda: math.sqrt(2.0 / (fan_in + fan_out)),
@@ -282,22 +295,22 @@ class SiteTensors(nn.Module):
         super().__init__()
         self._places: dict[str, tuple[nn.Module, str]] = {}
         for name, tensor in tensors.items():
-            owner, leaf = self._descend(name)
-            if trainable is None:
-                owner.register_buffer(leaf, tensor.detach().clone())
-            else:
-                value = tensor.detach().clone()
-                owner.register_parameter(leaf, nn.Parameter(value, requires_grad=trainable))
-            self._places[name] = (owner, leaf)
+            self._put(name, tensor.detach().clone(), trainable)
 
-    def _descend(self, name: str) -> tuple[nn.Module, str]:
+    def _put(self, name: str, value: Tensor, trainable: bool | None) -> None:
         *path, leaf = name.split(".")
         owner: nn.Module = self
+        # Past `register_parameter` and its like: they refuse names that a module has already, but
+        # a site `0.weight` may have a hyperparameter `0.weight.local`.
         for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        return owner, leaf
+            child = owner._modules.setdefault(part, nn.Module())
+            assert child is not None
+            owner = child
+        if trainable is None:
+            owner._buffers[leaf] = value
+        else:
+            owner._parameters[leaf] = nn.Parameter(value, requires_grad=trainable)
+        self._places[name] = (owner, leaf)
 
     def __getitem__(self, name: str) -> Tensor:
         owner, leaf = self._places[name]

@@ -15,7 +15,7 @@ from tyxe.priors import Prior, SitePriors
 from tyxe.priors.selection import parameters_of
 from tyxe.util import SITE_PRIORS, call_with
 
-__all__ = ["BNN", "modes_restored"]
+__all__ = ["BNN", "modes_restored", "set_train_mode"]
 
 
 @contextmanager
@@ -27,6 +27,33 @@ def modes_restored(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _check_prior(prior: Any) -> None:
+    if not isinstance(prior, Prior):
+        raise TypeError(
+            f"prior is a {type(prior).__name__}; expected one from tyxe.priors, such as "
+            "tyxe.priors.IIDPrior(dist.Normal(0, 1))"
+        )
+
+
+def set_train_mode(bnn: BNN) -> None:
+    """Put a BNN into train mode, but for parts of the net in which nothing is trained.
+
+    A part whose parameters are all frozen, such as a backbone, keeps its modes: the statistics
+    of its norms must not drift.
+    """
+    sites = {id(module._parameters[a]) for slots in bnn._slots.values() for module, a in slots}
+
+    def visit(module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad or id(p) in sites for p in parameters):
+            return
+        module.training = True
+        for child in module.children():
+            visit(child)
+
+    visit(bnn)
 
 
 class BNN(nn.Module):
@@ -50,11 +77,7 @@ class BNN(nn.Module):
         super().__init__()
         if not isinstance(net, nn.Module):
             raise TypeError(f"net is a {type(net).__name__}; expected a torch.nn.Module")
-        if not isinstance(prior, Prior):
-            raise TypeError(
-                f"prior is a {type(prior).__name__}; expected one from tyxe.priors, such as "
-                "tyxe.priors.IIDPrior(dist.Normal(0, 1))"
-            )
+        _check_prior(prior)
         if next(net.parameters(), None) is None:
             raise ValueError(f"{type(net).__name__} has no parameters, so nothing can be inferred")
         priors = prior.sites(net)
@@ -69,6 +92,8 @@ class BNN(nn.Module):
             if parameter.name in priors:
                 parameter.tensor.requires_grad_(False)
                 self._slots[prefix + parameter.name] = list(parameter.places)
+        # A trained net comes in eval mode; a fresh module is in train mode.
+        set_train_mode(self)
 
     # ------------------------------------------------------------------ the net with draws
 
@@ -82,6 +107,11 @@ class BNN(nn.Module):
         ]
         try:
             for name, slots in self._slots.items():
+                if name not in values:
+                    raise ValueError(
+                        f"there is no draw for site {name!r}; the guide gives "
+                        f"{', '.join(values) or 'none'}"
+                    )
                 value = place(name, values[name])
                 for module, attribute in slots:
                     module._parameters[attribute] = value
@@ -114,6 +144,7 @@ class BNN(nn.Module):
             prior: fits every site; its hide and expose rules are not asked.
 
         Raises:
+            TypeError: not a prior.
             ValueError: the prior does not fit; the old one then stays.
 
         Example:
@@ -124,12 +155,13 @@ class BNN(nn.Module):
             >>> posterior = bnn.net_guide.get_detached_distributions()
             >>> bnn.update_prior(tyxe.priors.DictPrior(posterior))
         """
+        _check_prior(prior)
         prior.update_(self.net)
         self.prior = prior
 
     def net_at(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """Return a plain copy of the net with values for its sites as parameters."""
-        net = copy.deepcopy(self.net)
+        """Return a plain copy of the net, in eval mode, with values for its sites as parameters."""
+        net = copy.deepcopy(self.net).eval()
         net.__dict__.pop(SITE_PRIORS, None)
         for parameter in parameters_of(net):
             name = self.net_prior.prefix + parameter.name

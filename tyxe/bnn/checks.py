@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["check_first_batch", "check_fit_arguments", "nonfinite_message", "warn_of_result"]
 
 # A KL this many times the data term, in nats, says that the bound is about the prior.
-KL_DWARFS = 10.0
+KL_DWARFS = 100.0
 # Scales outside of these multiples of the prior's are no posterior of anything.
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
@@ -47,30 +47,35 @@ def _brief(value: Any) -> str:
 
 
 def check_first_batch(
-    bnn: SupervisedBNN, values: Mapping[str, Tensor], inputs: Any, targets: Tensor
+    bnn: SupervisedBNN, draw: Callable[[], Mapping[str, Tensor]], inputs: Any, targets: Tensor
 ) -> None:
     """Raise if targets do not fit the predictions, or the batch is larger than the data set.
 
-    The net runs once, in eval mode and without gradients, so that nothing is changed.
+    The net runs once with a draw, in eval mode and without gradients, and the generators are set
+    back, so that nothing is changed.
     """
-    counted = len(masked_pointwise(bnn.likelihood.data_name, targets.new_ones(len(targets))))
+    rows = masked_pointwise(bnn.likelihood.data_name, torch.arange(len(targets)))
+    counted = len(rows)
     if counted > bnn.likelihood.dataset_size:
         raise ValueError(
             f"the batch has {counted} points, but the likelihood was built with dataset_size="
             f"{bnn.likelihood.dataset_size}; pass the number of training points"
         )
-    state = torch.get_rng_state()
-    with bnn._predicting():
-        predictions = bnn.run_net(values, inputs)
+    devices = [targets.device] if targets.is_cuda else []
+    with torch.random.fork_rng(devices), bnn._predicting():
+        predictions = bnn.run_net(draw(), inputs)
         if not isinstance(predictions, Tensor):
             raise TypeError(
                 f"the net returns a {type(predictions).__name__}; the likelihood needs a tensor: "
                 "wrap the net in a module that returns the one to be observed, or use PytorchBNN "
                 "with a loss of your own"
             )
-        if bool(predictions.isfinite().all()):
+        if counted < len(targets):
+            # The others are not looked at: their labels may be -1 or NaN.
+            rows = rows.to(targets.device)
+            predictions, targets = predictions[rows], targets[rows]
+        if counted and bool(predictions.isfinite().all()):
             bnn.likelihood.check_targets(predictions, targets)
-    torch.set_rng_state(state)
 
 
 def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms, inputs: Any, targets: Tensor) -> str:
@@ -88,12 +93,12 @@ def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms, inputs: Any, targets
     elif not bool(terms.kl.isfinite()):
         where = "the KL is not finite" + _bad_kl_sites(bnn)
     else:
-        bad = [n for n, p in bnn.named_parameters() if p.grad is not None]
-        where = (
-            f"the gradient is not finite (of {len(bad)} parameters)"
-            if bad
-            else ("the gradient is not finite")
-        )
+        bad = [
+            name
+            for name, p in bnn.named_parameters()
+            if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        where = f"the gradient is not finite at {', '.join(bad)}"
     return (
         f"training stopped: {where}. The parameters are those before this step; a smaller "
         "learning rate, clip_norm, or smaller initial scales usually help"
@@ -120,14 +125,15 @@ def warn_of_result(bnn: SupervisedBNN, history: History) -> None:
     """Warn if scales collapsed or exploded, or the KL dwarfs the data."""
     if not history.loss:
         return
-    data = max(abs(history.log_likelihood[0]), abs(history.log_likelihood[-1]))
+    # A net that fits its data has a data term near zero: a nat per point is the least that counts.
+    size = float(bnn.likelihood.dataset_size)
+    data = max(abs(history.log_likelihood[0]), abs(history.log_likelihood[-1]), size)
     weighted = history.loss[-1] + history.log_likelihood[-1]
     if weighted > KL_DWARFS * data:
         warnings.warn(
-            f"the weighted KL ({weighted:.3g} nats) dwarfs the data term ({data:.3g} nats): the "
-            "bound says more about the prior than about the data. Check dataset_size; train on, "
-            "with lr_multipliers={'scale': 10} if scales started small; or pass beta < 1 "
-            "knowingly",
+            f"the weighted KL ({weighted:.3g} nats) dwarfs the data ({data:.3g} nats): the bound "
+            "says more about the prior than about them. Check dataset_size; train on, with "
+            "lr_multipliers={'scale': 10} if scales started small; or weigh the KL by beta < 1",
             TyxeWarning,
             stacklevel=3,
         )

@@ -14,6 +14,8 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from tyxe.poutine import Draw
+
 __all__ = ["ElboTerms", "elbo_terms"]
 
 
@@ -47,7 +49,8 @@ def elbo_terms(
     form, if `torch.distributions.kl` knows the pair, else `log q(w) - log p(w)` at the draw.
     Nothing is computed that is not used: the log-probability of a site with a closed form never
     is. The sum equals Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on
-    the same draws.
+    the same draws; but for deltas, whose log-density the latter forgets: Pyro's autoguides on
+    constrained sites get the right Jacobian here.
 
     Args:
         model: a Pyro program with observed sites.
@@ -96,7 +99,10 @@ def _samples(trace: Trace, observed: bool) -> list[tuple[str, Any]]:
 
 
 def _log_prob(site: Any) -> Tensor:
-    log_prob = site["fn"].log_prob(site["value"])
+    value = site["value"]
+    # Not a use of the weight in the net, so no handler is told.
+    value = value.value() if isinstance(value, Draw) else value
+    log_prob = site["fn"].log_prob(value)
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
 
@@ -112,6 +118,11 @@ def _data_term(trace: Trace) -> tuple[Tensor, int]:
 
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
     if model_site is None:
+        if not guide_site["infer"].get("is_auxiliary"):
+            raise ValueError(
+                f"the guide samples {guide_site['name']!r}, which the model does not have; after "
+                "a change of prior that adds or drops variables, build the BNN anew"
+            )
         # An auxiliary variable of the guide, such as the joint vector of Pyro's autoguides.
         return _log_prob(guide_site)
     # Pyro's closed form for a delta forgets its log-density: the Jacobian of a site's transform.

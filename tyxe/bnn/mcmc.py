@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from pyro.infer.mcmc.api import MCMC
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tyxe.bnn.base import modes_restored
 from tyxe.bnn.batches import collect
 from tyxe.bnn.checks import check_first_batch
+from tyxe.bnn.potential import functional_kernel
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
@@ -37,9 +38,7 @@ class Samples(SiteTensors):
         self._buffers.clear()
         self._places = {}
         for name, tensor in samples.items():
-            owner, leaf = self._descend(name)
-            owner.register_buffer(leaf, tensor.detach().clone())
-            self._places[name] = (owner, leaf)
+            self._put(name, tensor.detach().clone(), trainable=None)
 
 
 class MCMC_BNN(SupervisedBNN):
@@ -90,7 +89,6 @@ class MCMC_BNN(SupervisedBNN):
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
         self.kernel_builder = kernel_builder
         self.samples = Samples({}, trainable=None)
-        self._num_predictions = 1
 
     def fit(
         self,
@@ -106,7 +104,7 @@ class MCMC_BNN(SupervisedBNN):
             data_loader: yields `(inputs, targets)`; all batches are concatenated.
             num_samples: samples a chain keeps.
             device: the data are moved there.
-            batch_data: accepted for TyXe's sake; batches are always concatenated.
+            batch_data: `data_loader` is one batch itself, the pair `(inputs, targets)`.
             mcmc_kwargs: for `pyro.infer.MCMC`: `warmup_steps`, `num_chains`, `disable_progbar`...
 
         Returns:
@@ -121,14 +119,24 @@ class MCMC_BNN(SupervisedBNN):
                 f"num_samples is a {type(num_samples).__name__}; expected an integer: "
                 "fit(data_loader, num_samples, warmup_steps=...)"
             )
-        inputs, targets = collect(data_loader, device)
+        inputs, targets = collect([data_loader] if batch_data else data_loader, device)
         with modes_restored(self):
             self.eval()
-            check_first_batch(self, self.net_prior(), inputs, targets)
-            mcmc = MCMC(self.kernel_builder(self.model), num_samples, **mcmc_kwargs)
+            check_first_batch(self, self.net_prior, inputs, targets)
+            mcmc = self._chains((inputs, targets), num_samples, mcmc_kwargs)
             mcmc.run(inputs, targets)
         self.samples.replace(mcmc.get_samples(group_by_chain=True))
         return mcmc
+
+    def _chains(self, data: tuple[Any, Tensor], num_samples: int, options: dict[str, Any]) -> MCMC:
+        functional = None
+        if "initial_params" not in options:
+            chains = options.get("num_chains", 1)
+            functional = functional_kernel(self.kernel_builder, self, data, chains)
+        if functional is None:
+            return MCMC(self.kernel_builder(self.model), num_samples, **options)
+        kernel, initial = functional
+        return MCMC(kernel, num_samples, initial_params=initial, **options)
 
     # ------------------------------------------------------------------ draws
 
@@ -145,24 +153,21 @@ class MCMC_BNN(SupervisedBNN):
             )
         return {name: value.flatten(0, 1) for name, value in self.samples.items()}
 
-    def draw_values(self, index: int) -> Values:
-        """Return one of the samples that are spread evenly over the chains."""
+    def draws(self, num_predictions: int) -> Iterator[Values]:
+        """Yield samples that are spread evenly over the chains."""
         samples = self.get_samples()
         total = len(next(iter(samples.values())))
-        position = (2 * index + 1) * total // (2 * max(self._num_predictions, 1))
-        return {name: value[position % total] for name, value in samples.items()}
+        for index in range(num_predictions):
+            position = (2 * index + 1) * total // (2 * num_predictions) % total
+            yield {name: value[position] for name, value in samples.items()}
 
     def mean_values(self) -> Values:
         """Return the mean of the samples."""
         return {name: value.mean(0) for name, value in self.get_samples().items()}
 
-    def _draws(self, num_predictions: int) -> Any:
-        self._num_predictions = num_predictions
-        return super()._draws(num_predictions)
-
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the mean of the samples, or at one of them."""
-        return self.net_at(self.draw_values(0) if sample else self.mean_values())
+        return self.net_at(self.one_draw() if sample else self.mean_values())
 
     def to_arviz(self) -> Any:
         """Return the samples as ArviZ's `InferenceData`, for `az.summary` (r-hat, ESS) and plots.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from pyro.optim.lr_scheduler import PyroLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["LR_KINDS", "make_optimizer", "pyro_clipping"]
+__all__ = ["LR_KINDS", "make_optimizer", "pyro_clipping", "pyro_scheduler"]
 
 LR_KINDS = ("loc", "scale", "deterministic")
 
@@ -44,6 +45,7 @@ def make_optimizer(
             instance over other parameters.
     """
     factors = _checked_multipliers(lr_multipliers)
+    _refuse_line_search(optim)
     if isinstance(optim, Optimizer):
         return _checked_instance(optim, parameters, factors)
     if isinstance(optim, PyroOptim):
@@ -55,10 +57,22 @@ def make_optimizer(
             "instance over bnn.parameters()"
         )
     groups = [{"params": ps} for ps in _by_kind(parameters, kinds).values()]
-    optimizer = optim(groups)
+    optimizer = optim(groups, **_fused_option(optim, parameters))
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optim made a {type(optimizer).__name__}; expected a torch optimiser")
     return _scaled(optimizer, list(_by_kind(parameters, kinds)), factors)
+
+
+def _refuse_line_search(optim: Any) -> None:
+    constructor = optim.pt_optim_constructor if isinstance(optim, PyroOptim) else optim
+    while isinstance(constructor, functools.partial):
+        constructor = constructor.func
+    kind = constructor if isinstance(constructor, type) else type(constructor)
+    if issubclass(kind, torch.optim.LBFGS):
+        raise TypeError(
+            f"{kind.__name__} evaluates one objective several times in a step, by a closure; the "
+            "ELBO is drawn anew each time: pass a stochastic optimiser such as torch.optim.Adam"
+        )
 
 
 def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, float]:
@@ -94,6 +108,22 @@ def _by_kind(parameters: Named, kinds: Mapping[str, str]) -> dict[str, list[nn.P
     return groups
 
 
+def _fused_option(
+    constructor: Callable[..., Any], parameters: Named, given: Iterable[str] = ()
+) -> dict[str, bool]:
+    """Ask for the fused kernel, a single pass, where the caller has not chosen another one."""
+    chosen = set(given)
+    while isinstance(constructor, functools.partial):
+        chosen |= set(constructor.keywords)
+        constructor = constructor.func
+    if not (isinstance(constructor, type) and issubclass(constructor, Optimizer)):
+        return {}
+    known = inspect.signature(constructor).parameters
+    supported = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
+    free = not chosen & {"fused", "foreach", "differentiable", "capturable"}
+    return {"fused": True} if "fused" in known and supported and free else {}
+
+
 def _scaled(optimizer: Optimizer, kinds: Iterable[str], factors: Mapping[str, float]) -> Optimizer:
     for group, kind in zip(optimizer.param_groups, kinds, strict=True):
         group["lr"] = group["lr"] * factors.get(kind, 1.0)
@@ -125,7 +155,9 @@ def _new_from_pyro(
         by_kind = _by_kind(parameters, kinds)
         groups = [{"params": ps} for ps in by_kind.values()]
         group_kinds, options = list(by_kind), arguments
-    optimizer = _scaled(optim.pt_optim_constructor(groups, **options), group_kinds, factors)
+    constructor = optim.pt_optim_constructor
+    options = {**options, **_fused_option(constructor, parameters, options)}
+    optimizer = _scaled(constructor(groups, **options), group_kinds, factors)
     if isinstance(optim, PyroLRScheduler):
         return optimizer, optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
     return optimizer, optimizer
@@ -137,6 +169,13 @@ def _call_args(arguments: Callable[..., Any], name: str) -> dict[str, Any]:
         return dict(arguments(name))
     module, _, own = name.rpartition(".")
     return dict(arguments(module, own))
+
+
+def pyro_scheduler(optim: Any, parameters: Named) -> Any:
+    """Return the torch scheduler that a Pyro scheduler holds for these parameters, or None."""
+    if not isinstance(optim, PyroLRScheduler):
+        return None
+    return optim.optim_objs.get(next(iter(parameters.values())))
 
 
 def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:

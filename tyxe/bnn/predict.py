@@ -15,7 +15,7 @@ from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.batches import first_tensor, is_loader, split_rows
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
-from tyxe.poutine import Draw, masked_pointwise
+from tyxe.poutine import draws_are_lazy, masked_pointwise
 from tyxe.priors import Prior
 
 __all__ = ["SupervisedBNN"]
@@ -29,7 +29,7 @@ VMAP_CHUNK = 8
 class SupervisedBNN(BNN):
     """A BNN with a likelihood: base of those that predict and evaluate.
 
-    A subclass implements `draw_values` and `mean_values`.
+    A subclass implements `draws` and `mean_values`.
 
     Args:
         net: as in `BNN`.
@@ -54,8 +54,11 @@ class SupervisedBNN(BNN):
         self.likelihood = copy.deepcopy(likelihood)
 
     @abstractmethod
-    def draw_values(self, index: int) -> Values:
-        """Return draw number `index` of a prediction: a value for each site, by joint name."""
+    def draws(self, num_predictions: int) -> Iterator[Values]:
+        """Yield draws from the posterior: a value for each site, by joint name.
+
+        A draw's tensors may be overwritten by the next.
+        """
 
     @abstractmethod
     def mean_values(self) -> Values:
@@ -77,11 +80,9 @@ class SupervisedBNN(BNN):
 
     # ------------------------------------------------------------------ draws
 
-    def _draws(self, num_predictions: int) -> Iterator[Values]:
-        if num_predictions == 0:
-            yield self.mean_values()
-        for index in range(num_predictions):
-            yield self.draw_values(index)
+    def one_draw(self) -> Values:
+        """Return a single draw from the posterior."""
+        return next(iter(self.draws(1)))
 
     def _latents(self, draws: list[Values]) -> dict[str, Tensor]:
         """The likelihood's own variables, stacked over draws."""
@@ -99,7 +100,7 @@ class SupervisedBNN(BNN):
         self, inputs: Any, num_predictions: int, vectorize: bool | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs of all draws on one batch, `(S, n, ...)`, and the likelihood's variables."""
-        draws = self._draws(num_predictions)
+        draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
         if self._use_vmap(inputs, vectorize):
             return self._vmapped_outputs(draws, inputs)
         outputs, kept = [], []
@@ -119,7 +120,7 @@ class SupervisedBNN(BNN):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, kept = [], []
         while chunk := [values for _, values in zip(range(VMAP_CHUNK), draws, strict=False)]:
-            if any(isinstance(v, Draw) for v in chunk[0].values()):
+            if draws_are_lazy():
                 raise ValueError(
                     "vectorize=True needs drawn weights, but a handler such as "
                     "local_reparameterization samples inside the net: leave vectorize out"
@@ -217,9 +218,12 @@ class SupervisedBNN(BNN):
         batches = _batches(input_data, y, batch_size)
         with self._predicting():
             for outputs, latents, targets in self._outputs(batches, num_predictions, vectorize):
+                rows = masked_pointwise(name, torch.arange(len(targets), device=outputs.device))
+                if len(rows) < len(targets):
+                    outputs, targets = outputs[:, rows], targets[rows]
                 error, log_likelihood = self._scores(outputs, latents, targets, aggregate)
-                errors.append(masked_pointwise(name, error))
-                log_likelihoods.append(masked_pointwise(name, log_likelihood))
+                errors.append(error)
+                log_likelihoods.append(log_likelihood)
         return (
             reduce_points(torch.cat(errors, -1), reduction),
             reduce_points(torch.cat(log_likelihoods, -1), reduction),
@@ -229,6 +233,9 @@ class SupervisedBNN(BNN):
         self, outputs: Tensor, latents: Mapping[str, Tensor], targets: Tensor, aggregate: bool
     ) -> tuple[Tensor, Tensor]:
         likelihood = self.likelihood
+        if not len(targets):  # all of the batch is masked
+            none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
+            return none, none
         if aggregate:
             combined = likelihood.aggregate_predictions(outputs, 0, latents)
             log_likelihood = likelihood.mixture_log_likelihood(outputs, targets, latents)
@@ -254,11 +261,13 @@ class SupervisedBNN(BNN):
         """Yield outputs of the same draws on each batch: the generator is set back in between."""
         # Taken before the loop: a loader draws numbers of its own when it starts.
         cpu, cuda = torch.get_rng_state(), None
-        for inputs, targets in batches:
+        for position, (inputs, targets) in enumerate(batches):
             cuda = _cuda_rng_state(inputs) if cuda is None else cuda
-            torch.set_rng_state(cpu)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda)
+            # Where a handler samples inside the net, noise has to differ between data points.
+            if position == 0 or not draws_are_lazy():
+                torch.set_rng_state(cpu)
+                if cuda is not None:
+                    torch.cuda.set_rng_state(cuda)
             outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
             yield outputs, latents, targets
 

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pyro
 import torch
-from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_first_batch, nonfinite_message
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
 from tyxe.bnn.history import History
-from tyxe.bnn.optim import gradients_finite, make_optimizer, pyro_clipping
+from tyxe.bnn.optim import gradients_finite, make_optimizer, pyro_clipping, pyro_scheduler
+from tyxe.errors import TyxeWarning
 
 __all__ = ["FitOptions", "Trainer"]
+
+_WITH_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 
 @dataclass(frozen=True)
@@ -55,11 +66,12 @@ class Trainer:
             raise ValueError("nothing to fit: no parameter of the BNN requires a gradient")
         kinds = bnn.parameter_kinds()
         self.optimizer = make_optimizer(optim, self.parameters, kinds, options.lr_multipliers)
+        self.scheduler = pyro_scheduler(optim, self.parameters)
         self._pyro_clip = pyro_clipping(optim)
         # A forward changes these before its loss is known to be finite.
-        norms = [module for module in bnn.net.modules() if isinstance(module, _NormBase)]
+        norms = [module for module in bnn.net.modules() if isinstance(module, _WITH_STATISTICS)]
         self._statistics = [b for module in norms for b in module.buffers(recurse=False)]
-        self._checked = False
+        self._checked = self._warned = False
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
         """Count epochs, with a bar on a terminal."""
@@ -79,7 +91,7 @@ class Trainer:
         points = 0
         for inputs, targets in batches_of(loader, device):
             if not self._checked:
-                check_first_batch(self.bnn, self.bnn.draw_values(0), inputs, targets)
+                check_first_batch(self.bnn, self.bnn.one_draw, inputs, targets)
             # Pyro validates shapes in the first step; later ones need not pay for it again.
             with pyro.validation_enabled(not self._checked):
                 terms = self.step(inputs, targets, beta)
@@ -87,11 +99,23 @@ class Trainer:
             data = data + terms.data.detach() * terms.points
             kl = kl + terms.kl.detach() * terms.points
             points += terms.points
+        self._warn_of_size(points)
         weight = 1.0 / max(points, 1)
         log_likelihood, divergence = float(data) * weight, float(kl) * weight
         loss = beta * divergence - log_likelihood
         history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
         self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+
+    def _warn_of_size(self, points: int) -> None:
+        size = self.bnn.likelihood.dataset_size
+        if points > size and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"an epoch had {points} points, but the likelihood was built with dataset_size="
+                f"{size}, so the data count for too little against the KL",
+                TyxeWarning,
+                stacklevel=4,
+            )
 
     def step(self, inputs: Any, targets: Tensor, beta: float) -> ElboTerms:
         """Make one step on a batch.
@@ -109,10 +133,11 @@ class Trainer:
         parameters = self.parameters.values()
         finite = bool((terms.data.detach() + terms.kl.detach()).isfinite())
         if not (finite and gradients_finite(parameters)):
+            message = nonfinite_message(self.bnn, terms, inputs, targets)
             self.optimizer.zero_grad(set_to_none=True)
             for buffer, before in zip(self._statistics, statistics, strict=True):
                 buffer.copy_(before)
-            raise RuntimeError(nonfinite_message(self.bnn, terms, inputs, targets))
+            raise RuntimeError(message)
         if self.options.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
         if self._pyro_clip is not None:

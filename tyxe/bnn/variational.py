@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import modes_restored
+from tyxe.bnn.base import modes_restored, set_train_mode
 from tyxe.bnn.checks import check_fit_arguments, warn_of_result
 from tyxe.bnn.history import History
 from tyxe.bnn.predict import SupervisedBNN, Values
@@ -78,6 +79,7 @@ class VariationalBNN(SupervisedBNN):
             bool(likelihood.latent_priors()),
         )
         self.optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: Any = None
         self._pending: Checkpoint | None = None
         self._epochs_done = 0
 
@@ -96,9 +98,20 @@ class VariationalBNN(SupervisedBNN):
         trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
         return self.run_net(_values_of(trace), inputs)
 
-    def draw_values(self, index: int) -> Values:
-        """Return a draw of the guide."""
-        return _values_of(poutine.trace(self.guide).get_trace())
+    def draws(self, num_predictions: int) -> Iterator[Values]:
+        """Yield draws of the guide, whose posterior is formed once for all of them."""
+        parts = [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
+        programs = [
+            functools.partial(part.sample_from, part.posterior())
+            if isinstance(part, Guide)
+            else part
+            for part in parts
+        ]
+        for _ in range(num_predictions):
+            with poutine.trace() as trace:
+                for program in programs:
+                    program()
+            yield _values_of(trace.trace)
 
     def mean_values(self) -> Values:
         """Return the guide's median, which for Normal posteriors is the mean."""
@@ -115,7 +128,7 @@ class VariationalBNN(SupervisedBNN):
             sample: one draw instead of the centre.
         """
         with torch.no_grad():
-            values = self.draw_values(0) if sample else self.mean_values()
+            values = self.one_draw() if sample else self.mean_values()
         return self.net_at(values)
 
     # ------------------------------------------------------------------ fit
@@ -172,11 +185,11 @@ class VariationalBNN(SupervisedBNN):
         options = FitOptions(beta, clip_norm, lr_multipliers, num_particles, closed_form_kl)
         with modes_restored(self):
             if not any(module.training for module in self.modules()):
-                self.train()
+                set_train_mode(self)
             trainer = Trainer(self, optim, options)
-            self.optimizer = trainer.optimizer
+            self.optimizer, self._scheduler = trainer.optimizer, trainer.scheduler
             if self._pending is not None:
-                self._epochs_done = self._pending.restore(trainer.optimizer)
+                self._epochs_done = self._pending.restore(trainer.optimizer, trainer.scheduler)
                 self._pending = None
             else:
                 self._epochs_done = 0
@@ -211,19 +224,22 @@ class VariationalBNN(SupervisedBNN):
             >>> bool(resumed.fit(data, torch.optim.Adam, 2).loss)
             True
         """
-        return Checkpoint.of(self.optimizer, self._epochs_done).as_dict(self.state_dict())
+        return Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler).as_dict(
+            self.state_dict()
+        )
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Take a checkpoint; the next `fit` goes on from it, epoch count and schedule included.
 
         Raises:
-            RuntimeError: it is that of another architecture; nothing is changed.
+            RuntimeError: it is that of another architecture, or no checkpoint; nothing is changed.
         """
+        pending = Checkpoint.from_dict(checkpoint)
         self.load_state_dict(checkpoint["bnn"])
-        self._pending = Checkpoint.from_dict(checkpoint)
+        self._pending = pending
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "optimizer": None}
+        return {**self.__dict__, "optimizer": None, "_scheduler": None}
 
 
 class _LikelihoodProgram:

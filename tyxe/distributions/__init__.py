@@ -1,6 +1,24 @@
 """What the rest of the package needs to know of distributions, open by registration."""
 
-from tyxe.distributions.moments import center, independent_moments, is_factorized
-from tyxe.distributions.stored import StoredDistribution
+from tyxe.distributions.moments import (
+    center,
+    deviation,
+    independent_moments,
+    is_factorized,
+    is_real,
+)
+from tyxe.distributions.normal import FactorizedNormal, factorized_normal_kl, log_density
+from tyxe.distributions.stored import StoredDistribution, detached
 
-__all__ = ["StoredDistribution", "center", "independent_moments", "is_factorized"]
+__all__ = [
+    "FactorizedNormal",
+    "StoredDistribution",
+    "center",
+    "detached",
+    "deviation",
+    "factorized_normal_kl",
+    "independent_moments",
+    "is_factorized",
+    "is_real",
+    "log_density",
+]

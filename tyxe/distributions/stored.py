@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributions as td
 from torch import Size, Tensor, nn
 
-__all__ = ["StoredDistribution"]
+__all__ = ["StoredDistribution", "detached"]
 
 _CONTAINERS = (td.Distribution, td.Transform)
 
@@ -21,21 +21,41 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def _map_tensors(function: Callable[[str, Tensor], Tensor], value: Any, path: str = "") -> Any:
+def _map_tensors(function: Callable[[str, Tensor], Tensor], value: Any) -> Any:
     """Copy a distribution, with each tensor replaced by the function of its path and itself."""
-    if isinstance(value, Tensor):
-        return function(path, value)
-    if isinstance(value, _CONTAINERS):
-        clone = copy.copy(value)
-        for key, child in _children(value):
-            clone.__dict__[key] = _map_tensors(function, child, f"{path}__{key}".lstrip("_"))
-        return clone
-    if type(value) in (list, tuple):
-        mapped = [
-            _map_tensors(function, v, f"{path}__{i}".lstrip("_")) for i, v in _children(value)
-        ]
-        return type(value)(mapped)
-    return value
+    # A transform and its inverse refer to each other.
+    copies: dict[int, Any] = {}
+
+    def visit(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return function(path, value)
+        if id(value) in copies:
+            return copies[id(value)]
+        if isinstance(value, _CONTAINERS):
+            copies[id(value)] = clone = copy.copy(value)
+            for key, child in _children(value):
+                clone.__dict__[key] = visit(child, f"{path}__{key}".lstrip("_"))
+            return clone
+        if type(value) in (list, tuple):
+            items = [visit(child, f"{path}__{i}".lstrip("_")) for i, child in _children(value)]
+            return type(value)(items)
+        return value
+
+    return visit(value, "")
+
+
+def detached(distribution: td.Distribution) -> td.Distribution:
+    """Copy a distribution without gradients or shared storage.
+
+    Example:
+        >>> import torch
+        >>> loc = nn.Parameter(torch.zeros(2))
+        >>> detached(td.Normal(loc, 1.0)).loc.requires_grad
+        False
+    """
+    copied = _map_tensors(lambda _, tensor: tensor.detach().clone(), distribution)
+    # What is left is no tensor of the distribution itself, such as the modules of a flow.
+    return copy.deepcopy(copied)
 
 
 def _compact(tensor: Tensor) -> Tensor:

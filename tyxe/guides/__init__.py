@@ -12,7 +12,7 @@ from tyxe.guides.init import (
     init_to_sample,
     init_to_zero,
 )
-from tyxe.guides.normal import AutoNormal
+from tyxe.guides.normal import AutoNormal, MeanField
 from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.guides.radial import AutoRadial, Radial
 
@@ -20,6 +20,7 @@ __all__ = [
     "AutoNormal",
     "AutoRadial",
     "Guide",
+    "MeanField",
     "PretrainedInitializer",
     "PyroGuide",
     "Radial",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch.distributions as td
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from tyxe.distributions import detached, is_real
 from tyxe.util import resolve_site_name
 
 __all__ = ["Guide", "Site", "sites_of"]
@@ -39,10 +39,7 @@ class Site:
     @property
     def is_real(self) -> bool:
         """Whether values are unconstrained."""
-        return (
-            self.support is constraints.real
-            or getattr(self.support, "base_constraint", None) is constraints.real
-        )
+        return is_real(self.support)
 
 
 def sites_of(module: Callable[..., Any]) -> tuple[list[Site], dict[str, dict[str, Any]]]:
@@ -85,7 +82,7 @@ class Guide(nn.Module, ABC):
 
     def __init__(self, module: Callable[..., Any]) -> None:
         super().__init__()
-        self.sites, self._messages = sites_of(module)
+        self.sites, self.messages = sites_of(module)
 
     @abstractmethod
     def site_distribution(self, site: Site) -> td.Distribution:
@@ -97,12 +94,17 @@ class Guide(nn.Module, ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site (a Pyro program); arguments are ignored."""
-        return {name: pyro.sample(name, q) for name, q in self.posterior().items()}
+        return self.sample_from(self.posterior())
+
+    @staticmethod
+    def sample_from(posterior: Mapping[str, td.Distribution]) -> dict[str, Tensor]:
+        """Sample every site from a posterior formed before: for several draws from one."""
+        return {name: pyro.sample(name, q) for name, q in posterior.items()}
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the median of every site, by its name in the joint model."""
-        return {name: _median(q) for name, q in self.posterior().items()}
+        return {name: _median(q).detach().clone() for name, q in self.posterior().items()}
 
     def _own(self, name: str) -> Site:
         known = {site.own_name: site for site in self.sites}
@@ -126,7 +128,7 @@ class Guide(nn.Module, ABC):
         names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
         with torch.no_grad():
             found = {name: self.site_distribution(self._own(name)) for name in names}
-        return {name: copy.deepcopy(distribution) for name, distribution in found.items()}
+        return {name: detached(distribution) for name, distribution in found.items()}
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name: `loc`, `scale` or another word."""
@@ -137,7 +139,7 @@ class Guide(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # The messages hold the prior's objects and serve the constructor only.
-        return {**self.__dict__, "_messages": {}}
+        return {**self.__dict__, "messages": {}}
 
 
 def _median(q: td.Distribution) -> Tensor:

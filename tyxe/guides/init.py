@@ -7,13 +7,14 @@ and, for sites of a net, `site["infer"]["fans"]`. Pyro's autoguides take the sam
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributions as td
 from torch import Tensor, nn
+
+from tyxe.util import std_from_fans
 
 __all__ = [
     "PretrainedInitializer",
@@ -25,6 +26,7 @@ __all__ = [
     "init_to_normal_xavier",
     "init_to_sample",
     "init_to_zero",
+    "layerwise_std",
 ]
 
 Message = Mapping[str, Any]
@@ -89,42 +91,59 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
         return site["fn"].sample((num_samples,)).median(0).values
 
 
-def init_to_normal(site: Message | None = None, mean: float = 0.0, std: float = 1.0) -> Any:
-    """Start at draws from one Normal; `init_to_normal(std=0.1)` makes an initialiser."""
-    if site is None:
-        return _partial(init_to_normal, mean=mean, std=std)
-    return torch.randn_like(_outline(site)) * std + mean
+def layerwise_std(site: Message, method: str, nonlinearity: str = "relu") -> float:
+    """Return the standard deviation that a layer-wise method gives a site.
 
+    Args:
+        site: the message of a site of a net.
+        method: `"radford"`, `"xavier"` or `"kaiming"`.
+        nonlinearity: for kaiming's gain.
 
-def _layerwise(site: Message, std_of: Callable[[float, float], float]) -> Tensor:
+    Raises:
+        ValueError: an unknown method, or a site that belongs to no layer.
+
+    Example:
+        >>> layerwise_std({"infer": {"fans": (25.0, 10.0)}}, "radford")
+        0.2
+    """
     fans = site["infer"].get("fans")
     if fans is None:
         raise ValueError(
-            f"site {site['name']!r} belongs to no layer, so it has no fan-in; use init_to_normal"
+            f"site {site['name']!r} belongs to no layer, so it has no fan-in; give a number"
         )
-    return init_to_normal(site, std=std_of(*fans))
+    fan_in, fan_out = fans
+    return std_from_fans(method, fan_in, fan_out, nonlinearity)
+
+
+def init_to_normal(site: Message | None = None, mean: float = 0.0, std: float | str = 1.0) -> Any:
+    """Start at draws from a Normal; `init_to_normal(std=0.1)` makes an initialiser.
+
+    Args:
+        site: the site's message.
+        mean: of the Normal.
+        std: its standard deviation, or a layer-wise method that gives it.
+    """
+    if site is None:
+        return _partial(init_to_normal, mean=mean, std=std)
+    scale = layerwise_std(site, std) if isinstance(std, str) else std
+    return torch.randn_like(_outline(site)) * scale + mean
 
 
 def init_to_normal_radford(site: Message | None = None) -> Any:
     """Start at draws of standard deviation `1 / sqrt(fan_in)` [T 5.1.1.2]."""
-    if site is None:
-        return init_to_normal_radford
-    return _layerwise(site, lambda fan_in, fan_out: fan_in**-0.5)
+    return init_to_normal(site, std="radford")
 
 
 def init_to_normal_xavier(site: Message | None = None) -> Any:
     """Start at draws of standard deviation `sqrt(2 / (fan_in + fan_out))`."""
-    if site is None:
-        return init_to_normal_xavier
-    return _layerwise(site, lambda fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)))
+    return init_to_normal(site, std="xavier")
 
 
 def init_to_normal_kaiming(site: Message | None = None, nonlinearity: str = "relu") -> Any:
     """Start at draws of standard deviation `gain / sqrt(fan_in)`, with PyTorch's gain."""
     if site is None:
         return _partial(init_to_normal_kaiming, nonlinearity=nonlinearity)
-    gain = nn.init.calculate_gain(nonlinearity)  # type: ignore[arg-type]
-    return _layerwise(site, lambda fan_in, fan_out: gain * fan_in**-0.5)
+    return init_to_normal(site, std=layerwise_std(site, "kaiming", nonlinearity))
 
 
 class PretrainedInitializer:
@@ -162,7 +181,8 @@ class PretrainedInitializer:
     def __call__(self, site: Message) -> Tensor:
         """Return the value of a site."""
         name = site["name"]
-        for spelled in (name, name.partition("net.")[2], f"net.{name}"):
+        own = name.partition("net.")[2]
+        for spelled in (name, own, f"net.{own}", f"net.{name}"):
             if spelled in self.values:
                 value = self.values[spelled]
                 break

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from tyxe.distributions import FactorizedNormal
 from tyxe.guides.base import Guide, Site
-from tyxe.guides.init import init_to_median
-from tyxe.util import SiteTensors
+from tyxe.guides.init import init_to_median, layerwise_std
+from tyxe.util import SiteTensors, resolve_site_name
 
 __all__ = ["AutoNormal", "MeanField"]
+
+
+InitScale = float | str | Mapping[str, float | Tensor] | Callable[[Any], float | Tensor]
 
 
 class MeanField(Guide):
@@ -27,7 +33,9 @@ class MeanField(Guide):
     Args:
         module: as in `Guide`.
         init_loc_fn: where means start, see `tyxe.guides.init`.
-        init_scale: where standard deviations start, a number or a function of the site's message.
+        init_scale: where standard deviations start: a number, numbers or tensors by site, a
+            layer-wise method (`"radford"`, `"xavier"`, `"kaiming"`), or a function of the site's
+            message.
         train_loc: fit means too; with `False` they stay where they start.
         train_scale: fit standard deviations too.
         max_guide_scale: cap on standard deviations.
@@ -40,7 +48,7 @@ class MeanField(Guide):
         self,
         module: Callable[..., Any],
         init_loc_fn: Callable[[Any], Tensor] = init_to_median,
-        init_scale: float | Callable[[Any], float | Tensor] = 1e-1,
+        init_scale: InitScale = 1e-1,
         train_loc: bool = True,
         train_scale: bool = True,
         max_guide_scale: float | None = None,
@@ -49,9 +57,9 @@ class MeanField(Guide):
         self.max_guide_scale = max_guide_scale
         locs, scales = {}, {}
         for site in self.sites:
-            message = self._messages[site.name]
+            message = self.messages[site.name]
             loc = init_loc_fn(message).detach()
-            scale = init_scale(message) if callable(init_scale) else init_scale
+            scale = _start_of_scale(init_scale, site, message)
             unconstrained = loc if site.is_real else td.biject_to(site.support).inv(loc)
             locs[site.own_name] = unconstrained
             scales[site.own_name] = (
@@ -59,7 +67,7 @@ class MeanField(Guide):
             )
         self.locs = SiteTensors(locs, trainable=train_loc)
         self.unconstrained_scales = SiteTensors(scales, trainable=train_scale)
-        self._messages = {}
+        self.messages = {}
 
     def _unconstrain(self, scale: Tensor) -> Tensor:
         scale = scale.double()
@@ -75,11 +83,13 @@ class MeanField(Guide):
             )
         return torch.logit(ratio)
 
-    def _scale(self, name: str) -> Tensor:
+    def _scale(self, name: str) -> tuple[Tensor, Tensor]:
+        """A site's standard deviations and their logarithm."""
         unconstrained = self.unconstrained_scales[name]
         if self.max_guide_scale is None:
-            return unconstrained.exp()
-        return unconstrained.sigmoid() * self.max_guide_scale
+            return unconstrained.exp(), unconstrained
+        log_cap = math.log(self.max_guide_scale)
+        return unconstrained.sigmoid() * self.max_guide_scale, logsigmoid(unconstrained) + log_cap
 
     def get_loc(self, site_name: str) -> Tensor:
         """Return the means of a site (before its transform, if its support is constrained)."""
@@ -87,17 +97,17 @@ class MeanField(Guide):
 
     def get_scale(self, site_name: str) -> Tensor:
         """Return the standard deviations of a site (before its transform, if any)."""
-        return self._scale(self._own(site_name).own_name)
+        return self._scale(self._own(site_name).own_name)[0]
 
     def site_distribution(self, site: Site) -> td.Distribution:
         """Return the posterior of a site, mapped onto its support."""
-        base = self._base_distribution(self.locs[site.own_name], self._scale(site.own_name))
+        base = self.base_distribution(self.locs[site.own_name], *self._scale(site.own_name))
         if site.is_real:
             return base
         return dist.TransformedDistribution(base, [td.biject_to(site.support)])
 
     @abstractmethod
-    def _base_distribution(self, loc: Tensor, scale: Tensor) -> td.Distribution:
+    def base_distribution(self, loc: Tensor, scale: Tensor, log_scale: Tensor) -> td.Distribution:
         """Return the distribution of mean and scale, every dimension in its event."""
 
 
@@ -133,5 +143,13 @@ class AutoNormal(MeanField):
         tensor([[0.0100, 0.0100]])
     """
 
-    def _base_distribution(self, loc: Tensor, scale: Tensor) -> td.Distribution:
-        return dist.Normal(loc, scale, validate_args=False).to_event(loc.dim())
+    def base_distribution(self, loc: Tensor, scale: Tensor, log_scale: Tensor) -> td.Distribution:
+        return FactorizedNormal(loc, scale, log_scale)
+
+
+def _start_of_scale(start: InitScale, site: Site, message: Any) -> float | Tensor:
+    if callable(start):
+        return start(message)
+    if isinstance(start, Mapping):
+        return start[resolve_site_name(site.own_name, start)]
+    return layerwise_std(message, start) if isinstance(start, str) else start

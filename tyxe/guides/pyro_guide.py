@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 import torch.distributions as td
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from torch import Tensor, nn
 
+from tyxe.distributions import detached, is_real
 from tyxe.guides.base import Guide
 from tyxe.util import resolve_site_name
 
@@ -83,7 +85,7 @@ class PyroGuide(nn.Module):
                 f"{type(self.guide).__name__} has no median; predict with num_predictions >= 1"
             )
         with pyro.settings.context(module_local_params=True):
-            return dict(self.guide.median())
+            return {name: value.clone() for name, value in self.guide.median().items()}
 
     def get_detached_distributions(
         self, site_names: Iterable[str] | None = None
@@ -98,15 +100,28 @@ class PyroGuide(nn.Module):
                 f"{type(self.guide).__name__} has no distribution per site; use "
                 "tyxe.guides.AutoNormal where a posterior is to become a prior"
             )
-        with torch.no_grad():
-            nodes = poutine.trace(self).get_trace().nodes
-        sites = {
-            name.removeprefix(self.prefix): node["fn"]
-            for name, node in nodes.items()
-            if node["type"] == "sample" and not node["infer"].get("is_auxiliary")
-        }
+        sites = {n.removeprefix(self.prefix): q for n, q in self._site_posteriors(self.guide)}
         names = list(sites) if site_names is None else list(site_names)
-        return {name: sites[resolve_site_name(name, sites)] for name in names}
+        own = [name.removeprefix(self.prefix) for name in names]
+        return {
+            n: detached(sites[resolve_site_name(o, sites)]) for n, o in zip(names, own, strict=True)
+        }
+
+    @torch.no_grad()
+    def _site_posteriors(self, guide: AutoGuide) -> Iterator[tuple[str, td.Distribution]]:
+        nodes = poutine.trace(self).get_trace().nodes
+        for name, node in nodes.items():
+            if node["type"] != "sample" or node["infer"].get("is_auxiliary"):
+                continue
+            # AutoNormal's own sites are deltas at draws of these.
+            base = nodes.get(f"{name}_unconstrained")
+            if base is None:
+                yield name, node["fn"]
+            else:
+                yield (
+                    name,
+                    _constrained(base["fn"], guide.prototype_trace.nodes[name]["fn"].support),
+                )
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name, from Pyro's words for them."""
@@ -114,3 +129,7 @@ class PyroGuide(nn.Module):
             name: "scale" if "scale" in name or "cov_factor" in name else "loc"
             for name, _ in self.named_parameters()
         }
+
+
+def _constrained(base: td.Distribution, support: Any) -> td.Distribution:
+    return base if is_real(support) else dist.TransformedDistribution(base, [td.biject_to(support)])

@@ -66,7 +66,7 @@ class Radial(dist.TorchDistribution):
         shape = torch.Size(sample_shape) + self._event_shape
         direction = self.loc.new_empty(shape).normal_()
         flat = direction.flatten(len(sample_shape)) if self._event_shape else direction[..., None]
-        norm = flat.norm(dim=-1).reshape(*sample_shape, *[1] * len(self._event_shape))
+        norm = flat.norm(dim=-1).reshape((*sample_shape, *[1] * len(self._event_shape)))
         radius = torch.randn_like(norm).abs()
         return self.loc + self.scale * direction / norm * radius
 
@@ -82,7 +82,9 @@ class Radial(dist.TorchDistribution):
         squared = scaled.square().sum(dims) if dims else scaled.square()
         area = math.log(2.0) + count / 2 * math.log(math.pi) - math.lgamma(count / 2)
         radial = 0.5 * math.log(2 / math.pi) - squared / 2
-        return radial - area - (count - 1) / 2 * squared.log() - self.scale.log().sum()
+        # One element has no direction to spread over; at its centre the log would be infinite.
+        spread = (count - 1) / 2 * squared.log() if count > 1 else 0.0
+        return radial - area - spread - self.scale.log().sum()
 
     def entropy(self) -> Tensor:
         r"""Return `sum log scale` plus a constant of the number of elements."""
@@ -119,5 +121,7 @@ class AutoRadial(MeanField):
         torch.Size([2, 3, 1])
     """
 
-    def _base_distribution(self, loc: Tensor, scale: Tensor) -> dist.TorchDistribution:
+    def base_distribution(
+        self, loc: Tensor, scale: Tensor, log_scale: Tensor
+    ) -> dist.TorchDistribution:
         return Radial(loc, scale)

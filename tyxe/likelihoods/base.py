@@ -175,7 +175,11 @@ class Likelihood(nn.Module, ABC):
             targets = self.prepare_targets(predictions, targets)
             expected = distribution.batch_shape + distribution.event_shape
             if targets.shape != expected:
-                raise ValueError(_shape_message(type(self).__name__, expected, targets.shape))
+                raise ValueError(
+                    _shape_message(
+                        type(self).__name__, expected, targets.shape, _shape_of(predictions)
+                    )
+                )
         extra = len(distribution.batch_shape) - 1
         if extra > 0:
             distribution = dist.Independent(distribution, extra, validate_args=False)
@@ -192,7 +196,7 @@ class Likelihood(nn.Module, ABC):
         self,
         predictions: Predictions,
         targets: Tensor,
-        reduction: str = "sum",
+        reduction: str = "none",
         latents: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the log-likelihood of targets, in nats, each point's dimensions summed.
@@ -228,14 +232,15 @@ class Likelihood(nn.Module, ABC):
         ]
         return torch.stack(each).logsumexp(0) - math.log(len(each))
 
-    def error(self, predictions: Predictions, targets: Tensor, reduction: str = "sum") -> Tensor:
+    def error(self, predictions: Predictions, targets: Tensor, reduction: str = "none") -> Tensor:
         """Return the error of predictions, each point's dimensions summed.
 
         Misclassifications (a count) for discrete likelihoods, squared errors for others.
         """
         self._distribution_for(predictions, targets)
         errors = self.point_error(predictions, self.prepare_targets(predictions, targets))
-        return reduce_points(errors.flatten(1).sum(1) if errors.dim() > 1 else errors, reduction)
+        per_point = errors.sum(tuple(range(1, errors.dim()))) if errors.dim() > 1 else errors
+        return reduce_points(per_point, reduction)
 
     def sample(
         self,
@@ -247,7 +252,14 @@ class Likelihood(nn.Module, ABC):
         return self.predictive_distribution(predictions, latents).sample(torch.Size(sample_shape))
 
 
-def _shape_message(likelihood: str, expected: torch.Size, given: torch.Size) -> str:
+def _shape_of(predictions: Predictions) -> torch.Size:
+    shape: torch.Size = (predictions[0] if isinstance(predictions, tuple) else predictions).shape
+    return shape
+
+
+def _shape_message(
+    likelihood: str, expected: torch.Size, given: torch.Size, predictions: torch.Size
+) -> str:
     message = (
         f"{likelihood} got targets of shape {tuple(given)} for predictions of shape "
         f"{tuple(expected)}"
@@ -256,4 +268,6 @@ def _shape_message(likelihood: str, expected: torch.Size, given: torch.Size) -> 
         return message + "; pass targets.unsqueeze(-1), or squeeze the net's output"
     if len(given) == len(expected) + 1 and given[-1] == 1:
         return message + "; pass targets.squeeze(-1), or unsqueeze the net's output"
+    if given == predictions[:1] + predictions[2:]:
+        return message + "; classes belong in the last dimension: return logits.movedim(1, -1)"
     return message + "; they have to be the same"

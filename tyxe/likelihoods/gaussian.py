@@ -42,7 +42,7 @@ class HomoskedasticGaussian(Likelihood):
         (tensor([[0.4000]]), tensor([[0.5000]]))
     """
 
-    noise: Tensor
+    noise: Tensor | None
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class HomoskedasticGaussian(Likelihood):
         self.parameter = "scale" if precision is None else "precision"
         given = scale if precision is None else precision
         self.noise_prior = StoredDistribution(given) if isinstance(given, td.Distribution) else None
-        if self.noise_prior is None:
-            noise = torch.as_tensor(given, dtype=torch.get_default_dtype())
-            if not bool((noise > 0).all()):
-                raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
-            self.register_buffer("noise", noise.detach().clone())
+        # A number is kept as such, so that a float64 net meets it unrounded.
+        self._number = float(given) if isinstance(given, int | float) else None
+        if self.noise_prior is None and not bool((torch.as_tensor(given) > 0).all()):
+            raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
+        self.register_buffer("noise", given.detach().clone() if isinstance(given, Tensor) else None)
 
     def latent_priors(self) -> dict[str, td.Distribution]:
         """Return the prior of the scale or precision, where it is to be inferred."""
@@ -72,17 +72,34 @@ class HomoskedasticGaussian(Likelihood):
             return {}
         return {self.parameter: self.noise_prior.distribution}
 
-    def scale_of(self, latents: Mapping[str, Tensor] | None = None) -> Tensor:
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviation of the noise; where it is inferred, that of the prior's mean."""
+        return self.scale_of()
+
+    @property
+    def precision(self) -> Tensor:
+        """One over the squared standard deviation."""
+        return self.scale.square().reciprocal()
+
+    def scale_of(
+        self, latents: Mapping[str, Tensor] | None = None, like: Tensor | None = None
+    ) -> Tensor:
         """Return the noise's standard deviation.
 
         Args:
             latents: a value of the inferred variable; its prior's mean where missing.
+            like: whose dtype and device a number takes; the default's where missing.
         """
-        if self.noise_prior is None:
+        if self._number is not None:
+            like = torch.empty(()) if like is None else like
+            noise = torch.full((), self._number, dtype=like.dtype, device=like.device)
+        elif self.noise is not None:
             noise = self.noise
         elif latents and self.parameter in latents:
             noise = latents[self.parameter]
         else:
+            assert self.noise_prior is not None
             noise = self.noise_prior.distribution.mean
         return noise if self.parameter == "scale" else noise.rsqrt()
 
@@ -93,7 +110,7 @@ class HomoskedasticGaussian(Likelihood):
         if isinstance(predictions, tuple):
             loc, scale = predictions
         else:
-            loc, scale = predictions, self.scale_of(latents).to(predictions.dtype)
+            loc, scale = predictions, self.scale_of(latents, predictions).to(predictions.dtype)
         event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
         return dist.Normal(loc, scale.expand_as(loc), validate_args=False).to_event(event_dim)
 
@@ -105,7 +122,7 @@ class HomoskedasticGaussian(Likelihood):
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of the mixture: spread of draws plus noise."""
-        noise = self.scale_of(latents).square()
+        noise = self.scale_of(latents, predictions).square()
         if self.noise_prior is not None and latents:
             noise = noise.mean(0)
         variance = predictions.var(dim, correction=0) + noise.to(predictions.dtype)

@@ -3,7 +3,7 @@
 Each is a Pyro messenger: a context manager and a decorator.
 """
 
-from tyxe.poutine.draw import Draw, place
+from tyxe.poutine.draw import Draw, draws_are_lazy, place
 from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
 from tyxe.poutine.reparameterization import (
     FlipoutMessenger,
@@ -22,6 +22,7 @@ __all__ = [
     "LinearMapMessenger",
     "LocalReparameterizationMessenger",
     "Report",
+    "draws_are_lazy",
     "flipout",
     "local_reparameterization",
     "local_reparameterization_moments",

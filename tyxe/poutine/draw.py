@@ -3,55 +3,102 @@
 A `Draw` stands in a parameter's place while the net runs. A linear map that consumes it raises
 one event (see `linear_map`), which a handler may answer from the posterior's moments; then the
 value is never drawn. Every other operation gets the value, drawn once for all uses, so a mean
-never passes for a draw. Views that only rearrange elements (`split`, `chunk`, `transpose`, ...)
-give draws again, whose moments are rearranged alike.
+never passes for a draw; a linear map that comes after it gets that value too. Views that only
+rearrange elements (`split`, `chunk`, `transpose`, ...) give draws again, whose moments are
+rearranged alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributions as td
 from pyro.poutine.runtime import effectful
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from tyxe.distributions import center, independent_moments
 
-__all__ = ["Draw", "place"]
+__all__ = ["Draw", "draws_are_lazy", "place"]
 
 View = Callable[[Tensor], Tensor]
 
 
 class _Source:
-    """One site's posterior with what has been asked of it so far, shared by all its views."""
+    """One site's posterior with what has been asked of it so far, shared by all its views.
+
+    What is asked for first inside a checkpointed part of a net is known already when that part
+    runs again. So it is computed as if outside: with its own random numbers, its own gradient
+    mode, and out of sight of the checkpoint's record of saved tensors.
+    """
 
     def __init__(
         self, name: str, distribution: td.Distribution | None, value: Tensor | None
     ) -> None:
         self.name = name
         self.distribution = distribution
+        # Set once an operation other than a linear map has read the value: from then on only the
+        # value is consistent with what the net has computed, or has written into it.
+        self.value_only = distribution is None
         self._value = value
         self._moments: tuple[Tensor, Tensor] | None = None
-        # The first use may stand under no_grad; later ones must not lose the gradient.
         self._grad = torch.is_grad_enabled()
+        self._seed = int(torch.randint(2**62, ())) if value is None else 0
 
     @property
     def value(self) -> Tensor:
         if self._value is None:
             assert self.distribution is not None
-            with torch.set_grad_enabled(self._grad):
-                reparameterized = self.distribution.has_rsample
-                draw = self.distribution.rsample if reparameterized else self.distribution.sample
+            reparameterized = self.distribution.has_rsample
+            draw = self.distribution.rsample if reparameterized else self.distribution.sample
+            with self._as_if_outside(), _seeded(self._seed, _representative(self.distribution)):
                 self._value = draw()
         return self._value
 
     @property
     def moments(self) -> tuple[Tensor, Tensor] | None:
-        if self._moments is None and self.distribution is not None:
-            self._moments = independent_moments(self.distribution)
+        if self.value_only:
+            return None
+        if self._moments is None:
+            assert self.distribution is not None
+            with self._as_if_outside():
+                self._moments = independent_moments(self.distribution)
         return self._moments
+
+    @property
+    def center(self) -> Tensor | None:
+        if self.value_only:
+            return None
+        assert self.distribution is not None
+        with self._as_if_outside():
+            middle: Tensor | None = center(self.distribution)
+        return middle
+
+    @contextmanager
+    def _as_if_outside(self) -> Iterator[None]:
+        # Within torch.func's transforms nobody watches, and hooks are not allowed.
+        allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        hooks = saved_tensors_hooks(_same, _same) if allowed else nullcontext()
+        with torch.set_grad_enabled(self._grad), hooks:
+            yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def _seeded(seed: int, like: Tensor) -> Iterator[None]:
+    """Seed the generator of a tensor's device, and set it back."""
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        generator = torch.default_generator
+        if like.is_cuda:
+            generator = torch.cuda.default_generators[like.get_device()]
+        generator.manual_seed(seed)
+        yield
 
 
 class Draw(Tensor):
@@ -122,8 +169,7 @@ class Draw(Tensor):
 
     def center(self) -> Tensor | None:
         """Return the centre of symmetry of independent elements, else None."""
-        distribution = self._source.distribution
-        middle = None if distribution is None else center(distribution)
+        middle = self._source.center
         return None if middle is None else self._rearrange(middle)
 
     def _rearrange(self, tensor: Tensor) -> Tensor:
@@ -156,7 +202,7 @@ class Draw(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in VIEWS and isinstance(args[0], Draw):
+        if func in VIEWS and args and isinstance(args[0], Draw):
             viewed = _view(args[0], func, args[1:], kwargs)
             if viewed is not None:
                 return viewed
@@ -257,6 +303,7 @@ def _use_value(draw: Draw, func: Callable[..., Any]) -> Tensor:
 def use_values(tree: Any, func: Callable[..., Any]) -> Any:
     """Put values in the places of all draws in nested arguments, telling handlers of each."""
     if isinstance(tree, Draw):
+        tree._source.value_only = True
         return _use_value(tree, func)
     if type(tree) in (list, tuple):
         return type(tree)(use_values(item, func) for item in tree)
@@ -269,3 +316,9 @@ def use_values(tree: Any, func: Callable[..., Any]) -> Any:
 def place(name: str, value: Tensor) -> Tensor:
     """Return what stands in a site's place while the net runs; handlers may wrap it."""
     return value
+
+
+@effectful(type="lazy")
+def draws_are_lazy() -> bool:
+    """Say whether a handler is active that samples inside the net."""
+    return False

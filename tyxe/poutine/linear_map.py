@@ -94,9 +94,9 @@ def _rule(kind: str, spatial_dims: int, func: Callable[..., Any]) -> Callable[..
     return rule
 
 
-def _matmul_rule(input: Any, other: Any) -> Any:
+def _matmul_rule(input: Any = None, other: Any = None, **kwargs: Any) -> Any:
     """`x @ w` is a linear map with weight `w.T`; other products of draws use the values."""
-    if isinstance(input, Draw) or not isinstance(other, Draw) or other.dim() != 2:
+    if kwargs or isinstance(input, Draw) or not isinstance(other, Draw) or other.dim() != 2:
         return NotImplemented
     return F.linear(input, other.t())
 
@@ -157,6 +157,7 @@ class LinearMapMessenger(Messenger):
     treated but which some other operation consumed.
     """
 
+    name = ""
     treatment = ""
 
     def __init__(self) -> None:
@@ -173,13 +174,16 @@ class LinearMapMessenger(Messenger):
             return
         if msg["infer"].get("is_auxiliary") or msg["fn"].batch_shape:
             return
+        self._met = True
         if is_factorized(msg["fn"]):
             msg["value"] = Draw(msg["name"], msg["fn"])
             msg["done"] = True
 
+    def _pyro_lazy(self, msg: Any) -> None:
+        msg["value"] = True
+
     def _pyro_place(self, msg: Any) -> None:
         name, value = msg["args"]
-        self._met = True
         if msg["value"] is None and not isinstance(value, Draw):
             msg["value"] = Draw(name, None, value)
 
@@ -204,7 +208,7 @@ class LinearMapMessenger(Messenger):
         self._missed, self._met, self._answered = {}, False, False
         if exc_type is not None:
             return result
-        name = type(self).__name__
+        name = self.name
         if missed:
             listed = ", ".join(f"{site} (used by {func})" for site, func in missed.items())
             warnings.warn(

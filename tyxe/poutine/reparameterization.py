@@ -54,6 +54,7 @@ def local_reparameterization_moments(
 class LocalReparameterizationMessenger(LinearMapMessenger):
     """Sample the outputs of linear maps instead of their weights; see the function."""
 
+    name = "local_reparameterization"
     treatment = "moments"
 
     def answer(self, event: LinearMap) -> Tensor | None:
@@ -79,6 +80,7 @@ def _moments(part: Tensor | None) -> Moments | None:
 class FlipoutMessenger(LinearMapMessenger):
     """Flip the signs of one weight perturbation per data point; see the function."""
 
+    name = "flipout"
     treatment = "flipped"
 
     def answer(self, event: LinearMap) -> Tensor | None:

@@ -111,9 +111,21 @@ class selective_mask(_Selective):
             raise RuntimeError(f"{msg['name']} is masked twice; combine the masks with &")
         rows = msg["fn"].batch_shape[-1] if msg["fn"].batch_shape else 1
         self._check_rows(msg["name"], rows)
-        msg["mask"] = self.mask.to(msg["value"].device) if msg["is_observed"] else self.mask
+        if msg["is_observed"]:
+            msg["mask"] = self.mask.to(msg["value"].device)
+            msg["value"] = self._without_masked(msg["value"], msg["fn"])
+        else:
+            msg["mask"] = self.mask
         # The plate scales by N / rows; a batch in which nothing counts has no data term.
         msg["scale"] = msg["scale"] * (rows / self._count if self._count else 0.0)
+
+    def _without_masked(self, value: Tensor, fn: Any) -> Tensor:
+        """Overwrite rows that do not count, whose labels may be -1 or NaN, by one that does."""
+        if not self._count:
+            return torch.as_tensor(fn.sample())
+        mask = self.mask.to(value.device)
+        rows = torch.arange(len(mask), device=value.device)
+        return value.index_select(len(fn.batch_shape) - 1, rows.where(mask, mask.int().argmax()))
 
     def _pyro_post_pointwise(self, msg: Any) -> None:
         site, values = msg["args"]

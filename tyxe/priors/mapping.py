@@ -82,7 +82,7 @@ class LambdaPrior(Prior):
         >>> def horseshoe(name, module, param):
         ...     def prior():
         ...         local = dist.HalfCauchy(param.new_ones(param.shape)).to_event(param.dim())
-        ...         return dist.Normal(0, pyro.sample(f"{name}.local", local))
+        ...         return dist.Normal(0, pyro.sample(f"{name}_local", local))
         ...     return prior
         >>> net = nn.Linear(2, 1)
         >>> LambdaPrior(horseshoe, hide_parameters=["bias"]).apply_(net)

@@ -65,12 +65,13 @@ class Selection:
     named by any of its places.
 
     Args:
-        expose_all: expose what no rule speaks of; `False` with no `expose` rule hides all.
+        expose_all: `False` without any rule hides everything; next to rules it changes nothing.
         hide_all: hide everything (maximum likelihood).
         rules: any of `hide`, `expose` (full names or globs such as `"layer4.*"`),
             `{hide,expose}_modules` (modules, or their names or globs; with all that is inside),
             `{hide,expose}_module_types` (classes), `{hide,expose}_parameters` (last parts of
-            names, such as `"bias"`), `{hide,expose}_fn` (`fn(module, parameter_name) -> bool`).
+            names, such as `"bias"`), `{hide,expose}_fn` (`fn(module, name) -> bool`, with
+            the full name).
 
     Raises:
         TypeError: an unknown rule, or a rule of a wrong type.
@@ -98,7 +99,7 @@ class Selection:
                 f"hide_all=True contradicts {narrowing[0]}; {narrowing[0]} alone already hides "
                 "everything else"
             )
-        self.hide_all = hide_all or not (expose_all or narrowing)
+        self.hide_all = hide_all or not (expose_all or self.rules)
         self.narrows = bool(narrowing)
 
     @staticmethod
@@ -144,7 +145,8 @@ class Selection:
         if what == "module_types":
             return any(isinstance(module, tuple(rule)) for module, _ in parameter.places)
         if what == "fn":
-            return any(rule(module, attribute) for module, attribute in parameter.places)
+            named = zip(parameter.places, parameter.names, strict=True)
+            return any(rule(module, name) for (module, _), name in named)
         return any(_inside(module, rule, net) for module, _ in parameter.places)
 
     def _check_all_used(self, net: nn.Module, parameters: list[Parameter]) -> None:

@@ -1,0 +1,26 @@
+"""What every part has to keep to, as functions that assert it: run them on parts of your own.
+
+A part that passes works with every other part. The tables hold the package's own parts, each as
+a function that makes one; a new class adds a line.
+
+Example:
+    >>> import functools, tyxe
+    >>> check_guide(functools.partial(tyxe.guides.AutoNormal, init_scale=1e-2))
+"""
+
+from tyxe.testing.guides import GUIDES, check_guide
+from tyxe.testing.handlers import HANDLERS, check_handler
+from tyxe.testing.likelihoods import LIKELIHOODS, LikelihoodCase, check_likelihood
+from tyxe.testing.priors import PRIORS, check_prior
+
+__all__ = [
+    "GUIDES",
+    "HANDLERS",
+    "LIKELIHOODS",
+    "PRIORS",
+    "LikelihoodCase",
+    "check_guide",
+    "check_handler",
+    "check_likelihood",
+    "check_prior",
+]

@@ -1,0 +1,247 @@
+"""The contract of likelihoods."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import torch
+import torch.distributions as td
+from torch import Tensor
+
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+from tyxe.testing.asserts import assert_close, assert_raises, assert_within
+
+__all__ = ["LIKELIHOODS", "LikelihoodCase", "check_likelihood"]
+
+NUM_SAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class LikelihoodCase:
+    """A likelihood with predictions and targets to check it on.
+
+    Attributes:
+        build: makes it for a `dataset_size`.
+        output_shape: shape of the net's output for one point.
+        target_shape: shape of one point's target.
+        matches_variance: aggregation keeps the variance of the mixture, not its mean alone.
+    """
+
+    build: Callable[[Any], Likelihood]
+    output_shape: tuple[int, ...] = ()
+    target_shape: tuple[int, ...] = ()
+    matches_variance: bool = True
+
+
+# A function of the dataset's size for each, and the shapes of one point.
+LIKELIHOODS: dict[str, LikelihoodCase] = {
+    "Bernoulli": LikelihoodCase(Bernoulli),
+    "Bernoulli, column": LikelihoodCase(Bernoulli, (1,), (1,)),
+    "Bernoulli, image": LikelihoodCase(functools.partial(Bernoulli, event_dim=1), (2, 3), (2, 3)),
+    "Categorical": LikelihoodCase(Categorical, (4,)),
+    "Categorical, pixels": LikelihoodCase(Categorical, (2, 3, 4), (2, 3)),
+    "HomoskedasticGaussian": LikelihoodCase(
+        functools.partial(HomoskedasticGaussian, scale=0.3), (2,), (2,)
+    ),
+    "HomoskedasticGaussian, flat": LikelihoodCase(
+        functools.partial(HomoskedasticGaussian, precision=4.0)
+    ),
+    "HomoskedasticGaussian, scale each": LikelihoodCase(
+        functools.partial(HomoskedasticGaussian, scale=torch.tensor([0.1, 2.0])), (3, 2), (3, 2)
+    ),
+    "HomoskedasticGaussian, inferred": LikelihoodCase(
+        functools.partial(HomoskedasticGaussian, scale=dist.LogNormal(0.0, 0.5)), (1,), (1,)
+    ),
+    "HomoskedasticGaussian, inferred precision": LikelihoodCase(
+        functools.partial(HomoskedasticGaussian, precision=dist.Gamma(2.0, 2.0)), (1,), (1,)
+    ),
+    "HeteroskedasticGaussian": LikelihoodCase(HeteroskedasticGaussian, (2,), (1,)),
+    "HeteroskedasticGaussian, image": LikelihoodCase(HeteroskedasticGaussian, (2, 6), (2, 3)),
+    "Poisson": LikelihoodCase(Poisson, matches_variance=False),
+    "Poisson, matrix": LikelihoodCase(Poisson, (2, 2), (2, 2), matches_variance=False),
+}
+
+
+def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int = 7) -> None:
+    """Assert that a likelihood is one density, whichever way it is asked for.
+
+    Args:
+        case: the likelihood, and the shapes that belong to it.
+        num_points: number of data points.
+        num_draws: number of draws to aggregate.
+
+    Raises:
+        AssertionError: with the rule that is broken.
+
+    Example:
+        >>> check_likelihood(LikelihoodCase(Categorical, output_shape=(3,)))
+    """
+    likelihood = case.build(3 * num_points).double()
+    predictions = torch.randn(num_draws, num_points, *case.output_shape, dtype=torch.float64)
+    targets = likelihood.sample(predictions[0])
+    expected = (num_points, *case.target_shape)
+    assert targets.shape == expected, f"sample has shape {targets.shape}, expected {expected}"
+    _check_dataset_size(case)
+    _check_site(likelihood, predictions[0], targets)
+    _check_points(likelihood, predictions[0], targets)
+    _check_one_draw(likelihood, predictions[:1], targets)
+    _check_many_draws(likelihood, predictions, case.matches_variance)
+    _check_mixture(likelihood, predictions, targets)
+    _check_samples(likelihood, predictions[0])
+    _check_wrong_shapes(likelihood, predictions[0], targets)
+    _check_dtypes(likelihood, predictions[0], targets)
+
+
+def _check_dataset_size(case: LikelihoodCase) -> None:
+    assert_raises(TypeError, lambda: case.build(None), "dataset_size left out")
+    assert_raises(ValueError, lambda: case.build(0), "dataset_size of 0")
+    assert case.build(12).dataset_size == 12, "dataset_size is kept"
+
+
+def _check_site(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    trace = poutine.trace(likelihood).get_trace(predictions, targets)
+    trace.compute_log_prob()
+    site = trace.nodes.get(likelihood.data_name)
+    assert site is not None, f"there is no site {likelihood.data_name!r}"
+    assert site["is_observed"], f"{likelihood.data_name!r} is not observed"
+    factor = likelihood.dataset_size / len(targets)
+    assert site["scale"] == factor, f"the site's scale is {site['scale']}, expected {factor}"
+    latents = {
+        name: trace.nodes[f"{likelihood.prefix}.{name}"]["value"]
+        for name in likelihood.latent_priors()
+    }
+    for name, value in latents.items():
+        node = trace.nodes[f"{likelihood.prefix}.{name}"]
+        assert not node["is_observed"], f"{name!r} is not latent"
+        assert node["scale"] == 1.0, f"the log-probability of {name!r} is scaled"
+        assert value.dtype == predictions.dtype, f"{name!r} is {value.dtype}"
+    log_likelihood = likelihood.log_likelihood(predictions, targets, "sum", latents)
+    assert_close(site["log_prob_sum"], factor * log_likelihood, "the site's log-probability")
+
+
+def _check_points(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    for method in (likelihood.log_likelihood, likelihood.error):
+        name = method.__name__
+        each = method(predictions, targets, "none")
+        assert each.shape == targets.shape[:1], f"{name} has shape {each.shape} for the points"
+        assert bool(each.isfinite().all()), f"{name} is not finite"
+        assert_close(method(predictions, targets), each, f"{name}, no reduction asked for")
+        assert_close(method(predictions, targets, "sum"), each.sum(), f"{name}, sum")
+        assert_close(method(predictions, targets, "mean"), each.mean(), f"{name}, mean")
+        some = method(predictions[1:3], targets[1:3], "none")
+        assert_close(some, each[1:3], f"{name} of a point depends on the others")
+        assert_raises(ValueError, functools.partial(method, predictions, targets, "max"), name)
+    assert bool((likelihood.error(predictions, targets, "none") >= 0).all()), "a negative error"
+
+
+def _check_one_draw(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    combined = likelihood.aggregate_predictions(predictions)
+    assert_close(
+        likelihood.log_likelihood(combined, targets, "none"),
+        likelihood.log_likelihood(predictions[0], targets, "none"),
+        "aggregating one draw changed its distribution",
+    )
+    assert_close(
+        likelihood.error(combined, targets, "none"),
+        likelihood.error(predictions[0], targets, "none"),
+        "aggregating one draw changed its error",
+    )
+
+
+def _elementwise(likelihood: Likelihood, predictions: Any) -> td.Distribution:
+    distribution = likelihood.predictive_distribution(predictions)
+    while isinstance(distribution, td.Independent):
+        distribution = distribution.base_dist
+    return distribution
+
+
+def _probabilities(distribution: td.Distribution) -> Tensor:
+    return distribution.log_prob(distribution.enumerate_support(expand=False)).exp()
+
+
+def _check_many_draws(likelihood: Likelihood, predictions: Tensor, variance: bool) -> None:
+    each = [_elementwise(likelihood, one) for one in predictions]
+    combined = _elementwise(likelihood, likelihood.aggregate_predictions(predictions))
+    again = _elementwise(
+        likelihood, likelihood.aggregate_predictions(predictions.transpose(0, 1), dim=1)
+    )
+    if combined.has_enumerate_support:
+        expected = torch.stack([_probabilities(one) for one in each]).mean(0)
+        assert_close(_probabilities(combined), expected, "probabilities of the mixture")
+        assert_close(_probabilities(again), expected, "draws along dimension 1")
+        return
+    means = torch.stack([one.mean for one in each])
+    assert_close(combined.mean, means.mean(0), "mean of the mixture")
+    assert_close(again.mean, means.mean(0), "draws along dimension 1")
+    if variance:
+        inner = torch.stack([one.variance for one in each]).mean(0)
+        expected = inner + means.var(0, correction=0)
+        assert_close(combined.variance, expected, "variance of the mixture")
+
+
+def _check_mixture(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    latents = {
+        name: prior.sample(torch.Size([len(predictions)]))
+        for name, prior in likelihood.latent_priors().items()
+    }
+    each = torch.stack(
+        [
+            likelihood.log_likelihood(
+                one, targets, "none", {name: v[s] for name, v in latents.items()}
+            )
+            for s, one in enumerate(predictions)
+        ]
+    )
+    expected = each.logsumexp(0) - math.log(len(predictions))
+    actual = likelihood.mixture_log_likelihood(predictions, targets, latents)
+    assert_close(actual, expected, "log of the mean probability")
+
+
+def _check_samples(likelihood: Likelihood, predictions: Tensor) -> None:
+    samples = likelihood.sample(predictions, (NUM_SAMPLES,))
+    distribution = _elementwise(likelihood, predictions)
+    if distribution.has_enumerate_support:
+        values = distribution.enumerate_support(expand=False)
+        expected = _probabilities(distribution)
+        frequencies = torch.stack([(samples == value).double().mean(0) for value in values])
+        error = (expected * (1 - expected) / NUM_SAMPLES).sqrt()
+        assert_within(frequencies, expected, error, "frequencies of samples")
+        return
+    mean, variance = distribution.mean, distribution.variance
+    error = (variance / NUM_SAMPLES).sqrt()
+    assert_within(samples.mean(0), mean, error, "mean of samples")
+    squares = (samples - mean).square()
+    error = squares.std(0) / math.sqrt(NUM_SAMPLES)
+    assert_within(squares.mean(0), variance, error, "variance of samples")
+
+
+def _check_wrong_shapes(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    wrong = [targets.unsqueeze(-1), targets.unsqueeze(0), targets[:1], targets[0]]
+    for bad in wrong:
+        what = f"targets of shape {tuple(bad.shape)} for shape {tuple(targets.shape)}"
+        for call in (likelihood.log_likelihood, likelihood.error, likelihood):
+            assert_raises(ValueError, functools.partial(call, predictions, bad), what)
+
+
+def _check_dtypes(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    expected = likelihood.log_likelihood(predictions, targets, "sum")
+    whole = bool((targets == targets.round()).all())
+    dtypes = [torch.uint8, torch.int16, torch.int32, torch.int64] if whole else [torch.float64]
+    if whole and bool((targets <= 1).all()):
+        dtypes.append(torch.bool)
+    for dtype in dtypes:
+        actual = likelihood.log_likelihood(predictions, targets.to(dtype), "sum")
+        assert_close(actual, expected, f"targets of {dtype}")
