@@ -1,0 +1,107 @@
+"""Moments of linear maps with random weights, from nothing but the map itself."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+def jacobian_moments(function, x, weight, bias):
+    """Mean and variance of `function(x, W, b)`, for independent elements of given moments.
+
+    The output is linear in `(W, b)`, so with the dense Jacobian `J` its mean is `J m` and the
+    variance of each element `J^2 v`. `weight` and `bias` are pairs `(mean, variance)`; a bias may
+    be None.
+    """
+    parts = [weight] if bias is None else [weight, bias]
+    means = tuple(mean for mean, _ in parts)
+    rows = torch.autograd.functional.jacobian(
+        lambda *ws: function(x, ws[0], ws[1] if bias is not None else None), means
+    )
+    shape = function(x, means[0], None).shape
+    variance = torch.zeros(shape, dtype=x.dtype)
+    mean = torch.zeros(shape, dtype=x.dtype)
+    for row, (m, v) in zip(rows, parts, strict=True):
+        flat = row.reshape(*shape, -1)
+        mean += flat @ m.flatten()
+        variance += flat.square() @ v.flatten()
+    return mean, variance
+
+
+@dataclass(frozen=True)
+class MapCase:
+    """A layer, and the shape of an input."""
+
+    layer: nn.Module
+    shape: tuple[int, ...]
+
+
+class Matmul(nn.Module):
+    """`x @ w`, with the weight as it stands."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class TransposedMatmul(nn.Module):
+    """`x @ w.T`, plus a bias by a second operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+class Halves(nn.Module):
+    """One stacked weight, split and used as two maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        first, second = self.weight.chunk(2)
+        return torch.cat([F.linear(x, first), F.linear(x, second)], -1)
+
+
+MAPS = {
+    "linear": lambda: MapCase(nn.Linear(3, 2), (4, 3)),
+    "linear, no bias": lambda: MapCase(nn.Linear(3, 2, bias=False), (4, 3)),
+    "linear, no batch": lambda: MapCase(nn.Linear(3, 2), (3,)),
+    "linear, two batch dimensions": lambda: MapCase(nn.Linear(3, 2), (4, 5, 3)),
+    "linear, three batch dimensions": lambda: MapCase(nn.Linear(3, 2), (2, 2, 2, 3)),
+    "matmul": lambda: MapCase(Matmul(), (4, 3)),
+    "matmul, transposed": lambda: MapCase(TransposedMatmul(), (4, 3)),
+    "matmul, vector": lambda: MapCase(TransposedMatmul(), (3,)),
+    "split weight": lambda: MapCase(Halves(), (4, 3)),
+    "conv1d": lambda: MapCase(nn.Conv1d(2, 3, 3), (2, 2, 6)),
+    "conv1d, same": lambda: MapCase(nn.Conv1d(2, 3, 3, padding="same", dilation=2), (2, 2, 5)),
+    "conv1d, no batch": lambda: MapCase(nn.Conv1d(2, 3, 3), (2, 6)),
+    "conv1d, circular": lambda: MapCase(
+        nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), (2, 2, 5)
+    ),
+    "conv2d": lambda: MapCase(nn.Conv2d(2, 3, (3, 2)), (2, 2, 4, 4)),
+    "conv2d, stride and padding": lambda: MapCase(
+        nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 2, 5, 4)
+    ),
+    "conv2d, dilated": lambda: MapCase(nn.Conv2d(2, 2, 2, dilation=2), (2, 2, 4, 4)),
+    "conv2d, grouped": lambda: MapCase(nn.Conv2d(4, 6, 2, groups=2), (2, 4, 3, 3)),
+    "conv2d, depthwise": lambda: MapCase(nn.Conv2d(3, 3, 2, groups=3, bias=False), (2, 3, 3, 3)),
+    "conv2d, no batch": lambda: MapCase(nn.Conv2d(2, 2, 2), (2, 3, 3)),
+    "conv3d": lambda: MapCase(nn.Conv3d(1, 2, 2, stride=2, padding=1), (2, 1, 3, 3, 2)),
+    "conv_transpose1d": lambda: MapCase(nn.ConvTranspose1d(2, 3, 3, stride=2), (2, 2, 3)),
+    "conv_transpose2d": lambda: MapCase(
+        nn.ConvTranspose2d(2, 2, 3, stride=2, padding=1, output_padding=1), (2, 2, 2, 2)
+    ),
+    "conv_transpose2d, grouped": lambda: MapCase(
+        nn.ConvTranspose2d(4, 2, 2, groups=2, dilation=2), (2, 4, 2, 2)
+    ),
+    "conv_transpose3d": lambda: MapCase(nn.ConvTranspose3d(1, 2, 2), (1, 1, 2, 2, 2)),
+}

@@ -1,0 +1,50 @@
+"""BNNs whose posteriors are not at their starting point, for the tests of handlers."""
+
+import pyro.distributions as dist
+import torch
+
+import tyxe
+
+
+def bnn_of(net, x=None, *, dataset_size=10, guide=tyxe.guides.AutoNormal, likelihood=None, **rules):
+    """Return a float64 BNN with a mean-field posterior whose means and scales all differ."""
+    bnn = tyxe.VariationalBNN(
+        net.double(),
+        tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), **rules),
+        likelihood or tyxe.likelihoods.HomoskedasticGaussian(dataset_size, scale=1.0),
+        guide,
+    ).double()
+    disturb_(bnn.net_guide)
+    return bnn
+
+
+def disturb_(guide):
+    """Draw means about 0 and standard deviations about 0.4."""
+    with torch.no_grad():
+        for name, parameter in guide.named_parameters():
+            if "scale" in name:
+                parameter.copy_(0.4 * torch.randn_like(parameter) - 1.0)
+            else:
+                parameter.copy_(0.7 * torch.randn_like(parameter))
+
+
+def posterior_moments(bnn, name):
+    """`(mean, variance)` of a parameter; variance 0 where it is no site."""
+    if name not in tyxe.util.pyro_sample_sites(bnn.net):
+        parameter = dict(bnn.net.named_parameters()).get(name)
+        return None if parameter is None else (parameter.detach(), torch.zeros_like(parameter))
+    loc, scale = bnn.net_guide.get_loc(name), bnn.net_guide.get_scale(name)
+    return loc.detach(), scale.detach().square()
+
+
+def draws(bnn, x, count, handler=None):
+    """Raw outputs `(count, ...)` of the net in train mode, for draws of the guide."""
+    with torch.no_grad():
+        if handler is None:
+            return torch.stack([bnn.guided_forward(*_tuple(x)) for _ in range(count)])
+        with handler:
+            return torch.stack([bnn.guided_forward(*_tuple(x)) for _ in range(count)])
+
+
+def _tuple(x):
+    return x if isinstance(x, tuple) else (x,)

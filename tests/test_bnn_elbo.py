@@ -1,0 +1,298 @@
+"""The one objective against Pyro's two ELBOs, and what handlers and batches do to it."""
+
+import functools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pyro.infer.autoguide as autoguide
+import pytest
+import torch
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from torch import nn
+
+import tyxe
+from tyxe.bnn import elbo_terms
+from tyxe.guides import AutoNormal, AutoRadial
+from tyxe.likelihoods import HomoskedasticGaussian
+
+N = 12
+
+OURS = {
+    "AutoNormal": functools.partial(AutoNormal, init_loc_fn=tyxe.guides.init_to_sample),
+    "AutoRadial": functools.partial(AutoRadial, init_loc_fn=tyxe.guides.init_to_sample),
+}
+PYROS = {
+    "pyro.AutoNormal": autoguide.AutoNormal,
+    "AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
+    "AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
+    "AutoLowRankMultivariateNormal": functools.partial(
+        autoguide.AutoLowRankMultivariateNormal, rank=2
+    ),
+    "AutoDelta": autoguide.AutoDelta,
+}
+
+
+def horseshoe(name, module, param):
+    def prior():
+        ones = param.new_ones(param.shape)
+        # Pyro's autoguides cannot hold both `0.weight` and `0.weight.local`.
+        local = pyro.sample(f"{name}_local", dist.HalfCauchy(ones).to_event(param.dim()))
+        return dist.Normal(torch.zeros_like(local), local)
+
+    return prior
+
+
+PRIORS = {
+    "normal": tyxe.priors.IIDPrior(dist.Normal(0.2, 1.3)),
+    "laplace": tyxe.priors.IIDPrior(dist.Laplace(0.1, 0.7)),
+    "student": tyxe.priors.IIDPrior(dist.StudentT(4.0, 0.0, 1.0)),
+    "hierarchical": tyxe.priors.LambdaPrior(horseshoe),
+}
+
+
+def data(n=N):
+    return torch.randn(n, 2).double(), torch.randn(n, 1).double()
+
+
+def make(guide, prior=PRIORS["normal"], likelihood=None, likelihood_guide=None):
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    likelihood = likelihood or HomoskedasticGaussian(N, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, guide, likelihood_guide)
+    return bnn.double()
+
+
+def gradients(bnn, loss):
+    bnn.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in bnn.named_parameters() if p.grad is not None}
+
+
+def ours(bnn, x, y, closed_form_kl):
+    pyro.set_rng_seed(3)
+    terms = elbo_terms(bnn.model, bnn.guide, x, y, closed_form_kl=closed_form_kl)
+    loss = terms.kl - terms.data
+    return loss.item(), gradients(bnn, loss)
+
+
+def pyros(bnn, x, y, elbo):
+    pyro.set_rng_seed(3)
+    loss = elbo.differentiable_loss(bnn.model, bnn.guide, x, y)
+    return loss.item(), gradients(bnn, loss)
+
+
+def assert_same(left, right):
+    assert left[0] == pytest.approx(right[0], rel=1e-12)
+    assert left[1].keys() == right[1].keys()
+    assert left[1]
+    for name, gradient in left[1].items():
+        torch.testing.assert_close(gradient, right[1][name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("guide", OURS | PYROS)
+def test_monte_carlo_form_is_pyros_trace_elbo(guide, prior):
+    bnn = make((OURS | PYROS)[guide], PRIORS[prior])
+    x, y = data()
+    assert_same(ours(bnn, x, y, closed_form_kl=False), pyros(bnn, x, y, Trace_ELBO()))
+
+
+# Of Pyro's guides on a hierarchical prior, Pyro's closed form is wrong: see the next test.
+RIGHT_IN_PYRO = [(g, p) for g in OURS | PYROS for p in PRIORS if g in OURS or p != "hierarchical"]
+
+
+@pytest.mark.parametrize(("guide", "prior"), RIGHT_IN_PYRO)
+def test_closed_form_is_pyros_mean_field_elbo(guide, prior):
+    bnn = make((OURS | PYROS)[guide], PRIORS[prior])
+    x, y = data()
+    assert_same(ours(bnn, x, y, closed_form_kl=True), pyros(bnn, x, y, TraceMeanField_ELBO()))
+
+
+@pytest.mark.parametrize("guide", PYROS)
+def test_closed_form_keeps_the_jacobian_of_constrained_sites(guide):
+    # TraceMeanField_ELBO drops the log-density of the deltas that Pyro's autoguides sample, and
+    # with it the Jacobian of the transform onto the positive half-line.
+    bnn = make(PYROS[guide], PRIORS["hierarchical"])
+    x, y = data()
+    assert_same(ours(bnn, x, y, closed_form_kl=True), pyros(bnn, x, y, Trace_ELBO()))
+
+
+NOISE = {"scale": dist.LogNormal(-1.0, 0.5), "precision": dist.Gamma(3.0, 1.0)}
+
+
+@pytest.mark.parametrize("parameter", NOISE)
+@pytest.mark.parametrize("guide", [AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoDelta])
+def test_inferred_noise_is_a_latent_like_any_other(guide, parameter):
+    likelihood = HomoskedasticGaussian(N, **{parameter: NOISE[parameter]})
+    bnn = make(AutoNormal, likelihood=likelihood, likelihood_guide=guide)
+    x, y = data()
+    exact = ours(bnn, x, y, closed_form_kl=False)
+    assert_same(exact, pyros(bnn, x, y, Trace_ELBO()))
+    closed = ours(bnn, x, y, closed_form_kl=True)
+    noise = [name for name in exact[1] if name.startswith("likelihood_guide")]
+    assert noise
+    if guide is AutoNormal:
+        assert_same(closed, pyros(bnn, x, y, TraceMeanField_ELBO()))
+    else:  # the net's KL is closed, the noise's has to keep its Jacobian
+        for name in noise:
+            torch.testing.assert_close(closed[1][name], exact[1][name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("closed_form_kl", [True, False])
+def test_same_under_plates_masks_and_scales(closed_form_kl):
+    bnn = make(OURS["AutoNormal"])
+    x, y = data(7)  # a mini-batch: scaled by N / 7
+    elbo = TraceMeanField_ELBO() if closed_form_kl else Trace_ELBO()
+    mask = torch.tensor([True, False, True, True, False, True, False])
+    with (
+        tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]),
+        tyxe.poutine.selective_scale(scale=0.3, expose=["0.weight", "likelihood.data"]),
+    ):
+        assert_same(ours(bnn, x, y, closed_form_kl), pyros(bnn, x, y, elbo))
+
+
+@pytest.mark.parametrize("handler", ["local_reparameterization", "flipout"])
+def test_same_kl_and_expected_data_term_under_sampling_handlers(handler):
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+    plain = elbo_terms(bnn.model, bnn.guide, x, y)
+    with getattr(tyxe.poutine, handler)():
+        treated = elbo_terms(bnn.model, bnn.guide, x, y)
+        draws = torch.stack([elbo_terms(bnn.model, bnn.guide, x, y).data for _ in range(400)])
+    plain_draws = torch.stack([elbo_terms(bnn.model, bnn.guide, x, y).data for _ in range(400)])
+    torch.testing.assert_close(treated.kl, plain.kl, rtol=1e-13, atol=0)
+    error = math.sqrt((draws.var() + plain_draws.var()).item() / 400)
+    # The net's second layer sees inputs that differ within the batch; a sum over points has the
+    # same expectation whether the points' weights are shared or not.
+    assert abs((draws.mean() - plain_draws.mean()).item()) < 4 * error
+
+
+# --------------------------------------------------------------------------- the KL
+
+
+@pytest.mark.parametrize("prior", ["normal", "laplace"])
+def test_closed_form_kl_is_the_monte_carlo_average(prior):
+    bnn = make(OURS["AutoNormal"], PRIORS[prior])
+
+    def kl(closed):
+        with torch.no_grad():
+            return elbo_terms(bnn.net_prior, bnn.guide, closed_form_kl=closed).kl
+
+    exact, draws = kl(True), torch.stack([kl(False) for _ in range(1500)])
+    error = (draws.std() / math.sqrt(len(draws))).item()
+    assert kl(True) == exact  # not a draw
+    assert abs((draws.mean() - exact).item()) < 4 * error
+
+
+def test_a_pair_without_closed_form_is_drawn():
+    bnn = make(OURS["AutoNormal"], PRIORS["student"])
+    first, second = (elbo_terms(bnn.net_prior, bnn.guide).kl.item() for _ in range(2))
+    assert first != second
+
+
+def test_mean_field_kl_is_the_formula():
+    bnn = make(OURS["AutoNormal"])
+    expected = 0.0
+    for name in bnn.net_prior.names():
+        mu, sigma = bnn.net_guide.get_loc(name), bnn.net_guide.get_scale(name)
+        m, s = 0.2, 1.3
+        terms = (sigma**2 + (mu - m) ** 2) / s**2 - 1 + torch.log(s**2 / sigma**2)
+        expected = expected + 0.5 * terms.sum()
+    kl = elbo_terms(bnn.net_prior, bnn.guide).kl
+    # The prior's numbers went through float32.
+    torch.testing.assert_close(kl, expected, rtol=1e-6, atol=0)
+
+
+# --------------------------------------------------------------------------- batches and handlers
+
+
+def test_mini_batches_average_to_the_full_data_term():
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+
+    def data_term(rows):
+        pyro.set_rng_seed(5)
+        terms = elbo_terms(bnn.model, bnn.guide, x[rows], y[rows])
+        assert terms.points == len(x[rows])
+        return terms.data
+
+    pieces = [slice(0, 5), slice(5, 9), slice(9, 12)]
+    weights = [5 / N, 4 / N, 3 / N]
+    average = sum(w * data_term(rows) for w, rows in zip(weights, pieces, strict=True))
+    torch.testing.assert_close(average, data_term(slice(None)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("likelihood_size", [N, 5 * N])
+def test_masking_equals_dropping_rows(likelihood_size):
+    bnn = make(OURS["AutoNormal"], likelihood=HomoskedasticGaussian(likelihood_size, scale=0.5))
+    x, y = data()
+    mask = torch.arange(N) % 3 == 0
+    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+        masked = ours(bnn, x, y, True)
+    assert_same(masked, ours(bnn, x[mask], y[mask], True))
+
+
+def test_a_batch_in_which_nothing_counts_has_no_data_term():
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+    nothing = torch.zeros(N, dtype=torch.bool)
+    with tyxe.poutine.selective_mask(mask=nothing, expose=["likelihood.data"]):
+        terms = elbo_terms(bnn.model, bnn.guide, x, y)
+    assert terms.data == 0
+    assert terms.points == 0
+    assert terms.kl > 0
+
+
+def test_selective_scale_multiplies_a_sites_terms():
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+    pyro.set_rng_seed(3)
+    plain = elbo_terms(bnn.model, bnn.guide, x, y)
+    pyro.set_rng_seed(3)
+    with tyxe.poutine.selective_scale(scale=0.25, expose=["likelihood.data"]):
+        scaled = elbo_terms(bnn.model, bnn.guide, x, y)
+    torch.testing.assert_close(scaled.data, 0.25 * plain.data, rtol=1e-12, atol=0)
+    torch.testing.assert_close(scaled.kl, plain.kl, rtol=0, atol=0)
+
+    names = bnn.net_prior.names()
+    pyro.set_rng_seed(3)
+    with tyxe.poutine.selective_scale(scale=0.25, expose=names):
+        scaled = elbo_terms(bnn.model, bnn.guide, x, y)
+    torch.testing.assert_close(scaled.kl, 0.25 * plain.kl, rtol=1e-12, atol=0)
+    torch.testing.assert_close(scaled.data, plain.data, rtol=1e-12, atol=0)
+
+
+def test_a_latent_that_the_guide_forgets_is_an_error():
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+
+    def forgetful(*args):
+        values = bnn.net_guide()
+        return {"net.0.weight": values["net.0.weight"]}
+
+    hidden = pyro.poutine.block(forgetful, hide=["net.2.bias"])
+    with pytest.raises(ValueError, match=r"does not sample 'net\.2\.bias'"):
+        elbo_terms(bnn.model, hidden, x, y)
+
+
+# --------------------------------------------------------------------------- what fit reports
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("beta", [1.0, 0.3])
+def test_history_is_in_nats_for_the_whole_set(beta):
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+    loader = [(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:], y[10:])]  # the last one is smaller
+    frozen = functools.partial(torch.optim.SGD, lr=0.0)
+    pyro.set_rng_seed(11)
+    history = bnn.fit(loader, frozen, 2, beta=beta)
+    pyro.set_rng_seed(11)
+    for epoch in range(2):
+        terms = [elbo_terms(bnn.model, bnn.guide, *batch) for batch in loader]
+        weights = [t.points / N for t in terms]
+        log_likelihood = sum(w * t.data.item() for w, t in zip(weights, terms, strict=True))
+        kl = terms[0].kl.item()
+        assert history.log_likelihood[epoch] == pytest.approx(log_likelihood, rel=1e-12)
+        assert history.kl[epoch] == pytest.approx(kl, rel=1e-12)
+        assert history.loss[epoch] == pytest.approx(beta * kl - log_likelihood, rel=1e-12)

@@ -1,0 +1,259 @@
+"""`PytorchBNN`: a module with random weights in anybody's training loop."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe.bnn import elbo_terms
+from tyxe.guides import AutoNormal
+
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+N = 10
+
+
+def make(net=None, guide=AutoNormal, prior=PRIOR, **options):
+    net = net or nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    return tyxe.PytorchBNN(net, prior, guide, **options)
+
+
+def x():
+    return torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
+
+
+def test_each_forward_is_a_new_draw():
+    bnn = make()
+    assert not torch.equal(bnn(x()), bnn(x()))
+    pyro.set_rng_seed(3)
+    first = bnn(x())
+    pyro.set_rng_seed(3)
+    assert torch.equal(first, bnn(x()))
+
+
+@pytest.mark.parametrize(
+    "guide", [AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoDelta]
+)
+@pytest.mark.parametrize("closed_form_kl", [True, False])
+def test_output_and_kl_are_of_one_draw(guide, closed_form_kl):
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    bnn = make(net, guide, closed_form_kl=closed_form_kl)
+    pyro.set_rng_seed(3)
+    output = bnn(x())
+    pyro.set_rng_seed(3)
+    terms = elbo_terms(bnn.net_prior, bnn.net_guide, closed_form_kl=closed_form_kl)
+    torch.testing.assert_close(bnn.cached_kl_loss, terms.kl, rtol=0, atol=0)
+    own = {n.removeprefix("net."): v for n, v in terms.values.items() if n.startswith("net.")}
+    torch.testing.assert_close(output, torch.func.functional_call(net, own, (x(),)))
+
+
+def test_closed_form_kl_is_the_same_each_time_and_its_estimate_is_not():
+    bnn = make()
+    kls = []
+    for _ in range(2):
+        bnn(x())
+        kls.append(bnn.cached_kl_loss.item())
+    assert kls[0] == kls[1]
+    estimates = []
+    bnn.closed_form_kl = False
+    for _ in range(300):
+        bnn(x())
+        estimates.append(bnn.cached_kl_loss.item())
+    estimates = torch.tensor(estimates)
+    assert estimates.std() > 0
+    assert abs(estimates.mean() - kls[0]) < 4 * estimates.std() / math.sqrt(len(estimates))
+
+
+@pytest.mark.parametrize("handler", [None, "local_reparameterization", "flipout"])
+def test_gradients_flow_through_data_and_kl(handler):
+    bnn = make()
+
+    def reached(loss):
+        bnn.zero_grad()
+        loss.backward(retain_graph=True)  # the scales are shared by data and KL
+        return {n for n, p in bnn.named_parameters() if p.grad is not None and p.grad.any()}
+
+    guide = {n for n, p in bnn.named_parameters() if p.requires_grad}
+    assert guide == {n for n, _ in bnn.named_parameters() if n.startswith("net_guide")}
+    with torch.no_grad():  # away from the prior's own mean, where the KL has no gradient
+        for parameter in bnn.net_guide.locs.parameters():
+            parameter.add_(0.1)
+    if handler is None:
+        data = bnn(x()).square().sum()
+    else:
+        with getattr(tyxe.poutine, handler)():
+            data = bnn(x()).square().sum()
+    assert reached(data) == guide
+    assert reached(bnn.cached_kl_loss) == guide
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_an_ordinary_loop_is_variational_inference():
+    # The same seed, the same optimiser: the same parameters as VariationalBNN.fit.
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    inputs, targets = x().double(), torch.randn(N, 1).double()
+    bnn = make(net)
+    optimizer = torch.optim.Adam(bnn.parameters(), lr=0.01)
+    pyro.set_rng_seed(5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        log_likelihood = dist.Normal(bnn(inputs), 0.5).log_prob(targets).sum()
+        ((bnn.cached_kl_loss - log_likelihood) / N).backward()
+        optimizer.step()
+
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
+    reference = tyxe.VariationalBNN(net, PRIOR, likelihood, AutoNormal)
+    pyro.set_rng_seed(5)
+    reference.fit([(inputs, targets)], torch.optim.Adam(reference.parameters(), lr=0.01), 5)
+    expected = dict(reference.net_guide.named_parameters())
+    for name, value in bnn.net_guide.named_parameters():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoDiagonalNormal])
+def test_pytorch_parameters_are_all_there_before_the_first_forward(guide):
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_modules=["2"])
+    bnn = make(guide=guide, prior=prior)
+    before = bnn.pytorch_parameters(x())
+    assert {id(p) for p in before} == {id(p) for p in bnn.parameters() if p.requires_grad}
+    bnn(x())
+    assert [id(p) for p in bnn.pytorch_parameters()] == [id(p) for p in before]
+    assert {n for n, p in bnn.net.named_parameters() if p.requires_grad} == {"0.weight", "0.bias"}
+
+
+# --------------------------------------------------------------------------- held draws
+
+
+def test_held_draw_serves_all_forwards():
+    bnn = make()
+    with bnn.hold_sample() as held:
+        assert held is bnn
+        whole = bnn(x())
+        kl = bnn.cached_kl_loss
+        chunks = torch.cat([bnn(part) for part in x().split(3)])
+        assert bnn.cached_kl_loss is kl
+    torch.testing.assert_close(chunks, whole)
+    assert not torch.equal(bnn(x()), whole)
+    with bnn.hold_sample():
+        assert not torch.equal(bnn(x()), whole)
+
+
+def test_held_draw_has_gradients_from_all_forwards():
+    bnn = make()
+    pyro.set_rng_seed(3)
+    with bnn.hold_sample():
+        sum(bnn(part).sum() for part in x().split(3)).backward()
+    chunked = {n: p.grad.clone() for n, p in bnn.named_parameters() if p.requires_grad}
+    bnn.zero_grad()
+    pyro.set_rng_seed(3)
+    bnn(x()).sum().backward()
+    for name, gradient in chunked.items():
+        torch.testing.assert_close(gradient, dict(bnn.named_parameters())[name].grad)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("handler", ["local_reparameterization", "flipout"])
+def test_held_draw_is_one_draw_under_a_handler_too(handler):
+    bnn = make()
+    with getattr(tyxe.poutine, handler)():
+        with bnn.hold_sample():
+            whole = bnn(x())
+            if handler == "local_reparameterization":
+                torch.testing.assert_close(torch.cat([bnn(p) for p in x().split(3)]), whole)
+                assert torch.equal(bnn(x()[:1].expand(2, -1))[0], bnn(x()[:1].expand(2, -1))[1])
+        assert not torch.equal(bnn(x()), whole)
+
+
+def test_nested_holds_keep_the_outer_draw():
+    bnn = make()
+    with bnn.hold_sample():
+        outer = bnn(x())
+        with bnn.hold_sample():
+            assert torch.equal(bnn(x()), outer)
+        assert torch.equal(bnn(x()), outer)
+
+
+def test_a_hold_ends_with_an_error():
+    bnn = make()
+
+    def fails():
+        with bnn.hold_sample():
+            bnn(x())
+            raise ValueError("out of order")
+
+    with pytest.raises(ValueError, match="out of order"):
+        fails()
+    assert not torch.equal(bnn(x()), bnn(x()))
+
+
+# --------------------------------------------------------------------------- the rest
+
+
+def test_predict_leaves_statistics_modes_and_kl():
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn = make(net, prior=prior)
+    loss = bnn(x()).sum() + bnn.cached_kl_loss
+    tracked = bnn.net[1].num_batches_tracked.item()
+    outputs = bnn.predict(x(), num_predictions=5)
+    assert outputs.shape == (5, N, 1)
+    assert not outputs.requires_grad
+    assert bnn.net[1].num_batches_tracked == tracked
+    assert all(module.training for module in bnn.modules())
+    assert bnn.cached_kl_loss.requires_grad
+    (loss + bnn.cached_kl_loss).backward()
+
+
+def test_keywords_and_several_inputs():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, left, right, *, scale=1.0):
+            return scale * self.layer(left + right)
+
+    bnn = make(Mixed())
+    with bnn.hold_sample():
+        torch.testing.assert_close(bnn(x(), right=x(), scale=3.0), 3 * bnn(x(), x()))
+
+
+def test_all_hidden_is_the_net_itself():
+    net = nn.Linear(2, 1)
+    bnn = tyxe.PytorchBNN(net, tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True))
+    assert torch.equal(bnn(x()), net(x()))
+    assert bnn.cached_kl_loss == 0
+    assert torch.equal(bnn.to_module()(x()), net(x()))
+    assert len(bnn.pytorch_parameters()) == 2
+
+
+def test_to_module_at_mean_and_draw():
+    bnn = make()
+    mean = bnn.to_module()
+    assert torch.equal(mean[0].weight, bnn.net_guide.get_loc("0.weight"))
+    pyro.set_rng_seed(3)
+    drawn = bnn.to_module(sample=True)
+    pyro.set_rng_seed(3)
+    with torch.no_grad():
+        torch.testing.assert_close(drawn(x()), bnn(x()))
+
+
+def test_as_a_layer_of_a_larger_net():
+    model = nn.Sequential(nn.Linear(2, 3), make(nn.Linear(3, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(x()).square().sum() + model[1].cached_kl_loss
+    loss.backward()
+    optimizer.step()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    assert len(pyro.get_param_store()) == 0
+
+
+def test_update_prior_moves_the_kl():
+    bnn = make()
+    bnn.update_prior(tyxe.priors.DictPrior(bnn.net_guide.get_detached_distributions()))
+    bnn(x())
+    assert bnn.cached_kl_loss.item() == pytest.approx(0.0, abs=1e-5)

@@ -1,0 +1,460 @@
+"""Saving, copying, moving and resuming: a BNN is a module like any other."""
+
+import copy
+import functools
+import io
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+)
+from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
+from pyro.infer.mcmc import HMC
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+from tyxe.guides import AutoNormal, AutoRadial
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+N = 12
+GUIDES = {
+    "AutoNormal": AutoNormal,
+    "AutoNormal, capped": functools.partial(AutoNormal, init_scale=0.01, max_guide_scale=0.1),
+    "AutoRadial": AutoRadial,
+    "pyro.AutoNormal": PyroAutoNormal,
+    "AutoDiagonalNormal": AutoDiagonalNormal,
+    "AutoMultivariateNormal": AutoMultivariateNormal,
+    "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
+    "AutoDelta": AutoDelta,
+}
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+
+
+def net(hidden=4):
+    return nn.Sequential(nn.Linear(2, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, 1))
+
+
+def make(guide=AutoNormal, prior=NORMAL, hidden=4):
+    likelihood = HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
+    return tyxe.VariationalBNN(net(hidden), prior, likelihood, guide, AutoNormal)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, 2, generator=generator), torch.randn(N, 1, generator=generator)
+
+
+def fitted(guide=AutoNormal, epochs=3):
+    bnn = make(guide)
+    bnn.fit([data()], ADAM, epochs)
+    return bnn
+
+
+def assert_same_state(left, right):
+    left, right = left.state_dict(), right.state_dict()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value, right[name], rtol=0, atol=0, msg=name)
+        else:
+            assert value == right[name]
+
+
+def assert_same_predictions(left, right, **options):
+    x = data()[0].to(next(left.parameters()).dtype)
+
+    def predict(bnn):
+        pyro.set_rng_seed(9)
+        return bnn.predict(x, num_predictions=3, **options)
+
+    torch.testing.assert_close(predict(left), predict(right), rtol=0, atol=0)
+
+
+def through_a_file(thing):
+    torch.save(thing, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# --------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_state_dict_into_a_fresh_object(guide):
+    bnn = fitted(GUIDES[guide])
+    fresh = make(GUIDES[guide])
+    result = fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    assert result.missing_keys == []
+    assert result.unexpected_keys == []
+    assert_same_state(bnn, fresh)
+    assert_same_predictions(bnn, fresh)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
+@pytest.mark.parametrize("guide", GUIDES)
+def test_copies_are_equal_and_apart(guide, copied):
+    bnn = fitted(GUIDES[guide])
+    twin = copied(bnn)
+    assert_same_state(bnn, twin)
+    assert_same_predictions(bnn, twin)
+    before = copy.deepcopy(bnn)
+    twin.fit([data()], ADAM, 2)  # the copy trains on, the original stays
+    assert_same_state(bnn, before)
+    changed = [
+        name
+        for name, value in twin.named_parameters()
+        if value.requires_grad and not torch.equal(value, dict(bnn.named_parameters())[name])
+    ]
+    # A bias before BatchNorm has no gradient but the prior's.
+    assert len(changed) >= sum(p.requires_grad for p in bnn.parameters()) - 1
+    assert_same_predictions(twin, copy.deepcopy(twin))
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_double_moves_every_part(guide):
+    bnn = fitted(GUIDES[guide]).double()
+    for name, value in bnn.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            assert value.dtype == torch.float64, name
+    trace = pyro.poutine.trace(bnn.model).get_trace(data()[0].double())
+    for name in [*trace.stochastic_nodes, "likelihood.data"]:
+        node = trace.nodes[name]
+        if node["type"] == "sample" and "plate" not in name:
+            assert node["value"].dtype == torch.float64, name
+    x, y = (value.double() for value in data())
+    history = bnn.fit([(x, y)], ADAM, 2)
+    assert all(torch.isfinite(torch.tensor(history.loss)))
+    assert bnn.predict(x, num_predictions=2)[0].dtype == torch.float64
+
+
+def test_to_another_device_moves_every_part():
+    bnn = fitted().to("meta")
+    assert all(
+        value.is_meta for value in bnn.state_dict().values() if isinstance(value, torch.Tensor)
+    )
+    assert all(prior.mean.is_meta for _, prior in bnn.net_prior.priors())
+    assert bnn.likelihood.latent_priors()["scale"].mean.is_meta
+    assert all(posterior.mean.is_meta for posterior in bnn.net_guide.posterior().values())
+
+
+def test_two_bnns_of_one_net_never_meet():
+    shared, likelihood = net(), HomoskedasticGaussian(N, scale=0.5)
+    left, right = (
+        tyxe.VariationalBNN(shared, NORMAL, likelihood, AutoDiagonalNormal) for _ in range(2)
+    )
+    before = copy.deepcopy(right)
+    left.fit([data()], pyro.optim.Adam({"lr": 0.1}), 3)
+    assert_same_state(right, before)
+    pointers = [{p.data_ptr() for p in bnn.parameters()} for bnn in (left, right)]
+    assert not pointers[0] & pointers[1]
+    assert not pointers[0] & {p.data_ptr() for p in shared.parameters()}
+    assert len(pyro.get_param_store()) == 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+
+def test_recurrent_nets_copy_after_training():
+    bnn = tyxe.VariationalBNN(
+        Recurrent(),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        HomoskedasticGaussian(N, scale=0.5),
+        AutoNormal,
+    )
+    bnn.fit([data()], ADAM, 2)
+    for twin in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert_same_predictions(bnn, twin)
+
+
+# --------------------------------------------------------------------------- priors in the state
+
+
+def test_a_prior_that_became_a_posterior_loads_into_a_fresh_object():
+    bnn = fitted()
+    bnn.update_prior(tyxe.priors.DictPrior(bnn.net_guide.get_detached_distributions()))
+    bnn.fit([data()], ADAM, 2)
+    fresh = make()  # one number for all weights of a layer
+    fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    assert_same_state(bnn, fresh)
+    new = dict(fresh.net_prior.priors())
+    for name, prior in bnn.net_prior.priors():
+        assert torch.equal(new[name].mean, prior.mean)
+        assert torch.equal(new[name].variance, prior.variance)
+        assert prior.mean.unique().numel() > 1 or prior.mean.numel() == 1
+    kl = tyxe.bnn.elbo_terms(bnn.net_prior, bnn.net_guide).kl
+    assert tyxe.bnn.elbo_terms(fresh.net_prior, fresh.net_guide).kl == kl
+    # And back: a scalar prior into an object whose prior has a number for each weight.
+    fresh.load_state_dict(make().state_dict())
+    assert dict(fresh.net_prior.priors())["0.weight"].variance.unique().tolist() == [1.0]
+
+
+def test_another_kind_of_prior_is_an_error():
+    laplace = tyxe.priors.IIDPrior(dist.Laplace(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn = make()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match=r"Independent\(Normal\).*Independent\(Laplace\)"):
+        bnn.load_state_dict(make(prior=laplace).state_dict())
+    assert_same_state(bnn, before)
+
+
+# --------------------------------------------------------------------------- wrong states
+
+
+WRONG = {
+    "other sizes": lambda: make(hidden=5),
+    "another guide": lambda: make(AutoDelta),
+    "another selection": lambda: make(prior=tyxe.priors.IIDPrior(dist.Normal(0, 1))),
+    "no inferred noise": lambda: tyxe.VariationalBNN(
+        net(), NORMAL, HomoskedasticGaussian(N, scale=0.1), AutoNormal
+    ),
+    "another net": lambda: tyxe.VariationalBNN(
+        nn.Linear(2, 1),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
+        AutoNormal,
+        AutoNormal,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_state_of_another_architecture_changes_nothing(wrong):
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this VariationalBNN") as error:
+        bnn.load_state_dict(WRONG[wrong]().state_dict())
+    assert "left as it was" in str(error.value)
+    assert "same net, prior, likelihood and guide" in str(error.value)
+    assert_same_state(bnn, before)
+    assert_same_predictions(bnn, before)
+    bnn.fit([data()], ADAM, 1)  # still whole
+
+
+def test_checkpoint_of_another_architecture_changes_nothing():
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this VariationalBNN"):
+        bnn.load_checkpoint(make(hidden=5).checkpoint())
+    assert_same_state(bnn, before)
+    bnn.fit([data()], ADAM, 1)
+    assert {state["step"].item() for state in bnn.optimizer.state.values()} == {1}
+
+
+# --------------------------------------------------------------------------- resuming
+
+
+def shuffled():
+    return DataLoader(TensorDataset(*data()), batch_size=5, shuffle=True)
+
+
+OPTIMISERS = {
+    "torch class": lambda bnn: ADAM,
+    "torch instance": lambda bnn: torch.optim.Adam(bnn.parameters(), lr=0.01),
+    "SGD with momentum": lambda bnn: functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "pyro": lambda bnn: pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.99}),
+    "pyro, by name": lambda bnn: pyro.optim.Adam(lambda name: {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("optim", OPTIMISERS)
+@pytest.mark.parametrize("guide", ["AutoNormal", "AutoLowRankMultivariateNormal"])
+def test_a_resumed_run_is_the_uninterrupted_one(guide, optim):
+    options = {"beta": lambda epoch: min(1.0, (epoch + 1) / 4), "lr_multipliers": {"scale": 3.0}}
+    if optim == "torch instance":
+        del options["lr_multipliers"]
+
+    def start():
+        pyro.set_rng_seed(2)
+        return make(GUIDES[guide])
+
+    straight = start()
+    pyro.set_rng_seed(3)
+    whole = straight.fit(shuffled(), OPTIMISERS[optim](straight), 5, **options)
+
+    first = start()
+    pyro.set_rng_seed(3)
+    before = first.fit(shuffled(), OPTIMISERS[optim](first), 2, **options)
+    checkpoint = through_a_file(first.checkpoint())
+
+    pyro.set_rng_seed(99)  # another process
+    resumed = make(GUIDES[guide])
+    resumed.load_checkpoint(checkpoint)
+    torch.rand(7)
+    after = resumed.fit(shuffled(), OPTIMISERS[optim](resumed), 3, **options)
+    assert_same_state(straight, resumed)
+    assert before.loss + after.loss == whole.loss
+    left, right = (bnn.optimizer.state_dict() for bnn in (straight, resumed))
+    assert left["param_groups"] == right["param_groups"]
+
+
+def test_a_checkpoint_from_within_the_callback_resumes_too():
+    def start():
+        pyro.set_rng_seed(2)
+        return make()
+
+    straight, saved = start(), {}
+
+    def callback(bnn, epoch, loss):
+        if epoch == 1:
+            saved.update(through_a_file(bnn.checkpoint()))
+
+    pyro.set_rng_seed(3)
+    straight.fit(shuffled(), ADAM, 4, callback)
+    resumed = make()
+    resumed.load_checkpoint(saved)
+    epochs = []
+    resumed.fit(shuffled(), ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [2, 3]
+    assert_same_state(straight, resumed)
+
+
+def test_after_the_resumed_fit_the_next_starts_afresh():
+    bnn = fitted(epochs=2)
+    resumed = make()
+    resumed.load_checkpoint(bnn.checkpoint())
+    epochs = []
+    for _ in range(2):
+        resumed.fit([data()], ADAM, 1, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [2, 0]
+
+
+OTHERS = [
+    pyro.optim.Adam(lambda name: {"lr": 0.1}),
+    torch.optim.AdamW,
+    functools.partial(torch.optim.SGD, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_resuming_with_another_optimiser_is_an_error(other):
+    bnn = fitted()
+    resumed = make()
+    resumed.load_checkpoint(bnn.checkpoint())
+    with pytest.raises(ValueError, match=r"optimiser Adam with groups of .* go on with an optim"):
+        resumed.fit([data()], other, 1)
+    assert_same_state(resumed, bnn)
+    resumed.fit([data()], ADAM, 1)  # the checkpoint still waits
+    assert {state["step"].item() for state in resumed.optimizer.state.values()} == {4}
+
+
+def test_a_state_dict_is_no_checkpoint():
+    bnn = make()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match=r"no checkpoint: it has no bnn.*load_state_dict"):
+        bnn.load_checkpoint(fitted().state_dict())
+    assert_same_state(bnn, before)
+
+
+def test_resuming_under_an_exponential_schedule():
+    def run(bnn, epochs):
+        optim = pyro.optim.ExponentialLR(
+            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.01}, "gamma": 0.5}
+        )
+        rates = []
+
+        def callback(bnn, epoch, loss):
+            rates.append(bnn.optimizer.param_groups[0]["lr"])
+            optim.step()
+
+        bnn.fit([data()], optim, epochs, callback)
+        return rates
+
+    first, resumed = make(), make()
+    rates = run(first, 2)
+    resumed.load_checkpoint(first.checkpoint())
+    assert rates + run(resumed, 2) == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
+
+
+# --------------------------------------------------------------------------- MCMC and PytorchBNN
+
+
+def mcmc():
+    return tyxe.MCMC_BNN(
+        nn.Linear(2, 1),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
+        functools.partial(HMC, step_size=0.05, num_steps=3),
+    )
+
+
+def test_samples_survive_the_state_dict():
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=8, warmup_steps=2, disable_progbar=True)
+    fresh = mcmc()
+    fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    assert_same_state(bnn, fresh)
+    for twin in (fresh, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert twin.get_samples().keys() == {"net.weight", "net.bias", "likelihood.scale"}
+        for name, value in bnn.get_samples().items():
+            assert torch.equal(twin.get_samples()[name], value)
+        assert_same_predictions(bnn, twin)
+    assert bnn.double().predict(data()[0].double())[0].dtype == torch.float64
+
+
+def test_failed_load_keeps_the_samples():
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
+    before = {name: value.clone() for name, value in bnn.get_samples().items()}
+    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
+        bnn.load_state_dict(make().state_dict())
+    assert bnn.get_samples().keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(bnn.get_samples()[name], value)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_pytorch_bnn_is_a_module_like_any_other(guide):
+    def build():
+        return tyxe.PytorchBNN(net(), NORMAL, GUIDES[guide])
+
+    bnn, fresh = build(), build()
+    x = data()[0]
+    (bnn(x).sum() + bnn.cached_kl_loss).backward()
+    fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    for twin in (fresh, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert_same_state(bnn, twin)
+        assert_same_predictions(bnn, twin)
+
+
+def test_a_bnn_is_a_part_of_a_larger_module():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bayesian = tyxe.PytorchBNN(
+                nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)), AutoNormal
+            )
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.head(self.bayesian(x))
+
+    model, fresh = Model(), Model()
+    fresh.load_state_dict(through_a_file(model.state_dict()))
+    pyro.set_rng_seed(1)
+    output = model(data()[0])
+    pyro.set_rng_seed(1)
+    assert torch.equal(output, fresh(data()[0]))
+    with pytest.raises(RuntimeError):
+        fresh.load_state_dict({**model.state_dict(), "bayesian.net.weight": torch.zeros(5, 2)})
+
+
+def test_categorical_likelihood_has_no_state_to_lose():
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, Categorical(N), AutoNormal)
+    assert not [name for name in bnn.state_dict() if name.startswith("likelihood")]

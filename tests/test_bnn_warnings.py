@@ -1,0 +1,195 @@
+"""Results that would be quietly wrong are announced, and good ones are not."""
+
+import functools
+import warnings
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe.guides import AutoNormal, AutoRadial
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+FROZEN = functools.partial(torch.optim.SGD, lr=0.0)
+ADAM = functools.partial(torch.optim.Adam, lr=0.05)
+
+
+def make(net=None, guide=AutoNormal, dataset_size=50, scale=0.5, prior=PRIOR):
+    likelihood = HomoskedasticGaussian(dataset_size, scale=scale)
+    return tyxe.VariationalBNN(net or nn.Linear(2, 1), prior, likelihood, guide)
+
+
+def data():
+    x = torch.randn(50, 2)
+    return x, x.sum(-1, keepdim=True) + 0.5 * torch.randn(50, 1)
+
+
+def messages(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    assert all(issubclass(w.category, tyxe.TyxeWarning) for w in caught)
+    return caught
+
+
+# --------------------------------------------------------------------------- after a fit
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial, AutoDiagonalNormal, AutoDelta])
+def test_a_good_fit_is_silent(guide):
+    bnn = make(guide=guide)
+    assert messages(lambda: bnn.fit([data()], ADAM, 60)) == []
+
+
+SCALES = {"collapsed": 1e-9, "exploded": 50.0}
+
+
+@pytest.mark.parametrize("what", SCALES)
+def test_scales_that_left_all_bounds(what):
+    guide = functools.partial(AutoNormal, init_scale=SCALES[what])
+    bnn = make(guide=guide)
+    caught = messages(lambda: bnn.fit([data()], FROZEN, 1, beta=0.01))
+    assert len(caught) == 2  # weight and bias
+    text = str(caught[0].message)
+    assert f"standard deviations of site 'net.weight' have {what}" in text
+    assert "lr_multipliers" in text
+    assert "max_guide_scale" in text
+    assert caught[0].filename == __file__  # the caller's line
+
+
+def test_scales_are_judged_by_the_priors():
+    # Tiny scales next to a tiny prior are a posterior like any other.
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1e-8))
+    bnn = make(guide=functools.partial(AutoNormal, init_scale=1e-9), prior=prior)
+    assert messages(lambda: bnn.fit([data()], FROZEN, 1, beta=0.01)) == []
+
+
+def test_a_few_dead_weights_are_no_collapse():
+    bnn = make(nn.Linear(5, 1))
+    with torch.no_grad():
+        bnn.net_guide.unconstrained_scales["weight"][0, :2] = -25.0
+    x = torch.randn(50, 5)
+    loader = [(x, x.sum(-1, keepdim=True))]
+    assert messages(lambda: bnn.fit(loader, FROZEN, 1, beta=0.01)) == []
+
+
+def test_kl_that_dwarfs_the_data():
+    net = nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 1))
+    bnn = make(net, scale=2.0)
+    caught = messages(lambda: bnn.fit([data()], FROZEN, 1, beta=100.0))
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert "nats) dwarfs the data" in text
+    assert "dataset_size" in text
+    assert "beta < 1" in text
+    assert caught[0].filename == __file__
+    # Weighted down, it does not.
+    assert messages(lambda: bnn.fit([data()], FROZEN, 1, beta=1e-3)) == []
+
+
+def test_a_callback_that_stops_a_fit_is_warned_as_well():
+    bnn = make(guide=functools.partial(AutoNormal, init_scale=1e-9))
+    caught = messages(lambda: bnn.fit([data()], FROZEN, 5, lambda *_: True, beta=0.01))
+    assert "collapsed" in str(caught[0].message)
+
+
+def test_warnings_are_errors_where_asked_for():
+    bnn = make(guide=functools.partial(AutoNormal, init_scale=1e-9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tyxe.TyxeWarning)
+        with pytest.raises(tyxe.TyxeWarning, match="collapsed"):
+            bnn.fit([data()], FROZEN, 1, beta=0.01)
+    assert all(module.training for module in bnn.modules())
+
+
+# --------------------------------------------------------------------------- missed handlers
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(3, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+HANDLERS = {
+    "local_reparameterization": tyxe.poutine.local_reparameterization,
+    "flipout": tyxe.poutine.flipout,
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_weight_that_misses_its_handler_is_named(handler):
+    bnn = tyxe.VariationalBNN(Embedded(), PRIOR, Categorical(6), AutoNormal)
+    tokens = torch.arange(6) % 3
+
+    def call():
+        with HANDLERS[handler]():
+            bnn.predict(tokens, num_predictions=3)
+
+    caught = messages(call)
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert "net.embedding.weight (used by embedding)" in text
+    assert "net.head.weight" not in text
+    assert "report()" in text
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_linear_maps_alone_are_silent(handler):
+    bnn = make()
+
+    def call():
+        with HANDLERS[handler]():
+            bnn.fit([data()], ADAM, 60)
+            bnn.predict(data()[0], num_predictions=3)
+
+    assert messages(call) == []
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_guide_that_no_handler_treats(handler):
+    bnn = make(guide=AutoMultivariateNormal)
+
+    def call():
+        with HANDLERS[handler]():
+            bnn.predict(data()[0], num_predictions=3)
+
+    caught = messages(call)
+    assert len(caught) == 1
+    assert "had no effect" in str(caught[0].message)
+
+
+def test_an_error_on_its_way_is_not_buried_under_warnings():
+    bnn = tyxe.VariationalBNN(Embedded(), PRIOR, Categorical(6), AutoNormal)
+
+    def call():
+        with pytest.raises(ValueError, match="targets"), tyxe.poutine.local_reparameterization():
+            bnn.evaluate(torch.arange(6) % 3, torch.zeros(5).long())
+
+    assert messages(call) == []
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        lambda: tyxe.poutine.selective_scale(scale=0.5, expose=["0.wieght"]),
+        lambda: tyxe.poutine.selective_mask(mask=torch.ones(50).bool(), expose=["likelihod.data"]),
+    ],
+)
+def test_a_name_that_meets_no_site(handler):
+    bnn = make()
+
+    def call():
+        with handler():
+            bnn.fit([data()], ADAM, 60)
+
+    caught = messages(call)
+    assert len(caught) == 1
+    assert "no site of that name" in str(caught[0].message)

@@ -1,0 +1,73 @@
+"""README.md runs as pasted and links to what is there; no text installs the wrong package."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+TEXTS = sorted(
+    path
+    for pattern in (
+        *("*.md", "*.toml", "Makefile", ".ci/*", "docs/*.md", "docs/*.py", "notebooks/*.ipynb"),
+        *(f"{folder}/**/*.py" for folder in ("tyxe", "examples", "benchmarks")),
+    )
+    for path in ROOT.glob(pattern)
+)
+# The distribution is `tyxe-bnn`; the plain name belongs to somebody else's fork.
+WRONG_INSTALL = re.compile(r"pip3?\s+install\s+(?:-\S+\s+)*[\"']?tyxe(?!-bnn)\b", re.IGNORECASE)
+
+
+def test_readme_has_its_examples() -> None:
+    assert len(BLOCKS) >= 3
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_block_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
+    if "torchvision" in code:
+        pytest.importorskip("torchvision", reason="the block uses the extra `vision`")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#\s]+)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("pip install tyxe", True),
+        ("pip install --upgrade 'tyxe[plot]'", True),
+        ("python -m pip install -U tyxe", True),
+        ("pip install tyxe-bnn", False),
+        ('pip install -e ".[vision,plot]"', False),
+    ],
+)
+def test_wrong_install_is_recognised(text: str, wrong: bool) -> None:
+    assert bool(WRONG_INSTALL.search(text)) == wrong
+
+
+def test_no_text_installs_the_fork() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in TEXTS
+        for match in WRONG_INSTALL.finditer(path.read_text())
+    }
+    assert len(TEXTS) > 20
+    assert found == set()

@@ -1,0 +1,307 @@
+"""Likelihoods: the contract, what bad input is told, numbers at the edges."""
+
+import math
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.distributions as td
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+from tyxe.testing import LIKELIHOODS, LikelihoodCase, check_likelihood
+
+EACH = {
+    "Bernoulli": Bernoulli,
+    "Categorical": Categorical,
+    "HomoskedasticGaussian": lambda n=None, **k: HomoskedasticGaussian(n, scale=1.0, **k),
+    "HeteroskedasticGaussian": HeteroskedasticGaussian,
+    "Poisson": Poisson,
+}
+
+
+@pytest.mark.parametrize("case", LIKELIHOODS.values(), ids=LIKELIHOODS.keys())
+def test_contract(case):
+    check_likelihood(case)
+
+
+@pytest.mark.parametrize(("points", "draws"), [(4, 1), (7, 2), (3, 20)])
+def test_contract_at_other_sizes(points, draws):
+    check_likelihood(LikelihoodCase(Categorical, (3,)), points, draws)
+    check_likelihood(LikelihoodCase(HeteroskedasticGaussian, (4,), (2,)), points, draws)
+
+
+def test_the_contract_finds_faults():
+    class Halved(Poisson):
+        def aggregate_predictions(self, predictions, dim=0, latents=None):
+            return super().aggregate_predictions(predictions, dim, latents) - math.log(2)
+
+    class Unscaled(Poisson):
+        def forward(self, predictions, obs=None):
+            return poutine.scale(super().forward, 0.5)(predictions, obs)
+
+    class Scalar(Poisson):
+        def point_error(self, predictions, targets):
+            return super().point_error(predictions, targets).mean()
+
+    for faulty in (Halved, Unscaled, Scalar):
+        with pytest.raises((AssertionError, IndexError)):
+            check_likelihood(LikelihoodCase(faulty, matches_variance=False))
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_dataset_size_is_needed_and_positive(name):
+    make = EACH[name]
+    for missing in (None, "100", 10.0, True):
+        with pytest.raises(
+            TypeError, match=r"needs the number of training points: \w+\(dataset_size=len"
+        ):
+            make(missing)
+    for bad in (0, -3):
+        with pytest.raises(ValueError, match=f"dataset_size is {bad}; expected a positive number"):
+            make(bad)
+    assert make(torch.tensor(5)).dataset_size == 5
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets", "hint"),
+    [
+        (Bernoulli(9), (4, 1), (4,), r"pass targets.unsqueeze\(-1\), or squeeze the net's output"),
+        (Bernoulli(9), (4,), (4, 1), r"pass targets.squeeze\(-1\), or unsqueeze the net's output"),
+        (Bernoulli(9), (4, 2), (4, 3), "they have to be the same"),
+        (Bernoulli(9), (4,), (1,), "they have to be the same"),
+        (Categorical(9), (4, 3), (4, 1), r"pass targets.squeeze\(-1\)"),
+        (Categorical(9), (4, 3), (4, 3), "they have to be the same"),
+        (Categorical(9), (4, 3, 5, 5), (4, 5, 5), r"return logits.movedim\(1, -1\)"),
+        (HomoskedasticGaussian(9, 1.0), (4, 1), (4,), r"pass targets.unsqueeze\(-1\)"),
+        (HomoskedasticGaussian(9, 1.0), (4,), (4, 1), r"pass targets.squeeze\(-1\)"),
+        (HeteroskedasticGaussian(9), (4, 2), (4,), r"pass targets.unsqueeze\(-1\)"),
+        (HeteroskedasticGaussian(9), (4, 2), (4, 2), "they have to be the same"),
+        (Poisson(9), (4, 1), (4,), r"pass targets.unsqueeze\(-1\)"),
+    ],
+)
+def test_targets_of_another_shape_are_refused(likelihood, outputs, targets, hint):
+    dtype = torch.long if isinstance(likelihood, Categorical) else torch.float
+    predictions, y = torch.zeros(outputs), torch.zeros(targets, dtype=dtype)
+    for call in (likelihood.log_likelihood, likelihood.error, likelihood, likelihood.check_targets):
+        with pytest.raises(ValueError, match=hint) as caught:
+            call(predictions, y)
+        assert f"{type(likelihood).__name__} got targets of shape {targets}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets"),
+    [
+        (Bernoulli(9), (3,), [0.0, 1.0, 2.0]),
+        (Bernoulli(9), (3,), [0.0, 1.0, 0.5]),
+        (Categorical(9), (3, 2), [0, 1, 2]),
+        (Categorical(9), (3, 2), [0, 1, -1]),
+        (Poisson(9), (3,), [0.0, 1.0, -1.0]),
+        (Poisson(9), (3,), [0.0, 1.0, 1.5]),
+        (HomoskedasticGaussian(9, 1.0), (3,), [0.0, 1.0, float("nan")]),
+    ],
+)
+def test_targets_outside_the_support_are_refused(likelihood, outputs, targets):
+    bad = torch.tensor(targets)
+    with pytest.raises(ValueError, match=r"outside the support of .* they range from"):
+        likelihood.check_targets(torch.zeros(outputs), bad)
+    likelihood.check_targets(torch.zeros(outputs)[:2], bad[:2])
+
+
+def test_class_labels_are_integers():
+    for call in (Categorical(9).log_likelihood, Categorical(9).error, Categorical(9)):
+        with pytest.raises(TypeError, match=r"got targets of torch.float32; pass targets.long\(\)"):
+            call(torch.zeros(3, 2), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [Bernoulli(9), HomoskedasticGaussian(9, 1.0), Poisson(9)],
+    ids=lambda x: type(x).__name__,
+)
+def test_predictions_need_a_row_for_each_point(likelihood):
+    with pytest.raises(ValueError, match="no dimension counts data points"):
+        likelihood(torch.zeros(()), None)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+def test_heteroskedastic_predictions_come_in_pairs(shape):
+    with pytest.raises(ValueError, match="a mean and a scale for each of d targets"):
+        HeteroskedasticGaussian(9).predictive_distribution(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("reduction", ["average", None, "Sum"])
+def test_other_reductions_are_refused(reduction):
+    with pytest.raises(ValueError, match="expected 'sum', 'mean' or 'none'"):
+        Bernoulli(9).log_likelihood(torch.zeros(3), torch.zeros(3), reduction)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "exactly one of them"),
+        ({"scale": 1.0, "precision": 1.0}, "exactly one of them"),
+        ({"scale": 0.0}, "scale is 0.0; expected positive numbers"),
+        ({"precision": -1.0}, "precision is -1.0; expected positive"),
+        ({"scale": float("nan")}, "scale is nan; expected positive"),
+        ({"scale": torch.tensor([1.0, -1.0])}, "expected positive numbers"),
+    ],
+)
+def test_the_noise_is_given_once_and_positive(options, match):
+    with pytest.raises(ValueError, match=match):
+        HomoskedasticGaussian(9, **options)
+
+
+# --- what each one says ---------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_precision_is_the_inverse_variance(points, size):
+    predictions, targets = torch.randn(points, size).double(), torch.randn(points, size).double()
+    by_scale = HomoskedasticGaussian(9, scale=0.5).double()
+    by_precision = HomoskedasticGaussian(9, precision=4.0).double()
+    torch.testing.assert_close(
+        by_scale.log_likelihood(predictions, targets),
+        by_precision.log_likelihood(predictions, targets),
+    )
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.1}, {"precision": 100.0}])
+def test_the_noise_is_not_rounded(options):
+    likelihood = HomoskedasticGaussian(9, **options)
+    distribution = likelihood.predictive_distribution(torch.zeros(3, 1, dtype=torch.float64))
+    torch.testing.assert_close(
+        distribution.stddev, torch.full((3, 1), 0.1, dtype=torch.float64), rtol=1e-15, atol=0
+    )
+    assert likelihood.scale.item() == pytest.approx(0.1)
+    assert likelihood.precision.item() == pytest.approx(100.0)
+
+
+def test_errors_count_misclassifications_or_sum_squares():
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
+    labels = torch.tensor([0, 0, 1])
+    assert Categorical(9).error(logits, labels, "none").tolist() == [0.0, 1.0, 1.0]
+    assert Bernoulli(9).error(torch.tensor([1.0, -1.0]), torch.tensor([1, 1]), "sum") == 1.0
+    mean, targets = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
+    assert HomoskedasticGaussian(9, 1.0).error(mean, targets, "sum") == 5.0
+    both = torch.tensor([[1.0, 2.0, 0.0, 0.0]])
+    assert HeteroskedasticGaussian(9).error(both, targets, "sum") == 5.0
+    assert Poisson(9).error(torch.tensor([2.0]).log(), torch.tensor([5]), "sum") == pytest.approx(
+        9.0
+    )
+
+
+@pytest.mark.parametrize("likelihood", [Categorical, Bernoulli])
+def test_probabilities_in_place_of_logits(likelihood):
+    logits = torch.randn(6, 4, 3).double()
+    squash = torch.sigmoid if likelihood is Bernoulli else (lambda t: t.softmax(-1))
+    by_logits, by_probs = likelihood(9), likelihood(9, logit_predictions=False)
+    targets = by_logits.sample(logits[0])
+    torch.testing.assert_close(
+        by_probs.log_likelihood(squash(logits[0]), targets),
+        by_logits.log_likelihood(logits[0], targets),
+    )
+    torch.testing.assert_close(
+        by_probs.aggregate_predictions(squash(logits)),
+        squash(by_logits.aggregate_predictions(logits)),
+    )
+    torch.testing.assert_close(
+        by_probs.error(squash(logits[0]), targets), by_logits.error(logits[0], targets)
+    )
+
+
+def test_aggregation_survives_extreme_predictions():
+    large = torch.tensor([[[800.0, -800.0]], [[-800.0, 800.0]]])
+    torch.testing.assert_close(
+        Categorical(9).aggregate_predictions(large).softmax(-1), torch.tensor([[0.5, 0.5]])
+    )
+    logits = Bernoulli(9).aggregate_predictions(torch.tensor([[500.0], [400.0]]))
+    # The mean of the complements is exp(-400)/2: its logit is 400 + log 2.
+    torch.testing.assert_close(logits, torch.tensor([400 + math.log(2)]))
+    rates = Poisson(9).aggregate_predictions(torch.tensor([[200.0], [-200.0]]))
+    torch.testing.assert_close(rates, torch.tensor([200 - math.log(2)]))
+    narrow = torch.tensor([[[1.0, -18.0]]]).double()
+    aggregated = HeteroskedasticGaussian(9).aggregate_predictions(narrow)
+    torch.testing.assert_close(aggregated, narrow[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("positive_scale", [True, False])
+def test_the_heteroskedastic_mixture_has_the_mean_of_its_parts(positive_scale):
+    likelihood = HeteroskedasticGaussian(9, positive_scale=positive_scale)
+    predictions = torch.randn(5, 3, 4).double().abs()
+    combined = likelihood.predictive_distribution(likelihood.aggregate_predictions(predictions))
+    torch.testing.assert_close(combined.mean, predictions[..., :2].mean(0))
+    samples = likelihood.sample(predictions, (4000,)).flatten(0, 1)
+    error = combined.stddev / math.sqrt(len(samples))
+    assert bool(((samples.mean(0) - combined.mean).abs() < 6 * error).all())
+
+
+def test_an_inferred_scale_is_a_site_and_its_draws_are_averaged():
+    likelihood = HomoskedasticGaussian(9, scale=dist.LogNormal(0.0, 1.0)).double()
+    trace = poutine.trace(likelihood).get_trace(torch.zeros(3, 1).double(), torch.ones(3, 1))
+    assert not trace.nodes["likelihood.scale"]["is_observed"]
+    latents = {"scale": torch.tensor([1.0, 3.0]).double()}
+    predictions = torch.tensor([0.0, 2.0]).double().reshape(2, 1, 1)
+    mean, scale = likelihood.aggregate_predictions(predictions, 0, latents)
+    assert mean.item() == 1.0
+    # Noise (1 + 9) / 2, spread 1.
+    assert scale.item() == pytest.approx(math.sqrt(6.0))
+    half = torch.tensor(0.5)
+    parts = [td.Normal(0.0, 1.0).log_prob(half), td.Normal(2.0, 3.0).log_prob(half)]
+    actual = likelihood.mixture_log_likelihood(predictions, torch.full((1, 1), 0.5), latents)
+    assert actual.item() == pytest.approx(
+        torch.stack(parts).logsumexp(0).item() - math.log(2), rel=1e-6
+    )
+    assert likelihood.scale.item() == pytest.approx(math.exp(0.5), rel=1e-6)
+
+
+def test_a_vector_of_scales_may_be_inferred():
+    prior = dist.LogNormal(0.0, 1.0).expand([2]).to_event(1)
+    likelihood = HomoskedasticGaussian(9, scale=prior)
+    latents = {"scale": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    _, scale = likelihood.aggregate_predictions(torch.zeros(2, 5, 2), 0, latents)
+    torch.testing.assert_close(scale, torch.tensor([5.0, 10.0]).sqrt().expand(5, 2))
+
+
+def test_names_and_dtypes_follow():
+    likelihood = HomoskedasticGaussian(9, scale=0.1, name="second").double()
+    trace = poutine.trace(likelihood).get_trace(torch.zeros(3, 1).double(), torch.ones(3, 1))
+    assert "second.data" in trace.nodes
+    assert trace.nodes["second.data"]["fn"].mean.dtype == torch.float64
+    assert trace.nodes["second.data"]["scale"] == 3.0
+
+
+def test_half_precision_predictions():
+    predictions = torch.randn(4, 3).bfloat16()
+    for likelihood, targets in (
+        (Categorical(9), torch.tensor([0, 1, 2, 0])),
+        (HomoskedasticGaussian(9, 0.5), torch.randn(4, 3)),
+    ):
+        value = likelihood.log_likelihood(predictions, targets, "sum")
+        assert bool(value.isfinite())
+
+
+def test_a_likelihood_of_ones_own():
+    class Laplace(Likelihood):
+        def predictive_distribution(self, predictions, latents=None):
+            return dist.Laplace(predictions, 1.0).to_event(self.event_dim)
+
+        def point_error(self, predictions, targets):
+            return (predictions - targets).abs()
+
+        def aggregate_predictions(self, predictions, dim=0, latents=None):
+            return predictions.mean(dim)
+
+    check_likelihood(LikelihoodCase(Laplace, (2,), (2,), matches_variance=False))
