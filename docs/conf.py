@@ -40,7 +40,21 @@ napoleon_numpy_docstring = False
 
 # pytest runs the examples in docstrings; `make docs` runs those on the pages.
 doctest_test_doctest_blocks = ""
-doctest_global_setup = "import torch; torch.manual_seed(0); torch.set_num_threads(1)"
+# Pickle looks classes up by their module, so a page has to be one.
+doctest_global_setup = """
+import sys, types, torch
+
+class Page(types.ModuleType):
+    def __getattr__(self, name):
+        if name not in globals():
+            raise AttributeError(name)
+        return globals()[name]
+
+__name__ = "page"
+sys.modules[__name__] = Page(__name__)
+torch.manual_seed(0)
+torch.set_num_threads(1)
+"""
 
 
 def copy_notebooks() -> None:
@@ -49,8 +63,12 @@ def copy_notebooks() -> None:
     # What was deleted there must not linger here.
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
-    for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
+    notebooks = sorted((HERE.parent / "notebooks").glob("*.ipynb"))
+    for notebook in notebooks:
         shutil.copy2(notebook, target)
+    # A toctree's glob that matches nothing is a warning, so the page names what there is.
+    listed = "\n".join(["```{toctree}", *(notebook.stem for notebook in notebooks), "```"])
+    (target / "index.md").write_text(f"# Notebooks\n\n{listed}\n")
 
 
 copy_notebooks()
