@@ -20,7 +20,7 @@ from pyro.poutine.runtime import effectful
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tyxe.distributions import center, independent_moments
+from tyxe.distributions import center, deviation, independent_moments
 
 __all__ = ["Draw", "draws_are_lazy", "place"]
 
@@ -44,6 +44,7 @@ class _Source:
         # value is consistent with what the net has computed, or has written into it.
         self.value_only = distribution is None
         self._value = value
+        self._deviation: Tensor | None = None
         self._moments: tuple[Tensor, Tensor] | None = None
         self._grad = torch.is_grad_enabled()
         self._seed = int(torch.randint(2**62, ())) if value is None else 0
@@ -55,8 +56,27 @@ class _Source:
             reparameterized = self.distribution.has_rsample
             draw = self.distribution.rsample if reparameterized else self.distribution.sample
             with self._as_if_outside(), _seeded(self._seed, _representative(self.distribution)):
-                self._value = draw()
+                if self._deviation is None:
+                    self._value = draw()
+                else:
+                    self._value = self._deviation + _center_of(self.distribution)
         return self._value
+
+    @property
+    def was_drawn(self) -> bool:
+        return self._value is not None or self._deviation is not None
+
+    @property
+    def deviation(self) -> Tensor:
+        """The same draw less its centre."""
+        if self._deviation is None:
+            assert self.distribution is not None
+            with self._as_if_outside(), _seeded(self._seed, _representative(self.distribution)):
+                if self._value is None:
+                    self._deviation = deviation(self.distribution)
+                else:
+                    self._deviation = self._value - _center_of(self.distribution)
+        return self._deviation
 
     @property
     def moments(self) -> tuple[Tensor, Tensor] | None:
@@ -154,7 +174,7 @@ class Draw(Tensor):
     @property
     def was_drawn(self) -> bool:
         """Whether the value exists, drawn here or given."""
-        return self._source._value is not None
+        return self._source.was_drawn
 
     def value(self) -> Tensor:
         """Return the value, drawing it at the first call."""
@@ -171,6 +191,10 @@ class Draw(Tensor):
         """Return the centre of symmetry of independent elements, else None."""
         middle = self._source.center
         return None if middle is None else self._rearrange(middle)
+
+    def deviation(self) -> Tensor:
+        """Return the value less its centre, for a draw that has one."""
+        return self._rearrange(self._source.deviation)
 
     def _rearrange(self, tensor: Tensor) -> Tensor:
         for view in self._views:
@@ -222,6 +246,12 @@ class Draw(Tensor):
             "(scripted code, or a C++ extension); leave the handler for this net, or hide the "
             "weight from the prior"
         )
+
+
+def _center_of(distribution: td.Distribution) -> Tensor:
+    middle = center(distribution)
+    assert middle is not None
+    return middle
 
 
 def _representative(distribution: td.Distribution) -> Tensor:

@@ -93,17 +93,17 @@ class FlipoutMessenger(LinearMapMessenger):
         if weight[1] is not None:
             signs_in = _signs_like(event.input, event)
             perturbation = event.function(event.input * signs_in, weight[1], None)
-            output = output + perturbation * _signs_like(output, event)
+            output = torch.addcmul(output, perturbation, _signs_like(output, event))
         if bias_noise is not None:
             shaped = bias_noise.reshape(-1, *[1] * event.spatial_dims).to(output.dtype)
-            output = output + shaped * _signs_like(output, event)
+            output = torch.addcmul(output, shaped, _signs_like(output, event))
         return output
 
 
 def _centered(part: Tensor | None) -> Moments | None:
     if isinstance(part, Draw):
         middle = part.center()
-        return None if middle is None else (middle, part.value() - middle)
+        return None if middle is None else (middle, part.deviation())
     return None if part is None else (part, None)
 
 
