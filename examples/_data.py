@@ -1,0 +1,52 @@
+"""Image sets for the examples: from a local folder, or downloaded by torchvision."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+# The names that torchvision has for what the local files hold; notMNIST has none there.
+TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+
+
+def folders():
+    """List where files are looked for, in this order."""
+    given = [Path(os.environ["TYXE_DATA"])] if "TYXE_DATA" in os.environ else []
+    return [*given, ROOT.parent / "shared" / "data", ROOT / "data"]
+
+
+def images(name, split):
+    """Return images `(n, 1, height, width)` in [0, 1] and labels `(n,)`.
+
+    Args:
+        name: `mnist`, `fashion_mnist` or `notmnist`.
+        split: `train` or `test`.
+
+    Raises:
+        FileNotFoundError: the file is in no folder, and could not be downloaded.
+    """
+    for folder in folders():
+        if (path := folder / f"{name}.npz").exists():
+            with np.load(path) as arrays:
+                x, y = arrays[f"x_{split}"], arrays[f"y_{split}"]
+            return torch.from_numpy(x)[:, None] / 255, torch.from_numpy(y).long()
+    return _downloaded(name, split)
+
+
+def _downloaded(name, split):
+    looked = f"no {name}.npz in {', '.join(str(folder) for folder in folders())}"
+    if name not in TORCHVISION:
+        raise FileNotFoundError(f"{looked}, and torchvision has no {name}; set TYXE_DATA")
+    try:
+        import torchvision
+
+        dataset = getattr(torchvision.datasets, TORCHVISION[name])
+        found = dataset(str(ROOT / "data"), train=split == "train", download=True)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise FileNotFoundError(
+            f"{looked}, and torchvision could not download it: {error}. Set TYXE_DATA to a folder "
+            "that has it"
+        ) from error
+    return found.data[:, None] / 255, found.targets.long()
