@@ -333,7 +333,7 @@ CONSTRUCTORS = {
     "a guide's builder that builds none": (
         lambda: make(guide=lambda module: 3),
         TypeError,
-        r"the guide's builder returned a int; expected a guide, as tyxe.guides.AutoNormal",
+        r"the guide's builder returned a int; expected a module that holds its parameters",
     ),
     "all hidden, with a guide, for PyTorch": (
         lambda: tyxe.PytorchBNN(net(), HIDE_ALL, AutoNormal),

@@ -210,7 +210,8 @@ def test_hidden_parameters_stay_and_batchnorm_is_out_of_it():
     )
     before = {name: value.clone() for name, value in bnn.net.state_dict().items()}
     x, y = torch.randn(N, 2), torch.arange(N) % 3
-    mcmc = bnn.fit([(x, y)], 5, warmup_steps=2, disable_progbar=True)
+    with pytest.warns(tyxe.TyxeWarning, match=r"MCMC does not fit 1.weight, 1.bias"):
+        mcmc = bnn.fit([(x, y)], 5, warmup_steps=2, disable_progbar=True)
     assert mcmc.get_samples().keys() == {"net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"}
     assert all(torch.equal(value, before[n]) for n, value in bnn.net.state_dict().items())
     assert all(module.training for module in bnn.modules())

@@ -121,7 +121,7 @@ def test_discrete_sites_are_refused():
 
 
 def test_a_builder_has_to_build_a_guide():
-    with pytest.raises(TypeError, match="builder returned a int; expected a guide"):
+    with pytest.raises(TypeError, match="builder returned a int; expected a module"):
         PyroGuide.build(lambda module: 3, program())
 
 
@@ -290,24 +290,22 @@ def test_guides_that_couple_sites_have_no_distribution_for_one(builder):
         guide.get_detached_distributions()
 
 
-def test_plain_functions_are_guides_too():
+def test_any_module_is_a_guide_and_a_function_is_none():
     net = nn.Linear(1, 1, bias=False)
     fixed = program(net)
-    guide = PyroGuide.build(
-        lambda module: (
-            lambda: {
-                "net.weight": pyro.sample(
-                    "net.weight", dist.Normal(torch.ones(1, 1), 0.1).to_event(2)
-                )
-            }
-        ),
-        fixed,
-    )
+
+    class Fixed(nn.Module):
+        def forward(self):
+            q = dist.Normal(torch.ones(1, 1), 0.1).to_event(2)
+            return {"net.weight": pyro.sample("net.weight", q)}
+
+    guide = PyroGuide.build(lambda module: Fixed(), fixed)
     assert guide()["net.weight"].shape == (1, 1)
-    with pytest.raises(
-        TypeError, match="function has no median; predict with num_predictions >= 1"
-    ):
+    with pytest.raises(TypeError, match="Fixed has no median; predict with num_predictions >= 1"):
         guide.median()
+    # A function's pyro.param would live in the global store, where nothing trains it.
+    with pytest.raises(TypeError, match="builder returned a function; expected a module"):
+        PyroGuide.build(lambda module: Fixed().forward.__func__, fixed)
 
 
 # --- initial values -------------------------------------------------------------------------------

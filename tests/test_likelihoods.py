@@ -83,7 +83,7 @@ def test_the_dataset_size_is_needed_and_positive(name):
         (Bernoulli(9), (4, 2), (4, 3), "they have to be the same"),
         (Bernoulli(9), (4,), (1,), "they have to be the same"),
         (Categorical(9), (4, 3), (4, 1), r"pass targets.squeeze\(-1\)"),
-        (Categorical(9), (4, 3), (4, 3), "they have to be the same"),
+        (Categorical(9), (4, 3), (4, 3), r"targets.argmax\(-1\)"),
         (Categorical(9), (4, 3, 5, 5), (4, 5, 5), r"return logits.movedim\(1, -1\)"),
         (HomoskedasticGaussian(9, 1.0), (4, 1), (4,), r"pass targets.unsqueeze\(-1\)"),
         (HomoskedasticGaussian(9, 1.0), (4,), (4, 1), r"pass targets.squeeze\(-1\)"),

@@ -247,7 +247,7 @@ def call_with(function: Callable[..., Any], inputs: Any) -> Any:
     """
     if isinstance(inputs, Mapping):
         return function(**inputs)
-    if isinstance(inputs, tuple | list):
+    if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
         return function(*inputs)
     return function(inputs)
 

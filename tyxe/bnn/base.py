@@ -44,16 +44,20 @@ def set_train_mode(bnn: BNN) -> None:
     of its norms must not drift.
     """
     sites = {id(module._parameters[a]) for slots in bnn._slots.values() for module, a in slots}
+    kept = [
+        (module, module.training)
+        for part in bnn.net.modules()
+        if _is_frozen(part, sites)
+        for module in part.modules()
+    ]
+    bnn.train()  # a net's own `train` may keep some of its parts in eval mode
+    for module, mode in kept:
+        module.training = mode
 
-    def visit(module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        if parameters and not any(p.requires_grad or id(p) in sites for p in parameters):
-            return
-        module.training = True
-        for child in module.children():
-            visit(child)
 
-    visit(bnn)
+def _is_frozen(part: nn.Module, sites: set[int]) -> bool:
+    parameters = list(part.parameters())
+    return bool(parameters) and not any(p.requires_grad or id(p) in sites for p in parameters)
 
 
 class BNN(nn.Module):
@@ -132,11 +136,6 @@ class BNN(nn.Module):
         with self.substituted(values):
             return call_with(self.net, inputs)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the output for weights drawn from the prior (a Pyro program)."""
-        with self.substituted(self.net_prior()):
-            return self.net(*inputs, **kwargs)
-
     def update_prior(self, prior: Prior) -> None:
         """Replace the prior of the sites; which parameters are sites stays as it is.
 
@@ -184,8 +183,15 @@ class BNN(nn.Module):
         before = copy.deepcopy(self.state_dict())
         try:
             return super().load_state_dict(state_dict, strict, assign)
-        except RuntimeError as error:
+        except Exception as error:
             super().load_state_dict(before, strict=False)
+            if "optimizer" in state_dict and "bnn" in state_dict:
+                raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
+            if not any(str(key).startswith("net.") for key in state_dict):
+                raise RuntimeError(
+                    "this is the state of a plain net; load it into the net, and start the guide "
+                    "there: init_loc_fn=tyxe.guides.PretrainedInitializer.from_net(net)"
+                ) from None
             raise RuntimeError(
                 f"the state dict does not fit this {type(self).__name__}, which was left as it "
                 "was; build it with the same net, prior, likelihood and guide. " + str(error)

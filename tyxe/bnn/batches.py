@@ -15,7 +15,9 @@ __all__ = ["batches_of", "collect", "first_tensor", "is_loader"]
 
 def is_loader(inputs: Any) -> bool:
     """Say whether something stands for batches: iterable, and neither tensor nor container."""
-    return not isinstance(inputs, Tensor | tuple | list | Mapping) and hasattr(inputs, "__iter__")
+    return not isinstance(inputs, Tensor | tuple | list | Mapping) and (
+        hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
+    )
 
 
 def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Tensor]]:

@@ -42,6 +42,14 @@ def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any) -> None
         )
 
 
+def check_options(beta: Any, clip_norm: float | None) -> None:
+    """Raise for a weight or a norm that is negative or not a number."""
+    if not callable(beta) and not beta >= 0:
+        raise ValueError(f"beta is {beta}; expected 0 or more, or a function of the epoch")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm is {clip_norm}; expected a positive number")
+
+
 def _brief(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
@@ -164,7 +172,8 @@ def _relative_scale(q: td.Distribution, prior: Any) -> float | None:
     if not isinstance(prior, td.Distribution):
         return None
     try:
-        ratio = q.variance.sqrt() / prior.variance.sqrt()
+        ratio, scale = q.variance.sqrt() / prior.variance.sqrt(), prior.variance
     except NotImplementedError:
         return None
-    return float(ratio.median()) if bool(ratio.isfinite().any()) else None
+    # A heavy-tailed prior has no scale to compare with.
+    return float(ratio.median()) if bool((ratio.isfinite() & scale.isfinite()).all()) else None

@@ -14,6 +14,7 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from tyxe.distributions import known_entropy
 from tyxe.poutine import Draw
 
 __all__ = ["ElboTerms", "elbo_terms"]
@@ -74,6 +75,7 @@ def elbo_terms(
     """
     guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+    _check_guide(guide_trace)
     data, count = _data_term(model_trace)
     kl: Any = 0.0
     for name, site in _samples(guide_trace, observed=False):
@@ -98,11 +100,14 @@ def _samples(trace: Trace, observed: bool) -> list[tuple[str, Any]]:
     ]
 
 
-def _log_prob(site: Any) -> Tensor:
-    value = site["value"]
+def _value(site: Any) -> Tensor:
     # Not a use of the weight in the net, so no handler is told.
-    value = value.value() if isinstance(value, Draw) else value
-    log_prob = site["fn"].log_prob(value)
+    value: Tensor = site["value"]
+    return value.value() if isinstance(value, Draw) else value
+
+
+def _log_prob(site: Any) -> Tensor:
+    log_prob = site["fn"].log_prob(_value(site))
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
 
@@ -116,6 +121,33 @@ def _data_term(trace: Trace) -> tuple[Tensor, int]:
     return torch.as_tensor(total), count
 
 
+def _check_guide(trace: Trace) -> None:
+    """Raise where the estimate would be wrong without a word."""
+    sites = _samples(trace, observed=False)
+    for name, site in sites:
+        if not site["fn"].has_rsample:
+            raise ValueError(
+                f"the guide's distribution of {name!r}, {type(site['fn']).__name__}, has no "
+                "rsample, so no gradient reaches its parameters; use one that has"
+            )
+    auxiliary = [site["scale"] for _, site in sites if site["infer"].get("is_auxiliary")]
+    scales = [site["scale"] for _, site in sites]
+    if auxiliary and any(scale is not scales[0] and scale != scales[0] for scale in scales):
+        raise ValueError(
+            "this guide draws its sites from a variable of its own, so their KL cannot be scaled "
+            "one by one; use tyxe.guides.AutoNormal with selective_scale"
+        )
+
+
+def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
+    """The KL of a pair that is known, or with a known entropy and a sampled cross-entropy."""
+    try:
+        return td.kl_divergence(guide_site["fn"], prior)
+    except NotImplementedError:
+        entropy = known_entropy(guide_site["fn"])
+        return None if entropy is None else -entropy - prior.log_prob(_value(guide_site))
+
+
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
     if model_site is None:
         if not guide_site["infer"].get("is_auxiliary"):
@@ -127,10 +159,7 @@ def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
         return _log_prob(guide_site)
     # Pyro's closed form for a delta forgets its log-density: the Jacobian of a site's transform.
     if closed_form_kl and not isinstance(guide_site["fn"], dist.Delta):
-        try:
-            kl = td.kl_divergence(guide_site["fn"], model_site["fn"])
-        except NotImplementedError:
-            pass
-        else:
+        kl = _closed_form(guide_site, model_site["fn"])
+        if kl is not None:
             return scale_and_mask(kl, guide_site["scale"], guide_site["mask"]).sum()
     return _log_prob(guide_site) - _log_prob(model_site)

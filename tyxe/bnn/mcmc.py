@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from tyxe.bnn.batches import collect
 from tyxe.bnn.checks import check_first_batch
 from tyxe.bnn.potential import functional_kernel
 from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
 from tyxe.util import SiteTensors
@@ -87,7 +89,11 @@ class MCMC_BNN(SupervisedBNN):
             )
         if not len(self.net_prior) and not likelihood.latent_priors():
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
-        self.kernel_builder = kernel_builder
+        if isinstance(kernel_builder, type) and issubclass(kernel_builder, nn.Module):
+            raise TypeError(
+                f"{kernel_builder.__name__} is a guide; use it with tyxe.VariationalBNN"
+            )
+        self.kernel_builder: Callable[..., Any] = kernel_builder
         self.samples = Samples({}, trainable=None)
 
     def fit(
@@ -123,10 +129,29 @@ class MCMC_BNN(SupervisedBNN):
         with modes_restored(self):
             self.eval()
             check_first_batch(self, self.net_prior, inputs, targets)
+            self._warn_of_data(len(targets))
             mcmc = self._chains((inputs, targets), num_samples, mcmc_kwargs)
             mcmc.run(inputs, targets)
         self.samples.replace(mcmc.get_samples(group_by_chain=True))
         return mcmc
+
+    def _warn_of_data(self, points: int) -> None:
+        size = self.likelihood.dataset_size
+        if points != size:
+            warnings.warn(
+                f"the likelihood was built with dataset_size={size}, but there are {points} "
+                f"points: each counts {size / points:.3g} times",
+                TyxeWarning,
+                stacklevel=3,
+            )
+        hidden = [name for name, p in self.net.named_parameters() if p.requires_grad]
+        if hidden:
+            warnings.warn(
+                f"MCMC does not fit {', '.join(hidden)}, which the prior hides; they stay as "
+                "they came with the net",
+                TyxeWarning,
+                stacklevel=3,
+            )
 
     def _chains(self, data: tuple[Any, Tensor], num_samples: int, options: dict[str, Any]) -> MCMC:
         functional = None

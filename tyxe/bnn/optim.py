@@ -11,7 +11,7 @@ import torch
 from pyro.optim import PyroOptim
 from pyro.optim.lr_scheduler import PyroLRScheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 __all__ = ["LR_KINDS", "make_optimizer", "pyro_clipping", "pyro_scheduler"]
 
@@ -81,6 +81,9 @@ def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, floa
         raise ValueError(
             f"lr_multipliers names {unknown[0]!r}; the kinds are {', '.join(LR_KINDS)}"
         )
+    for kind, factor in (given or {}).items():
+        if not factor >= 0:
+            raise ValueError(f"lr_multipliers[{kind!r}] is {factor}; expected 0 or more")
     return given or {}
 
 
@@ -116,7 +119,8 @@ def _fused_option(
     while isinstance(constructor, functools.partial):
         chosen |= set(constructor.keywords)
         constructor = constructor.func
-    if not (isinstance(constructor, type) and issubclass(constructor, Optimizer)):
+    # Others may have to take sparse gradients, which fused kernels do not.
+    if not (isinstance(constructor, type) and issubclass(constructor, Adam | AdamW)):
         return {}
     known = inspect.signature(constructor).parameters
     supported = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
@@ -135,11 +139,17 @@ def _from_pyro(
 ) -> Optimizer:
     key = next(iter(parameters.values()))
     held = optim.optim_objs.get(key)
-    if held is None:
+    if held is None or not _holds(held, parameters):
         optimizer, held = _new_from_pyro(optim, parameters, kinds, factors)
         optim.optim_objs[key] = held
         return optimizer
     return held if isinstance(held, Optimizer) else held.optimizer
+
+
+def _holds(held: Any, parameters: Named) -> bool:
+    optimizer = held if isinstance(held, Optimizer) else held.optimizer
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return known == {id(p) for p in parameters.values()}
 
 
 def _new_from_pyro(
@@ -199,4 +209,5 @@ def gradients_finite(parameters: Iterable[Tensor]) -> bool:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return True
-    return bool(torch.stack(torch._foreach_norm(gradients)).sum().isfinite())
+    # The largest entry cannot overflow, as a sum of squares can.
+    return bool(nn.utils.get_total_norm(gradients, norm_type=float("inf")).isfinite())

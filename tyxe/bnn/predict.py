@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.batches import first_tensor, is_loader, split_rows
+from tyxe.bnn.batches import is_loader, split_rows
 from tyxe.likelihoods import Likelihood
-from tyxe.likelihoods.base import reduce_points
+from tyxe.likelihoods.base import at_least_float32, reduce_points
 from tyxe.poutine import draws_are_lazy, masked_pointwise
 from tyxe.priors import Prior
 
@@ -51,7 +51,7 @@ class SupervisedBNN(BNN):
                 "tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
             )
         super().__init__(net, prior, name)
-        self.likelihood = copy.deepcopy(likelihood)
+        self.likelihood = copy.deepcopy(likelihood).to(next(net.parameters()).device)
 
     @abstractmethod
     def draws(self, num_predictions: int) -> Iterator[Values]:
@@ -63,6 +63,11 @@ class SupervisedBNN(BNN):
     @abstractmethod
     def mean_values(self) -> Values:
         """Return the posterior's centre: a value for each site, by joint name."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the net's output for one draw from the posterior, in the mode the BNN is in."""
+        with self.substituted(self.one_draw()):
+            return self.net(*inputs, **kwargs)
 
     def model(self, inputs: Any, obs: Tensor | None = None) -> Any:
         """The joint model (a Pyro program): weights from the prior, the net, the likelihood.
@@ -101,19 +106,13 @@ class SupervisedBNN(BNN):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs of all draws on one batch, `(S, n, ...)`, and the likelihood's variables."""
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
-        if self._use_vmap(inputs, vectorize):
+        if vectorize and self._slots:
             return self._vmapped_outputs(draws, inputs)
         outputs, kept = [], []
         for values in draws:
             outputs.append(self.run_net(values, inputs))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
-
-    def _use_vmap(self, inputs: Any, vectorize: bool | None) -> bool:
-        if vectorize is not None or not self._slots:
-            return bool(vectorize) and bool(self._slots)
-        like = first_tensor(inputs)
-        return like is not None and like.is_cuda
 
     def _vmapped_outputs(
         self, draws: Iterator[Values], inputs: Any
@@ -149,8 +148,8 @@ class SupervisedBNN(BNN):
             inputs: the net's arguments, or one loader of batches in their place.
             num_predictions: number of draws; 0 predicts once, at the posterior's centre.
             aggregate: combine the draws by the likelihood; `False` returns them all.
-            vectorize: `True` runs draws in chunks under `torch.vmap`, `False` in a loop; by
-                default whichever was measured to be faster.
+            vectorize: run draws in chunks under `torch.vmap`, for nets that it takes; the
+                default is a loop, which was measured to be faster on CPUs.
             batch_size: rows that go through the net at a time.
 
         Returns:
@@ -174,7 +173,7 @@ class SupervisedBNN(BNN):
         batches = _batches(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
         with self._predicting():
             parts = [
-                self.likelihood.aggregate_predictions(outputs, 0, latents) if aggregate else outputs
+                self._aggregated(outputs, latents) if aggregate else outputs
                 for outputs, latents, _ in self._outputs(batches, num_predictions, vectorize)
             ]
         return _joined(parts, 0 if aggregate else 1)
@@ -210,8 +209,11 @@ class SupervisedBNN(BNN):
             ValueError: targets missing, or of another shape than the predictions.
         """
         _check_count(num_predictions)
-        if y is None and not is_loader(input_data):
-            raise ValueError("evaluate needs targets: evaluate(inputs, y), or a loader of pairs")
+        if (y is None) != is_loader(input_data):
+            raise ValueError(
+                "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
+                "loader of pairs"
+            )
         reduce_points(torch.zeros(1), reduction)
         name = self.likelihood.data_name
         errors, log_likelihoods = [], []
@@ -221,6 +223,8 @@ class SupervisedBNN(BNN):
                 rows = masked_pointwise(name, torch.arange(len(targets), device=outputs.device))
                 if len(rows) < len(targets):
                     outputs, targets = outputs[:, rows], targets[rows]
+                if targets is None:
+                    raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
                 error, log_likelihood = self._scores(outputs, latents, targets, aggregate)
                 errors.append(error)
                 log_likelihoods.append(log_likelihood)
@@ -228,6 +232,9 @@ class SupervisedBNN(BNN):
             reduce_points(torch.cat(errors, -1), reduction),
             reduce_points(torch.cat(log_likelihoods, -1), reduction),
         )
+
+    def _aggregated(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> Any:
+        return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
 
     def _scores(
         self, outputs: Tensor, latents: Mapping[str, Tensor], targets: Tensor, aggregate: bool
@@ -237,7 +244,7 @@ class SupervisedBNN(BNN):
             none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
             return none, none
         if aggregate:
-            combined = likelihood.aggregate_predictions(outputs, 0, latents)
+            combined = self._aggregated(outputs, latents)
             log_likelihood = likelihood.mixture_log_likelihood(outputs, targets, latents)
             return likelihood.error(combined, targets, "none"), log_likelihood
         errors = [likelihood.error(one, targets, "none") for one in outputs]
@@ -259,17 +266,19 @@ class SupervisedBNN(BNN):
         self, batches: Iterable[tuple[Any, Any]], num_predictions: int, vectorize: bool | None
     ) -> Iterator[tuple[Tensor, dict[str, Tensor], Any]]:
         """Yield outputs of the same draws on each batch: the generator is set back in between."""
-        # Taken before the loop: a loader draws numbers of its own when it starts.
-        cpu, cuda = torch.get_rng_state(), None
-        for position, (inputs, targets) in enumerate(batches):
-            cuda = _cuda_rng_state(inputs) if cuda is None else cuda
+        device = next(self.parameters()).device
+        draws, after = _rng_state(device), None
+        for inputs, targets in batches:
+            # The loader has random numbers of its own, which go on where they were.
+            loader = _rng_state(device)
             # Where a handler samples inside the net, noise has to differ between data points.
-            if position == 0 or not draws_are_lazy():
-                torch.set_rng_state(cpu)
-                if cuda is not None:
-                    torch.cuda.set_rng_state(cuda)
+            _set_rng_state(after if after is not None and draws_are_lazy() else draws, device)
             outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
+            after = _rng_state(device)
             yield outputs, latents, targets
+            _set_rng_state(loader, device)
+        if after is not None:
+            _set_rng_state(after, device)
 
 
 def _check_count(num_predictions: int) -> None:
@@ -282,6 +291,8 @@ def _batches(inputs: Any, targets: Tensor | None, batch_size: int | None) -> Ite
         return _pairs(inputs)
     if batch_size is None:
         return [(inputs, targets)]
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected a positive number of rows")
     pieces = split_rows(inputs, batch_size)
     labels = [None] * len(pieces) if targets is None else list(targets.split(batch_size))
     return zip(pieces, labels, strict=True)
@@ -310,9 +321,16 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1] if len(batch) == 2 else None
 
 
-def _cuda_rng_state(batch: Any) -> Tensor | None:
-    like = first_tensor(batch)
-    return torch.cuda.get_rng_state(like.device) if like is not None and like.is_cuda else None
+def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(
+        device
+    ) if device.type == "cuda" else None
+
+
+def _set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def _joined(parts: list[Any], dim: int) -> Any:

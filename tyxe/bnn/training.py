@@ -108,11 +108,13 @@ class Trainer:
 
     def _warn_of_size(self, points: int) -> None:
         size = self.bnn.likelihood.dataset_size
-        if points > size and not self._warned:
+        # Few points an epoch may be meant, far too few are not.
+        if points and not size / 20 <= points <= size and not self._warned:
             self._warned = True
+            much = "little" if points > size else "much"
             warnings.warn(
                 f"an epoch had {points} points, but the likelihood was built with dataset_size="
-                f"{size}, so the data count for too little against the KL",
+                f"{size}, so the data count for too {much} against the KL",
                 TyxeWarning,
                 stacklevel=4,
             )
@@ -124,7 +126,8 @@ class Trainer:
             RuntimeError: loss or gradient is not finite; the parameters, and the statistics of
                 normalising layers, are left as they were.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         statistics = [buffer.clone() for buffer in self._statistics]
         particles = [
             self._particle(inputs, targets, beta) for _ in range(self.options.num_particles)

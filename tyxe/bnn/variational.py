@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import modes_restored, set_train_mode
-from tyxe.bnn.checks import check_fit_arguments, warn_of_result
+from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.history import History
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.state import Checkpoint
@@ -182,21 +182,20 @@ class VariationalBNN(SupervisedBNN):
                 before the step.
         """
         check_fit_arguments(optim, num_epochs, num_particles)
+        check_options(beta, clip_norm)
         options = FitOptions(beta, clip_norm, lr_multipliers, num_particles, closed_form_kl)
         with modes_restored(self):
             if not any(module.training for module in self.modules()):
                 set_train_mode(self)
             trainer = Trainer(self, optim, options)
             self.optimizer, self._scheduler = trainer.optimizer, trainer.scheduler
-            if self._pending is not None:
-                self._epochs_done = self._pending.restore(trainer.optimizer, trainer.scheduler)
-                self._pending = None
-            else:
-                self._epochs_done = 0
+            pending = self._pending
+            first = 0 if pending is None else pending.restore(trainer.optimizer, trainer.scheduler)
+            self._epochs_done = first
             history = History()
-            for epoch in trainer.epochs(self._epochs_done, num_epochs, progress):
+            for epoch in trainer.epochs(first, num_epochs, progress):
                 trainer.run_epoch(data_loader, epoch, device, history)
-                self._epochs_done = epoch + 1
+                self._epochs_done, self._pending = epoch + 1, None
                 if callback is not None and callback(self, epoch, history.loss[-1]):
                     break
         warn_of_result(self, history)
@@ -224,9 +223,8 @@ class VariationalBNN(SupervisedBNN):
             >>> bool(resumed.fit(data, torch.optim.Adam, 2).loss)
             True
         """
-        return Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler).as_dict(
-            self.state_dict()
-        )
+        taken = Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler)
+        return (self._pending or taken).as_dict(self.state_dict())
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Take a checkpoint; the next `fit` goes on from it, epoch count and schedule included.
@@ -239,7 +237,8 @@ class VariationalBNN(SupervisedBNN):
         self._pending = pending
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "optimizer": None, "_scheduler": None}
+        # A copy starts its own training; what the optimiser knows belongs to the original.
+        return {**self.__dict__, "optimizer": None, "_scheduler": None, "_epochs_done": 0}
 
 
 class _LikelihoodProgram:

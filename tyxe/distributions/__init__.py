@@ -6,6 +6,7 @@ from tyxe.distributions.moments import (
     independent_moments,
     is_factorized,
     is_real,
+    known_entropy,
 )
 from tyxe.distributions.normal import FactorizedNormal, factorized_normal_kl, log_density
 from tyxe.distributions.stored import StoredDistribution, detached
@@ -20,5 +21,6 @@ __all__ = [
     "independent_moments",
     "is_factorized",
     "is_real",
+    "known_entropy",
     "log_density",
 ]

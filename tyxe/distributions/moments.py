@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from functools import singledispatch
 
+import torch
 import torch.distributions as td
 from torch import Tensor
 from torch.distributions import constraints
 
-__all__ = ["center", "deviation", "independent_moments", "is_factorized", "is_real"]
+__all__ = [
+    "center",
+    "deviation",
+    "independent_moments",
+    "is_factorized",
+    "is_real",
+    "known_entropy",
+]
 
 
 @singledispatch
@@ -42,7 +50,9 @@ def _(distribution: td.Independent[td.Distribution]) -> tuple[Tensor, Tensor] | 
 
 @independent_moments.register
 def _(distribution: td.Normal) -> tuple[Tensor, Tensor]:
-    return distribution.loc, distribution.scale.square()
+    # The square of a small scale underflows in half precision.
+    scale = distribution.scale
+    return distribution.loc, scale.to(torch.promote_types(scale.dtype, torch.float32)).square()
 
 
 @singledispatch
@@ -98,7 +108,19 @@ def deviation(distribution: td.Distribution) -> Tensor:
     return draw() - middle
 
 
-def is_real(support: constraints.Constraint) -> bool:
+@singledispatch
+def known_entropy(distribution: td.Distribution) -> Tensor | None:
+    """Return a posterior's entropy where its KL has a closed entropy and a sampled rest, or None.
+
+    Example:
+        >>> import torch
+        >>> known_entropy(td.Normal(torch.zeros(()), torch.ones(()))) is None
+        True
+    """
+    return None
+
+
+def is_real(support: constraints.Constraint | None) -> bool:
     """Say whether a support is unconstrained, elementwise.
 
     Example:

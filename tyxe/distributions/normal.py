@@ -42,9 +42,14 @@ class FactorizedNormal(dist.Independent):
     @property
     def variance(self) -> Tensor:
         """Elementwise variance."""
-        if self._variance is None:
-            self._variance = self.base_dist.scale.square()
-        return self._variance
+        if self._variance is not None:
+            return self._variance
+        scale = self.base_dist.scale
+        # The square of a small scale underflows in half precision.
+        variance = scale.to(torch.promote_types(scale.dtype, torch.float32)).square()
+        if variance.requires_grad or not scale.requires_grad:
+            self._variance = variance
+        return variance
 
     def sum_of_variances(self) -> Tensor:
         """Return the sum of all variances, without forming them if nobody else has."""
@@ -88,11 +93,16 @@ def _scalar(tensor: Tensor) -> Tensor | None:
 class _SumOfSquares(torch.autograd.Function):
     """`sum x^2` in one pass, with a gradient in one pass (and twice differentiable)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(x: Tensor) -> Tensor:
         flat = x.reshape(-1)
         return torch.dot(flat, flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ _CONTAINERS = (td.Distribution, td.Transform)
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, _CONTAINERS):
-        yield from vars(value).items()
+        # A transform's cache and its weak link to its inverse are no part of it.
+        yield from ((k, v) for k, v in vars(value).items() if k not in ("_cached_x_y", "_inv"))
     elif isinstance(value, list | tuple):
         yield from enumerate(value)
 

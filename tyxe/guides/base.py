@@ -137,6 +137,24 @@ class Guide(nn.Module, ABC):
             for name, _ in self.named_parameters()
         }
 
+    @property
+    def kind(self) -> str:
+        """What has to be the same for a state dict to mean the same; saved with it."""
+        return type(self).__name__
+
+    def get_extra_state(self) -> str:
+        """Return the guide's kind."""
+        return self.kind
+
+    def set_extra_state(self, state: str) -> None:
+        """Compare the kinds.
+
+        Raises:
+            RuntimeError: the state is that of a guide which reads its parameters differently.
+        """
+        if state != self.kind:
+            raise RuntimeError(f"the guide is {self.kind} here and {state} in the state dict")
+
     def __getstate__(self) -> dict[str, Any]:
         # The messages hold the prior's objects and serve the constructor only.
         return {**self.__dict__, "messages": {}}

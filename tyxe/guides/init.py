@@ -153,6 +153,7 @@ class PretrainedInitializer:
         values: tensors by the site's name, with or without the prefix of the joint model.
 
     Raises:
+        TypeError: a net in place of values.
         ValueError: when called: a site without value, or with one of another shape.
 
     Example:
@@ -163,6 +164,8 @@ class PretrainedInitializer:
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
+        if isinstance(values, nn.Module):
+            raise TypeError("values is a net; use PretrainedInitializer.from_net(net)")
         self.values = {name: value.detach().clone() for name, value in values.items()}
 
     @classmethod

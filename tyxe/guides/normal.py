@@ -54,11 +54,18 @@ class MeanField(Guide):
         max_guide_scale: float | None = None,
     ) -> None:
         super().__init__(module)
+        if max_guide_scale is not None and not max_guide_scale > 0:
+            raise ValueError(f"max_guide_scale is {max_guide_scale}; expected a positive number")
         self.max_guide_scale = max_guide_scale
         locs, scales = {}, {}
         for site in self.sites:
             message = self.messages[site.name]
             loc = init_loc_fn(message).detach()
+            if loc.shape != site.shape:
+                raise ValueError(
+                    f"init_loc_fn gives {site.name!r} a start of shape {tuple(loc.shape)}; "
+                    f"the site has shape {tuple(site.shape)}"
+                )
             scale = _start_of_scale(init_scale, site, message)
             unconstrained = loc if site.is_real else td.biject_to(site.support).inv(loc)
             locs[site.own_name] = unconstrained
@@ -68,6 +75,11 @@ class MeanField(Guide):
         self.locs = SiteTensors(locs, trainable=train_loc)
         self.unconstrained_scales = SiteTensors(scales, trainable=train_scale)
         self.messages = {}
+
+    @property
+    def kind(self) -> str:
+        """The class and the cap, without which scales cannot be read."""
+        return f"{type(self).__name__}(max_guide_scale={self.max_guide_scale})"
 
     def _unconstrain(self, scale: Tensor) -> Tensor:
         scale = scale.double()

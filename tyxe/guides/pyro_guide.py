@@ -11,6 +11,7 @@ import pyro.poutine as poutine
 import torch
 import torch.distributions as td
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor, nn
 
 from tyxe.distributions import detached, is_real
@@ -48,16 +49,25 @@ class PyroGuide(nn.Module):
         """Call a guide's builder on a program, and wrap the guide unless it is one of ours.
 
         Raises:
-            TypeError: the builder returned no module and no function.
+            TypeError: the builder returned no module: a function's `pyro.param` would live in
+                Pyro's global store, where no BNN trains it.
         """
+        if isinstance(builder, nn.Module):
+            raise TypeError(
+                f"the guide's builder is a {type(builder).__name__} already built; pass its class, "
+                "or a functools.partial of it: the BNN builds it on its own sites"
+            )
+        if isinstance(builder, type) and issubclass(builder, MCMCKernel):
+            raise TypeError(f"{builder.__name__} is a kernel; use it with tyxe.MCMC_BNN")
         with pyro.settings.context(module_local_params=True):
             guide = builder(module)
         if isinstance(guide, Guide | PyroGuide):
             return guide
-        if not callable(guide):
+        if not isinstance(guide, nn.Module):
             raise TypeError(
-                f"the guide's builder returned a {type(guide).__name__}; expected a guide, as "
-                "tyxe.guides.AutoNormal or a class from pyro.infer.autoguide builds it"
+                f"the guide's builder returned a {type(guide).__name__}; expected a module that "
+                "holds its parameters, as tyxe.guides.AutoNormal, a class from "
+                "pyro.infer.autoguide, or a PyroModule of your own does"
             )
         return cls(guide, module)
 
@@ -125,9 +135,12 @@ class PyroGuide(nn.Module):
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name, from Pyro's words for them."""
+        # Second comes Pyro's word, as in guide.scales.net.0.weight; what follows names the site.
+        words = {name: name.split(".")[1] for name, _ in self.named_parameters() if "." in name}
+        spread = ("scale", "cov_factor", "cov_diag")
         return {
-            name: "scale" if "scale" in name or "cov_factor" in name else "loc"
-            for name, _ in self.named_parameters()
+            name: "scale" if any(part in word for part in spread) else "loc"
+            for name, word in words.items()
         }
 
 

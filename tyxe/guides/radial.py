@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from tyxe.distributions import known_entropy
 from tyxe.guides.normal import MeanField
 
 __all__ = ["AutoRadial", "Radial"]
@@ -93,6 +94,11 @@ class Radial(dist.TorchDistribution):
         mean_log_radius = (torch.digamma(torch.tensor(0.5)).item() + math.log(2.0)) / 2
         constant = 0.5 * math.log(math.pi * math.e / 2) + area + (count - 1) * mean_log_radius
         return self.scale.log().sum() + constant
+
+
+@known_entropy.register
+def _(distribution: Radial) -> Tensor:
+    return distribution.entropy()
 
 
 class AutoRadial(MeanField):

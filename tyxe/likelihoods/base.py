@@ -13,7 +13,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
-__all__ = ["Likelihood", "reduce_points"]
+__all__ = ["Likelihood", "at_least_float32", "reduce_points"]
 
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
 
@@ -37,6 +37,13 @@ def reduce_points(values: Tensor, reduction: str) -> Tensor:
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction is {reduction!r}; expected 'sum', 'mean' or 'none'")
     return values.sum(-1) if reduction == "sum" else values.mean(-1)
+
+
+def at_least_float32(predictions: Predictions) -> Predictions:
+    """Return predictions in float32 at least: sums over a data set overflow half precision."""
+    if isinstance(predictions, tuple):
+        return tuple(at_least_float32(part) for part in predictions)
+    return predictions.to(torch.promote_types(predictions.dtype, torch.float32))
 
 
 class Likelihood(nn.Module, ABC):
@@ -121,6 +128,7 @@ class Likelihood(nn.Module, ABC):
 
     def check_targets(self, predictions: Tensor, targets: Tensor) -> None:
         """Raise one clear error if the targets cannot have come from this likelihood."""
+        self.check_predictions(predictions)
         self._distribution_for(predictions, targets)
         support: Any = self.predictive_distribution(predictions).support
         ok = support.check(self.prepare_targets(predictions, targets))
@@ -129,6 +137,9 @@ class Likelihood(nn.Module, ABC):
                 f"targets lie outside the support of {type(self).__name__}: {self._range(support)}"
                 f", but they range from {targets.min().item()} to {targets.max().item()}"
             )
+
+    def check_predictions(self, predictions: Tensor) -> None:
+        """Raise, or warn, if the net's output is no parametrisation of this likelihood."""
 
     @staticmethod
     def _range(support: Any) -> str:
@@ -170,6 +181,7 @@ class Likelihood(nn.Module, ABC):
         latents: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, Tensor | None]:
         """The distribution with data points as its only batch dimension, and fitting targets."""
+        predictions = at_least_float32(predictions)
         distribution = self.predictive_distribution(predictions, latents)
         if targets is not None:
             targets = self.prepare_targets(predictions, targets)
@@ -238,6 +250,7 @@ class Likelihood(nn.Module, ABC):
         Misclassifications (a count) for discrete likelihoods, squared errors for others.
         """
         self._distribution_for(predictions, targets)
+        predictions = at_least_float32(predictions)
         errors = self.point_error(predictions, self.prepare_targets(predictions, targets))
         per_point = errors.sum(tuple(range(1, errors.dim()))) if errors.dim() > 1 else errors
         return reduce_points(per_point, reduction)
@@ -264,6 +277,8 @@ def _shape_message(
         f"{likelihood} got targets of shape {tuple(given)} for predictions of shape "
         f"{tuple(expected)}"
     )
+    if len(given) == len(expected) + 1 and given == predictions:
+        return message + "; pass classes as integers: targets.argmax(-1)"
     if len(given) + 1 == len(expected) and expected[-1] == 1:
         return message + "; pass targets.unsqueeze(-1), or squeeze the net's output"
     if len(given) == len(expected) + 1 and given[-1] == 1:

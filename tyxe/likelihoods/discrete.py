@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 
 import pyro.distributions as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from tyxe.errors import TyxeWarning
 from tyxe.likelihoods.base import Likelihood
 
 __all__ = ["Bernoulli", "Categorical"]
@@ -60,6 +62,13 @@ class Categorical(Likelihood):
         if targets.is_floating_point():
             raise TypeError(f"Categorical got targets of {targets.dtype}; pass targets.long()")
         return targets.long()
+
+    def check_predictions(self, predictions: Tensor) -> None:
+        """Tell logits from probabilities."""
+        distributions = bool((predictions >= 0).all()) and bool(
+            ((predictions.sum(-1) - 1).abs() < 1e-3).all()
+        )
+        _check_kind(self.logit_predictions, distributions)
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return 1 where the most probable class is not the target."""
@@ -115,6 +124,11 @@ class Bernoulli(Likelihood):
         given = {"logits" if self.logit_predictions else "probs": predictions}
         return dist.Bernoulli(**given, validate_args=False).to_event(self.event_dim)
 
+    def check_predictions(self, predictions: Tensor) -> None:
+        """Tell logits from probabilities, where they cannot be."""
+        if not self.logit_predictions:
+            _check_kind(False, bool(((predictions >= 0) & (predictions <= 1)).all()))
+
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return 1 where the more probable label is not the target."""
         threshold = 0.0 if self.logit_predictions else 0.5
@@ -128,3 +142,17 @@ class Bernoulli(Likelihood):
             return predictions.mean(dim)
         # The logit of the mean is the difference of two log-mean-exps; both stay finite.
         return logsigmoid(predictions).logsumexp(dim) - logsigmoid(-predictions).logsumexp(dim)
+
+
+def _check_kind(expects_logits: bool, are_probabilities: bool) -> None:
+    if not expects_logits and not are_probabilities:
+        raise ValueError(
+            "the net's output is no probabilities; it looks like logits: use logit_predictions=True"
+        )
+    if expects_logits and are_probabilities:
+        warnings.warn(
+            "the net's output looks like probabilities, but is taken for logits: drop the net's "
+            "softmax, or use logit_predictions=False",
+            TyxeWarning,
+            stacklevel=7,
+        )

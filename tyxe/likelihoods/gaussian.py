@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import pyro.distributions as dist
@@ -61,7 +62,7 @@ class HomoskedasticGaussian(Likelihood):
         given = scale if precision is None else precision
         self.noise_prior = StoredDistribution(given) if isinstance(given, td.Distribution) else None
         # A number is kept as such, so that a float64 net meets it unrounded.
-        self._number = float(given) if isinstance(given, int | float) else None
+        self._number = float(given) if isinstance(given, Real) else None
         if self.noise_prior is None and not bool((torch.as_tensor(given) > 0).all()):
             raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
         self.register_buffer("noise", given.detach().clone() if isinstance(given, Tensor) else None)

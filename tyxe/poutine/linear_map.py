@@ -84,7 +84,9 @@ def _raise_event(
         return result
 
     x = use_values(x, func)
-    return _linear_map(LinearMap(kind, function, x, weight, bias, spatial_dims, _batch_dim))
+    # Attention flattens (sequence, batch) before its last projection: every row is then its own.
+    batch_dim = _batch_dim if x.dim() == 3 else 0
+    return _linear_map(LinearMap(kind, function, x, weight, bias, spatial_dims, batch_dim))
 
 
 def _rule(kind: str, spatial_dims: int, func: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,8 @@ class _Selective(Messenger):
         self._names = {name: name for name in expose} | {f"net.{name}": name for name in expose}
 
     def _exposes(self, name: str) -> bool:
-        spelled = self._names.get(name)
+        own = name[name.find(".net.") + 1 :] if ".net." in name else name
+        spelled = self._names.get(name, self._names.get(own))
         self._unmet.discard(spelled or "")
         return spelled is not None
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributions as td
 from torch import nn
 
+from tyxe.distributions import is_real
 from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePrior, SitePriors
 from tyxe.util import SITE_PRIORS
@@ -103,6 +104,8 @@ class Prior(ABC):
             priors[name] = self._checked(
                 name, net.get_submodule(owner), attribute, parameters[name]
             )
+        for name, old in recorded.priors():
+            _check_replaces(name, old, priors[name])
         recorded.update(priors, parameters)
 
 
@@ -116,6 +119,19 @@ class _AsEvent:
 
     def __call__(self) -> td.Distribution:
         return as_event(self.function(), self.name, self.shape)
+
+
+def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:
+    """A guide is built for the variables and supports that it met first."""
+    kinds = [isinstance(prior, td.Distribution) for prior in (old, new)]
+    same = kinds[0] == kinds[1]
+    if isinstance(old, td.Distribution) and isinstance(new, td.Distribution):
+        same = is_real(old.support) == is_real(new.support)
+    if not same:
+        raise ValueError(
+            f"the new prior of {name!r} has other variables or another support than the old one; "
+            "build a new BNN with it"
+        )
 
 
 def as_event(prior: td.Distribution, name: str, shape: torch.Size) -> td.Distribution:

@@ -109,6 +109,8 @@ class Selection:
                 raise TypeError(f"{kind} is {rule!r}; expected a function of (module, name)")
         elif isinstance(rule, str) or not isinstance(rule, Iterable):
             raise TypeError(f"{kind} is {rule!r}; expected a list: {kind}=[...]")
+        elif kind.endswith("module_types") and not all(isinstance(t, type) for t in rule):
+            raise TypeError(f"{kind} is {rule!r}; expected classes, such as nn.BatchNorm2d")
 
     def of(self, net: nn.Module) -> list[Parameter]:
         """Return the exposed parameters of a net, in order.
@@ -128,7 +130,16 @@ class Selection:
             both = set(matched.get(hide, [])) & set(matched.get(expose, []))
             if both:
                 raise ValueError(f"{hide} and {expose} both name {sorted(both)[0]!r}")
+        self._check_exposes(matched, parameters)
         return [p for p in parameters if self._exposes(p, matched)]
+
+    def _check_exposes(self, matched: dict[str, list[str]], parameters: list[Parameter]) -> None:
+        rules = {kind: names for kind, names in matched.items() if kind.startswith("expose")}
+        if rules and not any(rules.values()):
+            raise ValueError(
+                f"{', '.join(rules)} expose no parameter of the net; it has "
+                f"{', '.join(p.name for p in parameters)}"
+            )
 
     def _exposes(self, parameter: Parameter, matched: dict[str, list[str]]) -> bool:
         named = {kind.split("_")[0] for kind, names in matched.items() if parameter.name in names}
@@ -143,7 +154,7 @@ class Selection:
         if what == "parameters":
             return any(fnmatchcase(attr, glob) for _, attr in parameter.places for glob in rule)
         if what == "module_types":
-            return any(isinstance(module, tuple(rule)) for module, _ in parameter.places)
+            return any(_within(module, tuple(rule), net) for module, _ in parameter.places)
         if what == "fn":
             named = zip(parameter.places, parameter.names, strict=True)
             return any(rule(module, name) for (module, _), name in named)
@@ -176,6 +187,11 @@ def _modules_named(module: nn.Module | str, modules: dict[str, nn.Module]) -> li
     if isinstance(module, str):
         return [found for name, found in modules.items() if fnmatchcase(name, module)]
     return [found for found in modules.values() if found is module]
+
+
+def _within(module: nn.Module, types: tuple[type, ...], net: nn.Module) -> bool:
+    outer = [found for found in net.modules() if isinstance(found, types)]
+    return any(module is inner for found in outer for inner in found.modules())
 
 
 def _inside(module: nn.Module, rule: Iterable[nn.Module | str], net: nn.Module) -> bool:
