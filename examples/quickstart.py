@@ -139,7 +139,7 @@ run("last layer, mean field", net, prior, guide, **local)
 guide = partial(AutoLowRankMultivariateNormal, rank=10, init_loc_fn=start(net), init_scale=1e-4)
 run("last layer, low rank", net, prior, guide, **fit)
 
-figure = tyxe.plotting.calibration_and_entropy(results)
+figure = tyxe.plotting.calibration_and_entropy(results, min_count=5)
 sizes = {"training images": len(train[0]), "test images": len(test[0])}
 settings = {"data": args.data, **sizes, "epochs": epochs, "draws": draws, "beta": beta}
 content = {**environment(args.seed), "settings": settings, "rows": rows}

@@ -312,3 +312,15 @@ class TestCalibrationAndEntropy:
         with pytest.raises(ValueError, match="negative entries"):
             plotting.calibration_and_entropy({"good": RESULTS["MF"], "bad": tuple(entry)})
         assert plt.get_fignums() == []
+
+
+def test_calibration_curve_leaves_sparse_bins_out():
+    probs = torch.tensor([[0.9, 0.1]] * 5 + [[0.6, 0.4]])
+    targets = torch.zeros(6, dtype=torch.long)
+    ax = plotting.calibration_curve(probs, targets, min_count=2)
+    assert len(ax.lines[-1].get_xdata()) == 1
+    assert ax.lines[-1].get_xdata()[0] == pytest.approx(0.9)
+    every = plotting.calibration_curve(probs, targets)
+    assert len(every.lines[-1].get_xdata()) == 2
+    # The error is that of all bins.
+    assert every.lines[-1].get_label() == ax.lines[-1].get_label()

@@ -129,6 +129,7 @@ def calibration_curve(
     *,
     label: str = "",
     num_bins: int = 15,
+    min_count: int = 1,
     color: str | None = None,
     marker: str = "o",
 ) -> "Axes":
@@ -143,6 +144,8 @@ def calibration_curve(
         ax: axes to draw on; None makes a figure.
         label: name of the method; the legend says `label (ECE 1.2 %)`.
         num_bins: number of equal-width bins of the maximal probability.
+        min_count: bins with fewer points are left out of the curve (not of the ECE): the
+            accuracy of two points says nothing.
         color: colour of the curve; None takes the axes' next.
         marker: matplotlib's name of the marker.
 
@@ -167,9 +170,10 @@ def calibration_curve(
     ax = _axes(ax)
     if not any(line.get_gid() == "diagonal" for line in ax.lines):
         ax.plot([0, 1], [0, 1], gid="diagonal", color="0.6", linestyle="dashed", linewidth=1)
+    full = curve.counts >= min_count
     ax.plot(
-        _flat("confidence", curve.confidence),
-        _flat("accuracy", curve.accuracy),
+        _flat("confidence", curve.confidence)[full.tolist()],
+        _flat("accuracy", curve.accuracy)[full.tolist()],
         color=color,
         marker=marker,
         markersize=4.5,
@@ -289,7 +293,10 @@ def ood_histogram(
 
 
 def calibration_and_entropy(
-    results: Mapping[str, tuple[Tensor, Tensor, Tensor | None]], *, num_bins: int = 15
+    results: Mapping[str, tuple[Tensor, Tensor, Tensor | None]],
+    *,
+    num_bins: int = 15,
+    min_count: int = 1,
 ) -> "Figure":
     r"""Draw methods side by side: calibration, and entropy on test and unfamiliar data.
 
@@ -301,6 +308,7 @@ def calibration_and_entropy(
             test set `(n, C)`, its targets `(n,)`, and the probabilities of out-of-distribution
             points `(m, C)`, or None to leave them out.
         num_bins: number of equal-width bins of the maximal probability.
+        min_count: as in `calibration_curve`.
 
     Returns:
         The figure, of two axes.
@@ -326,7 +334,7 @@ def calibration_and_entropy(
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 4.2), layout="constrained")
     try:
-        _draw_methods(results, left, right, num_bins)
+        _draw_methods(results, left, right, {"num_bins": num_bins, "min_count": min_count})
     except Exception:
         plt.close(figure)
         raise
@@ -399,13 +407,11 @@ def _draw_methods(
     results: Mapping[str, tuple[Tensor, Tensor, Tensor | None]],
     left: "Axes",
     right: "Axes",
-    num_bins: int,
+    bins: dict[str, int],
 ) -> None:
     for i, (name, (probs, targets, ood_probs)) in enumerate(results.items()):
         color, marker = PALETTE[i % len(PALETTE)], _MARKERS[i % len(_MARKERS)]
-        calibration_curve(
-            probs, targets, left, label=name, num_bins=num_bins, color=color, marker=marker
-        )
+        calibration_curve(probs, targets, left, label=name, color=color, marker=marker, **bins)
         for p, linestyle in ((probs, "solid"), (ood_probs, "dashed")):
             if p is not None:
                 entropy, limit = metrics.predictive_entropy(p), math.log(p.shape[-1])
