@@ -7,8 +7,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDiagonalNormal
 from pyro.infer.mcmc import HMC, NUTS
 from torch import nn
+from torch.utils.data import DataLoader
 
 import tyxe
 from tyxe.guides import AutoNormal
@@ -335,6 +337,58 @@ CONSTRUCTORS = {
         TypeError,
         r"the guide's builder returned a int; expected a module that holds its parameters",
     ),
+    "a builder of a plain function": (
+        lambda: make(guide=lambda module: lambda *args: pyro.param("loc", torch.zeros(2))),
+        TypeError,
+        r"the guide's builder returned a function; expected a module that holds its parameters",
+    ),
+    "a guide that is built already": (
+        lambda: make(guide=make().net_guide),
+        TypeError,
+        "builder is a AutoNormal already built; pass its class, or a functools.partial of it",
+    ),
+    "a Pyro guide that is built already": (
+        lambda: make(guide=AutoDiagonalNormal(lambda: pyro.sample("w", dist.Normal(0, 1)))),
+        TypeError,
+        "builder is a AutoDiagonalNormal already built",
+    ),
+    "a kernel for a guide": (
+        lambda: make(guide=NUTS),
+        TypeError,
+        r"NUTS is a kernel; use it with tyxe\.MCMC_BNN",
+    ),
+    "a kernel for a guide, for PyTorch": (
+        lambda: tyxe.PytorchBNN(net(), PRIOR, HMC),
+        TypeError,
+        r"HMC is a kernel; use it with tyxe\.MCMC_BNN",
+    ),
+    "a guide for a kernel": (
+        lambda: tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, AutoNormal),
+        TypeError,
+        r"AutoNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
+    "a Pyro guide for a kernel": (
+        lambda: tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, AutoDiagonalNormal),
+        TypeError,
+        r"AutoDiagonalNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
+    "a partial of a guide for a kernel": (
+        lambda: tyxe.MCMC_BNN(
+            net(), PRIOR, LIKELIHOOD, functools.partial(AutoNormal, init_scale=0.1)
+        ),
+        TypeError,
+        r"AutoNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
+    "a partial of a kernel for a guide": (
+        lambda: make(guide=functools.partial(HMC, step_size=0.1)),
+        TypeError,
+        r"HMC is a kernel; use it with tyxe\.MCMC_BNN",
+    ),
+    "a net in place of pre-trained values": (
+        lambda: tyxe.guides.PretrainedInitializer(net()),
+        TypeError,
+        r"values is a net; use PretrainedInitializer\.from_net\(net\)",
+    ),
     "all hidden, with a guide, for PyTorch": (
         lambda: tyxe.PytorchBNN(net(), HIDE_ALL, AutoNormal),
         ValueError,
@@ -616,3 +670,116 @@ def test_masks_of_wrong_kind():
             bnn.fit([(X, Y)], ADAM, 1)
 
     rejects(bnn, ValueError, r"the mask has 3 entries, but likelihood.data has 8 rows", fit)
+
+
+# --------------------------------------------------------------------------- options
+
+
+OPTIONS = {
+    "beta": ({"beta": -1}, "beta is -1; expected 0 or more, or a function of the epoch"),
+    "beta, not a number": ({"beta": float("nan")}, "beta is nan; expected 0 or more"),
+    "clip_norm": ({"clip_norm": -1}, "clip_norm is -1; expected a positive number"),
+    "clip_norm of zero": ({"clip_norm": 0.0}, "clip_norm is 0.0; expected a positive number"),
+    "lr_multipliers": (
+        {"lr_multipliers": {"scale": -2.0}},
+        r"lr_multipliers\['scale'\] is -2.0; expected 0 or more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_fit_rejects_options(case):
+    options, message = OPTIONS[case]
+    bnn = make()
+    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], ADAM, 1, **options))
+    assert bnn.optimizer is None
+
+
+EVALUATIONS = {
+    "inputs alone": (
+        (X,),
+        {},
+        r"needs targets, once: evaluate\(inputs, y\), or evaluate\(loader\)",
+    ),
+    "a loader and targets": ((DataLoader(X, batch_size=4), Y), {}, "needs targets, once"),
+    "a loader of inputs": (
+        (DataLoader(X, batch_size=4),),
+        {},
+        r"the loader yields no targets; evaluate needs \(inputs, y\)",
+    ),
+    "no rows at a time": ((X, Y), {"batch_size": 0}, "batch_size is 0; expected a positive number"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_evaluate_rejects(case):
+    args, options, message = EVALUATIONS[case]
+    bnn = make()
+    before = snapshot(bnn)
+    with pytest.raises(ValueError, match=message) as caught:
+        bnn.evaluate(*args, **options)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    # A DataLoader draws a seed when it is iterated over, so the generator may have gone on.
+    assert_unchanged(bnn, (*before[:3], torch.get_rng_state()))
+
+
+def test_predict_rejects_no_rows_at_a_time():
+    bnn = make()
+    message = "batch_size is 0; expected a positive number of rows"
+    rejects(bnn, ValueError, message, lambda: bnn.predict(X, batch_size=0))
+
+
+def test_a_prior_of_another_support_is_refused():
+    bnn = make()
+    old, priors = bnn.prior, list(bnn.net_prior.priors())
+    positive = tyxe.priors.IIDPrior(dist.HalfNormal(1.0))
+    message = "new prior of '0.weight' has other variables or another support than the old one"
+    rejects(bnn, ValueError, message, lambda: bnn.update_prior(positive))
+    assert bnn.prior is old
+    assert list(bnn.net_prior.priors()) == priors
+    bnn.fit([(X, Y)], ADAM, 1)
+
+
+# --------------------------------------------------------------------------- logits
+
+
+def logits_or_probabilities(likelihood, outputs, softmax):
+    module = nn.Sequential(nn.Linear(2, outputs), *softmax)
+    with torch.no_grad():
+        module[0].weight.mul_(5.0)
+    centre = tyxe.guides.PretrainedInitializer.from_net(module)
+    return make(
+        module, likelihood=likelihood, guide=functools.partial(AutoNormal, init_loc_fn=centre)
+    )
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets"),
+    [(Categorical, 3, LABELS), (Bernoulli, 1, (LABELS > 0).float()[:, None])],
+)
+def test_logits_for_probabilities_are_refused(likelihood, outputs, targets):
+    bnn = logits_or_probabilities(likelihood(N, logit_predictions=False), outputs, [])
+    message = "it looks like logits: use logit_predictions=True"
+    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, targets)], ADAM, 1))
+
+
+def test_probabilities_for_logits_are_warned_of():
+    bnn = logits_or_probabilities(Categorical(N), 3, [nn.Softmax(-1)])
+    with pytest.warns(tyxe.TyxeWarning, match="drop the net's softmax, or use logit_pr") as caught:
+        bnn.fit([(X, LABELS)], ADAM, 2)
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_kind_of_prediction_where_it_belongs_is_silent():
+    probabilities = Categorical(N, logit_predictions=False)
+    logits_or_probabilities(probabilities, 3, [nn.Softmax(-1)]).fit([(X, LABELS)], ADAM, 1)
+    logits_or_probabilities(Categorical(N), 3, []).fit([(X, LABELS)], ADAM, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_one_hot_labels_are_told_of_argmax(dtype):
+    bnn = make(nn.Linear(2, 3), likelihood=Categorical(N))
+    one_hot = nn.functional.one_hot(LABELS, 3).to(dtype)
+    error = TypeError if dtype.is_floating_point else ValueError
+    rejects(bnn, error, r"targets\.argmax\(-1\)", lambda: bnn.fit([(X, one_hot)], ADAM, 1))

@@ -314,3 +314,58 @@ def test_history_is_in_nats_for_the_whole_set(beta):
         assert history.log_likelihood[epoch] == pytest.approx(log_likelihood, rel=1e-12)
         assert history.kl[epoch] == pytest.approx(kl, rel=1e-12)
         assert history.loss[epoch] == pytest.approx(beta * kl - log_likelihood, rel=1e-12)
+
+
+# --------------------------------------------------------------------------- quiet errors
+
+
+class Unreparameterized(dist.Normal):
+    has_rsample = False
+
+
+def test_a_guide_without_gradients_is_an_error():
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+    loc = torch.zeros(3, 2).double()
+
+    def guide(*args):
+        bnn.net_guide()
+        pyro.sample("net.extra", Unreparameterized(loc, 1.0).to_event(2))
+
+    message = r"distribution of 'net\.extra', Independent, has no rsample"
+    with pytest.raises(ValueError, match=message):
+        elbo_terms(bnn.model, guide, x, y)
+
+
+JOINT = [g for g in PYROS if g != "AutoDelta"]
+
+
+@pytest.mark.parametrize("closed_form_kl", [True, False])
+@pytest.mark.parametrize("guide", JOINT)
+def test_one_site_of_a_joint_guide_cannot_be_scaled(guide, closed_form_kl):
+    bnn = make(PYROS[guide])
+    x, y = data()
+    with (
+        pytest.raises(ValueError, match=r"use tyxe\.guides\.AutoNormal with selective_scale"),
+        tyxe.poutine.selective_scale(scale=0.5, expose=["0.weight"]),
+    ):
+        elbo_terms(bnn.model, bnn.guide, x, y, closed_form_kl=closed_form_kl)
+    with tyxe.poutine.selective_scale(scale=0.5, expose=["likelihood.data"]):
+        assert elbo_terms(bnn.model, bnn.guide, x, y).data.isfinite()
+
+
+def test_radial_kl_varies_far_less_than_plain_monte_carlo():
+    # log q of P elements has a summand (P - 1) log r, with var(log r) = pi^2 / 8; the KL has none.
+    bnn = make(OURS["AutoRadial"])
+
+    def deviation(closed):
+        with torch.no_grad():
+            draws = [
+                elbo_terms(bnn.net_prior, bnn.guide, closed_form_kl=closed) for _ in range(200)
+            ]
+        return torch.stack([terms.kl for terms in draws]).std().item()
+
+    sizes = [p.numel() for p in bnn.net.parameters()]
+    radial = math.sqrt(sum((size - 1) ** 2 for size in sizes) * math.pi**2 / 8)
+    assert deviation(False) > 0.5 * radial
+    assert deviation(True) < 0.1 * deviation(False)

@@ -3,6 +3,7 @@
 import functools
 import io
 import sys
+from typing import NamedTuple
 
 import pyro
 import pyro.distributions as dist
@@ -14,20 +15,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
 from tyxe.bnn import elbo_terms
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import batches_of, collect
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
-X, Y = torch.randn(10, 2), torch.randint(0, 3, (10,))
+SEED = torch.Generator().manual_seed(0)
+X = torch.randn(10, 2, generator=SEED)
+Y = torch.randint(0, 3, (10,), generator=SEED)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 HIDE_NORMS = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
 
 
 def make(net=None, prior=None, guide=AutoNormal, likelihood=None, seed=0):
     pyro.set_rng_seed(seed)
-    net = net or nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+    # A bias before a norm has no gradient but rounding errors, of which Adam makes whole steps.
+    first = nn.Linear(2, 4, bias=False)
+    net = net or nn.Sequential(first, nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
     return tyxe.VariationalBNN(net, prior or HIDE_NORMS, likelihood or Categorical(10), guide)
 
 
@@ -525,3 +531,193 @@ def test_the_loss_goes_down():
     assert history.loss[-1] < 0.2 * history.loss[0]
     error, _ = bnn.evaluate(x, y, num_predictions=8, reduction="mean")
     assert error < 0.05
+
+
+class Rounded(nn.Sequential):
+    """A net whose output is in another precision, as under autocast."""
+
+    def __init__(self, dtype, then=None):
+        super().__init__(nn.Linear(2, 3))
+        self.dtype, self.then = dtype, then or dtype
+
+    def forward(self, x):
+        return super().forward(x).to(self.dtype).to(self.then)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("likelihood", [Categorical, HomoskedasticGaussian])
+def test_data_term_of_half_predictions_is_summed_in_single_precision(likelihood, dtype):
+    x, labels = torch.randn(128, 2), torch.randint(0, 3, (128,))
+    if likelihood is Categorical:
+        given, y = Categorical(60_000), labels
+    else:
+        given, y = HomoskedasticGaussian(60_000, scale=0.3), nn.functional.one_hot(labels).float()
+
+    def history(module):
+        bnn = make(module, PRIOR, likelihood=given)
+        pyro.set_rng_seed(7)
+        return bnn.fit([(x, y)], ADAM, 2)
+
+    seed = torch.get_rng_state()
+    found = history(Rounded(dtype))
+    torch.set_rng_state(seed)
+    assert found == history(Rounded(dtype, torch.float32))
+    # More nats than a half can hold; a NaN or infinity would have stopped the fit.
+    assert all(value < -50_000 for value in found.log_likelihood)
+
+
+# --------------------------------------------------------------------------- parameters set free
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        lambda: pyro.optim.Adam({"lr": 0.01}),
+        lambda: pyro.optim.Adam(lambda name: {"lr": 0.01}),
+        lambda: pyro.optim.ExponentialLR(
+            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.01}, "gamma": 0.9}
+        ),
+    ],
+)
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_pyro_optimiser_trains_parameters_set_free_since(optim, layer):
+    hide = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_modules=["0", "1"])
+    bnn, optim = make(prior=hide), optim()
+    held = bnn.net[0] if layer == 0 else bnn.net_guide.locs
+    for parameter in held.parameters():
+        parameter.requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in held.parameters()]
+    bnn.fit([(X, Y)], optim, 1)
+    assert all(map(torch.equal, held.parameters(), before))
+    for parameter in held.parameters():
+        parameter.requires_grad_(True)
+    start = trainable(bnn)
+    bnn.fit([(X, Y)], optim, 1)
+    assert not any(torch.equal(value, start[name]) for name, value in trainable(bnn).items())
+
+
+# --------------------------------------------------------------------------- modes of the net
+
+
+class KeepsNorms(nn.Sequential):
+    """The usual recipe for fine-tuning: statistics of the norms stay."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        return self
+
+
+@pytest.mark.parametrize("mode_before", ["train", "eval"])
+def test_a_net_that_keeps_its_norms_in_eval_mode_keeps_them(mode_before):
+    bnn = make(KeepsNorms(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3)))
+    assert [part.training for part in bnn.net] == [True, False, True, True]
+    getattr(bnn, mode_before)()
+    bnn.fit([(X, Y)], ADAM, 2)
+    assert bnn.net[1].num_batches_tracked == 0
+    assert torch.equal(bnn.net[1].running_mean, torch.zeros(4))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_frozen_parts_keep_their_modes(training):
+    frozen = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout()).requires_grad_(False)
+    net = nn.Sequential(frozen, nn.Dropout(), nn.Linear(4, 3)).eval()
+    frozen.train(training)
+    bnn = make(net, PRIOR)
+    assert [part.training for part in bnn.net[0].modules()] == [training] * 4
+    assert [part.training for part in (bnn.net, bnn.net[1], bnn.net[2])] == [True] * 3
+    bnn.fit([(X, Y)], ADAM, 2)
+    assert (bnn.net[0][1].num_batches_tracked == 0) == (not training)
+
+
+def test_a_part_whose_parameters_are_sites_is_not_frozen():
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    bnn = make(net.requires_grad_(False), tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["*"]))
+    assert all(part.training for part in bnn.modules())
+
+
+def test_a_net_in_eval_mode_is_trained_in_train_mode_and_exported_in_eval_mode():
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval())
+    assert all(part.training for part in bnn.modules())
+    bnn.fit([(X, Y)], ADAM, 2)
+    assert bnn.net[1].num_batches_tracked == 2
+    for sample in (False, True):
+        assert not any(part.training for part in bnn.to_module(sample).modules())
+    assert all(part.training for part in bnn.modules())
+
+
+# --------------------------------------------------------------------------- named tuples
+
+
+class OfPacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRU(2, 4), nn.Linear(4, 3)
+
+    def forward(self, packed):
+        assert isinstance(packed, nn.utils.rnn.PackedSequence)
+        return self.head(self.cell(packed)[1][0])
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_a_packed_sequence_is_one_argument(enforce_sorted, device):
+    lengths = [5, 3, 3, 1]
+    packed = nn.utils.rnn.pack_padded_sequence(
+        torch.randn(5, 4, 2), lengths, enforce_sorted=enforce_sorted
+    )
+    bnn = make(OfPacked(), PRIOR, likelihood=Categorical(4))
+    bnn.fit([(packed, Y[:4])], ADAM, 1, device=device)
+    assert bnn(packed).shape == (4, 3)
+    assert bnn.predict(packed, num_predictions=2).shape == (4, 3)
+    _, log_likelihood = bnn.evaluate(packed, Y[:4], num_predictions=2)
+    assert log_likelihood.isfinite()
+    pyro.set_rng_seed(1)
+    alone = bnn.predict(packed, num_predictions=2)
+    pyro.set_rng_seed(1)
+    torch.testing.assert_close(bnn.predict([(packed, Y[:4])].__iter__(), num_predictions=2), alone)
+
+
+class Points(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class OfPoints(Two):
+    def forward(self, points):
+        return super().forward(points.left, points.right)
+
+
+def test_named_tuples_are_cut_and_joined_as_such():
+    points = Points(X[:, :1], X[:, 1:])
+    bnn = make(OfPoints(), PRIOR)
+    bnn.fit([(points, Y)], ADAM, 1, device="cpu")
+
+    def predict(**options):
+        pyro.set_rng_seed(1)
+        return bnn.predict(points, num_predictions=2, **options)
+
+    torch.testing.assert_close(predict(batch_size=3), predict())
+    halves = [(Points(X[r, :1], X[r, 1:]), Y[r]) for r in (slice(0, 4), slice(4, 10))]
+    joined, labels = collect(halves)
+    assert isinstance(joined, Points)
+    assert torch.equal(joined.left, points.left)
+    assert torch.equal(joined.right, points.right)
+    assert torch.equal(labels, Y)
+
+
+def test_rows_of_a_packed_sequence_are_not_cut():
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 2), [5, 3], enforce_sorted=False)
+    bnn = make(OfPacked(), PRIOR, likelihood=Categorical(2))
+    with pytest.raises(TypeError, match="batch_size cannot cut a PackedSequence; pass a loader"):
+        bnn.predict(packed, batch_size=1)
+
+
+def test_a_packed_sequence_moves_as_a_whole():
+    # Its lengths stay on the CPU, whatever the device.
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 2), [5, 3])
+    moved, _ = next(iter(batches_of([(packed, Y[:2])], "meta")))
+    assert moved.data.is_meta
+    assert moved.batch_sizes.device.type == "cpu"

@@ -2,16 +2,20 @@
 
 import functools
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer.mcmc import HMC, NUTS
+from pyro.infer.mcmc.util import initialize_model
 from pyro.ops.stats import effective_sample_size
 from torch import nn
 
 import tyxe
+from tyxe.bnn.potential import Potential, functional_kernel
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 N, NOISE = 12, 0.5
@@ -267,3 +271,111 @@ def test_one_batch_instead_of_a_loader():
     bnn, (x, y) = make(), data()
     bnn.fit((x, y), 3, batch_data=True, warmup_steps=1, disable_progbar=True)
     assert len(bnn.get_samples()["net.weight"]) == 3
+
+
+def test_forward_draws_from_the_samples():
+    bnn, (x, _) = fitted(40), data()
+    everything = bnn.predict(x, num_predictions=40, aggregate=False)
+    drawn = torch.stack([bnn(x) for _ in range(30)])
+    distances = (drawn[:, None] - everything).abs().amax((2, 3))
+    assert bool((distances.min(1).values < 1e-12).all())
+    # Thirty times the same one of forty samples is no draw.
+    assert len(distances.argmin(1).unique()) > 5
+    nets = {bnn.to_module(sample=True).weight.item() for _ in range(30)}
+    assert nets <= set(bnn.get_samples()["net.weight"].flatten().tolist())
+    assert len(nets) > 5
+    with pytest.raises(RuntimeError, match="no samples yet"):
+        make()(x)
+
+
+# --------------------------------------------------------------------------- the plain potential
+
+
+def layered():
+    return nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+POTENTIALS = {
+    "iid normal": (PRIOR, {"scale": NOISE}),
+    "iid laplace": (tyxe.priors.IIDPrior(dist.Laplace(0.3, 0.7)), {"scale": NOISE}),
+    "inferred scale": (PRIOR, {"scale": dist.LogNormal(-1.0, 0.5)}),
+    "inferred precision": (PRIOR, {"precision": dist.Gamma(3.0, 1.0)}),
+    "layerwise": (tyxe.priors.LayerwiseNormalPrior("radford"), {"scale": NOISE}),
+    "positive": (
+        tyxe.priors.IIDPrior(dist.HalfNormal(1.0), hide_parameters=["bias"]),
+        {"scale": NOISE},
+    ),
+}
+
+
+def potentials(name, dataset_size=N):
+    """Ours and Pyro's, and a function that draws unconstrained values."""
+    prior, noise = POTENTIALS[name]
+    likelihood = HomoskedasticGaussian(dataset_size, **noise)
+    bnn = tyxe.MCMC_BNN(layered(), prior, likelihood, HMC).double().eval()
+    batch = data()
+    initial, pyros, transforms, _ = initialize_model(bnn.model, batch)
+    kernel, starts = functional_kernel(HMC, bnn, batch, 1)
+    assert starts.keys() == initial.keys()
+    assert kernel.model is None
+
+    def point():
+        return {key: torch.randn_like(value, requires_grad=True) for key, value in initial.items()}
+
+    return Potential(bnn, *batch, transforms), kernel.potential_fn, pyros, point
+
+
+def value_and_gradient(potential, point):
+    value = potential(point)
+    return value.detach(), torch.autograd.grad(value, list(point.values()))
+
+
+@pytest.mark.parametrize("dataset_size", [N, 5 * N])
+@pytest.mark.parametrize("name", POTENTIALS)
+def test_plain_potential_is_pyros(name, dataset_size):
+    ours, kernels, pyros, point = potentials(name, dataset_size)
+    again = pickle.loads(pickle.dumps(ours))
+    for _ in range(5):
+        at = point()
+        expected, gradient = value_and_gradient(pyros, at)
+        for potential in (ours, kernels, again):
+            found, found_gradient = value_and_gradient(potential, at)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-10)
+            torch.testing.assert_close(found_gradient, gradient, rtol=1e-12, atol=1e-10)
+
+
+def scaled_prior(name, module, param):
+    def statements():
+        scale = pyro.sample(f"{name}.scale", dist.LogNormal(torch.zeros(()).double(), 1.0))
+        return dist.Normal(0.0, scale).expand(param.shape)
+
+    return statements
+
+
+@pytest.mark.parametrize("kernel", [HMC, NUTS, functools.partial(NUTS, step_size=0.1)])
+def test_hierarchies_and_handlers_go_through_the_model(kernel):
+    bnn = make(kernel)
+    assert functional_kernel(kernel, bnn, data(), 1) is not None
+    with poutine.scale(scale=0.5):
+        assert functional_kernel(kernel, bnn, data(), 1) is None
+    with poutine.scale(scale=0.5), pytest.warns(tyxe.TyxeWarning, match="those around fit"):
+        mcmc = bnn.fit([data()], 2, warmup_steps=1, disable_progbar=True)
+    assert mcmc.kernel.model is not None
+    assert bnn.fit([data()], 2, warmup_steps=1, disable_progbar=True).kernel.model is None
+
+    prior = tyxe.priors.LambdaPrior(scaled_prior)
+    net, likelihood = nn.Linear(1, 1).double(), HomoskedasticGaussian(N, scale=NOISE)
+    hierarchical = tyxe.MCMC_BNN(net, prior, likelihood, kernel)
+    assert functional_kernel(kernel, hierarchical, data(), 1) is None
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        functools.partial(NUTS, jit_compile=True, ignore_jit_warnings=True),
+        functools.partial(NUTS, max_plate_nesting=1),
+        lambda model: NUTS(model),
+    ],
+)
+def test_kernels_that_need_a_model_get_it(kernel):
+    assert functional_kernel(kernel, make(kernel), data(), 1) is None

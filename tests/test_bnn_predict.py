@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import tyxe
 from tyxe.guides import AutoNormal
@@ -495,3 +495,81 @@ def test_forward_takes_positions_and_keywords_together():
     bnn, x = make(WithScale().double()), inputs()
     torch.testing.assert_close(seeded(bnn, x, scale=2.0), 2 * seeded(bnn, x))
     torch.testing.assert_close(seeded(bnn, x=x, scale=2.0), 2 * seeded(bnn, x))
+
+
+# --------------------------------------------------------------------------- random loaders
+
+
+class Jittered(Dataset):
+    """Data whose transform draws from torch's global generator, and keeps what it gave."""
+
+    def __init__(self):
+        self.given = []
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        x = 1.0 + torch.rand(1).double()
+        self.given.append(x)
+        return x, 0.0
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_a_loaders_randomness_goes_on_while_the_draws_are_the_same(vectorize):
+    bnn = make(nn.Linear(1, 1, bias=False), HomoskedasticGaussian(6, scale=0.1))
+    dataset = Jittered()
+    outputs = bnn.predict(
+        DataLoader(dataset, batch_size=2), num_predictions=3, aggregate=False, vectorize=vectorize
+    )
+    x = torch.stack(dataset.given)
+    assert len(x.unique()) == len(x) == 6
+    weights = outputs / x
+    torch.testing.assert_close(weights, weights[:, :1].expand_as(weights))
+    assert len(weights[:, 0].unique()) == 3
+
+
+@pytest.mark.parametrize("handler", ["local_reparameterization", "flipout"])
+def test_noise_of_a_handler_is_not_repeated_in_the_next_chunk(handler):
+    bnn = make(nn.Linear(4, 1, bias=False), HomoskedasticGaussian(6, scale=0.1))
+    x = torch.ones(6, 4).double()
+
+    def noise(**options):
+        with getattr(tyxe.poutine, handler)():
+            return bnn.predict(x, num_predictions=3, aggregate=False, **options)
+
+    for outputs in (noise(batch_size=2), noise(batch_size=1)):
+        pieces = outputs.flatten(1).T  # equal rows, of three draws
+        distances = torch.cdist(pieces, pieces)[~torch.eye(6, dtype=torch.bool)]
+        assert bool((distances > 0).all())
+
+
+# --------------------------------------------------------------------------- many points
+
+
+class Rounded(nn.Module):
+    def __init__(self, dtype, then):
+        super().__init__()
+        self.layer, self.dtype, self.then = nn.Linear(2, 1), dtype, then
+
+    def forward(self, x):
+        return self.layer(x).to(self.dtype).to(self.then)
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_evaluation_of_half_predictions_does_not_overflow(dtype, aggregate):
+    x, y = torch.randn(3000, 2), torch.full((3000, 1), 20.0)
+
+    def evaluate(then):
+        likelihood = HomoskedasticGaussian(3000, scale=0.5)
+        module = Rounded(dtype, then)
+        module.load_state_dict({"layer.weight": torch.ones(1, 2), "layer.bias": torch.zeros(1)})
+        bnn = tyxe.VariationalBNN(module, NORMAL, likelihood, AutoNormal)
+        return seeded(bnn.evaluate, x, y, num_predictions=4, aggregate=aggregate)
+
+    found, expected = evaluate(dtype), evaluate(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert bool((one.abs() > 1e6).all())
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -458,3 +458,111 @@ def test_a_bnn_is_a_part_of_a_larger_module():
 def test_categorical_likelihood_has_no_state_to_lose():
     bnn = tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, Categorical(N), AutoNormal)
     assert not [name for name in bnn.state_dict() if name.startswith("likelihood")]
+
+
+# --------------------------------------------------------------------------- waiting checkpoints
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def test_a_loaded_checkpoint_is_what_checkpoint_returns():
+    taken = through_a_file(fitted().checkpoint())
+    resumed = make()
+    resumed.load_checkpoint(taken)
+    torch.rand(3)  # the generator's state is the saved one, not the present one
+    assert same(resumed.checkpoint(), taken)
+
+
+def test_a_loaded_checkpoint_waits_for_a_fit_that_works():
+    bnn = fitted()
+    taken = through_a_file(bnn.checkpoint())
+    whole = make()
+    whole.load_checkpoint(taken)
+    whole.fit([data()], ADAM, 2)
+    resumed, epochs = make(), []
+    resumed.load_checkpoint(taken)
+    with pytest.raises(ValueError, match="the loader is empty"):
+        resumed.fit([], ADAM, 1)
+    resumed.fit([data()], ADAM, 0)
+    resumed.fit([data()], ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [3, 4]
+    assert_same_state(resumed, whole)
+    assert resumed.checkpoint()["epoch"] == 5
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
+def test_a_copy_starts_a_training_of_its_own(copied):
+    bnn = fitted()
+    checkpoint = copied(bnn).checkpoint()
+    assert checkpoint["epoch"] == 0
+    assert checkpoint["optimizer"] is None
+    assert checkpoint["scheduler"] is None
+    assert bnn.checkpoint()["epoch"] == 3
+    assert bnn.checkpoint()["optimizer"] is not None
+    fresh = make()
+    fresh.load_checkpoint(checkpoint)
+    epochs = []
+    fresh.fit([data()], torch.optim.SGD, 1, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [0]
+
+
+# --------------------------------------------------------------------------- states that do not fit
+
+
+def bad_entry(key):
+    def spoil(bnn):
+        state = {**fitted().state_dict()}
+        assert key in state
+        return {**state, key: "a string"}
+
+    return spoil
+
+
+MISFITS = {
+    "a string for a weight": (bad_entry("net.0.weight"), "does not fit this VariationalBNN"),
+    "a string for a mean": (bad_entry("net_guide.locs.0.weight"), "does not fit this Variatio"),
+    "a string for the prior": (bad_entry("net_prior._entries.0.base_dist__loc"), "does not fit"),
+    "a plain net": (
+        lambda bnn: net().state_dict(),
+        r"state of a plain net; .* init_loc_fn=tyxe\.guides\.PretrainedInitializer\.from_net",
+    ),
+    "a checkpoint": (lambda bnn: fitted().checkpoint(), "a checkpoint; pass it to load_checkpoint"),
+    "another cap": (
+        lambda bnn: fitted(functools.partial(AutoNormal, max_guide_scale=0.3)).state_dict(),
+        r"AutoNormal\(max_guide_scale=None\) here and AutoNormal\(max_guide_scale=0\.3\)",
+    ),
+    "another mean-field guide": (
+        lambda bnn: fitted(AutoRadial).state_dict(),
+        r"the guide is AutoNormal\(.*\) here and AutoRadial\(",
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_state_that_does_not_fit_changes_nothing(misfit):
+    make_state, message = MISFITS[misfit]
+    bnn = fitted()
+    before, state = copy.deepcopy(bnn), make_state(bnn)
+    with pytest.raises(RuntimeError, match=message) as caught:
+        bnn.load_state_dict(state)
+    assert caught.value.__cause__ is None
+    assert_same_state(bnn, before)
+    assert_same_predictions(bnn, before)
+    bnn.fit([data()], ADAM, 1)
+
+
+def test_samples_of_a_wrong_kind_change_nothing():
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
+        bnn.load_state_dict({**bnn.state_dict(), "samples.net.bias": "a string"})
+    assert_same_state(bnn, before)

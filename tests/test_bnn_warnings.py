@@ -1,12 +1,14 @@
 """Results that would be quietly wrong are announced, and good ones are not."""
 
 import functools
+import re
 import warnings
 
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
+from pyro.infer.mcmc import HMC
 from torch import nn
 
 import tyxe
@@ -193,3 +195,74 @@ def test_a_name_that_meets_no_site(handler):
     caught = messages(call)
     assert len(caught) == 1
     assert "no site of that name" in str(caught[0].message)
+
+
+# --------------------------------------------------------------------------- priors without scale
+
+
+@pytest.mark.parametrize(
+    "distribution", [dist.Cauchy(0.0, 1.0), dist.StudentT(2.0, 0.0, 1.0), dist.StudentT(1.0)]
+)
+def test_a_prior_without_variance_collapses_nothing(distribution):
+    bnn = make(prior=tyxe.priors.IIDPrior(distribution))
+    assert messages(lambda: bnn.fit([data()], ADAM, 60)) == []
+
+
+# --------------------------------------------------------------------------- size of the data
+
+
+def batches(*sizes):
+    return [(torch.randn(size, 2), torch.randn(size, 1)) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", [(50,), (30, 20), (40,), (2, 1)])
+def test_epochs_of_likely_sizes_are_silent(sizes):
+    bnn = make()
+    assert messages(lambda: bnn.fit(batches(*sizes), FROZEN, 2, beta=0.01)) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((30, 21), "an epoch had 51 points, but .* dataset_size=50, so the data count for too lit"),
+        ((2,), "an epoch had 2 points, but .* dataset_size=50, so the data count for too much"),
+    ],
+)
+def test_an_epoch_of_an_unlikely_size(sizes, message):
+    bnn = make()
+    caught = messages(lambda: bnn.fit(batches(*sizes), FROZEN, 3, beta=0.01))
+    assert len(caught) == 1  # once a fit, not once an epoch
+    assert re.search(message, str(caught[0].message))
+    assert caught[0].filename == __file__
+
+
+def test_only_points_that_count_are_counted():
+    bnn, mask = make(), torch.arange(60) < 50
+    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+        assert messages(lambda: bnn.fit(batches(60), FROZEN, 1, beta=0.01)) == []
+
+
+def mcmc(net, prior=PRIOR, dataset_size=50):
+    kernel = functools.partial(HMC, step_size=0.01, num_steps=1)
+    return tyxe.MCMC_BNN(net, prior, HomoskedasticGaussian(dataset_size, scale=0.5), kernel)
+
+
+def sample(bnn, *sizes):
+    return messages(lambda: bnn.fit(batches(*sizes), 1, warmup_steps=1, disable_progbar=True))
+
+
+def test_mcmc_on_fewer_points_than_said():
+    (caught,) = sample(mcmc(nn.Linear(2, 1)), 20, 5)
+    assert "dataset_size=50, but there are 25 points: each counts 2 times" in str(caught.message)
+    assert caught.filename == __file__
+    assert sample(mcmc(nn.Linear(2, 1)), 30, 20) == []
+
+
+def test_mcmc_does_not_fit_what_the_prior_hides():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide=["bias"])
+    (caught,) = sample(mcmc(nn.Linear(2, 1), prior), 50)
+    assert str(caught.message).startswith("MCMC does not fit bias, which the prior hides")
+    assert caught.filename == __file__
+    frozen = nn.Linear(2, 1)
+    frozen.bias.requires_grad_(False)
+    assert sample(mcmc(frozen, prior), 50) == []

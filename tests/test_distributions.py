@@ -21,6 +21,7 @@ from tyxe.distributions import (
     factorized_normal_kl,
     independent_moments,
     is_factorized,
+    log_density,
 )
 
 SHAPE = (3, 2)
@@ -313,3 +314,93 @@ def test_detached_has_neither_gradient_nor_shared_storage(family):
     with torch.no_grad():
         loc.add_(1.0)
     assert torch.equal(copied.log_prob(torch.full((3,), 0.5)), before)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+PRIORS = {
+    "one number": lambda loc, scale: dist.Normal(0.2, 1.3).expand(loc.shape),
+    "a number each": lambda loc, scale: dist.Normal(0.1 * scale, 1.0 + scale),
+}
+
+
+def of(loc, scale):
+    return FactorizedNormal(loc, scale, scale.log())
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_variance_asked_for_without_gradients_costs_the_kl_none(prior, asked):
+    reference = normal()
+    loc, scale = reference.loc.requires_grad_(), reference.scale.requires_grad_()
+    p = PRIORS[prior](loc.detach(), scale.detach())
+    expected = torch.autograd.grad(td.kl_divergence(reference, p).sum(), [loc, scale])
+    q = of(loc, scale)
+    if asked:
+        with torch.no_grad():
+            torch.testing.assert_close(q.variance, scale.square())
+            assert not q.variance.requires_grad
+    kl = factorized_normal_kl(q, p.loc, p.scale)
+    torch.testing.assert_close(torch.autograd.grad(kl, [loc, scale]), expected)
+    assert q.variance.requires_grad
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_functional_transforms_of_the_kl(prior):
+    locs, scales = torch.randn(4, 3).double(), torch.rand(4, 3).double() + 0.5
+    p = PRIORS[prior](locs[0], scales[0])
+
+    def kl(loc, scale):
+        return factorized_normal_kl(of(loc, scale), p.loc, p.scale)
+
+    def reference(loc, scale):
+        return td.kl_divergence(td.Normal(loc, scale), td.Normal(p.loc, p.scale)).sum()
+
+    def each(function):
+        return [function(*pair) for pair in zip(locs, scales, strict=True)]
+
+    torch.testing.assert_close(torch.vmap(kl)(locs, scales), torch.stack(each(reference)))
+    gradient, by_hand = (torch.func.grad(f, argnums=(0, 1)) for f in (kl, reference))
+    torch.testing.assert_close(each(gradient), each(by_hand))
+    expected = tuple(torch.stack(items) for items in zip(*each(by_hand), strict=True))
+    torch.testing.assert_close(torch.vmap(gradient)(locs, scales), expected)
+    twice, twice_by_hand = (torch.func.jacrev(torch.func.grad(f, 1), 1) for f in (kl, reference))
+    torch.testing.assert_close(twice(locs[0], scales[0]), twice_by_hand(locs[0], scales[0]))
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_functional_transforms_of_the_log_density(prior):
+    values = torch.randn(5, 3).double()
+    scale = torch.rand(3).double() + 0.5
+    p = PRIORS[prior](scale, scale).to_event(1)
+    density = log_density(p)
+    torch.testing.assert_close(torch.stack([density(v) for v in values]), p.log_prob(values))
+    torch.testing.assert_close(torch.vmap(density)(values), p.log_prob(values))
+
+    def reference(value):
+        return p.log_prob(value)
+
+    gradient, by_hand = torch.func.grad(density), torch.func.grad(reference)
+    torch.testing.assert_close(gradient(values[0]), by_hand(values[0]))
+    torch.testing.assert_close(torch.vmap(gradient)(values), torch.vmap(by_hand)(values))
+    curvature = torch.func.jacrev(gradient)(values[0])
+    torch.testing.assert_close(curvature, (-p.variance.reciprocal()).diag().double())
+
+
+def test_gradients_of_the_kl_in_the_prior():
+    q = factorized()
+    scales = torch.tensor([0.5, 2.0]).double()
+
+    def kl(scale):
+        p = td.Normal(torch.zeros(()).double(), scale).expand(SHAPE)
+        return factorized_normal_kl(q, p.loc, p.scale)
+
+    def reference(scale):
+        return td.kl_divergence(q.base_dist, td.Normal(torch.zeros(()).double(), scale)).sum()
+
+    torch.testing.assert_close(torch.vmap(kl)(scales), torch.stack([reference(s) for s in scales]))
+    torch.testing.assert_close(
+        torch.vmap(torch.func.grad(kl))(scales),
+        torch.stack([torch.func.grad(reference)(s) for s in scales]),
+    )

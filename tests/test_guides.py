@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import pickle
+import re
 
 import pyro
 import pyro.distributions as dist
@@ -563,3 +564,24 @@ def test_radial_draws_have_exact_gradients():
     assert torch.autograd.gradcheck(density, (loc, scale))
     with pytest.raises(NotImplementedError, match="one joint event"):
         Radial(loc, scale).expand((2,))
+
+
+# --- starts that do not fit -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial])
+@pytest.mark.parametrize("start", [torch.zeros(()), torch.zeros(1, 3), torch.zeros(3, 2)])
+def test_a_start_of_another_shape_is_refused(guide, start):
+    message = re.escape(
+        f"init_loc_fn gives 'net.weight' a start of shape {tuple(start.shape)}; "
+        "the site has shape (2, 3)"
+    )
+    with pytest.raises(ValueError, match=message):
+        guide(program(), init_loc_fn=lambda site: start)
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial])
+@pytest.mark.parametrize("cap", [0, -1.0, 0.0, math.nan])
+def test_a_cap_is_positive(guide, cap):
+    with pytest.raises(ValueError, match=f"max_guide_scale is {cap}; expected a positive number"):
+        guide(program(), max_guide_scale=cap)

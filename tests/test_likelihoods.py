@@ -10,6 +10,7 @@ import torch.distributions as td
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
@@ -305,3 +306,51 @@ def test_a_likelihood_of_ones_own():
             return predictions.mean(dim)
 
     check_likelihood(LikelihoodCase(Laplace, (2,), (2,), matches_variance=False))
+
+
+# --- half precision -----------------------------------------------------------------------------
+
+
+HALF_TARGETS = {
+    "Bernoulli": torch.arange(6)[:, None] % 2,
+    "Categorical": torch.arange(6) % 4,
+    "HomoskedasticGaussian": torch.linspace(-1.0, 1.0, 24).reshape(6, 4),
+    "HeteroskedasticGaussian": torch.linspace(-1.0, 1.0, 12).reshape(6, 2),
+    "Poisson": torch.arange(24).reshape(6, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", EACH)
+def test_half_predictions_are_worth_what_they_are_upcast(name, dtype):
+    likelihood, targets = EACH[name](6), HALF_TARGETS[name]
+    predictions = torch.randn(6, 1 if name == "Bernoulli" else 4).to(dtype)
+    likelihood.check_targets(predictions, targets)
+    for method in (likelihood.log_likelihood, likelihood.error):
+        found, expected = method(predictions, targets), method(predictions.float(), targets)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_counts_that_half_precision_cannot_hold_are_counts():
+    Poisson(1).check_targets(torch.tensor([[11.0]]).half(), torch.tensor([[70_000.0]]))
+
+
+# --- predictions of the wrong kind --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_probabilities_in_any_precision_are_probabilities(dtype):
+    probabilities = torch.randn(200, 10).softmax(-1).to(dtype)
+    Categorical(200, logit_predictions=False).check_predictions(probabilities)
+    Bernoulli(200, logit_predictions=False).check_predictions(probabilities)
+    with pytest.warns(TyxeWarning, match="looks like probabilities, but is taken for logits"):
+        Categorical(200).check_predictions(probabilities)
+
+
+@pytest.mark.parametrize("likelihood", [Categorical, Bernoulli])
+def test_logits_are_no_probabilities(likelihood):
+    logits = torch.tensor([[2.0, -1.0], [0.0, 1.0]])
+    with pytest.raises(ValueError, match="it looks like logits: use logit_predictions=True"):
+        likelihood(2, logit_predictions=False).check_predictions(logits)
+    likelihood(2).check_predictions(logits)

@@ -411,3 +411,32 @@ def test_a_scaled_weight_is_the_scaled_draw():
     torch.testing.assert_close(output, x @ (2 * weight).T)
     assert rows.treatments("weight") == {"drawn"}
     assert rows.treatments("unused") == {"never used"}
+
+
+# --- flipout after attention ---------------------------------------------------------------------
+
+
+def test_flipout_of_the_last_projection_differs_between_rows():
+    # Attention flattens (sequence, batch) before it, so each of its rows has signs of its own.
+    count = 500
+    bnn = bnn_of(Attend(bias=False), expose=["attention.out_proj.weight"])
+    x = torch.randn(3, 1, 4).double().expand(3, 2, 4)  # two equal sequences
+    with torch.no_grad(), flipout():
+        outputs = torch.stack([bnn.guided_forward(x) for _ in range(count)])
+    noise = outputs - outputs.mean(0)
+    first, second = noise.unbind(2)
+    assert not torch.equal(first, second)
+    correlation = (first * second).mean(0) / (first.square() * second.square()).mean(0).sqrt()
+    # Products of signs are independent: a sum of them, over the root of their squares, is N(0, 1).
+    assert bool((correlation.abs() * math.sqrt(count) < 4.5).all())
+    positions = noise[:, 0] * noise[:, 1]
+    scale = positions.square().mean(0).sqrt()
+    assert bool((positions.mean(0).abs() / scale * math.sqrt(count) < 4.5).all())
+
+
+def test_flipout_of_the_last_projection_is_reported():
+    bnn = bnn_of(Attend(bias=False))
+    with report() as table, flipout():
+        bnn.guided_forward(*inputs((3, 2, 4)))
+    assert table.treatments("attention.out_proj.weight") == {"flipped"}
+    assert table.treatments("attention.in_proj_weight") == {"flipped"}

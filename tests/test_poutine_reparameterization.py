@@ -1,6 +1,7 @@
 """Local reparameterisation and flipout: exact moments, structure, variance, numerics."""
 
 import contextlib
+import functools
 import math
 
 import pyro.distributions as dist
@@ -480,3 +481,30 @@ def test_hidden_parameters_stay_parameters():
         bnn.guided_forward(torch.randn(3, 2).double())
     ((event, _),) = recorded.events
     assert isinstance(event.bias, nn.Parameter)
+
+
+# --- half precision -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hide", [[], ["bias"]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+def test_a_variance_too_small_for_half_precision_is_sampled(handler, dtype, hide):
+    # The square of 1e-4 is zero in float16.
+    guide = functools.partial(
+        tyxe.guides.AutoNormal, init_loc_fn=tyxe.guides.init_to_zero, init_scale=1e-4
+    )
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_parameters=hide)
+    net = nn.Linear(4, 50)
+    nn.init.zeros_(net.bias)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=1.0)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, guide).to(dtype)
+    assert bnn.net_guide.get_scale("weight").dtype == dtype
+    with handler(), torch.no_grad():
+        outputs = torch.cat(
+            [bnn.guided_forward(torch.full((8, 4), 5.0).to(dtype)) for _ in range(40)]
+        )
+    assert outputs.dtype == dtype
+    # Four inputs of 5 make ten times 1e-4; some 2,000 independent numbers at least.
+    assert outputs.float().std() == pytest.approx(1e-3, rel=0.2)
+    assert bool(outputs.isfinite().all())

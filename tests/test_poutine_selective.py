@@ -360,3 +360,75 @@ def test_they_are_decorators_and_leave_no_trace(make_handler):
     with pytest.raises(ZeroDivisionError), make_handler():
         raise ZeroDivisionError
     assert not am_i_wrapped()
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def named(name, net=None):
+    return tyxe.VariationalBNN(
+        nn.Linear(3, 2) if net is None else net,
+        tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+        HomoskedasticGaussian(4, scale=0.5),
+        tyxe.guides.AutoNormal,
+        name=name,
+    ).double()
+
+
+def kl_with(bnn, expose):
+    x, y = torch.ones(4, 3).double(), torch.ones(4, 2).double()
+    with selective_scale(scale=0.25, expose=expose):
+        return elbo_terms(bnn.model, bnn.guide, x, y).kl
+
+
+def kl_by_site(bnn):
+    priors = dict(bnn.net_prior.priors())
+    prefix = bnn.net_prior.prefix
+    posterior = bnn.net_guide.posterior()
+    return {name: td.kl_divergence(posterior[prefix + name], priors[name]) for name in priors}
+
+
+@pytest.mark.parametrize("spelled", ["weight", "net.weight", "a.net.weight"])
+def test_sites_of_a_named_bnn_are_scaled_in_every_spelling(spelled):
+    bnn = named("a")
+    expected = kl_by_site(bnn)
+    torch.testing.assert_close(
+        kl_with(bnn, [spelled]), 0.25 * expected["weight"] + expected["bias"]
+    )
+
+
+@pytest.mark.parametrize("name", ["", "a"])
+def test_masks_of_a_named_bnn(name):
+    bnn, mask = named(name), torch.tensor([True, False, True, False])
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    torch.manual_seed(0)
+    with selective_mask(mask=mask, expose=EXPOSE):
+        masked_terms = elbo_terms(bnn.model, bnn.guide, x, y)
+    torch.manual_seed(0)
+    dropped = elbo_terms(bnn.model, bnn.guide, x[mask], y[mask])
+    torch.testing.assert_close(masked_terms.data, dropped.data)
+    assert masked_terms.points == 2
+
+
+class Inner(nn.Module):
+    """Two layers of one name, one of them in a part that is called `net`."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+        self.net = nn.Sequential()
+        self.net.add_module("head", nn.Linear(3, 2))
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+
+@pytest.mark.parametrize(
+    ("spelled", "own"), [("head.weight", "head.weight"), ("net.net.head.weight", "net.head.weight")]
+)
+@pytest.mark.parametrize("name", ["", "a"])
+def test_a_part_called_net_is_no_prefix(name, spelled, own):
+    bnn = named(name, Inner())
+    kls = kl_by_site(bnn)
+    expected = sum(kls.values()) - 0.75 * kls[own]
+    torch.testing.assert_close(kl_with(bnn, [spelled]), expected)

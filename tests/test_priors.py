@@ -431,3 +431,52 @@ def test_custom_priors_need_one_method():
     check_prior(Half(hide_parameters=["bias"]))
     with pytest.raises(TypeError, match="abstract"):
         Prior()
+
+
+# --- rules that name nothing, or too little -------------------------------------------------------
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    )
+
+
+def test_types_take_all_that_is_inside():
+    net = encoder()
+    inside = [name for name, _ in net.named_parameters() if name.startswith("1.layers")]
+    hidden = sites(net, hide_module_types=[nn.TransformerEncoderLayer])
+    assert hidden == ["0.weight", "0.bias"]
+    assert sites(net, expose_module_types=[nn.TransformerEncoderLayer]) == inside
+
+
+NOTHING = {
+    "types": {"expose_module_types": [nn.Conv2d]},
+    "parameters": {"expose_parameters": ["gain"]},
+    "function": {"expose_fn": lambda module, name: False},
+    "empty list": {"expose": []},
+    "several": {"expose_module_types": [nn.Conv2d], "expose_parameters": ["gain"]},
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_expose_rules_that_match_nothing_are_errors(case):
+    kinds = ", ".join(NOTHING[case])
+    with pytest.raises(
+        ValueError, match=f"{kinds} expose no parameter of the net; it has frozen, body"
+    ):
+        sites(**NOTHING[case])
+
+
+def test_one_of_several_expose_rules_is_enough():
+    assert sites(expose_module_types=[nn.Conv2d], expose=["head.bias"]) == ["head.bias"]
+
+
+@pytest.mark.parametrize("rule", ["hide_module_types", "expose_module_types"])
+@pytest.mark.parametrize(
+    "given", [["Linear"], ["BatchNorm1d", nn.Linear], [nn.Linear(1, 1)], "Linear"]
+)
+def test_types_are_classes(rule, given):
+    with pytest.raises(TypeError, match=f"{rule} is .*; expected (classes, such as|a list)"):
+        IIDPrior(NORMAL, **{rule: given})

@@ -262,11 +262,13 @@ def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
     """
     if isinstance(tree, Mapping):
         return {key: tree_map_tensors(function, value) for key, value in tree.items()}
+    if hasattr(tree, "to"):  # a PackedSequence is a tuple, too
+        return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map_tensors(function, value) for value in tree))
     if isinstance(tree, tuple | list):
         return type(tree)(tree_map_tensors(function, value) for value in tree)
-    return function(tree) if hasattr(tree, "to") else tree
+    return tree
 
 
 # --------------------------------------------------------------------------- containers

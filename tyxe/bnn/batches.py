@@ -88,9 +88,15 @@ def split_rows(tree: Any, size: int) -> list[Any]:
     if isinstance(tree, Mapping):
         pieces = [split_rows(value, size) for value in tree.values()]
         return [dict(zip(tree, piece, strict=True)) for piece in zip(*pieces, strict=True)]
-    if isinstance(tree, tuple | list):
-        return list(zip(*(split_rows(item, size) for item in tree), strict=True))
+    if isinstance(tree, tuple | list) and not hasattr(tree, "to"):
+        rows = zip(*(split_rows(item, size) for item in tree), strict=True)
+        return [_like(tree, piece) for piece in rows]
     raise TypeError(f"batch_size cannot cut a {type(tree).__name__}; pass a loader instead")
+
+
+def _like(container: Any, items: Iterable[Any]) -> Any:
+    """A tuple of items; a named one, which is a single argument, where the container is."""
+    return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
 
 
 def collect(loader: Iterable[Any], device: Any = None) -> tuple[Any, Tensor]:
@@ -108,6 +114,6 @@ def _concatenate(pieces: list[Any]) -> Any:
         return torch.cat(pieces)
     if isinstance(first, Mapping):
         return {key: _concatenate([piece[key] for piece in pieces]) for key in first}
-    if isinstance(first, tuple | list):
-        return tuple(_concatenate([piece[i] for piece in pieces]) for i in range(len(first)))
+    if isinstance(first, tuple | list) and not hasattr(first, "to"):
+        return _like(first, [_concatenate(list(items)) for items in zip(*pieces, strict=True)])
     raise TypeError(f"inputs of type {type(first).__name__} cannot be concatenated")

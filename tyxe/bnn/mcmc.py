@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from pyro.infer.mcmc.api import MCMC
+from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from tyxe.bnn.base import modes_restored
@@ -89,10 +92,11 @@ class MCMC_BNN(SupervisedBNN):
             )
         if not len(self.net_prior) and not likelihood.latent_priors():
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
-        if isinstance(kernel_builder, type) and issubclass(kernel_builder, nn.Module):
-            raise TypeError(
-                f"{kernel_builder.__name__} is a guide; use it with tyxe.VariationalBNN"
-            )
+        kind: Any = kernel_builder
+        while isinstance(kind, functools.partial):
+            kind = kind.func
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            raise TypeError(f"{kind.__name__} is a guide; use it with tyxe.VariationalBNN")
         self.kernel_builder: Callable[..., Any] = kernel_builder
         self.samples = Samples({}, trainable=None)
 
@@ -129,13 +133,19 @@ class MCMC_BNN(SupervisedBNN):
         with modes_restored(self):
             self.eval()
             check_first_batch(self, self.net_prior, inputs, targets)
-            self._warn_of_data(len(targets))
+            self._warn_of_setting(len(targets))
             mcmc = self._chains((inputs, targets), num_samples, mcmc_kwargs)
             mcmc.run(inputs, targets)
         self.samples.replace(mcmc.get_samples(group_by_chain=True))
         return mcmc
 
-    def _warn_of_data(self, points: int) -> None:
+    def _warn_of_setting(self, points: int) -> None:
+        if am_i_wrapped():
+            warnings.warn(
+                "Pyro's MCMC shields its model from handlers: those around fit have no effect",
+                TyxeWarning,
+                stacklevel=3,
+            )
         size = self.likelihood.dataset_size
         if points != size:
             warnings.warn(
@@ -185,6 +195,12 @@ class MCMC_BNN(SupervisedBNN):
         for index in range(num_predictions):
             position = (2 * index + 1) * total // (2 * num_predictions) % total
             yield {name: value[position] for name, value in samples.items()}
+
+    def one_draw(self) -> Values:
+        """Return one of the samples, at random."""
+        samples = self.get_samples()
+        position = int(torch.randint(len(next(iter(samples.values()))), ()))
+        return {name: value[position] for name, value in samples.items()}
 
     def mean_values(self) -> Values:
         """Return the mean of the samples."""

@@ -13,7 +13,7 @@ from pyro.optim.lr_scheduler import PyroLRScheduler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-__all__ = ["LR_KINDS", "make_optimizer", "pyro_clipping", "pyro_scheduler"]
+__all__ = ["LR_KINDS", "gradient_norm", "make_optimizer", "pyro_clipping", "pyro_scheduler"]
 
 LR_KINDS = ("loc", "scale", "deterministic")
 
@@ -204,10 +204,10 @@ def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:
     return clip
 
 
-def gradients_finite(parameters: Iterable[Tensor]) -> bool:
-    """Say whether all gradients are finite, in one pass over them."""
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, in one pass over them."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return True
-    # The largest entry cannot overflow, as a sum of squares can.
-    return bool(nn.utils.get_total_norm(gradients, norm_type=float("inf")).isfinite())
+    # A sum of squares overflows in half precision; float32 and wider stay what they are.
+    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    norm: Tensor = nn.utils.get_total_norm(wide)
+    return norm

@@ -29,7 +29,7 @@ VMAP_CHUNK = 8
 class SupervisedBNN(BNN):
     """A BNN with a likelihood: base of those that predict and evaluate.
 
-    A subclass implements `draws` and `mean_values`.
+    A subclass implements `draws`, `one_draw` and `mean_values`.
 
     Args:
         net: as in `BNN`.
@@ -85,9 +85,9 @@ class SupervisedBNN(BNN):
 
     # ------------------------------------------------------------------ draws
 
+    @abstractmethod
     def one_draw(self) -> Values:
         """Return a single draw from the posterior."""
-        return next(iter(self.draws(1)))
 
     def _latents(self, draws: list[Values]) -> dict[str, Tensor]:
         """The likelihood's own variables, stacked over draws."""
@@ -220,11 +220,11 @@ class SupervisedBNN(BNN):
         batches = _batches(input_data, y, batch_size)
         with self._predicting():
             for outputs, latents, targets in self._outputs(batches, num_predictions, vectorize):
+                if targets is None:
+                    raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
                 rows = masked_pointwise(name, torch.arange(len(targets), device=outputs.device))
                 if len(rows) < len(targets):
                     outputs, targets = outputs[:, rows], targets[rows]
-                if targets is None:
-                    raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
                 error, log_likelihood = self._scores(outputs, latents, targets, aggregate)
                 errors.append(error)
                 log_likelihoods.append(log_likelihood)

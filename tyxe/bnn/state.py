@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -83,7 +84,8 @@ class Checkpoint:
                     f"parameters, but this fit has {type(optimizer).__name__} with {groups}; go on "
                     "with an optimiser built as the first was"
                 )
-            optimizer.load_state_dict(self.optimizer)
+            # An optimiser steps the tensors that it is given in place.
+            optimizer.load_state_dict(copy.deepcopy(self.optimizer))
         if self.scheduler is not None and scheduler is not None:
             scheduler.load_state_dict(self.scheduler)
         cpu, *cuda = self.rng

@@ -16,7 +16,7 @@ from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_first_batch, nonfinite_message
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
 from tyxe.bnn.history import History
-from tyxe.bnn.optim import gradients_finite, make_optimizer, pyro_clipping, pyro_scheduler
+from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.errors import TyxeWarning
 
 __all__ = ["FitOptions", "Trainer"]
@@ -134,15 +134,15 @@ class Trainer:
         ]
         terms = _mean(particles)
         parameters = self.parameters.values()
-        finite = bool((terms.data.detach() + terms.kl.detach()).isfinite())
-        if not (finite and gradients_finite(parameters)):
+        norm = gradient_norm(parameters)
+        if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
             message = nonfinite_message(self.bnn, terms, inputs, targets)
             self.optimizer.zero_grad(set_to_none=True)
             for buffer, before in zip(self._statistics, statistics, strict=True):
                 buffer.copy_(before)
             raise RuntimeError(message)
         if self.options.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_norm, norm)
         if self._pyro_clip is not None:
             self._pyro_clip(p for p in parameters if p.grad is not None)
         self.optimizer.step()

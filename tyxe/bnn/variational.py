@@ -113,6 +113,10 @@ class VariationalBNN(SupervisedBNN):
                     program()
             yield _values_of(trace.trace)
 
+    def one_draw(self) -> Values:
+        """Return a single draw of the guide."""
+        return next(iter(self.draws(1)))
+
     def mean_values(self) -> Values:
         """Return the guide's median, which for Normal posteriors is the mean."""
         values: Values = {}

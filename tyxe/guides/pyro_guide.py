@@ -57,10 +57,10 @@ class PyroGuide(nn.Module):
                 f"the guide's builder is a {type(builder).__name__} already built; pass its class, "
                 "or a functools.partial of it: the BNN builds it on its own sites"
             )
-        if isinstance(builder, type) and issubclass(builder, MCMCKernel):
-            raise TypeError(f"{builder.__name__} is a kernel; use it with tyxe.MCMC_BNN")
         with pyro.settings.context(module_local_params=True):
             guide = builder(module)
+        if isinstance(guide, MCMCKernel):
+            raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
         if isinstance(guide, Guide | PyroGuide):
             return guide
         if not isinstance(guide, nn.Module):

@@ -129,6 +129,7 @@ class Likelihood(nn.Module, ABC):
     def check_targets(self, predictions: Tensor, targets: Tensor) -> None:
         """Raise one clear error if the targets cannot have come from this likelihood."""
         self.check_predictions(predictions)
+        predictions = at_least_float32(predictions)
         self._distribution_for(predictions, targets)
         support: Any = self.predictive_distribution(predictions).support
         ok = support.check(self.prepare_targets(predictions, targets))

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Mapping
 
 import pyro.distributions as dist
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tyxe.errors import TyxeWarning
-from tyxe.likelihoods.base import Likelihood
+from tyxe.likelihoods.base import Likelihood, at_least_float32
 
 __all__ = ["Bernoulli", "Categorical"]
 
@@ -60,14 +61,17 @@ class Categorical(Likelihood):
     def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Take integers of any kind."""
         if targets.is_floating_point():
-            raise TypeError(f"Categorical got targets of {targets.dtype}; pass targets.long()")
+            one_hot = targets.shape == predictions.shape
+            call = "targets.argmax(-1)" if one_hot else "targets.long()"
+            raise TypeError(f"Categorical got targets of {targets.dtype}; pass {call}")
         return targets.long()
 
     def check_predictions(self, predictions: Tensor) -> None:
         """Tell logits from probabilities."""
-        distributions = bool((predictions >= 0).all()) and bool(
-            ((predictions.sum(-1) - 1).abs() < 1e-3).all()
-        )
+        # Each probability is rounded in half precision, by a part of itself.
+        tolerance = max(1e-3, torch.finfo(predictions.dtype).eps)
+        sums = at_least_float32(predictions).sum(-1)
+        distributions = bool((predictions >= 0).all() & ((sums - 1).abs() < tolerance).all())
         _check_kind(self.logit_predictions, distributions)
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:

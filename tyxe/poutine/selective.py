@@ -43,7 +43,8 @@ class _Selective(Messenger):
         self._names = {name: name for name in expose} | {f"net.{name}": name for name in expose}
 
     def _exposes(self, name: str) -> bool:
-        own = name[name.find(".net.") + 1 :] if ".net." in name else name
+        # What comes before `net.` is the name of a BNN; what comes after it may be called so too.
+        own = name if name.startswith("net.") else name[name.find(".net.") + 1 :]
         spelled = self._names.get(name, self._names.get(own))
         self._unmet.discard(spelled or "")
         return spelled is not None
