@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "std_from_fans",
     "to_pyro_module_",
     "tree_map_tensors",
+    "unwrapped",
 ]
 
 SITE_PRIORS = "_tyxe_site_priors"  # where `Prior.apply_` records a net's sites
@@ -250,6 +252,21 @@ def call_with(function: Callable[..., Any], inputs: Any) -> Any:
     if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
         return function(*inputs)
     return function(inputs)
+
+
+def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what partials wrap, and the keywords that they give it.
+
+    Example:
+        >>> import functools
+        >>> unwrapped(functools.partial(functools.partial(dict, a=1), a=2))
+        (<class 'dict'>, {'a': 2})
+    """
+    keywords: dict[str, Any] = {}
+    while isinstance(builder, functools.partial):
+        keywords = {**builder.keywords, **keywords}
+        builder = builder.func
+    return builder, keywords
 
 
 def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tyxe.util import tree_map_tensors
 
-__all__ = ["batches_of", "collect", "first_tensor", "is_loader"]
+__all__ = ["batches_of", "collect", "is_loader", "not_empty", "split_rows"]
 
 
 def is_loader(inputs: Any) -> bool:
@@ -18,6 +18,22 @@ def is_loader(inputs: Any) -> bool:
     return not isinstance(inputs, Tensor | tuple | list | Mapping) and (
         hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
     )
+
+
+def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield a loader's batches, of which there has to be one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    empty = True
+    for batch in loader:
+        empty = False
+        yield batch
+    if empty:
+        raise ValueError(
+            "the loader is empty: it yields no batch (a generator can be used once only)"
+        )
 
 
 def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Tensor]]:
@@ -35,8 +51,7 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
             f"data_loader is a {type(loader).__name__}; expected an iterable of (inputs, targets), "
             "such as a torch.utils.data.DataLoader or [(x, y)]"
         )
-    empty = True
-    for batch in loader:
+    for batch in not_empty(loader):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError(f"the loader yields {_describe(batch)}; {_EXPECTED}")
         inputs, targets = batch
@@ -44,14 +59,9 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
             raise ValueError(
                 f"the loader yields targets of type {type(targets).__name__}; {_EXPECTED}"
             )
-        empty = False
         if device is not None:
             inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))
         yield inputs, targets
-    if empty:
-        raise ValueError(
-            "the loader is empty: it yields no batch (a generator can be used once only)"
-        )
 
 
 _EXPECTED = (
@@ -66,19 +76,6 @@ def _describe(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"a mapping with keys {', '.join(map(str, batch))}"
     return f"a {type(batch).__name__}"
-
-
-def first_tensor(tree: Any) -> Tensor | None:
-    """Return the first tensor in nested containers."""
-    if isinstance(tree, Tensor):
-        return tree
-    items = tree.values() if isinstance(tree, Mapping) else tree
-    if isinstance(tree, Mapping | tuple | list):
-        for item in items:
-            found = first_tensor(item)
-            if found is not None:
-                return found
-    return None
 
 
 def split_rows(tree: Any, size: int) -> list[Any]:

@@ -75,18 +75,19 @@ def elbo_terms(
     """
     guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-    _check_guide(guide_trace)
+    latents = _samples(guide_trace, observed=False)
+    _check_guide(latents)
     data, count = _data_term(model_trace)
     kl: Any = 0.0
-    for name, site in _samples(guide_trace, observed=False):
+    for name, site in latents:
         kl = kl + _site_kl(site, model_trace.nodes.get(name), closed_form_kl)
     for name, _ in _samples(model_trace, observed=False):
         if name not in guide_trace.nodes:
             raise ValueError(
                 f"the guide does not sample {name!r}; it samples "
-                f"{', '.join(n for n, _ in _samples(guide_trace, observed=False)) or 'nothing'}"
+                f"{', '.join(n for n, _ in latents) or 'nothing'}"
             )
-    values = {name: site["value"] for name, site in _samples(guide_trace, observed=False)}
+    values = {name: site["value"] for name, site in latents}
     return ElboTerms(data, torch.as_tensor(kl), count, values)
 
 
@@ -121,9 +122,8 @@ def _data_term(trace: Trace) -> tuple[Tensor, int]:
     return torch.as_tensor(total), count
 
 
-def _check_guide(trace: Trace) -> None:
+def _check_guide(sites: list[tuple[str, Any]]) -> None:
     """Raise where the estimate would be wrong without a word."""
-    sites = _samples(trace, observed=False)
     for name, site in sites:
         if not site["fn"].has_rsample:
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
-from tyxe.util import SiteTensors
+from tyxe.util import SiteTensors, unwrapped
 
 __all__ = ["MCMC_BNN"]
 
@@ -92,9 +91,7 @@ class MCMC_BNN(SupervisedBNN):
             )
         if not len(self.net_prior) and not likelihood.latent_priors():
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
-        kind: Any = kernel_builder
-        while isinstance(kind, functools.partial):
-            kind = kind.func
+        kind, _ = unwrapped(kernel_builder)
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             raise TypeError(f"{kind.__name__} is a guide; use it with tyxe.VariationalBNN")
         self.kernel_builder: Callable[..., Any] = kernel_builder
@@ -205,10 +202,6 @@ class MCMC_BNN(SupervisedBNN):
     def mean_values(self) -> Values:
         """Return the mean of the samples."""
         return {name: value.mean(0) for name, value in self.get_samples().items()}
-
-    def to_module(self, sample: bool = False) -> nn.Module:
-        """Return a plain net at the mean of the samples, or at one of them."""
-        return self.net_at(self.one_draw() if sample else self.mean_values())
 
     def to_arviz(self) -> Any:
         """Return the samples as ArviZ's `InferenceData`, for `az.summary` (r-hat, ESS) and plots.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,6 +11,8 @@ from pyro.optim import PyroOptim
 from pyro.optim.lr_scheduler import PyroLRScheduler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
+
+from tyxe.util import unwrapped
 
 __all__ = ["LR_KINDS", "gradient_norm", "make_optimizer", "pyro_clipping", "pyro_scheduler"]
 
@@ -64,9 +65,8 @@ def make_optimizer(
 
 
 def _refuse_line_search(optim: Any) -> None:
-    constructor = optim.pt_optim_constructor if isinstance(optim, PyroOptim) else optim
-    while isinstance(constructor, functools.partial):
-        constructor = constructor.func
+    given = optim.pt_optim_constructor if isinstance(optim, PyroOptim) else optim
+    constructor, _ = unwrapped(given)
     kind = constructor if isinstance(constructor, type) else type(constructor)
     if issubclass(kind, torch.optim.LBFGS):
         raise TypeError(
@@ -115,10 +115,8 @@ def _fused_option(
     constructor: Callable[..., Any], parameters: Named, given: Iterable[str] = ()
 ) -> dict[str, bool]:
     """Ask for the fused kernel, a single pass, where the caller has not chosen another one."""
-    chosen = set(given)
-    while isinstance(constructor, functools.partial):
-        chosen |= set(constructor.keywords)
-        constructor = constructor.func
+    constructor, keywords = unwrapped(constructor)
+    chosen = {*given, *keywords}
     # Others may have to take sparse gradients, which fused kernels do not.
     if not (isinstance(constructor, type) and issubclass(constructor, Adam | AdamW)):
         return {}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.distributions import is_real, log_density
+from tyxe.util import unwrapped
 
 __all__ = ["Potential", "functional_kernel"]
 
@@ -107,14 +108,11 @@ def functional_kernel(
         needed: a builder that is no class or partial of HMC or NUTS, or asks for what only a
         model has; hierarchical priors; a handler around the call.
     """
-    constructor: Any = builder
-    options: dict[str, Any] = {}
-    while isinstance(constructor, functools.partial) and not constructor.args:
-        options = {**constructor.keywords, **options}
-        constructor = constructor.func
+    constructor, options = unwrapped(builder)
     plain = isinstance(constructor, type) and issubclass(constructor, HMC)
+    positional = isinstance(builder, functools.partial) and builder.args
     priors = [prior for _, prior in bnn.net_prior.priors()]
-    if not plain or _NEEDS_MODEL & set(options) or am_i_wrapped():
+    if not plain or positional or _NEEDS_MODEL & set(options) or am_i_wrapped():
         return None
     if not all(isinstance(prior, td.Distribution) for prior in priors):
         return None

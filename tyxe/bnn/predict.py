@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.batches import is_loader, split_rows
+from tyxe.bnn.batches import is_loader, not_empty, split_rows
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import at_least_float32, reduce_points
 from tyxe.poutine import draws_are_lazy, masked_pointwise
@@ -68,6 +68,16 @@ class SupervisedBNN(BNN):
         """Return the net's output for one draw from the posterior, in the mode the BNN is in."""
         with self.substituted(self.one_draw()):
             return self.net(*inputs, **kwargs)
+
+    def to_module(self, sample: bool = False) -> nn.Module:
+        """Return a plain net, of the class that came in, at the posterior's centre or one draw.
+
+        Args:
+            sample: one draw instead of the centre.
+        """
+        with torch.no_grad():
+            values = self.one_draw() if sample else self.mean_values()
+        return self.net_at(values)
 
     def model(self, inputs: Any, obs: Tensor | None = None) -> Any:
         """The joint model (a Pyro program): weights from the prior, the net, the likelihood.
@@ -299,14 +309,8 @@ def _batches(inputs: Any, targets: Tensor | None, batch_size: int | None) -> Ite
 
 
 def _pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    empty = True
-    for batch in loader:
-        empty = False
+    for batch in not_empty(loader):
         yield _as_pair(batch)
-    if empty:
-        raise ValueError(
-            "the loader is empty: it yields no batch (a generator can be used once only)"
-        )
 
 
 def _as_pair(batch: Any) -> tuple[Any, Any]:
@@ -322,9 +326,8 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(
-        device
-    ) if device.type == "cuda" else None
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda
 
 
 def _set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:

@@ -87,11 +87,10 @@ class VariationalBNN(SupervisedBNN):
 
     def guide(self, inputs: Any = None, obs: Tensor | None = None) -> Values:
         """The posterior (a Pyro program): a draw for each site; the batch is not looked at."""
-        values: Values = {}
-        for part in (self.net_guide, self.likelihood_guide):
-            if part is not None:
-                values.update(part())
-        return values
+        return {name: value for part in self._guides() for name, value in part().items()}
+
+    def _guides(self) -> list[Guide | PyroGuide]:
+        return [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
 
     def guided_forward(self, *inputs: Any, guide_tr: Any = None) -> Any:
         """Return the net's output for one draw of the guide, or for that of a guide's trace."""
@@ -100,12 +99,11 @@ class VariationalBNN(SupervisedBNN):
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is formed once for all of them."""
-        parts = [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
         programs = [
             functools.partial(part.sample_from, part.posterior())
             if isinstance(part, Guide)
             else part
-            for part in parts
+            for part in self._guides()
         ]
         for _ in range(num_predictions):
             with poutine.trace() as trace:
@@ -119,21 +117,7 @@ class VariationalBNN(SupervisedBNN):
 
     def mean_values(self) -> Values:
         """Return the guide's median, which for Normal posteriors is the mean."""
-        values: Values = {}
-        for part in (self.net_guide, self.likelihood_guide):
-            if part is not None:
-                values.update(part.median())
-        return values
-
-    def to_module(self, sample: bool = False) -> nn.Module:
-        """Return a plain net, of the class that came in, at the posterior's centre or one draw.
-
-        Args:
-            sample: one draw instead of the centre.
-        """
-        with torch.no_grad():
-            values = self.one_draw() if sample else self.mean_values()
-        return self.net_at(values)
+        return {name: value for part in self._guides() for name, value in part.median().items()}
 
     # ------------------------------------------------------------------ fit
 

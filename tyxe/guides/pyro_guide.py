@@ -71,7 +71,7 @@ class PyroGuide(nn.Module):
             )
         return cls(guide, module)
 
-    def __init__(self, guide: Callable[..., Any], module: Callable[..., Any]) -> None:
+    def __init__(self, guide: nn.Module, module: Callable[..., Any]) -> None:
         super().__init__()
         self.guide = guide
         self.prefix = getattr(module, "prefix", "")
@@ -103,7 +103,7 @@ class PyroGuide(nn.Module):
         """Return posteriors per site, where the guide has one, as `Guide` does.
 
         Raises:
-            TypeError: the guide couples its sites (or is a plain function).
+            TypeError: the guide couples its sites, or is no autoguide.
         """
         if isinstance(self.guide, AutoContinuous) or not isinstance(self.guide, AutoGuide):
             raise TypeError(
