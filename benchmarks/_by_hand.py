@@ -54,7 +54,7 @@ class MeanField:
             parameter.requires_grad_(False)
         rest = [p for p in self.net.parameters() if p.requires_grad]
         parameters = [*self.locs, *self.rhos, *rest]
-        self.optimizer = torch.optim.Adam(parameters, lr=1e-3, foreach=True)
+        self.optimizer = torch.optim.Adam(parameters, lr=1e-3, fused=True)
 
     def data_term(self, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the mean cross-entropy of one draw, and the variances of all weights."""

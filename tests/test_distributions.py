@@ -21,6 +21,8 @@ from tyxe.distributions import (
     factorized_normal_kl,
     independent_moments,
     is_factorized,
+    joins,
+    joint_kl,
     log_density,
 )
 
@@ -34,7 +36,7 @@ def normal(shape=SHAPE):
 def factorized(requires_grad=False):
     q = normal()
     loc, scale = q.loc.requires_grad_(requires_grad), q.scale.requires_grad_(requires_grad)
-    return FactorizedNormal(loc, scale, scale.log())
+    return FactorizedNormal(loc, scale.log())
 
 
 # --- moments ------------------------------------------------------------------------------------
@@ -154,8 +156,8 @@ PRIORS = {
 
 @pytest.mark.parametrize("make", PRIORS.values(), ids=PRIORS.keys())
 def test_the_kl_is_the_textbook_one(make):
-    q, p = factorized(requires_grad=True), make()
-    mu, sigma = q.base_dist.loc, q.base_dist.scale
+    mu, sigma = normal().loc.requires_grad_(), normal().scale.requires_grad_()
+    q, p = FactorizedNormal(mu, sigma.log()), make()
     m, s = p.base_dist.loc.double(), p.base_dist.scale.double()
     # METHODS 1 [VL 11].
     expected = 0.5 * ((sigma**2 + (mu - m) ** 2) / s**2 - 1 + (s**2 / sigma**2).log())
@@ -217,7 +219,7 @@ STORED = {
     "mixture": lambda: dist.MixtureSameFamily(
         dist.Categorical(torch.tensor([0.3, 0.7])), dist.Normal(torch.zeros(2), torch.ones(2))
     ),
-    "factorized": lambda: FactorizedNormal(torch.zeros(2), torch.ones(2), torch.zeros(2)),
+    "factorized": lambda: FactorizedNormal(torch.zeros(2), torch.zeros(2)),
 }
 
 
@@ -326,7 +328,7 @@ PRIORS = {
 
 
 def of(loc, scale):
-    return FactorizedNormal(loc, scale, scale.log())
+    return FactorizedNormal(loc, scale.log())
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -404,3 +406,83 @@ def test_gradients_of_the_kl_in_the_prior():
         torch.vmap(torch.func.grad(kl))(scales),
         torch.stack([torch.func.grad(reference)(s) for s in scales]),
     )
+
+
+# --- the joint KL ---------------------------------------------------------------------------------
+
+
+def leaves_and_pairs(with_variances):
+    """Two sites under two priors, with the leaves that gradients go to."""
+    locs = [torch.randn(3, 2).double().requires_grad_(), torch.randn(4).double().requires_grad_()]
+    logs = [torch.randn(3, 2).double().requires_grad_(), torch.randn(4).double().requires_grad_()]
+    loc, scale = torch.tensor([0.0, 0.7]).double(), torch.tensor([1.0, 0.3]).double()
+    pairs = []
+    for i, (mean, log) in enumerate(zip(locs, logs, strict=True)):
+        q, p = FactorizedNormal(mean, log), dist.Normal(loc[i], scale[i]).expand(mean.shape)
+        assert joins(q, p.to_event(mean.dim()))
+        if with_variances:
+            assert q.variance.requires_grad
+        pairs.append((q, p.to_event(mean.dim())))
+    return [*locs, *logs], pairs
+
+
+def separate(leaves, pairs):
+    total = 0.0
+    for i, (_, p) in enumerate(pairs):
+        q = td.Normal(leaves[i], leaves[2 + i].exp())
+        total = total + td.kl_divergence(q, p.base_dist).sum()
+    return total
+
+
+@pytest.mark.parametrize("with_variances", [True, False])
+def test_the_joint_kl_is_the_sum_twice_differentiable(with_variances):
+    leaves, pairs = leaves_and_pairs(with_variances)
+    weights = [torch.randn_like(leaf) for leaf in leaves]
+    found = []
+    for kl in (joint_kl(pairs), separate(leaves, pairs)):
+        first = torch.autograd.grad(kl, leaves, create_graph=True)
+        slope = sum((w * g).sum() for w, g in zip(weights, first, strict=True))
+        found.append((kl, first, torch.autograd.grad(slope, leaves)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_the_joint_kl_leaves_alone_what_needs_no_gradient():
+    loc, log_scale = torch.zeros(3), torch.zeros(3, requires_grad=True)
+    p = dist.Normal(0.0, 1.0).expand([3]).to_event(1)
+    joint_kl([(FactorizedNormal(loc, log_scale), p)]).backward()
+    assert loc.grad is None
+    torch.testing.assert_close(log_scale.grad, torch.zeros(3))
+
+
+def test_a_prior_changed_in_place_is_noticed():
+    scale = torch.ones(())
+    p = dist.Normal(torch.zeros(()), scale).expand([3]).to_event(1)
+    q = FactorizedNormal(torch.zeros(3), torch.zeros(3))
+    assert td.kl_divergence(q, p) == 0
+    scale.fill_(2.0)
+    torch.testing.assert_close(
+        td.kl_divergence(q, p), torch.tensor(3 * (math.log(2) + 1 / 8 - 0.5))
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_q", "make_p"),
+    [
+        (factorized, lambda: dist.Normal(0.0, 1.0).expand(SHAPE).to_event(2)),  # another dtype
+        (factorized, lambda: dist.Normal(normal().loc, normal().scale).to_event(2)),
+        (factorized, lambda: dist.Laplace(0.0, 1.0).expand(SHAPE).to_event(2)),
+        (normal, normal),
+    ],
+)
+def test_other_pairs_do_not_join(make_q, make_p):
+    assert not joins(make_q(), make_p())
+
+
+def test_a_prior_with_gradients_does_not_join():
+    scale = torch.ones((), dtype=torch.double, requires_grad=True)
+    p = dist.Normal(torch.zeros(()).double(), scale).expand(SHAPE).to_event(2)
+    q = factorized()
+    assert not joins(q, p)
+    (slope,) = torch.autograd.grad(td.kl_divergence(q, p), scale)
+    expected = (1 - q.variance - q.mean.square()).sum()
+    torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-12)

@@ -354,3 +354,19 @@ def test_logits_are_no_probabilities(likelihood):
     with pytest.raises(ValueError, match="it looks like logits: use logit_predictions=True"):
         likelihood(2, logit_predictions=False).check_predictions(logits)
     likelihood(2).check_predictions(logits)
+
+
+def test_class_logits_are_scored_as_by_pyros_categorical():
+    logits = torch.randn(4, 5, 3).double().requires_grad_()
+    targets = torch.randint(0, 3, (4, 5))
+    ours = Categorical(4).predictive_distribution(logits)
+    plain = dist.Categorical(logits=logits)
+    for labels in (targets, targets[0], torch.randint(0, 3, (2, 4, 5)), torch.tensor(1)):
+        torch.testing.assert_close(ours.log_prob(labels), plain.log_prob(labels))
+    gradients = [torch.autograd.grad(d.log_prob(targets).sum(), logits)[0] for d in (ours, plain)]
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(ours.probs, plain.probs)
+    torch.testing.assert_close(ours.entropy(), plain.entropy())
+    assert ours.expand((2, 4, 5)).log_prob(targets).shape == (2, 4, 5)
+    assert ours.expand((4, 5)) is ours
+    assert ours.sample((6,)).shape == (6, 4, 5)

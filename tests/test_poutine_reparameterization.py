@@ -24,6 +24,7 @@ from tyxe.poutine import (
     local_reparameterization_moments,
     report,
 )
+from tyxe.poutine.reparameterization import _random_signs
 from tyxe.testing import HANDLERS, check_handler
 from tyxe.testing.asserts import assert_within
 
@@ -508,3 +509,41 @@ def test_a_variance_too_small_for_half_precision_is_sampled(handler, dtype, hide
     # Four inputs of 5 make ten times 1e-4; some 2,000 independent numbers at least.
     assert outputs.float().std() == pytest.approx(1e-3, rel=0.2)
     assert bool(outputs.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_variances_in_bfloat16_are_off_by_their_rounding(name):
+    bnn, x = case_of(name, "both")
+    moments = []
+    for dtype in (None, torch.bfloat16):
+        with Events() as recorded, torch.no_grad(), local_reparameterization(dtype):
+            bnn.guided_forward(x)
+        ((event, _),) = recorded.events
+        weight, bias = event.weight.moments(), event.bias.moments()
+        moments.append(local_reparameterization_moments(event, weight, bias, dtype))
+    (mean, variance), (mean_16, variance_16) = moments
+    assert torch.equal(mean, mean_16)
+    assert variance_16.dtype == variance.dtype
+    # Two factors and the sum, each rounded to eight bits; sums of positive numbers add no more.
+    bound = (1 + 2**-9) ** 3 - 1
+    assert 0 < float((variance_16 / variance - 1).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32])
+def test_a_variance_type_without_range_is_refused(dtype):
+    with pytest.raises(ValueError, match=r"expected torch.bfloat16 or a wider"):
+        local_reparameterization(variance_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 21), (64, 500)])
+def test_signs_are_fair_and_independent(shape, dtype):
+    signs = _random_signs(list(shape), dtype, torch.device("cpu"))
+    assert signs.shape == shape
+    assert signs.dtype == dtype
+    assert bool((signs.abs() == 1).all())
+    flat = signs.double().flatten()
+    for lag in (0, 1, 7, 8, 63, 64):
+        if lag < flat.numel():
+            products = flat if lag == 0 else flat[:-lag] * flat[lag:]
+            assert abs(products.mean()) <= 5 / math.sqrt(products.numel())

@@ -14,7 +14,7 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from tyxe.distributions import known_entropy
+from tyxe.distributions import joins, joint_kl, known_entropy
 from tyxe.poutine import Draw
 
 __all__ = ["ElboTerms", "elbo_terms"]
@@ -78,9 +78,9 @@ def elbo_terms(
     latents = _samples(guide_trace, observed=False)
     _check_guide(latents)
     data, count = _data_term(model_trace)
-    kl: Any = 0.0
-    for name, site in latents:
-        kl = kl + _site_kl(site, model_trace.nodes.get(name), closed_form_kl)
+    kl = _sum_of_kls(
+        [(site, model_trace.nodes.get(name)) for name, site in latents], closed_form_kl
+    )
     for name, _ in _samples(model_trace, observed=False):
         if name not in guide_trace.nodes:
             raise ValueError(
@@ -146,6 +146,24 @@ def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
     except NotImplementedError:
         entropy = known_entropy(guide_site["fn"])
         return None if entropy is None else -entropy - prior.log_prob(_value(guide_site))
+
+
+def _sum_of_kls(pairs: list[tuple[Any, Any]], closed_form_kl: bool) -> Any:
+    """The KL of all sites, those that can be taken together first."""
+    joint: list[Any] = []
+    total: Any = 0.0
+    for guide_site, model_site in pairs:
+        if closed_form_kl and _joins(guide_site, model_site):
+            joint.append((guide_site["fn"], model_site["fn"]))
+        else:
+            total = total + _site_kl(guide_site, model_site, closed_form_kl)
+    return total + joint_kl(joint) if joint else total
+
+
+def _joins(guide_site: Any, model_site: Any) -> bool:
+    scale, mask = guide_site["scale"], guide_site["mask"]
+    counts_once = isinstance(scale, float) and scale == 1.0 and (mask is None or mask is True)
+    return model_site is not None and counts_once and joins(guide_site["fn"], model_site["fn"])
 
 
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:

@@ -8,7 +8,8 @@ from tyxe.distributions.moments import (
     is_real,
     known_entropy,
 )
-from tyxe.distributions.normal import FactorizedNormal, factorized_normal_kl, log_density
+from tyxe.distributions.normal import FactorizedNormal
+from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl, log_density
 from tyxe.distributions.stored import StoredDistribution, detached
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "independent_moments",
     "is_factorized",
     "is_real",
+    "joins",
+    "joint_kl",
     "known_entropy",
     "log_density",
 ]

@@ -138,4 +138,4 @@ def is_factorized(distribution: td.Distribution) -> bool:
         >>> is_factorized(td.MultivariateNormal(torch.zeros(2), torch.eye(2)))
         False
     """
-    return independent_moments(distribution) is not None or center(distribution) is not None
+    return center(distribution) is not None or independent_moments(distribution) is not None

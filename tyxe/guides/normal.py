@@ -95,13 +95,11 @@ class MeanField(Guide):
             )
         return torch.logit(ratio)
 
-    def _scale(self, name: str) -> tuple[Tensor, Tensor]:
-        """A site's standard deviations and their logarithm."""
+    def _log_scale(self, name: str) -> Tensor:
         unconstrained = self.unconstrained_scales[name]
         if self.max_guide_scale is None:
-            return unconstrained.exp(), unconstrained
-        log_cap = math.log(self.max_guide_scale)
-        return unconstrained.sigmoid() * self.max_guide_scale, logsigmoid(unconstrained) + log_cap
+            return unconstrained
+        return logsigmoid(unconstrained) + math.log(self.max_guide_scale)
 
     def get_loc(self, site_name: str) -> Tensor:
         """Return the means of a site (before its transform, if its support is constrained)."""
@@ -109,18 +107,18 @@ class MeanField(Guide):
 
     def get_scale(self, site_name: str) -> Tensor:
         """Return the standard deviations of a site (before its transform, if any)."""
-        return self._scale(self._own(site_name).own_name)[0]
+        return self._log_scale(self._own(site_name).own_name).exp()
 
     def site_distribution(self, site: Site) -> td.Distribution:
         """Return the posterior of a site, mapped onto its support."""
-        base = self.base_distribution(self.locs[site.own_name], *self._scale(site.own_name))
+        base = self.base_distribution(self.locs[site.own_name], self._log_scale(site.own_name))
         if site.is_real:
             return base
         return dist.TransformedDistribution(base, [td.biject_to(site.support)])
 
     @abstractmethod
-    def base_distribution(self, loc: Tensor, scale: Tensor, log_scale: Tensor) -> td.Distribution:
-        """Return the distribution of mean and scale, every dimension in its event."""
+    def base_distribution(self, loc: Tensor, log_scale: Tensor) -> td.Distribution:
+        """Return the distribution of mean and log-scale, every dimension in its event."""
 
 
 class AutoNormal(MeanField):
@@ -155,8 +153,8 @@ class AutoNormal(MeanField):
         tensor([[0.0100, 0.0100]])
     """
 
-    def base_distribution(self, loc: Tensor, scale: Tensor, log_scale: Tensor) -> td.Distribution:
-        return FactorizedNormal(loc, scale, log_scale)
+    def base_distribution(self, loc: Tensor, log_scale: Tensor) -> td.Distribution:
+        return FactorizedNormal(loc, log_scale)
 
 
 def _start_of_scale(start: InitScale, site: Site, message: Any) -> float | Tensor:

@@ -127,7 +127,5 @@ class AutoRadial(MeanField):
         torch.Size([2, 3, 1])
     """
 
-    def base_distribution(
-        self, loc: Tensor, scale: Tensor, log_scale: Tensor
-    ) -> dist.TorchDistribution:
-        return Radial(loc, scale)
+    def base_distribution(self, loc: Tensor, log_scale: Tensor) -> dist.TorchDistribution:
+        return Radial(loc, log_scale.exp())

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import pyro.distributions as dist
 import torch
+import torch.distributions as td
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, nll_loss
 
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods.base import Likelihood, at_least_float32
@@ -55,8 +56,9 @@ class Categorical(Likelihood):
         self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
     ) -> dist.Distribution:
         """Return the distribution over classes in the last dimension."""
-        given = {"logits" if self.logit_predictions else "probs": predictions}
-        return dist.Categorical(**given, validate_args=False).to_event(self.event_dim)
+        if self.logit_predictions:
+            return _LogitCategorical(predictions).to_event(self.event_dim)
+        return dist.Categorical(probs=predictions, validate_args=False).to_event(self.event_dim)
 
     def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Take integers of any kind."""
@@ -86,6 +88,27 @@ class Categorical(Likelihood):
             return predictions.mean(dim)
         log_probs = predictions.log_softmax(-1)
         return log_probs.logsumexp(dim) - math.log(predictions.shape[dim])
+
+
+class _LogitCategorical(dist.Categorical):
+    """A Categorical whose log-probabilities take the two fused kernels of the cross-entropy."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._param = self.logits = logits.log_softmax(-1)
+        self._num_events = logits.shape[-1]
+        td.Distribution.__init__(self, logits.shape[:-1], validate_args=False)
+
+    def expand(self, batch_shape: torch.Size, _instance: object = None) -> dist.Categorical:
+        if torch.Size(batch_shape) == self.batch_shape:
+            return self
+        return dist.Categorical(logits=self.logits, validate_args=False).expand(batch_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        if value.shape != self.batch_shape:
+            log_prob: Tensor = super().log_prob(value)
+            return log_prob
+        flat = nll_loss(self.logits.flatten(0, -2), value.flatten(), reduction="none")
+        return -flat.reshape(value.shape)
 
 
 class Bernoulli(Likelihood):

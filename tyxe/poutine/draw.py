@@ -11,7 +11,7 @@ rearranged alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,9 +97,15 @@ class _Source:
             middle: Tensor | None = center(self.distribution)
         return middle
 
+    def _as_if_outside(self) -> AbstractContextManager[None]:
+        # Mostly nobody watches: no hooks, and within torch.func's transforms none are allowed.
+        watched = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if watched is None and torch.is_grad_enabled() == self._grad:
+            return nullcontext()
+        return self._unwatched()
+
     @contextmanager
-    def _as_if_outside(self) -> Iterator[None]:
-        # Within torch.func's transforms nobody watches, and hooks are not allowed.
+    def _unwatched(self) -> Iterator[None]:
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         hooks = saved_tensors_hooks(_same, _same) if allowed else nullcontext()
         with torch.set_grad_enabled(self._grad), hooks:
@@ -255,9 +261,11 @@ def _center_of(distribution: td.Distribution) -> Tensor:
 
 
 def _representative(distribution: td.Distribution) -> Tensor:
-    moments = independent_moments(distribution)
-    middle = center(distribution) if moments is None else moments[0]
-    assert middle is not None
+    middle: Tensor | None = center(distribution)
+    if middle is None:
+        moments = independent_moments(distribution)
+        assert moments is not None
+        middle = moments[0]
     return middle
 
 
