@@ -12,13 +12,15 @@ import datetime
 import json
 import os
 import platform
+import resource
 import shlex
 import statistics
 import sys
+import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,15 @@ import tyxe
 
 SEED = 0
 Clock = Callable[[], float]
-CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def processor_time() -> float:
+    """Return processor seconds of this process and of its finished children."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": processor_time}
 
 
 @dataclass(frozen=True)
@@ -41,20 +51,53 @@ class Contestant:
         run: does the work once; may return how many units of it (leapfrog steps) that was.
         who: `plain`, `by hand`, `ours` or a peer's name.
         limit: name of the contestant that does the same without the library.
+        plain: name of the contestant that the ratio is to, where it is not the case's first.
+        facts: numbers about it that are not measured in rounds.
     """
 
     name: str
     run: Callable[[], int | None]
     who: str
     limit: str | None = None
+    plain: str | None = None
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+
+def timed(contestant: Contestant, clock: Clock) -> float:
+    """Return seconds per unit of one run."""
+    start = clock()
+    units = contestant.run()
+    return (clock() - start) / (units or 1)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a case measures.
+
+    Attributes:
+        name: in the results.
+        symbol: of the unit in tables.
+        factor: from the measure to that unit.
+        measure: one run's number.
+    """
+
+    name: str
+    symbol: str
+    factor: float
+    measure: Callable[[Contestant, Clock], float]
+
+
+SECONDS = Quantity("seconds", "ms", 1e3, timed)
+Numbers = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Contestants that are compared; all ratios are to the first and to their own limits.
+    """Contestants that are compared; ratios are to the first and to their own limits.
 
     `warm_up` runs a round that is not counted; it is left out where one run does its work dozens
-    of times and takes minutes.
+    of times and takes minutes. `findings` computes what follows from the rounds' numbers of all
+    contestants together.
     """
 
     name: str
@@ -63,6 +106,25 @@ class Case:
     repeats: int
     contestants: list[Contestant]
     warm_up: bool = True
+    quantity: Quantity = SECONDS
+    findings: Callable[[Numbers], Mapping[str, Any]] | None = None
+
+
+def buildable(
+    makers: Mapping[str, Callable[[], Contestant]],
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Build contestants where some may be beyond what PyTorch can do today.
+
+    Returns:
+        Those that could be built, and the beginning of the error for each of the others.
+    """
+    found, errors = [], {}
+    for name, make in makers.items():
+        try:
+            found.append(make())
+        except Exception as error:
+            errors[name] = textwrap.shorten(f"fails, {type(error).__name__}: {error}", 200)
+    return found, errors
 
 
 def options(description: str) -> argparse.Namespace:
@@ -108,27 +170,21 @@ def keep_memory() -> None:
         raise SystemExit("--keep-memory needs glibc's mallopt")
 
 
-def timed(contestant: Contestant, clock: Clock) -> float:
-    """Return seconds per unit of one run."""
-    start = clock()
-    units = contestant.run()
-    return (clock() - start) / (units or 1)
-
-
 def interleaved(
     contestants: list[Contestant],
     repeats: int,
     warm_up: bool = True,
     clock: Clock = time.perf_counter,
-) -> dict[str, list[float]]:
+    measure: Callable[[Contestant, Clock], float] = timed,
+) -> Numbers:
     """Run all contestants in turns; a round before may warm up."""
     for contestant in contestants if warm_up else ():
         contestant.run()
-    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    numbers: Numbers = {contestant.name: [] for contestant in contestants}
     for _ in range(repeats):
         for contestant in contestants:
-            seconds[contestant.name].append(timed(contestant, clock))
-    return seconds
+            numbers[contestant.name].append(measure(contestant, clock))
+    return numbers
 
 
 def summary(numbers: Iterable[float]) -> dict[str, float]:
@@ -139,32 +195,51 @@ def summary(numbers: Iterable[float]) -> dict[str, float]:
     }
 
 
-def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> dict[str, float]:
-    """Return the summary of a contestant's time over a reference's, round by round."""
-    pairs = zip(seconds[name], seconds[reference], strict=True)
+def ratio(numbers: Numbers, name: str, reference: str) -> dict[str, float]:
+    """Return the summary of a contestant's numbers over a reference's, round by round."""
+    pairs = zip(numbers[name], numbers[reference], strict=True)
     return summary(own / other for own, other in pairs)
+
+
+def difference(numbers: Numbers, name: str, reference: str) -> dict[str, float]:
+    """Return the summary of a contestant's numbers less a reference's, round by round."""
+    pairs = zip(numbers[name], numbers[reference], strict=True)
+    return summary(own - other for own, other in pairs)
 
 
 def measured(case: Case, repeats: int, clock: Clock) -> dict[str, Any]:
     """Run one case and return its part of the results."""
-    seconds = interleaved(case.contestants, repeats, case.warm_up, clock)
-    plain = case.contestants[0].name
+    quantity = case.quantity
+    numbers = interleaved(case.contestants, repeats, case.warm_up, clock, quantity.measure)
     rows = []
     for contestant in case.contestants:
         row: dict[str, Any] = {"name": contestant.name, "who": contestant.who}
-        row["seconds"] = summary(seconds[contestant.name])
-        row["to_plain"] = ratio(seconds, contestant.name, plain)
+        row[quantity.name] = summary(numbers[contestant.name])
+        plain = contestant.plain or case.contestants[0].name
+        row["to_plain"] = ratio(numbers, contestant.name, plain)
+        if contestant.plain is not None:
+            row["plain"] = contestant.plain
         if contestant.limit is not None:
             row["limit"] = contestant.limit
-            row["to_limit"] = ratio(seconds, contestant.name, contestant.limit)
+            row["to_limit"] = ratio(numbers, contestant.name, contestant.limit)
+        if contestant.facts:
+            row["facts"] = dict(contestant.facts)
         rows.append(row)
-    return {
+    results = {
         "name": case.name,
         "title": case.title,
         "unit": case.unit,
+        "quantity": {
+            "name": quantity.name,
+            "symbol": quantity.symbol,
+            "factor": quantity.factor,
+        },
         "repeats": repeats,
         "contestants": rows,
     }
+    if case.findings is not None:
+        results["findings"] = dict(case.findings(numbers))
+    return results
 
 
 def cpu_model() -> str:
@@ -179,8 +254,11 @@ def cpu_model() -> str:
 
 def environment(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return machine, versions, threads, seed, date and command."""
+    machine = {"cpu": cpu_model(), "cores": os.cpu_count(), "system": platform.system()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
     return {
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "system": platform.system()},
+        "machine": machine,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -230,10 +308,14 @@ def run(description: str, make_cases: dict[str, Callable[[bool], Case]]) -> None
 
 def show(case: dict[str, Any]) -> None:
     """Print one case's results."""
+    quantity = case["quantity"]
     print(f"{case['title']} ({case['repeats']} rounds)")
     for row in case["contestants"]:
-        line = f"  {row['name']:44s} {1e3 * row['seconds']['median']:10.3f} ms"
+        value = quantity["factor"] * row[quantity["name"]]["median"]
+        line = f"  {row['name']:44s} {value:10.3f} {quantity['symbol']}"
         line += f" {row['to_plain']['median']:8.2f} x plain"
         if "to_limit" in row:
             line += f" {row['to_limit']['median']:6.2f} x its limit"
         print(line, flush=True)
+    for name, found in case.get("findings", {}).items():
+        print(f"  {name}: {found['median'] if isinstance(found, dict) else found}", flush=True)

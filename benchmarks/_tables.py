@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ MARK = "<!-- {edge} of {name}: written by benchmarks/_tables.py -->"
 def number(value: float) -> str:
     """Return three significant digits, without an exponent."""
     rounded = float(f"{value:.3g}")
-    decimals = max(0, 2 - math.floor(math.log10(rounded)))
+    if not rounded:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
     return f"{rounded:.{decimals}f}"
 
 
@@ -29,30 +33,67 @@ def cell(numbers: dict[str, float] | None, factor: float = 1.0) -> str:
     return f"{middle} ({low} to {high})"
 
 
+# What the results that do not name their quantity measured.
+SECONDS = {"name": "seconds", "symbol": "ms", "factor": 1e3}
+
+
 def table(case: dict[str, Any]) -> str:
-    """Return one case's table, by contestant."""
-    first = case["contestants"][0]
+    """Return one case's table, by contestant, and what was found from all of them together."""
+    rows = case["contestants"]
+    quantity = case.get("quantity", SECONDS)
+    references = {row.get("plain", rows[0]["name"]) for row in rows}
+    to_plain = f"ratio to {rows[0]['name']}" if len(references) == 1 else "ratio to its reference"
+    columns = {f"{quantity['symbol']} per {case['unit']}": measured_cell(quantity), to_plain: plain}
+    if any("limit" in row for row in rows):
+        columns["ratio to its limit"] = lambda row, _: cell(row.get("to_limit"))
+    for fact in dict.fromkeys(fact for row in rows for fact in row.get("facts", {})):
+        columns[fact] = functools.partial(fact_cell, fact)
     lines = [
         f"### {case['title']}",
         "",
-        f"| contestant | ms per {case['unit']} | ratio to {first['name']} | ratio to its limit |",
-        "|---|---|---|---|",
+        f"| contestant | {' | '.join(columns)} |",
+        f"|---{'|---' * len(columns)}|",
     ]
-    for row in case["contestants"]:
-        to_plain = None if row is first else row["to_plain"]
-        cells = [
-            row["name"],
-            cell(row["seconds"], 1e3),
-            cell(to_plain),
-            cell(row.get("to_limit")),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    rounds = f"{case['repeats']} interleaved rounds; median (quartiles)."
-    limits = {row["limit"]: row["name"] for row in case["contestants"] if "limit" in row}
-    if not all("by hand" in limit for limit in limits):
-        pairs = [f"{row['name']}: {row['limit']}" for row in case["contestants"] if "limit" in row]
-        rounds += f" Limits: {'; '.join(pairs)}."
-    return "\n".join([*lines, "", rounds])
+    for row in rows:
+        cells = [row["name"], *(make(row, rows[0]) for make in columns.values())]
+        lines.append(f"| {' | '.join(cells)} |")
+    found = [f"- {name}: {finding(value)}" for name, value in case.get("findings", {}).items()]
+    return "\n".join([*lines, "", rounds(case), *(["", *found] if found else [])])
+
+
+Row = dict[str, Any]
+
+
+def measured_cell(quantity: dict[str, Any]) -> Callable[[Row, Row], str]:
+    """Return what writes a row's measure in the table's unit."""
+    return lambda row, _: cell(row[quantity["name"]], quantity["factor"])
+
+
+def plain(row: Row, first: Row) -> str:
+    """Return a row's ratio to its reference, unless it is one."""
+    return cell(None if row.get("plain", first["name"]) == row["name"] else row["to_plain"])
+
+
+def fact_cell(fact: str, row: Row, _: Row) -> str:
+    """Return one of the numbers that were not measured in rounds."""
+    facts = row.get("facts", {})
+    return number(facts[fact]) if fact in facts else ""
+
+
+def finding(value: Any) -> str:
+    """Return a number, a summary or a text."""
+    if isinstance(value, dict):
+        return cell(value)
+    return value if isinstance(value, str) else number(value)
+
+
+def rounds(case: dict[str, Any]) -> str:
+    """Return how often a case ran, and the limits that do not go without saying."""
+    text = f"{case['repeats']} interleaved rounds; median (quartiles)."
+    pairs = [(row["name"], row["limit"]) for row in case["contestants"] if "limit" in row]
+    if not all("by hand" in limit for _, limit in pairs):
+        text += f" Limits: {'; '.join(f'{name}: {limit}' for name, limit in pairs)}."
+    return text
 
 
 def provenance(results: dict[str, Any]) -> str:
@@ -61,8 +102,9 @@ def provenance(results: dict[str, Any]) -> str:
     machine, versions = env["machine"], env["versions"]
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     threads = "one thread" if env["threads"] == 1 else f"{env['threads']} threads"
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     return (
-        f"Measured on {env['date']}: {machine['cpu']}, {machine['cores']} cores, {threads}; "
+        f"Measured on {env['date']}: {machine['cpu']}, {machine['cores']} cores, {threads}{gpu}; "
         f"{listed}; seed {env['seed']}. Command: `{env['command']}`."
     )
 

@@ -6,6 +6,9 @@ import json
 import math
 import subprocess
 import sys
+import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +20,7 @@ import torch.nn.functional as F
 from pyro.infer.mcmc import HMC
 from torch import nn
 
+import tyxe
 from tyxe.bnn import elbo_terms
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +30,15 @@ CASES = {
     "training_step": ["mlp", "resnet18"],
     "prediction": ["mlp", "resnet18"],
     "mcmc": ["regression"],
+    "ess": ["regression"],
+    "memory": ["mlp", "resnet18", "growth"],
+    "startup": ["import", "resnet50"],
+    "particles": ["mlp", "tiny"],
+    "compile": ["mlp", "resnet18"],
+    "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
+# Those in which nothing is written by hand: the plain net is the only yardstick.
+WITHOUT_LIMITS = {"startup", "gpu"}
 
 
 @pytest.fixture
@@ -74,21 +86,32 @@ def test_smoke(name: str, tmp_path: Path) -> None:
     assert results["benchmark"] == name
     environment = results["environment"]
     assert set(environment["versions"]) == {"python", "torch", "pyro", "tyxe"}
-    assert set(environment["machine"]) == {"cpu", "cores", "system"}
+    assert set(environment["machine"]) - {"gpu"} == {"cpu", "cores", "system"}
     assert environment["threads"] == 1
     assert environment["smoke_test"] is True
     assert environment["command"].startswith(f"python benchmarks/{name}.py --smoke-test")
     assert [case["name"] for case in results["cases"]] == CASES[name]
     for case in results["cases"]:
         rows = {row["name"]: row for row in case["contestants"]}
-        assert {"plain", "by hand", "ours"} <= {row["who"] for row in rows.values()}
+        assert {"plain", "ours"} <= {row["who"] for row in rows.values()}
         for row in rows.values():
-            assert_summary(row["seconds"])
+            assert_summary(row[case["quantity"]["name"]])
             assert_summary(row["to_plain"])
+            assert row.get("plain", case["contestants"][0]["name"]) in rows
             assert ("to_limit" in row) == ("limit" in row)
-            if row["who"] == "ours":
+            if "limit" in row:
                 assert row["limit"] in rows
                 assert_summary(row["to_limit"])
+    everybody = [row for case in results["cases"] for row in case["contestants"]]
+    assert (name in WITHOUT_LIMITS) == all(row["who"] != "by hand" for row in everybody)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be measured")
+def test_gpu_script_says_that_there_is_none(tmp_path: Path) -> None:
+    done = run_script("gpu", "--json", str(tmp_path / "results.json"))
+    assert done.returncode == 0
+    assert done.stdout == "benchmarks/gpu.py: no CUDA device here, so nothing was measured\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_case() -> None:
@@ -123,6 +146,147 @@ def test_ratios_are_taken_within_rounds(helper: Any) -> None:
         "q1": 2.5,
         "q3": 3.5,
     }
+
+
+def test_differences_are_taken_within_rounds(helper: Any) -> None:
+    seconds = {"plain": [1.0, 10.0, 2.0], "ours": [2.0, 30.0, 8.0]}
+    found = helper("_harness").difference(seconds, "ours", "plain")
+    assert found == {"median": 6.0, "q1": 3.5, "q3": 13.0}
+
+
+def test_processor_time_counts_children(helper: Any) -> None:
+    clock = helper("_harness").processor_time
+    start, own = clock(), time.process_time()
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    assert clock() - start - (time.process_time() - own) >= 0.25
+
+
+def test_a_case_has_its_own_quantity_references_and_findings(helper: Any) -> None:
+    harness = helper("_harness")
+    values = {"small": 2.0, "large": 6.0}
+    apples = harness.Quantity("apples", "kA", 1e-3, lambda contestant, _: values[contestant.name])
+    contestants = [
+        harness.Contestant("small", lambda: None, "plain", facts={"trees": 3.0}),
+        harness.Contestant("large", lambda: None, "ours", plain="large"),
+    ]
+    case = harness.Case(
+        "case",
+        "Title",
+        "day",
+        2,
+        contestants,
+        quantity=apples,
+        findings=lambda numbers: {"sum": sum(map(sum, numbers.values()))},
+    )
+    results = harness.measured(case, 2, time.perf_counter)
+    small, large = results["contestants"]
+    assert small["apples"]["median"] == 2.0
+    assert small["facts"] == {"trees": 3.0}
+    assert large["to_plain"]["median"] == 1.0
+    assert results["findings"] == {"sum": 16.0}
+    lines = helper("_tables").table(results).splitlines()
+    assert lines[2] == "| contestant | kA per day | ratio to its reference | trees |"
+    assert lines[4] == "| small | 0.00200 (0.00200 to 0.00200) |  | 3.00 |"
+    assert lines[-1] == "- sum: 16.0"
+
+
+def test_what_cannot_be_built_is_reported(helper: Any) -> None:
+    harness = helper("_harness")
+    good = harness.Contestant("good", lambda: None, "ours")
+
+    def bad() -> None:
+        raise ValueError("no such thing\nas this")
+
+    found, errors = harness.buildable({"good": lambda: good, "bad": bad})
+    assert found == [good]
+    assert errors == {"bad": "fails, ValueError: no such thing as this"}
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0, "0"), (-0.01234, "-0.0123"), (1234.0, "1230")])
+def test_numbers_in_tables(helper: Any, value: float, text: str) -> None:
+    assert helper("_tables").number(value) == text
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def test_memory_is_counted_to_the_byte(helper: Any) -> None:
+    kept = []
+
+    def work() -> None:
+        first = torch.ones(1000)
+        second = first + 1
+        del first
+        kept.append(second.double())
+
+    assert helper("memory").recorded(work) == (4000 + 8000, 8000)
+
+
+def test_a_step_that_leaves_memory_behind_is_no_step(helper: Any) -> None:
+    memory, harness = helper("memory"), helper("_harness")
+    kept: list[torch.Tensor] = []
+    leaking = harness.Contestant("leaking", lambda: kept.append(torch.ones(10)), "ours")
+    with pytest.raises(RuntimeError, match="leaking left 40 bytes"):
+        memory.transient(leaking, time.perf_counter)
+
+
+def test_kept_between_steps(helper: Any) -> None:
+    """Plain: parameters and two moments. Ours: means and scales likewise, and the net's values."""
+    script, vectors = helper("memory"), helper("_nets").vectors(8, True)
+    rows = {c.name: c for c in script.contestants(lambda: helper("_nets").mlp(True), *vectors)}
+    parameters = 16 * 8 + 8 + 8 * 8 + 8 + 8 * 4 + 4
+    plain, ours = rows["plain PyTorch"].facts, rows["plain sampling, ours"].facts
+    assert plain[script.PARAMETERS] == pytest.approx(4e-6 * parameters)
+    # Besides, Adam keeps one number for each of the tensors.
+    assert plain[script.KEPT] == pytest.approx(4e-6 * (3 * parameters + 6))
+    assert ours[script.KEPT] == pytest.approx(4e-6 * (7 * parameters + 12), abs=2e-4)
+
+
+def test_exponent_of_growth(helper: Any) -> None:
+    sizes = [1.0, 2.0, 5.0]
+    assert helper("memory").exponent(sizes, [3 * s**1.5 for s in sizes]) == pytest.approx(1.5)
+
+
+# --------------------------------------------------------------------------- host reads
+
+
+def test_reads_of_tensors_by_the_host_are_placed(helper: Any) -> None:
+    def step() -> None:
+        flag = torch.ones(3).sum()
+        for _ in range(2):
+            bool(flag)
+        torch.zeros(3).nonzero()
+
+    found = helper("gpu").host_reads(step, "cpu")
+    line = step.__code__.co_firstlineno
+    assert found == {f"test_benchmarks.py:{line + 3}": 2, f"test_benchmarks.py:{line + 4}": 1}
+    assert helper("gpu").host_reads(step, "cuda") == {}
+
+
+def test_reads_within_the_library_are_placed_there(helper: Any) -> None:
+    likelihood, logits = tyxe.likelihoods.Categorical(10), torch.tensor([[-2.0, 1.0]])
+    found = helper("gpu").host_reads(lambda: likelihood.check_predictions(logits), "cpu")
+    assert found
+    assert all(name.startswith("tyxe/likelihoods/discrete.py:") for name in found)
+
+
+def test_warnings_of_waits_are_counted(helper: Any) -> None:
+    def step() -> None:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        warnings.warn("something else", UserWarning, stacklevel=1)
+
+    assert list(helper("gpu").waits(step).values()) == [2]
+
+
+def test_a_step_waits_once(helper: Any) -> None:
+    """Loss and gradient are checked to be finite; nothing else of a step is read by the host."""
+    net, x, y = small_net("mlp", helper)
+    script = helper("gpu")
+    step = script.ours(nullcontext, lambda: net, x, y)
+    step()  # the first reads the prior's numbers
+    assert list(script.host_reads(step, "cpu").values()) == [1]
 
 
 # --------------------------------------------------------------------------- like with like
@@ -200,6 +364,70 @@ def test_predictions_by_hand_are_of_the_same_posterior(helper: Any) -> None:
     expected = net(x).log_softmax(-1).detach()
     for predicted in (predictor.loop(x), predictor.vmapped(x, chunk=4)):
         torch.testing.assert_close(predicted, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_batched_particles_by_hand_are_the_same_objective(helper: Any) -> None:
+    """Without spread, eight draws give the plain loss; the KL is that of `Sampled`."""
+    script = helper("particles")
+    net, x, y = small_net("mlp", helper)
+    batched = script.Batched(net, 50, F.cross_entropy)
+    with torch.no_grad():
+        for rho in batched.rhos:
+            rho.fill_(math.log(1e-9))
+    nll, variances = batched.data_term(x, y)
+    torch.testing.assert_close(nll, F.cross_entropy(net(x), y), rtol=1e-6, atol=0)
+    assert [v.shape for v in variances] == [p.shape for p in net.parameters()]
+
+
+def test_batched_particles_by_hand_are_independent(helper: Any) -> None:
+    script = helper("particles")
+    outputs = []
+    batched = script.Batched(
+        nn.Linear(1, 1), 50, lambda out, _: outputs.append(out.detach()) or out.sum()
+    )
+    batched.data_term(torch.ones(1, 1), torch.ones(1, 1))
+    assert len(outputs[0].unique()) == script.PARTICLES
+
+
+def test_gaussian_nll(helper: Any) -> None:
+    script = helper("particles")
+    x, y = torch.randn(5, 1).double(), torch.randn(5, 1).double()
+    expected = -torch.distributions.Normal(x, script.NOISE).log_prob(y).mean()
+    torch.testing.assert_close(script.gaussian_nll(x, y), expected)
+
+
+@pytest.mark.parametrize("method", ["plain sampling", "local reparameterisation"])
+@pytest.mark.parametrize("net_name", ["mlp", "resnet18"])
+def test_traced_gradients_are_those_of_the_objective(
+    helper: Any, net_name: str, method: str
+) -> None:
+    """The graph gives, for one seed, loss, gradients and statistics of the eager program."""
+    traced, script = helper("_traced"), helper("training_step")
+    net, x, y = small_net(net_name, helper)
+    handler = script.METHODS[method][1]
+    graph_bnn, bnn = script.make_bnn(net, 50), script.make_bnn(net, 50)
+    graph = traced.Traced(traced.Objective(graph_bnn, handler), x, y)
+    pyro.set_rng_seed(1)
+    found_loss, *found = graph.graph([p.detach() for p in graph.parameters], graph.buffers, x, y)
+    pyro.set_rng_seed(1)
+    loss = traced.Objective(bnn, handler)(x, y)
+    loss.backward()
+    torch.testing.assert_close(found_loss, loss.detach(), rtol=1e-12, atol=0)
+    expected = [p.grad for p in bnn.parameters() if p.requires_grad]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(graph_bnn.net.state_dict(), bnn.net.state_dict())
+
+
+def test_a_traced_step_is_one_of_adam(helper: Any) -> None:
+    traced, script = helper("_traced"), helper("training_step")
+    net, x, y = small_net("mlp", helper)
+    bnn = script.make_bnn(net, 50)
+    graph = traced.Traced(traced.Objective(bnn, nullcontext), x, y)
+    before = [p.detach().clone() for p in graph.parameters]
+    graph.step(graph.graph, x, y)()
+    moved = torch.cat([(p - b).flatten() for p, b in zip(graph.parameters, before, strict=True)])
+    # Adam's first step is the learning rate, wherever the gradient is not tiny.
+    assert moved.abs().max().item() == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_gradient_on_paper(helper: Any) -> None:

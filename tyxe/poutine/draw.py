@@ -47,7 +47,7 @@ class _Source:
         self._deviation: Tensor | None = None
         self._moments: tuple[Tensor, Tensor] | None = None
         self._grad = torch.is_grad_enabled()
-        self._seed = int(torch.randint(2**62, ())) if value is None else 0
+        self._seed = torch.randint(2**62, ()) if value is None else None
 
     @property
     def value(self) -> Tensor:
@@ -117,13 +117,14 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _seeded(seed: int, like: Tensor) -> Iterator[None]:
+def _seeded(seed: Tensor | None, like: Tensor) -> Iterator[None]:
     """Seed the generator of a tensor's device, and set it back."""
+    assert seed is not None
     with torch.random.fork_rng([like.device] if like.is_cuda else []):
         generator = torch.default_generator
         if like.is_cuda:
             generator = torch.cuda.default_generators[like.get_device()]
-        generator.manual_seed(seed)
+        generator.manual_seed(int(seed))
         yield
 
 
@@ -181,6 +182,11 @@ class Draw(Tensor):
     def was_drawn(self) -> bool:
         """Whether the value exists, drawn here or given."""
         return self._source.was_drawn
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the site itself, and not a part or a rearrangement of it."""
+        return not self._views
 
     def value(self) -> Tensor:
         """Return the value, drawing it at the first call."""
