@@ -28,6 +28,7 @@ BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
 CASES = {
     "training_step": ["mlp", "resnet18"],
+    "stages": ["plain-sampling", "local-reparameterisation", "flipout"],
     "prediction": ["mlp", "resnet18"],
     "mcmc": ["regression"],
     "ess": ["regression"],
@@ -38,7 +39,7 @@ CASES = {
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
 # Those in which nothing is written by hand: the plain net is the only yardstick.
-WITHOUT_LIMITS = {"startup", "gpu"}
+WITHOUT_LIMITS = {"startup", "gpu", "stages"}
 
 
 @pytest.fixture

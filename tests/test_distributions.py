@@ -23,7 +23,6 @@ from tyxe.distributions import (
     is_factorized,
     joins,
     joint_kl,
-    log_density,
 )
 
 SHAPE = (3, 2)
@@ -369,25 +368,6 @@ def test_functional_transforms_of_the_kl(prior):
     torch.testing.assert_close(torch.vmap(gradient)(locs, scales), expected)
     twice, twice_by_hand = (torch.func.jacrev(torch.func.grad(f, 1), 1) for f in (kl, reference))
     torch.testing.assert_close(twice(locs[0], scales[0]), twice_by_hand(locs[0], scales[0]))
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_functional_transforms_of_the_log_density(prior):
-    values = torch.randn(5, 3).double()
-    scale = torch.rand(3).double() + 0.5
-    p = PRIORS[prior](scale, scale).to_event(1)
-    density = log_density(p)
-    torch.testing.assert_close(torch.stack([density(v) for v in values]), p.log_prob(values))
-    torch.testing.assert_close(torch.vmap(density)(values), p.log_prob(values))
-
-    def reference(value):
-        return p.log_prob(value)
-
-    gradient, by_hand = torch.func.grad(density), torch.func.grad(reference)
-    torch.testing.assert_close(gradient(values[0]), by_hand(values[0]))
-    torch.testing.assert_close(torch.vmap(gradient)(values), torch.vmap(by_hand)(values))
-    curvature = torch.func.jacrev(gradient)(values[0])
-    torch.testing.assert_close(curvature, (-p.variance.reciprocal()).diag().double())
 
 
 def test_gradients_of_the_kl_in_the_prior():

@@ -19,6 +19,7 @@ from tyxe.util import (
     calculate_prior_std,
     call_with,
     fan_in_fan_out,
+    last_layer,
     layer_weight,
     named_pyro_samples,
     pyro_sample_sites,
@@ -254,3 +255,11 @@ def test_site_tensors_hold_their_tensors_under_dotted_names(trainable):
     assert held["scale"] == 0
     with pytest.raises(KeyError):
         held["1.weight"]
+
+
+def test_the_last_layer():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3), nn.LayerNorm(3))
+    assert last_layer(net) is net[2]
+    assert last_layer(net[2]) is net[2]
+    with pytest.raises(ValueError, match=r"ReLU has no layer with a matrix"):
+        last_layer(nn.ReLU())

@@ -15,6 +15,7 @@ __all__ = [
     "calculate_prior_std",
     "call_with",
     "fan_in_fan_out",
+    "last_layer",
     "named_pyro_samples",
     "pyro_sample_sites",
     "replace_activations_",
@@ -29,6 +30,37 @@ SITE_PRIORS = "_tyxe_site_priors"  # where `Prior.apply_` records a net's sites
 
 
 # --------------------------------------------------------------------------- sites of a net
+
+
+def last_layer(net: nn.Module) -> nn.Module:
+    """Return the layer that a net names last among those with a matrix of weights.
+
+    For most nets it is the one that makes the outputs; where it is not, name yours.
+
+    Args:
+        net: any module.
+
+    Raises:
+        ValueError: no part of the net has a weight of two dimensions or more.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> last_layer(net)
+        Linear(in_features=4, out_features=1, bias=True)
+        >>> prior = tyxe.priors.IIDPrior(
+        ...     dist.Normal(0, 1), expose_all=False, expose_modules=[last_layer(net)])
+        >>> list(prior.sites(net))
+        ['2.weight', '2.bias']
+    """
+    found = [
+        module
+        for module in net.modules()
+        if any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+    ]
+    if not found:
+        raise ValueError(f"{type(net).__name__} has no layer with a matrix of weights")
+    return found[-1]
 
 
 def named_pyro_samples(net: nn.Module) -> Iterator[tuple[str, Any]]:

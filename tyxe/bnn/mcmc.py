@@ -103,6 +103,8 @@ class MCMC_BNN(SupervisedBNN):
         num_samples: int,
         device: Any = None,
         batch_data: bool = False,
+        *,
+        compile: bool = False,
         **mcmc_kwargs: Any,
     ) -> MCMC:
         """Run the chains on the whole data set.
@@ -112,6 +114,8 @@ class MCMC_BNN(SupervisedBNN):
             num_samples: samples a chain keeps.
             device: the data are moved there.
             batch_data: `data_loader` is one batch itself, the pair `(inputs, targets)`.
+            compile: compile the potential and its gradient (`torch.compile`, so a C++ compiler has
+                to be there): tens of seconds once, then shorter steps on small nets.
             mcmc_kwargs: for `pyro.infer.MCMC`: `warmup_steps`, `num_chains`, `disable_progbar`...
 
         Returns:
@@ -131,7 +135,7 @@ class MCMC_BNN(SupervisedBNN):
             self.eval()
             check_first_batch(self, self.net_prior, inputs, targets)
             self._warn_of_setting(len(targets))
-            mcmc = self._chains((inputs, targets), num_samples, mcmc_kwargs)
+            mcmc = self._chains((inputs, targets), num_samples, compile, mcmc_kwargs)
             mcmc.run(inputs, targets)
         self.samples.replace(mcmc.get_samples(group_by_chain=True))
         return mcmc
@@ -160,12 +164,24 @@ class MCMC_BNN(SupervisedBNN):
                 stacklevel=3,
             )
 
-    def _chains(self, data: tuple[Any, Tensor], num_samples: int, options: dict[str, Any]) -> MCMC:
+    def _chains(
+        self,
+        data: tuple[Any, Tensor],
+        num_samples: int,
+        compiled: bool,
+        options: dict[str, Any],
+    ) -> MCMC:
         functional = None
         if "initial_params" not in options:
             chains = options.get("num_chains", 1)
-            functional = functional_kernel(self.kernel_builder, self, data, chains)
+            functional = functional_kernel(self.kernel_builder, self, data, chains, compiled)
         if functional is None:
+            if compiled:
+                raise ValueError(
+                    "compile=True needs priors that are distributions, and a kernel HMC or NUTS "
+                    "(or a functools.partial of one) that starts by itself and asks for nothing "
+                    "of the model; leave compile or initial_params, jit_compile ... out"
+                )
             return MCMC(self.kernel_builder(self.model), num_samples, **options)
         kernel, initial = functional
         return MCMC(kernel, num_samples, initial_params=initial, **options)

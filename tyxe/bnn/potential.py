@@ -2,31 +2,78 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
+import multiprocessing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pyro
+import torch
 import torch.distributions as td
-from pyro.infer.mcmc import HMC
+from pyro.infer.mcmc import HMC, NUTS
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.infer.mcmc.util import initialize_model
 from pyro.poutine.runtime import am_i_wrapped
-from torch import Tensor
+from torch import Size, Tensor
+from torch.nn.functional import mse_loss
 
+from tyxe.bnn.compiled import CompiledFunction
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.distributions import is_real, log_density
-from tyxe.util import unwrapped
+from tyxe.distributions import is_real
+from tyxe.likelihoods import HomoskedasticGaussian
+from tyxe.likelihoods.base import at_least_float32
+from tyxe.util import call_with, unwrapped
 
-__all__ = ["Potential", "functional_kernel"]
+__all__ = ["FlatKernel", "Layout", "Potential", "functional_kernel"]
 
 # What a kernel's builder may ask of the model that a plain function does not offer.
 _NEEDS_MODEL = {"jit_compile", "transforms", "max_plate_nesting"}
+
+LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class Layout:
+    """Tensors by site as one vector, and back.
+
+    Sites are in the order of their names, as in the blocks of Pyro's mass matrix: a momentum for
+    the vector is then the same random numbers as momenta for the sites.
+
+    Args:
+        shapes: by site.
+
+    Example:
+        >>> layout = Layout({"b": Size([2, 1]), "a": Size([])})
+        >>> flat = layout.flatten({"b": torch.ones(2, 1), "a": torch.tensor(5.0)})
+        >>> flat
+        tensor([5., 1., 1.])
+        >>> layout.split(flat)["b"].shape
+        torch.Size([2, 1])
+    """
+
+    def __init__(self, shapes: Mapping[str, Size]) -> None:
+        self.names = sorted(shapes)
+        self.shapes = [shapes[name] for name in self.names]
+        self.sizes = [shape.numel() for shape in self.shapes]
+
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return all sites in one vector."""
+        return torch.cat([values[name].reshape(-1) for name in self.names])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the sites as views of the vector."""
+        parts = zip(self.names, torch.split_with_sizes(flat, self.sizes), self.shapes, strict=True)
+        # A view that changes nothing is still a node of the graph.
+        return {n: part if len(shape) == 1 else part.view(shape) for n, part, shape in parts}
 
 
 class Potential:
     """`-log p(D | w) - log p(w)`, in nats, as a function of unconstrained values by site.
 
     Equal to what Pyro derives from `bnn.model`, without a trace: from the same priors, the same
-    net and the same likelihood.
+    net and the same likelihood. All values are one vector inside, so that its gradient is one
+    tensor, and the Normal priors of all sites are one dot product.
 
     Args:
         bnn: its priors have to be distributions (no hierarchical ones).
@@ -53,55 +100,243 @@ class Potential:
         targets: Tensor,
         transforms: Mapping[str, td.Transform],
     ) -> None:
-        self.bnn, self.inputs, self.targets = bnn, inputs, targets
-        self.transforms = transforms
+        self.bnn, self.inputs = bnn, inputs
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
         self._scale = bnn.likelihood.dataset_size / len(targets)
         priors = self._priors()
-        self._densities = [(name, log_density(prior)) for name, prior in priors]
         # The identity need not be applied to each site at each step.
-        self._constrained = [name for name, prior in priors if not is_real(prior.support)]
+        self.transforms = {n: transforms[n] for n, p in priors.items() if not is_real(p.support)}
+        self.layout = Layout({name: self._shape(name, prior) for name, prior in priors.items()})
+        self._others = {n: _unvalidated(p) for n, p in priors.items() if _normal(p) is None}
+        self._prepare_normals(priors)
+        self._prepare_likelihood(targets)
 
     def __call__(self, unconstrained: Mapping[str, Tensor]) -> Tensor:
         """Return the potential energy."""
-        values, log_jacobian = self._constrain(unconstrained)
+        return self.at(self.layout.flatten(unconstrained))
+
+    def at(self, flat: Tensor) -> Tensor:
+        """Return the potential energy at a vector of unconstrained values."""
+        values = self.layout.split(flat)
+        terms = self._constrain(values)
+        terms += [prior.log_prob(values[name]).sum() for name, prior in self._others.items()]
         latents = {name: values[joint] for name, joint in self._latents.items()}
-        predictions = self.bnn.run_net(values, self.inputs)
+        predictions = at_least_float32(self.bnn.run_net(values, self.inputs))
+        residual = flat if self._loc is None else flat - self._loc
+        weighted = residual if self._relative is None else residual * self._relative
+        energy = torch.addcmul(self._constant, torch.dot(residual, weighted), self._precision)
+        for term in terms:
+            energy = energy - term
+        return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)
+
+    def _log_likelihood(self, predictions: Any, latents: Mapping[str, Tensor]) -> Tensor:
+        if not self._one_noise:
+            return self.bnn.likelihood.log_likelihood(predictions, self.targets, "sum", latents)
+        constant, variance = self._noise or self._noise_terms(predictions, latents)
+        distance = mse_loss(predictions, self.targets, reduction="sum")
+        return torch.addcdiv(constant, distance, variance, value=-0.5)
+
+    def _noise_terms(self, like: Tensor, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The normalising constant of all targets, and the variance."""
         likelihood = self.bnn.likelihood
-        log_joint = self._scale * likelihood.log_likelihood(
-            predictions, self.targets, "sum", latents
-        )
-        for name, density in self._densities:
-            log_joint = log_joint + density(values[name])
-        return -(log_joint + log_jacobian)
+        assert isinstance(likelihood, HomoskedasticGaussian)
+        scale = likelihood.scale_of(latents, like).to(like.dtype)
+        return -self.targets.numel() * (scale.log() + LOG_SQRT_2PI), scale.square()
 
-    def _priors(self) -> list[tuple[str, Any]]:
-        own = [(self.bnn.net_prior.prefix + n, prior) for n, prior in self.bnn.net_prior.priors()]
+    def _priors(self) -> dict[str, Any]:
+        own = {self.bnn.net_prior.prefix + n: prior for n, prior in self.bnn.net_prior.priors()}
         latent = self.bnn.likelihood.latent_priors().items()
-        return own + [(self._latents[name], prior) for name, prior in latent]
+        return own | {self._latents[name]: prior for name, prior in latent}
 
-    def _constrain(self, unconstrained: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-        values, log_jacobian = dict(unconstrained), 0.0
-        for name in self._constrained:
-            transform, given = self.transforms[name], unconstrained[name]
+    def _shape(self, name: str, prior: Any) -> Size:
+        shape: Size = prior.shape()
+        return self.transforms[name].forward_shape(shape) if name in self.transforms else shape
+
+    @torch.no_grad()
+    def _prepare_likelihood(self, targets: Tensor) -> None:
+        """Check the targets once, at the net's own values; form what is the same at each call."""
+        likelihood = self.bnn.likelihood
+        predictions = at_least_float32(call_with(self.bnn.net, self.inputs))
+        with pyro.validation_enabled(False):  # those values may be anything; shapes count
+            likelihood.log_likelihood(predictions, targets, "sum")
+        self.targets = likelihood.prepare_targets(predictions, targets)
+        # Gaussian noise of one size is a distance; its constants are known unless it is inferred.
+        self._noise: tuple[Tensor, Tensor] | None = None
+        self._one_noise = (
+            type(likelihood) is HomoskedasticGaussian
+            and isinstance(predictions, Tensor)
+            and not likelihood.scale.dim()
+        )
+        if self._one_noise and not self._latents:
+            self._noise = self._noise_terms(predictions, {})
+
+    def _prepare_normals(self, priors: Mapping[str, Any]) -> None:
+        """Collect `sum_i precision_i (w_i - loc_i)^2 + constant`; other sites have precision 0."""
+        like = next(self.bnn.parameters())
+        locs, precisions = {}, {}
+        self._constant = like.new_zeros(())
+        for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
+            locs[name] = precisions[name] = like.new_zeros(shape)
+            normal = _normal(priors[name])
+            if normal is not None:
+                locs[name], precisions[name] = normal.loc, 0.5 / normal.scale.square()
+                self._constant = self._constant + (normal.scale.log() + LOG_SQRT_2PI).sum()
+        loc, precision = self.layout.flatten(locs), self.layout.flatten(precisions)
+        self._loc = loc if bool(loc.any()) else None
+        # One number for all, and a vector only where they differ.
+        self._precision = precision[0]
+        self._relative = None
+        if bool((precision != precision[0]).any()):
+            self._precision, self._relative = torch.ones_like(precision[0]), precision
+
+    def _constrain(self, values: dict[str, Tensor]) -> list[Tensor]:
+        """Put constrained values into their places; return the logs of the Jacobians."""
+        log_jacobians = []
+        for name, transform in self.transforms.items():
+            given = values[name]
             values[name] = transform.inv(given)
-            log_jacobian = log_jacobian - transform.log_abs_det_jacobian(values[name], given).sum()
-        return values, log_jacobian
+            log_jacobians.append(-transform.log_abs_det_jacobian(values[name], given).sum())
+        return log_jacobians
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Chains in processes of their own build the densities again.
-        return {**self.__dict__, "_densities": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._densities = [(name, log_density(prior)) for name, prior in self._priors()]
+def _normal(distribution: Any) -> td.Normal | None:
+    """The Normal of which a distribution is independent copies, or None."""
+    while isinstance(distribution, td.Independent):
+        distribution = distribution.base_dist
+    return distribution if isinstance(distribution, td.Normal) else None
+
+
+def _unvalidated(distribution: Any) -> Any:
+    """A copy that takes values as they are: transforms bring them into the support."""
+    distribution = copy.copy(distribution)
+    distribution._validate_args = False
+    if isinstance(distribution, td.Independent | td.TransformedDistribution):
+        distribution.base_dist = _unvalidated(distribution.base_dist)
+    return distribution
+
+
+# --------------------------------------------------------------------------- kernels
+
+FLAT = "flat"  # the only site that Pyro's kernel sees
+
+
+class _AtFlat:
+    """A function of a vector as a function of the kernel's only site."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
+        return self.function(values[FLAT])
+
+
+class _AtSites:
+    """A function of a vector as a function of all sites."""
+
+    def __init__(self, layout: Layout, function: Callable[[Tensor], Tensor]) -> None:
+        self.layout, self.function = layout, function
+
+    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
+        return self.function(self.layout.flatten(values))
+
+
+class FlatKernel(MCMCKernel):
+    """HMC or NUTS on one vector, which looks like a kernel on sites from outside.
+
+    The kernel inside does a step's arithmetic once and not for each site. Random numbers are the
+    same as on sites.
+
+    Args:
+        builder: makes the kernel from a `potential_fn`.
+        potential: of the sites' values.
+        function: `potential.at`, or a compiled form of it.
+        transforms: by site, for Pyro's `MCMC`.
+    """
+
+    def __init__(
+        self,
+        builder: Callable[..., Any],
+        potential: Potential,
+        function: Callable[[Tensor], Tensor],
+        transforms: Mapping[str, td.Transform],
+    ) -> None:
+        self.kernel = builder(potential_fn=_AtFlat(function))
+        self.potential_fn, self.transforms = potential, transforms
+        self.model = None
+        self._initial: Mapping[str, Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Step size, mass matrix and so on, for hooks and whoever inspects `mcmc.kernel`.
+        if name == "kernel":
+            raise AttributeError(name)  # not yet there, while unpickling
+        return getattr(self.kernel, name)
+
+    @property
+    def layout(self) -> Layout:
+        """How the sites lie in the vector."""
+        return self.potential_fn.layout
+
+    @property
+    def initial_params(self) -> Mapping[str, Tensor] | None:
+        """Where the chain starts, by site."""
+        return self._initial
+
+    @initial_params.setter
+    def initial_params(self, params: Mapping[str, Tensor]) -> None:
+        self._initial = params
+
+    @property
+    def inverse_mass_matrix(self) -> dict[tuple[str, ...], Tensor]:
+        """The inverse mass matrix, by block of sites."""
+        (matrix,) = self.kernel.inverse_mass_matrix.values()
+        return {tuple(self.layout.names): matrix}
+
+    def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
+        assert self._initial is not None
+        _drop_idle_device_mode()
+        self.kernel.initial_params = {FLAT: self.layout.flatten(self._initial)}
+        self.kernel.setup(warmup_steps, *args, **kwargs)
+
+    def sample(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        flat = self.kernel.sample({FLAT: self.layout.flatten(params)})[FLAT]
+        return self.layout.split(flat)
+
+    def cleanup(self) -> None:
+        self.kernel.cleanup()
+
+    def logging(self) -> Any:
+        return self.kernel.logging()
+
+    def diagnostics(self) -> Any:
+        return self.kernel.diagnostics()
+
+
+def _drop_idle_device_mode() -> None:
+    """Undo what Pyro does at the start of a chain's process.
+
+    It sets torch's default device to what it is already, and every call of torch then passes
+    through a mode: steps of small nets take half as long again.
+    """
+    if multiprocessing.parent_process() and torch.get_default_device().type == "cpu":
+        torch.set_default_device(None)
 
 
 def functional_kernel(
-    builder: Callable[..., Any], bnn: SupervisedBNN, data: tuple[Any, Tensor], num_chains: int
+    builder: Callable[..., Any],
+    bnn: SupervisedBNN,
+    data: tuple[Any, Tensor],
+    num_chains: int,
+    compiled: bool = False,
 ) -> tuple[Any, dict[str, Tensor]] | None:
     """Build a kernel on the plain potential, with starting points as Pyro would choose them.
+
+    Args:
+        builder: as `MCMC_BNN` got it.
+        bnn: whose weights are sampled.
+        data: all inputs and all targets.
+        num_chains: starting points are stacked for more than one.
+        compiled: compile the potential and its gradient.
 
     Returns:
         The kernel and its initial parameters; None where the general way through the model is
@@ -118,4 +353,10 @@ def functional_kernel(
         return None
     start = {"init_strategy": options["init_strategy"]} if "init_strategy" in options else {}
     initial, _, transforms, _ = initialize_model(bnn.model, data, num_chains=num_chains, **start)
-    return builder(potential_fn=Potential(bnn, *data, transforms), transforms=transforms), initial
+    potential = Potential(bnn, *data, transforms)
+    function = CompiledFunction(potential.at) if compiled else potential.at
+    # Blocks of a mass matrix name sites, and another class may look at them.
+    if constructor in (HMC, NUTS) and isinstance(options.get("full_mass", False), bool):
+        return FlatKernel(builder, potential, function, transforms), initial
+    by_site = _AtSites(potential.layout, function)
+    return builder(potential_fn=by_site, transforms=transforms), initial

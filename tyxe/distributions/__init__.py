@@ -9,7 +9,7 @@ from tyxe.distributions.moments import (
     known_entropy,
 )
 from tyxe.distributions.normal import FactorizedNormal
-from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl, log_density
+from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl
 from tyxe.distributions.stored import StoredDistribution, detached
 
 __all__ = [
@@ -25,5 +25,4 @@ __all__ = [
     "joins",
     "joint_kl",
     "known_entropy",
-    "log_density",
 ]

@@ -1,10 +1,10 @@
-"""KL divergence and log-density of factorised Normals, without passes that nobody needs."""
+"""KL divergences of factorised Normals, without passes that nobody needs."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe.distributions.normal import FactorizedNormal, wide
 
-__all__ = ["factorized_normal_kl", "joins", "joint_kl", "log_density"]
+__all__ = ["factorized_normal_kl", "joins", "joint_kl"]
 
 
 def _scalar(tensor: Tensor) -> Tensor | None:
@@ -194,27 +194,6 @@ def factorized_normal_kl(q: FactorizedNormal, loc: Tensor, scale: Tensor) -> Ten
     """
     quadratic = (((wide(q.loc) - loc).square() + q.variance) / scale.square()).sum()
     return (quadratic - q.loc.numel()) / 2 + (scale.log() - wide(q.log_scale)).sum()
-
-
-def log_density(distribution: td.Distribution) -> Callable[[Tensor], Tensor]:
-    """Return a distribution's log-density as a function, constants and all, computed once.
-
-    For Normals that repeat one mean and one scale it is a sum of squares; for others it is
-    `log_prob`, summed.
-
-    Example:
-        >>> prior = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
-        >>> log_density(prior)(torch.zeros(2))
-        tensor(-1.8379)
-    """
-    base = distribution.base_dist if isinstance(distribution, td.Independent) else distribution
-    if isinstance(base, td.Normal):
-        loc, scale = _scalar(base.loc), _scalar(base.scale)
-        if loc is not None and scale is not None:
-            constant = base.loc.numel() * (scale.log() + 0.5 * math.log(2 * math.pi))
-            weight = 0.5 / scale.square()
-            return lambda value: -weight * (value - loc).square().sum() - constant
-    return lambda value: distribution.log_prob(value).sum()
 
 
 @td.register_kl(FactorizedNormal, dist.Independent)
