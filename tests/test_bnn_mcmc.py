@@ -583,7 +583,7 @@ def test_calls_in_a_chain_s_process_pass_through_no_mode(monkeypatch):
     options = {"num_chains": 2, "mp_context": "fork", "hook_fn": hook}
     assert fitted_chain(kernel, 3, **options).get_samples()["net.bias"].shape == (6, 1)
     # Pyro puts one there, or this would be no test.
-    with pytest.raises(RuntimeError, match="in the way: .*DeviceContext"):
+    with pytest.raises(RuntimeError, match=r"in the way: .*DeviceContext"):
         fitted_chain(lambda model: kernel(model), 3, **options)
 
 
