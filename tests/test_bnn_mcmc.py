@@ -656,3 +656,12 @@ def test_a_compiled_function_is_differentiable_once():
     (gradient,) = torch.autograd.grad(function(x), x, create_graph=True)
     with pytest.raises(RuntimeError, match="does not require grad"):
         gradient.sum().backward()
+
+
+def test_a_hook_changes_the_kernel_that_runs():
+    def hook(kernel, samples, stage, i):
+        kernel.trajectory_length = 0.25
+
+    kernel = functools.partial(HMC, step_size=0.05, adapt_step_size=False, num_steps=1)
+    chain = fitted_chain(kernel, 3, hook_fn=hook)
+    assert chain.kernel.kernel.trajectory_length == 0.25

@@ -466,3 +466,11 @@ def test_a_prior_with_gradients_does_not_join():
     (slope,) = torch.autograd.grad(td.kl_divergence(q, p), scale)
     expected = (1 - q.variance - q.mean.square()).sum()
     torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e25])
+def test_a_prior_scale_at_the_end_of_the_range(scale):
+    q = FactorizedNormal(torch.ones(3), torch.zeros(3))
+    p = dist.Normal(0.0, torch.tensor(scale)).expand([3]).to_event(1)
+    found = td.kl_divergence(q, p)
+    assert found == math.inf if scale < 1 else found > 0

@@ -367,6 +367,17 @@ def test_class_logits_are_scored_as_by_pyros_categorical():
     torch.testing.assert_close(*gradients)
     torch.testing.assert_close(ours.probs, plain.probs)
     torch.testing.assert_close(ours.entropy(), plain.entropy())
+    for labels in (targets.int(), targets.double()):
+        torch.testing.assert_close(ours.log_prob(labels), plain.log_prob(targets))
+    one = Categorical(4).predictive_distribution(logits[0, 0])
+    torch.testing.assert_close(one.log_prob(torch.tensor(1)), plain.log_prob(torch.tensor(1))[0, 0])
     assert ours.expand((2, 4, 5)).log_prob(targets).shape == (2, 4, 5)
     assert ours.expand((4, 5)) is ours
     assert ours.sample((6,)).shape == (6, 4, 5)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 3])
+def test_no_label_is_left_out_of_the_likelihood(label):
+    labels = torch.tensor([0, label])
+    with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|out of range"):
+        Categorical(2).log_likelihood(torch.zeros(2, 3), labels)

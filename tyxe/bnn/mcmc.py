@@ -114,8 +114,8 @@ class MCMC_BNN(SupervisedBNN):
             num_samples: samples a chain keeps.
             device: the data are moved there.
             batch_data: `data_loader` is one batch itself, the pair `(inputs, targets)`.
-            compile: compile the potential and its gradient (`torch.compile`, so a C++ compiler has
-                to be there): tens of seconds once, then shorter steps on small nets.
+            compile: compile the potential and its gradient by TorchInductor, for which a C++
+                compiler has to be there: seconds once, then shorter steps on small nets.
             mcmc_kwargs: for `pyro.infer.MCMC`: `warmup_steps`, `num_chains`, `disable_progbar`...
 
         Returns:

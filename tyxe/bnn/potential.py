@@ -241,6 +241,9 @@ class _AtSites:
         return self.function(self.layout.flatten(values))
 
 
+_OWN = {"kernel", "potential_fn", "transforms", "model", "initial_params", "_initial"}
+
+
 class FlatKernel(MCMCKernel):
     """HMC or NUTS on one vector, which looks like a kernel on sites from outside.
 
@@ -271,6 +274,14 @@ class FlatKernel(MCMCKernel):
         if name == "kernel":
             raise AttributeError(name)  # not yet there, while unpickling
         return getattr(self.kernel, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A hook that changes the step size means that of the kernel which runs.
+        own = name in _OWN or "kernel" not in self.__dict__
+        if own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.kernel, name, value)
 
     @property
     def layout(self) -> Layout:

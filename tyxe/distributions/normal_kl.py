@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +28,10 @@ def _scalar(tensor: Tensor) -> Tensor | None:
 def _sum_of_squares(x: Tensor) -> Tensor:
     flat = x.reshape(-1)
     return torch.dot(flat, flat)
+
+
+# Scales beyond, whose squares leave float32, are left to the general formula.
+_SMALLEST = 1e-18
 
 
 class _ToOneNormal(NamedTuple):
@@ -95,35 +98,17 @@ class _JointKL(torch.autograd.Function):
         return None, *found
 
 
-class _Known(NamedTuple):
-    """The numbers of a Normal, with the tensors that they were read from."""
-
-    loc: Tensor
-    scale: Tensor
-    versions: tuple[int, int]
-    numbers: tuple[float, float] | None
-
-    def still_holds(self, loc: Tensor, scale: Tensor, versions: tuple[int, int]) -> bool:
-        return self.loc is loc and self.scale is scale and self.versions == versions
-
-
-# Reading a number off an accelerator in every step would stop it.
-_KNOWN: weakref.WeakKeyDictionary[td.Normal, _Known] = weakref.WeakKeyDictionary()
-
-
 def _numbers(normal: td.Normal) -> tuple[float, float] | None:
-    """Mean and scale of a Normal that repeats one of each, as numbers; else None."""
+    """Mean and scale of a Normal that repeats one of each, where the host has them; else None."""
     loc, scale = normal.loc, normal.scale
-    if loc.is_inference() or scale.is_inference():
-        return None  # Nobody counts their changes.
-    versions = (loc._version, scale._version)
-    known = _KNOWN.get(normal)
-    if known is None or not known.still_holds(loc, scale, versions):
-        one_loc, one_scale = _scalar(loc), _scalar(scale)
-        repeats = one_loc is not None and one_scale is not None
-        numbers = (one_loc.item(), one_scale.item()) if repeats else None  # type: ignore[union-attr]
-        known = _KNOWN[normal] = _Known(loc, scale, versions, numbers)
-    return known.numbers
+    # Reading a number off an accelerator would stop it; tensors of other classes may have none.
+    if any(type(t) is not Tensor or t.device.type != "cpu" for t in (loc, scale)):
+        return None
+    one_loc, one_scale = _scalar(loc), _scalar(scale)
+    if one_loc is None or one_scale is None:
+        return None
+    found = one_loc.item(), one_scale.item()
+    return found if _SMALLEST <= found[1] <= 1 / _SMALLEST else None
 
 
 def joins(q: td.Distribution, p: Any) -> bool:
@@ -192,8 +177,8 @@ def factorized_normal_kl(q: FactorizedNormal, loc: Tensor, scale: Tensor) -> Ten
         >>> factorized_normal_kl(q, torch.zeros(2), torch.ones(2))
         tensor(1.)
     """
-    quadratic = (((wide(q.loc) - loc).square() + q.variance) / scale.square()).sum()
-    return (quadratic - q.loc.numel()) / 2 + (scale.log() - wide(q.log_scale)).sum()
+    quadratic = (((wide(q.loc) - loc).square() + q.variance) / wide(scale).square()).sum()
+    return (quadratic - q.loc.numel()) / 2 + (wide(scale).log() - wide(q.log_scale)).sum()
 
 
 @td.register_kl(FactorizedNormal, dist.Independent)

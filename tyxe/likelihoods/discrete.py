@@ -90,6 +90,10 @@ class Categorical(Likelihood):
         return log_probs.logsumexp(dim) - math.log(predictions.shape[dim])
 
 
+# The loss leaves out points of one label, which is -100 unless it is told another.
+_NO_LABEL = -(2**62)
+
+
 class _LogitCategorical(dist.Categorical):
     """A Categorical whose log-probabilities take the two fused kernels of the cross-entropy."""
 
@@ -104,10 +108,11 @@ class _LogitCategorical(dist.Categorical):
         return dist.Categorical(logits=self.logits, validate_args=False).expand(batch_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        if value.shape != self.batch_shape:
+        if value.shape != self.batch_shape or not value.dim():
             log_prob: Tensor = super().log_prob(value)
             return log_prob
-        flat = nll_loss(self.logits.flatten(0, -2), value.flatten(), reduction="none")
+        logits, labels = self.logits.flatten(0, -2), value.long().flatten()
+        flat = nll_loss(logits, labels, reduction="none", ignore_index=_NO_LABEL)
         return -flat.reshape(value.shape)
 
 
