@@ -153,17 +153,18 @@ def _sum_of_kls(pairs: list[tuple[Any, Any]], closed_form_kl: bool) -> Any:
     joint: list[Any] = []
     total: Any = 0.0
     for guide_site, model_site in pairs:
-        if closed_form_kl and _joins(guide_site, model_site):
-            joint.append((guide_site["fn"], model_site["fn"]))
-        else:
+        one = _joins(guide_site, model_site) if closed_form_kl else None
+        if one is None:
             total = total + _site_kl(guide_site, model_site, closed_form_kl)
+        else:
+            joint.append((guide_site["fn"], one))
     return total + joint_kl(joint) if joint else total
 
 
-def _joins(guide_site: Any, model_site: Any) -> bool:
+def _joins(guide_site: Any, model_site: Any) -> Any:
     scale, mask = guide_site["scale"], guide_site["mask"]
     counts_once = isinstance(scale, float) and scale == 1.0 and (mask is None or mask is True)
-    return model_site is not None and counts_once and joins(guide_site["fn"], model_site["fn"])
+    return joins(guide_site["fn"], model_site["fn"]) if model_site and counts_once else None
 
 
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:

@@ -22,7 +22,7 @@ def _scalar(tensor: Tensor) -> Tensor | None:
         return tensor
     if any(stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return None
-    return tensor[(0,) * tensor.dim()] if tensor.numel() else None
+    return tensor.as_strided((), ()) if tensor.numel() else None
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
@@ -34,15 +34,14 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 _SMALLEST = 1e-18
 
 
-class _ToOneNormal(NamedTuple):
-    """What a joint KL needs for one tensor: the other Normal, and which spread is there."""
+class ToOneNormal(NamedTuple):
+    """Mean and scale of a Normal that repeats one of each."""
 
     loc: float
-    variance: float
-    log_scale: float
-    has_variance: bool
+    scale: float
 
     def centered(self, loc: Tensor) -> Tensor:
+        """Return the difference to the mean."""
         return loc - self.loc if self.loc else loc
 
 
@@ -53,28 +52,29 @@ class _JointKL(torch.autograd.Function):
     is never written out. It may be differentiated twice: what it saves keeps its graph.
 
     Args:
-        terms: one for each tensor.
+        terms: for each tensor the other Normal, and whether its variances are there.
         tensors: all means, then all log-scales, then all scales or variances.
     """
 
     @staticmethod
-    def forward(ctx: Any, terms: list[_ToOneNormal], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, terms: list[tuple[ToOneNormal, bool]], *tensors: Tensor) -> Tensor:
         count = len(terms)
         locs, log_scales, spreads = (tensors[i * count : (i + 1) * count] for i in range(3))
         ctx.terms = terms
         ctx.save_for_backward(*tensors)
-        # By the priors' variances: mostly one for all, and each operation on a number counts.
+        # By the priors' scales: mostly one for all, and each operation on a number counts.
         squares: dict[float, Any] = {}
         rest: Any = 0.0
         constant = 0.0
-        for term, loc, log_scale, spread in zip(terms, locs, log_scales, spreads, strict=True):
-            square = _sum_of_squares(term.centered(loc))
-            square += spread.sum() if term.has_variance else _sum_of_squares(spread)
-            squares[term.variance] = square + squares.get(term.variance, 0.0)
+        parts = zip(terms, locs, log_scales, spreads, strict=True)
+        for (p, has_variance), loc, log_scale, spread in parts:
+            square = _sum_of_squares(p.centered(loc))
+            square += spread.sum() if has_variance else _sum_of_squares(spread)
+            squares[p.scale] = square + squares.get(p.scale, 0.0)
             rest = rest - log_scale.sum()
-            constant += loc.numel() * (term.log_scale - 0.5)
-        for variance, square in squares.items():
-            rest = torch.add(rest, square, alpha=0.5 / variance)
+            constant += loc.numel() * (math.log(p.scale) - 0.5)
+        for scale, square in squares.items():
+            rest = torch.add(rest, square, alpha=0.5 / scale**2)
         kl: Tensor = rest + constant
         return kl
 
@@ -82,23 +82,23 @@ class _JointKL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         count = len(ctx.terms)
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        weights = {variance: grad / variance for variance in {t.variance for t in ctx.terms}}
+        weights = {scale: grad / scale**2 for scale in {p.scale for p, _ in ctx.terms}}
         negative = -grad
         found: list[Tensor | None] = [None] * (3 * count)
-        for i, term in enumerate(ctx.terms):
+        for i, (p, has_variance) in enumerate(ctx.terms):
             loc, log_scale, spread = tensors[i::count]
-            weight = weights[term.variance]
+            weight = weights[p.scale]
             if needed[i]:
-                found[i] = term.centered(loc) * weight
+                found[i] = p.centered(loc) * weight
             if needed[count + i]:
                 found[count + i] = negative.expand_as(log_scale)
             if needed[2 * count + i]:
-                half = (weight / 2).expand_as(spread) if term.has_variance else None
+                half = (weight / 2).expand_as(spread) if has_variance else None
                 found[2 * count + i] = spread * weight if half is None else half
         return None, *found
 
 
-def _numbers(normal: td.Normal) -> tuple[float, float] | None:
+def _numbers(normal: td.Normal) -> ToOneNormal | None:
     """Mean and scale of a Normal that repeats one of each, where the host has them; else None."""
     loc, scale = normal.loc, normal.scale
     # Reading a number off an accelerator would stop it; tensors of other classes may have none.
@@ -107,32 +107,31 @@ def _numbers(normal: td.Normal) -> tuple[float, float] | None:
     one_loc, one_scale = _scalar(loc), _scalar(scale)
     if one_loc is None or one_scale is None:
         return None
-    found = one_loc.item(), one_scale.item()
-    return found if _SMALLEST <= found[1] <= 1 / _SMALLEST else None
+    found = ToOneNormal(one_loc.item(), one_scale.item())
+    return found if _SMALLEST <= found.scale <= 1 / _SMALLEST else None
 
 
-def joins(q: td.Distribution, p: Any) -> bool:
-    """Say whether a pair can be part of `joint_kl`.
+def joins(q: td.Distribution, p: Any) -> ToOneNormal | None:
+    """Return the second of a pair as `joint_kl` takes it, or None where the pair is none for it.
 
-    The first a `FactorizedNormal`, the second independent Normals of one fixed mean and scale, in
-    one dtype of full precision, and none of torch.func's transforms at work.
+    The first has to be a `FactorizedNormal`, the second independent Normals of one fixed mean and
+    scale, in one dtype of full precision, with none of torch.func's transforms at work.
 
     Example:
         >>> q = FactorizedNormal(torch.zeros(2), torch.zeros(2))
-        >>> joins(q, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        True
+        >>> joins(q, dist.Normal(0.0, 2.0).expand([2]).to_event(1))
+        ToOneNormal(loc=0.0, scale=2.0)
     """
     if not isinstance(q, FactorizedNormal) or not _is_one_event(p, q):
-        return False
+        return None
     if torch._C._are_functorch_transforms_active():
-        return False
-    normal = p.base_dist
-    tensors = (q.loc, q.log_scale, normal.loc, normal.scale)
+        return None
+    normal, dtype = p.base_dist, q.loc.dtype
     if normal.loc.requires_grad or normal.scale.requires_grad:
-        return False
-    dtype = q.loc.dtype
+        return None
+    tensors = (q.loc, q.log_scale, normal.loc, normal.scale)
     full = dtype in (torch.float32, torch.float64)
-    return full and all(t.dtype == dtype for t in tensors) and _numbers(normal) is not None
+    return _numbers(normal) if full and all(t.dtype == dtype for t in tensors) else None
 
 
 def _is_one_event(p: Any, q: td.Distribution) -> bool:
@@ -140,23 +139,20 @@ def _is_one_event(p: Any, q: td.Distribution) -> bool:
     return normals and p.event_shape == q.event_shape and not p.batch_shape
 
 
-def joint_kl(pairs: Sequence[tuple[FactorizedNormal, dist.Independent]]) -> Tensor:
-    """Return the sum of the KLs of pairs that `joins`, in nats.
+def joint_kl(pairs: Sequence[tuple[FactorizedNormal, ToOneNormal]]) -> Tensor:
+    """Return the sum of the KLs of pairs, in nats.
+
+    Args:
+        pairs: each with what `joins` returned for it.
 
     Example:
         >>> q = FactorizedNormal(torch.ones(2), torch.zeros(2))
-        >>> p = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
+        >>> p = joins(q, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         >>> joint_kl([(q, p), (q, p)])
         tensor(2.)
     """
-    terms, spreads = [], []
-    for q, p in pairs:
-        spread, has_variance = q.scale_or_variance()
-        numbers = _numbers(p.base_dist)
-        assert numbers is not None
-        loc, scale = numbers
-        terms.append(_ToOneNormal(loc, scale**2, math.log(scale), has_variance))
-        spreads.append(spread)
+    spreads, have_variances = zip(*(q.scale_or_variance() for q, _ in pairs), strict=True)
+    terms = [(p, has) for (_, p), has in zip(pairs, have_variances, strict=True)]
     locs, log_scales = [q.loc for q, _ in pairs], [q.log_scale for q, _ in pairs]
     kl: Tensor = _JointKL.apply(terms, *locs, *log_scales, *spreads)
     return kl
@@ -183,8 +179,9 @@ def factorized_normal_kl(q: FactorizedNormal, loc: Tensor, scale: Tensor) -> Ten
 
 @td.register_kl(FactorizedNormal, dist.Independent)
 def _kl_factorized_independent(q: FactorizedNormal, p: dist.Independent) -> Tensor:
-    if joins(q, p):
-        return joint_kl([(q, p)])
+    one = joins(q, p)
+    if one is not None:
+        return joint_kl([(q, one)])
     if _is_one_event(p, q):
         return factorized_normal_kl(q, p.base_dist.loc, p.base_dist.scale)
     plain = dist.Independent(q.base_dist, q.reinterpreted_batch_ndims, validate_args=False)
