@@ -11,16 +11,19 @@ Example:
 from tyxe.testing.guides import GUIDES, check_guide
 from tyxe.testing.handlers import HANDLERS, check_handler
 from tyxe.testing.likelihoods import LIKELIHOODS, LikelihoodCase, check_likelihood
+from tyxe.testing.operators import OPERATORS, check_operator
 from tyxe.testing.priors import PRIORS, check_prior
 
 __all__ = [
     "GUIDES",
     "HANDLERS",
     "LIKELIHOODS",
+    "OPERATORS",
     "PRIORS",
     "LikelihoodCase",
     "check_guide",
     "check_handler",
     "check_likelihood",
+    "check_operator",
     "check_prior",
 ]

@@ -1,0 +1,272 @@
+"""The protocol of symmetric positive semi-definite matrices that are known by their structure."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tyxe.linalg.checks import (
+    check_dtype,
+    check_non_negative,
+    check_rows,
+    check_vectors,
+    like,
+)
+
+__all__ = ["Operator"]
+
+OperatorT = TypeVar("OperatorT", bound="Operator")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Operator(ABC):
+    r"""A symmetric positive semi-definite `P x P` matrix `A`, in float32 or float64.
+
+    It acts on the last dimension of its arguments, of size `P`; dimensions before it are batch.
+    A curvature without a prior may be singular: it multiplies, and takes a scale and a diagonal;
+    what needs an inverse asks for `A` to be positive definite. As the precision of a Gaussian,
+    `A^-1 = S S^T` is the covariance; every structure knows one root `S`, its `inverse_sqrt`.
+
+    Operators never change: `scaled`, `add_diagonal`, `to` and `detach` return new ones, and
+    everything is differentiable in the scale and the diagonal. What is costly is computed at
+    most once. Copies, pickles and saved states hold tensors without their gradients' history.
+
+    A structure is a frozen dataclass whose fields are tensors (or a mapping of operators); it
+    implements the methods without docstrings of their own, and `_matmul`, `_quadratic`,
+    `_inverse_sqrt`, `_whiten`, `_scaled` and `_add_diagonal`, whose arguments are checked here.
+
+    Example:
+        >>> from tyxe.linalg import Dense
+        >>> precision = Dense(torch.tensor([[3.0, 2.0], [2.0, 4.0]])).add_diagonal(1.0)
+        >>> precision @ torch.tensor([1.0, 0.0])
+        tensor([4., 2.])
+        >>> precision.solve(torch.tensor([4.0, 2.0]))
+        tensor([1., 0.])
+        >>> precision.sample((5,)).shape
+        torch.Size([5, 2])
+    """
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number `P` of rows and of columns."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of every tensor inside."""
+        return self._first_tensor().dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where every tensor inside is."""
+        return self._first_tensor().device
+
+    # ------------------------------------------------------------------ products and parts of A
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """Return `A x`, also spelled `A @ x`.
+
+        Args:
+            x: vectors `(..., P)`.
+        """
+        return self._matmul(check_vectors(x, self))
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self.matmul(x)
+
+    def quadratic(self, x: Tensor) -> Tensor:
+        """Return `x^T A x`, of shape `(...)`.
+
+        Args:
+            x: vectors `(..., P)`.
+        """
+        return self._quadratic(check_vectors(x, self))
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of `A`, `(P,)`."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """Return the matrix itself, `(P, P)`; see `dense_bytes` for what it takes."""
+
+    # ------------------------------------------------------------------ the inverse
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """Return `log det A`, a tensor without dimensions.
+
+        Raises:
+            ValueError: `A` is not positive definite (so for every method from here to `sample`).
+        """
+
+    @abstractmethod
+    def inverse_diagonal(self) -> Tensor:
+        """Return the diagonal of `A^-1`, `(P,)`: the marginal variances under precision `A`."""
+
+    def inverse_sqrt(self, z: Tensor) -> Tensor:
+        """Return `S z`, where `S S^T = A^-1`: standard normal `z` becomes a draw of precision `A`.
+
+        Args:
+            z: vectors `(..., P)`.
+        """
+        return self._inverse_sqrt(check_vectors(z, self))
+
+    def whiten(self, x: Tensor) -> Tensor:
+        """Return `S^T x`, the transpose of `inverse_sqrt`.
+
+        `whiten(x) @ whiten(y).mT` is the covariance of `x w` and `y w` for `w` of precision `A`.
+
+        Args:
+            x: vectors `(..., P)`.
+        """
+        return self._whiten(check_vectors(x, self))
+
+    def solve(self, x: Tensor) -> Tensor:
+        """Return `A^-1 x = S S^T x`.
+
+        Args:
+            x: vectors `(..., P)`.
+        """
+        return self._inverse_sqrt(self.whiten(x))
+
+    def inverse_quadratic(self, x: Tensor) -> Tensor:
+        """Return `X A^-1 X^T = (X S) (X S)^T`, the covariance of `X w` for `w` of precision `A`.
+
+        Args:
+            x: matrices `(..., C, P)`, such as Jacobians.
+
+        Returns:
+            `(..., C, C)`, symmetric and positive semi-definite up to rounding of its own size.
+        """
+        white = self._whiten(check_rows(x, self))
+        return white @ white.mT
+
+    def sample(self, sample_shape: Sequence[int] = (), noise: Tensor | None = None) -> Tensor:
+        """Draw from `N(0, A^-1)`, as a differentiable function of standard normal noise.
+
+        Args:
+            sample_shape: the shape of independent draws.
+            noise: `(*sample_shape, P)`; by default from torch's generator.
+
+        Returns:
+            Draws of shape `(*sample_shape, P)`.
+        """
+        shape = torch.Size([*sample_shape, self.size])
+        if noise is None:
+            noise = torch.randn(shape, dtype=self.dtype, device=self.device)
+        elif noise.shape != shape:
+            raise ValueError(
+                f"noise has shape {tuple(noise.shape)}; {tuple(sample_shape)} draws of "
+                f"{self.size} numbers take {tuple(shape)}"
+            )
+        return self.inverse_sqrt(noise)
+
+    # ------------------------------------------------------------------ other operators
+
+    def scaled(self: OperatorT, c: float | Tensor) -> OperatorT:
+        """Return `c A`, of the same structure.
+
+        Args:
+            c: a number or a tensor without dimensions, finite and not negative.
+        """
+        scale = like(c, self)
+        if scale.dim() != 0:
+            raise ValueError(f"a scale is one number, not a tensor of shape {tuple(scale.shape)}")
+        check_non_negative(scale, "the scale")
+        return self._scaled(scale)
+
+    def add_diagonal(self: OperatorT, d: float | Tensor) -> OperatorT:
+        """Return `A + diag(d)`, of the same structure: the posterior precision, `d` the prior's.
+
+        Args:
+            d: a number or a tensor without dimensions, for `d I`, or the diagonal, `(P,)`; finite
+                and not negative.
+
+        Raises:
+            ValueError: the structure takes only `d I` (Kronecker).
+        """
+        diagonal = like(d, self)
+        if diagonal.dim() and diagonal.shape != (self.size,):
+            raise ValueError(
+                f"a diagonal has shape () or ({self.size},), not {tuple(diagonal.shape)}"
+            )
+        check_non_negative(diagonal, "the diagonal to add")
+        return self._add_diagonal(diagonal)
+
+    def to(self: OperatorT, *args: Any, **kwargs: Any) -> OperatorT:
+        """Return the operator on another device or in another precision, as `Tensor.to`."""
+        moved = self.map(lambda tensor: tensor.to(*args, **kwargs))
+        check_dtype(moved.dtype, type(self).__name__)
+        return moved
+
+    def detach(self: OperatorT) -> OperatorT:
+        """Return the operator without its gradients' history."""
+        return self.map(Tensor.detach)
+
+    def map(self: OperatorT, function: Callable[[Tensor], Tensor]) -> OperatorT:
+        """Return the operator whose tensors are a function of this one's.
+
+        Args:
+            function: takes and returns a tensor.
+        """
+        return self._like(**{name: _map(function, value) for name, value in self._fields().items()})
+
+    # ------------------------------------------------------------------ what a structure implements
+
+    @abstractmethod
+    def _matmul(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _quadratic(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _inverse_sqrt(self, z: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _whiten(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _scaled(self: OperatorT, c: Tensor) -> OperatorT: ...
+
+    @abstractmethod
+    def _add_diagonal(self: OperatorT, d: Tensor) -> OperatorT: ...
+
+    # ------------------------------------------------------------------ fields
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in _field_names(type(self))}
+
+    def _first_tensor(self) -> Tensor:
+        first = self.__dict__[_field_names(type(self))[0]]
+        return first if isinstance(first, Tensor) else next(iter(first.values()))._first_tensor()
+
+    def _like(self: OperatorT, **fields: Any) -> OperatorT:
+        """Return an operator of this class with other fields, without checking them again."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self._fields() | fields)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither what is computed nor its graph: the one is cheap to lose, the other not to copy.
+        return self.detach()._fields()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(size={self.size}, dtype={self.dtype}, device={self.device})"
+
+
+@functools.cache
+def _field_names(kind: type[Operator]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _map(function: Callable[[Tensor], Tensor], value: Tensor | Mapping[str, Operator]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    return {name: operator.map(function) for name, operator in value.items()}

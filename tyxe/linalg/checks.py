@@ -1,0 +1,195 @@
+"""What operators ask of their arguments, said when it is broken."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "check_dtype",
+    "check_field",
+    "check_finite",
+    "check_non_negative",
+    "check_positive_definite",
+    "check_rows",
+    "check_same_kind",
+    "check_symmetric",
+    "check_vectors",
+    "cholesky",
+    "like",
+]
+
+DTYPES = (torch.float32, torch.float64)
+
+
+class _Sized(Protocol):
+    """What the checks know of an operator."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+def like(value: float | Tensor, operator: _Sized) -> Tensor:
+    """Return a number or a tensor as a tensor of an operator's type and device, differentiably."""
+    return torch.as_tensor(value, dtype=operator.dtype, device=operator.device)
+
+
+def check_vectors(x: Tensor, operator: _Sized) -> Tensor:
+    """Return `x` if an operator can act on its last dimension."""
+    if x.shape[-1:] != (operator.size,):
+        raise ValueError(
+            f"an operator of size {operator.size} acts on vectors (..., {operator.size}); "
+            f"got a tensor of shape {tuple(x.shape)}"
+        )
+    if x.dtype != operator.dtype:
+        raise TypeError(
+            f"an operator in {operator.dtype} got a tensor in {x.dtype}; "
+            "convert one of them with .to(dtype)"
+        )
+    return x
+
+
+def check_rows(x: Tensor, operator: _Sized) -> Tensor:
+    """Return `x` if it is a matrix, or a batch of them, of an operator's row vectors."""
+    if x.dim() < 2:
+        raise ValueError(
+            f"expected matrices (..., C, {operator.size}), got a tensor of shape {tuple(x.shape)}; "
+            "one row is x.unsqueeze(-2)"
+        )
+    return check_vectors(x, operator)
+
+
+# --------------------------------------------------------------------------- fields
+
+
+def check_dtype(dtype: torch.dtype, what: str) -> None:
+    """Raise unless factorisations exist in this type."""
+    if dtype not in DTYPES:
+        raise TypeError(
+            f"{what} is in {dtype}, where matrices cannot be factorised; "
+            "use .to(torch.float32) or .to(torch.float64)"
+        )
+
+
+def check_field(tensor: Tensor, what: str, *shape: int | None) -> Tensor:
+    """Return a tensor if it is real, finite and of a shape, None standing for any size.
+
+    Example:
+        >>> check_field(torch.ones(2, 3), "the factor", None, 2)
+        Traceback (most recent call last):
+        ValueError: the factor has shape (2, 3); expected (*, 2)
+    """
+    matches = tensor.dim() == len(shape) and all(
+        expected in (None, size) for size, expected in zip(tensor.shape, shape, strict=True)
+    )
+    if not matches:
+        expected = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}; expected ({expected})")
+    check_dtype(tensor.dtype, what)
+    return check_finite(tensor, what)
+
+
+def check_finite(tensor: Tensor, what: str) -> Tensor:
+    """Return a tensor without infinities and NaN."""
+    lowest, highest = _range(tensor)
+    if not -math.inf < lowest <= highest < math.inf:
+        count = int((~tensor.isfinite()).sum())
+        raise ValueError(f"{what} has {count} elements that are not finite")
+    return tensor
+
+
+def check_non_negative(tensor: Tensor, what: str) -> Tensor:
+    """Return a finite tensor without negative elements."""
+    lowest, highest = _range(tensor)
+    if not 0 <= lowest <= highest < math.inf:
+        check_finite(tensor, what)
+        raise ValueError(f"{what} has to be at least 0; its smallest element is {lowest:.3g}")
+    return tensor
+
+
+def _range(tensor: Tensor) -> tuple[float, float]:
+    """Return the least and the greatest element, NaN if there is one, in one pass."""
+    if tensor.numel() == 0:
+        return 0.0, 0.0
+    if tensor.numel() == 1:
+        return (value := tensor.item()), value
+    lowest, highest = tensor.detach().aminmax()
+    return lowest.item(), highest.item()
+
+
+def check_same_kind(first: Any, second: Any, what: str) -> None:
+    """Raise unless two tensors or operators share type and device."""
+    if (first.dtype, first.device) != (second.dtype, second.device):
+        raise ValueError(
+            f"{what} are in {first.dtype} on {first.device} and in {second.dtype} on "
+            f"{second.device}; move them with .to(...) first"
+        )
+
+
+def check_symmetric(matrix: Tensor, what: str) -> Tensor:
+    """Return a matrix that is square, finite, and symmetric up to rounding."""
+    size = matrix.shape[-1] if matrix.dim() else None
+    check_field(matrix, what, size, size)
+    if matrix.numel() == 0:
+        return matrix
+    with torch.no_grad():
+        difference = (matrix - matrix.mT).abs().max()
+        # A sum of outer products, taken in another order, is off by far less than this.
+        if difference > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max():
+            raise ValueError(
+                f"{what} is not symmetric: elements (i, j) and (j, i) differ by up to "
+                f"{difference.item():.3g}; symmetrise it with (A + A.mT) / 2 if that is rounding"
+            )
+    return matrix
+
+
+# --------------------------------------------------------------------------- definiteness
+
+
+def check_positive_definite(eigenvalues: Tensor, what: str) -> Tensor:
+    """Return eigenvalues, or numbers as small as the smallest of them, that are positive."""
+    least, _ = _range(eigenvalues)
+    # Not `least <= 0`, which NaN is not.
+    if eigenvalues.numel() and not least > 0:
+        raise ValueError(
+            f"{what} is not positive definite: its smallest eigenvalue is {least:.3g}; "
+            "add a prior precision with add_diagonal, or a larger one"
+        )
+    return eigenvalues
+
+
+def cholesky(matrix: Tensor, what: str) -> Tensor:
+    """Return the lower Cholesky factor.
+
+    Raises:
+        ValueError: the matrix is not positive definite; the message has its smallest eigenvalue.
+
+    Example:
+        >>> cholesky(torch.ones(2, 2) - torch.eye(2), "the precision")
+        Traceback (most recent call last):
+        ValueError: the precision is not positive definite: its smallest eigenvalue is -1; add ...
+    """
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if not info.any():
+        return lower
+    least = torch.linalg.eigvalsh(matrix.detach()).min()
+    if least > 0:
+        raise ValueError(
+            f"{what} is positive definite (its smallest eigenvalue is {least.item():.3g}) but not "
+            f"to the accuracy of {matrix.dtype}; add a larger prior precision with add_diagonal"
+            + (", or use .to(torch.float64)" if matrix.dtype == torch.float32 else "")
+        )
+    check_positive_definite(least, what)
+    return lower

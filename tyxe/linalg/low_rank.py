@@ -1,0 +1,149 @@
+"""A diagonal matrix plus one of low rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tyxe.linalg.base import Operator
+from tyxe.linalg.checks import (
+    check_field,
+    check_non_negative,
+    check_positive_definite,
+    check_same_kind,
+    cholesky,
+)
+from tyxe.linalg.cost import factorization
+
+__all__ = ["LowRank", "capacitance_cholesky", "low_rank_root"]
+
+LowRankT = TypeVar("LowRankT", bound="LowRank")
+
+
+def capacitance_cholesky(v: Tensor) -> Tensor:
+    """Return the lower `L` of `L L^T = I + V^T V`, the matrix whose determinant is `I + V V^T`'s.
+
+    Args:
+        v: `(P, R)`.
+
+    Example:
+        >>> capacitance_cholesky(torch.tensor([[2.0], [2.0]]))
+        tensor([[3.]])
+    """
+    identity = torch.eye(v.shape[-1], dtype=v.dtype, device=v.device)
+    return cholesky(identity + v.mT @ v, "the low-rank part plus its diagonal")
+
+
+def low_rank_root(lower: Tensor) -> Tensor:
+    r"""Return `K = L^-T (I + L)^-1`, with which `I - V K V^T` is a root of `(I + V V^T)^-1`.
+
+    With `L L^T = I + V^T V` and `K = L^-T J`, the product of the root and its transpose is
+    `I - V [K + K^T - K (L L^T - I) K^T] V^T`. The bracket is the `(L L^T)^-1` of Woodbury's
+    formula if and only if `(I - J L) (I - J L)^T = J J^T`: so for `I - J L = J`.
+
+    Args:
+        lower: `L`, `(R, R)`.
+
+    Example:
+        >>> v = torch.tensor([[2.0], [2.0]])
+        >>> root = torch.eye(2) - v @ low_rank_root(capacitance_cholesky(v)) @ v.mT
+        >>> torch.allclose(root @ root.mT, (torch.eye(2) + v @ v.mT).inverse(), atol=1e-6)
+        True
+    """
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(identity + lower, identity, upper=False)
+    return torch.linalg.solve_triangular(lower.mT, inverse, upper=True)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LowRank(Operator):
+    """`A = D + U U^T`, at the cost of `P R` for products and `P R^2 + R^3` once for the inverse.
+
+    With `V = D^-1/2 U`, `S = D^-1/2 (I - V K V^T)`, `K` of `low_rank_root`: exact, and a draw
+    takes `P` numbers of noise as everywhere. `D` may hold zeros until an inverse is asked for.
+
+    Args:
+        entries: the diagonal of `D`, `(P,)`, not negative.
+        factor: `U`, `(P, R)`.
+
+    Raises:
+        ValueError: shapes that do not fit, elements not finite, or a negative diagonal.
+
+    Example:
+        >>> precision = LowRank(torch.ones(2), torch.tensor([[2.0], [2.0]]))
+        >>> precision.to_dense()
+        tensor([[5., 4.],
+                [4., 5.]])
+        >>> precision.inverse_diagonal()
+        tensor([0.5556, 0.5556])
+        >>> precision.logdet()
+        tensor(2.1972)
+    """
+
+    entries: Tensor
+    factor: Tensor
+
+    def __post_init__(self) -> None:
+        check_non_negative(check_field(self.entries, "the diagonal", None), "the diagonal")
+        check_field(self.factor, "the factor", self.size, None)
+        check_same_kind(self.entries, self.factor, "the diagonal and the factor")
+
+    @property
+    def size(self) -> int:
+        return self.entries.shape[0]
+
+    @factorization
+    def _positive(self) -> Tensor:
+        return check_positive_definite(self.entries, "the diagonal under the low-rank part")
+
+    @factorization
+    def _root(self) -> Tensor:
+        return self._positive.sqrt()
+
+    @factorization
+    def _v(self) -> Tensor:
+        return self.factor / self._root.unsqueeze(-1)
+
+    @factorization
+    def _lower(self) -> Tensor:
+        return capacitance_cholesky(self._v)
+
+    @factorization
+    def _k(self) -> Tensor:
+        return low_rank_root(self._lower)
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        return self.entries * x + (x @ self.factor) @ self.factor.mT
+
+    def _quadratic(self, x: Tensor) -> Tensor:
+        return x.square() @ self.entries + (x @ self.factor).square().sum(-1)
+
+    def diagonal(self) -> Tensor:
+        return self.entries + self.factor.square().sum(-1)
+
+    def to_dense(self) -> Tensor:
+        return self.entries.diag_embed() + self.factor @ self.factor.mT
+
+    def logdet(self) -> Tensor:
+        return self._positive.log().sum() + 2 * self._lower.diagonal().log().sum()
+
+    def inverse_diagonal(self) -> Tensor:
+        # The diagonal of Woodbury's D^-1/2 (I - V (L L^T)^-1 V^T) D^-1/2.
+        explained = torch.linalg.solve_triangular(self._lower, self._v.mT, upper=False)
+        return (1 - explained.square().sum(0)) / self._positive
+
+    def _inverse_sqrt(self, z: Tensor) -> Tensor:
+        return (z - (z @ self._v) @ self._k.mT @ self._v.mT) / self._root
+
+    def _whiten(self, x: Tensor) -> Tensor:
+        y = x / self._root
+        return y - (y @ self._v) @ self._k @ self._v.mT
+
+    def _scaled(self: LowRankT, c: Tensor) -> LowRankT:
+        return self._like(entries=c * self.entries, factor=c.sqrt() * self.factor)
+
+    def _add_diagonal(self: LowRankT, d: Tensor) -> LowRankT:
+        return self._like(entries=self.entries + d)
