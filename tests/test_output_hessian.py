@@ -1,0 +1,379 @@
+"""Output Hessians against autodiff, enumeration and quadrature; their roots; gradients."""
+
+import math
+
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Likelihood,
+    Poisson,
+)
+from tyxe.likelihoods.output_hessian import (
+    output_hessian,
+    output_hessian_sqrt,
+    sampled_gradient,
+    true_gradient,
+)
+from tyxe.testing import LIKELIHOODS
+
+N = 4
+EACH_SCALE = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
+
+# A likelihood in natural parameters and the shape of one point's output.
+CANONICAL = {
+    "classes": (Categorical(N), (5,)),
+    "two classes": (Categorical(N), (2,)),
+    "segmentation": (Categorical(N), (2, 3, 4)),
+    "segmentation, event_dim": (Categorical(N, event_dim=2), (2, 3, 4)),
+    "binary, flat": (Bernoulli(N), ()),
+    "binary, column": (Bernoulli(N), (1,)),
+    "labels": (Bernoulli(N), (6,)),
+    "binary image": (Bernoulli(N, event_dim=2), (2, 3)),
+    "counts": (Poisson(N), (3,)),
+    "counts, flat": (Poisson(N), ()),
+    "regression": (HomoskedasticGaussian(N, scale=0.3), (1,)),
+    "regression, flat": (HomoskedasticGaussian(N, precision=4.0), ()),
+    "scale each": (HomoskedasticGaussian(N, scale=EACH_SCALE), (3,)),
+    "scale each, matrix": (HomoskedasticGaussian(N, scale=EACH_SCALE), (2, 3)),
+    "precision each": (HomoskedasticGaussian(N, precision=EACH_SCALE), (3,)),
+    "inferred": (HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 0.5)), (2,)),
+}
+# Those whose Hessian depends on the targets: the Fisher information.
+FISHER = {
+    "class probabilities": (Categorical(N, logit_predictions=False), (4,)),
+    "probabilities per pixel": (Categorical(N, logit_predictions=False), (3, 2)),
+    "binary probabilities": (Bernoulli(N, logit_predictions=False), (3,)),
+    "predicted scale": (HeteroskedasticGaussian(N), (2,)),
+    "predicted positive scale": (HeteroskedasticGaussian(N, positive_scale=True), (2,)),
+    "predicted scales": (HeteroskedasticGaussian(N), (2, 6)),
+    "predicted positive scales": (HeteroskedasticGaussian(N, positive_scale=True), (3, 4)),
+}
+EVERY = CANONICAL | FISHER
+
+
+def outputs_of(likelihood: Likelihood, shape: tuple[int, ...], n: int = N) -> torch.Tensor:
+    values = torch.randn(n, *shape, dtype=torch.float64)
+    if getattr(likelihood, "logit_predictions", True) is False:
+        return values.softmax(-1) if isinstance(likelihood, Categorical) else values.sigmoid()
+    if getattr(likelihood, "positive_scale", False):
+        loc, scale = values.chunk(2, -1)
+        return torch.cat([loc, scale.exp()], -1)
+    return values
+
+
+def dense(blocks: torch.Tensor) -> torch.Tensor:
+    """`(n, K, K)` over all outputs of each point."""
+    return torch.stack([torch.block_diag(*point) for point in blocks])
+
+
+def dense_of_columns(columns) -> torch.Tensor:
+    flat = torch.stack([column.reshape(len(column), -1) for column in columns], -1)
+    return flat @ flat.mT
+
+
+def autodiff_hessian(likelihood, predictions, targets, latents=None):
+    def point(f, y):
+        return -likelihood.log_likelihood(f.unsqueeze(0), y.unsqueeze(0), "sum", latents)
+
+    size = predictions[0].numel()
+    # Twice in reverse: `torch.func.hessian` goes forward too, through torch's deprecated scripts.
+    hessian = torch.func.jacrev(torch.func.jacrev(point))
+    return torch.stack(
+        [hessian(f, y).reshape(size, size) for f, y in zip(predictions, targets, strict=True)]
+    )
+
+
+# --- Hessians -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("likelihood", "shape"), CANONICAL.values(), ids=CANONICAL.keys())
+def test_hessian_in_natural_parameters_is_autodiffs(likelihood, shape):
+    predictions = outputs_of(likelihood, shape)
+    targets = likelihood.sample(predictions)
+    expected = autodiff_hessian(likelihood, predictions, targets)
+    actual = dense(output_hessian(likelihood, predictions))
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def quadrature(likelihood, predictions):
+    """Yield targets of one shape with their probabilities at each target, both `(n, ...)`."""
+    distribution = likelihood.predictive_distribution(predictions)
+    while isinstance(distribution, torch.distributions.Independent):
+        distribution = distribution.base_dist
+    if isinstance(distribution, torch.distributions.Normal):
+        nodes, weights = np.polynomial.hermite_e.hermegauss(12)
+        for node, weight in zip(nodes, weights / weights.sum(), strict=True):
+            target = distribution.mean + distribution.stddev * float(node)
+            yield target, torch.full_like(target, float(weight))
+        return
+    if isinstance(distribution, torch.distributions.Poisson):
+        values = torch.arange(150, dtype=torch.float64)
+    else:
+        values = distribution.enumerate_support(expand=False).flatten()
+    for value in values:
+        target = torch.full(distribution.batch_shape, value.item()).to(values.dtype)
+        yield target, distribution.log_prob(target).exp()
+
+
+def expected_fisher(likelihood, predictions, positions, coupled):
+    """Sum of `p(y) r r^T` at each position, of whose coupled outputs one target decides."""
+    fisher = 0
+    for targets, probabilities in quadrature(likelihood, predictions):
+        r = true_gradient(likelihood, predictions, targets)
+        if isinstance(likelihood, HeteroskedasticGaussian):
+            r = torch.stack(r.chunk(2, -1), -1)
+        r = r.reshape(len(r), positions, coupled)
+        weights = probabilities.reshape(len(r), positions, 1, 1)
+        fisher = fisher + weights * r.unsqueeze(-1) * r.unsqueeze(-2)
+    return fisher
+
+
+@pytest.mark.parametrize(("likelihood", "shape"), EVERY.values(), ids=EVERY.keys())
+def test_hessian_is_the_fisher_information(likelihood, shape):
+    predictions = outputs_of(likelihood, shape)
+    if isinstance(likelihood, HeteroskedasticGaussian):
+        size = math.prod(shape) // 2
+        fisher = expected_fisher(likelihood, predictions, size, 2)
+        # Mean and scale of one target are not coupled: the blocks are of one output each.
+        torch.testing.assert_close(fisher[..., 0, 1], torch.zeros(N, size).double())
+        parts = fisher.diagonal(dim1=-2, dim2=-1).reshape(N, *shape[:-1], shape[-1] // 2, 2)
+        expected = torch.cat(parts.unbind(-1), -1).reshape(N, 2 * size, 1, 1)
+    else:
+        blocks = output_hessian(likelihood, predictions)
+        expected = expected_fisher(likelihood, predictions, blocks.shape[1], blocks.shape[2])
+    actual = output_hessian(likelihood, predictions)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("parameter", ["scale", "precision"])
+def test_inferred_noise_takes_its_value(parameter):
+    likelihood = HomoskedasticGaussian(N, **{parameter: dist.Gamma(4.0, 2.0)})
+    predictions = torch.randn(N, 2, dtype=torch.float64)
+    value = torch.tensor(0.7, dtype=torch.float64)
+    expected = value if parameter == "precision" else value**-2
+    for latents, precision in (
+        ({parameter: value}, expected),
+        (None, torch.tensor(2.0).double() ** (1 if parameter == "precision" else -2)),
+    ):
+        blocks = output_hessian(likelihood, predictions, latents)
+        torch.testing.assert_close(blocks, precision.expand(N, 2, 1, 1))
+        columns = output_hessian_sqrt(likelihood, predictions, latents)
+        torch.testing.assert_close(dense_of_columns(columns), dense(blocks))
+    r = true_gradient(likelihood, predictions, predictions + 1, {parameter: value})
+    torch.testing.assert_close(r, expected.expand(N, 2))
+
+
+def test_hessian_is_differentiable_in_the_noise():
+    likelihood = HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 1.0))
+    scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    total = output_hessian(likelihood, torch.zeros(N, 3).double(), {"scale": scale}).sum()
+    (gradient,) = torch.autograd.grad(total, scale)
+    assert gradient.item() == pytest.approx(-2 * 0.5**-3 * N * 3)
+
+
+def test_probabilities_and_logits_have_one_curvature():
+    logits = torch.randn(N, 5, dtype=torch.float64)
+    jacobian = torch.stack([torch.func.jacrev(lambda f: f.softmax(-1))(f) for f in logits])
+    inner = output_hessian(Categorical(N, logit_predictions=False), logits.softmax(-1))[:, 0]
+    outer = output_hessian(Categorical(N), logits)[:, 0]
+    torch.testing.assert_close(jacobian.mT @ inner @ jacobian, outer, rtol=1e-10, atol=1e-12)
+
+
+# --- square roots -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("likelihood", "shape"), EVERY.values(), ids=EVERY.keys())
+def test_columns_are_a_square_root(likelihood, shape):
+    predictions = outputs_of(likelihood, shape)
+    blocks = output_hessian(likelihood, predictions)
+    columns = output_hessian_sqrt(likelihood, predictions)
+    listed = list(columns)
+    assert len(listed) == len(columns) == columns.num_positions * columns.rank
+    assert all(column.shape == predictions.shape for column in listed)
+    torch.testing.assert_close(dense_of_columns(listed), dense(blocks), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", LIKELIHOODS.values(), ids=LIKELIHOODS.keys())
+def test_every_likelihood_of_the_contract_has_a_root(case):
+    likelihood = case.build(N).double()
+    predictions = torch.randn(N, *case.output_shape, dtype=torch.float64)
+    blocks = output_hessian(likelihood, predictions)
+    assert blocks.shape[1] * blocks.shape[2] == math.prod(case.output_shape)
+    root = dense_of_columns(output_hessian_sqrt(likelihood, predictions))
+    torch.testing.assert_close(root, dense(blocks))
+
+
+@given(
+    num_classes=st.integers(2, 7),
+    middle=st.lists(st.integers(1, 3), max_size=2),
+    spread=st.floats(0.0, 30.0),
+    seed=st.integers(0, 100),
+)
+def test_class_columns_are_one_fewer_than_classes(num_classes, middle, spread, seed):
+    torch.manual_seed(seed)
+    logits = spread * torch.randn(2, *middle, num_classes, dtype=torch.float64)
+    columns = output_hessian_sqrt(Categorical(2), logits)
+    assert len(columns) == math.prod(middle) * (num_classes - 1)
+    expected = dense(output_hessian(Categorical(2), logits))
+    torch.testing.assert_close(dense_of_columns(columns), expected, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [[500.0, 0.0, -500.0], [-500.0, 0.0, 500.0], [0.0, -math.inf, 1.0], [0.0, 1.0, -math.inf]],
+    ids=str,
+)
+def test_certain_classes_are_finite(logits):
+    logits = torch.tensor([logits])
+    blocks = output_hessian(Categorical(1), logits)
+    root = dense_of_columns(output_hessian_sqrt(Categorical(1), logits))
+    assert bool(root.isfinite().all())
+    torch.testing.assert_close(root, dense(blocks))
+
+
+def test_small_curvature_keeps_its_digits():
+    # In float32 `1 - p` is zero here, and the curvature is about exp(-20).
+    logits = torch.tensor([[20.0, 0.0]])
+    root = dense_of_columns(output_hessian_sqrt(Categorical(1), logits))
+    exact = output_hessian(Categorical(1), logits.double())
+    torch.testing.assert_close(root.double(), dense(exact), rtol=1e-5, atol=0)
+    bernoulli = output_hessian(Bernoulli(1), torch.tensor([[20.0], [-20.0]]))
+    both = exact[:, :, :1, :1].expand(2, 1, 1, 1)
+    torch.testing.assert_close(bernoulli.double(), both, rtol=1e-5, atol=0)
+
+
+def test_positions_are_told_apart():
+    columns = list(output_hessian_sqrt(Categorical(2), torch.randn(2, 3, 4)))
+    positions = [column.abs().sum((0, 2)).nonzero().flatten().tolist() for column in columns]
+    assert sorted(positions) == [[0]] * 3 + [[1]] * 3 + [[2]] * 3
+
+
+def test_ggn_by_columns_is_the_dense_one():
+    torch.manual_seed(1)
+    weight = torch.randn(3 * 2, 5, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1, 5, dtype=torch.float64)
+    predictions = (x @ weight.T).tanh().reshape(1, 3, 2)
+    ggn = 0
+    for column in output_hessian_sqrt(Categorical(1), predictions.detach()):
+        (g,) = torch.autograd.grad(predictions, weight, column, retain_graph=True)
+        ggn = ggn + torch.outer(g.flatten(), g.flatten())
+    jacobian = torch.func.jacrev(lambda w: (x @ w.T).tanh().flatten())(weight).reshape(6, -1)
+    expected = jacobian.T @ dense(output_hessian(Categorical(1), predictions))[0] @ jacobian
+    torch.testing.assert_close(ggn, expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("likelihood", "shape"), EVERY.values(), ids=EVERY.keys())
+def test_sampled_gradients_have_the_fisher_information(likelihood, shape):
+    num_draws = 20_000
+    point = outputs_of(likelihood, shape, n=1)
+    r = sampled_gradient(likelihood, point.expand(num_draws, *shape))
+    assert r.shape == (num_draws, *shape)
+    assert not r.requires_grad
+    flat = r.reshape(num_draws, -1)
+    products = flat.unsqueeze(-1) * flat.unsqueeze(-2)
+    expected = dense(output_hessian(likelihood, point))[0]
+    error = products.std(0) / math.sqrt(num_draws)
+    # Five standard errors: over all cases some 2,000 numbers are compared. Where every draw
+    # gives the same product (p = 1/2) only rounding is left.
+    assert bool(((products.mean(0) - expected).abs() <= 5 * error + 1e-9).all())
+    assert bool((flat.mean(0).abs() <= 5 * flat.std(0) / math.sqrt(num_draws)).all())
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "predictions", "targets", "expected"),
+    [
+        (Categorical(9), [[0.0, 0.0]], [1], [[-0.5, 0.5]]),
+        (Bernoulli(9), [[0.0, 0.0]], [[1.0, 0.0]], [[0.5, -0.5]]),
+        (Poisson(9), [[0.0]], [[3.0]], [[2.0]]),
+        (HomoskedasticGaussian(9, scale=0.5), [[1.0]], [[2.0]], [[4.0]]),
+        (HeteroskedasticGaussian(9, positive_scale=True), [[1.0, 2.0]], [[3.0]], [[0.5, 0.0]]),
+    ],
+)
+def test_true_gradients_by_hand(likelihood, predictions, targets, expected):
+    # Under no_grad, as in a pass that collects curvature, and without touching the predictions.
+    predictions = torch.tensor(predictions, requires_grad=True)
+    with torch.no_grad():
+        r = true_gradient(likelihood, predictions, torch.tensor(targets))
+    torch.testing.assert_close(r, torch.tensor(expected))
+    assert predictions.grad is None
+
+
+def test_gradients_refuse_targets_of_another_shape():
+    with pytest.raises(ValueError, match="they have to be the same"):
+        true_gradient(Bernoulli(9), torch.zeros(4, 2), torch.zeros(4, 3))
+
+
+# --- types and registration ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("likelihood", "shape"), EVERY.values(), ids=EVERY.keys())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_precision_is_promoted(likelihood, shape, dtype):
+    predictions = outputs_of(likelihood, shape).to(dtype)
+    exact = output_hessian(likelihood, predictions.double())
+    blocks = output_hessian(likelihood, predictions)
+    columns = list(output_hessian_sqrt(likelihood, predictions))
+    assert blocks.dtype == columns[0].dtype == torch.float32
+    torch.testing.assert_close(blocks.double(), exact, rtol=1e-5, atol=1e-5)
+    assert sampled_gradient(likelihood, predictions).dtype == torch.float32
+
+
+class Geometric(Likelihood):
+    """Counts of failures; logits."""
+
+    def predictive_distribution(self, predictions, latents=None):
+        return dist.Geometric(logits=predictions, validate_args=False)
+
+    def point_error(self, predictions, targets):
+        return (predictions - targets).square()
+
+    def aggregate_predictions(self, predictions, dim=0, latents=None):
+        return predictions.mean(dim)
+
+
+def test_a_missing_hessian_names_the_registration():
+    likelihood, predictions = Geometric(9), torch.zeros(5, 2)
+    for call in (output_hessian, output_hessian_sqrt):
+        with pytest.raises(TypeError, match=r"output_hessian\.register\(Geometric\)"):
+            call(likelihood, predictions)
+    # Gradients need no registration: y log(1 - p) + log p in the logit of p.
+    r = true_gradient(likelihood, predictions, torch.ones(5, 2))
+    torch.testing.assert_close(r, torch.zeros(5, 2))
+    assert sampled_gradient(likelihood, predictions).shape == (5, 2)
+
+
+def test_users_register_their_own():
+    class Coupled(Geometric):
+        pass
+
+    class Tempered(Categorical):
+        """Its Hessian is not that of its base, and neither is the root."""
+
+    matrix = torch.tensor([[2.0, 1.0, 0.0], [1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+
+    @output_hessian.register(Coupled)
+    def _(likelihood, predictions, latents=None):
+        return matrix.expand(len(predictions), 1, 3, 3)
+
+    @output_hessian.register(Tempered)
+    def _(likelihood, predictions, latents=None):
+        return 4 * output_hessian.dispatch(Categorical)(likelihood, predictions, latents)
+
+    columns = output_hessian_sqrt(Coupled(9), torch.zeros(2, 3))
+    assert len(columns) == 3
+    torch.testing.assert_close(dense_of_columns(columns), matrix.expand(2, 3, 3))
+    logits = torch.randn(2, 4, dtype=torch.float64)
+    root = dense_of_columns(output_hessian_sqrt(Tempered(9), logits))
+    torch.testing.assert_close(root, 4 * dense(output_hessian(Categorical(9), logits)))

@@ -1,0 +1,325 @@
+r"""Curvature of a likelihood in the net's outputs, by registration.
+
+`H_n = -d^2 log p(y_n | f_n) / df_n^2` for exponential families in natural parameters, where it does
+not depend on `y_n`; for other parametrisations the Fisher information `E_{y ~ p(y|f)} r r^T` with
+`r = d log p(y|f) / df`, which is the same where both exist [T 3.1, GLM 2].
+
+The outputs of a point fall into `R` *positions* of `C` coupled outputs each (the classes of one
+pixel, say), and `H_n` is block-diagonal over positions. Blocks follow the order of the outputs in
+memory, `predictions.reshape(n, R, C)`, so that a matrix over all outputs is never formed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from tyxe.likelihoods.base import Likelihood, at_least_float32
+from tyxe.likelihoods.discrete import Bernoulli, Categorical
+from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
+from tyxe.likelihoods.poisson import Poisson
+
+__all__ = [
+    "SqrtColumns",
+    "output_hessian",
+    "output_hessian_sqrt",
+    "sampled_gradient",
+    "true_gradient",
+]
+
+Latents = Mapping[str, Tensor]
+
+
+@singledispatch
+def output_hessian(
+    likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
+) -> Tensor:
+    r"""Return the blocks of each point's output Hessian `H_n`.
+
+    Categorical logits `diag(p) - p p^T`; Bernoulli logits `p (1 - p)`; Gaussian `1 / sigma^2`;
+    Poisson log-rates `exp(f)`. Fisher information: class probabilities `diag(1/p) - 1 1^T` and
+    binary ones `1 / (p (1 - p))`, with `p` kept off 0 and 1 by one rounding as in
+    `log_likelihood`; a predicted `(mean, scale)` has `1 / sigma^2` and
+    `2 (dsigma/df)^2 / sigma^2`, and no coupling between the two.
+
+    Register a likelihood of your own by its type. A subclass inherits its base's Hessian: where it
+    changes the density, it needs its own.
+
+    Args:
+        likelihood: chooses the formula.
+        predictions: the net's outputs `(n, ...)`; half precision is promoted.
+        latents: values of the likelihood's own variables; point values where missing.
+
+    Returns:
+        Positive semi-definite blocks `(n, R, C, C)` in float32 at least, for the outputs
+        `predictions.reshape(n, R, C)`.
+
+    Raises:
+        TypeError: nothing is registered for this likelihood.
+
+    References:
+        [T] section 3.1; [GLM] section 2.
+
+    Example:
+        >>> output_hessian(Categorical(100), torch.tensor([[2.0, 0.0, 0.0]]))
+        tensor([[[[ 0.1676, -0.0838, -0.0838],
+                  [-0.0838,  0.0952, -0.0113],
+                  [-0.0838, -0.0113,  0.0952]]]])
+        >>> output_hessian(Poisson(100), torch.zeros(8, 5)).shape
+        torch.Size([8, 5, 1, 1])
+    """
+    name = type(likelihood).__name__
+    raise TypeError(
+        f"no output Hessian is registered for {name}: decorate a function (likelihood, "
+        "predictions, latents=None) that returns the blocks (n, R, C, C) with "
+        f"@tyxe.likelihoods.output_hessian.register({name}); the Fisher information by sampling "
+        "and the empirical one need none"
+    )
+
+
+@output_hessian.register
+def _categorical(
+    likelihood: Categorical, predictions: Tensor, latents: Latents | None = None
+) -> Tensor:
+    probs = _class_probs(likelihood, predictions)
+    if likelihood.logit_predictions:
+        return torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
+    return torch.diag_embed(probs.reciprocal()) - 1
+
+
+@output_hessian.register
+def _(likelihood: Bernoulli, predictions: Tensor, latents: Latents | None = None) -> Tensor:
+    predictions = at_least_float32(predictions)
+    if likelihood.logit_predictions:
+        # p (1 - p) without the cancellation near p = 1.
+        return _uncoupled(predictions.sigmoid() * (-predictions).sigmoid())
+    probs = _inside(predictions)
+    return _uncoupled(1 / (probs * (1 - probs)))
+
+
+@output_hessian.register
+def _(likelihood: Poisson, predictions: Tensor, latents: Latents | None = None) -> Tensor:
+    return _uncoupled(at_least_float32(predictions).exp())
+
+
+@output_hessian.register
+def _(
+    likelihood: HomoskedasticGaussian, predictions: Tensor, latents: Latents | None = None
+) -> Tensor:
+    predictions = at_least_float32(predictions)
+    scale = likelihood.scale_of(latents, predictions).to(predictions.dtype)
+    return _uncoupled(scale.square().reciprocal().expand_as(predictions))
+
+
+@output_hessian.register
+def _(
+    likelihood: HeteroskedasticGaussian, predictions: Tensor, latents: Latents | None = None
+) -> Tensor:
+    predictions = at_least_float32(predictions)
+    given = predictions.chunk(2, dim=-1)[1]
+    scale = likelihood.predictive_distribution(predictions).stddev
+    slope = torch.ones_like(scale) if likelihood.positive_scale else given.sigmoid()
+    return _uncoupled(torch.cat([scale.square().reciprocal(), 2 * (slope / scale).square()], -1))
+
+
+@dataclass(frozen=True)
+class SqrtColumns:
+    r"""The columns `s` of a square root of output Hessians, `H_n = sum_s s_n s_n^T`.
+
+    Each is a cotangent for autograd: the GGN of a point is `sum_s (J^T s)(J^T s)^T`. Columns are
+    made one at a time while iterating; `len()` counts them. Every position has columns of its own,
+    which are zero at all other positions: `R` times `rank` in all.
+
+    Args:
+        shape: of the predictions, `(n, ...)`.
+        num_positions: number `R` of positions of a point.
+        rank: number of columns of a position's block.
+        block_column: from `k` to column `k` of every block, `(n, R, C)`.
+
+    Example:
+        >>> columns = output_hessian_sqrt(Bernoulli(100), torch.zeros(1, 2))
+        >>> len(columns), list(columns)
+        (2, [tensor([[0.5000, 0.0000]]), tensor([[0.0000, 0.5000]])])
+    """
+
+    shape: torch.Size
+    num_positions: int
+    rank: int
+    block_column: Callable[[int], Tensor]
+
+    def __len__(self) -> int:
+        return self.num_positions * self.rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for k in range(self.rank):
+            values = self.block_column(k)
+            if self.num_positions == 1:
+                yield values.reshape(self.shape)
+                continue
+            for r in range(self.num_positions):
+                column = torch.zeros_like(values)
+                column[:, r] = values[:, r]
+                yield column.reshape(self.shape)
+
+
+def output_hessian_sqrt(
+    likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
+) -> SqrtColumns:
+    r"""Return the columns of a square root of each point's output Hessian.
+
+    Class logits have the Cholesky factor in closed form, of `C - 1` columns because `H 1 = 0`:
+    with `q_k = sum_{i > k} p_i`, column `k` is `sqrt(p_k q_k / q_{k-1})` times
+    `e_k - sum_{i > k} (p_i / q_k) e_i`; in class probabilities, the same divided by `p`. Neither
+    the blocks nor a difference `1 - p` is formed. Other blocks are square-rooted through their
+    eigenvectors, as they may be singular.
+
+    Args:
+        likelihood: as in `output_hessian`.
+        predictions: as in `output_hessian`.
+        latents: as in `output_hessian`.
+
+    Returns:
+        The columns, each of the predictions' shape, in float32 at least.
+
+    Raises:
+        TypeError: as in `output_hessian`.
+
+    References:
+        Tanabe & Sagae (1992), An exact Cholesky decomposition of the variance-covariance matrix
+        of the multinomial distribution.
+
+    Example:
+        >>> columns = output_hessian_sqrt(Categorical(100), torch.zeros(1, 2))
+        >>> torch.stack(list(columns))
+        tensor([[[ 0.5000, -0.5000]]])
+    """
+    # Not by type: a subclass that registered a Hessian of its own must not get this one's root.
+    if output_hessian.dispatch(type(likelihood)) is _categorical:
+        assert isinstance(likelihood, Categorical)
+        return _categorical_sqrt(likelihood, predictions)
+    blocks = output_hessian(likelihood, predictions, latents)
+    roots = _psd_sqrt(blocks)
+    return SqrtColumns(
+        predictions.shape, blocks.shape[1], blocks.shape[-1], lambda k: roots[..., k]
+    )
+
+
+def sampled_gradient(
+    likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
+) -> Tensor:
+    r"""Draw `y ~ p(y|f)` for every point and return `r = d log p(y|f) / df`.
+
+    `E r r^T` is the Fisher information: one draw replaces the sum over the columns of
+    `output_hessian_sqrt`. Works for every likelihood, registered or not.
+
+    Args:
+        likelihood: whose targets are drawn, with torch's generator.
+        predictions: the net's outputs `(n, ...)`.
+        latents: values of the likelihood's own variables; point values where missing.
+
+    Returns:
+        Gradients of the predictions' shape, in float32 at least, detached.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> sampled_gradient(Bernoulli(100), torch.zeros(2, 3)).abs()
+        tensor([[0.5000, 0.5000, 0.5000],
+                [0.5000, 0.5000, 0.5000]])
+    """
+    targets = likelihood.sample(at_least_float32(predictions.detach()), latents=latents)
+    return true_gradient(likelihood, predictions, targets, latents)
+
+
+def true_gradient(
+    likelihood: Likelihood,
+    predictions: Tensor,
+    targets: Tensor,
+    latents: Latents | None = None,
+) -> Tensor:
+    r"""Return `r_n = d log p(y_n|f_n) / df_n` at given targets.
+
+    The residual of MAP training, and the `r` of the empirical Fisher `sum_n J^T r r^T J`.
+
+    Args:
+        likelihood: gives `log p`.
+        predictions: the net's outputs `(n, ...)`.
+        targets: in their natural shape and dtype.
+        latents: values of the likelihood's own variables; point values where missing.
+
+    Returns:
+        Gradients of the predictions' shape, in float32 at least, detached.
+
+    Raises:
+        ValueError: the targets' shape does not fit.
+
+    Example:
+        >>> true_gradient(Poisson(100), torch.zeros(2), torch.tensor([0.0, 3.0]))
+        tensor([-1.,  2.])
+    """
+    with torch.enable_grad():
+        outputs = at_least_float32(predictions.detach()).requires_grad_()
+        log_likelihood = likelihood.log_likelihood(outputs, targets, "sum", latents)
+        (gradient,) = torch.autograd.grad(log_likelihood, outputs)
+    return gradient
+
+
+# --------------------------------------------------------------------------- pieces
+
+
+def _uncoupled(values: Tensor) -> Tensor:
+    """Blocks of one output each, `(n, R, 1, 1)`, from one number for every output."""
+    return values.reshape(len(values), math.prod(values.shape[1:]), 1, 1)
+
+
+def _inside(probs: Tensor) -> Tensor:
+    eps = torch.finfo(probs.dtype).eps
+    return probs.clamp(eps, 1 - eps)
+
+
+def _class_probs(likelihood: Categorical, predictions: Tensor) -> Tensor:
+    """Class probabilities at each position, `(n, R, C)`."""
+    outputs = at_least_float32(predictions)
+    probs = outputs.softmax(-1) if likelihood.logit_predictions else _inside(outputs)
+    return probs.reshape(len(probs), math.prod(probs.shape[1:-1]), probs.shape[-1])
+
+
+def _categorical_sqrt(likelihood: Categorical, predictions: Tensor) -> SqrtColumns:
+    probs = _class_probs(likelihood, predictions)
+    tails = probs.flip(-1).cumsum(-1).flip(-1)  # sum_{i >= k} p_i
+
+    def column(k: int) -> Tensor:
+        values = multinomial_cholesky_column(probs, tails, k)
+        return values if likelihood.logit_predictions else values / probs
+
+    num_classes = probs.shape[-1]
+    return SqrtColumns(predictions.shape, probs.shape[1], num_classes - 1, column)
+
+
+def multinomial_cholesky_column(probs: Tensor, tails: Tensor, k: int) -> Tensor:
+    """Return column `k` of the Cholesky factor of `diag(p) - p p^T`; see `output_hessian_sqrt`.
+
+    Args:
+        probs: `p`, `(..., C)`.
+        tails: `sum_{i >= k} p_i` for each `k`, `(..., C)`.
+        k: from 0 to `C - 2`.
+    """
+    # Where a tail underflows to zero, so do the probabilities above it.
+    tails = tails.clamp_min(torch.finfo(tails.dtype).tiny)
+    p, q, before = probs[..., k, None], tails[..., k + 1, None], tails[..., k, None]
+    scale = (p * (q / before)).sqrt()
+    later = -scale * (probs[..., k + 1 :] / q)
+    return torch.cat([torch.zeros_like(probs[..., :k]), scale, later], -1)
+
+
+def _psd_sqrt(blocks: Tensor) -> Tensor:
+    """Return `S` with `S S^T = blocks`; eigenvalues that rounding made negative count as zero."""
+    if blocks.shape[-1] == 1:
+        return blocks.sqrt()
+    eigenvalues, vectors = torch.linalg.eigh(blocks)
+    root: Tensor = vectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
+    return root
