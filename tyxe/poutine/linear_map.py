@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class LinearMap:
         bias: the bias, a draw, a plain tensor or None.
         spatial_dims: number of trailing spatial dimensions (0 for `linear`).
         batch_dim: which dimension of a batched input counts data points.
+        rows_of_points_are_apart: a linear map inside attention has flattened (sequence, batch), so
+            that a data point's rows are as far apart as there are points.
+        args: hyperparameters that came after weight and bias, as the map takes them.
+        kwargs: those that came by name.
     """
 
     kind: str
@@ -53,6 +57,9 @@ class LinearMap:
     bias: Tensor | None
     spatial_dims: int
     batch_dim: int
+    rows_of_points_are_apart: bool = False
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def draws(self) -> list[Draw]:
@@ -86,7 +93,10 @@ def _raise_event(
     x = use_values(x, func)
     # Attention flattens (sequence, batch) before its last projection: every row is then its own.
     batch_dim = _batch_dim if x.dim() == 3 else 0
-    return _linear_map(LinearMap(kind, function, x, weight, bias, spatial_dims, batch_dim))
+    apart = _batch_dim == 1 and x.dim() == 2
+    return _linear_map(
+        LinearMap(kind, function, x, weight, bias, spatial_dims, batch_dim, apart, args, kwargs)
+    )
 
 
 def _rule(kind: str, spatial_dims: int, func: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,127 @@
+"""The curvature of a likelihood over a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe.curvature.accumulate import ACCUMULATORS, Accumulator, KroneckerAccumulator
+from tyxe.curvature.groups import Group
+from tyxe.curvature.linearize import Linearization
+from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
+from tyxe.linalg import BlockDiagonal
+
+__all__ = ["CURVATURES", "Curvature", "collect_curvature"]
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The curvature at one value of the sites, for the whole data set.
+
+    Attributes:
+        operator: `sum_n J_n^T H_n J_n`, a block for each group (or one block, `"all"`).
+        groups: which weights the blocks hold, in their order.
+        log_likelihood: of all points at that value, nats.
+    """
+
+    operator: BlockDiagonal
+    groups: list[Group]
+    log_likelihood: float
+
+
+def _ggn(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    return iter(output_hessian_sqrt(likelihood, outputs))
+
+
+def _fisher(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    yield sampled_gradient(likelihood, outputs)
+
+
+def _empirical(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    yield true_gradient(likelihood, outputs, targets)
+
+
+CURVATURES: dict[str, Callable[[Likelihood, Tensor, Tensor], Iterator[Tensor]]] = {
+    "ggn": _ggn,
+    "fisher": _fisher,
+    "empirical": _empirical,
+}
+
+
+def collect_curvature(
+    linearize: Callable[[Any], Linearization],
+    likelihood: Likelihood,
+    batches: Iterable[tuple[Any, Tensor]],
+    structure: str = "kron",
+    curvature: str = "ggn",
+    reduce: bool = False,
+) -> Curvature:
+    r"""Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
+
+    `"ggn"`: the output Hessian, summed exactly over all its columns; `"fisher"`: one sampled label
+    a point, `r r^T` in its place; `"empirical"`: the true labels' [T 3.1, GLM 2]. `"full"` is the
+    matrix, `"diag"` its diagonal, `"kron"` one Kronecker product for each linear map: the exact
+    block for one point without weight sharing [T 3.5], and the product of the factors' averages
+    over several [T 3.11, GLM A.2].
+
+    Args:
+        linearize: linearises the net on a batch.
+        likelihood: whose curvature.
+        batches: pairs of inputs and targets.
+        structure: `"full"`, `"diag"` or `"kron"`.
+        curvature: `"ggn"`, `"fisher"` or `"empirical"`.
+        reduce: for `"kron"`, sum over positions that share weights before the product, instead of
+            taking each as a point of its own.
+
+    Raises:
+        ValueError: no batch; the curvature is not finite.
+    """
+    accumulator: Accumulator | None = None
+    points, log_likelihood = 0, 0.0
+    for inputs, targets in batches:
+        linear = linearize(inputs)
+        outputs = linear.outputs.detach()
+        if accumulator is None:
+            accumulator = _accumulator(structure, linear, reduce)
+        for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
+            accumulator.add(linear.rows(column), first=index == 0)
+        points += len(targets)
+        log_likelihood += float(likelihood.log_likelihood(outputs, targets, "sum"))
+    if accumulator is None:
+        raise ValueError("the loader yields no batch, so there is no curvature")
+    _check_finite(accumulator)
+    scale = likelihood.dataset_size / points
+    operator = accumulator.operator(points).scaled(scale)
+    assert isinstance(operator, BlockDiagonal)
+    return Curvature(operator, accumulator.groups, log_likelihood * scale)
+
+
+def _accumulator(structure: str, linear: Linearization, reduce: bool) -> Accumulator:
+    kind = ACCUMULATORS[structure]
+    if kind is KroneckerAccumulator:
+        return KroneckerAccumulator(linear.groups, linear.outputs, reduce)
+    return kind(linear.groups, linear.outputs)
+
+
+def _check_finite(accumulator: Accumulator) -> None:
+    for name, tensor in accumulator.sums():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"the curvature of {name!r} is not finite: look at the inputs and the fitted net, "
+                "or use float32 where it is in half precision"
+            )
+
+
+def prior_vectors(groups: Iterable[Group], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a value of every weight, such as its prior's precision, by group."""
+    return {group.name: group.to_vector(values) for group in groups}
+
+
+def as_parameter(number: float | Tensor, like: Tensor) -> Tensor:
+    """Return a number as a tensor of another's kind, gradient and all."""
+    return torch.as_tensor(number, dtype=like.dtype, device=like.device)

@@ -1,0 +1,170 @@
+"""The Laplace approximation as a guide: a point estimate that becomes a Gaussian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from torch import Tensor, nn
+
+from tyxe.curvature.collect import Curvature
+from tyxe.curvature.groups import Group, LinearGroup, PlainGroup, joined, separated
+from tyxe.guides.base import sites_of
+from tyxe.guides.init import init_to_median
+from tyxe.linalg import BlockDiagonal, Diagonal, operator_from_state, operator_state
+from tyxe.util import SiteTensors, resolve_site_name
+
+__all__ = ["LaplaceGuide"]
+
+
+class LaplaceGuide(nn.Module):
+    """`N(loc, precision^-1)` over all sites at once; a delta at `loc` while it has no precision.
+
+    Without a precision it is the guide of a maximum a posteriori fit.
+
+    Args:
+        module: the program that samples the sites from their prior.
+        init_loc_fn: where `loc` starts.
+
+    Raises:
+        ValueError: a site with a constrained support: the Gaussian lives on all real values.
+    """
+
+    def __init__(
+        self, module: Callable[..., Any], init_loc_fn: Callable[[Any], Tensor] = init_to_median
+    ) -> None:
+        super().__init__()
+        self.sites, messages = sites_of(module)
+        for site in self.sites:
+            if not site.is_real:
+                raise ValueError(
+                    f"the Laplace approximation is a Gaussian, but {site.name!r} has the support "
+                    f"{site.support}; hide it, or use VariationalBNN"
+                )
+        starts = {s.own_name: init_loc_fn(messages[s.name]).detach().clone() for s in self.sites}
+        self.locs = SiteTensors(starts, trainable=True)
+        self.curvature: Curvature | None = None
+        self.precision: BlockDiagonal | None = None
+
+    def values(self) -> dict[str, Tensor]:
+        """Return `loc` by the sites' names in the joint model."""
+        return {site.name: self.locs[site.own_name] for site in self.sites}
+
+    def draw(self) -> dict[str, Tensor]:
+        """Return one draw of all sites."""
+        values = self.values()
+        if self.precision is None or self.curvature is None:
+            return values
+        deviation = separated(self.curvature.groups, self.precision.sample())
+        return {name: value + deviation[name].to(value.dtype) for name, value in values.items()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample every site (a Pyro program); arguments are ignored."""
+        return {
+            name: pyro.sample(name, dist.Delta(value, event_dim=value.dim()))
+            for name, value in self.draw().items()
+        }
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return `loc`, by the sites' names in the joint model."""
+        return {name: value.detach().clone() for name, value in self.values().items()}
+
+    @torch.no_grad()
+    def get_detached_distributions(
+        self, site_names: Iterable[str] | None = None
+    ) -> dict[str, td.Distribution]:
+        """Return the posterior of each site, where weights are independent: priors to be.
+
+        Raises:
+            TypeError: the structure couples weights, so that sites have no distribution of their
+                own.
+            RuntimeError: there is no posterior yet.
+        """
+        if self.precision is None or self.curvature is None:
+            raise RuntimeError("there is no posterior yet; call fit, or fit_curvature")
+        if not all(isinstance(block, Diagonal) for block in self.precision.blocks.values()):
+            raise TypeError(
+                'the posterior couples weights; only structure="diag" has a distribution per site'
+            )
+        scales = separated(self.curvature.groups, self.precision.inverse_diagonal().sqrt())
+        known = {site.own_name: site for site in self.sites}
+        names = list(known) if site_names is None else list(site_names)
+        found: dict[str, td.Distribution] = {}
+        for name in names:
+            site = known[resolve_site_name(name.removeprefix("net."), known)]
+            loc = self.locs[site.own_name].detach().clone()
+            found[name] = dist.Normal(loc, scales[site.name].clone()).to_event(loc.dim())
+        return found
+
+    def parameter_kinds(self) -> Mapping[str, str]:
+        """Return `loc` for every parameter."""
+        return {name: "loc" for name, _ in self.named_parameters()}
+
+    def loc_vector(self) -> Tensor:
+        """Return `loc` as one vector in the order of the precision, `(P,)`."""
+        assert self.curvature is not None
+        return joined(self.curvature.groups, self.values())
+
+    # ------------------------------------------------------------------ state
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceGuide:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.curvature is not None:
+            operator = self.curvature.operator.map(fn)
+            self.curvature = Curvature(
+                operator, self.curvature.groups, self.curvature.log_likelihood
+            )
+        self.precision = None if self.precision is None else self.precision.map(fn)
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return curvature and precision as tensors and plain values."""
+        if self.curvature is None or self.precision is None:
+            return {}
+        return {
+            "curvature": operator_state(self.curvature.operator),
+            "precision": operator_state(self.precision),
+            "groups": [_group_state(group) for group in self.curvature.groups],
+            "log_likelihood": self.curvature.log_likelihood,
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        if not state:
+            self.curvature = self.precision = None
+            return
+        like = next(iter(self.parameters()))
+        operators = [
+            operator_from_state({k: v.to(like.device) for k, v in state[part].items()})
+            for part in ("curvature", "precision")
+        ]
+        assert isinstance(operators[0], BlockDiagonal)
+        assert isinstance(operators[1], BlockDiagonal)
+        groups = [_group_from_state(group) for group in state["groups"]]
+        self.curvature = Curvature(operators[0], groups, state["log_likelihood"])
+        self.precision = operators[1]
+
+
+def _group_state(group: Group) -> dict[str, Any]:
+    if isinstance(group, LinearGroup):
+        return {
+            "weight": group.weight,
+            "bias": group.bias,
+            "weight_shape": list(group.weight_shape),
+            "groups": group.groups,
+            "is_transposed": group.is_transposed,
+        }
+    assert isinstance(group, PlainGroup)
+    return {"site": group.site, "shape": list(group.shape)}
+
+
+def _group_from_state(state: dict[str, Any]) -> Group:
+    if "site" in state:
+        return PlainGroup(state["site"], torch.Size(state["shape"]))
+    shape = torch.Size(state["weight_shape"])
+    return LinearGroup(**{**state, "weight_shape": shape})
