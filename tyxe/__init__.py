@@ -4,16 +4,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tyxe import (
     bnn,
+    curvature,
     distributions,
     guides,
     likelihoods,
+    linalg,
     metrics,
     plotting,
     poutine,
+    predictive,
     priors,
     util,
 )
-from tyxe.bnn import BNN, MCMC_BNN, PytorchBNN, VariationalBNN
+from tyxe.bnn import BNN, MCMC_BNN, LaplaceBNN, PytorchBNN, VariationalBNN
 from tyxe.errors import TyxeWarning
 
 try:
@@ -24,16 +27,20 @@ except PackageNotFoundError:  # a checkout on the path, not installed
 __all__ = [
     "BNN",
     "MCMC_BNN",
+    "LaplaceBNN",
     "PytorchBNN",
     "TyxeWarning",
     "VariationalBNN",
     "bnn",
+    "curvature",
     "distributions",
     "guides",
     "likelihoods",
+    "linalg",
     "metrics",
     "plotting",
     "poutine",
+    "predictive",
     "priors",
     "util",
 ]

@@ -3,6 +3,7 @@
 from tyxe.bnn.base import BNN
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
 from tyxe.bnn.history import History
+from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
 from tyxe.bnn.variational import VariationalBNN
@@ -12,6 +13,7 @@ __all__ = [
     "MCMC_BNN",
     "ElboTerms",
     "History",
+    "LaplaceBNN",
     "PytorchBNN",
     "VariationalBNN",
     "elbo_terms",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,13 @@ from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.batches import is_loader, not_empty, split_rows
+from tyxe.bnn.linearized import (
+    PREDICTIVES,
+    Outputs,
+    linearized_evaluations,
+    linearized_predictions,
+)
+from tyxe.curvature import Linearization
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import at_least_float32, reduce_points
 from tyxe.poutine import draws_are_lazy, masked_pointwise
@@ -148,6 +156,8 @@ class SupervisedBNN(BNN):
         aggregate: bool = True,
         vectorize: bool | None = None,
         batch_size: int | None = None,
+        predictive: str | Outputs | None = None,
+        link: str = "mc",
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
 
@@ -161,6 +171,12 @@ class SupervisedBNN(BNN):
             vectorize: run draws in chunks under `torch.vmap`, for nets that it takes; the
                 default is a loop, which was measured to be faster on CPUs.
             batch_size: rows that go through the net at a time.
+            predictive: `"bnn"`, the above, or `"glm"`, the net linearised about the posterior's
+                centre, for Gaussian posteriors [GLM 3]: outputs are Gaussian, and
+                `num_predictions` (at least 100) counts samples of them. The default is `"bnn"`,
+                for a `LaplaceBNN` `"glm"`; it has `"gp"` besides, see `fit_gp`. A function from
+                inputs to mean and covariance of outputs takes the place of either.
+            link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose
@@ -168,8 +184,9 @@ class SupervisedBNN(BNN):
             Gaussian), or the net's raw outputs `(num_predictions, n, ...)`.
 
         Raises:
+            TypeError: `"glm"` for a posterior that is not Gaussian.
             ValueError: a negative number of draws; `vectorize=True` within a handler that
-                samples inside the net.
+                samples inside the net; an unknown predictive or link.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -182,10 +199,16 @@ class SupervisedBNN(BNN):
         _check_count(num_predictions)
         batches = _batches(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
         with self._predicting():
-            parts = [
-                self._aggregated(outputs, latents) if aggregate else outputs
-                for outputs, latents, _ in self._outputs(batches, num_predictions, vectorize)
-            ]
+            gaussian = self._gaussian(predictive)
+            if gaussian is not None:
+                parts = linearized_predictions(
+                    self, gaussian, batches, link, num_predictions, aggregate
+                )
+            else:
+                parts = [
+                    self._aggregated(outputs, latents) if aggregate else outputs
+                    for outputs, latents, _ in self._outputs(batches, num_predictions, vectorize)
+                ]
         return _joined(parts, 0 if aggregate else 1)
 
     def evaluate(
@@ -198,6 +221,8 @@ class SupervisedBNN(BNN):
         *,
         vectorize: bool | None = None,
         batch_size: int | None = None,
+        predictive: str | Outputs | None = None,
+        link: str = "mc",
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood on data with targets.
 
@@ -211,6 +236,8 @@ class SupervisedBNN(BNN):
             reduction: over points: `"sum"`, `"mean"` or `"none"`.
             vectorize: as in `predict`.
             batch_size: as in `predict`.
+            predictive: as in `predict`; `"glm"` evaluates the aggregated prediction.
+            link: as in `predict`.
 
         Returns:
             `(error, log_likelihood)`; the error counts misclassifications or sums squares.
@@ -228,6 +255,13 @@ class SupervisedBNN(BNN):
         name = self.likelihood.data_name
         errors, log_likelihoods = [], []
         batches = _batches(input_data, y, batch_size)
+        gaussian = self._gaussian(predictive)
+        if gaussian is not None:
+            with self._predicting():
+                error, log_likelihood = linearized_evaluations(
+                    self, gaussian, batches, link, num_predictions
+                )
+            return reduce_points(error, reduction), reduce_points(log_likelihood, reduction)
         with self._predicting():
             for outputs, latents, targets in self._outputs(batches, num_predictions, vectorize):
                 if targets is None:
@@ -265,6 +299,49 @@ class SupervisedBNN(BNN):
             for s in range(len(outputs))
         ]
         return torch.stack(errors), torch.stack(each)
+
+    # ------------------------------------------------------------------ the linearised net
+
+    default_predictive = "bnn"
+    predictives = PREDICTIVES
+
+    def _gaussian(self, predictive: str | Outputs | None) -> Outputs | None:
+        """From inputs to Gaussian outputs, or None for draws of the weights."""
+        chosen = self.default_predictive if predictive is None else predictive
+        if not isinstance(chosen, str):
+            return chosen
+        if chosen == "bnn":
+            return None
+        if chosen not in self.predictives:
+            expected = " or ".join(map(repr, ("bnn", *self.predictives)))
+            raise ValueError(f"predictive is {chosen!r}; expected {expected}")
+        return functools.partial(self.predictives[chosen], self)
+
+    def site_names(self) -> list[str]:
+        """Return the joint names of the net's sites."""
+        return list(self._slots)
+
+    def point_latents(self) -> dict[str, Tensor]:
+        """Return the centre of the likelihood's own variables, by their own names."""
+        prefix = f"{self.likelihood.prefix}."
+        values = self.mean_values() if self.likelihood.latent_priors() else {}
+        return {
+            name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)
+        }
+
+    def output_covariance(self, linear: Linearization) -> Tensor:
+        """Return `J Sigma J^T` of the outputs' last dimension, `(n, ..., C, C)`.
+
+        Args:
+            linear: the net linearised on a batch.
+
+        Raises:
+            TypeError: the posterior is not Gaussian.
+        """
+        raise TypeError(
+            f"{type(self).__name__} has no Gaussian posterior to linearise about: predict with "
+            "predictive='bnn', or use tyxe.LaplaceBNN or a Normal guide"
+        )
 
     @contextmanager
     def _predicting(self) -> Iterator[None]:

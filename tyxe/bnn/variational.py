@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from tyxe.bnn.base import modes_restored, set_train_mode
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.history import History
+from tyxe.bnn.linearized import guide_covariance
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.state import Checkpoint
 from tyxe.bnn.training import FitOptions, Trainer
+from tyxe.curvature import Linearization, covariance_through
 from tyxe.guides import Guide, PyroGuide
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
@@ -118,6 +120,17 @@ class VariationalBNN(SupervisedBNN):
     def mean_values(self) -> Values:
         """Return the guide's median, which for Normal posteriors is the mean."""
         return {name: value for part in self._guides() for name, value in part.median().items()}
+
+    def output_covariance(self, linear: Linearization) -> Tensor:
+        """Return `J Sigma J^T`, `(n, ..., C, C)`, for a Normal guide.
+
+        Args:
+            linear: the net linearised on a batch.
+
+        Raises:
+            TypeError: the guide is no Normal.
+        """
+        return covariance_through(linear, guide_covariance(self.net_guide, linear.groups))
 
     # ------------------------------------------------------------------ fit
 

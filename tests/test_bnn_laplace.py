@@ -1,0 +1,631 @@
+"""The Laplace approximation: conjugate regression, evidence, predictives, state, bad input."""
+
+import copy
+import functools
+import io
+import math
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
+
+import tyxe
+from tyxe.bnn.linearized import linearize
+from tyxe.curvature import jacobian, joined
+from tyxe.linalg import Kronecker
+
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def regression(structure="full", features=None, noise=0.5, scale=1.3, **options):
+    """A linear regression with its exact posterior mean in the net."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 3) if features is None else features
+    y = x @ torch.tensor([[1.0], [-0.5], [0.2]]) + 0.3 + noise * torch.randn(len(x), 1)
+    design = torch.cat([x, torch.ones(len(x), 1)], 1)
+    precision = design.mT @ design / noise**2 + torch.eye(4) / scale**2
+    mean = torch.linalg.solve(precision, design.mT @ y / noise**2)
+    net = nn.Linear(3, 1)
+    with torch.no_grad():
+        net.weight.copy_(mean[:3].mT)
+        net.bias.copy_(mean[3])
+    bnn = tyxe.LaplaceBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0.0, scale)),
+        tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=noise),
+        structure=structure,
+        **options,
+    )
+    return bnn, x, y, design, precision, mean
+
+
+def orthogonal():
+    """Features orthogonal to each other and to the intercept."""
+    basis, _ = torch.linalg.qr(torch.cat([torch.ones(12, 1), torch.randn(12, 3)], 1))
+    return basis[:, 1:] * 3
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_conjugate_regression_is_exact(structure):
+    features = orthogonal() if structure == "diag" else None
+    bnn, x, y, design, precision, mean = regression(structure, features)
+    bnn.fit_curvature([(x, y)])
+    found = bnn.net_guide.precision.to_dense()
+    torch.testing.assert_close(found, precision, rtol=1e-9, atol=1e-8)
+    # The evidence of the conjugate model is that of y ~ N(0, noise^2 I + scale^2 X X^T).
+    covariance = 0.25 * torch.eye(len(x)) + 1.3**2 * design @ design.mT
+    exact = td.MultivariateNormal(torch.zeros(len(x)), covariance).log_prob(y[:, 0])
+    torch.testing.assert_close(bnn.log_marginal_likelihood(), exact, rtol=1e-9, atol=1e-9)
+    test = torch.randn(5, 3)
+    rows = torch.cat([test, torch.ones(5, 1)], 1)
+    variance = (rows @ torch.linalg.inv(precision) * rows).sum(1, keepdim=True) + 0.25
+    got_mean, got_scale = bnn.predict(test)
+    torch.testing.assert_close(got_mean, rows @ mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got_scale, variance.sqrt(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize(("scale", "noise"), [(0.4, 0.5), (1.3, 0.9), (3.0, 0.2)])
+def test_the_evidence_at_another_prior_and_noise_with_the_mode_held(structure, scale, noise):
+    bnn, x, y, design, _, mean = regression(structure)
+    bnn.fit_curvature([(x, y)])
+    precision = design.mT @ design / noise**2 + torch.eye(4) / scale**2
+    residual = y - design @ mean
+    # Its parts, each written out.
+    log_likelihood = td.Normal(0.0, noise).log_prob(residual).sum()
+    expected = (
+        log_likelihood
+        - 0.5 * mean.square().sum() / scale**2
+        - 4 * math.log(scale)
+        - 0.5 * torch.logdet(precision)
+    )
+    found = bnn.log_marginal_likelihood(scale**-2, noise)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def classifier(structure="kron", points=15, prior=None, **options):
+    torch.manual_seed(1)
+    x, y = torch.randn(points, 3), torch.randint(0, 3, (points,))
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)) if prior is None else prior
+    likelihood = tyxe.likelihoods.Categorical(points)
+    return tyxe.LaplaceBNN(net, prior, likelihood, structure=structure, **options), x, y
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_the_gradient_of_the_evidence(structure, temperature):
+    bnn, x, y = classifier(structure, temperature=temperature)
+    bnn.fit_curvature([(x, y)])
+    sites = {"0": 0.7, "2": 2.0}
+    logs = {layer: torch.tensor(math.log(v), requires_grad=True) for layer, v in sites.items()}
+
+    def evidence(first, second):
+        given = {"0": first.exp(), "2": second.exp()}
+        names = [f"{layer}.{kind}" for layer in given for kind in ("weight", "bias")]
+        return bnn.log_marginal_likelihood({name: given[name[0]] for name in names})
+
+    assert torch.autograd.gradcheck(evidence, tuple(logs.values()))
+    scalar = torch.tensor(0.8, requires_grad=True)
+    assert torch.autograd.gradcheck(bnn.log_marginal_likelihood, (scalar,))
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_the_evidence_by_parameter(structure):
+    bnn, x, y = classifier(structure)
+    bnn.fit_curvature([(x, y)])
+    given = {
+        name: (0.5 + torch.rand_like(p)).requires_grad_() for name, p in bnn.net.named_parameters()
+    }
+    names = list(given)
+    assert torch.autograd.gradcheck(
+        lambda *values: bnn.log_marginal_likelihood(dict(zip(names, values, strict=True))),
+        tuple(given.values()),
+    )
+
+
+def test_the_evidence_with_a_temperature_is_its_parts():
+    bnn, x, y = classifier("full", temperature=0.5)
+    bnn.fit_curvature([(x, y)])
+    curvature = bnn.net_guide.curvature
+    dense = 2 * curvature.operator.to_dense() + torch.eye(curvature.operator.size)
+    weights = joined(curvature.groups, bnn.mean_values())
+    log_likelihood = bnn.evaluate(x, y, 0, predictive="bnn")[1]
+    expected = 2 * log_likelihood - weights.square().sum() / 2 - torch.logdet(dense) / 2
+    torch.testing.assert_close(bnn.log_marginal_likelihood(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("damping", [False, True])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_draws_have_the_posteriors_covariance(structure, damping):
+    bnn, x, y = classifier(structure, damping=damping)
+    bnn.fit_curvature([(x, y)])
+    groups = bnn.net_guide.curvature.groups
+    centre = joined(groups, bnn.mean_values())
+    draws = torch.stack([joined(groups, v) - centre for v in bnn.draws(4000)])
+    covariance = torch.linalg.inv(bnn.net_guide.precision.to_dense())
+    # Whitened draws are standard normal.
+    white = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), draws.mT, upper=False)
+    moments = white @ white.mT / 4000
+    assert bool(((moments - torch.eye(len(centre))).abs() < 6 * math.sqrt(2 / 4000)).all())
+
+
+def test_damping_adds_the_cross_terms():
+    bnn, x, y = classifier(damping=True)
+    bnn.fit_curvature([(x, y)])
+    plain, _, _ = classifier()
+    plain.fit_curvature([(x, y)])
+    block = plain.net_guide.curvature.operator.blocks["net.0.weight"]
+    assert isinstance(block, Kronecker)
+    eigenvalues = torch.linalg.eigvalsh(bnn.net_guide.precision.blocks["net.0.weight"].to_dense())
+    root = block.scale.sqrt()
+    expected = torch.outer(root * block.out_eigenvalues + 1, root * block.in_eigenvalues + 1)
+    torch.testing.assert_close(eigenvalues, expected.flatten().sort().values, rtol=1e-8, atol=1e-8)
+    assert bnn.net_guide.precision.logdet() > plain.net_guide.precision.logdet()
+
+
+def test_glm_by_outputs_is_glm_by_weights():
+    bnn, x, y = classifier("full")
+    bnn.fit_curvature([(x, y)])
+    linear = linearize(bnn, x)
+    rows, groups = jacobian(linear), bnn.net_guide.curvature.groups
+    centre = joined(groups, bnn.mean_values())
+    count = 4_000
+    deviations = bnn.net_guide.precision.sample((count,))
+    outputs = linear.outputs.detach() + torch.einsum("ncp,sp->snc", rows, deviations)
+    by_weights = outputs.softmax(-1)
+    found = bnn.predict(x, num_predictions=count).exp()
+    error = by_weights.std(0) * math.sqrt(2 / count)
+    assert centre.shape == deviations.shape[1:]
+    assert bool(((found - by_weights.mean(0)).abs() <= 6 * error + 1e-12).all())
+
+
+@pytest.mark.parametrize("link", ["mc", "probit", "bridge"])
+def test_links_give_class_probabilities(link):
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    probs = bnn.predict(x, link=link).exp()
+    torch.testing.assert_close(probs.sum(-1), torch.ones(15))
+    error, log_likelihood = bnn.evaluate(x, y, link=link, reduction="none")
+    if link != "mc":  # which draws anew
+        torch.testing.assert_close(log_likelihood.exp(), probs.gather(1, y[:, None])[:, 0])
+    assert error.shape == (15,)
+
+
+GUIDES = {
+    "mean field": tyxe.guides.AutoNormal,
+    "low rank": functools.partial(AutoLowRankMultivariateNormal, rank=2),
+    "full": AutoMultivariateNormal,
+}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_linearised_predictive_of_normal_guides(name):
+    torch.manual_seed(0)
+    x = torch.randn(6, 3)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    bnn = tyxe.VariationalBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+        tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5),
+        GUIDES[name],
+    )
+    linear = linearize(bnn, x)
+    found = bnn.output_covariance(linear)
+    rows = jacobian(linear)
+    centre = bnn.mean_values()
+    draws = torch.stack(
+        [
+            joined(linear.groups, {k: values[k] - v for k, v in centre.items()}).detach()
+            for values in bnn.draws(4_000)
+        ]
+    )
+    sampled = torch.einsum("ncp,sp->snc", rows, draws)
+    products = torch.einsum("snc,snd->sncd", sampled, sampled)
+    error = products.std(0) / math.sqrt(4_000)
+    assert bool(((products.mean(0) - found).abs() <= 6 * error).all())
+    mean, scale = bnn.predict(x, predictive="glm")
+    variance = found.diagonal(dim1=1, dim2=2) + 0.25
+    torch.testing.assert_close(scale, variance.sqrt())
+    torch.testing.assert_close(mean, bnn.predict(x, num_predictions=0)[0])
+
+
+def test_glm_needs_a_gaussian():
+    x, y = torch.randn(4, 1), torch.randn(4, 1)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
+    kernel = functools.partial(pyro.infer.mcmc.HMC, step_size=0.1, num_steps=2)
+    chain = tyxe.MCMC_BNN(nn.Linear(1, 1), prior, likelihood, kernel)
+    chain.fit([(x, y)], 2, warmup_steps=1, disable_progbar=True)
+    with pytest.raises(TypeError, match=r"MCMC_BNN has no Gaussian posterior"):
+        chain.predict(x, predictive="glm")
+    radial = tyxe.VariationalBNN(nn.Linear(1, 1), prior, likelihood, tyxe.guides.AutoRadial)
+    with pytest.raises(TypeError, match=r"'net.weight' is no Normal"):
+        radial.predict(x, predictive="glm")
+
+
+# ------------------------------------------------------------------ fit
+
+
+def test_fit_finds_the_mode_and_its_curvature():
+    bnn, x, y, _, precision, mean = regression()
+    start = tyxe.LaplaceBNN(nn.Linear(3, 1), bnn.prior, bnn.likelihood, structure="full")
+    history = start.fit([(x, y)], functools.partial(torch.optim.Adam, lr=5e-2), 1500)
+    found = start.mean_values()
+    torch.testing.assert_close(found["net.weight"], mean[:3].mT, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        start.net_guide.precision.to_dense(), precision, rtol=1e-9, atol=1e-8
+    )
+    prior = td.Normal(0.0, 1.3)
+    density = sum(prior.log_prob(value).sum() for value in found.values())
+    assert math.isclose(history.kl[-1], -float(density), rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("per_site", [False, True])
+def test_the_prior_precision_that_maximises_the_evidence(per_site):
+    bnn, x, y = classifier("kron")
+    bnn.fit([(x, y)], ADAM, 20)
+    before = bnn.log_marginal_likelihood()
+    found = bnn.optimize_prior_precision(per_site=per_site, num_steps=300)
+    assert bnn.log_marginal_likelihood() > before
+    values = list(found.values()) if per_site else [found]
+    assert len(values) == (2 if per_site else 1)
+    leaves = [value.log().requires_grad_() for value in values]
+    groups = bnn.net_guide.curvature.groups
+    given = {
+        site: leaves[i if per_site else 0].exp() for i, g in enumerate(groups) for site in g.sites
+    }
+    slopes = torch.autograd.grad(bnn.log_marginal_likelihood(given), leaves)
+    assert all(abs(slope) < 1e-2 for slope in slopes)
+    # The posterior and the model have followed.
+    torch.testing.assert_close(
+        bnn.log_marginal_likelihood(given), bnn.log_marginal_likelihood(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_prior_precision_by_held_out_data():
+    bnn, x, y = classifier("diag")
+    bnn.fit([(x, y)], ADAM, 20)
+    grid = [1e-2, 1.0, 100.0]
+    best = bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
+    scores = []
+    for precision in grid:
+        bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, precision**-0.5)))
+        scores.append(float(bnn.evaluate(x, y, 2000)[1]))
+    assert float(best) == pytest.approx(grid[scores.index(max(scores))])
+
+
+def test_online_evidence_changes_the_prior_while_training():
+    bnn, x, y = classifier("kron")
+    history = bnn.fit([(x, y)], ADAM, 6, evidence_every=3)
+    assert len(history.loss) == 6
+    scale = dict(bnn.net_prior.priors())["0.weight"].base_dist.scale
+    assert float(scale.mean()) != 1.0
+    assert bnn.net_guide.precision is not None
+
+
+def test_augmented_passes_are_averaged():
+    bnn, x, y = classifier("full", num_passes=3)
+    once, _, _ = classifier("full")
+    for one in (bnn, once):
+        one.fit_curvature([(x[:7], y[:7]), (x[7:], y[7:])])
+    torch.testing.assert_close(
+        bnn.net_guide.curvature.operator.to_dense(), once.net_guide.curvature.operator.to_dense()
+    )
+
+
+def test_the_last_layer_alone():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(15, 3), torch.randint(0, 3, (15,))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), expose_all=False, expose_modules=[net[2]])
+    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(15), structure="full")
+    bnn.fit_curvature([(x, y)])
+    assert bnn.net_guide.precision.size == 15
+    features = net[:2](x).detach()
+    probs = net(x).softmax(-1).detach()
+    hessian = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]
+    a = torch.cat([features, torch.ones(15, 1)], 1)
+    expected = torch.einsum("ncd,ni,nj->cidj", hessian, a, a).reshape(15, 15) + torch.eye(15)
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, rtol=1e-9, atol=1e-9)
+
+
+# ------------------------------------------------------------------ state
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_saved_and_loaded(structure):
+    bnn, x, y = classifier(structure)
+    bnn.fit([(x, y)], ADAM, 3)
+    torch.save(bnn.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    other, _, _ = classifier(structure)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for copied in (other, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        torch.testing.assert_close(
+            copied.predict(x, link="probit"), bnn.predict(x, link="probit"), rtol=1e-10, atol=1e-12
+        )
+        torch.testing.assert_close(copied.log_marginal_likelihood(), bnn.log_marginal_likelihood())
+
+
+def test_another_precision_and_a_plain_net():
+    bnn, x, y = classifier()
+    bnn.fit([(x, y)], ADAM, 3)
+    net = bnn.to_module()
+    torch.testing.assert_close(net(x), linearize(bnn, x).outputs)
+    single = bnn.float()
+    found = single.predict(x.float(), link="probit")
+    assert found.dtype == torch.float32
+
+
+def test_a_draw_is_a_pyro_program():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    trace = pyro.poutine.trace(bnn.guide).get_trace()
+    assert {"net.0.weight", "net.2.bias"} <= set(trace.nodes)
+    assert bnn(x).shape == (15, 3)
+    assert bnn.predict(x, predictive="bnn", num_predictions=4, aggregate=False).shape == (4, 15, 3)
+    assert bnn.predict(x, num_predictions=4, aggregate=False).shape == (4, 15, 3)
+
+
+def test_a_diagonal_posterior_becomes_a_prior():
+    bnn, x, y = classifier("diag")
+    bnn.fit_curvature([(x, y)])
+    posterior = bnn.net_guide.get_detached_distributions()
+    variances = joined(
+        bnn.net_guide.curvature.groups,
+        {f"net.{name}": q.variance for name, q in posterior.items()},
+    )
+    torch.testing.assert_close(variances, bnn.net_guide.precision.inverse_diagonal())
+    bnn.update_prior(tyxe.priors.DictPrior(posterior))
+    kron, _, _ = classifier("kron")
+    kron.fit_curvature([(x, y)])
+    with pytest.raises(TypeError, match=r'only structure="diag"'):
+        kron.net_guide.get_detached_distributions()
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_curvature_before_use():
+    bnn, x, _ = classifier()
+    for call in (
+        lambda: bnn.predict(x),
+        lambda: bnn.predict(x, predictive="bnn"),
+        bnn.log_marginal_likelihood,
+        bnn.optimize_prior_precision,
+        lambda: bnn.functional_variance(x),
+    ):
+        with pytest.raises(RuntimeError, match=r"no curvature yet: call fit.*fit_curvature"):
+            call()
+    with pytest.raises(RuntimeError, match=r"no posterior yet"):
+        bnn.net_guide.get_detached_distributions()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"structure": "kfac"}, r"structure is 'kfac'; expected one of 'full', 'diag', 'kron'"),
+        ({"curvature": "hessian"}, r"curvature is 'hessian'; expected one of 'ggn'"),
+        ({"temperature": 0.0}, r"temperature is 0.0; expected a positive"),
+    ],
+)
+def test_unknown_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        classifier(**{"structure": "kron", **options})
+
+
+def test_priors_that_are_not_gaussian():
+    prior = tyxe.priors.IIDPrior(dist.Laplace(0.0, 1.0))
+    with pytest.raises(ValueError, match=r"'net.0.weight' is Laplace; use"):
+        classifier(prior=prior)
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    before = bnn.log_marginal_likelihood()
+    with pytest.raises(ValueError, match=r"needs Gaussian priors"):
+        bnn.update_prior(prior)
+    assert bnn.log_marginal_likelihood() == before
+
+
+def test_one_number_for_each_kronecker_block():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    given = {name: 1.0 for name, _ in bnn.net.named_parameters()}
+    with pytest.raises(ValueError, match=r"net.0.weight and net.0.bias have different prior"):
+        bnn.log_marginal_likelihood({**given, "0.bias": 2.0})
+    with pytest.raises(ValueError, match=r"no entry for '2.bias'"):
+        bnn.log_marginal_likelihood({k: v for k, v in given.items() if k != "2.bias"})
+
+
+def test_a_matrix_too_large_is_refused_before_it_is_made():
+    net = nn.Linear(10_000, 10)
+    with pytest.raises(ValueError, match=r"takes 37.3 GiB; use \"kron\""):
+        tyxe.LaplaceBNN(
+            net,
+            tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+            tyxe.likelihoods.Categorical(5),
+            structure="full",
+        )
+
+
+def test_a_curvature_that_is_not_finite_names_the_site():
+    bnn, x, y = classifier("diag")
+    x[3, 1] = math.inf
+    with pytest.raises(ValueError, match=r"'net.0.weight' is not finite"):
+        bnn.fit_curvature([(x, y)])
+
+
+def test_targets_and_noise_that_do_not_fit():
+    bnn, x, y = classifier()
+    with pytest.raises(ValueError, match=r"targets lie outside"):
+        bnn.fit_curvature([(x, y + 3)])
+    bnn.fit_curvature([(x, y)])
+    with pytest.raises(ValueError, match=r"noise is that of a HomoskedasticGaussian"):
+        bnn.log_marginal_likelihood(noise=1.0)
+    with pytest.raises(ValueError, match=r"method is 'cv'; expected 'evidence' or 'grid'"):
+        bnn.optimize_prior_precision("cv")
+    with pytest.raises(ValueError, match=r"needs held-out data"):
+        bnn.optimize_prior_precision("grid")
+    with pytest.raises(ValueError, match=r"link is 'logit'"):
+        bnn.predict(x, link="logit")
+    with pytest.raises(ValueError, match=r"predictive is 'gpp'"):
+        bnn.predict(x, predictive="gpp")
+
+
+def test_a_likelihood_with_variables_or_without_a_hessian():
+    net, prior = nn.Linear(3, 1), tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    inferred = tyxe.likelihoods.HomoskedasticGaussian(4, scale=dist.LogNormal(0.0, 1.0))
+    with pytest.raises(ValueError, match=r"without variables of its own"):
+        tyxe.LaplaceBNN(net, prior, inferred)
+
+    class Cauchy(tyxe.likelihoods.Likelihood):
+        def predictive_distribution(self, predictions, latents=None):
+            return dist.Cauchy(predictions, torch.ones_like(predictions))
+
+        def point_error(self, predictions, targets):
+            return (predictions - targets).abs()
+
+        def aggregate_predictions(self, predictions, dim=0, latents=None):
+            return predictions.median(dim).values
+
+    bnn = tyxe.LaplaceBNN(net, prior, Cauchy(4))
+    with pytest.raises(TypeError, match=r"no output Hessian is registered for Cauchy"):
+        bnn.fit_curvature([(torch.randn(4, 3), torch.randn(4, 1))])
+
+
+# ------------------------------------------------------------------ nets of all kinds
+
+
+class TwoInputs(nn.Module):
+    """Takes an image and a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.dense, self.head = nn.Conv2d(1, 2, 2), nn.Linear(3, 4), nn.Linear(12, 2)
+
+    def forward(self, image, vector):
+        parts = [self.conv(image).flatten(1), self.dense(vector)]
+        return self.head(torch.cat(parts, 1).tanh())
+
+
+class Segments(nn.Module):
+    """Class logits for every pixel, classes last."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x).movedim(1, -1)
+
+
+KINDS = {
+    "several inputs": lambda: (
+        TwoInputs(),
+        tyxe.likelihoods.Categorical(6),
+        (torch.randn(6, 1, 3, 3), torch.randn(6, 3)),
+        torch.randint(2, (6,)),
+    ),
+    "segmentation": lambda: (
+        Segments(),
+        tyxe.likelihoods.Categorical(4),
+        torch.randn(4, 1, 3, 3),
+        torch.randint(3, (4, 3, 3)),
+    ),
+    "multi-label": lambda: (
+        nn.Linear(3, 5),
+        tyxe.likelihoods.Bernoulli(6, event_dim=1),
+        torch.randn(6, 3),
+        torch.randint(2, (6, 5)).double(),
+    ),
+    "binary": lambda: (
+        nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)),
+        tyxe.likelihoods.Bernoulli(6),
+        torch.randn(6, 3),
+        torch.randint(2, (6,)).double(),
+    ),
+    "counts": lambda: (
+        nn.Linear(3, 1),
+        tyxe.likelihoods.Poisson(6, event_dim=1),
+        torch.randn(6, 3),
+        torch.randint(5, (6, 1)).double(),
+    ),
+    "predicted noise": lambda: (
+        nn.Linear(3, 2),
+        tyxe.likelihoods.HeteroskedasticGaussian(6),
+        torch.randn(6, 3),
+        torch.randn(6, 1),
+    ),
+    "many classes": lambda: (
+        nn.Linear(4, 300),
+        tyxe.likelihoods.Categorical(6),
+        torch.randn(6, 4),
+        torch.randint(300, (6,)),
+    ),
+    "batch norm": lambda: (
+        nn.Sequential(
+            nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)
+        ),
+        tyxe.likelihoods.Categorical(6),
+        torch.randn(6, 1, 3, 3),
+        torch.randint(2, (6,)),
+    ),
+    "bfloat16": lambda: (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).bfloat16(),
+        tyxe.likelihoods.Categorical(6),
+        torch.randn(6, 3).bfloat16(),
+        torch.randint(2, (6,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_net_of_every_kind(kind, structure):
+    torch.manual_seed(0)
+    net, likelihood, inputs, targets = KINDS[kind]()
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    half = [slice(0, 2), slice(2, None)]
+    batches = [
+        (tuple(x[s] for x in inputs) if isinstance(inputs, tuple) else inputs[s], targets[s])
+        for s in half
+    ]
+    bnn.fit_curvature(batches)
+    assert bnn.log_marginal_likelihood().isfinite()
+    before = bnn.log_marginal_likelihood()
+    bnn.optimize_prior_precision(num_steps=5, lr=0.05)
+    assert bnn.log_marginal_likelihood() >= before
+    centre = bnn.predict(*arguments, num_predictions=0, predictive="bnn", aggregate=False)
+    assert bnn.functional_variance(*arguments).shape[: centre.dim() - 1] == centre.shape[1:]
+    for predictive in ("glm", "bnn"):
+        error, log_likelihood = bnn.evaluate(
+            inputs, targets, 8, predictive=predictive, reduction="none"
+        )
+        assert error.shape == (len(targets),)
+        assert bool(log_likelihood.isfinite().all())
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_batch_norm_hidden_or_not(hidden):
+    net, likelihood, inputs, targets = KINDS["batch norm"]()
+    types = [nn.BatchNorm2d] if hidden else []
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_module_types=types)
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood)
+    bnn.fit([(inputs, targets)], ADAM, 3)
+    names = {group.name for group in bnn.net_guide.curvature.groups}
+    assert ("net.1.weight" in names) is not hidden
+    assert bnn.predict(inputs).shape == (6, 2)

@@ -1,0 +1,175 @@
+r"""How much of a prediction's uncertainty is noise, and how much is not knowing the weights.
+
+*Aleatoric*: what would be left with the weights known, on average over the posterior. *Epistemic*:
+how far the predictions of single draws lie apart. The two add up to the total.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "EntropyDecomposition",
+    "VarianceDecomposition",
+    "entropy_decomposition",
+    "regression_decomposition",
+    "variance_decomposition",
+]
+
+
+class VarianceDecomposition(NamedTuple):
+    """Variance of the target, in two parts.
+
+    Attributes:
+        aleatoric: mean over draws of the variance.
+        epistemic: variance over draws of the mean.
+    """
+
+    aleatoric: Tensor
+    epistemic: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of both."""
+        return self.aleatoric + self.epistemic
+
+
+class EntropyDecomposition(NamedTuple):
+    """Entropy of the target in nats, in two parts.
+
+    Attributes:
+        total: entropy of the averaged probabilities.
+        expected: mean over draws of the entropy, the aleatoric part.
+        mutual_information: between target and weights, the epistemic part.
+    """
+
+    total: Tensor
+    expected: Tensor
+    mutual_information: Tensor
+
+
+def variance_decomposition(probs: Tensor) -> VarianceDecomposition:
+    r"""Split the covariance of the one-hot class.
+
+    Aleatoric `E_q[diag(p) - p p^T]`, epistemic `E_q[p p^T] - E_q[p] E_q[p]^T`; their sum is the
+    covariance `diag(E p) - E p E p^T` of the averaged prediction.
+
+    Args:
+        probs: class probabilities of `S` draws, `(S, n, ..., C)`.
+
+    Returns:
+        Two matrices for each prediction, `(n, ..., C, C)`; their diagonals are variances of single
+        classes.
+
+    Raises:
+        TypeError: probabilities that are not floating point.
+        ValueError: probabilities that do not sum to one.
+
+    References:
+        [GLM] eq. B.1; Kwon et al. (2020), Uncertainty quantification using Bayesian neural
+        networks in classification.
+
+    Example:
+        >>> probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # two draws, certain and at odds
+        >>> variance_decomposition(probs)
+        VarianceDecomposition(aleatoric=tensor([[[0., 0.],
+                 [0., 0.]]]), epistemic=tensor([[[ 0.2500, -0.2500],
+                 [-0.2500,  0.2500]]]))
+    """
+    probs = _check_probs(probs)
+    mean = probs.mean(0)
+    aleatoric = torch.diag_embed(mean) - _mean_outer(probs)
+    # Centred first: the difference of two nearly equal matrices loses digits.
+    return VarianceDecomposition(aleatoric, _mean_outer(probs - mean))
+
+
+def entropy_decomposition(probs: Tensor) -> EntropyDecomposition:
+    r"""Split the entropy of the predicted class: `H[E p] = E H[p] + I(y; w)`.
+
+    Args:
+        probs: class probabilities of `S` draws, `(S, n, ..., C)`.
+
+    Returns:
+        Three numbers for each prediction, `(n, ...)`, non-negative.
+
+    Raises:
+        TypeError: as in `variance_decomposition`.
+        ValueError: as in `variance_decomposition`.
+
+    References:
+        [GLM] section 4; Depeweg et al. (2018), Decomposition of uncertainty in Bayesian deep
+        learning for efficient and risk-sensitive learning.
+
+    Example:
+        >>> probs = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+        >>> entropy_decomposition(probs).mutual_information
+        tensor([0.6931])
+    """
+    probs = _check_probs(probs)
+    total = torch.special.entr(probs.mean(0)).sum(-1)
+    expected = torch.special.entr(probs).sum(-1).mean(0)
+    # By Jensen's inequality only rounding can make the difference negative.
+    return EntropyDecomposition(total, expected, (total - expected).clamp_min(0))
+
+
+def regression_decomposition(
+    means: Tensor, noise_variance: Tensor | float
+) -> VarianceDecomposition:
+    r"""Split the variance of a real target: `E_q[sigma^2] + Var_q[mu]`.
+
+    Args:
+        means: predicted means of `S` draws, `(S, n, ...)`.
+        noise_variance: the noise's variance `sigma^2`; a number, or a tensor that broadcasts
+            against the means: `(S, n, ...)` for one that the net predicts, `(S, 1, ...)` for draws
+            of one noise.
+
+    Returns:
+        Two variances for each target, `(n, ...)`; the total is the mixture's variance.
+
+    Raises:
+        ValueError: a negative noise variance; shapes that do not fit.
+
+    References:
+        Depeweg et al. (2018), as in `entropy_decomposition`, eq. 10.
+
+    Example:
+        >>> regression_decomposition(torch.tensor([[1.0], [3.0]]), 0.25).total
+        tensor([1.2500])
+    """
+    dtype = torch.promote_types(means.dtype, torch.float32)
+    means = means.to(dtype)
+    noise = torch.as_tensor(noise_variance, dtype=dtype, device=means.device)
+    if not bool((noise >= 0).all()):
+        raise ValueError(f"noise_variance is down to {noise.min():.4g}; expected variances")
+    extra = means.dim() - noise.dim()
+    pairs = zip(noise.shape, means.shape[max(extra, 0) :], strict=False)
+    if extra < 0 or any(size not in (1, full) for size, full in pairs):
+        raise ValueError(
+            f"noise_variance has shape {tuple(noise.shape)}, which does not broadcast against the "
+            f"means' {tuple(means.shape)}: for draws of one noise pass noise.view(-1, 1, ...)"
+        )
+    return VarianceDecomposition(noise.expand_as(means).mean(0), means.var(0, correction=0))
+
+
+def _mean_outer(values: Tensor) -> Tensor:
+    """`1/S sum_s v_s v_s^T` at each position, without the outer product of every draw."""
+    columns = values.movedim(0, -1)
+    return columns @ columns.mT / len(values)
+
+
+def _check_probs(probs: Tensor) -> Tensor:
+    if not probs.is_floating_point():
+        raise TypeError(f"probs has dtype {probs.dtype}; expected floating point probabilities")
+    # Rounding to half precision alone moves a sum by up to eps / 2.
+    tolerance = max(1e-3, 4 * torch.finfo(probs.dtype).eps)
+    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    sums = probs.sum(-1) if probs.dim() > 1 else probs
+    if probs.dim() < 2 or not bool(((sums - 1).abs() <= tolerance).all() & (probs >= 0).all()):
+        raise ValueError(
+            f"probs of shape {tuple(probs.shape)} are no class probabilities (S, n, ..., C): pass "
+            "logits.softmax(-1), or torch.stack([1 - p, p], -1) for those of one class"
+        )
+    return probs

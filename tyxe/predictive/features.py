@@ -1,0 +1,156 @@
+"""The kernel of the linearised net, `k(x, x') = J P0^-1 J'^T`, from gradients [GLM 15]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tyxe.curvature import Linearization
+from tyxe.curvature.linearize import FactoredRows, Rows
+
+__all__ = ["Features", "Part", "output_features"]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The features of one group of weights: `g`, or the outer products `g_nk a_n^T`.
+
+    Attributes:
+        g: `(n, K, p)`, or of a linear map's outputs `(n, K, o)`.
+        a: of its inputs, `(n, i)`, where the products are not formed.
+    """
+
+    g: Tensor
+    a: Tensor | None = None
+
+    def kernel(self, other: Part) -> Tensor:
+        """Return the inner products `(n, K, m, L)`, summed in float64.
+
+        The predictive is a small difference of them.
+
+        Args:
+            other: the same group's features at other points.
+        """
+        products = torch.einsum("nkp,mlp->nkml", self.g.double(), other.g.double())
+        if self.a is None or other.a is None:
+            return products
+        return products.mul_((self.a.double() @ other.a.double().mT)[:, None, :, None])
+
+    def blocks(self) -> Tensor:
+        """Return the inner products within each point, `(n, K, K)`."""
+        g = self.g.double()
+        products = g @ g.mT
+        return products if self.a is None else products * _squares(self.a)[:, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Gradients of outputs times the prior's standard deviations, `J P0^-1/2`, `(n, K, P)`.
+
+    Attributes:
+        parts: one for each group of weights.
+
+    Example:
+        >>> jacobian = torch.tensor([[[1.0, 2.0]]])  # one point, one output, two weights
+        >>> features = Features.from_jacobian(jacobian, torch.tensor([1.0, 4.0]))
+        >>> features.kernel(features).item()  # 1 / 1 + 4 / 4
+        2.0
+    """
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def from_jacobian(cls, jacobian: Tensor, prior_precision: Tensor) -> Features:
+        """Return the features of a Jacobian.
+
+        Args:
+            jacobian: of all outputs of each point, `(n, K, P)`.
+            prior_precision: the diagonal of `P0`, `(P,)`.
+        """
+        return cls((Part(jacobian * prior_precision.rsqrt()),))
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Features]) -> Features:
+        """Return the features of all points of some batches.
+
+        Args:
+            pieces: of each batch.
+        """
+        return cls(
+            tuple(_concatenated(parts) for parts in zip(*(p.parts for p in pieces), strict=True))
+        )
+
+    def __len__(self) -> int:
+        return len(self.parts[0].g)
+
+    @property
+    def outputs(self) -> int:
+        """The number `K` of rows of a point."""
+        return self.parts[0].g.shape[1]
+
+    def mixed(self, root: Tensor) -> Features:
+        """Return `S^T J P0^-1/2`, `(n, s, P)`.
+
+        Args:
+            root: `S` of each point, `(n, K, s)`.
+        """
+        return Features(tuple(Part(root.to(p.g).mT @ p.g, p.a) for p in self.parts))
+
+    def kernel(self, other: Features) -> Tensor:
+        """Return `J P0^-1 J'^T` of every pair of points, `(n, K, m, L)` in float64.
+
+        Args:
+            other: of the same net.
+        """
+        total = self.parts[0].kernel(other.parts[0])
+        for mine, theirs in zip(self.parts[1:], other.parts[1:], strict=True):
+            total += mine.kernel(theirs)
+        return total
+
+    def blocks(self) -> Tensor:
+        """Return `J P0^-1 J^T` of every point with itself, `(n, K, K)` in float64."""
+        return torch.stack([part.blocks() for part in self.parts]).sum(0)
+
+
+def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
+    """Return the features of a linearised net; those of linear maps stay outer products.
+
+    Args:
+        linear: the net on a batch.
+        prior_precision: the diagonal of `P0` in the order of the net's groups, `(P,)`.
+    """
+    size = linear.outputs[0].numel()
+    rows = []
+    for index in range(size):
+        cotangent = torch.zeros_like(linear.outputs)
+        cotangent.view(len(cotangent), -1)[:, index] = 1.0
+        rows.append(linear.rows(cotangent))
+    sds = prior_precision.rsqrt().split([group.size for group in linear.groups])
+    return Features(
+        tuple(
+            _part([row[group.name] for row in rows], sd)
+            for group, sd in zip(linear.groups, sds, strict=True)
+        )
+    )
+
+
+def _part(rows: list[Rows], sd: Tensor) -> Part:
+    first = rows[0]
+    if isinstance(first, FactoredRows) and first.a.shape[1:3] == (1, 1):
+        by_input = sd.view(-1, first.a.shape[-1])
+        if bool((by_input == by_input[0]).all()):
+            g = [row.g[:, 0, 0] for row in rows if isinstance(row, FactoredRows)]
+            return Part(torch.stack(g, 1), first.a[:, 0, 0] * by_input[0])
+    return Part(torch.stack([row.dense() for row in rows], 1) * sd)
+
+
+def _squares(a: Tensor) -> Tensor:
+    return a.double().square().sum(-1)
+
+
+def _concatenated(parts: tuple[Part, ...]) -> Part:
+    inputs = [part.a for part in parts if part.a is not None]
+    return Part(torch.cat([p.g for p in parts]), torch.cat(inputs) if inputs else None)

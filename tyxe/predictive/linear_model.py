@@ -1,0 +1,117 @@
+"""The linearised net over a data set: a generalised linear model, concave for most likelihoods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tyxe.likelihoods import Likelihood, output_hessian, true_gradient
+from tyxe.linalg import Operator
+
+__all__ = ["LinearModel"]
+
+# Numbers that a product of Jacobians holds at a time.
+CHUNK = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class LinearModel:
+    """`f_lin(x_n, w) = f_n + J_n (w - w0)` on all data, a likelihood, and `w ~ N(m0, P0^-1)`.
+
+    Attributes:
+        jacobian: `J`, of all `K` outputs of each point, `(N, K, P)`.
+        outputs: `f`, `(N, ...)`.
+        loc: `w0`, `(P,)`.
+        prior_mean: `m0`, `(P,)`.
+        prior_precision: the diagonal of `P0`, `(P,)`.
+        likelihood: has a registered output Hessian.
+        targets: `(N, ...)`.
+        weight: of the log-likelihood, as where the data stand for more.
+    """
+
+    jacobian: Tensor
+    outputs: Tensor
+    loc: Tensor
+    prior_mean: Tensor
+    prior_precision: Tensor
+    likelihood: Likelihood
+    targets: Tensor
+    weight: float = 1.0
+
+    def predict(self, w: Tensor) -> Tensor:
+        """Return `f_lin(x_n, w)`, `(N, ...)`.
+
+        Args:
+            w: `(P,)`.
+        """
+        return self.outputs + (self.jacobian @ (w - self.loc)).view_as(self.outputs)
+
+    def log_joint(self, w: Tensor) -> Tensor:
+        """Return `sum_n log p(y_n | f_lin(x_n, w)) + log p(w)`, up to a constant.
+
+        Args:
+            w: `(P,)`.
+        """
+        fit = self.likelihood.log_likelihood(self.predict(w), self.targets, "sum")
+        return self.weight * fit - (self.prior_precision * (w - self.prior_mean).square()).sum() / 2
+
+    def gradient(self, w: Tensor, residuals: Tensor) -> Tensor:
+        """Return `sum_n J_n^T r_n - P0 (w - m0)`, `(P,)`.
+
+        Args:
+            w: `(P,)`.
+            residuals: `r`, `(N, K)`; see `local`.
+        """
+        fit = residuals.reshape(-1) @ self.jacobian.flatten(0, 1)
+        return self.weight * fit - self.prior_precision * (w - self.prior_mean)
+
+    def local(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `r_n = d log p(y_n|f_n) / df_n`, `(N, K)`, and `H_n`, blocks `(N, R, C, C)`.
+
+        Args:
+            outputs: `f`, `(N, ...)`.
+        """
+        residuals = true_gradient(self.likelihood, outputs, self.targets)
+        return residuals.reshape(len(outputs), -1), output_hessian(self.likelihood, outputs)
+
+    def curvature_matmul(self, blocks: Tensor, w: Tensor) -> Tensor:
+        """Return `(sum_n J_n^T H_n J_n + P0) w`, without the matrix.
+
+        Args:
+            blocks: `H`, `(N, R, C, C)`.
+            w: `(P,)`.
+        """
+        products = (self.jacobian @ w).reshape(blocks.shape[:-1]).unsqueeze(-1)
+        fit = (blocks @ products).reshape(-1) @ self.jacobian.flatten(0, 1)
+        return self.weight * fit + self.prior_precision * w
+
+    def curvature(self, blocks: Tensor, structure: str) -> Tensor:
+        """Return `sum_n J_n^T H_n J_n + P0`: the matrix, or its diagonal.
+
+        Args:
+            blocks: `H`, `(N, R, C, C)`.
+            structure: `"full"` or `"diag"`.
+        """
+        prior = self.prior_precision
+        full = structure == "full"
+        total = prior.diag() if full else prior.clone()
+        rows = self._rows()
+        for j, h in zip(self.jacobian.split(rows), blocks.split(rows), strict=True):
+            hj = (h @ j.unflatten(1, h.shape[1:3])).view_as(j)
+            part = j.flatten(0, 1).mT @ hj.flatten(0, 1) if full else (j * hj).sum((0, 1))
+            total += self.weight * part
+        return (total + total.mT) / 2 if full else total
+
+    def output_covariance(self, precision: Operator) -> Tensor:
+        """Return `J_n Lambda^-1 J_n^T` of each point, `(N, K, K)`.
+
+        Args:
+            precision: `Lambda`.
+        """
+        pieces = self.jacobian.split(self._rows())
+        return torch.cat([precision.inverse_quadratic(j) for j in pieces])
+
+    def _rows(self) -> int:
+        return max(1, CHUNK // self.jacobian[0].numel())

@@ -1,0 +1,225 @@
+r"""Inference inside the linearised net, a generalised linear model [GLM 3.3].
+
+With `f_lin(x, w) = f(x, w0) + J(x) (w - w0)` the log joint is concave for the usual likelihoods,
+and the Gaussian that the curvature at `w0` gave is only a start: `refine_laplace` goes to the
+model's own mode, `refine_variational` to its best Gaussian.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from tyxe.errors import TyxeWarning
+from tyxe.linalg import Dense, Diagonal, Operator
+from tyxe.predictive.linear_model import LinearModel
+from tyxe.predictive.links import sample_outputs
+
+__all__ = ["EXPECTATIONS", "Posterior", "refine_laplace", "refine_variational"]
+
+Posterior = tuple[Tensor, Operator]
+# From a model and a Gaussian to draws of its outputs.
+Draws = Callable[[LinearModel, Tensor, Operator, int], Iterator[Tensor]]
+
+
+STRUCTURES: dict[str, Callable[[Tensor], Operator]] = {"full": Dense, "diag": Diagonal}
+
+
+@torch.no_grad()
+def refine_laplace(
+    model: LinearModel, structure: str = "full", *, num_steps: int = 100, tolerance: float = 1e-8
+) -> Posterior:
+    r"""Return the Laplace approximation of the linearised model.
+
+    The mode `w*` of `sum_n log p(y_n | f_lin(x_n, w)) + log p(w)` by Newton's method, conjugate
+    gradients solving for its steps; then `sum_n J_n^T H_n J_n + P0` with `H_n` at `f_lin(x_n, w*)`.
+
+    Args:
+        model: the linearised model.
+        structure: of the precision, `"full"` or `"diag"`; the mode is the same.
+        num_steps: of Newton's method, at most.
+        tolerance: stop at steps that promise half so many nats, or less than rounding leaves.
+
+    Returns:
+        `w*`, `(P,)`, and the precision.
+
+    Raises:
+        ValueError: an unknown structure.
+
+    References:
+        [GLM] section 3.3.
+
+    Example:
+        >>> import tyxe
+        >>> x = torch.tensor([[-1.0], [1.0], [2.0]])
+        >>> model = LinearModel(
+        ...     x[:, None], torch.zeros(3, 1), torch.zeros(1), torch.zeros(1), torch.ones(1),
+        ...     tyxe.likelihoods.Bernoulli(3), torch.tensor([[0.0], [1.0], [1.0]]))
+        >>> mode, precision = refine_laplace(model)
+        >>> residuals, _ = model.local(model.predict(mode))
+        >>> bool(model.gradient(mode, residuals).abs() < 1e-4)
+        True
+    """
+    _check_structure(structure)
+    w = model.loc
+    for _ in range(num_steps):
+        residuals, blocks = model.local(model.predict(w))
+        gradient = model.gradient(w, residuals)
+        step = _newton_step(model, blocks, gradient)
+        moved = _along(model, w, step, float(step @ gradient))
+        if moved is None:
+            break
+        w = moved
+        if float(step @ gradient) < max(tolerance, _rounding(model, w)):
+            break
+    else:
+        warnings.warn(
+            f"refine: Newton's method has not converged in num_steps={num_steps}",
+            TyxeWarning,
+            stacklevel=3,
+        )
+    _, blocks = model.local(model.predict(w))
+    return w, STRUCTURES[structure](model.curvature(blocks, structure))
+
+
+def _newton_step(model: LinearModel, blocks: Tensor, gradient: Tensor) -> Tensor:
+    """Solve `(G + P0) d = gradient`, the more exactly the closer to the mode."""
+    inverse = model.curvature(blocks, "diag").reciprocal()
+    decrement = float(gradient @ (inverse * gradient))
+    tolerance = max(min(0.1, decrement**0.5), 10 * torch.finfo(gradient.dtype).eps)
+    step, residual = torch.zeros_like(gradient), gradient
+    direction = inverse * residual
+    left = decrement
+    # In exact arithmetic P iterations are enough; rounding takes some more.
+    for _ in range(2 * len(gradient)):
+        if left <= tolerance**2 * decrement:
+            break
+        product = model.curvature_matmul(blocks, direction)
+        length = left / float(direction @ product)
+        step, residual = step + length * direction, residual - length * product
+        before, left = left, float(residual @ (inverse * residual))
+        direction = inverse * residual + left / before * direction
+    return step
+
+
+def _along(model: LinearModel, w: Tensor, step: Tensor, slope: float) -> Tensor | None:
+    """Halve a step until the log joint rises; None where no step does."""
+    before, rounding = float(model.log_joint(w)), 8 * _rounding(model, w)
+    length = 1.0
+    while length > 1e-6:
+        moved = w + length * step
+        if float(model.log_joint(moved)) >= before + 1e-4 * length * slope - rounding:
+            return moved
+        length /= 2
+    return None
+
+
+def _rounding(model: LinearModel, w: Tensor) -> float:
+    """What the log joint can resolve, nats."""
+    return torch.finfo(w.dtype).eps * abs(float(model.log_joint(w)))
+
+
+def _by_weights(
+    model: LinearModel, mean: Tensor, precision: Operator, num: int
+) -> Iterator[Tensor]:
+    for deviation in _mirrored(lambda half: precision.sample((half,)), num):
+        yield model.predict(mean + deviation)
+
+
+def _by_outputs(
+    model: LinearModel, mean: Tensor, precision: Operator, num: int
+) -> Iterator[Tensor]:
+    center = model.predict(mean)
+    covariance = model.output_covariance(precision)
+    zeros = torch.zeros_like(center).reshape(len(center), -1)
+    for deviation in _mirrored(lambda half: sample_outputs(zeros, covariance, half), num):
+        yield center + deviation.view_as(center)
+
+
+def _mirrored(draw: Callable[[int], Tensor], num: int) -> Iterator[Tensor]:
+    """Yield draws about zero, every other one the mirror image of the one before."""
+    deviations = draw((num + 1) // 2)
+    for index in range(num):
+        yield deviations[index // 2] * (1 - 2 * (index % 2))
+
+
+EXPECTATIONS: dict[str, Draws] = {"weights": _by_weights, "outputs": _by_outputs}
+
+
+@torch.no_grad()
+def refine_variational(
+    model: LinearModel,
+    structure: str = "full",
+    *,
+    rate: float = 1e-2,
+    num_steps: int = 250,
+    num_draws: int = 2,
+    expectation: str | Draws = "weights",
+) -> Posterior:
+    r"""Return a Gaussian near the best one for the linearised model, by natural gradients.
+
+    `Lambda <- (1 - rho) Lambda + rho (sum_n J_n^T E_q[H_n] J_n + P0)`,
+    `mu <- mu + rho Lambda^-1 (sum_n J_n^T E_q[r_n] - P0 (mu - m0))`, from the Laplace approximation
+    about `w0`. A diagonal `Lambda` takes the diagonal of the bracket, and a small rate: 1 can
+    diverge where inputs are correlated.
+
+    Args:
+        model: the linearised model.
+        structure: of `Lambda`, `"full"` or `"diag"`.
+        rate: `rho`, above 0 and at most 1.
+        num_steps: number of updates.
+        num_draws: for each expectation, from torch's generator, in pairs of a draw and its mirror
+            image (a mean that is linear in the draw is then exact).
+        expectation: what is drawn: `"weights"`, the same for all points; `"outputs"` of each point
+            on its own, less noisy at the price of their covariance in each step; or a function of
+            model, mean, precision and `num_draws` that yields outputs `(N, ...)`.
+
+    Returns:
+        `mu`, `(P,)`, and `Lambda`.
+
+    Raises:
+        ValueError: an unknown structure or expectation; a rate out of range; no draws.
+        RuntimeError: it has diverged.
+
+    References:
+        [GLM] section 3.3; Khan & Rue (2023), The Bayesian learning rule.
+    """
+    _check_structure(structure)
+    draws = _check_expectation(expectation, rate, num_draws)
+    mean = model.loc
+    matrix = model.curvature(model.local(model.outputs)[1], structure)
+    precision = STRUCTURES[structure](matrix)
+    for count in range(1, num_steps + 1):
+        found = [model.local(outputs) for outputs in draws(model, mean, precision, num_draws)]
+        residuals, blocks = (torch.stack(parts).mean(0) for parts in zip(*found, strict=True))
+        matrix = (1 - rate) * matrix + rate * model.curvature(blocks, structure)
+        gradient = model.gradient(mean, residuals)
+        if not bool(matrix.isfinite().all() and gradient.isfinite().all()):
+            raise RuntimeError(
+                f"refine: diverged at step {count} of {num_steps} with rate={rate}: use a smaller "
+                "rate, or more draws"
+            )
+        precision = STRUCTURES[structure](matrix)
+        mean = mean + rate * precision.solve(gradient)
+    return mean, precision
+
+
+def _check_structure(structure: str) -> None:
+    if structure not in STRUCTURES:
+        raise ValueError(f"structure is {structure!r}; expected 'full' or 'diag'")
+
+
+def _check_expectation(expectation: str | Draws, rate: float, num_draws: int) -> Draws:
+    if not 0 < rate <= 1:
+        raise ValueError(f"rate is {rate}; expected a number above 0 and at most 1")
+    if num_draws < 1:
+        raise ValueError(f"num_draws is {num_draws}; expected at least 1")
+    if not isinstance(expectation, str):
+        return expectation
+    if expectation not in EXPECTATIONS:
+        known = ", ".join(map(repr, EXPECTATIONS))
+        raise ValueError(f"expectation is {expectation!r}; expected one of {known}")
+    return EXPECTATIONS[expectation]
