@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
+import torch
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,6 +172,107 @@ def test_regression(tmp_path: Path):
     assert 0 <= content["hmc"]["acceptance"] <= 1
     assert len(content["hmc"]["effective_sample_size"]) == 5
     assert content["settings"]["hmc_samples"] == 40
+
+
+def test_uci(tmp_path: Path):
+    columns = ["MAP", "MFVI", "bnn", "glm", "glm diag", "refine", "refine diag"]
+    options = ("--smoke-test", "--data", "digits", "--out", str(tmp_path))
+    first = run("uci.py", *options)
+    assert first.returncode == 0, first.stderr
+    # what is there is not run again
+    second = run("uci.py", *options, "--columns", *columns)
+    assert second.stdout.startswith("digits, split 0: refine "), second.stderr
+    assert (first.stderr, second.stderr) == ("", "")
+    content = json.loads((tmp_path / "uci_digits.json").read_text())
+    assert {"command", "seed", "versions", "machine", "settings"} <= content.keys()
+    assert len(content["commands"]) == 2
+    assert content["commands"][0].startswith("python examples/uci.py --smoke-test")
+    assert list(content["published"]) == columns[:5]
+    (split,) = content["splits"].values()
+    for column in columns:
+        row = split[column]
+        assert row["precision"] in content["settings"]["prior precisions"]
+        assert 0 < row["test"] < 2 * math.log(10)
+        assert content["summary"][column]["test NLL"] == row["test"]
+    # the table comes from the file alone
+    table = run("uci.py", "--table", "--out", str(tmp_path)).stdout
+    assert second.stdout.endswith(table)
+    cells = table.splitlines()[-1].strip("| ").split(" | ")
+    assert cells[:2] == ["digits", "1"]
+    assert [cell.split()[0] for cell in cells[2:]] == [f"{split[c]['test']:.3f}" for c in columns]
+
+
+def test_nets_side_by_side_are_those_nets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from _uci import SideBySide
+
+    torch.manual_seed(0)
+    nets = SideBySide(3, [4, 5, 6, 2]).double()
+    x = torch.randn(7, 4, dtype=torch.double)
+    alike = nets(x)
+    torch.testing.assert_close(alike, alike[:, :1].expand_as(alike))  # one start for all
+    for parameter in nets.parameters():
+        torch.nn.init.normal_(parameter)
+    outputs = nets(x)
+    assert outputs.shape == (7, 3, 2)
+    for index in range(3):
+        torch.testing.assert_close(nets.member(index).double()(x), outputs[:, index])
+
+
+def test_uci_splits_are_stratified_and_standardised(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from _uci import split
+
+    torch.manual_seed(0)
+    x = 3 + 2 * torch.randn(200, 4)
+    x[:, 3] = 1.0  # a constant column stays finite
+    y = (torch.arange(200) % 4 == 0).long()
+    (train, labels), (validation, _), (test, _) = parts = split(x, y, seed=1)
+    assert [len(part[0]) for part in parts] == [140, 30, 30]
+    assert int(labels.sum()) == 35
+    torch.testing.assert_close(train.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(train[:, :3].std(0), torch.ones(3))
+    assert bool(torch.cat([validation, test]).isfinite().all())
+    assert bool((split(x, y, seed=1)[2][0] == test).all())
+    assert not bool((split(x, y, seed=2)[2][0] == test).all())
+
+
+@pytest.mark.parametrize("data", ["cubic", "step", "banana"])
+def test_laplace(data: str, tmp_path: Path):
+    """The banana data are stood in for, so that the run does not depend on what the machine has."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(600, dtype=np.int64) % 2
+    centres = np.stack([labels, 1 - labels], 1)
+    (tmp_path / "uci").mkdir()
+    x = (centres + rng.normal(size=(600, 2))).astype(np.float32)
+    np.savez(tmp_path / "uci" / "banana.npz", X=x, y=labels)
+    stdout, content = smoke(
+        "laplace.py", f"laplace_{data}", tmp_path, "--data", data, TYXE_DATA=str(tmp_path)
+    )
+    kinds = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
+    posteriors = ["Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"]
+    rows = {
+        "cubic": [f"{name}, {kind}" for name in ("kron", "diag", "full") for kind in kinds]
+        + ["HMC, untuned, bnn"],
+        "step": ["true posterior", *posteriors],
+        "banana": None,
+    }[data]
+    table = content["table"]
+    assert rows is None or list(table) == rows
+    for name, row in table.items():
+        assert all(math.isfinite(value) for value in row.values())
+        columns = ", ".join(f"{column} {value:.3f}" for column, value in row.items())
+        assert f"{name:28}{columns}" in stdout
+    if data == "step":
+        assert all(0 <= value <= 1 for row in table.values() for value in row.values())
+        # The integral does not depend on how long anything was fitted.
+        assert table["true posterior"]["p at x = 4"] == pytest.approx(0.992, abs=1e-3)
+        assert table["true posterior"]["P(w1 < 0)"] < 1e-5
+    if data == "banana":
+        assert {name.split(",")[0] for name in table} == {"MAP", "bnn", "glm"}
+        assert all(row["error %"] <= 100 for row in table.values())
+        assert len(content["by prior precision"]) == 2
+    assert content["settings"]["data"] == data
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
