@@ -77,3 +77,9 @@ def test_no_text_installs_the_fork() -> None:
     }
     assert len(TEXTS) > 20
     assert found == set()
+
+
+def test_the_uci_table_is_what_the_results_say() -> None:
+    command = [sys.executable, "examples/uci.py", "--table", "--out", "docs/results"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (ROOT / "docs/results/uci.md").read_text() == done.stdout

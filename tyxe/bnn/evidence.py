@@ -89,6 +89,9 @@ def _with_prior(block: Operator, group: Group, precisions: Precisions, damping: 
             f"the weights of {' and '.join(group.sites)} have different prior precisions, which "
             'a Kronecker product does not take: give them one, or use structure="diag" or "full"'
         )
+    if any(value.requires_grad for value in values):
+        # Every weight has its share of the gradient.
+        first = torch.stack([value.mean() for value in values]).mean()
     if isinstance(block, BlockDiagonal):
         return BlockDiagonal({n: _shifted(b, first, damping) for n, b in block.blocks.items()})
     return _shifted(block, first, damping)

@@ -23,6 +23,7 @@ from tyxe.bnn.evidence import (
 from tyxe.bnn.history import History
 from tyxe.bnn.linearized import PREDICTIVES, linearize
 from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.bnn.prior_precision import PriorPrecision, ascent, spread
 from tyxe.bnn.refined import GPOnSubset, RefinedPosterior, gp_outputs, refined
 from tyxe.bnn.training import FitOptions, Trainer
 from tyxe.curvature import (
@@ -41,8 +42,6 @@ from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.priors import DictPrior, Prior
 
 __all__ = ["LaplaceBNN"]
-
-PriorPrecision = float | Tensor | Mapping[str, float | Tensor]
 
 # Bytes that a dense matrix of all weights may take.
 DENSE_LIMIT = 8 * 2**30
@@ -419,7 +418,7 @@ class LaplaceBNN(SupervisedBNN):
         curvature = self._fitted()
         precisions = self._prior_moments()[1]
         if prior_precision is not None:
-            precisions = self._spread(prior_precision, precisions)
+            precisions = spread(prior_precision, precisions, self.net_prior.prefix)
         log_likelihood: float | Tensor = curvature.log_likelihood
         if noise is not None:
             curvature, log_likelihood = self._with_noise(curvature, noise)
@@ -431,22 +430,6 @@ class LaplaceBNN(SupervisedBNN):
         means = self._prior_moments()[0]
         values = self.net_guide.values()
         return {name: (values[name].detach() - mean).square() for name, mean in means.items()}
-
-    def _spread(self, given: PriorPrecision, like: Values) -> Values:
-        prefix = self.net_prior.prefix
-        found = {}
-        for name, tensor in like.items():
-            value = given
-            if isinstance(given, Mapping):
-                key = name if name in given else name.removeprefix(prefix)
-                if key not in given:
-                    raise ValueError(
-                        f"prior_precision has no entry for {key!r}; it has {', '.join(given)}"
-                    )
-                value = given[key]
-            number = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
-            found[name] = number.expand(tensor.shape) if number.dim() else number
-        return found
 
     def _with_noise(self, curvature: Curvature, noise: float | Tensor) -> tuple[Curvature, Tensor]:
         likelihood = self.likelihood
@@ -484,7 +467,7 @@ class LaplaceBNN(SupervisedBNN):
             grid: precisions to try; by default 21 from 1e-4 to 1e4.
 
         Returns:
-            The precision; by block, if there are several.
+            The precision; `per_site`, one for each weight, by its name in the net.
 
         Raises:
             RuntimeError: there is no curvature yet.
@@ -514,31 +497,15 @@ class LaplaceBNN(SupervisedBNN):
             return sum(float(self.evaluate(x, y)[1]) for x, y in batches_of(loader, device))
 
     def _ascend(self, per_site: bool, num_steps: int, lr: float) -> Tensor | dict[str, Tensor]:
-        curvature, precisions = self._fitted(), self._prior_moments()[1]
-        squares = {name: square.sum() for name, square in self._squared_deviations().items()}
+        curvature = self._fitted()
         owner = {site: g.name if per_site else "" for g in curvature.groups for site in g.sites}
-        sites = {key: [s for s in owner if owner[s] == key] for key in owner.values()}
-        counts = [sum(self._shapes[s].numel() for s in each) for each in sites.values()]
-        sums = torch.stack([torch.stack([squares[s] for s in e]).sum() for e in sites.values()])
-        starts = [
-            torch.stack([precisions[s].log().mean() for s in each]).mean()
-            for each in sites.values()
-        ]
-        logs = torch.stack(starts).detach().requires_grad_()
-        sizes = logs.new_tensor(counts)
         logdet = logdet_of_numbers(curvature, owner, self.temperature, self.damping)
-        optimizer = torch.optim.Adam([logs], lr=lr, maximize=True)
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            numbers = logs.exp()
-            # What of the evidence depends on the precision: its other terms stay as they are.
-            penalty = (numbers * sums - sizes * logs).sum()
-            by_key = dict(zip(sites, numbers.unbind(), strict=True))
-            (-(penalty + logdet(by_key)) / 2).backward()
-            optimizer.step()
-        found = dict(zip(sites, logs.detach().exp(), strict=True))
+        precisions = self._prior_moments()[1]
+        found = ascent(owner, self._squared_deviations(), precisions, logdet, num_steps, lr)
         self._set_precision({site: found[key] for site, key in owner.items()})
-        return found if per_site else found[""]
+        prefix = self.net_prior.prefix
+        by_name = {key.removeprefix(prefix): value for key, value in found.items()}
+        return by_name if per_site else found[""]
 
     def _set_precision(self, precisions: Mapping[str, Tensor]) -> None:
         means, before = self._prior_moments()

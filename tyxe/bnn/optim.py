@@ -206,7 +206,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients together, in one pass over them."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     # A sum of squares overflows in half precision; float32 and wider stay what they are.
-    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    wide = [g if g.element_size() >= 4 else g.float() for g in gradients]
     if all(g.device.type == "cpu" and g.is_contiguous() for g in wide):
         # Twice as fast as norms on a CPU; elsewhere all norms are one kernel.
         wide = [g.view(-1) for g in wide]

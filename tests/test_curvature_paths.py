@@ -1,0 +1,259 @@
+"""The shortcuts of the curvature equal the long way round."""
+
+import copy
+import itertools
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import tyxe
+from tyxe.curvature import accumulate, covariance
+from tyxe.curvature.uses import UseRecorder, patches
+from tyxe.poutine import Draw
+
+
+def record(function, x, weight, *args, **kwargs):
+    with UseRecorder() as recorder:
+        function(x, Draw("w", None, weight), None, *args, **kwargs)
+    (use,) = recorder.uses
+    return use
+
+
+CONVOLUTIONS = {
+    "positional": (F.conv2d, (3, 4, 6, 7), (5, 4, 2, 3), ((2, 1), (0, 1), (1, 2)), {}),
+    "torch's own": (torch.conv2d, (3, 4, 6, 7), (5, 4, 2, 3), (2, 1, 2), {}),
+    "by name": (F.conv2d, (3, 4, 6, 7), (6, 2, 2, 3), (), {"groups": 2, "padding": 1}),
+    "same, even kernel": (F.conv2d, (3, 4, 6, 7), (5, 4, 2, 4), (), {"padding": "same"}),
+    "same, dilated": (F.conv1d, (3, 4, 9), (5, 4, 4), (1, "same", 3), {}),
+    "valid": (F.conv1d, (3, 4, 9), (5, 4, 3), (2, "valid"), {}),
+    "one dimension": (F.conv1d, (3, 4, 9), (4, 1, 3), (2, 1, 2, 4), {}),
+    "three dimensions": (F.conv3d, (2, 2, 4, 5, 6), (3, 2, 2, 1, 3), (2, 1, 1), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "expanded"])
+def test_patches_are_what_the_kernel_covers(name, layout):
+    """The convolution itself, by patches times the weight's matrices."""
+    torch.manual_seed(0)
+    function, shape, weight_shape, args, kwargs = CONVOLUTIONS[name]
+    x = torch.randn(shape).double()
+    if layout == "channels last":
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    elif layout == "expanded":
+        x = x[:1].expand(shape)
+    weight = torch.randn(weight_shape).double()
+    use = record(function, x, weight, *args, **kwargs)
+    found = patches(use, len(x))
+    matrices = weight.reshape(use.groups, -1, weight[0].numel())
+    outputs = torch.einsum("nrgi,goi->ngor", found, matrices).flatten(1, 2)
+    expected = function(x, weight, None, *args, **kwargs)
+    torch.testing.assert_close(outputs, expected.flatten(2), rtol=1e-12, atol=1e-12)
+    with_one = patches(use, len(x), with_one=True)
+    assert torch.equal(with_one[..., :-1], found)
+    assert bool((with_one[..., -1] == 1).all())
+
+
+def test_patches_of_an_input_with_one_more_batch_dimension_become_positions():
+    x = torch.randn(2, 3, 4, 5, 5).double()
+    use = record(F.conv2d, x.flatten(0, 1), torch.randn(2, 4, 3, 3).double())
+    apart, together = patches(use, 6), patches(use, 2)
+    assert torch.equal(together, apart.reshape(2, 3 * 9, 1, 36))
+
+
+class Changes(nn.Module):
+    """Changes the last map's output in place, or not at all."""
+
+    def __init__(self, factor, inplace=False):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=inplace))
+        self.head = nn.Linear(4, 2)
+        self.factor = factor
+
+    def forward(self, x):
+        outputs = self.head(self.body(x))
+        return outputs if self.factor is None else outputs.mul_(self.factor)
+
+
+def laplace(net, structure="full", likelihood=None, points=5, **options):
+    likelihood = tyxe.likelihoods.Categorical(points) if likelihood is None else likelihood
+    prior = tyxe.priors.IIDPrior(
+        dist.Normal(torch.zeros(()).double(), torch.ones(()).double()),
+        **options.pop("rules", {}),
+    )
+    return tyxe.LaplaceBNN(net.double(), prior, likelihood, structure=structure, **options)
+
+
+def jacobian_of(net, x, names):
+    values = {name: p.detach() for name, p in net.named_parameters() if name in names}
+
+    def outputs(values):
+        return torch.func.functional_call(net, values, (x,))
+
+    found = torch.func.jacrev(outputs)(values)
+    return torch.cat([found[name].flatten(2) for name in names], 2)
+
+
+@pytest.mark.parametrize("factor", [None, 3.0])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_activations_and_outputs_may_be_changed_in_place(factor, inplace):
+    torch.manual_seed(0)
+    net, x = Changes(factor, inplace).double(), torch.randn(5, 3).double()
+    bnn = laplace(net)
+    bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
+    # Weights of the first layer and bias in one matrix, row by row: compare what has no order.
+    plain = copy.deepcopy(net)
+    plain.body[1].inplace = False
+    names = [name for name, _ in net.named_parameters()]
+    rows = jacobian_of(plain, x, names)
+    probs = net(x).softmax(-1).detach()
+    hessian = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
+    expected = torch.linalg.eigvalsh((rows.mT @ hessian @ rows).sum(0))
+    found = torch.linalg.eigvalsh(bnn.net_guide.curvature.operator.to_dense())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_last_layer_takes_no_backward_and_leaves_no_graph(monkeypatch):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    bnn = laplace(net, rules={"expose_all": False, "expose_modules": [net[2]]})
+    kept = []
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    hook = bnn.net[1].register_forward_hook(lambda _, __, out: kept.append(out.requires_grad))
+    x = torch.randn(5, 3).double()
+    bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
+    hook.remove()
+    assert kept
+    assert not any(kept)
+    hidden = [p for name, p in bnn.net.named_parameters() if name.startswith("0.")]
+    assert all(p.requires_grad for p in hidden)
+
+
+def test_hidden_parameters_are_as_before_after_an_error():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                raise RuntimeError("no more")
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(3, 4), Fails(4, 2))
+    bnn = laplace(net, rules={"expose_all": False, "expose_modules": [net[1]]})
+    with pytest.raises(RuntimeError, match="no more"):
+        bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
+    assert all(p.requires_grad for p in bnn.net[0].parameters())
+
+
+@pytest.mark.parametrize("budget", [2**24, 1])
+@pytest.mark.parametrize("curvature", ["ggn", "fisher"])
+def test_the_full_matrix_of_outer_products(monkeypatch, budget, curvature):
+    """All cotangents of a batch together, as many as fit: the same as one Jacobian at a time."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(5, 3).double()
+    batches = [(x[:2], torch.zeros(2).long()), (x[2:], torch.zeros(3).long())]
+    monkeypatch.setattr(accumulate, "BUDGET", budget)
+    torch.manual_seed(1)
+    bnn = laplace(net, curvature=curvature)
+    bnn.fit_curvature(batches, progress=False)
+    monkeypatch.setattr(accumulate, "_is_outer", lambda rows: False)
+    torch.manual_seed(1)
+    slow = laplace(net, curvature=curvature)
+    slow.fit_curvature(batches, progress=False)
+    found, expected = (b.net_guide.curvature.operator.to_dense() for b in (bnn, slow))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_covariances_come_in_chunks(monkeypatch, structure):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)).double()
+    x = torch.randn(5, 1, 4, 4).double()
+    bnn = laplace(net, structure)
+    bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
+    whole = bnn.functional_variance(x)
+    monkeypatch.setattr(covariance, "CACHED", 1)
+    monkeypatch.setattr(covariance, "BUDGET", 1)
+    torch.testing.assert_close(bnn.functional_variance(x), whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("positions", "outputs", "inputs", "classes"), [
+    (2, 5, 7, 3), (50, 2, 3, 4), (6, 5, 3, 4), (6, 2, 9, 1),
+])  # fmt: skip
+def test_sums_are_turned_before_or_after(positions, outputs, inputs, classes):
+    torch.manual_seed(0)
+    sizes = outputs, inputs
+    factors = [(r := torch.randn(s, s).double()) @ r.mT for s in sizes]
+    precision = tyxe.linalg.Kronecker.from_factors(*factors).add_diagonal(0.3)
+    a = torch.randn(4, positions, inputs).double()
+    g = torch.randn(4, classes, positions, outputs).double()
+    rows = torch.einsum("ncro,nri->ncoi", g, a).flatten(-2)
+    torch.testing.assert_close(
+        precision.inverse_quadratic_summed(a, g), precision.inverse_quadratic(rows)
+    )
+
+
+def test_factored_rows_of_the_wrong_size_are_refused():
+    kron = tyxe.linalg.Kronecker.from_factors(torch.eye(2), torch.eye(3)).add_diagonal(1.0)
+    with pytest.raises(ValueError, match=r"expected inputs \(..., R, 3\)"):
+        kron.inverse_quadratic_summed(torch.ones(4, 5, 2), torch.ones(4, 1, 5, 2))
+    with pytest.raises(ValueError, match="do not make rows of 6 elements"):
+        tyxe.linalg.Dense(torch.eye(6)).inverse_quadratic_factored(
+            torch.ones(4, 2), torch.ones(4, 1, 2)
+        )
+
+
+@pytest.mark.parametrize("per_site", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("structure", "damping"), [("kron", False), ("kron", True), ("diag", False), ("full", False)]
+)
+def test_the_ascent_is_that_of_the_evidence(structure, damping, temperature, per_site):
+    """By the eigenvalues together, as by `log_marginal_likelihood` at every step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 3), nn.LayerNorm(3)
+    )
+    x, y = torch.randn(6, 2, 3, 3).double(), torch.arange(6) % 3
+    options = {"temperature": temperature, "damping": damping}
+    bnn = laplace(net, structure, points=6, **options)
+    bnn.fit_curvature([(x, y)], progress=False)
+    groups = bnn.net_guide.curvature.groups
+    owner = {site: g.name if per_site else "" for g in groups for site in g.sites}
+    logs = {name: torch.zeros(()).double().requires_grad_() for name in owner.values()}
+    optimizer = torch.optim.Adam(logs.values(), lr=0.1, maximize=True)
+    for _ in range(5):
+        optimizer.zero_grad()
+        given = {site: logs[name].exp() for site, name in owner.items()}
+        bnn.log_marginal_likelihood(given).backward()
+        optimizer.step()
+    found = bnn.optimize_prior_precision(per_site=per_site, num_steps=5)
+    expected = {name: log.detach().exp() for name, log in logs.items()}
+    named = {f"net.{key}": value for key, value in found.items()} if per_site else {"": found}
+    torch.testing.assert_close(named, expected, rtol=1e-9, atol=0)
+
+
+def test_numbers_and_tensors_give_one_evidence():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    for structure, number in itertools.product(("kron", "diag", "full"), (0.5, 3.0)):
+        bnn = laplace(net, structure)
+        bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
+        full = {n: torch.full_like(p, number) for n, p in net.named_parameters()}
+        by_number = bnn.log_marginal_likelihood(number)
+        torch.testing.assert_close(bnn.log_marginal_likelihood(full), by_number, rtol=1e-12, atol=0)
+
+
+def test_a_net_under_no_grad_has_no_curvature_in_it():
+    """A last map outside the graph is no shortcut: its gradient is zero."""
+
+    class Stopped(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    bnn = laplace(Stopped(3, 2))
+    bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
+    assert not bool(bnn.net_guide.curvature.operator.to_dense().any())
