@@ -573,3 +573,10 @@ def test_evaluation_of_half_predictions_does_not_overflow(dtype, aggregate):
         assert one.dtype == torch.float32
         assert bool((one.abs() > 1e6).all())
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_list_of_pairs_is_a_loader_as_in_fit():
+    bnn, x, y = make(), inputs(), torch.randint(3, (N,))
+    whole = seeded(bnn.evaluate, x, y, S)
+    parts = seeded(bnn.evaluate, [(x[:4], y[:4]), (x[4:], y[4:])], None, S)
+    torch.testing.assert_close(parts, whole)

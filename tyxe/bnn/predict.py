@@ -229,7 +229,7 @@ class SupervisedBNN(BNN):
         The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats.
 
         Args:
-            input_data: a batch of inputs, or a loader of `(inputs, targets)`.
+            input_data: a batch of inputs, or a loader (or list) of `(inputs, targets)`.
             y: targets; left out with a loader.
             num_predictions: number of draws; 0 evaluates at the posterior's centre.
             aggregate: combine the draws; `False` returns a row for each.
@@ -246,6 +246,8 @@ class SupervisedBNN(BNN):
             ValueError: targets missing, or of another shape than the predictions.
         """
         _check_count(num_predictions)
+        if y is None and isinstance(input_data, list):
+            input_data = iter(input_data)  # as in fit, where a list is a loader
         if (y is None) != is_loader(input_data):
             raise ValueError(
                 "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
