@@ -40,7 +40,7 @@ CASES = {
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
 # Those in which nothing is written by hand: the plain net is the only yardstick.
-WITHOUT_LIMITS = {"startup", "gpu", "stages"}
+WITHOUT_LIMITS = {"startup", "gpu"}
 
 
 @pytest.fixture

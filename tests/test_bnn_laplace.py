@@ -629,3 +629,112 @@ def test_batch_norm_hidden_or_not(hidden):
     names = {group.name for group in bnn.net_guide.curvature.groups}
     assert ("net.1.weight" in names) is not hidden
     assert bnn.predict(inputs).shape == (6, 2)
+
+
+# ------------------------------------------------------------------ what must not pass silently
+
+
+class Switches(nn.Module):
+    """Uses its layer as a linear map for some batches, and by hand for others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        if len(x) == 6:
+            return self.layer(x)
+        return x @ self.layer.weight.T + self.layer.bias
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_net_that_uses_its_sites_differently_is_refused(structure):
+    x, y = torch.randn(12, 3), torch.randint(3, (12,))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(Switches(), prior, tyxe.likelihoods.Categorical(12), structure=structure)
+    with pytest.raises(ValueError, match=r"in other ways than for another batch"):
+        bnn.fit_curvature([(x[:6], y[:6]), (x[6:11], y[6:11])])
+    bnn.fit_curvature([(x[:6], y[:6]), (x[6:], y[6:])])
+    with pytest.raises(ValueError, match=r"in other ways than for another batch"):
+        bnn.predict(x[:5])
+
+
+@pytest.mark.parametrize("link", ["mc", "probit"])
+def test_certain_predictions_have_finite_scores(link):
+    torch.manual_seed(0)
+    x = torch.randn(8, 3).float()
+    net = nn.Linear(3, 1).float()
+    with torch.no_grad():
+        net.weight.mul_(60)
+    y = (net(x) > 0).float()
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1e-3))
+    likelihood = tyxe.likelihoods.Bernoulli(8, event_dim=1)
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood)
+    bnn.fit_curvature([(x, y)])
+    assert bnn.predict(x, link=link).isfinite().all()
+    assert bnn.evaluate(x, y, link=link)[1].isfinite()
+
+
+def test_masked_points():
+    bnn, x, y = classifier()
+    mask = torch.arange(15) < 6
+    with (
+        tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]),
+        pytest.raises(ValueError, match=r"selective_mask has no effect on the curvature"),
+    ):
+        bnn.fit_curvature([(x, y)])
+    bnn.fit_curvature([(x, y)])
+    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+        masked = bnn.evaluate(x, y, link="probit", reduction="none")
+    left = bnn.evaluate(x[:6], y[:6], link="probit", reduction="none")
+    torch.testing.assert_close(masked, left)
+
+
+def test_sequences_of_several_lengths():
+    torch.manual_seed(0)
+    batches = [(torch.randn(3, length, 2), torch.randn(3, length, 2)) for length in (2, 7)]
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5, event_dim=2)
+    found = []
+    for structure in ("full", "kron"):
+        prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+        bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), prior, likelihood, structure=structure)
+        bnn.fit_curvature(batches)
+        found.append(bnn.net_guide.precision.to_dense())
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_no_predictions_is_the_centre():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    found = bnn.predict(x, num_predictions=0, aggregate=False)
+    torch.testing.assert_close(found, bnn.to_module()(x).detach()[None])
+
+
+def test_an_error_leaves_the_posterior_and_the_prior():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    before = bnn.log_marginal_likelihood()
+    with pytest.raises(ValueError, match=r"targets lie outside"):
+        bnn.fit_curvature([(x, y + 3)])
+    with pytest.raises(ValueError, match=r"targets of shape"):
+        bnn.optimize_prior_precision("grid", [(x, y[:, None])])
+    assert bnn.log_marginal_likelihood() == before
+    with pytest.raises(ValueError, match=r"not per_site"):
+        bnn.optimize_prior_precision("grid", [(x, y)], per_site=True)
+
+
+def test_numbers_that_must_be_positive():
+    bnn, x, y, *_ = regression("full")
+    bnn.fit_curvature([(x, y)])
+    for noise in (-0.3, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"expected one positive number"):
+            bnn.log_marginal_likelihood(noise=noise)
+    with pytest.raises(ValueError, match=r"num_passes is 0"):
+        classifier(num_passes=0)
+
+
+def test_factors_too_large_are_refused_before_they_are_made():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(nn.Linear(100_000, 2), prior, tyxe.likelihoods.Categorical(2))
+    with pytest.raises(ValueError, match=r"factors of 'net.weight' take 37.3 GiB"):
+        bnn.fit_curvature([(torch.zeros(2, 100_000), torch.zeros(2).long())])

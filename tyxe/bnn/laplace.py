@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from tyxe.curvature import (
     Curvature,
     LaplaceGuide,
     Linearization,
+    check_groups,
     check_size,
     collect_curvature,
     functional_covariance,
@@ -111,6 +113,8 @@ class LaplaceBNN(SupervisedBNN):
         _check_known("curvature", curvature, CURVATURES)
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number")
+        if num_passes < 1:
+            raise ValueError(f"num_passes is {num_passes}; expected a positive number")
         if likelihood.latent_priors():
             raise ValueError(
                 "the Laplace approximation takes a likelihood without variables of its own: pass "
@@ -225,7 +229,6 @@ class LaplaceBNN(SupervisedBNN):
         Raises:
             ValueError: data that do not fit the likelihood; a curvature that is not finite.
         """
-        self._forget()
         totals = [0.0, 0.0, 0.0]
         with modes_restored(self):
             self.eval()
@@ -253,7 +256,7 @@ class LaplaceBNN(SupervisedBNN):
         for _ in bar:
             for inputs, targets in batches_of(loader, device):
                 if not checked:
-                    check_first_batch(self, self.net_guide.draw, inputs, targets)
+                    check_first_batch(self, self.net_guide.values, inputs, targets)
                     checked = True
                 yield inputs, targets
                 if isinstance(self.likelihood, HomoskedasticGaussian):
@@ -318,7 +321,7 @@ class LaplaceBNN(SupervisedBNN):
         Raises:
             RuntimeError: there is no curvature yet.
         """
-        self._fitted()
+        check_groups(self._fitted().groups, linear.groups)
         assert self.net_guide.precision is not None
         return functional_covariance(linear, self.net_guide.precision)
 
@@ -439,6 +442,8 @@ class LaplaceBNN(SupervisedBNN):
             )
         like = self.net_guide.loc_vector()
         scale = torch.as_tensor(noise, dtype=like.dtype, device=like.device)
+        if scale.dim() or not bool(scale > 0):
+            raise ValueError(f"noise is {noise}; expected one positive number")
         ratio = (likelihood.scale_of(like=like) / scale).square()
         operator = curvature.operator.scaled(ratio)
         error, count = self.residuals.tolist()
@@ -471,7 +476,8 @@ class LaplaceBNN(SupervisedBNN):
 
         Raises:
             RuntimeError: there is no curvature yet.
-            ValueError: an unknown method; no loader for `"grid"`.
+            ValueError: an unknown method; for `"grid"`, no loader, or no precision with a finite
+                score. The prior then stays as it was.
         """
         self._fitted()
         if method == "evidence":
@@ -482,11 +488,28 @@ class LaplaceBNN(SupervisedBNN):
             raise ValueError(
                 "method='grid' needs held-out data: optimize_prior_precision('grid', loader)"
             )
-        tried = torch.logspace(-4, 4, 21).tolist() if grid is None else list(grid)
-        found = [self._held_out(precision, loader) for precision in tried]
-        best = torch.tensor(tried[found.index(max(found))])
+        if per_site:
+            raise ValueError("method='grid' finds one precision for all weights, not per_site")
+        before = self.prior
+        try:
+            best = self._search(
+                torch.logspace(-4, 4, 21).tolist() if grid is None else grid, loader
+            )
+        except BaseException:
+            self.update_prior(before)
+            raise
         self._set_precision(dict.fromkeys(self._shapes, best))
         return best
+
+    def _search(self, grid: Iterable[float], loader: Iterable[Any]) -> Tensor:
+        """The precision of the best held-out log-likelihood."""
+        scores = {float(precision): self._held_out(float(precision), loader) for precision in grid}
+        finite = {precision: score for precision, score in scores.items() if math.isfinite(score)}
+        if not finite:
+            raise ValueError("no precision of the grid gives a finite held-out log-likelihood")
+        return next(iter(self._prior_moments()[1].values())).new_tensor(
+            max(finite, key=finite.__getitem__)
+        )
 
     def _held_out(self, precision: float, loader: Iterable[Any]) -> float:
         """The log-likelihood of held-out data, from the same random numbers every time."""

@@ -14,6 +14,7 @@ from tyxe.curvature import Group, Linearization, joined, linearized
 from tyxe.distributions import center, independent_moments
 from tyxe.guides import Guide, PyroGuide
 from tyxe.linalg import Diagonal, LowRank, Operator
+from tyxe.poutine import masked_pointwise
 from tyxe.predictive import check_link, predict_from_gaussian, sample_outputs
 
 __all__ = [
@@ -65,7 +66,7 @@ def linearized_predictions(
                 predict_from_gaussian(bnn.likelihood, mean, covariance, link, samples, latents)
             )
         else:
-            found.append(sample_outputs(mean, covariance, max(count, 1)))
+            found.append(sample_outputs(mean, covariance, count) if count else mean[None])
     return found
 
 
@@ -77,6 +78,11 @@ def linearized_evaluations(
     latents = bnn.point_latents()
     for inputs, targets in batches:
         (prediction,) = linearized_predictions(bnn, gaussian, [(inputs, None)], link, count, True)
+        rows = masked_pointwise(bnn.likelihood.data_name, torch.arange(len(targets)))
+        if len(rows) < len(targets):
+            parts = prediction if isinstance(prediction, tuple) else (prediction,)
+            kept = tuple(part[rows] for part in parts)
+            prediction, targets = (kept if len(kept) > 1 else kept[0]), targets[rows]
         errors.append(bnn.likelihood.error(prediction, targets))
         log_likelihoods.append(bnn.likelihood.log_likelihood(prediction, targets, "none", latents))
     return torch.cat(errors), torch.cat(log_likelihoods)

@@ -17,9 +17,10 @@ from tyxe.bnn.linearized import guide_covariance
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.state import Checkpoint
 from tyxe.bnn.training import FitOptions, Trainer
-from tyxe.curvature import Linearization, covariance_through
+from tyxe.curvature import Linearization, covariance_through, functional_covariance
 from tyxe.guides import Guide, PyroGuide
 from tyxe.likelihoods import Likelihood
+from tyxe.linalg import BlockDiagonal, Diagonal
 from tyxe.priors import Prior
 
 __all__ = ["VariationalBNN"]
@@ -130,7 +131,12 @@ class VariationalBNN(SupervisedBNN):
         Raises:
             TypeError: the guide is no Normal.
         """
-        return covariance_through(linear, guide_covariance(self.net_guide, linear.groups))
+        covariance = guide_covariance(self.net_guide, linear.groups)
+        if not isinstance(covariance, Diagonal):
+            return covariance_through(linear, covariance)
+        precisions = covariance.inverse_diagonal().split([g.size for g in linear.groups])
+        blocks = {g.name: Diagonal(p) for g, p in zip(linear.groups, precisions, strict=True)}
+        return functional_covariance(linear, BlockDiagonal(blocks))
 
     # ------------------------------------------------------------------ fit
 

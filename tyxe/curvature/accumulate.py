@@ -16,6 +16,10 @@ from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator, den
 __all__ = ["ACCUMULATORS", "Accumulator", "check_size"]
 
 
+# Bytes that the factors of one layer may take.
+FACTOR_LIMIT = 8 * 2**30
+
+
 class Accumulator(ABC):
     """Takes the gradients of all cotangents of all batches, and returns the curvature.
 
@@ -176,6 +180,10 @@ class KroneckerAccumulator(Accumulator):
         super().__init__(groups, like)
         self._reduce = reduce
         linear = [group for group in groups if isinstance(group, LinearGroup)]
+        for group in linear:
+            _check_factors(group)
+        # Of all positions that a factor's average is over.
+        self._positions = {group.name: 0 for group in linear}
         self._inputs = {g.name: self.zeros(g.groups, g.columns, g.columns) for g in linear}
         self._gradients = {g.name: self.zeros(g.groups, g.outputs, g.outputs) for g in linear}
         self._rest = {g.name: self.zeros(g.size) for g in groups if g.name not in self._inputs}
@@ -190,7 +198,8 @@ class KroneckerAccumulator(Accumulator):
                 a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
             self._gradients[name] += _second_moment(g)
             if first:
-                self._inputs[name] += _second_moment(a) / a.shape[1]
+                self._inputs[name] += _second_moment(a)
+                self._positions[name] += a.shape[0] * a.shape[1]
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         yield from (*self._inputs.items(), *self._gradients.items(), *self._rest.items())
@@ -202,8 +211,9 @@ class KroneckerAccumulator(Accumulator):
                 blocks[group.name] = Diagonal(self._rest[group.name])
                 continue
             # Averages, and the number of points for the scale: what damping is defined by [T 3.41].
+            positions = self._positions[group.name]
             products = [
-                Kronecker.from_factors(gradient / points, inputs / points, scale=points)
+                Kronecker.from_factors(gradient / points, inputs / positions, scale=points)
                 for gradient, inputs in zip(
                     self._gradients[group.name], self._inputs[group.name], strict=True
                 )
@@ -211,6 +221,16 @@ class KroneckerAccumulator(Accumulator):
             named: dict[str, Operator] = {str(i): product for i, product in enumerate(products)}
             blocks[group.name] = products[0] if len(products) == 1 else BlockDiagonal(named)
         return BlockDiagonal(blocks)
+
+
+def _check_factors(group: LinearGroup) -> None:
+    sides = max(group.columns, group.outputs)
+    needed = group.groups * dense_bytes(sides)
+    if needed > FACTOR_LIMIT:
+        raise ValueError(
+            f"the Kronecker factors of {group.name!r} take {needed / 2**30:,.1f} GiB (a side of "
+            f'{sides:,}); use structure="diag", or hide this layer from the prior'
+        )
 
 
 def _second_moment(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from tyxe.curvature.linearize import Linearization
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
 from tyxe.linalg import BlockDiagonal
+from tyxe.poutine import masked_pointwise
 
-__all__ = ["CURVATURES", "Curvature", "collect_curvature"]
+__all__ = ["CURVATURES", "Curvature", "check_groups", "collect_curvature"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def collect_curvature(
             taking each as a point of its own.
 
     Raises:
-        ValueError: no batch; the curvature is not finite.
+        ValueError: no batch; batches for which the net uses its sites differently, or a mask of
+            points; the curvature is not finite.
     """
     accumulator: Accumulator | None = None
     points, log_likelihood = 0, 0.0
@@ -88,6 +90,8 @@ def collect_curvature(
         outputs = linear.outputs.detach()
         if accumulator is None:
             accumulator = _accumulator(structure, linear, reduce)
+        check_groups(accumulator.groups, linear.groups)
+        _check_unmasked(likelihood, outputs)
         for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
             accumulator.add(linear.rows(column), first=index == 0)
         points += len(targets)
@@ -99,6 +103,30 @@ def collect_curvature(
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
     return Curvature(operator, accumulator.groups, log_likelihood * scale)
+
+
+def check_groups(known: list[Group], found: list[Group]) -> None:
+    """Raise if a net uses its sites in another way than it did: their order would be another.
+
+    Raises:
+        ValueError: it does.
+    """
+    if known != found:
+        sites = [group.name for group in found if group not in known]
+        raise ValueError(
+            f"the net uses {', '.join(map(repr, sites))} in other ways than for another batch, so "
+            "that their curvatures do not add up; hide these sites from the prior, or give the net "
+            "batches for which it does the same"
+        )
+
+
+def _check_unmasked(likelihood: Likelihood, outputs: Tensor) -> None:
+    rows = torch.arange(len(outputs), device=outputs.device)
+    if len(masked_pointwise(likelihood.data_name, rows)) < len(outputs):
+        raise ValueError(
+            "selective_mask has no effect on the curvature: leave the masked points out of the "
+            "loader, and let dataset_size count the others"
+        )
 
 
 def _accumulator(structure: str, linear: Linearization, reduce: bool) -> Accumulator:
@@ -115,13 +143,3 @@ def _check_finite(accumulator: Accumulator) -> None:
                 f"the curvature of {name!r} is not finite: look at the inputs and the fitted net, "
                 "or use float32 where it is in half precision"
             )
-
-
-def prior_vectors(groups: Iterable[Group], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a value of every weight, such as its prior's precision, by group."""
-    return {group.name: group.to_vector(values) for group in groups}
-
-
-def as_parameter(number: float | Tensor, like: Tensor) -> Tensor:
-    """Return a number as a tensor of another's kind, gradient and all."""
-    return torch.as_tensor(number, dtype=like.dtype, device=like.device)

@@ -140,7 +140,7 @@ class LaplaceGuide(nn.Module):
             return
         like = next(iter(self.parameters()))
         operators = [
-            operator_from_state({k: v.to(like.device) for k, v in state[part].items()})
+            operator_from_state({k: v.to(like) for k, v in state[part].items()})
             for part in ("curvature", "precision")
         ]
         assert isinstance(operators[0], BlockDiagonal)

@@ -216,7 +216,7 @@ def linearized(
         inputs: a batch.
         shapes: of the sites that are asked for.
     """
-    fused = any(isinstance(module, nn.RNNBase) for module in net.modules())
+    fused = any(isinstance(module, nn.RNNBase | nn.TransformerEncoder) for module in net.modules())
     per_point = looped_gradients if fused else vectorized_gradients
 
     def run_frozen(values: Mapping[str, Tensor], inputs: Any) -> Tensor:

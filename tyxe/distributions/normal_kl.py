@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -98,12 +99,39 @@ class _JointKL(torch.autograd.Function):
         return None, *found
 
 
+class _Known(NamedTuple):
+    """What is known of a Normal, with the tensors that it was read from."""
+
+    loc: Tensor
+    scale: Tensor
+    versions: tuple[int, int]
+    one: ToOneNormal | None
+
+    def still_holds(self, loc: Tensor, scale: Tensor) -> bool:
+        same = self.loc is loc and self.scale is scale
+        return same and self.versions == (loc._version, scale._version)
+
+
+# Reading a number off an accelerator in every step would stop it. A change in place is noticed by
+# the tensors' versions, which is to say not where it went through `.data`.
+_KNOWN: weakref.WeakKeyDictionary[td.Normal, _Known] = weakref.WeakKeyDictionary()
+
+
 def _numbers(normal: td.Normal) -> ToOneNormal | None:
-    """Mean and scale of a Normal that repeats one of each, where the host has them; else None."""
+    """Mean and scale of a Normal that repeats one of each, or None."""
     loc, scale = normal.loc, normal.scale
-    # Reading a number off an accelerator would stop it; tensors of other classes may have none.
-    if any(type(t) is not Tensor or t.device.type != "cpu" for t in (loc, scale)):
+    # Tensors of other classes, or without storage, may have no numbers; nobody counts the changes
+    # of those made in inference mode.
+    if any(type(t) is not Tensor or t.is_meta or t.is_inference() for t in (loc, scale)):
         return None
+    known = _KNOWN.get(normal)
+    if known is None or not known.still_holds(loc, scale):
+        known = _Known(loc, scale, (loc._version, scale._version), _read(loc, scale))
+        _KNOWN[normal] = known
+    return known.one
+
+
+def _read(loc: Tensor, scale: Tensor) -> ToOneNormal | None:
     one_loc, one_scale = _scalar(loc), _scalar(scale)
     if one_loc is None or one_scale is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian
 from tyxe.likelihoods.base import Likelihood
-from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
+from tyxe.predictive.links import CLASS_LINKS, sample_outputs
 
 __all__ = ["check_link", "predict_from_gaussian"]
 
@@ -74,7 +75,11 @@ def _(
     latents: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     _check_logits(likelihood)
-    return CLASS_LINKS[link](mean, covariance, num_samples).log()
+    if link == "mc":
+        # In logarithms, so that a class which no sample expects still has one.
+        return likelihood.aggregate_predictions(sample_outputs(mean, covariance, num_samples))
+    probs = CLASS_LINKS[link](mean, covariance, num_samples)
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 @predict_from_gaussian.register
@@ -87,7 +92,12 @@ def _(
     latents: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     _check_logits(likelihood)
-    return torch.logit(BINARY_LINKS[link](mean, _variance(mean, covariance), num_samples))
+    variance = _variance(mean, covariance)
+    if link == "mc":
+        noise = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device)
+        return likelihood.aggregate_predictions(mean + variance.sqrt() * noise)
+    # The other links are a sigmoid of a shrunken logit, which does not round to one.
+    return mean / (1 + math.pi / 8 * variance).sqrt()
 
 
 @predict_from_gaussian.register
