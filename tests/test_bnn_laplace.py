@@ -655,8 +655,13 @@ def test_a_net_that_uses_its_sites_differently_is_refused(structure):
     with pytest.raises(ValueError, match=r"in other ways than for another batch"):
         bnn.fit_curvature([(x[:6], y[:6]), (x[6:11], y[6:11])])
     bnn.fit_curvature([(x[:6], y[:6]), (x[6:], y[6:])])
-    with pytest.raises(ValueError, match=r"in other ways than for another batch"):
-        bnn.predict(x[:5])
+    for call in (
+        lambda: bnn.predict(x[:5]),
+        lambda: bnn.functional_variance(x[:5], joint=True),
+        lambda: bnn.refine([(x[:6], y[:6]), (x[6:11], y[6:11])]),
+    ):
+        with pytest.raises(ValueError, match=r"in other ways than for another batch"):
+            call()
 
 
 @pytest.mark.parametrize("link", ["mc", "probit"])
@@ -738,3 +743,21 @@ def test_factors_too_large_are_refused_before_they_are_made():
     bnn = tyxe.LaplaceBNN(nn.Linear(100_000, 2), prior, tyxe.likelihoods.Categorical(2))
     with pytest.raises(ValueError, match=r"factors of 'net.weight' take 37.3 GiB"):
         bnn.fit_curvature([(torch.zeros(2, 100_000), torch.zeros(2).long())])
+
+
+def test_a_loader_without_targets_is_no_evaluation():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    for predictive in ("glm", "bnn"):
+        with pytest.raises(ValueError, match=r"yields no targets; evaluate needs"):
+            bnn.evaluate(iter([x]), predictive=predictive)
+
+
+def test_sites_by_either_name_of_a_named_bnn():
+    bnn, x, y = classifier("diag", name="first")
+    bnn.fit_curvature([(x, y)])
+    own = bnn.net_guide.get_detached_distributions(["0.weight"])["0.weight"]
+    joint = bnn.net_guide.get_detached_distributions(["first.net.0.weight"])
+    torch.testing.assert_close(joint["first.net.0.weight"].mean, own.mean)
+    with pytest.raises(ValueError, match=r"weigth"):
+        bnn.net_guide.get_detached_distributions(["0.weigth"])

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from tyxe.util import tree_map_tensors
 
-__all__ = ["batches_of", "collect", "is_loader", "not_empty", "split_rows"]
+__all__ = [
+    "batches_of",
+    "check_has_targets",
+    "collect",
+    "is_loader",
+    "not_empty",
+    "split_rows",
+]
 
 
 def is_loader(inputs: Any) -> bool:
@@ -34,6 +41,16 @@ def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
         raise ValueError(
             "the loader is empty: it yields no batch (a generator can be used once only)"
         )
+
+
+def check_has_targets(targets: Any) -> None:
+    """Raise where a loader for evaluation gave inputs alone.
+
+    Raises:
+        ValueError: there are no targets.
+    """
+    if targets is None:
+        raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
 
 
 def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Tensor]]:

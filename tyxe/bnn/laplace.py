@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -9,7 +11,6 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from tyxe.bnn.base import modes_restored, set_train_mode
 from tyxe.bnn.batches import batches_of
@@ -26,7 +27,7 @@ from tyxe.bnn.linearized import PREDICTIVES, linearize
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.prior_precision import PriorPrecision, ascent, spread
 from tyxe.bnn.refined import GPOnSubset, RefinedPosterior, gp_outputs, refined
-from tyxe.bnn.training import FitOptions, Trainer
+from tyxe.bnn.training import FitOptions, Trainer, progress_bar
 from tyxe.curvature import (
     ACCUMULATORS,
     CURVATURES,
@@ -92,7 +93,6 @@ class LaplaceBNN(SupervisedBNN):
 
     default_predictive = "glm"
     predictives = PREDICTIVES | {"gp": gp_outputs}
-    residuals: Tensor
 
     def __init__(
         self,
@@ -130,8 +130,6 @@ class LaplaceBNN(SupervisedBNN):
         self.gp: GPOnSubset | None = None
         check_size(structure, sum(s.numel() for s in self._shapes.values()), DENSE_LIMIT)
         self.net_guide = LaplaceGuide(self.net_prior, PretrainedInitializer.from_net(net))
-        # The sum of squared residuals over the data set and their number, for a Gaussian's noise.
-        self.register_buffer("residuals", torch.full((2,), float("nan"), dtype=torch.float64))
 
     # ------------------------------------------------------------------ draws
 
@@ -229,29 +227,23 @@ class LaplaceBNN(SupervisedBNN):
         Raises:
             ValueError: data that do not fit the likelihood; a curvature that is not finite.
         """
-        totals = [0.0, 0.0, 0.0]
         with modes_restored(self):
             self.eval()
-            batches = self._curvature_batches(data_loader, device, progress, totals)
             found = collect_curvature(
-                lambda inputs: linearize(self, inputs),
+                functools.partial(linearize, self),
                 self.likelihood,
-                batches,
+                self._curvature_batches(data_loader, device, progress),
                 self.structure,
                 self.curvature,
                 self.reduce,
             )
         self.net_guide.curvature = found
-        per_point = self.likelihood.dataset_size / max(totals[2], 1.0)
-        self.residuals = self.residuals.new_tensor(totals[:2]) * per_point
         self._refresh()
 
     def _curvature_batches(
-        self, loader: Iterable[Any], device: Any, progress: bool | None, totals: list[float]
+        self, loader: Iterable[Any], device: Any, progress: bool | None
     ) -> Iterator[tuple[Any, Tensor]]:
-        bar = tqdm(
-            range(self.num_passes), desc="curvature", unit="pass", disable=_disabled(progress)
-        )
+        bar = progress_bar(range(self.num_passes), "curvature", "pass", progress)
         checked = False
         for _ in bar:
             for inputs, targets in batches_of(loader, device):
@@ -259,12 +251,6 @@ class LaplaceBNN(SupervisedBNN):
                     check_first_batch(self, self.net_guide.values, inputs, targets)
                     checked = True
                 yield inputs, targets
-                if isinstance(self.likelihood, HomoskedasticGaussian):
-                    with torch.no_grad():
-                        outputs = self.run_net(self.net_guide.values(), inputs)
-                        totals[0] += float(self.likelihood.error(outputs, targets, "sum"))
-                    totals[1] += targets.numel()
-                totals[2] += len(targets)
 
     # ------------------------------------------------------------------ posterior
 
@@ -335,11 +321,12 @@ class LaplaceBNN(SupervisedBNN):
         Raises:
             RuntimeError: there is no curvature yet.
         """
-        self._fitted()
+        groups = self._fitted().groups
         with self._predicting():
             linear = linearize(self, inputs[0] if len(inputs) == 1 else inputs)
             if not joint:
                 return self.output_covariance(linear).detach()
+            check_groups(groups, linear.groups)
             assert self.net_guide.precision is not None
             rows = jacobian(linear).detach().flatten(0, 1)
             shape = linear.outputs.shape
@@ -445,10 +432,9 @@ class LaplaceBNN(SupervisedBNN):
         if scale.dim() or not bool(scale > 0):
             raise ValueError(f"noise is {noise}; expected one positive number")
         ratio = (likelihood.scale_of(like=like) / scale).square()
-        operator = curvature.operator.scaled(ratio)
-        error, count = self.residuals.tolist()
-        log_likelihood = gaussian_log_likelihood(error, count, scale)
-        return Curvature(operator, curvature.groups, curvature.log_likelihood), log_likelihood
+        scaled = dataclasses.replace(curvature, operator=curvature.operator.scaled(ratio))
+        # A Gaussian's error is the sum of squares.
+        return scaled, gaussian_log_likelihood(curvature.error, curvature.num_targets, scale)
 
     def optimize_prior_precision(
         self,
@@ -549,7 +535,3 @@ class LaplaceBNN(SupervisedBNN):
 def _check_known(name: str, given: str, known: Iterable[str]) -> None:
     if given not in known:
         raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
-
-
-def _disabled(progress: bool | None) -> bool | None:
-    return None if progress is None else not progress

@@ -10,6 +10,7 @@ import torch.distributions as td
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
 from torch import Tensor
 
+from tyxe.bnn.batches import check_has_targets
 from tyxe.curvature import Group, Linearization, joined, linearized
 from tyxe.distributions import center, independent_moments
 from tyxe.guides import Guide, PyroGuide
@@ -77,8 +78,11 @@ def linearized_evaluations(
     errors, log_likelihoods = [], []
     latents = bnn.point_latents()
     for inputs, targets in batches:
+        check_has_targets(targets)
         (prediction,) = linearized_predictions(bnn, gaussian, [(inputs, None)], link, count, True)
-        rows = masked_pointwise(bnn.likelihood.data_name, torch.arange(len(targets)))
+        rows = masked_pointwise(
+            bnn.likelihood.data_name, torch.arange(len(targets), device=targets.device)
+        )
         if len(rows) < len(targets):
             parts = prediction if isinstance(prediction, tuple) else (prediction,)
             kept = tuple(part[rows] for part in parts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.batches import is_loader, not_empty, split_rows
+from tyxe.bnn.batches import check_has_targets, is_loader, not_empty, split_rows
 from tyxe.bnn.linearized import (
     PREDICTIVES,
     Outputs,
@@ -266,8 +266,7 @@ class SupervisedBNN(BNN):
             return reduce_points(error, reduction), reduce_points(log_likelihood, reduction)
         with self._predicting():
             for outputs, latents, targets in self._outputs(batches, num_predictions, vectorize):
-                if targets is None:
-                    raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
+                check_has_targets(targets)
                 rows = masked_pointwise(name, torch.arange(len(targets), device=outputs.device))
                 if len(rows) < len(targets):
                     outputs, targets = outputs[:, rows], targets[rows]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tyxe.bnn.base import modes_restored
 from tyxe.bnn.batches import batches_of, collect, split_rows
 from tyxe.bnn.linearized import linearize
-from tyxe.curvature import jacobian, joined
+from tyxe.curvature import check_groups, jacobian, joined
 from tyxe.linalg import Operator
 from tyxe.predictive import (
     Features,
@@ -225,6 +225,7 @@ def linear_model(bnn: Any, loader: Iterable[Any]) -> LinearModel:
     for inputs, labels in batches_of(loader):
         linear = linearize(bnn, inputs)
         groups = groups or linear.groups
+        check_groups(groups, linear.groups)
         _check_room(bnn.likelihood.dataset_size, linear)
         rows.append(jacobian(linear).detach())
         outputs.append(linear.outputs.detach())

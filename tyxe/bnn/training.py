@@ -19,7 +19,7 @@ from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.errors import TyxeWarning
 
-__all__ = ["FitOptions", "Trainer"]
+__all__ = ["FitOptions", "Trainer", "progress_bar"]
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -45,6 +45,12 @@ class FitOptions:
     def beta_at(self, epoch: int) -> float:
         """Return the KL's weight in an epoch."""
         return float(self.beta(epoch) if callable(self.beta) else self.beta)
+
+
+def progress_bar(items: range, what: str, unit: str, progress: bool | None) -> Any:
+    """Iterate with a bar: on a terminal, or as asked."""
+    disable = None if progress is None else not progress
+    return tqdm(items, desc=what, unit=unit, disable=disable)
 
 
 class Trainer:
@@ -75,12 +81,7 @@ class Trainer:
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
         """Count epochs, with a bar on a terminal."""
-        self._bar = tqdm(
-            range(first, first + count),
-            desc="fit",
-            unit="epoch",
-            disable=None if progress is None else not progress,
-        )
+        self._bar = progress_bar(range(first, first + count), "fit", "epoch", progress)
         yield from self._bar
 
     def run_epoch(self, loader: Iterable[Any], epoch: int, device: Any, history: History) -> None:

@@ -28,11 +28,15 @@ class Curvature:
         operator: `sum_n J_n^T H_n J_n`, a block for each group (or one block, `"all"`).
         groups: which weights the blocks hold, in their order.
         log_likelihood: of all points at that value, nats.
+        error: of all points, as the likelihood measures it.
+        num_targets: elements of all targets.
     """
 
     operator: BlockDiagonal
     groups: list[Group]
     log_likelihood: float
+    error: float
+    num_targets: float
 
 
 def _ggn(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
@@ -84,7 +88,7 @@ def collect_curvature(
             points; the curvature is not finite.
     """
     accumulator: Accumulator | None = None
-    points, log_likelihood = 0, 0.0
+    points, sums = 0, torch.zeros(3, dtype=torch.float64)
     for inputs, targets in batches:
         linear = linearize(inputs)
         outputs = linear.outputs.detach()
@@ -95,14 +99,21 @@ def collect_curvature(
         for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
             accumulator.add(linear.rows(column), first=index == 0)
         points += len(targets)
-        log_likelihood += float(likelihood.log_likelihood(outputs, targets, "sum"))
+        sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
     _check_finite(accumulator)
     scale = likelihood.dataset_size / points
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
-    return Curvature(operator, accumulator.groups, log_likelihood * scale)
+    return Curvature(operator, accumulator.groups, *(sums * scale).tolist())
+
+
+def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Log-likelihood, error and number of targets of a batch."""
+    log_likelihood = likelihood.log_likelihood(outputs, targets, "sum")
+    error = likelihood.error(outputs, targets, "sum")
+    return torch.tensor([float(log_likelihood), float(error), targets.numel()], dtype=torch.float64)
 
 
 def check_groups(known: list[Group], found: list[Group]) -> None:

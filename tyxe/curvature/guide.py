@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 from tyxe.curvature.collect import Curvature
 from tyxe.curvature.groups import Group, LinearGroup, PlainGroup, joined, separated
-from tyxe.guides.base import sites_of
+from tyxe.guides.base import site_named, sites_of
 from tyxe.guides.init import init_to_median
 from tyxe.linalg import BlockDiagonal, Diagonal, operator_from_state, operator_state
-from tyxe.util import SiteTensors, resolve_site_name
+from tyxe.util import SiteTensors
 
 __all__ = ["LaplaceGuide"]
 
@@ -92,11 +93,10 @@ class LaplaceGuide(nn.Module):
                 'the posterior couples weights; only structure="diag" has a distribution per site'
             )
         scales = separated(self.curvature.groups, self.precision.inverse_diagonal().sqrt())
-        known = {site.own_name: site for site in self.sites}
-        names = list(known) if site_names is None else list(site_names)
+        names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
         found: dict[str, td.Distribution] = {}
         for name in names:
-            site = known[resolve_site_name(name.removeprefix("net."), known)]
+            site = site_named(self.sites, name)
             loc = self.locs[site.own_name].detach().clone()
             found[name] = dist.Normal(loc, scales[site.name].clone()).to_event(loc.dim())
         return found
@@ -116,9 +116,7 @@ class LaplaceGuide(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.curvature is not None:
             operator = self.curvature.operator.map(fn)
-            self.curvature = Curvature(
-                operator, self.curvature.groups, self.curvature.log_likelihood
-            )
+            self.curvature = dataclasses.replace(self.curvature, operator=operator)
         self.precision = None if self.precision is None else self.precision.map(fn)
         return self
 
@@ -130,7 +128,7 @@ class LaplaceGuide(nn.Module):
             "curvature": operator_state(self.curvature.operator),
             "precision": operator_state(self.precision),
             "groups": [_group_state(group) for group in self.curvature.groups],
-            "log_likelihood": self.curvature.log_likelihood,
+            "numbers": {name: getattr(self.curvature, name) for name in _NUMBERS},
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -146,8 +144,11 @@ class LaplaceGuide(nn.Module):
         assert isinstance(operators[0], BlockDiagonal)
         assert isinstance(operators[1], BlockDiagonal)
         groups = [_group_from_state(group) for group in state["groups"]]
-        self.curvature = Curvature(operators[0], groups, state["log_likelihood"])
+        self.curvature = Curvature(operators[0], groups, **state["numbers"])
         self.precision = operators[1]
+
+
+_NUMBERS = ("log_likelihood", "error", "num_targets")
 
 
 def _group_state(group: Group) -> dict[str, Any]:

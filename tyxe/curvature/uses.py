@@ -99,11 +99,7 @@ class UseRecorder(LinearMapMessenger):
 
     def answer(self, event: LinearMap) -> Tensor | None:
         """Compute the map at the sites' values, and add the probe."""
-        weight, bias = (
-            part.value() if isinstance(part, Draw) else part for part in (event.weight, event.bias)
-        )
-        assert weight is not None
-        output = event.function(event.input, weight, bias)
+        output = event.at_values()
         probe = output.new_zeros(()).expand(output.shape).requires_grad_()
         found: Tensor = _Probed.apply(output, probe)
         self.uses.append(Use(event, probe, found.grad_fn))

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 from tyxe.distributions import detached, is_real
 from tyxe.util import resolve_site_name
 
-__all__ = ["Guide", "Site", "sites_of"]
+__all__ = ["Guide", "Site", "site_named", "sites_of"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,17 @@ def sites_of(module: Callable[..., Any]) -> tuple[list[Site], dict[str, dict[str
     return sites, messages
 
 
+def site_named(sites: Iterable[Site], name: str) -> Site:
+    """Return the site of a name, in either spelling.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = {site.own_name: site for site in sites}
+    joint = {site.name: site for site in known.values()}
+    return joint[name] if name in joint else known[resolve_site_name(name, known)]
+
+
 class Guide(nn.Module, ABC):
     """Base of guides that hold one distribution per site.
 
@@ -107,9 +118,7 @@ class Guide(nn.Module, ABC):
         return {name: _median(q).detach().clone() for name, q in self.posterior().items()}
 
     def _own(self, name: str) -> Site:
-        known = {site.own_name: site for site in self.sites}
-        joint = {site.name: site for site in self.sites}
-        return joint[name] if name in joint else known[resolve_site_name(name, known)]
+        return site_named(self.sites, name)
 
     def get_detached_distributions(
         self, site_names: Iterable[str] | None = None

@@ -66,14 +66,18 @@ class LinearMap:
         """The draws that the map consumes."""
         return [part for part in (self.weight, self.bias) if isinstance(part, Draw)]
 
+    def at_values(self) -> Tensor:
+        """Compute the map at the draws' values."""
+        weight, bias = (
+            part.value() if isinstance(part, Draw) else part for part in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return self.function(self.input, weight, bias)
+
 
 @effectful(type="linear_map")
 def _linear_map(event: LinearMap) -> Tensor:
-    weight, bias = (
-        part.value() if isinstance(part, Draw) else part for part in (event.weight, event.bias)
-    )
-    assert weight is not None
-    return event.function(event.input, weight, bias)
+    return event.at_values()
 
 
 def _raise_event(
