@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian
 from tyxe.likelihoods.base import Likelihood
-from tyxe.predictive.links import CLASS_LINKS, sample_outputs
+from tyxe.predictive.links import BINARY_LOGITS, CLASS_LINKS, CLASS_LOGITS, sample_outputs
 
 __all__ = ["check_link", "predict_from_gaussian"]
 
@@ -53,7 +51,7 @@ def predict_from_gaussian(
         [GLM] section 3.
 
     Example:
-        >>> import tyxe
+        >>> import torch, tyxe
         >>> likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=3.0)
         >>> predict_from_gaussian(likelihood, torch.zeros(1, 1), torch.full((1, 1, 1), 16.0))
         (tensor([[0.]]), tensor([[5.]]))
@@ -75,11 +73,7 @@ def _(
     latents: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     _check_logits(likelihood)
-    if link == "mc":
-        # In logarithms, so that a class which no sample expects still has one.
-        return likelihood.aggregate_predictions(sample_outputs(mean, covariance, num_samples))
-    probs = CLASS_LINKS[link](mean, covariance, num_samples)
-    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
+    return CLASS_LOGITS[link](mean, covariance, num_samples)
 
 
 @predict_from_gaussian.register
@@ -92,12 +86,7 @@ def _(
     latents: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     _check_logits(likelihood)
-    variance = _variance(mean, covariance)
-    if link == "mc":
-        noise = torch.randn(num_samples, *mean.shape, dtype=mean.dtype, device=mean.device)
-        return likelihood.aggregate_predictions(mean + variance.sqrt() * noise)
-    # The other links are a sigmoid of a shrunken logit, which does not round to one.
-    return mean / (1 + math.pi / 8 * variance).sqrt()
+    return BINARY_LOGITS[link](mean, _variance(mean, covariance), num_samples)
 
 
 @predict_from_gaussian.register

@@ -8,19 +8,21 @@ on their own, which come with a variance each.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from tyxe.errors import TyxeWarning
 
 __all__ = [
     "BINARY_LINKS",
+    "BINARY_LOGITS",
     "CLASS_LINKS",
+    "CLASS_LOGITS",
     "Link",
     "bridge",
     "bridge_log_concentration",
@@ -65,10 +67,18 @@ def mc(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> Tens
         >>> mc(torch.tensor([[2.0, 0.0]]), torch.zeros(1, 2, 2), num_samples=3)
         tensor([[0.8808, 0.1192]])
     """
+    return _log_mc(mean, covariance, num_samples).exp()
+
+
+def _log_mc(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
+    # In logarithms, so that a class which no sample expects has a finite one.
     mean, covariance = _check_classes(mean, covariance)
     root = _root(covariance)
-    draws = (_correlated(mean, root, size).softmax(-1).sum(0) for size in _sizes(mean, num_samples))
-    return functools.reduce(torch.add, draws) / num_samples
+    parts = [
+        _correlated(mean, root, size).log_softmax(-1).logsumexp(0)
+        for size in _sizes(mean, num_samples)
+    ]
+    return torch.stack(parts).logsumexp(0) - math.log(num_samples)
 
 
 def probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
@@ -92,8 +102,12 @@ def probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
         >>> probit(torch.tensor([[2.0, 0.0]]), 8 * torch.eye(2).unsqueeze(0))
         tensor([[0.7277, 0.2723]])
     """
+    return _log_probit(mean, covariance, num_samples).exp()
+
+
+def _log_probit(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
     mean, covariance = _check_classes(mean, covariance)
-    return _shrunk(mean, covariance.diagonal(dim1=-2, dim2=-1)).softmax(-1)
+    return _shrunk(mean, covariance.diagonal(dim1=-2, dim2=-1)).log_softmax(-1)
 
 
 def bridge(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
@@ -122,7 +136,11 @@ def bridge(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
         >>> bridge(torch.tensor([[2.0, 0.0, 0.0]]), torch.eye(3).unsqueeze(0))
         tensor([[0.6464, 0.1768, 0.1768]])
     """
-    return bridge_log_concentration(mean, covariance).softmax(-1)
+    return _log_bridge(mean, covariance, num_samples).exp()
+
+
+def _log_bridge(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
+    return bridge_log_concentration(mean, covariance).log_softmax(-1)
 
 
 def bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
@@ -171,6 +189,8 @@ def zero_sum_projection(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tenso
     return mu, torch.maximum(after, limits.eps * before).clamp_min(limits.tiny)
 
 
+# The logarithms, which stay finite where a probability rounds to zero.
+CLASS_LOGITS: dict[str, Link] = {"mc": _log_mc, "probit": _log_probit, "bridge": _log_bridge}
 CLASS_LINKS: dict[str, Link] = {"mc": mc, "probit": probit, "bridge": bridge}
 
 
@@ -196,13 +216,19 @@ def mc_binary(mean: Tensor, variance: Tensor, num_samples: int = NUM_SAMPLES) ->
         >>> mc_binary(torch.tensor([2.0]), torch.zeros(1), num_samples=3)
         tensor([0.8808])
     """
+    return _logit_mc(mean, variance, num_samples).sigmoid()
+
+
+def _logit_mc(mean: Tensor, variance: Tensor, num_samples: int) -> Tensor:
     mean, variance = _check_binary(mean, variance)
     scale = variance.clamp_min(0).sqrt()
-    draws = (
-        (mean + scale * mean.new_empty(size, *mean.shape).normal_()).sigmoid().sum(0)
-        for size in _sizes(mean, num_samples)
-    )
-    return functools.reduce(torch.add, draws) / num_samples
+    sums = []
+    for size in _sizes(mean, num_samples):
+        logits = mean + scale * mean.new_empty(size, *mean.shape).normal_()
+        signed = torch.stack([logits, -logits])
+        sums.append(logsigmoid(signed).logsumexp(1))
+    log_yes, log_no = torch.stack(sums).logsumexp(0)
+    return log_yes - log_no
 
 
 def probit_binary(mean: Tensor, variance: Tensor, num_samples: int = 0) -> Tensor:
@@ -226,9 +252,19 @@ def probit_binary(mean: Tensor, variance: Tensor, num_samples: int = 0) -> Tenso
         >>> probit_binary(torch.tensor([2.0]), torch.tensor([8.0]))
         tensor([0.7277])
     """
-    return _shrunk(*_check_binary(mean, variance)).sigmoid()
+    return _logit_probit(mean, variance, num_samples).sigmoid()
 
 
+def _logit_probit(mean: Tensor, variance: Tensor, num_samples: int) -> Tensor:
+    return _shrunk(*_check_binary(mean, variance))
+
+
+# The same as logits, which stay finite where a probability rounds to zero or one.
+BINARY_LOGITS: dict[str, Link] = {
+    "mc": _logit_mc,
+    "probit": _logit_probit,
+    "bridge": _logit_probit,
+}
 BINARY_LINKS: dict[str, Link] = {"mc": mc_binary, "probit": probit_binary, "bridge": probit_binary}
 
 
