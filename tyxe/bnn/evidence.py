@@ -80,21 +80,27 @@ def posterior_precision(
 def _with_prior(block: Operator, group: Group, precisions: Precisions, damping: bool) -> Operator:
     if isinstance(block, Diagonal):
         return block.add_diagonal(group.to_vector(precisions))
-    values = [precisions[site] for site in group.sites]
-    first = values[0][(0,) * values[0].dim()]
-    if not all(value is values[0] or bool((value == first).all()) for value in values[1:]) or not (
-        values[0].dim() == 0 or bool((values[0] == first).all())
-    ):
+    number = _one_number([precisions[site] for site in group.sites])
+    if number is None:
         raise ValueError(
             f"the weights of {' and '.join(group.sites)} have different prior precisions, which "
             'a Kronecker product does not take: give them one, or use structure="diag" or "full"'
         )
-    if any(value.requires_grad for value in values):
-        # Every weight has its share of the gradient.
-        first = torch.stack([value.mean() for value in values]).mean()
     if isinstance(block, BlockDiagonal):
-        return BlockDiagonal({n: _shifted(b, first, damping) for n, b in block.blocks.items()})
-    return _shifted(block, first, damping)
+        return BlockDiagonal({n: _shifted(b, number, damping) for n, b in block.blocks.items()})
+    return _shifted(block, number, damping)
+
+
+def _one_number(values: list[Tensor]) -> Tensor | None:
+    """The number that all values are, with a share of the gradient for each, or None."""
+    first = values[0] if values[0].dim() == 0 else values[0].flatten()[0]
+    # A number that several sites share need not be compared with itself.
+    others = [value for value in values if value is not first]
+    if not all(bool((value == first).all()) for value in others):
+        return None
+    if any(value.requires_grad for value in values):
+        return torch.stack([value.mean() for value in values]).mean()
+    return first
 
 
 def _shifted(block: Operator, number: Tensor, damping: bool) -> Operator:

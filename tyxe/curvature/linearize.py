@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from tyxe.curvature.groups import Group, LinearGroup, find_groups
 from tyxe.curvature.uses import Use, UseRecorder, positions
+from tyxe.distributions.normal import wide
 
 __all__ = ["FactoredRows", "Linearization", "PlainRows", "Rows", "linearized"]
 
@@ -89,7 +90,7 @@ class Linearization:
         self._run_net, self._values, self._inputs = run_net, values, inputs
         with torch.enable_grad(), UseRecorder() as recorder:
             raw = run_net(values, inputs)
-        self.outputs = _wide(raw)
+        self.outputs = wide(raw)
         self._node = raw.grad_fn
         self.points = len(raw)
         self.groups = find_groups(shapes, recorder.uses, recorder.elsewhere)
@@ -99,7 +100,7 @@ class Linearization:
     def _inputs_of(self, name: str) -> Tensor:
         (group,) = [g for g in self.groups if g.name == name]
         assert isinstance(group, LinearGroup)
-        parts = [_wide(group.inputs(use, self.points)) for use in self._uses[name]]
+        parts = [wide(group.inputs(use, self.points)) for use in self._uses[name]]
         return _joined(parts).detach()
 
     def rows(self, cotangent: Tensor) -> dict[str, Rows]:
@@ -113,7 +114,7 @@ class Linearization:
         for group in self.groups:
             if isinstance(group, LinearGroup):
                 uses = self._uses[group.name]
-                g = _joined([positions(_wide(next(found)), u, self.points) for u in uses])
+                g = _joined([positions(wide(next(found)), u, self.points) for u in uses])
                 rows[group.name] = FactoredRows(self._a[group.name], g)
         rest = [group for group in self.groups if group.name not in rows]
         rows.update(self._plain_rows(rest, cotangent))
@@ -154,7 +155,7 @@ class Linearization:
 
         found = self._per_point(objective, sites, self._inputs, cotangent)
         return {
-            group.name: PlainRows(_wide(torch.cat([found[s].flatten(1) for s in group.sites], 1)))
+            group.name: PlainRows(wide(torch.cat([found[s].flatten(1) for s in group.sites], 1)))
             for group in groups
         }
 
@@ -242,10 +243,6 @@ def _frozen(net: nn.Module) -> Iterator[None]:
 def _joined(parts: list[Tensor]) -> Tensor:
     """Positions of all uses; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _by_group(groups: list[Group], uses: list[Use]) -> dict[str, list[Use]]:
