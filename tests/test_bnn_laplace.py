@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.distributions as td
 import torch.nn as nn
-from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+)
 
 import tyxe
 from tyxe.bnn.linearized import linearize
@@ -206,6 +210,7 @@ def test_links_give_class_probabilities(link):
 
 GUIDES = {
     "mean field": tyxe.guides.AutoNormal,
+    "diagonal": AutoDiagonalNormal,
     "low rank": functools.partial(AutoLowRankMultivariateNormal, rank=2),
     "full": AutoMultivariateNormal,
 }
@@ -240,6 +245,31 @@ def test_the_linearised_predictive_of_normal_guides(name):
     variance = found.diagonal(dim1=1, dim2=2) + 0.25
     torch.testing.assert_close(scale, variance.sqrt())
     torch.testing.assert_close(mean, bnn.predict(x, num_predictions=0)[0])
+
+
+def test_a_diagonal_normal_over_all_sites_has_the_covariance_of_its_scales():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, AutoDiagonalNormal)
+    bnn.fit([(x, x[:, :2])], ADAM, 5)
+    guide = bnn.net_guide.guide
+    scales = {site["name"]: part for site, part in guide._unpack_latent(guide.scale)}
+    linear = linearize(bnn, x)
+    rows = jacobian(linear)
+    expected = (rows * joined(linear.groups, scales).square()) @ rows.mT
+    torch.testing.assert_close(bnn.output_covariance(linear), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoMultivariateNormal])
+def test_a_transformed_normal_is_no_normal(guide):
+    prior = tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
+    bnn = tyxe.VariationalBNN(nn.Linear(1, 1), prior, likelihood, guide)
+    with pytest.raises(TypeError, match=r"'net.weight' is no Normal, but one transformed"):
+        bnn.predict(torch.ones(4, 1), predictive="glm")
 
 
 def test_glm_needs_a_gaussian():
@@ -396,7 +426,152 @@ def test_a_diagonal_posterior_becomes_a_prior():
         kron.net_guide.get_detached_distributions()
 
 
+STRUCTURES = ("full", "kron", "diag")
+
+
+@pytest.mark.parametrize(
+    ("saved", "built"), [(a, b) for a in STRUCTURES for b in STRUCTURES if a != b]
+)
+@pytest.mark.parametrize("fitted", [True, False])
+def test_a_state_of_another_structure_is_refused(saved, built, fitted):
+    other, x, y = classifier(saved)
+    other.fit([(x, y)], ADAM, 3)
+    bnn, _, _ = classifier(built)
+    if fitted:
+        bnn.fit_curvature([(x, y)])
+    posterior = bnn.net_guide.curvature, bnn.net_guide.precision
+    values = bnn.mean_values()
+    message = f"curvature of structure='{saved}', but this BNN.*build it with structure='{saved}'"
+    with pytest.raises(RuntimeError, match=message):
+        bnn.load_state_dict(other.state_dict())
+    assert (bnn.net_guide.curvature, bnn.net_guide.precision) == posterior
+    assert all(torch.equal(bnn.mean_values()[name], value) for name, value in values.items())
+    # The way out that the message names.
+    again = tyxe.LaplaceBNN(other.to_module(), other.prior, other.likelihood, structure=built)
+    again.fit_curvature([(x, y)])
+    again.load_state_dict(again.state_dict())
+
+
+def test_a_state_without_a_curvature_fits_every_structure():
+    kron, x, y = classifier("kron")
+    full, _, _ = classifier("full")
+    full.fit_curvature([(x, y)])
+    full.load_state_dict(kron.state_dict())
+    assert full.net_guide.precision is None
+
+
+def test_without_linear_maps_the_diagonal_is_the_kronecker_structure():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    x, y = torch.randn(5, 3), torch.zeros(5).long()
+    bnns = [
+        tyxe.LaplaceBNN(nn.LayerNorm(3), prior, tyxe.likelihoods.Categorical(5), structure=each)
+        for each in ("kron", "diag")
+    ]
+    bnns[0].fit_curvature([(x, y)])
+    bnns[1].load_state_dict(bnns[0].state_dict())
+    torch.testing.assert_close(bnns[1].predict(x, link="probit"), bnns[0].predict(x, link="probit"))
+
+
+# ------------------------------------------------------------------ assigned after a fit
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_temperature_assigned_after_the_fit(structure):
+    bnn, x, y = classifier(structure)
+    bnn.fit_curvature([(x, y)])
+    bnn.fit_gp([(x, y)])
+    bnn.predict(x, predictive="gp", link="probit")
+    bnn.temperature = 0.3
+    built, _, _ = classifier(structure, temperature=0.3)
+    built.fit_curvature([(x, y)])
+    built.fit_gp([(x, y)])
+    for predictive in ("glm", "gp"):
+        torch.testing.assert_close(
+            bnn.predict(x, predictive=predictive, link="probit"),
+            built.predict(x, predictive=predictive, link="probit"),
+            rtol=1e-10,
+            atol=1e-12,
+        )
+    torch.testing.assert_close(bnn.log_marginal_likelihood(), built.log_marginal_likelihood())
+    with pytest.raises(ValueError, match=r"temperature is -1.0; expected a positive number"):
+        bnn.temperature = -1.0
+    assert bnn.temperature == 0.3
+    copied = pickle.loads(pickle.dumps(bnn))
+    assert copied.temperature == 0.3
+
+
+def test_damping_assigned_after_the_fit():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    bnn.damping = True
+    built, _, _ = classifier(damping=True)
+    built.fit_curvature([(x, y)])
+    torch.testing.assert_close(
+        bnn.net_guide.precision.to_dense(), built.net_guide.precision.to_dense()
+    )
+
+
+def test_a_temperature_assigned_before_the_fit():
+    bnn, x, y = classifier()
+    bnn.temperature = 0.3
+    bnn.fit([(x, y)], ADAM, 3)
+    built, _, _ = classifier(temperature=0.3)
+    built.fit([(x, y)], ADAM, 3)
+    torch.testing.assert_close(bnn.predict(x, link="probit"), built.predict(x, link="probit"))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_subset_of_gp_moves_with_the_net(used):
+    bnn, x, y = classifier("full")
+    single = copy.deepcopy(bnn).float()
+    x32 = x.float()
+    single.fit_curvature([(x32, y)])
+    single.fit_gp([(x32, y)])
+    if used:
+        single.predict(x32, predictive="gp", link="probit")
+    single.to(torch.float64)
+    found = single.predict(x32.double(), predictive="gp", link="probit")
+    assert found.dtype == torch.float64
+    # The same net and the same data, rounded to float32, in float64 from the start.
+    exact, _, _ = classifier("full")
+    exact.load_state_dict({**exact.state_dict(), **_parameters_of(single)})
+    exact.fit_curvature([(x32.double(), y)])
+    torch.testing.assert_close(
+        found, exact.predict(x32.double(), link="probit"), rtol=1e-8, atol=1e-8
+    )
+
+
+def _parameters_of(bnn):
+    return {name: p for name, p in bnn.state_dict().items() if name.startswith("net_guide.locs")}
+
+
 # ------------------------------------------------------------------ bad input
+
+
+def test_a_prior_that_the_structure_does_not_take_changes_nothing():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    before = bnn.log_marginal_likelihood()
+    priors = {
+        name: dist.Normal(0.0, 2.0 if name.endswith("bias") else 1.0).expand(p.shape).to_event()
+        for name, p in bnn.net.named_parameters()
+    }
+    with pytest.raises(ValueError, match=r"different prior precisions"):
+        bnn.update_prior(tyxe.priors.DictPrior(priors))
+    assert bnn.log_marginal_likelihood() == before
+
+
+def test_a_prior_that_the_structure_does_not_take_leaves_no_half_of_a_posterior():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 3))
+    priors = {
+        name: dist.Normal(0.0, 2.0 if name.endswith("bias") else 1.0).expand(p.shape).to_event()
+        for name, p in net.named_parameters()
+    }
+    bnn = tyxe.LaplaceBNN(net, tyxe.priors.DictPrior(priors), tyxe.likelihoods.Categorical(5))
+    with pytest.raises(ValueError, match=r"different prior precisions"):
+        bnn.fit_curvature([(torch.randn(5, 3), torch.zeros(5).long())])
+    assert bnn.net_guide.curvature is bnn.net_guide.precision is None
 
 
 def test_curvature_before_use():
@@ -451,7 +626,7 @@ def test_one_number_for_each_kronecker_block():
 
 def test_a_matrix_too_large_is_refused_before_it_is_made():
     net = nn.Linear(10_000, 10)
-    with pytest.raises(ValueError, match=r"takes 37.3 GiB; use \"kron\""):
+    with pytest.raises(ValueError, match=r"take 37.3 GiB, and the limit is 8 GiB: use \"kron\""):
         tyxe.LaplaceBNN(
             net,
             tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
@@ -503,6 +678,45 @@ def test_a_likelihood_with_variables_or_without_a_hessian():
     bnn = tyxe.LaplaceBNN(net, prior, Cauchy(4))
     with pytest.raises(TypeError, match=r"no output Hessian is registered for Cauchy"):
         bnn.fit_curvature([(torch.randn(4, 3), torch.randn(4, 1))])
+
+
+def test_a_net_that_returns_no_tensor():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(Pair(3, 2), prior, tyxe.likelihoods.Categorical(4))
+    with pytest.raises(TypeError, match=r"the net returns a tuple; the likelihood needs a tensor"):
+        bnn.fit_curvature([(torch.randn(4, 3), torch.zeros(4).long())])
+    assert bnn.net_guide.curvature is None
+
+
+@pytest.mark.parametrize("change", [torch.flatten, lambda outputs: outputs[:3]])
+def test_outputs_of_another_number_of_points_are_told_of(change):
+    class Changes(nn.Linear):
+        def forward(self, x):
+            return change(super().forward(x))
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(Changes(3, 2), prior, tyxe.likelihoods.Categorical(4))
+    with pytest.raises(ValueError, match=r"targets of shape"):
+        bnn.fit_curvature([(torch.randn(4, 3), torch.zeros(4).long())])
+
+
+def test_a_warning_about_the_outputs_points_at_the_call():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    net = nn.Sequential(nn.Linear(3, 2), nn.Softmax(-1))
+    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(8))
+    with pytest.warns(tyxe.TyxeWarning, match="drop the net's softmax") as caught:
+        bnn.fit_curvature([(torch.randn(8, 3), torch.zeros(8).long())])
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_batch_larger_than_the_data_set():
+    bnn, x, y = classifier()
+    with pytest.raises(ValueError, match=r"batch has 30 points.*dataset_size=15"):
+        bnn.fit_curvature([(x.repeat(2, 1), y.repeat(2))])
 
 
 # ------------------------------------------------------------------ nets of all kinds
@@ -741,7 +955,9 @@ def test_numbers_that_must_be_positive():
 def test_factors_too_large_are_refused_before_they_are_made():
     prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
     bnn = tyxe.LaplaceBNN(nn.Linear(100_000, 2), prior, tyxe.likelihoods.Categorical(2))
-    with pytest.raises(ValueError, match=r"factors of 'net.weight' take 37.3 GiB"):
+    with pytest.raises(
+        ValueError, match=r"of 'net.weight', with a side of 100,001, would take 37.3"
+    ):
         bnn.fit_curvature([(torch.zeros(2, 100_000), torch.zeros(2).long())])
 
 

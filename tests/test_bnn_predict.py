@@ -580,3 +580,48 @@ def test_a_list_of_pairs_is_a_loader_as_in_fit():
     whole = seeded(bnn.evaluate, x, y, S)
     parts = seeded(bnn.evaluate, [(x[:4], y[:4]), (x[4:], y[4:])], None, S)
     torch.testing.assert_close(parts, whole)
+
+
+class Signed(nn.Module):
+    """Takes a tensor, a number, a flag and maybe another tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x, sign, flag, other=None):
+        assert flag == "on"
+        return sign * self.inner(x if other is None else x + other)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, N, 2 * N])
+def test_arguments_without_rows_go_into_every_piece(batch_size):
+    bnn, x = make(Signed()), inputs()
+    for arguments in ((x, -1, "on"), (x, torch.tensor(-1.0).double(), "on", x), (x, 2, "on", None)):
+        whole = seeded(bnn.predict, *arguments, num_predictions=S)
+        found = seeded(bnn.predict, *arguments, num_predictions=S, batch_size=batch_size)
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_inputs_without_one_number_of_rows_are_not_cut():
+    bnn, x = make(Signed()), inputs()
+    with pytest.raises(ValueError, match="the inputs have 10 and 11 rows; batch_size cuts"):
+        bnn.predict(x, 1, "on", x[1:], batch_size=4)
+    with pytest.raises(ValueError, match="the inputs have no rows"):
+        bnn.predict(1, batch_size=4)
+
+
+def test_samples_of_gaussian_outputs_are_others_for_other_batch_sizes():
+    """As documented: each row has samples of its own, so they agree within their error."""
+    bnn, x = make(likelihood=Categorical(N)), inputs()
+    count = 4_000
+    options = {"predictive": "glm", "num_predictions": count}
+    whole = seeded(bnn.predict, x, **options).exp()
+    pieces = seeded(bnn.predict, x, batch_size=4, **options).exp()
+    outputs = bnn.predict(x, aggregate=False, **options)
+    error = outputs.softmax(-1).std(0) * math.sqrt(2 / count)
+    assert not torch.equal(whole, pieces)
+    assert bool(((whole - pieces).abs() <= 6 * error).all())
+    for link in ("probit", "bridge"):
+        found = bnn.predict(x, predictive="glm", link=link, batch_size=4)
+        torch.testing.assert_close(found, bnn.predict(x, predictive="glm", link=link))

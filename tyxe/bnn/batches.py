@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe.curvature import is_constant
 from tyxe.util import tree_map_tensors
 
 __all__ = [
     "batches_of",
+    "batches_to_predict",
     "check_has_targets",
     "collect",
+    "concatenated",
     "is_loader",
     "not_empty",
     "split_rows",
@@ -95,17 +98,80 @@ def _describe(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
+def batches_to_predict(
+    inputs: Any, targets: Tensor | None, batch_size: int | None
+) -> Iterable[Any]:
+    """Return pairs of inputs and targets (or None), from a loader or from one large batch.
+
+    Args:
+        inputs: a loader, of pairs as for training or of inputs alone; or a batch.
+        targets: of the batch.
+        batch_size: rows of the pieces that it is cut into; None leaves it whole.
+
+    Raises:
+        ValueError: no rows at a time; a loader that is empty, or yields something else.
+        TypeError: inputs that cannot be cut.
+    """
+    if is_loader(inputs):
+        return map(_as_pair, not_empty(inputs))
+    if batch_size is None:
+        return [(inputs, targets)]
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected a positive number of rows")
+    pieces = split_rows(inputs, batch_size)
+    labels = [None] * len(pieces) if targets is None else list(targets.split(batch_size))
+    return zip(pieces, labels, strict=True)
+
+
+def _as_pair(batch: Any) -> tuple[Any, Any]:
+    """What a loader yields: `(inputs, targets)`, as for training, or inputs alone."""
+    if not isinstance(batch, tuple | list):
+        return batch, None
+    if len(batch) > 2:
+        raise ValueError(
+            f"the loader yields {len(batch)} elements; expected (inputs, targets), with several "
+            "arguments of the net in a tuple: ((x1, x2), y)"
+        )
+    return batch[0], batch[1] if len(batch) == 2 else None
+
+
 def split_rows(tree: Any, size: int) -> list[Any]:
-    """Cut all tensors of a batch of inputs into pieces of at most `size` rows."""
+    """Cut all tensors of a batch of inputs into pieces of at most `size` rows.
+
+    Numbers, strings and None go into every piece.
+
+    Raises:
+        TypeError: something else that has no rows.
+        ValueError: tensors of different numbers of rows, or none.
+    """
+    rows = set(_numbers_of_rows(tree))
+    if len(rows) != 1:
+        found = " and ".join(map(str, sorted(rows))) or "no"
+        raise ValueError(f"the inputs have {found} rows; batch_size cuts tensors of one number")
+    starts = range(0, max(rows.pop(), 1), size)
+    return [_cut(tree, slice(start, start + size)) for start in starts]
+
+
+def _numbers_of_rows(tree: Any) -> Iterator[int]:
+    if is_constant(tree):
+        return
     if isinstance(tree, Tensor):
-        return list(tree.split(size))
+        yield len(tree)
+    elif isinstance(tree, Mapping | tuple | list) and not hasattr(tree, "to"):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _numbers_of_rows(item)
+    else:
+        raise TypeError(f"batch_size cannot cut a {type(tree).__name__}; pass a loader instead")
+
+
+def _cut(tree: Any, rows: slice) -> Any:
+    if is_constant(tree):
+        return tree
+    if isinstance(tree, Tensor):
+        return tree[rows]
     if isinstance(tree, Mapping):
-        pieces = [split_rows(value, size) for value in tree.values()]
-        return [dict(zip(tree, piece, strict=True)) for piece in zip(*pieces, strict=True)]
-    if isinstance(tree, tuple | list) and not hasattr(tree, "to"):
-        rows = zip(*(split_rows(item, size) for item in tree), strict=True)
-        return [_like(tree, piece) for piece in rows]
-    raise TypeError(f"batch_size cannot cut a {type(tree).__name__}; pass a loader instead")
+        return {key: _cut(value, rows) for key, value in tree.items()}
+    return _like(tree, [_cut(item, rows) for item in tree])
 
 
 def _like(container: Any, items: Iterable[Any]) -> Any:
@@ -124,10 +190,31 @@ def collect(loader: Iterable[Any], device: Any = None) -> tuple[Any, Tensor]:
 
 def _concatenate(pieces: list[Any]) -> Any:
     first = pieces[0]
-    if isinstance(first, Tensor):
+    if is_constant(first) and all(is_constant(piece) and piece == first for piece in pieces):
+        return first
+    if isinstance(first, Tensor) and first.dim():
         return torch.cat(pieces)
     if isinstance(first, Mapping):
         return {key: _concatenate([piece[key] for piece in pieces]) for key in first}
     if isinstance(first, tuple | list) and not hasattr(first, "to"):
         return _like(first, [_concatenate(list(items)) for items in zip(*pieces, strict=True)])
+    if is_constant(first):
+        raise ValueError(
+            f"an argument of the net is {first} in one batch and something else in another, so the "
+            "batches do not make one; give all of them the same"
+        )
     raise TypeError(f"inputs of type {type(first).__name__} cannot be concatenated")
+
+
+def concatenated(parts: list[Any], dim: int) -> Any:
+    """Return the predictions of all batches as one.
+
+    Args:
+        parts: a tensor, or a tuple of tensors, for each batch.
+        dim: of the data points.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
+    return torch.cat(parts, dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +12,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tyxe.bnn.history import History
+from tyxe.curvature import check_is_tensor
 from tyxe.errors import TyxeWarning
+from tyxe.likelihoods import Likelihood
 from tyxe.poutine import masked_pointwise
 
 if TYPE_CHECKING:
     from tyxe.bnn.elbo import ElboTerms
     from tyxe.bnn.predict import SupervisedBNN
 
-__all__ = ["check_first_batch", "check_fit_arguments", "nonfinite_message", "warn_of_result"]
+__all__ = [
+    "check_first_batch",
+    "check_fit_arguments",
+    "check_known",
+    "check_options",
+    "check_outputs",
+    "nonfinite_message",
+    "warn_of_result",
+]
 
 # A KL this many times the data term, in nats, says that the bound is about the prior.
 KL_DWARFS = 100.0
@@ -42,6 +52,12 @@ def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any) -> None
         )
 
 
+def check_known(name: str, given: str, known: Iterable[str]) -> None:
+    """Raise for the name of something that there is not."""
+    if given not in known:
+        raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
+
+
 def check_options(beta: Any, clip_norm: float | None) -> None:
     """Raise for a weight or a norm that is negative or not a number."""
     if not callable(beta) and not beta >= 0:
@@ -62,28 +78,44 @@ def check_first_batch(
     The net runs once with a draw, in eval mode and without gradients, and the generators are set
     back, so that nothing is changed.
     """
-    rows = masked_pointwise(bnn.likelihood.data_name, torch.arange(len(targets)))
-    counted = len(rows)
-    if counted > bnn.likelihood.dataset_size:
-        raise ValueError(
-            f"the batch has {counted} points, but the likelihood was built with dataset_size="
-            f"{bnn.likelihood.dataset_size}; pass the number of training points"
-        )
     devices = [targets.device] if targets.is_cuda else []
     with torch.random.fork_rng(devices), bnn._predicting():
         predictions = bnn.run_net(draw(), inputs)
-        if not isinstance(predictions, Tensor):
-            raise TypeError(
-                f"the net returns a {type(predictions).__name__}; the likelihood needs a tensor: "
-                "wrap the net in a module that returns the one to be observed, or use PytorchBNN "
-                "with a loss of your own"
-            )
-        if counted < len(targets):
-            # The others are not looked at: their labels may be -1 or NaN.
-            rows = rows.to(targets.device)
-            predictions, targets = predictions[rows], targets[rows]
-        if counted and bool(predictions.isfinite().all()):
+        check_is_tensor(predictions)
+        predictions, targets = _counted(bnn.likelihood, predictions, targets)
+        # Not through `check_outputs`: a warning points at the caller of `fit`, so many calls up.
+        if len(targets):
             bnn.likelihood.check_targets(predictions, targets)
+
+
+def check_outputs(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    """Raise as `check_first_batch`, for a forward that is made already.
+
+    Args:
+        likelihood: of the targets.
+        predictions: the net's output.
+        targets: of the batch.
+    """
+    predictions, targets = _counted(likelihood, predictions, targets)
+    if len(targets):
+        likelihood.check_targets(predictions, targets)
+
+
+def _counted(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What of a batch can be checked: nothing, where the net's output is not finite."""
+    rows = masked_pointwise(likelihood.data_name, torch.arange(len(targets)))
+    if len(rows) > likelihood.dataset_size:
+        raise ValueError(
+            f"the batch has {len(rows)} points, but the likelihood was built with dataset_size="
+            f"{likelihood.dataset_size}; pass the number of training points"
+        )
+    if len(rows) < len(targets):
+        # The others are not looked at: their labels may be -1 or NaN.
+        rows = rows.to(targets.device)
+        predictions, targets = predictions[rows], targets[rows]
+    if not bool(predictions.isfinite().all()):
+        return predictions[:0], targets[:0]
+    return predictions, targets
 
 
 def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms, inputs: Any, targets: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -10,6 +11,7 @@ import torch.distributions as td
 from torch import Tensor
 
 from tyxe.curvature import Curvature, Group, joined
+from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "logdet_of_numbers",
     "posterior_precision",
     "prior_moments",
+    "with_noise",
 ]
 
 Precisions = Mapping[str, Tensor]
@@ -179,6 +182,33 @@ def _penalty(square: Tensor, precision: Tensor) -> Tensor:
     if precision.dim() == 0:
         return precision * square.sum() - square.numel() * precision.log()
     return (precision * square).sum() - precision.log().sum()
+
+
+def with_noise(
+    curvature: Curvature, likelihood: Likelihood, noise: float | Tensor, like: Tensor
+) -> tuple[Curvature, Tensor]:
+    """Return curvature and log-likelihood that another noise would give.
+
+    Args:
+        curvature: under the likelihood's own noise.
+        likelihood: a homoskedastic Gaussian.
+        noise: standard deviation.
+        like: a tensor of the weights' dtype, on their device.
+
+    Raises:
+        ValueError: another likelihood; a noise that is not one positive number.
+    """
+    if not isinstance(likelihood, HomoskedasticGaussian):
+        raise ValueError(
+            f"noise is that of a HomoskedasticGaussian, not of a {type(likelihood).__name__}"
+        )
+    scale = torch.as_tensor(noise, dtype=like.dtype, device=like.device)
+    if scale.dim() or not bool(scale > 0):
+        raise ValueError(f"noise is {noise}; expected one positive number")
+    ratio = (likelihood.scale_of(like=like) / scale).square()
+    scaled = dataclasses.replace(curvature, operator=curvature.operator.scaled(ratio))
+    # A Gaussian's error is the sum of squares.
+    return scaled, gaussian_log_likelihood(curvature.error, curvature.num_targets, scale)
 
 
 def gaussian_log_likelihood(squared_error: float, count: float, noise: Tensor) -> Tensor:

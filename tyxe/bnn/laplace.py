@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import pyro.distributions as dist
-import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import modes_restored, set_train_mode
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.checks import check_first_batch, check_fit_arguments, check_options
-from tyxe.bnn.evidence import (
-    gaussian_log_likelihood,
-    log_evidence,
-    logdet_of_numbers,
-    posterior_precision,
-    prior_moments,
-)
+from tyxe.bnn.checks import check_fit_arguments, check_known, check_options, check_outputs
+from tyxe.bnn.evidence import log_evidence, posterior_precision, with_noise
 from tyxe.bnn.history import History
 from tyxe.bnn.linearized import PREDICTIVES, linearize
-from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.bnn.prior_precision import PriorPrecision, ascent, spread
+from tyxe.bnn.posterior import LaplacePosterior
+from tyxe.bnn.prior_precision import (
+    PriorPrecision,
+    maximize_evidence,
+    maximize_held_out,
+    spread,
+)
 from tyxe.bnn.refined import GPOnSubset, RefinedPosterior, gp_outputs, refined
 from tyxe.bnn.training import FitOptions, Trainer, progress_bar
-from tyxe.curvature import (
-    ACCUMULATORS,
-    CURVATURES,
-    Curvature,
-    LaplaceGuide,
-    Linearization,
-    check_groups,
-    check_size,
-    collect_curvature,
-    functional_covariance,
-    jacobian,
-)
-from tyxe.guides import PretrainedInitializer
-from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
-from tyxe.priors import DictPrior, Prior
+from tyxe.curvature import CURVATURES, collect_curvature
+from tyxe.likelihoods import Likelihood
+from tyxe.priors import Prior
+from tyxe.util import tree_map_tensors
 
 __all__ = ["LaplaceBNN"]
 
-# Bytes that a dense matrix of all weights may take.
-DENSE_LIMIT = 8 * 2**30
 
-
-class LaplaceBNN(SupervisedBNN):
+class LaplaceBNN(LaplacePosterior):
     r"""Any net with a Gaussian about its fitted weights, `N(w*, (G / T + P0)^-1)`.
 
     `w*` maximises the posterior, `G` is the curvature of the likelihood there and `P0` the prior's
@@ -78,7 +59,7 @@ class LaplaceBNN(SupervisedBNN):
         [T] 3.1-3.2; [GLM]; [LA].
 
     Example:
-        >>> import tyxe
+        >>> import pyro.distributions as dist, torch, tyxe
         >>> _ = torch.manual_seed(0)
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> net = nn.Linear(1, 1)
@@ -108,53 +89,13 @@ class LaplaceBNN(SupervisedBNN):
         reduce: bool = False,
         name: str = "",
     ) -> None:
-        super().__init__(net, prior, likelihood, name)
-        _check_known("structure", structure, ACCUMULATORS)
-        _check_known("curvature", curvature, CURVATURES)
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}; expected a positive number")
+        super().__init__(net, prior, likelihood, structure, name)
+        check_known("curvature", curvature, CURVATURES)
         if num_passes < 1:
             raise ValueError(f"num_passes is {num_passes}; expected a positive number")
-        if likelihood.latent_priors():
-            raise ValueError(
-                "the Laplace approximation takes a likelihood without variables of its own: pass "
-                "the noise as a number, and choose it by log_marginal_likelihood(noise=...)"
-            )
-        self.structure, self.curvature, self.num_passes = structure, curvature, num_passes
-        self.temperature, self.damping, self.reduce = temperature, damping, reduce
-        self._shapes = {
-            name: slots[0][0]._parameters[slots[0][1]].shape  # type: ignore[union-attr]
-            for name, slots in self._slots.items()
-        }
-        self._prior_moments()
+        self.curvature, self.num_passes, self.reduce = curvature, num_passes, reduce
+        self.temperature, self.damping = temperature, damping
         self.gp: GPOnSubset | None = None
-        check_size(structure, sum(s.numel() for s in self._shapes.values()), DENSE_LIMIT)
-        self.net_guide = LaplaceGuide(self.net_prior, PretrainedInitializer.from_net(net))
-
-    # ------------------------------------------------------------------ draws
-
-    def guide(self, inputs: Any = None, obs: Tensor | None = None) -> Values:
-        """The posterior (a Pyro program); a delta while there is no curvature."""
-        values: Values = self.net_guide()
-        return values
-
-    def draws(self, num_predictions: int) -> Iterator[Values]:
-        """Yield draws of the weights.
-
-        Raises:
-            RuntimeError: there is no curvature yet.
-        """
-        self._fitted()
-        for _ in range(num_predictions):
-            yield self.net_guide.draw()
-
-    def one_draw(self) -> Values:
-        """Return a single draw: of the delta, while there is no curvature."""
-        return self.net_guide.draw()
-
-    def mean_values(self) -> Values:
-        """Return the fitted weights."""
-        return self.net_guide.median()
 
     # ------------------------------------------------------------------ fit
 
@@ -227,110 +168,19 @@ class LaplaceBNN(SupervisedBNN):
         Raises:
             ValueError: data that do not fit the likelihood; a curvature that is not finite.
         """
+        passes = progress_bar(range(self.num_passes), "curvature", "pass", progress)
         with modes_restored(self):
             self.eval()
             found = collect_curvature(
                 functools.partial(linearize, self),
                 self.likelihood,
-                self._curvature_batches(data_loader, device, progress),
+                (batch for _ in passes for batch in batches_of(data_loader, device)),
                 self.structure,
                 self.curvature,
                 self.reduce,
+                functools.partial(check_outputs, self.likelihood),
             )
-        self.net_guide.curvature = found
-        self._refresh()
-
-    def _curvature_batches(
-        self, loader: Iterable[Any], device: Any, progress: bool | None
-    ) -> Iterator[tuple[Any, Tensor]]:
-        bar = progress_bar(range(self.num_passes), "curvature", "pass", progress)
-        checked = False
-        for _ in bar:
-            for inputs, targets in batches_of(loader, device):
-                if not checked:
-                    check_first_batch(self, self.net_guide.values, inputs, targets)
-                    checked = True
-                yield inputs, targets
-
-    # ------------------------------------------------------------------ posterior
-
-    def _forget(self) -> None:
-        self.net_guide.curvature = self.net_guide.precision = None
-
-    def _fitted(self) -> Curvature:
-        if self.net_guide.curvature is None:
-            raise RuntimeError(
-                "there is no curvature yet: call fit(data_loader, optim, num_epochs), or for a "
-                "net that is trained fit_curvature(data_loader)"
-            )
-        return self.net_guide.curvature
-
-    def _prior_moments(self) -> tuple[Values, Values]:
-        prefix = self.net_prior.prefix
-        priors = [(prefix + name, prior) for name, prior in self.net_prior.priors()]
-        return prior_moments(priors, self._shapes)
-
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        """Form the posterior's precision anew: the prior or the curvature has changed."""
-        found = posterior_precision(
-            self._fitted(), self._prior_moments()[1], self.temperature, self.damping
-        )
-        self.net_guide.precision = found.detach()
-
-    def update_prior(self, prior: Prior) -> None:
-        """Replace the prior; the curvature stays, and the posterior follows.
-
-        Args:
-            prior: as in `BNN.update_prior`.
-
-        Raises:
-            TypeError: as there.
-            ValueError: as there; or a prior that is not Gaussian.
-        """
-        before = self.prior
-        super().update_prior(prior)
-        try:
-            self._prior_moments()
-        except ValueError:
-            super().update_prior(before)
-            raise
-        if self.net_guide.curvature is not None:
-            self._refresh()
-
-    def output_covariance(self, linear: Linearization) -> Tensor:
-        """Return `J Lambda^-1 J^T`, `(n, ..., C, C)`.
-
-        Args:
-            linear: the net linearised on a batch.
-
-        Raises:
-            RuntimeError: there is no curvature yet.
-        """
-        check_groups(self._fitted().groups, linear.groups)
-        assert self.net_guide.precision is not None
-        return functional_covariance(linear, self.net_guide.precision)
-
-    def functional_variance(self, *inputs: Any, joint: bool = False) -> Tensor:
-        """Return the covariance of each point's outputs in the linearised net, `(n, ..., C, C)`.
-
-        Args:
-            inputs: the net's arguments.
-            joint: of all outputs of all points instead, `(n, ..., n, ...)`.
-
-        Raises:
-            RuntimeError: there is no curvature yet.
-        """
-        groups = self._fitted().groups
-        with self._predicting():
-            linear = linearize(self, inputs[0] if len(inputs) == 1 else inputs)
-            if not joint:
-                return self.output_covariance(linear).detach()
-            check_groups(groups, linear.groups)
-            assert self.net_guide.precision is not None
-            rows = jacobian(linear).detach().flatten(0, 1)
-            shape = linear.outputs.shape
-            return self.net_guide.precision.inverse_quadratic(rows).reshape(shape + shape)
+        self._take(found)
 
     # ------------------------------------------------------------------ back to the data
 
@@ -339,8 +189,8 @@ class LaplaceBNN(SupervisedBNN):
     ) -> None:
         """Keep a random part of the data for `predict(..., predictive="gp")` [GLM 15, A.7].
 
-        With all of them that is `"glm"` under the full curvature. The points are no part of
-        `state_dict`.
+        With all of them that is `"glm"` under the full curvature. The points move with the BNN, by
+        `.to`, and are no part of `state_dict`.
 
         Args:
             data_loader: yields `(inputs, targets)`; the targets are not used.
@@ -411,30 +261,11 @@ class LaplaceBNN(SupervisedBNN):
             precisions = spread(prior_precision, precisions, self.net_prior.prefix)
         log_likelihood: float | Tensor = curvature.log_likelihood
         if noise is not None:
-            curvature, log_likelihood = self._with_noise(curvature, noise)
+            like = self.net_guide.loc_vector()
+            curvature, log_likelihood = with_noise(curvature, self.likelihood, noise, like)
         posterior = posterior_precision(curvature, precisions, self.temperature, self.damping)
         squares = self._squared_deviations()
         return log_evidence(log_likelihood, squares, precisions, posterior, self.temperature)
-
-    def _squared_deviations(self) -> Values:
-        means = self._prior_moments()[0]
-        values = self.net_guide.values()
-        return {name: (values[name].detach() - mean).square() for name, mean in means.items()}
-
-    def _with_noise(self, curvature: Curvature, noise: float | Tensor) -> tuple[Curvature, Tensor]:
-        likelihood = self.likelihood
-        if not isinstance(likelihood, HomoskedasticGaussian):
-            raise ValueError(
-                f"noise is that of a HomoskedasticGaussian, not of a {type(likelihood).__name__}"
-            )
-        like = self.net_guide.loc_vector()
-        scale = torch.as_tensor(noise, dtype=like.dtype, device=like.device)
-        if scale.dim() or not bool(scale > 0):
-            raise ValueError(f"noise is {noise}; expected one positive number")
-        ratio = (likelihood.scale_of(like=like) / scale).square()
-        scaled = dataclasses.replace(curvature, operator=curvature.operator.scaled(ratio))
-        # A Gaussian's error is the sum of squares.
-        return scaled, gaussian_log_likelihood(curvature.error, curvature.num_targets, scale)
 
     def optimize_prior_precision(
         self,
@@ -467,7 +298,7 @@ class LaplaceBNN(SupervisedBNN):
         """
         self._fitted()
         if method == "evidence":
-            return self._ascend(per_site, num_steps, lr)
+            return maximize_evidence(self, per_site, num_steps, lr)
         if method != "grid":
             raise ValueError(f"method is {method!r}; expected 'evidence' or 'grid'")
         if loader is None:
@@ -476,62 +307,15 @@ class LaplaceBNN(SupervisedBNN):
             )
         if per_site:
             raise ValueError("method='grid' finds one precision for all weights, not per_site")
-        before = self.prior
-        try:
-            best = self._search(
-                torch.logspace(-4, 4, 21).tolist() if grid is None else grid, loader
+        return maximize_held_out(self, loader, grid)
+
+    # ------------------------------------------------------------------ state
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceBNN:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.gp is not None:
+            # What is given to predict has the net's new type and device, and so has the subset.
+            self.gp.inputs = tree_map_tensors(
+                lambda x: fn(x) if isinstance(x, Tensor) else x, self.gp.inputs
             )
-        except BaseException:
-            self.update_prior(before)
-            raise
-        self._set_precision(dict.fromkeys(self._shapes, best))
-        return best
-
-    def _search(self, grid: Iterable[float], loader: Iterable[Any]) -> Tensor:
-        """The precision of the best held-out log-likelihood."""
-        scores = {float(precision): self._held_out(float(precision), loader) for precision in grid}
-        finite = {precision: score for precision, score in scores.items() if math.isfinite(score)}
-        if not finite:
-            raise ValueError("no precision of the grid gives a finite held-out log-likelihood")
-        return next(iter(self._prior_moments()[1].values())).new_tensor(
-            max(finite, key=finite.__getitem__)
-        )
-
-    def _held_out(self, precision: float, loader: Iterable[Any]) -> float:
-        """The log-likelihood of held-out data, from the same random numbers every time."""
-        self._set_precision(dict.fromkeys(self._shapes, torch.tensor(precision)))
-        device = next(self.parameters()).device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)
-            return sum(float(self.evaluate(x, y)[1]) for x, y in batches_of(loader, device))
-
-    def _ascend(self, per_site: bool, num_steps: int, lr: float) -> Tensor | dict[str, Tensor]:
-        curvature = self._fitted()
-        owner = {site: g.name if per_site else "" for g in curvature.groups for site in g.sites}
-        logdet = logdet_of_numbers(curvature, owner, self.temperature, self.damping)
-        precisions = self._prior_moments()[1]
-        found = ascent(owner, self._squared_deviations(), precisions, logdet, num_steps, lr)
-        self._set_precision({site: found[key] for site, key in owner.items()})
-        prefix = self.net_prior.prefix
-        by_name = {key.removeprefix(prefix): value for key, value in found.items()}
-        return by_name if per_site else found[""]
-
-    def _set_precision(self, precisions: Mapping[str, Tensor]) -> None:
-        means, before = self._prior_moments()
-        prefix = self.net_prior.prefix
-        scales = {name: precisions[name].to(before[name]).rsqrt() for name in before}
-        self.update_prior(
-            DictPrior(
-                {
-                    name.removeprefix(prefix): dist.Normal(
-                        means[name], scales[name].expand(means[name].shape)
-                    ).to_event(means[name].dim())
-                    for name in before
-                }
-            )
-        )
-
-
-def _check_known(name: str, given: str, known: Iterable[str]) -> None:
-    if given not in known:
-        raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
+        return self

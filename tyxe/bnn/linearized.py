@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributions as td
-from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoDiagonalNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+)
 from torch import Tensor
 
 from tyxe.bnn.batches import check_has_targets
 from tyxe.curvature import Group, Linearization, joined, linearized
-from tyxe.distributions import center, independent_moments
+from tyxe.distributions import center, independent_moments, is_real
 from tyxe.guides import Guide, PyroGuide
 from tyxe.linalg import Diagonal, LowRank, Operator
 from tyxe.poutine import masked_pointwise
@@ -103,6 +108,10 @@ def guide_covariance(guide: Any, groups: list[Group]) -> Operator:
         TypeError: it is no Normal guide.
     """
     inner = guide.guide if isinstance(guide, PyroGuide) else guide
+    if isinstance(inner, AutoContinuous):
+        _check_support(inner)
+    if isinstance(inner, AutoDiagonalNormal):
+        return Diagonal(_in_order(inner, groups, inner.get_posterior().variance))
     if isinstance(inner, AutoLowRankMultivariateNormal | AutoMultivariateNormal):
         joint = inner.get_posterior()
         root = joint.cov_factor if isinstance(joint, td.LowRankMultivariateNormal) else None
@@ -120,6 +129,16 @@ def guide_covariance(guide: Any, groups: list[Group]) -> Operator:
             )
         variances[name] = moments[1].to(moments[0].dtype)
     return Diagonal(joined(groups, variances))
+
+
+def _check_support(guide: AutoContinuous) -> None:
+    """Raise where the joint Normal is one of transformed weights."""
+    for name, node in guide.prototype_trace.iter_stochastic_nodes():
+        if not is_real(node["fn"].support):
+            raise TypeError(
+                f"the posterior of {name!r} is no Normal, but one transformed to the support "
+                f"{node['fn'].support}: predict with predictive='bnn'"
+            )
 
 
 def _factorized(guide: Any) -> dict[str, td.Distribution]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.batches import check_has_targets, is_loader, not_empty, split_rows
+from tyxe.bnn.batches import batches_to_predict, check_has_targets, concatenated, is_loader
 from tyxe.bnn.linearized import (
     PREDICTIVES,
     Outputs,
@@ -161,7 +161,7 @@ class SupervisedBNN(BNN):
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
 
-        The draws are the same for every row, and for a given seed the same whatever
+        The draws of weights are the same for every row, and for a given seed the same whatever
         `batch_size` and `vectorize` are (unless a handler samples inside the net).
 
         Args:
@@ -170,7 +170,9 @@ class SupervisedBNN(BNN):
             aggregate: combine the draws by the likelihood; `False` returns them all.
             vectorize: run draws in chunks under `torch.vmap`, for nets that it takes; the
                 default is a loop, which was measured to be faster on CPUs.
-            batch_size: rows that go through the net at a time.
+            batch_size: rows that go through the net at a time. Samples of Gaussian outputs
+                (`"glm"` with `link="mc"`, or not aggregated) are drawn for each row anew, so they
+                are others for another `batch_size`, within their standard error.
             predictive: `"bnn"`, the above, or `"glm"`, the net linearised about the posterior's
                 centre, for Gaussian posteriors [GLM 3]: outputs are Gaussian, and
                 `num_predictions` (at least 100) counts samples of them. The default is `"bnn"`,
@@ -197,7 +199,7 @@ class SupervisedBNN(BNN):
             torch.Size([5, 3])
         """
         _check_count(num_predictions)
-        batches = _batches(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
+        batches = batches_to_predict(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
         with self._predicting():
             gaussian = self._gaussian(predictive)
             if gaussian is not None:
@@ -209,7 +211,7 @@ class SupervisedBNN(BNN):
                     self._aggregated(outputs, latents) if aggregate else outputs
                     for outputs, latents, _ in self._outputs(batches, num_predictions, vectorize)
                 ]
-        return _joined(parts, 0 if aggregate else 1)
+        return concatenated(parts, 0 if aggregate else 1)
 
     def evaluate(
         self,
@@ -256,7 +258,7 @@ class SupervisedBNN(BNN):
         reduce_points(torch.zeros(1), reduction)
         name = self.likelihood.data_name
         errors, log_likelihoods = [], []
-        batches = _batches(input_data, y, batch_size)
+        batches = batches_to_predict(input_data, y, batch_size)
         gaussian = self._gaussian(predictive)
         if gaussian is not None:
             with self._predicting():
@@ -374,35 +376,6 @@ def _check_count(num_predictions: int) -> None:
         raise ValueError(f"num_predictions is {num_predictions}; expected 0 or more")
 
 
-def _batches(inputs: Any, targets: Tensor | None, batch_size: int | None) -> Iterable[Any]:
-    if is_loader(inputs):
-        return _pairs(inputs)
-    if batch_size is None:
-        return [(inputs, targets)]
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected a positive number of rows")
-    pieces = split_rows(inputs, batch_size)
-    labels = [None] * len(pieces) if targets is None else list(targets.split(batch_size))
-    return zip(pieces, labels, strict=True)
-
-
-def _pairs(loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    for batch in not_empty(loader):
-        yield _as_pair(batch)
-
-
-def _as_pair(batch: Any) -> tuple[Any, Any]:
-    """What a loader yields: `(inputs, targets)`, as for training, or inputs alone."""
-    if not isinstance(batch, tuple | list):
-        return batch, None
-    if len(batch) > 2:
-        raise ValueError(
-            f"the loader yields {len(batch)} elements; expected (inputs, targets), with several "
-            "arguments of the net in a tuple: ((x1, x2), y)"
-        )
-    return batch[0], batch[1] if len(batch) == 2 else None
-
-
 def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), cuda
@@ -412,11 +385,3 @@ def _set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) ->
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
-
-
-def _joined(parts: list[Any], dim: int) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], tuple):
-        return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
-    return torch.cat(parts, dim)

@@ -1,11 +1,17 @@
 """Curvature of any net under any likelihood, by structure."""
 
-from tyxe.curvature.accumulate import ACCUMULATORS, check_size
+from tyxe.curvature.accumulate import ACCUMULATORS
 from tyxe.curvature.collect import CURVATURES, Curvature, check_groups, collect_curvature
-from tyxe.curvature.covariance import covariance_through, functional_covariance, jacobian
+from tyxe.curvature.covariance import (
+    covariance_through,
+    functional_covariance,
+    jacobian,
+    joint_covariance,
+)
 from tyxe.curvature.groups import Group, LinearGroup, PlainGroup, joined, separated
-from tyxe.curvature.guide import LaplaceGuide
-from tyxe.curvature.linearize import Linearization, linearized
+from tyxe.curvature.guide import LaplaceGuide, check_structure
+from tyxe.curvature.linearize import Linearization, check_is_tensor, is_constant, linearized
+from tyxe.curvature.memory import check_memory, check_size
 
 __all__ = [
     "ACCUMULATORS",
@@ -17,12 +23,17 @@ __all__ = [
     "Linearization",
     "PlainGroup",
     "check_groups",
+    "check_is_tensor",
+    "check_memory",
     "check_size",
+    "check_structure",
     "collect_curvature",
     "covariance_through",
     "functional_covariance",
+    "is_constant",
     "jacobian",
     "joined",
+    "joint_covariance",
     "linearized",
     "separated",
 ]

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from tyxe.curvature.groups import Group, LinearGroup
 from tyxe.curvature.linearize import BUDGET, FactoredRows, Rows
+from tyxe.curvature.memory import check_memory
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator, dense_bytes
 
-__all__ = ["ACCUMULATORS", "Accumulator", "check_size"]
-
-
-# Bytes that the factors of one layer may take.
-FACTOR_LIMIT = 8 * 2**30
+__all__ = ["ACCUMULATORS", "Accumulator"]
 
 
 class Accumulator(ABC):
@@ -225,12 +222,11 @@ class KroneckerAccumulator(Accumulator):
 
 def _check_factors(group: LinearGroup) -> None:
     sides = max(group.columns, group.outputs)
-    needed = group.groups * dense_bytes(sides)
-    if needed > FACTOR_LIMIT:
-        raise ValueError(
-            f"the Kronecker factors of {group.name!r} take {needed / 2**30:,.1f} GiB (a side of "
-            f'{sides:,}); use structure="diag", or hide this layer from the prior'
-        )
+    check_memory(
+        f"the Kronecker factors of {group.name!r}, with a side of {sides:,},",
+        group.groups * dense_bytes(sides),
+        'use structure="diag", or hide this layer from the prior',
+    )
 
 
 def _second_moment(x: Tensor) -> Tensor:
@@ -249,17 +245,3 @@ ACCUMULATORS: dict[str, type[Accumulator]] = {
     "diag": DiagonalAccumulator,
     "kron": KroneckerAccumulator,
 }
-
-
-def check_size(structure: str, size: int, limit: int) -> None:
-    """Raise before a matrix is allocated that does not fit.
-
-    Raises:
-        ValueError: it would take more than `limit` bytes.
-    """
-    needed = dense_bytes(size)
-    if structure == "full" and needed > limit:
-        raise ValueError(
-            f'structure "full" over {size:,} weights takes {needed / 2**30:,.1f} GiB; use "kron" '
-            'or "diag", or fewer weights (a prior with expose_modules=[net.last_layer])'
-        )

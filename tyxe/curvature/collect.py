@@ -65,6 +65,7 @@ def collect_curvature(
     structure: str = "kron",
     curvature: str = "ggn",
     reduce: bool = False,
+    check: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Curvature:
     r"""Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
 
@@ -82,6 +83,7 @@ def collect_curvature(
         curvature: `"ggn"`, `"fisher"` or `"empirical"`.
         reduce: for `"kron"`, sum over positions that share weights before the product, instead of
             taking each as a point of its own.
+        check: looks at outputs and targets of the first batch, and raises if they do not fit.
 
     Raises:
         ValueError: no batch; batches for which the net uses its sites differently, or a mask of
@@ -92,6 +94,8 @@ def collect_curvature(
     for inputs, targets in batches:
         linear = linearize(inputs)
         outputs = linear.outputs.detach()
+        if check is not None and not points:
+            check(outputs, targets)
         if accumulator is None:
             accumulator = _accumulator(structure, linear, reduce)
         check_groups(accumulator.groups, linear.groups)

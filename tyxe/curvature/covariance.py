@@ -10,7 +10,7 @@ from torch import Tensor
 from tyxe.curvature.linearize import BUDGET, FactoredRows, Linearization, Rows
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
-__all__ = ["covariance_through", "functional_covariance", "jacobian"]
+__all__ = ["covariance_through", "functional_covariance", "jacobian", "joint_covariance"]
 
 # Elements of Jacobians that are held at a time: more would leave the processor's cache.
 CACHED = 2**20
@@ -77,6 +77,17 @@ def jacobian(linear: Linearization) -> Tensor:
     """
     indices = range(linear.outputs[0].numel())
     return _dense([linear.rows(one) for one in _one_hot(linear.outputs, indices)])
+
+
+def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
+    """Return `J Lambda^-1 J^T` of all outputs of all points, `(n, ..., n, ...)`.
+
+    Args:
+        linear: the net on a batch.
+        precision: as in `functional_covariance`.
+    """
+    rows, shape = jacobian(linear).detach().flatten(0, 1), linear.outputs.shape
+    return precision.inverse_quadratic(rows).reshape(shape + shape)
 
 
 def _one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from tyxe.guides.init import init_to_median
 from tyxe.linalg import BlockDiagonal, Diagonal, operator_from_state, operator_state
 from tyxe.util import SiteTensors
 
-__all__ = ["LaplaceGuide"]
+__all__ = ["LaplaceGuide", "check_structure"]
 
 
 class LaplaceGuide(nn.Module):
@@ -146,6 +146,37 @@ class LaplaceGuide(nn.Module):
         groups = [_group_from_state(group) for group in state["groups"]]
         self.curvature = Curvature(operators[0], groups, **state["numbers"])
         self.precision = operators[1]
+
+
+def check_structure(state: Mapping[str, Any], structure: str) -> None:
+    """Raise if a guide's extra state holds the curvature of another structure.
+
+    Args:
+        state: what `LaplaceGuide.get_extra_state` returned; without a curvature it fits any.
+        structure: that is expected.
+
+    Raises:
+        RuntimeError: it is another.
+    """
+    if not state:
+        return
+    found = _structures(state["curvature"], state["groups"])
+    if structure not in found:
+        raise RuntimeError(
+            f"the state dict holds a curvature of structure={found[0]!r}, but this BNN, which was "
+            f"left as it was, has structure={structure!r}: build it with structure={found[0]!r}, "
+            "or on the other's to_module(), and call fit_curvature(data_loader)"
+        )
+
+
+def _structures(operator: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The structures that have such a curvature: without linear maps, `"kron"` is `"diag"`."""
+    kinds = {key.rpartition("/")[2].partition(".")[0] for key in operator}
+    if kinds == {"dense"}:
+        return ("full",)
+    if "kronecker" in kinds:
+        return ("kron",)
+    return ("diag",) if any("weight_shape" in group for group in groups) else ("diag", "kron")
 
 
 _NUMBERS = ("log_likelihood", "error", "num_targets")

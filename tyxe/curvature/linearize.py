@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,15 @@ from tyxe.curvature.groups import Group, LinearGroup, find_groups
 from tyxe.curvature.uses import Use, UseRecorder, positions
 from tyxe.distributions.normal import wide
 
-__all__ = ["FactoredRows", "Linearization", "PlainRows", "Rows", "linearized"]
+__all__ = [
+    "FactoredRows",
+    "Linearization",
+    "PlainRows",
+    "Rows",
+    "check_is_tensor",
+    "is_constant",
+    "linearized",
+]
 
 RunNet = Callable[[Mapping[str, Tensor], Any], Tensor]
 Objective = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
@@ -76,6 +85,9 @@ class Linearization:
     Attributes:
         outputs: the net's, in float32 at least, `(n, ...)`.
         groups: of the sites, in their order.
+
+    Raises:
+        TypeError: the net returns no tensor.
     """
 
     def __init__(
@@ -90,12 +102,17 @@ class Linearization:
         self._run_net, self._values, self._inputs = run_net, values, inputs
         with torch.enable_grad(), UseRecorder() as recorder:
             raw = run_net(values, inputs)
+        check_is_tensor(raw)
         self.outputs = wide(raw)
         self._node = raw.grad_fn
-        self.points = len(raw)
+        self.points = raw.shape[:1].numel()
         self.groups = find_groups(shapes, recorder.uses, recorder.elsewhere)
         self._uses = _by_group(self.groups, recorder.uses)
-        self._a = {name: self._inputs_of(name) for name in self._uses}
+
+    @functools.cached_property
+    def _a(self) -> dict[str, Tensor]:
+        # Not before the outputs were looked at: those of another number of points have no factors.
+        return {name: self._inputs_of(name) for name in self._uses}
 
     def _inputs_of(self, name: str) -> Tensor:
         (group,) = [g for g in self.groups if g.name == name]
@@ -160,6 +177,20 @@ class Linearization:
         }
 
 
+def check_is_tensor(outputs: Any) -> None:
+    """Raise unless a net's output can be observed as it is.
+
+    Raises:
+        TypeError: it is a tuple, a mapping, ...
+    """
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the net returns a {type(outputs).__name__}; the likelihood needs a tensor: wrap the "
+            "net in a module that returns the one to be observed, or use PytorchBNN with a loss "
+            "of your own"
+        )
+
+
 def vectorized_gradients(
     objective: Objective, sites: Mapping[str, Tensor], inputs: Any, cotangent: Tensor
 ) -> dict[str, Tensor]:
@@ -168,19 +199,21 @@ def vectorized_gradients(
     Args:
         objective: of the sites' values, a batch of one point, and its row of the cotangent.
         sites: where.
-        inputs: a batch.
+        inputs: a batch; what has no rows, such as a number or None, is the same for all points.
         cotangent: of the outputs' shape.
 
     Returns:
         `(n, *shape)` for each site.
     """
+    dims = tree_map(lambda leaf: 0 if _has_rows(leaf) else None, inputs)
 
     def on_row(sites: dict[str, Tensor], row: Any, weight: Tensor) -> Tensor:
-        return objective(sites, tree_map(lambda tensor: tensor[None], row), weight)
+        batch = tree_map(lambda leaf, dim: leaf if dim is None else leaf[None], row, dims)
+        return objective(sites, batch, weight)
 
     size = sum(value.numel() for value in sites.values())
     gradients = torch.vmap(
-        torch.func.grad(on_row), in_dims=(None, 0, 0), chunk_size=max(1, BUDGET // size)
+        torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=max(1, BUDGET // size)
     )
     found: dict[str, Tensor] = gradients(dict(sites), inputs, cotangent)
     return found
@@ -194,11 +227,34 @@ def looped_gradients(
     for n, weight in enumerate(cotangent):
         at = {name: value.detach().requires_grad_() for name, value in sites.items()}
         with torch.enable_grad():
-            value = objective(at, tree_map(lambda tensor, n=n: tensor[n : n + 1], inputs), weight)
+            row = tree_map(lambda x, n=n: x[n : n + 1] if _has_rows(x) else x, inputs)
+            value = objective(at, row, weight)
         grads = torch.autograd.grad(value, list(at.values()), allow_unused=True)
         for name, grad in zip(at, grads, strict=True):
             found[name].append(torch.zeros_like(at[name]) if grad is None else grad)
     return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def is_constant(argument: Any) -> bool:
+    """Say whether all points share an argument of the net: a number, a string or None.
+
+    Example:
+        >>> is_constant(3), is_constant(torch.tensor(3.0)), is_constant(torch.zeros(3))
+        (True, True, False)
+    """
+    if isinstance(argument, Tensor):
+        return argument.dim() == 0
+    return isinstance(argument, bool | int | float | str | None)
+
+
+def _has_rows(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) and not is_constant(leaf):
+        raise TypeError(
+            "sites outside of linear maps take a gradient for each point, and a "
+            f"{type(leaf).__name__} has no rows to take apart: pass the net tensors, or hide these "
+            "sites from the prior"
+        )
+    return not is_constant(leaf)
 
 
 def linearized(
