@@ -79,7 +79,14 @@ def test_no_text_installs_the_fork() -> None:
     assert found == set()
 
 
-def test_the_uci_table_is_what_the_results_say() -> None:
-    command = [sys.executable, "examples/uci.py", "--table", "--out", "docs/results"]
+TABLES = {
+    "uci.md": "examples/uci.py",
+    "variational_laplace_toy.md": "examples/variational_laplace.py",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_what_the_results_say(name: str) -> None:
+    command = [sys.executable, TABLES[name], "--table", "--out", "docs/results"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (ROOT / "docs/results/uci.md").read_text() == done.stdout
+    assert (ROOT / "docs/results" / name).read_text() == done.stdout

@@ -275,6 +275,20 @@ def test_laplace(data: str, tmp_path: Path):
     assert content["settings"]["data"] == data
 
 
+def test_variational_laplace(tmp_path: Path):
+    stdout, content = smoke("variational_laplace.py", "variational_laplace", tmp_path)
+    assert list(content["table"]) == [
+        f"variational {kind}, beta {beta}"
+        for beta in ("1", "0.1", "0.01")
+        for kind in ("Laplace", "inference")
+    ]
+    for name, row in content["table"].items():
+        assert all(math.isfinite(value) for value in row.values())
+        assert f"{name:32}" + "".join(f"{value:14.3f}" for value in row.values()) in stdout
+    table = run("variational_laplace.py", "--table", "--out", str(tmp_path)).stdout
+    assert len(table.splitlines()) == 2 + 6 + 2
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_executes(name: str, monkeypatch: pytest.MonkeyPatch):
     for key, value in environment().items():

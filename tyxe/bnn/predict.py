@@ -25,6 +25,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import at_least_float32, reduce_points
 from tyxe.poutine import draws_are_lazy, masked_pointwise
 from tyxe.priors import Prior
+from tyxe.util import call_with
 
 __all__ = ["SupervisedBNN"]
 
@@ -97,8 +98,10 @@ class SupervisedBNN(BNN):
         Returns:
             The net's output.
         """
-        predictions = self.run_net(self.net_prior(), inputs)
-        self.likelihood(predictions, obs)
+        # Handlers of the observed site may differentiate the net, and run parts of it again.
+        with self.substituted(self.net_prior()):
+            predictions = call_with(self.net, inputs)
+            self.likelihood(predictions, obs)
         return predictions
 
     # ------------------------------------------------------------------ draws

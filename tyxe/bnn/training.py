@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from tyxe.bnn.elbo import ElboTerms, elbo_terms
 from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.errors import TyxeWarning
+from tyxe.poutine import announce_objective
 
 __all__ = ["FitOptions", "Trainer", "progress_bar"]
 
@@ -87,6 +89,7 @@ class Trainer:
     def run_epoch(self, loader: Iterable[Any], epoch: int, device: Any, history: History) -> None:
         """Make a step for each batch, and append the epoch's averages to the history."""
         beta = self.options.beta_at(epoch)
+        announce_objective(self.bnn.net, beta)
         data: Any = 0.0
         kl: Any = 0.0
         points = 0
@@ -129,25 +132,33 @@ class Trainer:
         """
         for parameter in self.parameters.values():
             parameter.grad = None
-        statistics = [buffer.clone() for buffer in self._statistics]
-        particles = [
-            self._particle(inputs, targets, beta) for _ in range(self.options.num_particles)
-        ]
-        terms = _mean(particles)
-        parameters = self.parameters.values()
-        norm = gradient_norm(parameters)
-        if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
-            message = nonfinite_message(self.bnn, terms, inputs, targets)
-            self.optimizer.zero_grad(set_to_none=True)
-            for buffer, before in zip(self._statistics, statistics, strict=True):
-                buffer.copy_(before)
-            raise RuntimeError(message)
+        with self._statistics_kept():
+            particles = [
+                self._particle(inputs, targets, beta) for _ in range(self.options.num_particles)
+            ]
+            terms = _mean(particles)
+            parameters = self.parameters.values()
+            norm = gradient_norm(parameters)
+            if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
+                raise RuntimeError(nonfinite_message(self.bnn, terms, inputs, targets))
         if self.options.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_norm, norm)
         if self._pyro_clip is not None:
             self._pyro_clip(p for p in parameters if p.grad is not None)
         self.optimizer.step()
         return terms
+
+    @contextmanager
+    def _statistics_kept(self) -> Iterator[None]:
+        """Leave no gradient, and the statistics of norms as they were, if something goes wrong."""
+        before = [buffer.clone() for buffer in self._statistics]
+        try:
+            yield
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            for buffer, value in zip(self._statistics, before, strict=True):
+                buffer.copy_(value)
+            raise
 
     def _particle(self, inputs: Any, targets: Tensor, beta: float) -> ElboTerms:
         """Add one draw's gradient of `(beta kl - data) / N / particles`."""

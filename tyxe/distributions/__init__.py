@@ -10,10 +10,12 @@ from tyxe.distributions.moments import (
 )
 from tyxe.distributions.normal import FactorizedNormal
 from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl
+from tyxe.distributions.shifted import Shifted
 from tyxe.distributions.stored import StoredDistribution, detached
 
 __all__ = [
     "FactorizedNormal",
+    "Shifted",
     "StoredDistribution",
     "center",
     "detached",

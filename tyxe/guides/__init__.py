@@ -11,6 +11,8 @@ from tyxe.guides.init import (
     init_to_normal_xavier,
     init_to_sample,
     init_to_zero,
+    scale_below_prior,
+    stationary_scale,
 )
 from tyxe.guides.normal import AutoNormal, MeanField
 from tyxe.guides.pyro_guide import PyroGuide
@@ -33,4 +35,6 @@ __all__ = [
     "init_to_normal_xavier",
     "init_to_sample",
     "init_to_zero",
+    "scale_below_prior",
+    "stationary_scale",
 ]

@@ -1,4 +1,4 @@
-"""Where a guide's means start.
+"""Where a guide's means and scales start.
 
 An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior)
 and, for sites of a net, `site["infer"]["fans"]`. Pyro's autoguides take the same functions.
@@ -7,6 +7,7 @@ and, for sites of a net, `site["infer"]["fans"]`. Pyro's autoguides take the sam
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ __all__ = [
     "init_to_sample",
     "init_to_zero",
     "layerwise_std",
+    "scale_below_prior",
+    "stationary_scale",
 ]
 
 Message = Mapping[str, Any]
@@ -200,3 +203,58 @@ class PretrainedInitializer:
                 f"has shape {tuple(outline.shape)}"
             )
         return value.to(outline).clone()
+
+
+def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
+    r"""Start standard deviations at `log sigma = log s + log_ratio`, `s` the prior's.
+
+    An `init_scale` for `AutoNormal`. Variational Laplace starts at -3 [GR 5].
+
+    Args:
+        log_ratio: added to the logarithm.
+
+    Raises:
+        ValueError: when called: the prior has no finite standard deviation.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> start = scale_below_prior(0.0)
+        >>> start({"name": "w", "fn": dist.Normal(torch.zeros(2), 3.0)})
+        tensor([3., 3.])
+    """
+
+    def start(site: Message) -> Tensor:
+        variance: Tensor = site["fn"].variance
+        if not bool((variance.isfinite() & (variance > 0)).all()):
+            raise ValueError(
+                f"the prior of {site['name']!r} has no finite standard deviation to start below: "
+                "pass numbers as init_scale"
+            )
+        return variance.sqrt() * math.exp(log_ratio)
+
+    return start
+
+
+def stationary_scale(learning_rate: float, batch_size: int) -> float:
+    r"""Return the standard deviation of SGD about a minimum, `sigma^2 = eta / (2 S)`.
+
+    With `AutoNormal(init_scale=stationary_scale(...), train_scale=False)` variational Laplace at a
+    fixed variance regularises like SGD with that learning rate and batch size [VL eq. 30].
+
+    Args:
+        learning_rate: `eta`, of plain SGD on the mean loss.
+        batch_size: `S`.
+
+    Raises:
+        ValueError: one of them is not positive.
+
+    Example:
+        >>> stationary_scale(0.02, 100)
+        0.01
+    """
+    if not (learning_rate > 0 and batch_size > 0):
+        raise ValueError(
+            f"learning_rate is {learning_rate} and batch_size {batch_size}; expected positive "
+            "numbers"
+        )
+    return math.sqrt(learning_rate / (2 * batch_size))

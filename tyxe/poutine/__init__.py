@@ -14,6 +14,11 @@ from tyxe.poutine.reparameterization import (
 )
 from tyxe.poutine.report import Report, report
 from tyxe.poutine.selective import masked_pointwise, selective_mask, selective_scale
+from tyxe.poutine.variational_laplace import (
+    VariationalLaplaceMessenger,
+    announce_objective,
+    variational_laplace,
+)
 
 __all__ = [
     "Draw",
@@ -22,6 +27,8 @@ __all__ = [
     "LinearMapMessenger",
     "LocalReparameterizationMessenger",
     "Report",
+    "VariationalLaplaceMessenger",
+    "announce_objective",
     "draws_are_lazy",
     "flipout",
     "local_reparameterization",
@@ -31,4 +38,5 @@ __all__ = [
     "report",
     "selective_mask",
     "selective_scale",
+    "variational_laplace",
 ]

@@ -18,7 +18,7 @@ class Row(NamedTuple):
     Attributes:
         site: the site's name in the joint model.
         map: the kind of linear map, or the function that took the value.
-        treatment: `moments`, `flipped`, `drawn`, or `never used`.
+        treatment: `moments`, `flipped`, `mean`, `drawn`, or `never used`.
     """
 
     site: str

@@ -1,0 +1,322 @@
+"""Variational Laplace: the ELBO of a Normal guide, expanded about its mean instead of sampled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributions as td
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import effectful
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tyxe.distributions import FactorizedNormal, Shifted, independent_moments
+from tyxe.errors import TyxeWarning
+from tyxe.poutine.data_curvature import CURVATURES, Expansion, Hessian
+from tyxe.poutine.draw import Draw, draws_are_lazy
+
+__all__ = ["VariationalLaplaceMessenger", "announce_objective", "variational_laplace"]
+
+# What has no second derivative: as modules, and as their nodes in a graph of gradients are called.
+KINKED_MODULES = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.Hardtanh,
+    nn.Hardsigmoid,
+    nn.Threshold,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+)
+KINKED_NODES = (
+    *("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardsigmoid", "Threshold"),
+    *("MaxPool", "MaxPool1D", "MaxPool2D", "MaxPool3D"),
+)
+
+CONFLICT = (
+    "variational_laplace runs the net at its guide's means, and another handler around it samples "
+    "the same sites: use one of them, such as local_reparameterization, at a time"
+)
+
+
+@effectful(type="objective")
+def announce_objective(net: nn.Module, kl_weight: float) -> None:
+    """Tell handlers, before an epoch, which net is trained and how much the KL counts.
+
+    Args:
+        net: the net.
+        kl_weight: `beta`.
+    """
+
+
+class VariationalLaplaceMessenger(Messenger):
+    """Run nets at their guide's means, and add the curvature to the data term; see the function."""
+
+    def __init__(self, curvature: str = "fisher") -> None:
+        super().__init__()
+        if curvature not in CURVATURES:
+            known = ", ".join(map(repr, CURVATURES))
+            raise ValueError(f"curvature is {curvature!r}; expected one of {known}")
+        self.curvature = CURVATURES[curvature]()
+        self._forget()
+
+    def _forget(self) -> None:
+        # What was drawn here, so that another handler's draws are known.
+        self._made: WeakSet[Any] = WeakSet()
+        self._unfit: dict[str, str] = {}
+        self._sites: dict[str, Expansion] = {}
+        self._priors: dict[str, Any] = {}
+        self._is_used = self._ran = self._met_data = False
+        self._looked_for_kinks = self._warned_of_growth = False
+        self._net: nn.Module | None = None
+        self._kl_weight = 1.0
+
+    def __enter__(self) -> VariationalLaplaceMessenger:
+        """Go onto Pyro's stack.
+
+        Raises:
+            RuntimeError: another handler that samples inside the net is active.
+        """
+        if draws_are_lazy():
+            raise RuntimeError(CONFLICT)
+        # Fused attention has no second derivative.
+        self._attention = sdpa_kernel([SDPBackend.MATH])
+        self._attention.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
+        """Leave everything as it was; warn if nothing was expanded."""
+        result = super().__exit__(exc_type, exc_value, traceback)
+        self._attention.__exit__(exc_type, exc_value, traceback)
+        had_no_data = self._ran and not self._met_data
+        self._forget()
+        if had_no_data and exc_type is None:
+            warnings.warn(
+                "variational_laplace ran a net at its guide's means, but met no data: it belongs "
+                "around fit. Predict outside of it; num_predictions=0 is the mean network",
+                TyxeWarning,
+                stacklevel=2,
+            )
+        return result
+
+    # ------------------------------------------------------------------ the net at its means
+
+    def _pyro_lazy(self, msg: Any) -> None:
+        msg["value"], msg["done"] = True, True
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["is_observed"] or msg["infer"].get("is_auxiliary"):
+            return
+        name, fn = msg["name"], msg["fn"]
+        if msg["done"] or msg["value"] is not None:
+            # The model's side of a site that the guide has drawn.
+            self._priors[name] = fn
+        elif _is_normal(fn):
+            draw = Draw(name, fn)
+            self._made.add(draw._source)
+            msg["value"], msg["done"] = draw, True
+            self._unfit.pop(name, None)
+        else:
+            self._unfit[name] = type(fn).__name__
+
+    def _pyro_place(self, msg: Any) -> None:
+        name, value = msg["args"]
+        if name in self._unfit:
+            unfit = ", ".join(f"{site} ({kind})" for site, kind in self._unfit.items())
+            raise TypeError(
+                "variational_laplace expands about the mean of independent Normals, which these "
+                f"sites' posteriors are not: {unfit}; use tyxe.guides.AutoNormal"
+            )
+        if not isinstance(value, Draw):
+            return  # values that the caller chose
+        if value._source not in self._made:
+            raise RuntimeError(CONFLICT)
+        fn = value._source.distribution
+        loc, variance = _moments(fn)
+        # What is at its mean belongs to one run of the model.
+        self._sites = {} if self._is_used else self._sites
+        self._ran, self._is_used = True, False
+        mean = loc if loc.requires_grad else loc.detach().requires_grad_()
+        self._sites[name] = Expansion(name, mean, variance)
+        msg["args"] = (name, mean)
+
+    def _pyro_linear_map(self, msg: Any) -> None:
+        # Raised only where a report puts draws in the places of means.
+        msg["infer"]["treatment"] = "mean"
+
+    # ------------------------------------------------------------------ the data at the means
+
+    def _pyro_objective(self, msg: Any) -> None:
+        self._net, self._kl_weight = msg["args"]
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] or not self._sites:
+            return
+        self._is_used = self._met_data = True
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "variational_laplace differentiates the log-likelihood, but gradients are off: "
+                "leave torch.no_grad around the objective"
+            )
+        fn, mask, sites = msg["fn"], msg["mask"], list(self._sites.values())
+        terms = self.curvature.terms(fn, msg["value"], mask, sites)
+        log_prob = fn.log_prob(msg["value"])
+        self._check_finite(terms, log_prob)
+        rows = int(mask.sum()) if isinstance(mask, Tensor) else fn.batch_shape[-1]
+        # Shared by the rows that count, so that their mask and the plate's scale apply to it.
+        msg["fn"] = Shifted(fn, terms.sum() / max(rows, 1))
+        if not self._looked_for_kinks:
+            self._looked_for_kinks = True
+            _warn_of_kinks(log_prob, self._net)
+        if isinstance(self.curvature, Hessian):
+            self._warn_of_growth(self.curvature.diagonals, msg["scale"])
+
+    def _check_finite(self, terms: Tensor, log_prob: Tensor) -> None:
+        # Where the data themselves are not, whoever computes the loss says so.
+        if bool(terms.sum().isfinite()) or not bool(log_prob.isfinite().all()):
+            return
+        names = [n for n, one in zip(self._sites, terms, strict=True) if not bool(one.isfinite())]
+        raise RuntimeError(
+            f"the curvature of the log-likelihood is not finite at {', '.join(names)}: start "
+            "scales lower, or look for a function in the net whose second derivative is infinite "
+            "(a square root or norm of something that is 0)"
+        )
+
+    def _warn_of_growth(self, diagonals: dict[str, Tensor], scale: Any) -> None:
+        """Warn where the expansion gains more from a variance than the KL takes [VL 23]."""
+        for name, diagonal in {} if self._warned_of_growth else diagonals.items():
+            prior = self._priors.get(name)
+            moments = None if prior is None else independent_moments(prior)
+            grows = 0
+            if moments is not None:
+                grows = int((scale * diagonal * moments[1] >= self._kl_weight).sum())
+            if grows:
+                self._warned_of_growth = True
+                warnings.warn(
+                    f"the log-likelihood curves upwards at {grows} weights of {name!r} by more "
+                    "than the KL curves down, so that their variances grow without bound under "
+                    'curvature="hessian": start from trained means, cap the scales '
+                    '(max_guide_scale), or use curvature="fisher"',
+                    TyxeWarning,
+                    stacklevel=2,
+                )
+
+
+def _moments(fn: td.Distribution | None) -> tuple[Tensor, Tensor]:
+    moments = None if fn is None else independent_moments(fn)
+    assert moments is not None
+    return moments
+
+
+def _is_normal(fn: td.Distribution) -> bool:
+    """Whether it is one event of independent Normals."""
+    normal = isinstance(fn, td.Independent) and isinstance(fn.base_dist, td.Normal)
+    scalar = isinstance(fn, td.Normal)
+    return isinstance(fn, FactorizedNormal) or ((normal or scalar) and not fn.batch_shape)
+
+
+def _nodes(log_prob: Tensor) -> set[str]:
+    """Names of all operations that a result was computed by."""
+    names, seen = set(), set()
+    left = [log_prob.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.add(node.name())
+        left += [parent for parent, _ in node.next_functions]
+    return names
+
+
+def _warn_of_kinks(log_prob: Tensor, net: nn.Module | None) -> None:
+    """Warn of functions that are linear in pieces, whose kinks the penalty's gradient misses."""
+    found = sorted(
+        kind
+        for name in _nodes(log_prob)
+        if (kind := name.split("With")[0].split("Backward")[0].removesuffix("Kernel"))
+        in KINKED_NODES
+    )
+    if not found:
+        return
+    modules = [] if net is None else list(net.named_modules())
+    named = [
+        f"{name or 'the net'} ({type(m).__name__})"
+        for name, m in modules
+        if isinstance(m, KINKED_MODULES)
+    ]
+    warnings.warn(
+        "variational_laplace differentiates the net twice, and these are linear in pieces: "
+        f"{', '.join(named) or ', '.join(found) + ' (called as functions)'}. Their kinks bend the "
+        "log-likelihood too, which the gradient of the curvature does not see: use smooth ones, "
+        "such as tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus) before training, and "
+        "average pooling",
+        TyxeWarning,
+        stacklevel=2,
+    )
+
+
+def variational_laplace(curvature: str = "fisher") -> VariationalLaplaceMessenger:
+    r"""Fit a Normal guide without sampling a weight: expand the ELBO about its means.
+
+    To second order, `E_q log p(y | w) = log p(y | mu) + 1/2 sum_l sigma_l^2 d^2 log p / dmu_l^2`,
+    for q with means `mu` and variances `sigma^2` that does not couple weights. Around `fit`, the
+    net runs once a step, at the means, and the second term joins the data term, scaled with it:
+
+    - `"fisher"`: `-1/2 sum_l sigma_l^2 gt_l^2`, `gt` the gradient of the batch's summed
+      log-likelihood at labels drawn from the model [VL 28, 29]. Unbiased for the Fisher
+      information, never positive, one more backward pass.
+    - `"hessian"`: the exact diagonal at the true labels [VL 18]; a backward pass for each weight,
+      so for small nets; where it is positive a variance may grow without bound (a warning says
+      so).
+    - `"empirical"`: the gradient at the true labels [VL 26], which adds the squared mean of the
+      gradient: worse, here for comparison.
+
+    All other parts are as they were: the KL and `beta`, masks and scales, `num_particles` (draws of
+    labels), the likelihood's own variables, which are drawn. The gradient goes through the
+    curvature, so activations should have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`,
+    `nn.Tanh`); a warning names those that have none. Fused attention is replaced by its plain form
+    inside.
+
+    Adam moves a parameter by no more than its learning rate in a step: start scales at
+    `init_scale=tyxe.guides.scale_below_prior()` and give them `lr_multipliers={"scale": 10}`, or
+    they are where they started when training ends [VL 5.2].
+
+    Args:
+        curvature: `"fisher"`, `"hessian"` or `"empirical"`.
+
+    Returns:
+        A context manager and decorator.
+
+    Raises:
+        ValueError: another curvature; with `"hessian"`, a net too large for it.
+        TypeError: in `fit`, a guide with other posteriors than independent Normals, or a
+            likelihood that draws no labels.
+        RuntimeError: within another handler that samples the same sites; gradients are off; the
+            curvature is not finite.
+
+    References:
+        [VL] 4, eq. 18-29; [GR] 4.
+
+    Example:
+        >>> import functools, pyro.distributions as dist, tyxe
+        >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> bnn = tyxe.VariationalBNN(
+        ...     net, tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(5, scale=0.1),
+        ...     functools.partial(
+        ...         tyxe.guides.AutoNormal, init_scale=tyxe.guides.scale_below_prior()))
+        >>> data = [(torch.ones(5, 1), torch.zeros(5, 1))]
+        >>> with variational_laplace():
+        ...     history = bnn.fit(data, torch.optim.Adam, 2, lr_multipliers={"scale": 10})
+        >>> len(history.loss)
+        2
+    """
+    return VariationalLaplaceMessenger(curvature)
