@@ -9,7 +9,7 @@ Columns: MAP; mean field (MFVI); a Laplace approximation at the MAP with the ful
 Gauss-Newton matrix, its draws run through the net (bnn) or through the linearised net (glm); the
 latter with the diagonal of the matrix (glm diag); and 250 natural-gradient steps in the linearised
 net from there on (refine, refine diag), which `--columns` asks for: a step with the full matrix
-costs as much as the matrix.
+costs the cube of the number of weights or, where that is less, of all points' outputs.
 
 The ten nets of a split are fitted side by side. The published schedule is 10,000 full-batch steps
 of Adam at 1e-3 for MAP and 5,000 at 1e-2 for mean field: `--published`. By default 2,000 steps

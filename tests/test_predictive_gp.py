@@ -262,5 +262,5 @@ def test_bad_input():
 
 def test_a_kernel_matrix_too_large_is_refused_before_it_is_made():
     features = Features.from_jacobian(torch.ones(1, 1, 1).expand(50_000, 1, 1), torch.ones(1))
-    with pytest.raises(ValueError, match=r"50,000 points with 1 columns each takes 18.6 GiB"):
+    with pytest.raises(ValueError, match=r"50,000 points with 1 columns each would take 18.6 GiB"):
         GPPredictive(features, torch.ones(1, 1, 1).expand(50_000, 1, 1))

@@ -4,26 +4,28 @@ import copy
 import functools
 import math
 
-import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
 
 import tyxe
+from tests.oracles.linear_models import (
+    LIKELIHOODS,
+    NODES,
+    WEIGHTS,
+    best_gaussian,
+    conjugate,
+    dense_precision,
+    fit_slope,
+    in_single_precision,
+    made,
+)
 from tyxe.bnn.linearized import linearize
 from tyxe.curvature import jacobian, joined
-from tyxe.likelihoods import output_hessian
 from tyxe.linalg import Dense, Diagonal
 from tyxe.predictive import LinearModel, probit, refine_laplace, refine_variational
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
-LIKELIHOODS = {
-    "gaussian": (lambda: tyxe.likelihoods.HomoskedasticGaussian(12, scale=0.6), (2,)),
-    "categorical": (lambda: tyxe.likelihoods.Categorical(12), (3,)),
-    "pixels": (lambda: tyxe.likelihoods.Categorical(12), (2, 3)),
-    "bernoulli": (lambda: tyxe.likelihoods.Bernoulli(12), (2,)),
-    "poisson": (lambda: tyxe.likelihoods.Poisson(12), ()),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -33,45 +35,11 @@ def _double():
     torch.set_default_dtype(torch.float32)
 
 
-def made(name, weights=5, weight=1.0, jacobian=None):
-    """A linear model away from its mode, with a prior that is no standard normal."""
-    make, shape = LIKELIHOODS[name]
-    likelihood, outputs = make(), torch.randn(12, *shape)
-    size = outputs[0].numel()
-    return LinearModel(
-        torch.randn(12, size, weights) if jacobian is None else jacobian,
-        outputs,
-        torch.randn(weights),
-        torch.randn(weights),
-        0.2 + torch.rand(weights),
-        likelihood,
-        likelihood.sample(torch.randn(12, *shape)),
-        weight,
-    )
-
-
 def slope(model, w):
     """The gradient of the log joint by autograd."""
     at = w.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model.log_joint(at), at)
     return gradient
-
-
-def dense_precision(model, outputs):
-    total = model.prior_precision.diag()
-    for j, blocks in zip(model.jacobian, output_hessian(model.likelihood, outputs), strict=True):
-        total = total + model.weight * j.mT @ torch.block_diag(*blocks) @ j
-    return total
-
-
-def conjugate(model):
-    """Mean and precision of the exact posterior under Gaussian noise."""
-    rows = model.jacobian.flatten(0, 1)
-    noise = model.likelihood.scale.double().square()
-    precision = model.weight * rows.mT @ rows / noise + model.prior_precision.diag()
-    targets = (model.targets - model.outputs).flatten() + rows @ model.loc
-    right = model.weight * rows.mT @ targets / noise + model.prior_precision * model.prior_mean
-    return torch.linalg.solve(precision, right), precision
 
 
 # ------------------------------------------------------------------ Laplace
@@ -139,12 +107,7 @@ def test_more_weights_than_data():
 
 def test_single_precision_converges():
     model = made("categorical", weights=40)
-    single = LinearModel(
-        **{
-            k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-            for k, v in vars(model).items()
-        }
-    )
+    single = in_single_precision(model)
     mode, precision = refine_laplace(single)
     assert mode.dtype == precision.dtype == torch.float32
     expected, _ = refine_laplace(model)
@@ -159,10 +122,12 @@ def test_too_few_steps_are_told():
 # ------------------------------------------------------------------ variational
 
 
+# With 80 weights there are fewer outputs than weights, and the steps are taken over outputs.
+@pytest.mark.parametrize("weights", [5, 80])
 @pytest.mark.parametrize("weight", [1.0, 2.5])
 @pytest.mark.parametrize("expectation", ["weights", "outputs"])
-def test_one_natural_step_solves_linear_regression(expectation, weight):
-    model = made("gaussian", weight=weight)
+def test_one_natural_step_solves_linear_regression(expectation, weight, weights):
+    model = made("gaussian", weights, weight)
     mean, precision = refine_variational(model, rate=1.0, num_steps=1, expectation=expectation)
     expected_mean, expected_precision = conjugate(model)
     torch.testing.assert_close(mean, expected_mean, **TIGHT)
@@ -201,26 +166,19 @@ def with_fixed_noise(noise):
     return draws
 
 
-@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize(("structure", "weights"), [("full", 5), ("full", 80), ("diag", 5)])
 @pytest.mark.parametrize("name", ["categorical", "pixels", "bernoulli"])
-def test_fixed_points_are_stationary(name, structure):
-    model = made(name, weight=1.3)
-    draws = with_fixed_noise(torch.randn(6, 5))
+def test_fixed_points_are_stationary(name, structure, weights):
+    model = made(name, weights, weight=1.3)
+    draws = with_fixed_noise(torch.randn(6, weights))
     mean, precision = refine_variational(
-        model, structure, rate=0.3, num_steps=150, expectation=draws
+        model, structure, rate=0.3, num_steps=400, expectation=draws
     )
     outputs = list(draws(model, mean, precision, 6))
-    slopes, curvatures = [], []
-    for one in outputs:
-        at = one.clone().requires_grad_()
-        fit = model.likelihood.log_likelihood(at, model.targets, "sum")
-        (residual,) = torch.autograd.grad(fit, at)
-        slopes.append(residual.flatten() @ model.jacobian.flatten(0, 1))
-        curvatures.append(dense_precision(model, one))
-    left = model.weight * torch.stack(slopes).mean(0)
+    left = torch.stack([fit_slope(model, one) for one in outputs]).mean(0)
     right = model.prior_precision * (mean - model.prior_mean)
     torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-7)
-    expected = torch.stack(curvatures).mean(0)
+    expected = torch.stack([dense_precision(model, one) for one in outputs]).mean(0)
     if structure == "diag":
         expected = expected.diagonal().diag()
     torch.testing.assert_close(precision.to_dense(), expected, rtol=1e-7, atol=1e-7)
@@ -230,10 +188,6 @@ def test_fixed_points_are_stationary(name, structure):
 QUANTILES = torch.special.ndtri((torch.arange(200, dtype=torch.float64) + 0.5) / 200)
 QUANTILES = QUANTILES / QUANTILES.square().mean().sqrt()
 
-# And the nodes and weights of a quadrature that is exact to rounding here.
-NODES, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(60))
-WEIGHTS = WEIGHTS / WEIGHTS.sum()
-
 
 def by_quantiles(model, mean, precision, num_draws):
     scale = model.output_covariance(precision)[:, 0, 0].sqrt()
@@ -241,62 +195,13 @@ def by_quantiles(model, mean, precision, num_draws):
         yield model.predict(mean) + (z * scale).view_as(model.outputs)
 
 
-def logistic():
-    x = torch.cat([torch.randn(15, 2), torch.ones(15, 1)], 1)
-    y = (x @ torch.tensor([1.5, -1.0, 0.3]) + 0.5 * torch.randn(15) > 0).double()
-    return LinearModel(
-        x[:, None],
-        torch.zeros(15),
-        torch.zeros(3),
-        torch.tensor([0.2, 0.0, -0.1]),
-        torch.tensor([0.5, 1.0, 2.0]),
-        tyxe.likelihoods.Bernoulli(15),
-        y,
-    )
+# Of 15 outputs in all, by 3 weights or by 20.
+GAUSSIANS = [("full", 3), ("full", 20), ("diag", 3)]
 
 
-@functools.cache
-def best_gaussian(structure):
-    """Mean and precision at the optimum of the ELBO, by quadrature and autograd."""
-    torch.manual_seed(0)
-    model = logistic()
-    x, sign = model.jacobian[:, 0], 2 * model.targets - 1
-    mean = torch.zeros(3, requires_grad=True)
-    root = torch.zeros(3, 3, requires_grad=True)
-
-    def negative_elbo():
-        lower = root.tril(-1) * (structure == "full") + root.diagonal().exp().diag()
-        scale = (x @ lower).square().sum(1).sqrt()
-        outputs = x @ mean + NODES[:, None] * scale
-        fit = (WEIGHTS @ torch.nn.functional.logsigmoid(sign * outputs)).sum()
-        difference = mean - model.prior_mean
-        variances = lower.square().sum(1)
-        prior = (model.prior_precision * (difference.square() + variances)).sum() / 2
-        return -(fit - prior + root.diagonal().sum())
-
-    optimizer = torch.optim.LBFGS(
-        [mean, root],
-        max_iter=2000,
-        tolerance_grad=1e-12,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        loss = negative_elbo()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert float(mean.grad.abs().max()) < 1e-7
-    lower = root.tril(-1) * (structure == "full") + root.diagonal().exp().diag()
-    return model, mean.detach(), torch.cholesky_inverse(lower).detach()
-
-
-@pytest.mark.parametrize("structure", ["full", "diag"])
-def test_it_finds_the_optimum_of_the_elbo(structure):
-    model, mean, precision = best_gaussian(structure)
+@pytest.mark.parametrize(("structure", "weights"), GAUSSIANS)
+def test_it_finds_the_optimum_of_the_elbo(structure, weights):
+    model, mean, precision = best_gaussian(structure, weights)
     found, operator = refine_variational(
         model, structure, rate=0.7, num_steps=15, expectation=by_quantiles
     )
@@ -314,9 +219,9 @@ def test_it_finds_the_optimum_of_the_elbo(structure):
 
 @pytest.mark.parametrize("num_draws", [1, 2, 5])
 @pytest.mark.parametrize("expectation", ["weights", "outputs"])
-@pytest.mark.parametrize("structure", ["full", "diag"])
-def test_draws_lead_close_to_the_optimum(structure, expectation, num_draws):
-    model, mean, precision = best_gaussian(structure)
+@pytest.mark.parametrize(("structure", "weights"), GAUSSIANS)
+def test_draws_lead_close_to_the_optimum(structure, weights, expectation, num_draws):
+    model, mean, precision = best_gaussian(structure, weights)
     rate = 0.05
     found, operator = refine_variational(
         model,
@@ -330,7 +235,7 @@ def test_draws_lead_close_to_the_optimum(structure, expectation, num_draws):
     # variance is rate / (2 - rate) of that of a single step Lambda^-1 sum J^T r, where r in [-1, 1]
     # comes from one draw. Lambda averages as many H, each in [0, 1/4].
     inverse = torch.linalg.inv(precision)
-    draws = mean + torch.randn(2000, 3) @ torch.linalg.cholesky(inverse).mT
+    draws = mean + torch.randn(2000, weights) @ torch.linalg.cholesky(inverse).mT
     probs = (draws @ model.jacobian[:, 0].mT).sigmoid()
     steps = (model.targets - probs) @ model.jacobian[:, 0] @ inverse
     sd = (rate / (2 - rate)) ** 0.5 * steps.std(0)
@@ -340,8 +245,9 @@ def test_draws_lead_close_to_the_optimum(structure, expectation, num_draws):
     assert bool(((operator.diagonal() - precision.diagonal()).abs() < 5 * sd).all())
 
 
-def test_a_seed_gives_the_same_numbers():
-    model = made("categorical")
+@pytest.mark.parametrize("weights", [5, 80])
+def test_a_seed_gives_the_same_numbers(weights):
+    model = made("categorical", weights)
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -437,8 +343,8 @@ def test_what_cannot_be_refined(monkeypatch):
         bnn.refine([(x, y)], "vi")
     with pytest.raises(ValueError, match=r"the loader is empty"):
         bnn.refine([])
-    monkeypatch.setattr("tyxe.bnn.refined.JACOBIAN_LIMIT", 1000)
-    with pytest.raises(ValueError, match=r"the Jacobians of 10 points take 0.0 GiB"):
+    monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1000)
+    with pytest.raises(ValueError, match=r"the Jacobians of 10 points would take 0.0 GiB"):
         bnn.refine([(x, y)])
     bnn._forget()
     with pytest.raises(RuntimeError, match=r"no curvature yet"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from tyxe.bnn.base import modes_restored
 from tyxe.bnn.batches import batches_of, collect, split_rows
 from tyxe.bnn.linearized import linearize
-from tyxe.curvature import check_groups, jacobian, joined
+from tyxe.curvature import check_groups, check_memory, jacobian, joined
 from tyxe.linalg import Operator
 from tyxe.predictive import (
     Features,
@@ -29,8 +29,6 @@ __all__ = ["METHODS", "GPOnSubset", "RefinedPosterior", "gp_outputs", "refined"]
 
 Gaussian = tuple[Tensor, Tensor]
 
-# Bytes that the Jacobians of all data may take.
-JACOBIAN_LIMIT = 8 * 2**30
 # Points that are linearised at a time.
 POINTS = 256
 
@@ -241,9 +239,9 @@ def linear_model(bnn: Any, loader: Iterable[Any]) -> LinearModel:
 
 def _check_room(points: int, linear: Any) -> None:
     each = linear.outputs[0].numel() * sum(group.size for group in linear.groups)
-    needed = points * each * linear.outputs.element_size()
-    if needed > JACOBIAN_LIMIT:
-        raise ValueError(
-            f"the Jacobians of {points:,} points take {needed / 2**30:,.1f} GiB: refine with fewer "
-            "weights (a prior with expose_modules=[net.last_layer]), or predict with 'glm'"
-        )
+    check_memory(
+        f"the Jacobians of {points:,} points",
+        points * each * linear.outputs.element_size(),
+        "refine with fewer weights (a prior with expose_modules=[net.last_layer]), or predict with "
+        "'glm'",
+    )

@@ -204,7 +204,9 @@ class Operator(ABC):
         """Return the operator on another device or in another precision, as `Tensor.to`."""
         moved = self.map(lambda tensor: tensor.to(*args, **kwargs))
         check_dtype(moved.dtype, type(self).__name__)
-        return moved
+        # As for tensors, and what has been factored so far is not lost.
+        same = (moved.dtype, moved.device) == (self.dtype, self.device)
+        return self if same else moved
 
     def detach(self: OperatorT) -> OperatorT:
         """Return the operator without its gradients' history."""

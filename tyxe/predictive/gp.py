@@ -15,13 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tyxe.curvature import check_memory
 from tyxe.likelihoods import Likelihood, output_hessian_sqrt
+from tyxe.linalg import dense_bytes
 from tyxe.predictive.features import Features
 
 __all__ = ["GPPredictive", "hessian_root"]
-
-# Bytes that the kernel matrix of the training points may take.
-LIMIT = 8 * 2**30
 
 
 class GPPredictive:
@@ -55,11 +54,11 @@ class GPPredictive:
         if not factor > 0:
             raise ValueError(f"factor is {factor}; it multiplies a precision: expected above 0")
         rows = root.shape[0] * root.shape[2]
-        if 8 * rows**2 > LIMIT:
-            raise ValueError(
-                f"the kernel matrix of {root.shape[0]:,} points with {root.shape[2]} columns each "
-                f"takes {8 * rows**2 / 2**30:,.1f} GiB: use fewer points, or predictive='glm'"
-            )
+        check_memory(
+            f"the kernel matrix of {root.shape[0]:,} points with {root.shape[2]} columns each",
+            dense_bytes(rows, torch.float64),
+            "use fewer points, or predictive='glm'",
+        )
         self.factor = factor
         self._train = features.mixed(root)
         matrix = self._train.kernel(self._train).reshape(rows, rows).div_(factor)

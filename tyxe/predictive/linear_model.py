@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tyxe.likelihoods import Likelihood, output_hessian, true_gradient
-from tyxe.linalg import Operator
+from tyxe.linalg import Dense, Diagonal, Operator
 
-__all__ = ["LinearModel"]
+__all__ = ["CHUNK", "STRUCTURES", "LinearModel"]
+
+STRUCTURES: dict[str, Callable[[Tensor], Operator]] = {"full": Dense, "diag": Diagonal}
 
 # Numbers that a product of Jacobians holds at a time.
 CHUNK = 2**24
+# And where every one of them is used but once: what stays in the processor's cache.
+CACHED = 2**17
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +99,21 @@ class LinearModel:
             blocks: `H`, `(N, R, C, C)`.
             structure: `"full"` or `"diag"`.
         """
-        prior = self.prior_precision
-        full = structure == "full"
-        total = prior.diag() if full else prior.clone()
-        rows = self._rows()
+        return self._matrix(blocks) if structure == "full" else self._diagonal(blocks)
+
+    def _matrix(self, blocks: Tensor) -> Tensor:
+        total = self.prior_precision.diag()
+        rows = self._rows(CHUNK)
         for j, h in zip(self.jacobian.split(rows), blocks.split(rows), strict=True):
-            hj = (h @ j.unflatten(1, h.shape[1:3])).view_as(j)
-            part = j.flatten(0, 1).mT @ hj.flatten(0, 1) if full else (j * hj).sum((0, 1))
-            total += self.weight * part
-        return (total + total.mT) / 2 if full else total
+            total.addmm_(j.flatten(0, 1).mT, _product(h, j).flatten(0, 1), alpha=self.weight)
+        return (total + total.mT) / 2
+
+    def _diagonal(self, blocks: Tensor) -> Tensor:
+        total = torch.zeros_like(self.prior_precision)
+        rows = self._rows(CACHED)
+        for j, h in zip(self.jacobian.split(rows), blocks.split(rows), strict=True):
+            total += _product(h, j).mul_(j).sum((0, 1))
+        return self.prior_precision + self.weight * total
 
     def output_covariance(self, precision: Operator) -> Tensor:
         """Return `J_n Lambda^-1 J_n^T` of each point, `(N, K, K)`.
@@ -110,8 +121,13 @@ class LinearModel:
         Args:
             precision: `Lambda`.
         """
-        pieces = self.jacobian.split(self._rows())
+        pieces = self.jacobian.split(self._rows(CHUNK))
         return torch.cat([precision.inverse_quadratic(j) for j in pieces])
 
-    def _rows(self) -> int:
-        return max(1, CHUNK // self.jacobian[0].numel())
+    def _rows(self, numbers: int) -> int:
+        return max(1, numbers // self.jacobian[0].numel())
+
+
+def _product(blocks: Tensor, jacobian: Tensor) -> Tensor:
+    """Return `H_n J_n`, `(n, K, P)`."""
+    return (blocks @ jacobian.unflatten(1, blocks.shape[1:3])).view_as(jacobian)
