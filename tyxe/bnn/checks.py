@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from tyxe.bnn.history import History
 from tyxe.curvature import check_is_tensor
+from tyxe.distributions import is_discrete
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Likelihood
 from tyxe.poutine import masked_pointwise
@@ -201,7 +202,7 @@ def _warn_of_scales(bnn: SupervisedBNN) -> None:
 
 
 def _relative_scale(q: td.Distribution, prior: Any) -> float | None:
-    if not isinstance(prior, td.Distribution):
+    if not isinstance(prior, td.Distribution) or is_discrete(prior.support):
         return None
     try:
         ratio, scale = q.variance.sqrt() / prior.variance.sqrt(), prior.variance

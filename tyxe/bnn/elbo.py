@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -14,10 +14,10 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from tyxe.distributions import joins, joint_kl, known_entropy
+from tyxe.distributions import independent_moments, joins, joint_kl, known_entropy
 from tyxe.poutine import Draw
 
-__all__ = ["ElboTerms", "elbo_terms"]
+__all__ = ["ElboTerms", "check_gradients", "elbo_terms"]
 
 
 class ElboTerms(NamedTuple):
@@ -76,7 +76,7 @@ def elbo_terms(
     guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
     model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
     latents = _samples(guide_trace, observed=False)
-    _check_guide(latents)
+    _check_guide(latents, closed_form_kl)
     data, count = _data_term(model_trace)
     kl = _sum_of_kls(
         [(site, model_trace.nodes.get(name)) for name, site in latents], closed_form_kl
@@ -88,6 +88,7 @@ def elbo_terms(
                 f"{', '.join(n for n, _ in latents) or 'nothing'}"
             )
     values = {name: site["value"] for name, site in latents}
+    check_gradients(values)
     return ElboTerms(data, torch.as_tensor(kl), count, values)
 
 
@@ -122,13 +123,42 @@ def _data_term(trace: Trace) -> tuple[Tensor, int]:
     return torch.as_tensor(total), count
 
 
-def _check_guide(sites: list[tuple[str, Any]]) -> None:
+def check_gradients(values: Mapping[str, Tensor]) -> None:
+    """Raise if gradients are recorded, and a lazy draw was made whose value has none.
+
+    Args:
+        values: draws by site, after the net has consumed them.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name, value in values.items():
+        if torch.is_grad_enabled() and isinstance(value, Draw) and value.lost_its_gradient:
+            raise ValueError(
+                f"a value of {name!r} was drawn, and its distribution has no rsample, so no "
+                "gradient reaches its parameters: only linear maps under tyxe.poutine."
+                "local_reparameterization() spare the draw. For other uses of a binary weight "
+                "(norms, embeddings, recurrent cells, hold_sample) train with "
+                "AutoBernoulli(relaxed=0.5), or hide the parameter from the prior"
+            )
+
+
+def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
     """Raise where the estimate would be wrong without a word."""
     for name, site in sites:
-        if not site["fn"].has_rsample:
+        q = site["fn"]
+        if not (q.has_rsample or isinstance(site["value"], Draw)) and torch.is_grad_enabled():
+            mend = "use one that has"
+            if independent_moments(q) is not None:
+                mend = "train inside `with tyxe.poutine.local_reparameterization():`"
             raise ValueError(
-                f"the guide's distribution of {name!r}, {type(site['fn']).__name__}, has no "
-                "rsample, so no gradient reaches its parameters; use one that has"
+                f"the guide's distribution of {name!r}, {type(q).__name__}, has no rsample, so "
+                f"no gradient reaches its parameters; {mend}"
+            )
+        if not closed_form_kl and q.support.is_discrete:
+            raise ValueError(
+                f"{name!r} is discrete, and its KL cannot be sampled with gradients; leave "
+                "closed_form_kl=True"
             )
     auxiliary = [site["scale"] for _, site in sites if site["infer"].get("is_auxiliary")]
     scales = [site["scale"] for _, site in sites]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.elbo import elbo_terms
+from tyxe.bnn.elbo import check_gradients, elbo_terms
 from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
 from tyxe.priors import Prior
@@ -86,13 +86,16 @@ class PytorchBNN(BNN):
             return terms.values
         # A lazy draw would meet each forward with new noise: what is held is its value.
         self._held = {n: v.value() if isinstance(v, Draw) else v for n, v in terms.values.items()}
+        check_gradients(terms.values)
         return self._held
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw, and set `cached_kl_loss`."""
         values = self._draw()
         with self.substituted(values):
-            return self.net(*inputs, **kwargs)
+            output = self.net(*inputs, **kwargs)
+        check_gradients(values)
+        return output
 
     @contextmanager
     def hold_sample(self) -> Iterator[PytorchBNN]:

@@ -16,10 +16,13 @@ from torch.distributions import constraints
 __all__ = [
     "center",
     "deviation",
+    "elementwise",
     "independent_moments",
+    "is_discrete",
     "is_factorized",
     "is_real",
     "known_entropy",
+    "same_support",
 ]
 
 
@@ -118,6 +121,47 @@ def known_entropy(distribution: td.Distribution) -> Tensor | None:
         True
     """
     return None
+
+
+def elementwise(support: constraints.Constraint) -> constraints.Constraint:
+    """Return the constraint that a support puts on each element.
+
+    Example:
+        >>> elementwise(constraints.independent(constraints.positive, 2))
+        GreaterThan(lower_bound=0.0)
+    """
+    while isinstance(support, _Independent):
+        support = support.base_constraint
+    return support
+
+
+_Independent = type(constraints.independent(constraints.real, 1))
+
+
+def is_discrete(support: constraints.Constraint | None) -> bool:
+    """Say whether a support is one of separate values.
+
+    Example:
+        >>> is_discrete(constraints.boolean), is_discrete(constraints.real)
+        (True, False)
+    """
+    return support is not None and bool(support.is_discrete)
+
+
+def same_support(one: constraints.Constraint | None, other: constraints.Constraint | None) -> bool:
+    """Say whether a posterior over one support can have a prior over another.
+
+    Continuous ones have to be real both or constrained both, discrete ones have to be equal.
+
+    Example:
+        >>> same_support(constraints.positive, constraints.unit_interval)
+        True
+        >>> same_support(constraints.positive, constraints.boolean)
+        False
+    """
+    if one is not None and other is not None and (one.is_discrete or other.is_discrete):
+        return bool(elementwise(one) == elementwise(other))
+    return is_real(one) == is_real(other)
 
 
 def is_real(support: constraints.Constraint | None) -> bool:

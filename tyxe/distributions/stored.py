@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributions as td
 from torch import Size, Tensor, nn
 
-__all__ = ["StoredDistribution", "detached"]
+__all__ = ["StoredDistribution", "detached", "unexpanded"]
 
 _CONTAINERS = (td.Distribution, td.Transform)
 
@@ -59,12 +59,18 @@ def detached(distribution: td.Distribution) -> td.Distribution:
     return copy.deepcopy(copied)
 
 
-def _compact(tensor: Tensor) -> Tensor:
-    """Drop the copies of an expanded tensor: a standard normal over a layer is two numbers."""
+def unexpanded(tensor: Tensor) -> Tensor:
+    """Drop the copies of an expanded tensor: a standard normal over a layer is two numbers.
+
+    Example:
+        >>> import torch
+        >>> unexpanded(torch.zeros(1, 2).expand(3, 2)).shape
+        torch.Size([1, 2])
+    """
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    return tensor.detach().clone()
+    return tensor
 
 
 def _fits(loaded: Size, shape: Size) -> bool:
@@ -103,7 +109,7 @@ class StoredDistribution(nn.Module):
 
         def keep(path: str, tensor: Tensor) -> Tensor:
             self._shapes[path] = tensor.shape
-            self.register_buffer(path, _compact(tensor))
+            self.register_buffer(path, unexpanded(tensor).detach().clone())
             return tensor.new_zeros(())
 
         self._template = _map_tensors(keep, distribution)

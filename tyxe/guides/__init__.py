@@ -1,6 +1,7 @@
 """Posteriors over the sites of a net."""
 
 from tyxe.guides.base import Guide, Site
+from tyxe.guides.bernoulli import AutoBernoulli
 from tyxe.guides.init import (
     PretrainedInitializer,
     init_to_constant,
@@ -19,6 +20,7 @@ from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.guides.radial import AutoRadial, Radial
 
 __all__ = [
+    "AutoBernoulli",
     "AutoNormal",
     "AutoRadial",
     "Guide",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pyro
 import pyro.poutine as poutine
@@ -42,11 +42,13 @@ class Site:
         return is_real(self.support)
 
 
-def sites_of(module: Callable[..., Any]) -> tuple[list[Site], dict[str, dict[str, Any]]]:
+def sites_of(
+    module: Callable[..., Any], takes_discrete: bool = False
+) -> tuple[list[Site], dict[str, dict[str, Any]]]:
     """Run a program once and list its latent variables, with their Pyro messages by name.
 
     Raises:
-        ValueError: it has none, or a discrete one.
+        ValueError: it has none, or a discrete one that is not taken.
     """
     prefix = getattr(module, "prefix", "")
     with torch.no_grad():
@@ -59,8 +61,11 @@ def sites_of(module: Callable[..., Any]) -> tuple[list[Site], dict[str, dict[str
         )
     sites = []
     for name, message in messages.items():
-        if message["fn"].support.is_discrete:
-            raise ValueError(f"site {name!r} is discrete; this guide needs continuous sites")
+        if message["fn"].support.is_discrete and not takes_discrete:
+            raise ValueError(
+                f"site {name!r} is discrete; this guide needs continuous sites (for weights of two "
+                "values there is tyxe.guides.AutoBernoulli)"
+            )
         sites.append(
             Site(name, name.removeprefix(prefix), message["value"].shape, message["fn"].support)
         )
@@ -88,12 +93,15 @@ class Guide(nn.Module, ABC):
         module: the program that samples the sites from their prior; a BNN passes its own.
 
     Raises:
-        ValueError: the program has no latent variable, or a discrete one.
+        ValueError: the program has no latent variable, or a discrete one and `takes_discrete` is
+            False.
     """
+
+    takes_discrete: ClassVar[bool] = False
 
     def __init__(self, module: Callable[..., Any]) -> None:
         super().__init__()
-        self.sites, self.messages = sites_of(module)
+        self.sites, self.messages = sites_of(module, self.takes_discrete)
 
     @abstractmethod
     def site_distribution(self, site: Site) -> td.Distribution:
@@ -115,7 +123,15 @@ class Guide(nn.Module, ABC):
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the median of every site, by its name in the joint model."""
-        return {name: _median(q).detach().clone() for name, q in self.posterior().items()}
+        posterior = self.posterior()
+        medians = {
+            # Of two values the likelier one is the median.
+            site.name: posterior[site.name].mode
+            if site.support.is_discrete
+            else _median(posterior[site.name])
+            for site in self.sites
+        }
+        return {name: median.detach().clone() for name, median in medians.items()}
 
     def _own(self, name: str) -> Site:
         return site_named(self.sites, name)

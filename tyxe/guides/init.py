@@ -1,7 +1,8 @@
 """Where a guide's means and scales start.
 
 An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior)
-and, for sites of a net, `site["infer"]["fans"]`. Pyro's autoguides take the same functions.
+and, for sites of a net, `site["infer"]["fans"]` and `site["infer"]["own_value"]` (the value that
+the net came with). Pyro's autoguides take the same functions.
 """
 
 from __future__ import annotations

@@ -36,7 +36,11 @@ class _Source:
     """
 
     def __init__(
-        self, name: str, distribution: td.Distribution | None, value: Tensor | None
+        self,
+        name: str,
+        distribution: td.Distribution | None,
+        value: Tensor | None,
+        moments: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.name = name
         self.distribution = distribution
@@ -45,7 +49,7 @@ class _Source:
         self.value_only = distribution is None
         self._value = value
         self._deviation: Tensor | None = None
-        self._moments: tuple[Tensor, Tensor] | None = None
+        self._moments = moments
         self._grad = torch.is_grad_enabled()
         self._seed = torch.randint(2**62, ()) if value is None else None
 
@@ -153,12 +157,30 @@ class Draw(Tensor):
     ) -> Draw:
         """Make a wrapper without storage; see the class."""
         if value is not None:
-            like, shape = value, value.shape
-        else:
-            assert distribution is not None
-            like = _representative(distribution)
-            shape = torch.Size(distribution.batch_shape + distribution.event_shape)
-        return cls._make(_Source(name, distribution, value), (), shape, like.dtype, like.device)
+            source = _Source(name, distribution, value)
+            return cls._make(source, (), value.shape, value.dtype, value.device)
+        assert distribution is not None
+        draw = cls.where_treatable(name, distribution)
+        assert draw is not None
+        return draw
+
+    @classmethod
+    def where_treatable(cls, name: str, distribution: td.Distribution) -> Draw | None:
+        """Return a draw, or None where no handler could use its centre or moments.
+
+        Args:
+            name: as in the class.
+            distribution: as in the class.
+        """
+        like: Tensor | None = center(distribution)
+        moments = None if like is not None else independent_moments(distribution)
+        if moments is not None:
+            like = moments[0]
+        if like is None:
+            return None
+        source = _Source(name, distribution, None, moments)
+        shape = torch.Size(distribution.batch_shape + distribution.event_shape)
+        return cls._make(source, (), shape, like.dtype, like.device)
 
     @classmethod
     def _make(
@@ -182,6 +204,12 @@ class Draw(Tensor):
     def was_drawn(self) -> bool:
         """Whether the value exists, drawn here or given."""
         return self._source.was_drawn
+
+    @property
+    def lost_its_gradient(self) -> bool:
+        """Whether a value was drawn here from a distribution whose draws have no gradient."""
+        distribution = self._source.distribution
+        return self.was_drawn and distribution is not None and not distribution.has_rsample
 
     @property
     def is_whole(self) -> bool:

@@ -22,7 +22,6 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import effectful
 from torch import Tensor
 
-from tyxe.distributions import is_factorized
 from tyxe.errors import TyxeWarning
 from tyxe.poutine.draw import RULES, Draw, use_values
 
@@ -191,9 +190,9 @@ class LinearMapMessenger(Messenger):
         if msg["infer"].get("is_auxiliary") or msg["fn"].batch_shape:
             return
         self._met = True
-        if is_factorized(msg["fn"]):
-            msg["value"] = Draw(msg["name"], msg["fn"])
-            msg["done"] = True
+        draw = Draw.where_treatable(msg["name"], msg["fn"])
+        if draw is not None:
+            msg["value"], msg["done"] = draw, True
 
     def _pyro_lazy(self, msg: Any) -> None:
         msg["value"] = True

@@ -1,6 +1,7 @@
 """Which parameters of a net are random, and with which distribution."""
 
 from tyxe.priors.base import Prior
+from tyxe.priors.binary import BinaryPrior
 from tyxe.priors.iid import IIDPrior
 from tyxe.priors.layerwise import LayerwiseNormalPrior
 from tyxe.priors.mapping import DictPrior, LambdaPrior
@@ -8,6 +9,7 @@ from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePriors
 
 __all__ = [
+    "BinaryPrior",
     "DictPrior",
     "IIDPrior",
     "LambdaPrior",

@@ -11,7 +11,7 @@ import torch
 import torch.distributions as td
 from torch import nn
 
-from tyxe.distributions import is_real
+from tyxe.distributions import same_support
 from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePrior, SitePriors
 from tyxe.util import SITE_PRIORS
@@ -126,7 +126,7 @@ def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:
     kinds = [isinstance(prior, td.Distribution) for prior in (old, new)]
     same = kinds[0] == kinds[1]
     if isinstance(old, td.Distribution) and isinstance(new, td.Distribution):
-        same = is_real(old.support) == is_real(new.support)
+        same = same_support(old.support, new.support)
     if not same:
         raise ValueError(
             f"the new prior of {name!r} has other variables or another support than the old one; "

@@ -64,12 +64,14 @@ class SitePriors(nn.Module):
     ) -> None:
         super().__init__()
         self.prefix = prefix
+        parameters = dict(net.named_parameters())
+        self._own_values = {name: parameters[name] for name in priors}
         self._fans: dict[str, tuple[float, float]] = {}
         for name in priors:
             owner, _, attribute = name.rpartition(".")
             module = net.get_submodule(owner)
             self._fans[name] = fan_in_fan_out(layer_weight(module, attribute), module)
-        self.update(priors, dict(net.named_parameters()))
+        self.update(priors, parameters)
 
     def update(self, priors: Mapping[str, SitePrior], like: Mapping[str, Tensor]) -> None:
         """Replace the priors of all sites.
@@ -102,9 +104,8 @@ class SitePriors(nn.Module):
         values = {}
         for name, prior in self.priors():
             distribution = self._distribution(prior)
-            values[self.prefix + name] = pyro.sample(
-                self.prefix + name, distribution, infer={"fans": self._fans[name]}
-            )
+            infer = {"fans": self._fans[name], "own_value": self._own_values[name]}
+            values[self.prefix + name] = pyro.sample(self.prefix + name, distribution, infer=infer)
         return values
 
     def _distribution(self, prior: SitePrior) -> td.Distribution:

@@ -11,7 +11,16 @@ import torch
 import torch.distributions as td
 from torch import nn
 
-from tyxe.priors import DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior, SitePriors
+from tyxe.distributions import SignedBernoulli, is_discrete
+from tyxe.priors import (
+    BinaryPrior,
+    DictPrior,
+    IIDPrior,
+    LambdaPrior,
+    LayerwiseNormalPrior,
+    Prior,
+    SitePriors,
+)
 from tyxe.testing.asserts import assert_close
 from tyxe.util import pyro_sample_sites
 
@@ -47,6 +56,9 @@ PRIORS: dict[str, Callable[[], Prior]] = {
     "LayerwiseNormalPrior, radford": lambda: LayerwiseNormalPrior("radford"),
     "LayerwiseNormalPrior, xavier": lambda: LayerwiseNormalPrior("xavier"),
     "LayerwiseNormalPrior, kaiming": lambda: LayerwiseNormalPrior("kaiming"),
+    "IIDPrior, two values": lambda: IIDPrior(SignedBernoulli(0.5)),
+    "BinaryPrior": lambda: BinaryPrior(scale="radford", hide_module_types=[nn.BatchNorm2d]),
+    "BinaryPrior, beta": lambda: BinaryPrior(delta=0.1),
     "DictPrior": _by_name,
     "LambdaPrior": lambda: LambdaPrior(
         lambda name, module, param: dist.Normal(0.0, 1.0 + param.dim()).expand(param.shape)
@@ -121,9 +133,14 @@ def _check_program(prior: Prior, net: nn.Module, dtype: torch.dtype) -> None:
 
 def _check_update(prior: Prior, net: nn.Module) -> None:
     applied = copy.deepcopy(net)
-    names = list(prior.sites(net))
-    rules = {"expose": names} if names else {"hide_all": True}
-    IIDPrior(dist.Normal(0.0, 2.0), **rules).apply_(applied)
+    sites = prior.sites(net)
+    rules = {"expose": list(sites)} if sites else {"hide_all": True}
+    # Discrete priors replace none but those over the same values.
+    discrete = any(
+        isinstance(site, td.Distribution) and is_discrete(site.support) for site in sites.values()
+    )
+    same = LambdaPrior(lambda name, *_: sites[name], **rules)
+    (same if discrete else IIDPrior(dist.Normal(0.0, 2.0), **rules)).apply_(applied)
     before = pyro_sample_sites(applied)
     prior.update_(applied)
     assert pyro_sample_sites(applied) == before, "update_ changed which parameters are sites"

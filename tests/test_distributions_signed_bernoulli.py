@@ -1,0 +1,448 @@
+"""Weights of two values: enumeration, stability, moments of sums, packed samples."""
+
+import functools
+import itertools
+import math
+import pickle
+
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import special, stats
+
+import tyxe
+from tyxe.distributions import (
+    PackedSigns,
+    RelaxedSignedBernoulli,
+    SignedBernoulli,
+    SignedBetaBernoulli,
+    Signs,
+    StoredDistribution,
+    detached,
+    independent_moments,
+    is_factorized,
+    same_support,
+)
+from tyxe.poutine import local_reparameterization
+
+SHAPE = (3, 2)
+SCALES = [1.0, 0.2]
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def logits(*shape):
+    return 2 * torch.randn(*shape).double()
+
+
+def each_value(q):
+    """Values and their probabilities, along the first dimension."""
+    values = q.enumerate_support()
+    return values, q.log_prob(values).exp()
+
+
+# --- the distribution ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_moments_entropy_and_mode_by_enumeration(scale):
+    phi = logits(*SHAPE)
+    q = SignedBernoulli(phi, scale)
+    values, probs = each_value(q)
+    assert values.shape == (2, *SHAPE)
+    assert values.unique().tolist() == [-scale, scale]
+    torch.testing.assert_close(probs.sum(0), torch.ones(SHAPE).double(), **EXACT)
+    torch.testing.assert_close(probs[1], phi.sigmoid(), **EXACT)
+    mean = (probs * values).sum(0)
+    torch.testing.assert_close(q.mean, mean, **EXACT)
+    torch.testing.assert_close(q.variance, (probs * (values - mean) ** 2).sum(0), **EXACT)
+    torch.testing.assert_close(q.entropy(), -(probs * probs.log()).sum(0), **EXACT)
+    assert torch.equal(q.mode, values.gather(0, probs.argmax(0)[None])[0])
+    assert q.enumerate_support(expand=False).shape == (2, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", SCALES)
+def test_samples_are_the_two_values_at_their_frequencies(scale, dtype):
+    q = SignedBernoulli(logits(*SHAPE).to(dtype), scale, validate_args=True)
+    samples = q.sample((20_000,))
+    assert samples.dtype == dtype
+    assert samples.shape == (20_000, *SHAPE)
+    assert bool(q.support.check(samples).all())
+    assert bool(q.support.check(q.mode).all())
+    assert bool(q.log_prob(samples).isfinite().all())
+    # Six standard errors of a frequency.
+    frequency, p = (samples > 0).double().mean(0), q.probs.double()
+    assert bool(((frequency - p).abs() <= 6 * (p * (1 - p) / 20_000).sqrt()).all())
+    assert not q.has_rsample
+    assert not SignedBernoulli(q.logits.requires_grad_()).sample().requires_grad
+
+
+def test_values_off_the_support_have_no_probability():
+    q = SignedBernoulli(torch.zeros(2).double(), 0.5, validate_args=False)
+    log_prob = q.log_prob(torch.tensor([0.5, 1.0]).double())
+    assert log_prob.tolist() == pytest.approx([math.log(0.5), -math.inf], rel=1e-12)
+    with pytest.raises(ValueError, match="within the support"):
+        SignedBernoulli(torch.zeros(2), 0.5, validate_args=True).log_prob(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda phi: SignedBernoulli(phi, 0.3),
+        lambda phi: RelaxedSignedBernoulli(phi, 0.7, 0.3),
+        lambda phi: SignedBetaBernoulli(0.1, 0.3),
+    ],
+    ids=["plain", "relaxed", "beta"],
+)
+def test_copies_keep_what_makes_the_distribution(make):
+    q = make(torch.tensor(1.5).double())
+    for copied in (
+        q.expand(SHAPE),
+        detached(q.expand(SHAPE)),
+        pickle.loads(pickle.dumps(q.expand(SHAPE))),
+        StoredDistribution(q.expand(SHAPE)).distribution,
+    ):
+        assert type(copied) is type(q)
+        assert copied.batch_shape == SHAPE
+        assert vars(copied).get("temperature") == vars(q).get("temperature")
+        assert vars(copied).get("delta") == vars(q).get("delta")
+        values, _ = each_value(copied)
+        assert torch.equal(copied.log_prob(values), q.log_prob(values))
+        assert copied.support == Signs(0.3)
+    event = q.expand(SHAPE).to_event(2)
+    assert event.event_shape == SHAPE
+    assert event.support.is_discrete
+    assert StoredDistribution(q.expand((50, 50))).logits.numel() == 1
+
+
+def test_supports():
+    one, other = SignedBernoulli(0.0), SignedBernoulli(1.0, 0.5)
+    assert same_support(one.support, SignedBetaBernoulli(1.0).to_event(0).support)
+    assert same_support(one.expand(SHAPE).to_event(2).support, one.support)
+    assert not same_support(one.support, other.support)
+    assert not same_support(one.support, dist.Normal(0.0, 1.0).support)
+    assert not same_support(one.support, dist.Bernoulli(0.5).support)
+    assert hash(one.support) == hash(Signs())
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: SignedBernoulli(0.0, scale=0.0), "scale is 0.0; expected a positive"),
+        (lambda: SignedBernoulli(0.0, scale=-1.0), "scale is -1.0"),
+        (lambda: SignedBetaBernoulli(-1e-3), "delta is -0.001; expected 0 or more"),
+        (lambda: SignedBetaBernoulli(math.nan), "delta is nan"),
+        (lambda: RelaxedSignedBernoulli(0.0, 0.0), "temperature is 0.0; expected a positive"),
+        (lambda: SignedBernoulli(math.nan, validate_args=True), "to satisfy the constraint"),
+    ],
+)
+def test_bad_arguments(build, match):
+    with pytest.raises(ValueError, match=match):
+        build()
+
+
+# --- the KL and the Beta term -------------------------------------------------------------------
+
+
+def listing_b2(phi, phi0):
+    """The KL with softpluses, by NumPy in float64."""
+
+    def softplus(x):
+        return torch.as_tensor(np.logaddexp(0, x.numpy()))
+
+    return phi.sigmoid() * (softplus(-phi0) - softplus(-phi)) + (-phi).sigmoid() * (
+        softplus(phi0) - softplus(phi)
+    )
+
+
+def test_the_kl_by_enumeration_and_by_the_listing():
+    phi, phi0 = logits(*SHAPE), logits(*SHAPE)
+    q, p = SignedBernoulli(phi, 0.2), SignedBernoulli(phi0, 0.2)
+    values, probs = each_value(q)
+    enumerated = (probs * (q.log_prob(values) - p.log_prob(values))).sum(0)
+    kl = td.kl_divergence(q, p)
+    torch.testing.assert_close(kl, enumerated, **EXACT)
+    torch.testing.assert_close(kl, listing_b2(phi, phi0), **EXACT)
+    bernoulli = td.kl_divergence(td.Bernoulli(logits=phi), td.Bernoulli(logits=phi0))
+    torch.testing.assert_close(kl, bernoulli, rtol=1e-8, atol=1e-8)
+    uniform = td.kl_divergence(q, SignedBernoulli(torch.zeros(SHAPE).double(), 0.2))
+    torch.testing.assert_close(uniform, math.log(2) - q.entropy(), **EXACT)
+    joint = td.kl_divergence(q.to_event(2), p.to_event(2))
+    torch.testing.assert_close(joint, kl.sum(), **EXACT)
+    assert td.kl_divergence(q, q).abs().max() == 0
+
+
+EXTREMES = [-100.0, -40.0, -1.0, 0.0, 1.0, 40.0, 100.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("phi", EXTREMES)
+@pytest.mark.parametrize("phi0", EXTREMES)
+def test_the_kl_is_stable(phi, phi0, dtype):
+    phi = torch.tensor(phi, dtype=dtype, requires_grad=True)
+    phi0 = torch.tensor(phi0, dtype=dtype, requires_grad=True)
+    kl = td.kl_divergence(SignedBernoulli(phi), SignedBernoulli(phi0))
+    gradients = torch.autograd.grad(kl, [phi, phi0])
+    # In closed form: sigmoid(phi) sigmoid(-phi) (phi - phi0), and the difference of probabilities.
+    one, other = phi.detach().double(), phi0.detach().double()
+    expected = one.sigmoid() * (-one).sigmoid() * (one - other), other.sigmoid() - one.sigmoid()
+    tolerance = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    )
+    for gradient, by_hand in zip(gradients, expected, strict=True):
+        assert bool(gradient.isfinite())
+        torch.testing.assert_close(gradient.double(), by_hand, **tolerance)
+    assert kl.item() >= -1e-30
+    # From a certain sign to the other one the divergence is the other's logit.
+    if abs(phi) == 100 and phi == -phi0:
+        assert kl.item() == pytest.approx(100, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moments_and_entropy_are_stable(dtype):
+    phi = torch.tensor(EXTREMES, dtype=dtype, requires_grad=True)
+    q = SignedBernoulli(phi)
+    # sech^2 by an exponential that does not cancel. PyTorch rounds subnormal numbers to 0.
+    small = torch.exp(-phi.detach().double().abs())
+    expected = 4 * small / (1 + small) ** 2
+    torch.testing.assert_close(
+        q.variance.double(),
+        expected,
+        rtol=8 * torch.finfo(dtype).eps,
+        atol=torch.finfo(dtype).tiny,
+    )
+    assert q.variance[1] > 0
+    assert q.entropy()[1] > 0
+    assert bool((q.entropy() >= 0).all())
+    for quantity in (
+        q.mean,
+        q.variance,
+        q.entropy(),
+        td.kl_divergence(q, SignedBetaBernoulli(0.1)),
+    ):
+        (gradient,) = torch.autograd.grad(quantity.sum(), phi, retain_graph=True)
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-4, 0.5, 3.0])
+def test_the_beta_term_is_the_betas_density_up_to_a_constant(delta):
+    phi = logits(*SHAPE)
+    beta = td.Beta(*torch.tensor([1 + delta, 1 + delta], dtype=torch.float64))
+    prior = SignedBetaBernoulli(delta)
+    penalty = td.kl_divergence(SignedBernoulli(phi), prior)
+    constant = special.betaln(1 + delta, 1 + delta)
+    torch.testing.assert_close(penalty + constant, -beta.log_prob(phi.sigmoid()), **EXACT)
+    joint = td.kl_divergence(SignedBernoulli(phi).to_event(2), prior.expand(SHAPE).to_event(2))
+    torch.testing.assert_close(joint, penalty.sum(), **EXACT)
+    relaxed = td.kl_divergence(RelaxedSignedBernoulli(phi, 0.5), prior)
+    torch.testing.assert_close(relaxed, penalty, **EXACT)
+
+
+def test_a_beta_mixture_of_probabilities_leaves_both_values_as_likely():
+    prior = SignedBetaBernoulli(0.7, 0.2).expand(SHAPE)
+    values, probs = each_value(prior)
+    assert torch.equal(probs, torch.full((2, *SHAPE), 0.5))
+    assert values.abs().unique().tolist() == pytest.approx([0.2])
+
+
+def test_other_values_are_infinitely_far():
+    for prior in (SignedBernoulli(0.0, 0.5), SignedBetaBernoulli(0.1, 0.5)):
+        assert td.kl_divergence(SignedBernoulli(0.0), prior).item() == math.inf
+
+
+# --- relaxed draws ------------------------------------------------------------------------------
+
+
+def test_relaxed_draws_are_those_of_torchs_relaxed_bernoulli():
+    phi = logits(500)
+    torch.manual_seed(3)
+    ours = RelaxedSignedBernoulli(phi, 0.6, 0.5).rsample((4,))
+    torch.manual_seed(3)
+    theirs = td.RelaxedBernoulli(torch.tensor(0.6).double(), logits=phi).rsample((4,))
+    torch.testing.assert_close(ours, 0.5 * (2 * theirs - 1), rtol=1e-8, atol=1e-8)
+
+
+def test_relaxed_draws_have_the_sign_of_a_draw_and_a_gradient():
+    phi = logits(*SHAPE).requires_grad_()
+    q = RelaxedSignedBernoulli(phi, 0.1)
+    draws = q.rsample((20_000,))
+    frequency, p = (draws > 0).double().mean(0), q.probs
+    assert bool(((frequency - p).abs() <= 6 * (p * (1 - p) / 20_000).sqrt()).all())
+
+    def total(phi):
+        torch.manual_seed(0)
+        return RelaxedSignedBernoulli(phi, 0.8).rsample((5,)).square().sum()
+
+    assert torch.autograd.gradcheck(total, (phi,))
+    assert q.sample().abs().unique().tolist() == [1.0]
+    torch.testing.assert_close(
+        td.kl_divergence(q, SignedBernoulli(0.3)),
+        td.kl_divergence(SignedBernoulli(phi), SignedBernoulli(0.3)),
+        **EXACT,
+    )
+
+
+# --- sums of many weights -----------------------------------------------------------------------
+
+
+def binary(net, scale=1.0, **rules):
+    """A BNN with logits that all differ."""
+    bnn = tyxe.VariationalBNN(
+        net.double(),
+        tyxe.priors.BinaryPrior(scale=scale, **rules),
+        tyxe.likelihoods.HomoskedasticGaussian(10, scale=1.0),
+        tyxe.guides.AutoBernoulli,
+    )
+    with torch.no_grad():
+        for parameter in bnn.net_guide.parameters():
+            parameter.copy_(logits(*parameter.shape))
+    return bnn
+
+
+def enumerated(bnn, x):
+    """Every sign vector's outputs and probability."""
+    posterior = bnn.net_guide.posterior()
+    sizes = {name: q.event_shape.numel() for name, q in posterior.items()}
+    outputs, log_probs = [], []
+    for signs in itertools.product([-1.0, 1.0], repeat=sum(sizes.values())):
+        parts = torch.tensor(signs).double().split(list(sizes.values()))
+        values = {
+            name: part.reshape(q.event_shape) * q.base_dist.scale
+            for part, (name, q) in zip(parts, posterior.items(), strict=True)
+        }
+        outputs.append(bnn.run_net(values, x))
+        log_probs.append(sum(q.log_prob(values[name]) for name, q in posterior.items()))
+    probs = torch.stack(log_probs).exp()
+    return torch.stack(outputs), probs
+
+
+def handled(bnn, x, monkeypatch):
+    """Mean and standard deviation that the handler samples from: its outputs at noise of 1, -1."""
+    outputs = []
+    for noise in (1.0, -1.0):
+        with monkeypatch.context() as patch, local_reparameterization():
+            patch.setattr(torch, "randn_like", lambda t, noise=noise: torch.full_like(t, noise))
+            outputs.append(bnn.guided_forward(x))
+    high, low = outputs
+    return (high + low) / 2, (high - low) / 2
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(3, 2), (4, 3)),
+    "linear, no bias": (lambda: nn.Linear(5, 2, bias=False), (4, 5)),
+    "conv2d": (lambda: nn.Conv2d(2, 1, 2, padding=1, stride=2), (2, 2, 4, 4)),
+    "conv2d, groups": (lambda: nn.Conv2d(2, 2, 2, groups=2), (2, 2, 3, 3)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(2, 1, 3, stride=2), (2, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, "radford"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_handlers_moments_by_enumeration(layer, scale, monkeypatch):
+    make, shape = LAYERS[layer]
+    bnn, x = binary(make(), scale), torch.randn(*shape).double()
+    outputs, probs = enumerated(bnn, x)
+    assert probs.sum().item() == pytest.approx(1, abs=1e-10)
+    weights = probs.reshape(-1, *[1] * (outputs.dim() - 1))
+    mean = (weights * outputs).sum(0)
+    variance = (weights * (outputs - mean) ** 2).sum(0)
+    actual_mean, actual_sd = handled(bnn, x, monkeypatch)
+    torch.testing.assert_close(actual_mean, mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual_sd**2, variance, rtol=1e-10, atol=1e-10)
+
+
+def test_two_moments_are_registered():
+    q = SignedBernoulli(logits(*SHAPE), 0.2).to_event(2)
+    mean, variance = independent_moments(q)
+    torch.testing.assert_close(mean, q.mean, **EXACT)
+    torch.testing.assert_close(variance, q.variance, **EXACT)
+    assert is_factorized(q)
+    half = independent_moments(SignedBernoulli(torch.tensor(30.0, dtype=torch.float16)))[1]
+    assert half.dtype == torch.float32
+    assert half.item() > 0
+
+
+def test_a_sum_of_a_thousand_weights_is_close_to_gaussian(monkeypatch):
+    fan_in, count = 1000, 20_000
+    bnn = binary(nn.Linear(fan_in, 1, bias=False))
+    x = torch.randn(1, fan_in).double()
+    q = bnn.net_guide.posterior()["net.weight"].base_dist
+    with torch.no_grad():
+        sums = torch.cat([q.sample((2000,)).flatten(1) @ x[0] for _ in range(count // 2000)])
+        mean, sd = handled(bnn, x, monkeypatch)
+    distance = stats.kstest((sums - mean.item()).numpy() / sd.item(), "norm").statistic
+    # The sum's own distance by Berry and Esseen (constant 0.56, Shevtsova 2010), and that of an
+    # empirical distribution, which exceeds the second term with probability 1e-6 (Massart 1990).
+    values, probs = each_value(q)
+    third = (probs * (x * (values - q.mean)).abs() ** 3).sum()
+    bound = 0.56 * (third / sd**3).item() + math.sqrt(math.log(2e6) / (2 * count))
+    assert distance <= bound, f"Kolmogorov distance {distance:.4f}, bound {bound:.4f}"
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+def test_the_handlers_gradient_is_that_of_the_expected_log_likelihood(monkeypatch):
+    # A Gaussian log-likelihood needs two moments only, so for one linear map the handler has to
+    # be exact: noise of 1 and -1 integrates a quadratic.
+    bnn = binary(nn.Linear(3, 2), 0.7)
+    x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    parameters = list(bnn.net_guide.parameters())
+
+    def expected():
+        outputs, probs = enumerated(bnn, x)
+        log_likelihood = torch.stack(
+            [bnn.likelihood.log_likelihood(one, y, "sum") for one in outputs]
+        )
+        return (probs * log_likelihood).sum()
+
+    total = 0
+    for noise in (1.0, -1.0):
+        with monkeypatch.context() as patch, local_reparameterization():
+            patch.setattr(torch, "randn_like", lambda t, noise=noise: torch.full_like(t, noise))
+            total = total + tyxe.bnn.elbo_terms(bnn.model, bnn.guide, x, y).data / 2
+    scale = bnn.likelihood.dataset_size / len(x)
+    torch.testing.assert_close(total, scale * expected(), rtol=1e-10, atol=1e-10)
+    actual = torch.autograd.grad(total, parameters)
+    step = 1e-5
+    for parameter, gradient in zip(parameters, actual, strict=True):
+        for index in itertools.product(*map(range, parameter.shape)):
+            with torch.no_grad():
+                parameter[index] += step
+                above = expected()
+                parameter[index] -= 2 * step
+                below = expected()
+                parameter[index] += step
+            difference = scale * (above - below) / (2 * step)
+            assert gradient[index].item() == pytest.approx(difference.item(), rel=1e-6, abs=1e-7)
+
+
+# --- packed samples -----------------------------------------------------------------------------
+
+
+@given(
+    count=st.integers(1, 5),
+    shape=st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    scale=st.sampled_from([1.0, 0.2, 3.0]),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
+)
+def test_packing_is_exact_to_the_bit(count, shape, scale, dtype):
+    values = SignedBernoulli(torch.randn(shape).to(dtype), scale).sample((count,))
+    packed = PackedSigns.of(values, scale)
+    unpacked = packed.values()
+    assert unpacked.dtype == dtype
+    assert torch.equal(unpacked, values)
+    assert packed.num_bytes == packed.bits.nbytes == count * math.ceil(math.prod(shape) / 8)
+    again = pickle.loads(pickle.dumps(packed))
+    assert torch.equal(again[count - 1], values[-1])
+
+
+def test_only_two_values_can_be_packed():
+    with pytest.raises(ValueError, match=r"values of -1 and 1 can be packed, but there is 0\.5"):
+        PackedSigns.of(torch.tensor([[1.0, 0.5]]))
+    functools.partial(PackedSigns.of, scale=0.5)(torch.tensor([[-0.5, 0.5]]))

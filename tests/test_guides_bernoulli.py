@@ -1,0 +1,496 @@
+"""Binary networks: starts, training errors, relaxed draws, posteriors as priors, packed samples."""
+
+import copy
+import functools
+import io
+import math
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+
+import tyxe
+from tyxe.bnn import elbo_terms
+from tyxe.distributions import SignedBernoulli
+from tyxe.errors import TyxeWarning
+from tyxe.guides import AutoBernoulli, AutoNormal, PretrainedInitializer, init_to_zero
+from tyxe.poutine import flipout, local_reparameterization, report
+from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, SitePriors
+from tyxe.testing import check_guide
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.05)
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def weights(**options):
+    return BinaryPrior(expose_parameters=["weight"], hide_module_types=[nn.BatchNorm1d], **options)
+
+
+def make(prior=None, guide=AutoBernoulli, net=None, likelihood=None):
+    return tyxe.VariationalBNN(
+        net or mlp(), prior or weights(), likelihood or tyxe.likelihoods.Categorical(30), guide
+    )
+
+
+def data():
+    return torch.randn(30, 4).double(), torch.randint(3, (30,))
+
+
+def fit(bnn, epochs=2, **options):
+    with local_reparameterization():
+        return bnn.fit([data()], ADAM, epochs, **options)
+
+
+def disturb_(bnn):
+    with torch.no_grad():
+        for parameter in bnn.net_guide.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return bnn
+
+
+def states_differ(bnn, before):
+    return [name for name, value in bnn.state_dict().items() if not same(value, before[name])]
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+# --- contract -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        BinaryPrior(),
+        BinaryPrior(scale="radford"),
+        BinaryPrior(delta=1e-3, scale=0.5),
+        IIDPrior(SignedBernoulli(0.7)),
+    ],
+    ids=["plain", "rescaled", "beta", "iid"],
+)
+def test_contract(prior):
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    check_guide(AutoBernoulli, SitePriors(prior.sites(net), net))
+
+
+def test_state_copies_and_dtypes():
+    bnn = make(weights(scale="radford"))
+    fit(bnn)
+    torch.save(bnn.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    other = make(weights(scale="radford"))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    x, _ = data()
+    expected = bnn.predict(x, num_predictions=0)
+    for copied in (other, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert torch.equal(copied.predict(x, num_predictions=0), expected)
+    single = copy.deepcopy(bnn).float()
+    assert single.predict(x.float(), num_predictions=3).dtype == torch.float32
+    assert fit(single.double()).loss
+    with pytest.raises(RuntimeError, match=r"AutoBernoulli\(1\) here and AutoBernoulli\(0\.3535"):
+        make().load_state_dict(bnn.state_dict())
+
+
+# --- where logits start -------------------------------------------------------------------------
+
+
+def test_means_start_at_the_nets_own_weights():
+    net = mlp()
+    bnn = make(net=net)
+    for name in ("0.weight", "3.weight"):
+        own = net.get_parameter(name)
+        q = bnn.net_guide.posterior()[f"net.{name}"]
+        torch.testing.assert_close(q.mean, own, **EXACT)
+        torch.testing.assert_close(bnn.net_guide.get_logits(name), 2 * torch.atanh(own), **EXACT)
+    rescaled = make(weights(scale="radford"), net=net)
+    q = rescaled.net_guide.posterior()["net.0.weight"]
+    assert q.base_dist.scale == 4**-0.5
+    # PyTorch draws a linear layer's weights below 1 / sqrt(fan_in), which is the scale.
+    limit = 0.99 * 4**-0.5
+    torch.testing.assert_close(q.mean, net[0].weight.clamp(-limit, limit), **EXACT)
+
+
+def test_means_start_elsewhere_on_request():
+    trained = mlp()
+    of_trained = PretrainedInitializer.from_net(trained)
+    bnn = make(guide=functools.partial(AutoBernoulli, init=of_trained))
+    mean = bnn.net_guide.posterior()["net.0.weight"].mean
+    torch.testing.assert_close(mean, trained[0].weight, **EXACT)
+    bnn = make(weights(scale=0.5), functools.partial(AutoBernoulli, init=of_trained, init_gain=3.0))
+    logits = bnn.net_guide.get_logits("net.0.weight")
+    torch.testing.assert_close(logits, 6 * trained[0].weight, **EXACT)
+    bnn = make(guide=functools.partial(AutoBernoulli, init=init_to_zero))
+    assert bnn.net_guide.get_logits("0.weight").abs().max() == 0
+
+
+def test_weights_beyond_the_values_are_clipped():
+    net = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[7.0, -1.0]]))
+    bnn = make(BinaryPrior(), net=net)
+    mean = bnn.net_guide.posterior()["net.weight"].mean
+    torch.testing.assert_close(mean, torch.tensor([[0.99, -0.99]]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"init": "trained"}, "init is 'trained'; expected 'pretrained' or an initialiser"),
+        ({"init": lambda site: torch.zeros(2)}, r"'net.0.weight' a start of shape \(2,\)"),
+        ({"init": PretrainedInitializer.from_net(nn.Linear(4, 8))}, "no pre-trained value"),
+        ({"init_gain": 0.0}, "init_gain is 0.0; expected None or a positive number"),
+        ({"relaxed": 0.0}, "relaxed is 0.0; expected None or a positive temperature"),
+    ],
+)
+def test_bad_arguments(options, match):
+    with pytest.raises(ValueError, match=match):
+        make(guide=functools.partial(AutoBernoulli, **options))
+
+
+def test_bad_packs_and_deltas():
+    with pytest.raises(ValueError, match="num_samples is 0; expected 1 or more"):
+        make().net_guide.pack(0)
+    with pytest.raises(ValueError, match=r"delta is -0\.1; expected 0 or more"):
+        BinaryPrior(delta=-0.1)
+    with pytest.raises(ValueError, match=r"scale is 0; expected a positive number"):
+        BinaryPrior(scale=0)
+    with pytest.raises(ValueError, match="method is 'fan'; expected one of radford"):
+        BinaryPrior(scale="fan")
+
+
+def test_a_program_without_a_net_has_no_values_to_start_from():
+    class Noise:
+        prefix = "likelihood."
+
+        def __call__(self):
+            return {"likelihood.sign": pyro.sample("likelihood.sign", SignedBernoulli(0.0))}
+
+    with pytest.raises(ValueError, match=r"'likelihood.sign' is no parameter of a net"):
+        AutoBernoulli(Noise())
+    guide = AutoBernoulli(Noise(), init=init_to_zero)
+    assert guide.median()["likelihood.sign"].item() == 1.0
+
+
+# --- priors that do not fit ---------------------------------------------------------------------
+
+
+def test_a_prior_of_other_values_is_named():
+    message = r"prior of 'net.0.weight' has the support Real\(\), .* of two values, -s and s"
+    with pytest.raises(ValueError, match=message):
+        make(IIDPrior(dist.Normal(0.0, 1.0)))
+
+    def mixed(name, module, param):
+        return (SignedBernoulli(0.0) if name == "0.weight" else dist.Bernoulli(0.5)).expand(
+            param.shape
+        )
+
+    with pytest.raises(ValueError, match=r"prior of 'net.3.weight' has the support Boolean"):
+        make(LambdaPrior(mixed, expose_fn=lambda _, name: name in ("0.weight", "3.weight")))
+
+
+def test_other_guides_point_here():
+    with pytest.raises(ValueError, match=r"'net.0.weight' is discrete.*tyxe.guides.AutoBernoulli"):
+        make(guide=AutoNormal)
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def test_training_needs_the_handler():
+    bnn = make()
+    before = copy.deepcopy(bnn.state_dict())
+    message = (
+        r"distribution of 'net.0.weight', Independent, has no rsample.*"
+        r"train inside `with tyxe\.poutine\.local_reparameterization\(\):`"
+    )
+    with pytest.raises(ValueError, match=message):
+        bnn.fit([data()], ADAM, 1)
+    assert states_differ(bnn, before) == []
+    module = tyxe.PytorchBNN(mlp(), weights(), AutoBernoulli)
+    with pytest.raises(ValueError, match=message):
+        module(data()[0])
+
+
+DRAWN = r"a value of 'net\.{}' was drawn, .*local_reparameterization\(\) spare the draw"
+
+
+def test_draws_inside_another_handler_are_errors():
+    bnn = make()
+    before = copy.deepcopy(bnn.state_dict())
+    with pytest.raises(ValueError, match=DRAWN.format("0.weight")), flipout():
+        bnn.fit([data()], ADAM, 1)
+    assert states_differ(bnn, before) == []
+    module = tyxe.PytorchBNN(mlp(), weights(), AutoBernoulli)
+    with pytest.raises(ValueError, match=DRAWN.format("0.weight")), flipout():
+        module(data()[0])
+
+
+@pytest.mark.parametrize(
+    ("net", "site", "x"),
+    [
+        (mlp(), "1.weight", torch.randn(5, 4).double()),
+        (nn.LSTM(4, 2), "weight_ih_l0", torch.randn(3, 4)),
+        (nn.Embedding(6, 2), "weight", torch.arange(5)),
+    ],
+    ids=["norm", "lstm", "embedding"],
+)
+def test_uses_that_the_handler_does_not_treat_are_errors(net, site, x):
+    bnn = tyxe.PytorchBNN(net, BinaryPrior(), AutoBernoulli)
+    with pytest.raises(ValueError, match=DRAWN.format(site)), local_reparameterization():
+        bnn(x)
+    with torch.no_grad():
+        bnn.eval()(x)
+    relaxed = functools.partial(AutoBernoulli, relaxed=0.5)
+    bnn = tyxe.PytorchBNN(net, BinaryPrior(), relaxed)
+    with pytest.warns(TyxeWarning, match="were sampled plainly"), local_reparameterization():
+        outputs = bnn(x)
+    first = outputs[0] if isinstance(outputs, tuple) else outputs
+    (first.square().sum() + bnn.cached_kl_loss).backward()
+    assert all(bool((p.grad != 0).any()) for p in bnn.net_guide.parameters())
+
+
+def test_a_held_sample_has_no_gradient_but_can_be_predicted_with():
+    bnn = tyxe.PytorchBNN(mlp(), weights(), AutoBernoulli)
+    x, _ = data()
+    with (
+        pytest.raises(ValueError, match=r"hold_sample"),
+        local_reparameterization(),
+        bnn.hold_sample(),
+    ):
+        bnn(x)
+    with torch.no_grad(), bnn.hold_sample():
+        assert torch.equal(bnn.eval()(x), bnn(x))
+
+
+def test_a_sampled_kl_is_refused():
+    with pytest.raises(ValueError, match=r"'net.0.weight' is discrete.*closed_form_kl=True"):
+        fit(make(), closed_form_kl=False)
+
+
+def test_everything_else_stays_deterministic_and_is_trained():
+    bnn = make()
+    kinds = bnn.parameter_kinds()
+    assert {n for n, k in kinds.items() if k == "deterministic"} == {
+        "net.0.bias",
+        "net.1.weight",
+        "net.1.bias",
+        "net.3.bias",
+    }
+    before = copy.deepcopy(bnn.state_dict())
+    with report() as rows:
+        fit(bnn)
+    assert rows.treatments("0.weight") == rows.treatments("3.weight") == {"moments"}
+    trained = set(kinds) | {"net.1.running_mean", "net.1.running_var", "net.1.num_batches_tracked"}
+    assert set(states_differ(bnn, before)) == trained
+
+
+def test_the_objective_without_gradients_may_draw():
+    bnn, (x, y) = disturb_(make()), data()
+    bnn.eval()
+    with torch.no_grad():
+        terms = elbo_terms(bnn.model, bnn.guide, x, y)
+        assert {float(v) for value in terms.values.values() for v in value.flatten()} == {-1.0, 1.0}
+        expected = bnn.likelihood.log_likelihood(bnn.run_net(terms.values, x), y, "sum")
+    torch.testing.assert_close(terms.data, expected, **EXACT)
+
+
+def test_the_exact_posterior_of_an_orthogonal_design_is_the_optimum(monkeypatch):
+    # For X^T X diagonal the posterior of signs factorises: with w_i^2 = 1, what is left of the
+    # log-likelihood is w^T X^T y / sd^2, so phi = phi0 + 2 s X^T y / sd^2.
+    sd, scale, phi0 = 0.8, 0.5, 0.3
+    x = torch.linalg.qr(torch.randn(12, 3).double()).Q * torch.tensor([1.0, 2.0, 0.5])
+    y = torch.randn(12, 1).double()
+    bnn = make(
+        IIDPrior(SignedBernoulli(phi0, scale)),
+        net=nn.Linear(3, 1, bias=False).double(),
+        likelihood=tyxe.likelihoods.HomoskedasticGaussian(12, scale=sd),
+    )
+    posterior = torch.tensor(phi0, dtype=torch.float32).double() + 2 * scale * (x.T @ y).T / sd**2
+    (logits,) = bnn.net_guide.parameters()
+
+    def gradient():
+        # Noise of 1 and -1 integrates a quadratic, as a Gaussian log-likelihood is.
+        objective = 0
+        for noise in (1.0, -1.0):
+            with monkeypatch.context() as patch, local_reparameterization():
+                patch.setattr(torch, "randn_like", lambda t, noise=noise: torch.full_like(t, noise))
+                terms = elbo_terms(bnn.model, bnn.guide, x, y)
+            objective = objective + (terms.data - terms.kl) / 2
+        return torch.autograd.grad(objective, logits)[0]
+
+    assert gradient().abs().max() > 1e-2
+    with torch.no_grad():
+        logits.copy_(posterior)
+    assert gradient().abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("delta", [None, 1e-3])
+def test_signs_of_a_teacher_are_found(delta):
+    teacher = torch.randint(2, (1, 20)).double() * 2 - 1
+    x = torch.randn(200, 20).double()
+    y = x @ teacher.T / 20**0.5 + 0.1 * torch.randn(200, 1).double()
+    bnn = make(
+        BinaryPrior(delta=delta, scale="radford"),
+        net=nn.Linear(20, 1, bias=False).double(),
+        likelihood=tyxe.likelihoods.HomoskedasticGaussian(200, scale=0.1),
+    )
+    with local_reparameterization():
+        history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.1), 150)
+    assert history.loss[-1] < history.loss[0]
+    torch.testing.assert_close(bnn.to_module().weight.sign(), teacher, rtol=0, atol=0)
+
+
+# --- relaxed draws ------------------------------------------------------------------------------
+
+
+def test_relaxed_training_needs_no_handler_and_predicts_two_values():
+    bnn = make(weights(scale=0.5), functools.partial(AutoBernoulli, relaxed=0.4))
+    draws = bnn.guide()
+    assert all(v.requires_grad and bool((v.abs() < 0.5).all()) for v in draws.values())
+    with torch.no_grad():
+        discrete = bnn.net_guide.posterior()
+    expected = sum(math.log(2) * q.event_shape.numel() - q.entropy() for q in discrete.values())
+    kl = elbo_terms(bnn.model, bnn.guide, *data()).kl
+    torch.testing.assert_close(kl, expected, **EXACT)
+    before = copy.deepcopy(bnn.net_guide.state_dict())
+    history = bnn.fit([data()], ADAM, 3)
+    assert all(map(math.isfinite, history.loss))
+    assert not torch.equal(bnn.net_guide.get_logits("0.weight"), before["logits.0.weight"])
+    with torch.no_grad():
+        for value in bnn.one_draw().values():
+            assert value.abs().unique().tolist() == [0.5]
+    for q in bnn.net_guide.get_detached_distributions().values():
+        assert type(q.base_dist) is SignedBernoulli
+
+
+# --- prediction ---------------------------------------------------------------------------------
+
+
+def test_predictions_outside_the_handler_use_the_two_values():
+    bnn, (x, _) = disturb_(make(weights(scale="radford"))), data()
+    torch.manual_seed(1)
+    outputs = bnn.predict(x, num_predictions=3, aggregate=False)
+    torch.manual_seed(1)
+    draws = list(bnn.draws(3))
+    bnn.eval()
+    with torch.no_grad():
+        for output, values in zip(outputs, draws, strict=True):
+            assert values["net.0.weight"].abs().unique().tolist() == [4**-0.5]
+            torch.testing.assert_close(output, bnn.run_net(values, x), **EXACT)
+    with local_reparameterization():
+        assert bnn.predict(x, num_predictions=3, aggregate=False).shape == (3, 30, 3)
+    torch.manual_seed(1)
+    again = bnn.predict(x, num_predictions=3, aggregate=False, vectorize=True)
+    torch.testing.assert_close(again, outputs, **EXACT)
+
+
+def test_the_centre_is_the_likelier_value():
+    bnn = disturb_(make(weights(scale=0.2)))
+    for site, value in bnn.net_guide.median().items():
+        expected = 0.2 * bnn.net_guide.get_logits(site).sign()
+        torch.testing.assert_close(value, expected, **EXACT)
+    net = bnn.to_module()
+    x, _ = data()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            bnn.predict(x, num_predictions=0), net(x).log_softmax(-1), **EXACT
+        )
+    sampled = bnn.to_module(sample=True)
+    assert sampled[0].weight.abs().unique().tolist() == [0.2]
+
+
+def test_a_net_cannot_be_linearised_under_it():
+    with pytest.raises(TypeError, match=r"posterior of 'net.0.weight' is no Normal"):
+        make().predict(data()[0], num_predictions=100, predictive="glm")
+
+
+# --- posterior to prior -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [None, 0.1])
+def test_a_posterior_that_became_the_prior_has_no_kl(delta):
+    bnn = disturb_(make(weights(delta=delta, scale="radford")))
+    posterior = bnn.net_guide.posterior()
+    if delta is None:
+        expected = sum(
+            (math.log(2) - q.base_dist.entropy()).sum().item() for q in posterior.values()
+        )
+    else:
+        expected = sum(
+            -delta * (q.base_dist.probs * (1 - q.base_dist.probs)).log().sum().item()
+            for q in posterior.values()
+        )
+    assert kl_of(bnn) == pytest.approx(expected, rel=1e-8)
+    bnn.update_prior(DictPrior(bnn.net_guide.get_detached_distributions()))
+    assert kl_of(bnn) == 0
+    disturb_(bnn)
+    assert kl_of(bnn) > 0.1
+    fit(bnn)
+
+
+def kl_of(bnn):
+    with torch.no_grad():
+        return elbo_terms(bnn.model, bnn.guide, *data()).kl.item()
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        BinaryPrior(scale=0.5),
+        IIDPrior(dist.Normal(0.0, 1.0)),
+        IIDPrior(dist.Bernoulli(0.5)),
+    ],
+    ids=["scale", "normal", "bernoulli"],
+)
+def test_a_prior_of_other_values_does_not_replace_it(prior):
+    bnn = make()
+    before = kl_of(bnn)
+    with pytest.raises(ValueError, match=r"new prior of '0.weight' .* another support"):
+        bnn.update_prior(prior)
+    assert kl_of(bnn) == before
+
+
+def test_large_logits_are_no_collapse():
+    # Standard deviations of 1e-22: for Normals a warning.
+    bnn = make(weights(delta=0.0), functools.partial(AutoBernoulli, init_gain=1e3))
+    fit(bnn, beta=1e-3)
+
+
+# --- packed samples -----------------------------------------------------------------------------
+
+
+def test_packed_samples_are_draws_at_a_bit_each():
+    bnn, (x, _) = disturb_(make(weights(scale="radford"))), data()
+    torch.manual_seed(1)
+    packed = bnn.net_guide.pack(9)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        posterior = bnn.net_guide.posterior()
+        expected = {name: q.sample((9,)) for name, q in posterior.items()}
+    assert len(packed) == 9
+    # 32 and 24 weights, against 4 bytes or 8 for each.
+    assert packed.num_bytes == 9 * (4 + 3)
+    for s, values in enumerate(packed):
+        assert all(torch.equal(value, expected[name][s]) for name, value in values.items())
+    bnn.eval()
+    with torch.no_grad():
+        outputs = torch.stack([bnn.run_net(values, x) for values in packed])
+    assert outputs.shape == (9, 30, 3)
+    again = pickle.loads(pickle.dumps(packed))
+    assert torch.equal(again[8]["net.0.weight"], expected["net.0.weight"][8])
+
+
+def test_the_kl_of_a_pair_is_found_by_registration():
+    q = disturb_(make()).net_guide.posterior()["net.0.weight"]
+    prior = SignedBernoulli(torch.zeros(8, 4).double()).to_event(2)
+    expected = 32 * math.log(2) - q.entropy()
+    torch.testing.assert_close(td.kl_divergence(q, prior), expected, **EXACT)

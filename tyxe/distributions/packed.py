@@ -1,0 +1,112 @@
+"""Samples of weights of two values, at a bit for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tyxe.distributions.signed_bernoulli import Signs
+
+__all__ = ["PackedSamples", "PackedSigns"]
+
+_BYTE = 8
+
+
+@dataclass(frozen=True)
+class PackedSigns:
+    """Samples of one tensor whose elements are `-scale` or `scale`.
+
+    Attributes:
+        bits: `(S, ceil(P / 8))` bytes, the first element in the lowest bit.
+        shape: of one sample, `P` elements.
+        scale: the positive value.
+        dtype: of the values.
+
+    Example:
+        >>> values = torch.tensor([[1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]])
+        >>> packed = PackedSigns.of(values)
+        >>> packed.num_bytes, torch.equal(packed.values(), values)
+        (2, True)
+    """
+
+    bits: Tensor
+    shape: torch.Size
+    scale: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, values: Tensor, scale: float = 1.0) -> PackedSigns:
+        """Pack samples, `(S, ...)`.
+
+        Raises:
+            ValueError: an element is neither `-scale` nor `scale`.
+        """
+        inside = Signs(scale).check(values)
+        if not bool(inside.all()):
+            raise ValueError(
+                f"only values of -{scale:g} and {scale:g} can be packed, but there is "
+                f"{values[~inside][0].item():g}; pass the scale of the distribution they are from"
+            )
+        positive = (values > 0).flatten(1) if values.dim() > 1 else (values > 0)[:, None]
+        missing = -positive.shape[1] % _BYTE
+        padded = torch.nn.functional.pad(positive, (0, missing)).unflatten(1, (-1, _BYTE))
+        bits = (padded << _places(values.device)).sum(-1).to(torch.uint8)
+        return cls(bits, values.shape[1:], scale, values.dtype)
+
+    def values(self) -> Tensor:
+        """Return all samples, `(S, ...)`."""
+        return torch.stack([self[s] for s in range(len(self.bits))])
+
+    def __getitem__(self, sample: int) -> Tensor:
+        positive = (self.bits[sample][:, None] >> _places(self.bits.device)) & 1
+        signs = positive.flatten()[: math.prod(self.shape)].reshape(self.shape).to(self.dtype)
+        return signs.mul_(2 * self.scale).sub_(self.scale)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the samples take."""
+        return self.bits.numel()
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(_BYTE, device=device)
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """Samples of all sites of a net: iterate over them for values by site.
+
+    Attributes:
+        sites: the samples by the site's name in the joint model, as many for each.
+
+    Example:
+        >>> import tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(20, 4, bias=False), tyxe.priors.BinaryPrior(),
+        ...     tyxe.likelihoods.Categorical(10), tyxe.guides.AutoBernoulli)
+        >>> packed = bnn.net_guide.pack(num_samples=8)
+        >>> len(packed), packed.num_bytes  # as float32 they are 2,560
+        (8, 80)
+        >>> torch.stack([bnn.run_net(values, torch.ones(3, 20)) for values in packed]).shape
+        torch.Size([8, 3, 4])
+    """
+
+    sites: Mapping[str, PackedSigns]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.sites.values())).bits)
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        return {name: packed[sample] for name, packed in self.sites.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self[sample] for sample in range(len(self)))
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the samples take."""
+        return sum(packed.num_bytes for packed in self.sites.values())

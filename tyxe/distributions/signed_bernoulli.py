@@ -1,0 +1,270 @@
+"""Weights of two values: their distribution, its relaxation, and a prior on its probabilities."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.distributions as td
+from pyro import distributions as dist
+from torch import Tensor
+from torch.distributions import constraints
+from torch.distributions.utils import broadcast_all, clamp_probs
+from torch.nn.functional import logsigmoid
+
+from tyxe.distributions.moments import independent_moments
+from tyxe.distributions.normal import wide
+from tyxe.distributions.stored import unexpanded
+
+__all__ = ["RelaxedSignedBernoulli", "SignedBernoulli", "SignedBetaBernoulli", "Signs"]
+
+
+class Signs(constraints.Constraint):
+    """The two values `-scale` and `scale`.
+
+    Args:
+        scale: the positive one.
+
+    Example:
+        >>> Signs(0.5).check(torch.tensor([-0.5, 0.5, 1.0, 0.0]))
+        tensor([ True,  True, False, False])
+    """
+
+    is_discrete = True
+    event_dim = 0
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def check(self, value: Tensor) -> Tensor:
+        """Say which elements are one of the two values."""
+        return value.abs() == self.scale
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signs) and other.scale == self.scale
+
+    def __hash__(self) -> int:
+        return hash(self.scale)
+
+    def __repr__(self) -> str:
+        return f"Signs({self.scale:g})"
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1 else tensor * scale
+
+
+class SignedBernoulli(dist.TorchDistribution):
+    r"""A weight of two values: `P(w = s) = sigmoid(phi)`, else `w = -s`.
+
+    Mean `s tanh(phi / 2)`, variance `4 s^2 sigmoid(phi) sigmoid(-phi)`, which does not round to 0
+    at `phi = 40`, as `4 pi (1 - pi)` does. A draw has no gradient; sums of many such
+    weights are Gaussian by the central limit theorem, and `local_reparameterization` samples those.
+
+    Args:
+        logits: `phi`, of any shape.
+        scale: `s`; 1 by default, `1 / sqrt(fan_in)` for outputs of unit scale.
+        validate_args: as for any distribution.
+
+    Raises:
+        ValueError: a scale that is not positive.
+
+    Reference:
+        [T] 4.1.
+
+    Example:
+        >>> q = SignedBernoulli(torch.tensor([0.0, 40.0]))
+        >>> q.mean, q.variance
+        (tensor([0., 1.]), tensor([1.0000e+00, 1.6993e-17]))
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {"logits": constraints.real}
+    has_enumerate_support = True
+
+    def __init__(
+        self, logits: Tensor | float, scale: float = 1.0, validate_args: bool | None = None
+    ) -> None:
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale is {scale}; expected a positive number")
+        self.scale = float(scale)
+        self.logits: Tensor
+        (self.logits,) = broadcast_all(logits)
+        super().__init__(self.logits.shape, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: object = None) -> SignedBernoulli:
+        """Return independent copies."""
+        # A copy keeps whatever a subclass adds.
+        new = copy.copy(self)
+        new.logits = self.logits.expand(batch_shape)
+        td.Distribution.__init__(new, torch.Size(batch_shape), validate_args=False)
+        return new
+
+    @constraints.dependent_property(is_discrete=True, event_dim=0)
+    def support(self) -> constraints.Constraint:
+        """The two values."""
+        return Signs(self.scale)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of the positive value."""
+        return torch.sigmoid(self.logits)
+
+    @property
+    def mean(self) -> Tensor:
+        """`s tanh(phi / 2)`."""
+        return _scaled(torch.tanh(self.logits / 2), self.scale)
+
+    @property
+    def mode(self) -> Tensor:
+        """The likelier value, which is also the median; the positive one of two equals."""
+        positive = torch.full_like(self.logits, self.scale)
+        return torch.where(self.logits < 0, -positive, positive)
+
+    @property
+    def variance(self) -> Tensor:
+        """`4 s^2 sigmoid(phi) sigmoid(-phi)`, in float32 at least."""
+        phi = wide(self.logits)
+        return torch.sigmoid(phi) * torch.sigmoid(-phi) * (4 * self.scale**2)
+
+    def sample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
+        """Draw one of the two values, without gradients."""
+        with torch.no_grad():
+            probs = self.probs.expand(self._extended_shape(torch.Size(sample_shape)))
+            positive = torch.rand_like(probs) < probs
+            return positive.to(probs.dtype).mul_(2 * self.scale).sub_(self.scale)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return `log sigmoid(phi)` or `log sigmoid(-phi)`; minus infinity off the support."""
+        if self._validate_args:
+            self._validate_sample(value)
+        inside = logsigmoid(value.sign() * self.logits)
+        return torch.where(Signs(self.scale).check(value), inside, -math.inf)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy, in nats."""
+        phi = self.logits
+        negative = torch.sigmoid(phi) * logsigmoid(phi) + torch.sigmoid(-phi) * logsigmoid(-phi)
+        return -negative
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """Return both values, along a new first dimension."""
+        ones = [1] * len(self.batch_shape)
+        values = self.logits.new_tensor([-self.scale, self.scale]).reshape(2, *ones)
+        return values.expand(2, *self.batch_shape) if expand else values
+
+
+class RelaxedSignedBernoulli(SignedBernoulli):
+    r"""A `SignedBernoulli` whose differentiable draws lie between the two values.
+
+    `w = s tanh((phi + L) / (2 T))` with `L` logistic; the draw's sign is an exact draw, and as the
+    temperature `T` goes to 0 so is the draw. Moments, log-probabilities and KL remain those of
+    the two values, so an ELBO with these draws is biased, the less the colder they are.
+
+    Args:
+        logits: as in `SignedBernoulli`.
+        temperature: `T`.
+        scale: as in `SignedBernoulli`.
+        validate_args: as in `SignedBernoulli`.
+
+    Raises:
+        ValueError: a temperature or scale that is not positive.
+
+    Reference:
+        Maddison, Mnih, Teh, The concrete distribution, 2017, eq. 14.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> q = RelaxedSignedBernoulli(torch.zeros(3, requires_grad=True), temperature=0.5)
+        >>> w = q.rsample()
+        >>> w.requires_grad, bool((w.abs() < 1).all()), q.sample().abs()
+        (True, True, tensor([1., 1., 1.]))
+    """
+
+    has_rsample = True
+
+    def __init__(
+        self,
+        logits: Tensor | float,
+        temperature: float,
+        scale: float = 1.0,
+        validate_args: bool | None = None,
+    ) -> None:
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature is {temperature}; expected a positive number")
+        self.temperature = temperature
+        super().__init__(logits, scale, validate_args)
+
+    def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
+        """Draw a value between the two, with gradients."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        uniform = clamp_probs(torch.rand(shape, dtype=self.logits.dtype, device=self.logits.device))
+        noisy = self.logits + uniform.log() - (-uniform).log1p()
+        return _scaled(torch.tanh(noisy / (2 * self.temperature)), self.scale)
+
+
+class SignedBetaBernoulli(SignedBernoulli):
+    r"""Two values whose probability `pi` has the prior `Beta(1 + delta, 1 + delta)`.
+
+    As a distribution of `w` alone both values are equally likely. As a prior of a
+    `SignedBernoulli` posterior it weighs that posterior's *probabilities*: what is registered in
+    the KL's place is `-delta log pi (1 - pi)`, minus the log-density of `pi` up to a constant. The
+    objective is then maximum a posteriori in `pi`, and not a bound on the evidence.
+
+    Args:
+        delta: 0 for no regulariser at all; larger values keep probabilities away from 0 and 1.
+        scale: as in `SignedBernoulli`.
+        validate_args: as in `SignedBernoulli`.
+
+    Raises:
+        ValueError: a delta that is negative, or a scale that is not positive.
+
+    Reference:
+        [T 4.12].
+
+    Example:
+        >>> q = SignedBernoulli(torch.tensor(0.0))
+        >>> td.kl_divergence(q, SignedBetaBernoulli(1.0))  # log 4
+        tensor(1.3863)
+    """
+
+    def __init__(self, delta: float, scale: float = 1.0, validate_args: bool | None = None) -> None:
+        if not 0 <= delta < math.inf:
+            raise ValueError(f"delta is {delta}; expected 0 or more")
+        self.delta = float(delta)
+        super().__init__(0.0, scale, validate_args)
+
+
+@independent_moments.register
+def _(distribution: SignedBernoulli) -> tuple[Tensor, Tensor]:
+    # By the central limit theorem [T 4.3, alg. 1]. A tanh for the mean costs three sigmoids.
+    phi, scale = wide(distribution.logits), distribution.scale
+    positive, negative = torch.sigmoid(phi), torch.sigmoid(-phi)
+    mean = _scaled(positive - negative, scale).to(distribution.logits.dtype)
+    return mean, positive * negative * (4 * scale**2)
+
+
+def _same_values(q: SignedBernoulli, p: SignedBernoulli, divergence: Tensor) -> Tensor:
+    return divergence if q.scale == p.scale else torch.full_like(divergence, math.inf)
+
+
+@td.register_kl(SignedBernoulli, SignedBernoulli)
+def _kl_signed_signed(q: SignedBernoulli, p: SignedBernoulli) -> Tensor:
+    # sigmoid(phi) (sp(-phi0) - sp(-phi)) + sigmoid(-phi) (sp(phi0) - sp(phi)) [T listing B.2]. With
+    # sp(x) = x + sp(-x) this is sp(-phi0) - sp(-phi) - sigmoid(-phi) (phi - phi0), with half of the
+    # passes, where nothing cancels if phi > 0: so both signs are turned where it is not.
+    phi, phi0 = q.logits, unexpanded(p.logits)
+    sign = torch.copysign(torch.ones_like(phi), phi.detach())
+    turned = sign * phi
+    # PyTorch's softplus is the identity above 20, logsigmoid(x) = -sp(-x) is not.
+    log_prob0 = torch.where(phi < 0, logsigmoid(-phi0), logsigmoid(phi0))
+    kl = logsigmoid(turned) - log_prob0 - torch.sigmoid(-turned) * (turned - sign * phi0)
+    return _same_values(q, p, kl.expand(torch.broadcast_shapes(q.batch_shape, p.batch_shape)))
+
+
+@td.register_kl(SignedBernoulli, SignedBetaBernoulli)
+def _penalty_signed_beta(q: SignedBernoulli, p: SignedBetaBernoulli) -> Tensor:
+    # delta (sp(-phi) + sp(phi)) [T 4.12].
+    penalty = -p.delta * (logsigmoid(q.logits) + logsigmoid(-q.logits))
+    return _same_values(q, p, penalty)

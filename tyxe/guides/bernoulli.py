@@ -1,0 +1,173 @@
+"""The guide of binary networks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from tyxe.distributions import (
+    PackedSamples,
+    PackedSigns,
+    RelaxedSignedBernoulli,
+    SignedBernoulli,
+    Signs,
+    elementwise,
+)
+from tyxe.guides.base import Guide, Site
+from tyxe.util import SiteTensors
+
+__all__ = ["AutoBernoulli"]
+
+# A mean of 1 would be an infinite logit, and one close to it has next to no gradient.
+LARGEST_MEAN = 0.99
+
+
+class AutoBernoulli(Guide):
+    r"""Independent weights of two values, one logit each.
+
+    `q(w) = prod_i SignedBernoulli(w_i; phi_i, s)`. The two values are those of each site's prior:
+    `tyxe.priors.BinaryPrior(...)`, or any prior with `SignedBernoulli` distributions; it also
+    chooses the regulariser (the KL, or the Beta-Bernoulli one), and hides what is to stay
+    deterministic. A draw has no gradient: train under `tyxe.poutine.local_reparameterization()`,
+    where sums of weights are Gaussian by the central limit theorem. Predictions outside of it use
+    draws of the two values, and `num_predictions=0` the likelier ones.
+
+    Args:
+        module: the program that samples the sites from their prior; a BNN passes its own.
+        init: where means start: `"pretrained"`, at the values that the net came with, or an
+            initialiser such as `PretrainedInitializer.from_net(net)`.
+        init_gain: None makes means the weights `w` that `init` gives, by
+            `phi = 2 atanh(clip(w / s))`; a number `c` makes `phi = c w / s` of them.
+        relaxed: temperature of concrete draws, which have a gradient, for weights that no linear
+            map consumes, or for training without the handler; see `RelaxedSignedBernoulli`.
+            They are drawn where gradients are recorded, and predictions are of two values still.
+
+    Raises:
+        ValueError: a site whose prior has other values; an unknown `init`, or one of another
+            shape than its site; a gain or temperature that is not positive.
+
+    Reference:
+        [T] 4.1.
+
+    Example:
+        >>> import functools, tyxe
+        >>> _ = torch.manual_seed(0)
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(16, 2), tyxe.priors.BinaryPrior(hide_parameters=["bias"]),
+        ...     tyxe.likelihoods.Categorical(8), AutoBernoulli)
+        >>> x, y = torch.randn(8, 16), torch.randint(2, (8,))
+        >>> with tyxe.poutine.local_reparameterization():
+        ...     _ = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.1), 3, beta=1e-2)
+        >>> bnn.to_module(sample=True).weight.abs().unique().tolist()
+        [1.0]
+    """
+
+    takes_discrete: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        init: str | Callable[[Any], Tensor] = "pretrained",
+        init_gain: float | None = None,
+        relaxed: float | None = None,
+    ) -> None:
+        super().__init__(module)
+        if init_gain is not None and not 0 < init_gain < math.inf:
+            raise ValueError(f"init_gain is {init_gain}; expected None or a positive number")
+        if relaxed is not None and not 0 < relaxed < math.inf:
+            raise ValueError(f"relaxed is {relaxed}; expected None or a positive temperature")
+        self.relaxed = relaxed
+        self.scales = {site.own_name: _scale_of(site) for site in self.sites}
+        logits = {}
+        for site in self.sites:
+            start = _start(init, site, self.messages[site.name])
+            logits[site.own_name] = _logits(start / self.scales[site.own_name], init_gain)
+        self.logits = SiteTensors(logits)
+        self.messages = {}
+
+    @property
+    def kind(self) -> str:
+        """The class and the positive values, without which logits cannot be read."""
+        values = sorted({f"{scale:.6g}" for scale in self.scales.values()})
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    def site_distribution(self, site: Site) -> SignedBernoulli:
+        """Return the posterior of a site: with relaxed draws where those are asked for."""
+        logits, scale = self.logits[site.own_name], self.scales[site.own_name]
+        if self.relaxed is not None and torch.is_grad_enabled():
+            q: Any = RelaxedSignedBernoulli(logits, self.relaxed, scale, validate_args=False)
+        else:
+            q = SignedBernoulli(logits, scale, validate_args=False)
+        return q.to_event(logits.dim())
+
+    def get_logits(self, site_name: str) -> Tensor:
+        """Return the logits of a site, in either spelling of its name."""
+        return self.logits[self._own(site_name).own_name]
+
+    @torch.no_grad()
+    def pack(self, num_samples: int) -> PackedSamples:
+        """Draw samples, and keep them at a bit for each weight.
+
+        Args:
+            num_samples: how many.
+
+        Returns:
+            The samples, to iterate over for values by site: `bnn.run_net(values, x)`.
+
+        Raises:
+            ValueError: fewer than one.
+        """
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
+        packed = {}
+        for site in self.sites:
+            values = self.site_distribution(site).sample((num_samples,))
+            packed[site.name] = PackedSigns.of(values, self.scales[site.own_name])
+        return PackedSamples(packed)
+
+
+def _scale_of(site: Site) -> float:
+    support: constraints.Constraint = elementwise(site.support)
+    if not isinstance(support, Signs):
+        raise ValueError(
+            f"the prior of {site.name!r} has the support {support}, but a binary guide needs one "
+            "of two values, -s and s: use tyxe.priors.BinaryPrior(), or tyxe.priors.IIDPrior("
+            "tyxe.distributions.SignedBernoulli(0.0)); hide parameters that are to stay real, as "
+            "by hide_parameters=['bias']"
+        )
+    return support.scale
+
+
+def _start(init: str | Callable[[Any], Tensor], site: Site, message: Any) -> Tensor:
+    if callable(init):
+        start = init(message).detach()
+    elif init == "pretrained":
+        start = message["infer"].get("own_value")
+        if start is None:
+            raise ValueError(
+                f"{site.name!r} is no parameter of a net, so it has no value to start from; pass "
+                "an initialiser, such as init=tyxe.guides.init_to_zero"
+            )
+    else:
+        raise ValueError(
+            f"init is {init!r}; expected 'pretrained' or an initialiser, such as "
+            "tyxe.guides.PretrainedInitializer.from_net(net)"
+        )
+    if start.shape != site.shape:
+        raise ValueError(
+            f"init gives {site.name!r} a start of shape {tuple(start.shape)}; the site has shape "
+            f"{tuple(site.shape)}"
+        )
+    return start.detach()
+
+
+def _logits(ratio: Tensor, gain: float | None) -> Tensor:
+    """Logits of given means, in units of the scale; or, with a gain, multiples of them."""
+    if gain is not None:
+        return gain * ratio
+    return 2 * torch.atanh(ratio.clamp(-LARGEST_MEAN, LARGEST_MEAN))
