@@ -93,6 +93,15 @@ def test_kl_that_dwarfs_the_data():
     assert messages(lambda: bnn.fit([data()], FROZEN, 1, beta=1e-3)) == []
 
 
+def test_a_map_has_no_kl_that_dwarfs():
+    """Minus the log-density of many weights is large whatever they are."""
+    net = nn.Sequential(nn.Linear(2, 2_000), nn.Tanh(), nn.Linear(2_000, 1))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(50, scale=1.0)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, AutoDelta)
+    assert messages(lambda: bnn.fit([data()], FROZEN, 1)) == []
+
+
 def test_a_callback_that_stops_a_fit_is_warned_as_well():
     bnn = make(guide=functools.partial(AutoNormal, init_scale=1e-9))
     caught = messages(lambda: bnn.fit([data()], FROZEN, 5, lambda *_: True, beta=0.01))

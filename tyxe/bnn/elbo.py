@@ -14,7 +14,7 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from tyxe.distributions import independent_moments, joins, joint_kl, known_entropy
+from tyxe.distributions import independent_moments, joins, joint_kl, known_entropy, log_density
 from tyxe.poutine import Draw
 
 __all__ = ["ElboTerms", "check_gradients", "elbo_terms"]
@@ -171,10 +171,14 @@ def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
 
 def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
     """The KL of a pair that is known, or with a known entropy and a sampled cross-entropy."""
+    q = guide_site["fn"]
+    if isinstance(q, dist.Delta):
+        # Pyro's closed form forgets the log-density: the Jacobian of a site's transform.
+        return q.log_density - log_density(prior, _value(guide_site))
     try:
-        return td.kl_divergence(guide_site["fn"], prior)
+        return td.kl_divergence(q, prior)
     except NotImplementedError:
-        entropy = known_entropy(guide_site["fn"])
+        entropy = known_entropy(q)
         return None if entropy is None else -entropy - prior.log_prob(_value(guide_site))
 
 
@@ -206,8 +210,7 @@ def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
             )
         # An auxiliary variable of the guide, such as the joint vector of Pyro's autoguides.
         return _log_prob(guide_site)
-    # Pyro's closed form for a delta forgets its log-density: the Jacobian of a site's transform.
-    if closed_form_kl and not isinstance(guide_site["fn"], dist.Delta):
+    if closed_form_kl:
         kl = _closed_form(guide_site, model_site["fn"])
         if kl is not None:
             return scale_and_mask(kl, guide_site["scale"], guide_site["mask"]).sum()

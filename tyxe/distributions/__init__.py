@@ -12,7 +12,7 @@ from tyxe.distributions.moments import (
     same_support,
 )
 from tyxe.distributions.normal import FactorizedNormal
-from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl
+from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl, log_density
 from tyxe.distributions.packed import PackedSamples, PackedSigns
 from tyxe.distributions.shifted import Shifted
 from tyxe.distributions.signed_bernoulli import (
@@ -45,5 +45,6 @@ __all__ = [
     "joins",
     "joint_kl",
     "known_entropy",
+    "log_density",
     "same_support",
 ]

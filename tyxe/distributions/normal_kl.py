@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe.distributions.normal import FactorizedNormal, wide
 
-__all__ = ["factorized_normal_kl", "joins", "joint_kl"]
+__all__ = ["factorized_normal_kl", "joins", "joint_kl", "log_density"]
 
 
 def _scalar(tensor: Tensor) -> Tensor | None:
@@ -150,21 +150,45 @@ def joins(q: td.Distribution, p: Any) -> ToOneNormal | None:
         >>> joins(q, dist.Normal(0.0, 2.0).expand([2]).to_event(1))
         ToOneNormal(loc=0.0, scale=2.0)
     """
-    if not isinstance(q, FactorizedNormal) or not _is_one_event(p, q):
+    if not isinstance(q, FactorizedNormal) or q.log_scale.dtype != q.loc.dtype:
         return None
-    if torch._C._are_functorch_transforms_active():
+    return _one_normal(p, q.loc)
+
+
+def _one_normal(p: Any, like: Tensor) -> ToOneNormal | None:
+    """The mean and scale that a distribution repeats over a tensor's shape, or None."""
+    if not _is_one_event(p, like.shape) or torch._C._are_functorch_transforms_active():
         return None
-    normal, dtype = p.base_dist, q.loc.dtype
+    normal = p.base_dist
     if normal.loc.requires_grad or normal.scale.requires_grad:
         return None
-    tensors = (q.loc, q.log_scale, normal.loc, normal.scale)
-    full = dtype in (torch.float32, torch.float64)
-    return _numbers(normal) if full and all(t.dtype == dtype for t in tensors) else None
+    full = like.dtype in (torch.float32, torch.float64)
+    same = normal.loc.dtype == normal.scale.dtype == like.dtype
+    return _numbers(normal) if full and same else None
 
 
-def _is_one_event(p: Any, q: td.Distribution) -> bool:
+def _is_one_event(p: Any, shape: torch.Size) -> bool:
     normals = isinstance(p, dist.Independent) and isinstance(p.base_dist, td.Normal)
-    return normals and p.event_shape == q.event_shape and not p.batch_shape
+    return normals and p.event_shape == shape and not p.batch_shape
+
+
+def log_density(p: td.Distribution, value: Tensor) -> Tensor:
+    """Return `log p(value)`, in one pass where `p` repeats one Normal over the value's shape.
+
+    Args:
+        p: any distribution.
+        value: a point.
+
+    Example:
+        >>> p = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
+        >>> log_density(p, torch.ones(2)), p.log_prob(torch.ones(2))
+        (tensor(-2.8379), tensor(-2.8379))
+    """
+    one = _one_normal(p, value)
+    if one is None:
+        return p.log_prob(value)
+    constant = value.numel() * (math.log(one.scale) + math.log(2 * math.pi) / 2)
+    return _sum_of_squares(one.centered(value)) * (-0.5 / one.scale**2) - constant
 
 
 def joint_kl(pairs: Sequence[tuple[FactorizedNormal, ToOneNormal]]) -> Tensor:
@@ -210,7 +234,7 @@ def _kl_factorized_independent(q: FactorizedNormal, p: dist.Independent) -> Tens
     one = joins(q, p)
     if one is not None:
         return joint_kl([(q, one)])
-    if _is_one_event(p, q):
+    if _is_one_event(p, q.event_shape):
         return factorized_normal_kl(q, p.base_dist.loc, p.base_dist.scale)
     plain = dist.Independent(q.base_dist, q.reinterpreted_batch_ndims, validate_args=False)
     return td.kl_divergence(plain, p)
