@@ -370,6 +370,13 @@ class SiteTensors(nn.Module):
         assert found is not None
         return found
 
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Add or replace a buffer."""
+        self._put(name, tensor, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

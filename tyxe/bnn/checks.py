@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tyxe.bnn.history import History
 from tyxe.curvature import check_is_tensor
-from tyxe.distributions import is_discrete
+from tyxe.distributions import PrunedNormal, is_discrete
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Likelihood
 from tyxe.poutine import masked_pointwise
@@ -211,5 +211,8 @@ def _relative_scale(q: td.Distribution, prior: Any) -> float | None:
         ratio, scale = q.variance.sqrt() / prior.variance.sqrt(), prior.variance
     except NotImplementedError:
         return None
+    if isinstance(q, PrunedNormal):
+        ratio = ratio[q.kept]
     # A heavy-tailed prior has no scale to compare with.
-    return float(ratio.median()) if bool((ratio.isfinite() & scale.isfinite()).all()) else None
+    finite = bool(ratio.isfinite().all()) and bool(scale.isfinite().all())
+    return float(ratio.median()) if finite else None

@@ -14,7 +14,15 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from tyxe.distributions import independent_moments, joins, joint_kl, known_entropy, log_density
+from tyxe.distributions import (
+    JointDistribution,
+    SiteProduct,
+    independent_moments,
+    joins,
+    joint_kl,
+    known_entropy,
+    log_density,
+)
 from tyxe.poutine import Draw
 
 __all__ = ["ElboTerms", "check_gradients", "elbo_terms"]
@@ -47,11 +55,12 @@ def elbo_terms(
 
     `sum_n E_q log p(y_n | f(x_n, w)) - KL(q || p)` [T 4.6, VL 10]. Scales and masks that plates
     and other handlers put on a site multiply its terms. For each latent site the KL is the closed
-    form, if `torch.distributions.kl` knows the pair, else `log q(w) - log p(w)` at the draw.
-    Nothing is computed that is not used: the log-probability of a site with a closed form never
-    is. The sum equals Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on
-    the same draws; but for deltas, whose log-density the latter forgets: Pyro's autoguides on
-    constrained sites get the right Jacobian here.
+    form, if `torch.distributions.kl` knows the pair, else `log q(w) - log p(w)` at the draw; sites
+    of a `JointDistribution` have one KL, from the `SiteProduct` of their priors. Nothing is
+    computed that is not used: the log-probability of a site with a closed form never is. The sum
+    equals Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on the same draws;
+    but for deltas, whose log-density the latter forgets: Pyro's autoguides on constrained sites get
+    the right Jacobian here.
 
     Args:
         model: a Pyro program with observed sites.
@@ -78,9 +87,8 @@ def elbo_terms(
     latents = _samples(guide_trace, observed=False)
     _check_guide(latents, closed_form_kl)
     data, count = _data_term(model_trace)
-    kl = _sum_of_kls(
-        [(site, model_trace.nodes.get(name)) for name, site in latents], closed_form_kl
-    )
+    pairs = {name: (site, model_trace.nodes.get(name)) for name, site in latents}
+    kl = _sum_of_kls(pairs, closed_form_kl)
     for name, _ in _samples(model_trace, observed=False):
         if name not in guide_trace.nodes:
             raise ValueError(
@@ -160,13 +168,19 @@ def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
                 f"{name!r} is discrete, and its KL cannot be sampled with gradients; leave "
                 "closed_form_kl=True"
             )
-    auxiliary = [site["scale"] for _, site in sites if site["infer"].get("is_auxiliary")]
-    scales = [site["scale"] for _, site in sites]
+    joint = {n for _, site in sites if _is_joint(site) for n in (site["name"], *site["fn"].names)}
+    rest = [site for name, site in sites if name not in joint]
+    auxiliary = [site["scale"] for site in rest if site["infer"].get("is_auxiliary")]
+    scales = [site["scale"] for site in rest]
     if auxiliary and any(scale is not scales[0] and scale != scales[0] for scale in scales):
         raise ValueError(
             "this guide draws its sites from a variable of its own, so their KL cannot be scaled "
             "one by one; use tyxe.guides.AutoNormal with selective_scale"
         )
+
+
+def _is_joint(site: Any) -> bool:
+    return isinstance(site["fn"], JointDistribution) and bool(site["infer"].get("is_auxiliary"))
 
 
 def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
@@ -182,11 +196,17 @@ def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
         return None if entropy is None else -entropy - prior.log_prob(_value(guide_site))
 
 
-def _sum_of_kls(pairs: list[tuple[Any, Any]], closed_form_kl: bool) -> Any:
+def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
     """The KL of all sites, those that can be taken together first."""
     joint: list[Any] = []
     total: Any = 0.0
-    for guide_site, model_site in pairs:
+    rest = dict(pairs)
+    for name, (site, _) in pairs.items():
+        if _is_joint(site):
+            del rest[name]
+            members = [rest.pop(member) for member in site["fn"].names]
+            total = total + _kl_of_joint(site, members, closed_form_kl)
+    for guide_site, model_site in rest.values():
         one = _joins(guide_site, model_site) if closed_form_kl else None
         if one is None:
             total = total + _site_kl(guide_site, model_site, closed_form_kl)
@@ -201,13 +221,41 @@ def _joins(guide_site: Any, model_site: Any) -> Any:
     return joins(guide_site["fn"], model_site["fn"]) if model_site and counts_once else None
 
 
+def _kl_of_joint(site: Any, members: list[tuple[Any, Any]], closed_form_kl: bool) -> Tensor:
+    """The KL of a posterior over several sites, which are deltas at the parts of its draw."""
+    for guide_site, model_site in members:
+        if model_site is None:
+            raise _not_in_model(guide_site["name"])
+    scale, mask = members[0][0]["scale"], members[0][0]["mask"]
+    if any(other["scale"] != scale or other["mask"] is not mask for other, _ in members):
+        raise ValueError(
+            f"the posterior of {', '.join(site['fn'].names)} is one, so their KL cannot be scaled "
+            "one by one: expose all of them"
+        )
+    q, value = site["fn"], _value(site)
+    prior = SiteProduct({model_site["name"]: model_site["fn"] for _, model_site in members})
+    kl = None
+    if closed_form_kl:
+        try:
+            kl = td.kl_divergence(q, prior)
+        except NotImplementedError:
+            kl = None
+    if kl is None:
+        kl = q.log_prob(value) - prior.log_prob_of(q.separate(value))
+    return scale_and_mask(kl, scale, mask).sum()
+
+
+def _not_in_model(name: str) -> ValueError:
+    return ValueError(
+        f"the guide samples {name!r}, which the model does not have; after a change of prior that "
+        "adds or drops variables, build the BNN anew"
+    )
+
+
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
     if model_site is None:
         if not guide_site["infer"].get("is_auxiliary"):
-            raise ValueError(
-                f"the guide samples {guide_site['name']!r}, which the model does not have; after "
-                "a change of prior that adds or drops variables, build the BNN anew"
-            )
+            raise _not_in_model(guide_site["name"])
         # An auxiliary variable of the guide, such as the joint vector of Pyro's autoguides.
         return _log_prob(guide_site)
     if closed_form_kl:

@@ -132,7 +132,8 @@ class VariationalBNN(SupervisedBNN):
             TypeError: the guide is no Normal.
         """
         covariance = guide_covariance(self.net_guide, linear.groups)
-        if not isinstance(covariance, Diagonal):
+        # A pruned weight has no variance, hence no precision.
+        if not isinstance(covariance, Diagonal) or not bool(covariance.entries.all()):
             return covariance_through(linear, covariance)
         precisions = covariance.inverse_diagonal().split([g.size for g in linear.groups])
         blocks = {g.name: Diagonal(p) for g, p in zip(linear.groups, precisions, strict=True)}
@@ -276,4 +277,6 @@ def _build(
 
 
 def _values_of(trace: Any) -> Values:
-    return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    # Not what a guide draws its sites from, which would be kept for every draw.
+    nodes = ((name, trace.nodes[name]) for name in trace.stochastic_nodes)
+    return {name: node["value"] for name, node in nodes if not node["infer"].get("is_auxiliary")}

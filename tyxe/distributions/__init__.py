@@ -1,5 +1,8 @@
 """What the rest of the package needs to know of distributions, open by registration."""
 
+from tyxe.distributions.inducing import InducingWeights
+from tyxe.distributions.inducing_hierarchy import HierarchicalInducing
+from tyxe.distributions.joint import JointDistribution, JointMarginal, SiteProduct
 from tyxe.distributions.moments import (
     center,
     deviation,
@@ -14,6 +17,7 @@ from tyxe.distributions.moments import (
 from tyxe.distributions.normal import FactorizedNormal
 from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl, log_density
 from tyxe.distributions.packed import PackedSamples, PackedSigns
+from tyxe.distributions.pruned import PrunedNormal
 from tyxe.distributions.shifted import Shifted
 from tyxe.distributions.signed_bernoulli import (
     RelaxedSignedBernoulli,
@@ -25,13 +29,19 @@ from tyxe.distributions.stored import StoredDistribution, detached
 
 __all__ = [
     "FactorizedNormal",
+    "HierarchicalInducing",
+    "InducingWeights",
+    "JointDistribution",
+    "JointMarginal",
     "PackedSamples",
     "PackedSigns",
+    "PrunedNormal",
     "RelaxedSignedBernoulli",
     "Shifted",
     "SignedBernoulli",
     "SignedBetaBernoulli",
     "Signs",
+    "SiteProduct",
     "StoredDistribution",
     "center",
     "detached",

@@ -117,7 +117,7 @@ class _Known(NamedTuple):
 _KNOWN: weakref.WeakKeyDictionary[td.Normal, _Known] = weakref.WeakKeyDictionary()
 
 
-def _numbers(normal: td.Normal) -> ToOneNormal | None:
+def known_numbers(normal: td.Normal) -> ToOneNormal | None:
     """Mean and scale of a Normal that repeats one of each, or None."""
     loc, scale = normal.loc, normal.scale
     # Tensors of other classes, or without storage, may have no numbers; nobody counts the changes
@@ -164,7 +164,7 @@ def _one_normal(p: Any, like: Tensor) -> ToOneNormal | None:
         return None
     full = like.dtype in (torch.float32, torch.float64)
     same = normal.loc.dtype == normal.scale.dtype == like.dtype
-    return _numbers(normal) if full and same else None
+    return known_numbers(normal) if full and same else None
 
 
 def _is_one_event(p: Any, shape: torch.Size) -> bool:

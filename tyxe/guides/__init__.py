@@ -2,6 +2,7 @@
 
 from tyxe.guides.base import Guide, Site
 from tyxe.guides.bernoulli import AutoBernoulli
+from tyxe.guides.inducing import AutoInducing, InducingOptions
 from tyxe.guides.init import (
     PretrainedInitializer,
     init_to_constant,
@@ -16,14 +17,17 @@ from tyxe.guides.init import (
     stationary_scale,
 )
 from tyxe.guides.normal import AutoNormal, MeanField
+from tyxe.guides.prune import parameter_count, prune_, prune_inducing_
 from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.guides.radial import AutoRadial, Radial
 
 __all__ = [
     "AutoBernoulli",
+    "AutoInducing",
     "AutoNormal",
     "AutoRadial",
     "Guide",
+    "InducingOptions",
     "MeanField",
     "PretrainedInitializer",
     "PyroGuide",
@@ -37,6 +41,9 @@ __all__ = [
     "init_to_normal_xavier",
     "init_to_sample",
     "init_to_zero",
+    "parameter_count",
+    "prune_",
+    "prune_inducing_",
     "scale_below_prior",
     "stationary_scale",
 ]

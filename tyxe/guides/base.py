@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pyro
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 import torch.distributions as td
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from tyxe.distributions import detached, is_real
+from tyxe.distributions import JointDistribution, JointMarginal, detached, is_real
 from tyxe.util import resolve_site_name
 
 __all__ = ["Guide", "Site", "site_named", "sites_of"]
@@ -84,10 +85,10 @@ def site_named(sites: Iterable[Site], name: str) -> Site:
 
 
 class Guide(nn.Module, ABC):
-    """Base of guides that hold one distribution per site.
+    """Base of guides that hold distributions over sites.
 
-    A subclass sets its parameters up in the constructor and implements `site_distribution`; the
-    rest, down to the Pyro program, follows.
+    A subclass sets its parameters up in the constructor and implements `site_distribution`, and
+    `joints` where its posterior couples sites; the rest, down to the Pyro program, follows.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
@@ -105,11 +106,24 @@ class Guide(nn.Module, ABC):
 
     @abstractmethod
     def site_distribution(self, site: Site) -> td.Distribution:
-        """Return the posterior of one site, over values of the site's shape."""
+        """Return the posterior of a site that no joint one holds, over values of its shape."""
+
+    def joints(self) -> Iterable[JointDistribution]:
+        """Return the posteriors that hold several sites at once; none unless implemented."""
+        return ()
 
     def posterior(self) -> dict[str, td.Distribution]:
-        """Return the posterior of every site by its name in the joint model, with gradients."""
-        return {site.name: self.site_distribution(site) for site in self.sites}
+        """Return the posterior of every site by its name in the joint model, with gradients.
+
+        That of a site in a joint posterior is its marginal, which knows the joint one.
+        """
+        joint = {name: q for q in self.joints() for name in q.names}
+        return {
+            site.name: joint[site.name].marginal(site.name)
+            if site.name in joint
+            else self.site_distribution(site)
+            for site in self.sites
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site (a Pyro program); arguments are ignored."""
@@ -118,7 +132,15 @@ class Guide(nn.Module, ABC):
     @staticmethod
     def sample_from(posterior: Mapping[str, td.Distribution]) -> dict[str, Tensor]:
         """Sample every site from a posterior formed before: for several draws from one."""
-        return {name: pyro.sample(name, q) for name, q in posterior.items()}
+        parts: dict[str, Tensor] = {}
+        values = {}
+        for name, q in posterior.items():
+            if isinstance(q, JointMarginal):
+                if name not in parts:
+                    parts.update(_sample_joint(q.joint))
+                q = dist.Delta(parts[name], event_dim=parts[name].dim())
+            values[name] = pyro.sample(name, q)
+        return values
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -151,9 +173,10 @@ class Guide(nn.Module, ABC):
             ValueError: a name that is no site.
         """
         names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
+        sites = {name: self._own(name) for name in names}
         with torch.no_grad():
-            found = {name: self.site_distribution(self._own(name)) for name in names}
-        return {name: detached(distribution) for name, distribution in found.items()}
+            posterior = self.posterior()
+        return {name: detached(posterior[site.name]) for name, site in sites.items()}
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name: `loc`, `scale` or another word."""
@@ -183,6 +206,10 @@ class Guide(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         # The messages hold the prior's objects and serve the constructor only.
         return {**self.__dict__, "messages": {}}
+
+
+def _sample_joint(q: JointDistribution) -> dict[str, Tensor]:
+    return q.separate(pyro.sample(q.name, q, infer={"is_auxiliary": True}))
 
 
 def _median(q: td.Distribution) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,11 +10,11 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from tyxe.distributions import FactorizedNormal
+from tyxe.distributions import FactorizedNormal, PrunedNormal
 from tyxe.guides.base import Guide, Site
 from tyxe.guides.init import init_to_median, layerwise_std
+from tyxe.guides.scales import capped_log, uncapped
 from tyxe.util import SiteTensors, resolve_site_name
 
 __all__ = ["AutoNormal", "MeanField"]
@@ -74,6 +73,8 @@ class MeanField(Guide):
             )
         self.locs = SiteTensors(locs, trainable=train_loc)
         self.unconstrained_scales = SiteTensors(scales, trainable=train_scale)
+        # Masks of what `prune_` has left, by site.
+        self.kept = SiteTensors({}, trainable=None)
         self.messages = {}
 
     @property
@@ -82,24 +83,10 @@ class MeanField(Guide):
         return f"{type(self).__name__}(max_guide_scale={self.max_guide_scale})"
 
     def _unconstrain(self, scale: Tensor) -> Tensor:
-        scale = scale.double()
-        if not bool((scale > 0).all()):
-            raise ValueError(f"init_scale is {scale.min().item()}; expected positive numbers")
-        if self.max_guide_scale is None:
-            return scale.log()
-        ratio = scale / self.max_guide_scale
-        if bool((ratio >= 1).any()):
-            raise ValueError(
-                f"init_scale {scale.max().item()} is not below max_guide_scale "
-                f"{self.max_guide_scale}"
-            )
-        return torch.logit(ratio)
+        return uncapped(scale, self.max_guide_scale, ("init_scale", "max_guide_scale"))
 
     def _log_scale(self, name: str) -> Tensor:
-        unconstrained = self.unconstrained_scales[name]
-        if self.max_guide_scale is None:
-            return unconstrained
-        return logsigmoid(unconstrained) + math.log(self.max_guide_scale)
+        return capped_log(self.unconstrained_scales[name], self.max_guide_scale)
 
     def get_loc(self, site_name: str) -> Tensor:
         """Return the means of a site (before its transform, if its support is constrained)."""
@@ -112,6 +99,8 @@ class MeanField(Guide):
     def site_distribution(self, site: Site) -> td.Distribution:
         """Return the posterior of a site, mapped onto its support."""
         base = self.base_distribution(self.locs[site.own_name], self._log_scale(site.own_name))
+        if isinstance(base, FactorizedNormal) and site.own_name in self.kept:
+            return PrunedNormal(base, self.kept[site.own_name])
         if site.is_real:
             return base
         return dist.TransformedDistribution(base, [td.biject_to(site.support)])

@@ -1,0 +1,498 @@
+"""Inducing weights: the algebra of [T 4.2] against the dense joint Gaussian, in float64."""
+
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+from torch import Size
+
+from tyxe.distributions import (
+    FactorizedNormal,
+    HierarchicalInducing,
+    InducingWeights,
+    JointMarginal,
+    PrunedNormal,
+    SiteProduct,
+    StoredDistribution,
+    center,
+    detached,
+    independent_moments,
+)
+from tyxe.distributions.inducing import isotropic_scale
+from tyxe.distributions.inducing_formulas import conditional_divergence, inducing_side, matheron
+from tyxe.distributions.inducing_hierarchy import StackedU
+from tyxe.distributions.inducing_u import DiagonalU, EnsembleU, FullU, MatrixU, Turn, WhitenedU
+from tyxe.distributions.layer_matrix import LayerMatrix
+
+D_R, D_C = 3, 4  # the weight is 3 x 3, the bias the last column
+LAYER = LayerMatrix("net.weight", Size([D_R, D_C - 1]), 1.5, "net.bias", 0.5)
+SCALES = torch.tensor([1.5, 1.5, 1.5, 0.5]).double().repeat(D_R)  # row by row
+SIZES = [(2, 3), (1, 1), (3, 4), (5, 6), (2, 6)]
+FAMILIES = ["diagonal", "full", "matrix", "ensemble"]
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def tril(size):
+    return torch.linalg.cholesky(torch.eye(size).double() + 0.3 * torch.ones(size, size).double())
+
+
+def make_u(family, rows, columns, spread=0.6):
+    loc = randn(rows, columns)
+    if family == "diagonal":
+        return DiagonalU(loc, 0.3 * randn(rows, columns) + math.log(spread))
+    if family == "full":
+        return FullU(loc, spread * tril(rows * columns))
+    if family == "matrix":
+        return MatrixU(loc, spread * tril(rows), tril(columns))
+    return EnsembleU(randn(3, rows, columns), Turn(0, 3))
+
+
+def make_maps(m_r, m_c, d_r=D_R, d_c=D_C):
+    return (randn(m_r, d_r), 0.3 * randn(m_r) + 0.5), (randn(m_c, d_c), 0.3 * randn(m_c) + 0.5)
+
+
+def make(family="diagonal", sizes=(2, 3), scale=0.7, layer=LAYER, whitened=True):
+    (z_r, r), (z_c, c) = make_maps(*sizes)
+    rows, columns = inducing_side(z_r, r), inducing_side(z_c, c)
+    u = make_u(family, *sizes)
+    u = u if whitened else WhitenedU(u, rows.tril, columns.tril)
+    return InducingWeights(u, rows, columns, torch.tensor(scale).double(), layer)
+
+
+def psi(z, log_d):
+    return z @ z.mT + torch.diag((2 * log_d).exp())
+
+
+def conditional(maps):
+    """Map and covariance of `vec W | vec U`, row by row, `s = 1`, from the joint Gaussian."""
+    (z_r, r), (z_c, c) = maps
+    cross = torch.kron(z_r.mT.contiguous(), z_c.mT.contiguous())
+    gain = cross @ torch.linalg.inv(torch.kron(psi(z_r, r), psi(z_c, c)))
+    return gain, torch.eye(len(cross)).double() - gain @ cross.mT
+
+
+def dense(q):
+    """Components' means and covariance of `vec W`, row by row, the plain way."""
+    means, covariance = q.u.components()
+    b = torch.kron(q.row_basis, q.column_basis.contiguous())
+    scale = SCALES if q.layer is LAYER else torch.ones(len(b)).double()
+    total = q.conditional_scale**2 * (torch.eye(len(b)).double() - b @ b.mT) + b @ covariance @ b.mT
+    return (means @ b.mT) * scale, scale[:, None] * total * scale
+
+
+def mixture_log_prob(means, covariance, value):
+    normal = td.MultivariateNormal(means, covariance)
+    return normal.log_prob(value).logsumexp(0) - math.log(len(means))
+
+
+def close(actual, expected, tolerance=1e-8):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# --- the conditional ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (2, 5), (5, 5), (7, 3)])
+def test_factors_of_a_side(m, d):
+    z, log_d = randn(m, d), randn(m)
+    side = inducing_side(z, log_d)
+    close(side.tril @ side.tril.mT, psi(z, log_d))
+    inverse = torch.linalg.inv(psi(z, log_d))
+    close(side.basis @ side.basis.mT, z.mT @ inverse @ z)
+    close(side.basis @ torch.linalg.inv(side.tril), z.mT @ inverse)
+    close(side.basis.mT @ side.basis + side.residual @ side.residual.mT, torch.eye(m).double())
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_matherons_rule_has_the_conditional_mean_and_covariance(sizes):
+    maps = make_maps(*sizes)
+    rows, columns = (inducing_side(*side) for side in maps)
+    gain, covariance = conditional(maps)
+    u = randn(*sizes)
+    shapes = (D_R, D_C), (D_R, sizes[1]), sizes
+
+    def draw(noise, u):
+        parts = noise.split([math.prod(s) for s in shapes])
+        e1, e2, e3 = (part.view(s) for part, s in zip(parts, shapes, strict=True))
+        return (e1 + matheron(rows, columns, u, (e1, e2, e3)) @ columns.basis.mT).reshape(-1)
+
+    noise = randn(sum(math.prod(s) for s in shapes))
+    # A draw is linear in its noise and in U: all of its law is in two Jacobians.
+    root = torch.autograd.functional.jacobian(lambda n: draw(n, u), noise)
+    close(root @ root.mT, covariance)
+    whitened = torch.linalg.solve(rows.tril, u) @ torch.linalg.inv(columns.tril).mT
+    close(draw(torch.zeros_like(noise), whitened), gain @ u.reshape(-1))
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 1.7])
+@pytest.mark.parametrize("sizes", [(2, 3), (5, 6)])
+def test_divergence_of_the_conditional(scale, sizes):
+    gain, covariance = conditional(make_maps(*sizes))
+    mean = gain @ randn(gain.shape[1])
+    q = td.MultivariateNormal(mean, scale**2 * covariance)
+    expected = td.kl_divergence(q, td.MultivariateNormal(mean, covariance))
+    found = conditional_divergence(torch.tensor(scale, dtype=torch.float64), len(mean))
+    close(found, expected)
+    assert found >= 0
+
+
+# --- q(U) -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("whitened", [True, False])
+def test_kl_of_inducing_weights(family, sizes, whitened):
+    q = make(family, sizes, whitened=whitened)
+    base = q.u if whitened else q.u.base
+    (mean,), covariance = base.components()
+    prior = torch.eye(len(mean)).double()
+    if not whitened:
+        tril = torch.kron(q.row_tril, q.column_tril)
+        prior = tril @ tril.mT
+    expected = td.kl_divergence(
+        td.MultivariateNormal(mean, covariance),
+        td.MultivariateNormal(torch.zeros_like(mean), prior),
+    )
+    close(q.u.kl(None, None), expected)
+    divergence = conditional_divergence(q.conditional_scale, D_R * D_C)
+    prior = SiteProduct(priors())
+    close(td.kl_divergence(q, prior), divergence + expected)
+
+
+def priors(weight=1.5, bias=0.5):
+    zeros = torch.zeros((), dtype=torch.float64)
+    return {
+        "net.weight": dist.Normal(zeros, zeros + weight).expand([3, 3]).to_event(2),
+        "net.bias": dist.Normal(zeros, zeros + bias).expand([3]).to_event(1),
+    }
+
+
+def test_whitened_and_unwhitened_are_one_posterior():
+    plain = make("full", whitened=False)
+    size = plain.u.event_shape.numel()
+    rows, columns = plain.row_tril, plain.column_tril
+    # The same distribution over U, in the coordinates U_w = C_r^-1 U C_c^-T.
+    inverse = torch.linalg.inv(torch.kron(rows, columns))
+    base = plain.u.base
+    white = FullU((inverse @ base.loc.reshape(-1)).view(base.loc.shape), inverse @ base.scale_tril)
+    q = InducingWeights(white, plain.rows, plain.columns, plain.conditional_scale, LAYER)
+    assert white.scale_tril.shape == (size, size)
+    close(q.kl_from_prior(), plain.kl_from_prior())
+    for left, right in zip(dense(q), dense(plain), strict=True):
+        close(left, right)
+    value = q.sample()
+    close(q.log_prob(value), plain.log_prob(value))
+    torch.manual_seed(1)
+    left = q.rsample()
+    torch.manual_seed(1)
+    close(plain.rsample(), left)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("whitened", [True, False])
+def test_variances_through_maps(family, whitened):
+    u = make(family, (2, 3), whitened=whitened).u
+    rows, columns = randn(4, 2), randn(5, 3)
+    for left, right in ((rows, columns), (None, columns), (rows, None), (None, None)):
+        a = torch.eye(2).double() if left is None else left
+        b = torch.eye(3).double() if right is None else right
+        means, covariance = u.components()
+        joint = torch.kron(a, b)
+        spread = torch.cov(means.mT, correction=0).reshape(6, 6) if len(means) > 1 else 0.0
+        expected = (joint @ (covariance + spread) @ joint.mT).diagonal().view(len(a), len(b))
+        close(u.variance_through(left, right), expected)
+
+
+def test_ensembles_go_through_their_members():
+    members = randn(3, 2, 2)
+    u = EnsembleU(members, Turn(1, 3))
+    assert torch.equal(u.rsample((2, 2)).flatten(0, 1), members[[1, 2, 0, 1]])
+    assert torch.equal(u.rsample(), members[2])
+    assert u.kl(None, None) == 0.0
+    torch.manual_seed(3)
+    turn = Turn(None, 3)
+    both = [EnsembleU(members, turn).rsample(), EnsembleU(2 * members, turn).rsample()]
+    assert torch.equal(2 * both[0], both[1]), "layers take the same member"
+    firsts = {Turn(None, 3).first for _ in range(50)}
+    assert firsts == {0, 1, 2}
+
+
+# --- the weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_prior_is_unchanged(sizes):
+    q = make("diagonal", sizes, scale=1.0)
+    standard = DiagonalU(torch.zeros(sizes).double(), torch.zeros(sizes).double())
+    q = InducingWeights(standard, q.rows, q.columns, q.conditional_scale, LAYER)
+    close(q.mean, torch.zeros(D_R, D_C).double())
+    close(q.variance.reshape(-1), SCALES**2)
+    close(q.kl_from_prior(), torch.zeros(()).double())
+    value = randn(4, D_R, D_C)
+    expected = td.Normal(0.0, SCALES).log_prob(value.flatten(1)).sum(-1)
+    close(q.log_prob(value), expected)
+    for name, part in q.separate(value).items():
+        assert torch.equal(q.layer.as_columns(name, part), value[..., q.layer.columns_of(name)])
+        close(q.marginal(name).log_prob(part[0]), priors()[name].log_prob(part[0]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("whitened", [True, False])
+def test_densities_and_moments_against_the_dense_gaussian(family, sizes, whitened):
+    q = make(family, sizes, whitened=whitened)
+    means, covariance = dense(q)
+    value = q.sample()
+    close(q.log_prob(value), mixture_log_prob(means, covariance, value.reshape(-1)))
+    close(q.mean.reshape(-1), means.mean(0))
+    variance = covariance.diagonal() + means.var(0, correction=0)
+    close(q.variance.reshape(-1), variance)
+    index = torch.arange(D_R * D_C).view(D_R, D_C)
+    for name, part in q.separate(value).items():
+        marginal, own = q.marginal(name), index[:, q.layer.columns_of(name)].reshape(-1)
+        expected = mixture_log_prob(means[:, own], covariance[own][:, own], part.reshape(-1))
+        close(marginal.log_prob(part), expected)
+        close(marginal.mean.reshape(-1), means.mean(0)[own])
+        close(marginal.variance.reshape(-1), variance[own])
+        assert marginal.event_shape == part.shape == marginal.sample().shape
+        assert marginal.sample((2,)).shape == (2, *part.shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [(2, 3), (5, 6)])
+def test_moments_of_samples(family, sizes):
+    q, count = make(family, sizes), 60000  # a multiple of the members: each as often
+    samples = q.sample((count,)).flatten(1)
+    means, covariance = dense(q)
+    covariance = covariance + torch.cov(means.mT, correction=0).reshape(covariance.shape)
+    mean = means.mean(0)
+    error = (covariance.diagonal() / count).sqrt()
+    assert bool(((samples.mean(0) - mean).abs() < 6 * error).all())
+    centred = samples - mean
+    products = centred[:, :, None] * centred[:, None, :]
+    error = products.std(0) / math.sqrt(count)
+    assert bool(((products.mean(0) - covariance).abs() < 6 * error).all())
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (4, 5)])
+def test_gradients_of_draws_and_divergences(sizes):
+    (z_r, r), (z_c, c) = make_maps(*sizes)
+    inputs = [z_r, r, z_c, c, randn(*sizes), randn(*sizes), torch.tensor(0.4).double()]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+
+    def build(z_r, r, z_c, c, loc, log_scale, scale):
+        rows, columns = inducing_side(z_r, r), inducing_side(z_c, c)
+        u = WhitenedU(DiagonalU(loc, log_scale), rows.tril, columns.tril)
+        return InducingWeights(u, rows, columns, scale, LAYER)
+
+    def draw(*tensors):
+        torch.manual_seed(0)
+        return build(*tensors).rsample()
+
+    value = randn(D_R, D_C)
+    assert torch.autograd.gradcheck(draw, inputs)
+    assert torch.autograd.gradcheck(lambda *t: build(*t).kl_from_prior(), inputs)
+    assert torch.autograd.gradcheck(lambda *t: build(*t).log_prob(value), inputs)
+
+
+@pytest.mark.parametrize("m", [3, 9, 27, 40])
+def test_single_precision_stands_small_residuals(m):
+    # Psi is singular but for D^2 = 1e-6 where M reaches d: what single precision cannot factorise.
+    z, log_d = torch.randn(m, 9) / math.sqrt(m), torch.full((m,), math.log(1e-3))
+    exact, found = inducing_side(z.double(), log_d.double()), inducing_side(z, log_d)
+    for expected, actual in zip(exact, found, strict=True):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_a_function_of_their_inducing_weights():
+    q = make()
+    fixed = InducingWeights(q.u, q.rows, q.columns, None, LAYER)
+    means, _ = dense(q)
+    torch.manual_seed(0)
+    u = q.u.rsample()
+    torch.manual_seed(0)
+    scale = SCALES.view(D_R, D_C)
+    close(fixed.rsample(), q.row_basis @ u @ q.column_basis.mT * scale)
+    close(fixed.mean.reshape(-1), means[0])
+    close(fixed.kl_from_prior(), q.u.kl(None, None))
+    close(fixed.variance, q.u.variance_through(q.row_basis, q.column_basis) * scale**2)
+    with pytest.raises(ValueError, match="with max_lambda=0 weights are a function"):
+        fixed.log_prob(fixed.rsample())
+
+
+def test_the_divergence_may_be_weighted():
+    q = make()
+    half = InducingWeights(q.u, q.rows, q.columns, q.conditional_scale, LAYER, weight=0.5)
+    close(half.kl_from_prior(), q.kl_from_prior() - q.conditional_kl() / 2)
+
+
+# --- priors and sites -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other", [{"weight": 1.4}, {"bias": 1.5}, {"weight": 1.4, "bias": 0.6}], ids=str
+)
+def test_another_prior_has_no_closed_form(other):
+    with pytest.raises(NotImplementedError):
+        td.kl_divergence(make(), SiteProduct(priors(**other)))
+
+
+def test_isotropic_priors():
+    zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
+    assert isotropic_scale(dist.Normal(0.0, 0.5)) == 0.5
+    assert isotropic_scale(dist.Normal(zeros, 2 * ones).to_event(2)) == 2.0
+    assert isotropic_scale(FactorizedNormal(zeros, zeros)) == 1.0
+    for prior in (
+        dist.Normal(ones, ones).to_event(2),
+        dist.Normal(zeros, ones + torch.eye(2)).to_event(2),
+        dist.Normal(zeros, ones.clone().requires_grad_()).to_event(2),
+        dist.Laplace(zeros, ones).to_event(2),
+        dist.Normal(1.0, 1.0).expand([2]).to_event(1),
+        None,
+    ):
+        assert isotropic_scale(prior) is None
+
+
+def test_sites_of_a_joint_posterior():
+    q = make()
+    with pytest.raises(ValueError, match=r"no site 'net.wieght'; the sites are net.weight"):
+        JointMarginal(q, "net.wieght")
+    marginal = q.marginal("net.bias")
+    assert marginal.expand(Size([])) is marginal
+    with pytest.raises(NotImplementedError, match="InducingWeights is one joint event"):
+        q.expand(Size([2]))
+    values = q.separate(q.sample())
+    product = SiteProduct(priors())
+    close(
+        product.log_prob_of(values),
+        sum(priors()[name].log_prob(value) for name, value in values.items()),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marginals_are_kept_by_modules(family):
+    q = make(family, whitened=False).marginal("net.weight")
+    value = q.sample()
+    expected = q.log_prob(value)
+    stored = StoredDistribution(detached(q))
+    close(stored.distribution.log_prob(value), expected)
+    stored.float()
+    single = stored.distribution.log_prob(value.float())
+    torch.testing.assert_close(single.double(), expected, rtol=1e-3, atol=1e-3)
+    fresh = StoredDistribution(make(family, whitened=False).marginal("net.weight"))
+    fresh.load_state_dict(stored.double().state_dict())
+    torch.testing.assert_close(fresh.distribution.log_prob(value), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- the hierarchy --------------------------------------------------------------------------------
+
+
+def make_hierarchy(family="diagonal"):
+    """Two layers, 3 x 4 with U 2 x 2 and 2 x 3 with U 1 x 2, under one 2 x 1 matrix."""
+    rows, columns = (inducing_side(*side) for side in make_maps(2, 1, 3, 2))
+    scale = torch.tensor(0.8).double()
+    top = LayerMatrix("stack", Size([3, 2]), 1.0)
+    stack = InducingWeights(make_u(family, 2, 1), rows, columns, scale, top)
+    layers = []
+    second = LayerMatrix("net.last", Size([2, 3]), 1.0)
+    for layer, first, last in ((LAYER, 0, 2), (second, 2, 3)):
+        rows, columns = (inducing_side(*s) for s in make_maps(last - first, 2, *layer.shape))
+        u = StackedU(stack, first, last)
+        layers.append(InducingWeights(u, rows, columns, torch.tensor(0.6).double(), layer))
+    return HierarchicalInducing(layers, stack)
+
+
+def dense_hierarchy(q):
+    means, covariance = q.stack.u.components()
+    b = torch.kron(q.stack.row_basis, q.stack.column_basis.contiguous())
+    identity = torch.eye(len(b)).double()
+    means = means @ b.mT
+    covariance = q.stack.conditional_scale**2 * (identity - b @ b.mT) + b @ covariance @ b.mT
+    maps = [torch.kron(p.row_basis, p.column_basis.contiguous()) for p in q.layers]
+    gains, scales = torch.block_diag(*maps), torch.cat([SCALES, torch.ones(6).double()])
+    conditionals = torch.block_diag(
+        *(
+            p.conditional_scale**2 * (torch.eye(len(m)).double() - m @ m.mT)
+            for p, m in zip(q.layers, maps, strict=True)
+        )
+    )
+    total = conditionals + gains @ covariance @ gains.mT
+    return means @ gains.mT * scales, scales[:, None] * total * scales
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_hierarchy_against_the_dense_gaussian(family):
+    q = make_hierarchy(family)
+    means, covariance = dense_hierarchy(q)
+    value = q.sample()
+    close(q.log_prob(value), mixture_log_prob(means, covariance, value))
+    close(q.mean, means.mean(0))
+    variance = covariance.diagonal() + means.var(0, correction=0)
+    close(q.variance, variance)
+    assert q.names == ("net.weight", "net.bias", "net.last")
+    index = torch.arange(18)
+    for name, part in q.separate(value).items():
+        own = q.separate(index)[name].reshape(-1)
+        expected = mixture_log_prob(means[:, own], covariance[own][:, own], part.reshape(-1))
+        close(q.marginal(name).log_prob(part), expected)
+        close(q.marginal(name).variance.reshape(-1), variance[own])
+
+
+def test_samples_and_divergence_of_the_hierarchy():
+    q, count = make_hierarchy(), 60000
+    samples = q.sample((count,))
+    (mean,), covariance = dense_hierarchy(q)
+    centred = samples - mean
+    products = centred[:, :, None] * centred[:, None, :]
+    error = products.std(0) / math.sqrt(count)
+    assert bool(((products.mean(0) - covariance).abs() < 6 * error).all())
+    assert bool((centred.mean(0).abs() < 6 * (covariance.diagonal() / count).sqrt()).all())
+    (loc,), spread = q.stack.u.components()
+    expected = td.kl_divergence(
+        td.MultivariateNormal(loc, spread),
+        td.MultivariateNormal(torch.zeros_like(loc), torch.eye(2).double()),
+    )
+    for part, size in ((q.stack, 6), (q.layers[0], 12), (q.layers[1], 6)):
+        expected = expected + conditional_divergence(part.conditional_scale, size)
+    one = torch.ones((), dtype=torch.float64)
+    last = {"net.last": dist.Normal(0 * one, one).expand([2, 3]).to_event(2)}
+    close(td.kl_divergence(q, SiteProduct(priors() | last)), expected)
+    with pytest.raises(NotImplementedError):
+        td.kl_divergence(q, SiteProduct(priors(bias=3.0) | last))
+    with pytest.raises(NotImplementedError, match="one KL together"):
+        td.kl_divergence(q.layers[0], SiteProduct(priors()))
+
+
+# --- pruned Normals -------------------------------------------------------------------------------
+
+
+def test_pruned_normals_count_what_is_kept():
+    loc, log_scale = randn(2, 3), randn(2, 3)
+    kept = torch.tensor([[True, False, True], [False, False, True]])
+    q = PrunedNormal(FactorizedNormal(loc, log_scale), kept)
+    small = FactorizedNormal(loc[kept], log_scale[kept])
+    torch.manual_seed(0)
+    draws = q.sample((4,))
+    assert bool((draws[:, ~kept] == 0).all())
+    assert bool((draws[:, kept] != 0).all())
+    close(q.log_prob(draws), small.base_dist.log_prob(draws[:, kept]).sum(-1))
+    zeros = torch.zeros(2, 3).double()
+    prior = dist.Normal(zeros + 0.1, zeros + 2.0).to_event(2)
+    smaller = dist.Normal(zeros[kept] + 0.1, zeros[kept] + 2.0).to_event(1)
+    close(td.kl_divergence(q, prior), td.kl_divergence(small, smaller))
+    mean, variance = independent_moments(q)
+    assert torch.equal(mean, loc * kept)
+    close(variance, (2 * log_scale).exp() * kept)
+    assert torch.equal(center(q), mean)
+    close(detached(q).log_prob(draws), q.log_prob(draws))
+    with pytest.raises(NotImplementedError):
+        td.kl_divergence(q, dist.Laplace(zeros, zeros + 1.0).to_event(2))
+    with pytest.raises(NotImplementedError, match="one event"):
+        q.expand(Size([2]))

@@ -1,0 +1,139 @@
+"""Dropping parameters of a fitted guide; what is left may be fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tyxe.guides.inducing import AutoInducing
+from tyxe.guides.normal import AutoNormal
+from tyxe.util import SiteTensors
+
+__all__ = ["parameter_count", "prune_", "prune_inducing_"]
+
+
+def prune_(guide: AutoNormal, keep: float) -> None:
+    r"""Fix weights of a mean field at zero, those of smallest `|mean| / sd`, biases apart.
+
+    The masks stay fixed when the guide is fitted on, with a new optimiser. They are in its
+    `state_dict`; a fresh guide takes that after `prune_(guide, keep=1.0)`.
+
+    Args:
+        guide: in place.
+        keep: share of all weights of two dimensions or more that is left.
+
+    Raises:
+        TypeError: another kind of guide.
+        ValueError: a share that is not above 0 and up to 1, or more than an earlier call has left.
+
+    Reference:
+        Graves, Practical variational inference for neural networks, 2011, 5.4; [T] 4.2.4.8.
+
+    Example:
+        >>> import tyxe, pyro.distributions as dist
+        >>> bnn = tyxe.VariationalBNN(
+        ...     nn.Linear(10, 2), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), AutoNormal)
+        >>> prune_(bnn.net_guide, keep=0.1)
+        >>> int((bnn.net_guide.posterior()["net.weight"].variance > 0).sum())
+        2
+    """
+    if not isinstance(guide, AutoNormal):
+        raise TypeError(f"guide is a {type(guide).__name__}; prune_ takes tyxe.guides.AutoNormal")
+    sites = [s for s in guide.sites if s.is_real and len(s.shape) > 1]
+    ratios = {s.own_name: guide.get_loc(s.name).abs() / guide.get_scale(s.name) for s in sites}
+    _prune([(ratios, guide.locs, guide.kept)], keep)
+
+
+def prune_inducing_(guide: AutoInducing, keep: float) -> None:
+    r"""Drop the entries of the maps `Z_r`, `Z_c` of smallest magnitude.
+
+    As in `prune_`, masks stay fixed and are in the `state_dict`.
+
+    Args:
+        guide: in place.
+        keep: share of all entries that is left.
+
+    Raises:
+        TypeError: another kind of guide.
+        ValueError: as in `prune_`.
+
+    Reference:
+        [T] 4.2.4.8.
+
+    Example:
+        >>> import functools, tyxe, pyro.distributions as dist
+        >>> bnn = tyxe.VariationalBNN(
+        ...     nn.Linear(50, 40), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1),
+        ...     functools.partial(AutoInducing, inducing_rows=4, inducing_cols=4))
+        >>> before = parameter_count(bnn.net_guide)
+        >>> prune_inducing_(bnn.net_guide, keep=0.5)
+        >>> before - parameter_count(bnn.net_guide)  # half of 4 * 40 + 4 * 51
+        182
+    """
+    if not isinstance(guide, AutoInducing):
+        raise TypeError(
+            f"guide is a {type(guide).__name__}; prune_inducing_ takes tyxe.guides.AutoInducing"
+        )
+    sides = (guide.row_maps, guide.kept_rows), (guide.column_maps, guide.kept_columns)
+    _prune([({n: z.abs() for n, z in maps.items()}, maps, kept) for maps, kept in sides], keep)
+
+
+def parameter_count(guide: nn.Module) -> int:
+    """Return the number of a guide's parameters that are left to store.
+
+    A pruned weight of a mean field saves its mean and its standard deviation, a pruned entry of a
+    map itself.
+
+    Args:
+        guide: any module; pruned or not.
+    """
+    total = sum(parameter.numel() for parameter in guide.parameters())
+    for part in guide.modules():
+        if isinstance(part, AutoNormal):
+            total -= 2 * _dropped(part.kept)
+        elif isinstance(part, AutoInducing):
+            total -= _dropped(part.kept_rows) + _dropped(part.kept_columns)
+    return total
+
+
+def _dropped(kept: SiteTensors) -> int:
+    return sum(int((~mask).sum()) for _, mask in kept.items())
+
+
+Part = tuple[Mapping[str, Tensor], SiteTensors, SiteTensors]
+
+
+@torch.no_grad()
+def _prune(parts: Sequence[Part], keep: float) -> None:
+    """Keep the elements of highest score, and set the others of the tensors to zero.
+
+    Args:
+        parts: scores by name, the tensors that they are of, and where masks go.
+        keep: share of all elements.
+    """
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"keep is {keep!r}; expected the share that is left, above 0 and up to 1")
+    scores = [
+        # Below every score: what is gone does not come back.
+        torch.where(kept[name], score, -1.0) if name in kept else score
+        for part, _, kept in parts
+        for name, score in part.items()
+    ]
+    flat = torch.cat([score.reshape(-1) for score in scores])
+    count, left = round(keep * len(flat)), int((flat >= 0).sum())
+    if not 1 <= count <= left:
+        raise ValueError(
+            f"keep is {keep}, which is {count} of {len(flat)} elements, of which {left} are left; "
+            "expected at least one, and no more than are left"
+        )
+    mask = torch.zeros_like(flat, dtype=torch.bool)
+    mask[flat.topk(count, sorted=False).indices] = True
+    chosen = iter(mask.split([score.numel() for score in scores]))
+    for part, tensors, kept in parts:
+        for name, score in part.items():
+            kept.put(name, next(chosen).view(score.shape))
+            tensors[name].mul_(kept[name])
