@@ -121,13 +121,15 @@ def written(page: str) -> str:
         ValueError: the page has no marks for some benchmark.
     """
     for path in sorted(RESULTS.glob("*.json")):
+        results = json.loads(path.read_text())
+        if "cases" not in results:
+            continue  # an experiment, which writes pages of its own
         begin, end = (MARK.format(edge=edge, name=path.stem) for edge in ("begin", "end"))
         if begin not in page or end not in page:
             raise ValueError(f"{PAGE.name} lacks the marks of {path.stem}: {begin} and {end}")
         before, rest = page.split(begin)
         _, after = rest.split(end)
-        text = section(json.loads(path.read_text()))
-        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
+        page = f"{before}{begin}\n\n{section(results)}\n\n{end}{after}"
     return page
 
 

@@ -25,7 +25,9 @@ from tyxe.bnn import elbo_terms
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
+# What measures no times, and has tests of its own below.
+EXPERIMENTS = {"variational_laplace"}
+SCRIPTS = sorted({path.stem for path in BENCHMARKS.glob("[a-z]*.py")} - EXPERIMENTS)
 CASES = {
     "training_step": ["mlp", "resnet18"],
     "stages": ["plain-sampling", "local-reparameterisation", "flipout"],
@@ -37,6 +39,7 @@ CASES = {
     "particles": ["mlp", "tiny"],
     "compile": ["mlp", "resnet18"],
     "laplace": ["curvature", "evidence", "predictive"],
+    "variational_laplace_step": ["mlp", "resnet18"],
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
 # Those in which nothing is written by hand: the plain net is the only yardstick.
@@ -556,3 +559,124 @@ def test_conventions_were_compared_with_the_peers() -> None:
         for structure in ("full GGN", "diag GGN", "kron GGN, expand, without biases"):
             assert (net, f"evidence, {structure}") in what
             assert (net, f"functional variance, {structure}") in what
+
+
+# --------------------------------------------------------------------------- variational Laplace
+
+
+def smooth_net(name: str, helper: Any) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    net, x, y = small_net(name, helper)
+    return tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus), x, y
+
+
+@pytest.mark.parametrize("net_name", ["mlp", "resnet18"])
+def test_variational_laplace_by_hand_is_ours(
+    helper: Any, net_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same pseudo-labels, objective and gradients are equal."""
+    script = helper("variational_laplace_step")
+    net, x, y = smooth_net(net_name, helper)
+    labels = torch.randint(int(net(x).shape[-1]), (len(x),))
+    monkeypatch.setattr("tyxe.poutine.data_curvature.Fisher.pseudo_labels", lambda self, fn: labels)
+    num_points, bnn = 50, script.make_bnn(net, 50)
+    hand = script.VariationalLaplace(net, num_points, script.SCALE)
+    # Ours starts at the same scale, read from a float32 number.
+    for name, rho in zip(hand.names, hand.rhos, strict=True):
+        rho.data.copy_(bnn.net_guide.get_scale(name).log())
+    bnn.train()
+    with tyxe.poutine.variational_laplace():
+        terms = elbo_terms(bnn.model, bnn.guide, x, y)
+        with bnn.substituted(terms.values):
+            ((terms.kl - terms.data) / num_points).backward()
+    hand.pseudo_labels = lambda log_probs: labels
+    nll, variances = hand.data_term(x, y)
+    nll.backward()
+    hand._add_kl(variances)
+    assert nll.item() == pytest.approx(-terms.data.item() / num_points, rel=1e-10)
+    for name, loc, rho in zip(hand.names, hand.locs, hand.rhos, strict=True):
+        guide = bnn.net_guide
+        scale_grad = guide.unconstrained_scales[name].grad
+        torch.testing.assert_close(loc.grad, guide.locs[name].grad, rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(rho.grad, scale_grad, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("net_name", ["mlp", "resnet18"])
+def test_map_by_hand_is_ours(helper: Any, net_name: str) -> None:
+    script = helper("variational_laplace_step")
+    net, x, y = smooth_net(net_name, helper)
+    bnn = script.map_bnn(net, 50)
+    script.our_step(bnn, nullcontext, x, y)()
+    script.map_by_hand(net, x, y, 50)()
+    own = {n.removesuffix("_unconstrained"): p.grad for n, p in bnn.named_parameters()}
+    for name, parameter in net.named_parameters():
+        # A point mass where the prior is; the net's own parameter elsewhere.
+        grad = own.get(f"net_guide.guide.net.{name}", own[f"net.{name}"])
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_classifiers_run_once_and_report(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "found.json"
+    first = run_script("variational_laplace", "--smoke-test", "--json", str(path))
+    assert first.returncode == 0, first.stderr
+    content = json.loads(path.read_text())
+    cells = content["cells"]["digits"]
+    # Two betas of three methods; two more multipliers of VL and VI; the best betas again.
+    assert len(cells) >= 2 * 3 + 2 * 2 + 3
+    for name, cell in cells.items():
+        assert set(cell["scores"]) == ({"mean"} if name.startswith("MAP") else {"mean", "draws"})
+        for row in cell["scores"].values():
+            assert 0 < row["NLL"] < math.inf
+            assert all(0 <= row[key] <= 1 for key in ("accuracy", "ECE", "AUROC"))
+        assert len(cell["ELBO by epoch"]) == content["settings"]["digits"]["epochs"]
+    pages = {p.name: p.read_text() for p in path.parent.glob("*.md")}
+    assert set(pages) == {
+        "variational_laplace_images.md",
+        "variational_laplace_early_stopping.md",
+    }
+    assert (path.parent / "variational_laplace_early_stopping.png").stat().st_size > 10_000
+    again = run_script("variational_laplace", "--smoke-test", "--json", str(path))
+    assert all(line.startswith("wrote") for line in again.stdout.splitlines())
+    assert json.loads(path.read_text()) == content
+    report = run_script("variational_laplace", "--report", "--json", str(path))
+    assert report.returncode == 0, report.stderr
+    other = run_script("variational_laplace", "--configurations", "digits", "--json", str(path))
+    assert "holds cells of digits with other settings" in other.stderr
+
+
+def test_best_beta_is_that_of_the_first_seed_s_validation(helper: Any) -> None:
+    report = helper("_variational_laplace_report")
+    cells = {}
+    for beta, first, second in ((1.0, 0.5, 0.1), (0.1, 0.4, 0.3), (0.01, 0.6, 0.2)):
+        for seed, value in ((3, first), (4, second)):
+            row = {"scores": {"mean": {"validation NLL": value}}}
+            cells[report.key("VL", beta, 10.0, seed)] = row
+        cells[report.key("VL", beta, 30.0, 3)] = {"scores": {"mean": {"validation NLL": 0.0}}}
+    assert report.best_beta(cells, "VL", "mean") == 0.1
+    assert report.job_of(report.key("MAP", 0.03, 10.0, 2)) == ("MAP", 0.03, 10.0, 2)
+    assert report.over_seeds([1.0, 2.0, 3.0], 100, 1) == "200.0 ± 57.7"
+
+
+def test_classifiers_page_is_what_the_results_say(tmp_path: Path) -> None:
+    done = run_script("variational_laplace", "--report", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    written = sorted(tmp_path.glob("*.md"))
+    assert written
+    for page in written:
+        assert page.read_text() == (ROOT / "docs" / "results" / page.name).read_text()
+
+
+def test_the_paper_s_net_has_its_size(helper: Any) -> None:
+    script = helper("_variational_laplace")
+    assert sum(p.numel() for p in script.preact_resnet18().parameters()) == 11_172_170
+    assert sum(p.numel() for p in script.cnn().parameters()) == 27_338
+
+
+def test_augmented_images_are_windows_of_the_padded_ones(helper: Any) -> None:
+    x = torch.randn(20, 2, 6, 6)
+    found, padded = helper("_variational_laplace").augmented(x), F.pad(x, (4, 4, 4, 4))
+    assert not torch.equal(found, x)
+    windows = padded.unfold(2, 6, 1).unfold(3, 6, 1)  # (20, 2, 9, 9, 6, 6)
+    for own, image in zip(windows, found, strict=True):
+        candidates = own.permute(1, 2, 0, 3, 4).flatten(0, 1)
+        same = [(candidates == each).flatten(1).all(1).any() for each in (image, image.flip(-1))]
+        assert any(same)

@@ -65,8 +65,25 @@ def _gradients(log_prob: Tensor, sites: Sequence[Expansion]) -> list[Tensor]:
     return [torch.zeros_like(loc) if g is None else g for g, loc in zip(found, locs, strict=True)]
 
 
+class _WeightedSquares(torch.autograd.Function):
+    """`sum v g^2` as a single node: a pass over the tensors forward, and one for each gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, values)
+        return torch.dot((weights * values).reshape(-1), values.reshape(-1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        weights, values = ctx.saved_tensors
+        scaled = grad * values
+        return scaled * values, 2 * (scaled * weights)
+
+
 def _minus_half_of_squares(gradients: Sequence[Tensor], sites: Sequence[Expansion]) -> Tensor:
-    parts = [(s.variance * g.square()).sum() for g, s in zip(gradients, sites, strict=True)]
+    pairs = zip(sites, gradients, strict=True)
+    # Variances are in float32 at least, gradients in the type of the weights.
+    parts = [_WeightedSquares.apply(s.variance, g.to(s.variance.dtype)) for s, g in pairs]
     return -0.5 * torch.stack(parts)
 
 

@@ -217,9 +217,10 @@ def _moments(fn: td.Distribution | None) -> tuple[Tensor, Tensor]:
 
 def _is_normal(fn: td.Distribution) -> bool:
     """Whether it is one event of independent Normals."""
-    normal = isinstance(fn, td.Independent) and isinstance(fn.base_dist, td.Normal)
-    scalar = isinstance(fn, td.Normal)
-    return isinstance(fn, FactorizedNormal) or ((normal or scalar) and not fn.batch_shape)
+    if isinstance(fn, FactorizedNormal):
+        return True  # asked first: its `base_dist` would form the scale, which nobody needs
+    base = fn.base_dist if isinstance(fn, td.Independent) else fn
+    return isinstance(base, td.Normal) and not fn.batch_shape
 
 
 def _nodes(log_prob: Tensor) -> set[str]:
