@@ -51,7 +51,7 @@ def our_stages(
         data, _ = elbo._data_term(model)
         yield "log-likelihood"
         latents = elbo._samples(guide, observed=False)
-        kl = elbo._sum_of_kls([(site, model.nodes[name]) for name, site in latents], True)
+        kl = elbo._sum_of_kls({n: (site, model.nodes[n]) for n, site in latents}, True)
         yield "KL"
         ((kl - data) / bnn.likelihood.dataset_size).backward()
         yield "backward"
