@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -400,7 +401,9 @@ def test_float32_and_autocast_stay_finite(autocast):
 
 
 def test_transformers_run_their_attention_unfused():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, activation=nn.functional.gelu, batch_first=True)
+    # Without dropout the fused kernel would be taken, which has no second derivative.
+    options = {"activation": nn.functional.gelu, "batch_first": True, "dropout": 0.0}
+    layer = nn.TransformerEncoderLayer(8, 2, 16, **options)
     net = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3)).double()
     likelihood, y, _ = likelihoods(5)["categorical"]
     bnn, x = bnn_of(net, likelihood), torch.randn(5, 3, 8, dtype=torch.float64)
@@ -479,11 +482,12 @@ def test_another_sampling_handler_is_an_error(first):
         "lrt": (local_reparameterization, variational_laplace),
         "twice": (variational_laplace, variational_laplace),
     }[first]
-    before = bnn.state_dict()
+    before = {k: v.clone() for k, v in bnn.state_dict().items() if isinstance(v, torch.Tensor)}
     outer, inner = (make() for make in handlers)
     with pytest.raises(RuntimeError, match="use one of them"), outer, inner:
         bnn.fit([(x, y)], torch.optim.Adam, 1)
-    assert all(torch.equal(v, before[k]) for k, v in bnn.state_dict().items() if "state" not in k)
+    after = bnn.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_guides_that_are_not_mean_field_are_named():
@@ -573,7 +577,7 @@ def test_kinks_are_named_once(function):
     net = Functional() if function else nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3))
     bnn = bnn_of(net, Categorical(6))
     data = [(torch.randn(3, 2), torch.randint(3, (3,))) for _ in range(2)]
-    match = r"Relu \(called as functions\)" if function else r"1 \(ReLU\)"
+    match = r"Relu \(called as a function\)" if function else r"1 \(ReLU\)"
     with pytest.warns(tyxe.TyxeWarning, match=match) as caught, variational_laplace():
         bnn.fit(data, torch.optim.Adam, 2)
     assert len(caught) == 1
@@ -613,6 +617,62 @@ def test_upward_curvature_is_said():
         bnn.fit(data, torch.optim.Adam, 1)
 
 
+@pytest.mark.parametrize("warns", [True, False])
+def test_upward_curvature_is_measured_against_beta_prior_and_scale(warns):
+    net = nn.Sequential(
+        nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)
+    ).double()
+    with torch.no_grad():
+        net[0].weight.fill_(-1.0)
+        net[2].weight.fill_(3.0)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 0.5))
+    guide = functools.partial(AutoNormal, init_loc_fn=start_of(net), init_scale=0.1)
+    bnn = tyxe.VariationalBNN(net, prior, Bernoulli(8, event_dim=1), guide)
+    data = (torch.ones(4, 1, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64))
+    handler = variational_laplace("hessian")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with handler:
+            terms_of(bnn, *data)
+    diagonal = handler.curvature.diagonals["net.0.weight"].item()
+    assert diagonal > 0
+    threshold = 8 / 4 * diagonal * 0.5**2  # the plate's scale, the Hessian, the prior's variance
+    beta = threshold * (0.999 if warns else 1.001)
+    with warnings.catch_warnings(record=True) as caught, variational_laplace("hessian"):
+        warnings.simplefilter("always")
+        bnn.fit([data], functools.partial(torch.optim.SGD, lr=0.0), 1, beta=beta)
+    found = [w for w in caught if "at 1 weights of 'net.0.weight'" in str(w.message)]
+    assert len(found) == warns
+
+
+def test_a_mask_for_all_rows_counts_them_all():
+    bnn, x, y = small()
+    labels = torch.randint(3, (6,))
+    with with_labels(labels):
+        plain = terms_of(bnn, x, y).data
+    with with_labels(labels), pyro.poutine.mask(mask=torch.tensor(True)):
+        masked = terms_of(bnn, x, y).data
+    assert masked.item() == pytest.approx(plain.item(), rel=1e-12)
+
+
+def test_deterministic_sites_and_factors_of_a_net_are_no_data():
+    class Recorded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = smooth_net()
+
+        def forward(self, x):
+            hidden = self.inner(x)
+            pyro.deterministic("hidden", hidden)
+            pyro.factor("penalty", torch.zeros(()))
+            return hidden
+
+    _, x, y = small()
+    with variational_laplace():
+        history = bnn_of(Recorded(), Categorical(6)).fit([(x, y)], torch.optim.Adam, 1)
+    assert math.isfinite(history.loss[0])
+
+
 def test_prediction_inside_warns_that_it_is_at_the_mean():
     bnn, x, _ = small()
     with pytest.warns(tyxe.TyxeWarning, match="met no data"), variational_laplace():
@@ -623,5 +683,9 @@ def test_bad_starts():
     with pytest.raises(ValueError, match=r"learning_rate is 0\.0 and batch_size 10"):
         stationary_scale(0.0, 10)
     message = {"name": "w", "fn": dist.Cauchy(torch.zeros(2), 1.0)}
-    with pytest.raises(ValueError, match="'w' has no finite standard deviation"):
-        scale_below_prior()(message)
+    without_moments = dist.TransformedDistribution(
+        dist.Normal(torch.zeros(2), 1.0), [dist.transforms.SigmoidTransform()]
+    )
+    for prior in (message["fn"], without_moments):
+        with pytest.raises(ValueError, match="'w' has no finite standard deviation"):
+            scale_below_prior()({"name": "w", "fn": prior})

@@ -124,9 +124,12 @@ def _log_prob(site: Any) -> Tensor:
 def _data_term(trace: Trace) -> tuple[Tensor, int]:
     total: Any = 0.0
     count = 0
-    for _, site in _samples(trace, observed=True):
+    observed = _samples(trace, observed=True)
+    for _, site in observed:
         total = total + _log_prob(site)
-        rows = site["fn"].batch_shape[-1] if site["fn"].batch_shape else 1
+        # Without a batch it is the only datum, or a net's own factor or deterministic site.
+        alone = 1 if len(observed) == 1 else 0
+        rows = site["fn"].batch_shape[-1] if site["fn"].batch_shape else alone
         count += int(site["mask"].sum()) if isinstance(site["mask"], Tensor) else rows
     return torch.as_tensor(total), count
 

@@ -225,7 +225,10 @@ def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
     """
 
     def start(site: Message) -> Tensor:
-        variance: Tensor = site["fn"].variance
+        try:
+            variance: Tensor = site["fn"].variance
+        except NotImplementedError:
+            variance = torch.tensor(math.nan)
         if not bool((variance.isfinite() & (variance > 0)).all()):
             raise ValueError(
                 f"the prior of {site['name']!r} has no finite standard deviation to start below: "

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 from weakref import WeakSet
 
+import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from pyro.poutine.messenger import Messenger
@@ -17,27 +18,9 @@ from tyxe.distributions import FactorizedNormal, Shifted, independent_moments
 from tyxe.errors import TyxeWarning
 from tyxe.poutine.data_curvature import CURVATURES, Expansion, Hessian
 from tyxe.poutine.draw import Draw, draws_are_lazy
+from tyxe.poutine.kinks import kinks_of
 
 __all__ = ["VariationalLaplaceMessenger", "announce_objective", "variational_laplace"]
-
-# What has no second derivative: as modules, and as their nodes in a graph of gradients are called.
-KINKED_MODULES = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.RReLU,
-    nn.Hardtanh,
-    nn.Hardsigmoid,
-    nn.Threshold,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-)
-KINKED_NODES = (
-    *("Relu", "LeakyRelu", "Prelu", "Rrelu", "Hardtanh", "Hardsigmoid", "Threshold"),
-    *("MaxPool", "MaxPool1D", "MaxPool2D", "MaxPool3D"),
-)
 
 CONFLICT = (
     "variational_laplace runs the net at its guide's means, and another handler around it samples "
@@ -129,7 +112,9 @@ class VariationalLaplaceMessenger(Messenger):
     def _pyro_place(self, msg: Any) -> None:
         name, value = msg["args"]
         if name in self._unfit:
-            unfit = ", ".join(f"{site} ({kind})" for site, kind in self._unfit.items())
+            net = name[: name.find("net.") + len("net.")]
+            sites = [site for site in self._unfit if site.startswith(net)]
+            unfit = ", ".join(f"{site} ({self._unfit[site]})" for site in sites)
             raise TypeError(
                 "variational_laplace expands about the mean of independent Normals, which these "
                 f"sites' posteriors are not: {unfit}; use tyxe.guides.AutoNormal"
@@ -154,10 +139,12 @@ class VariationalLaplaceMessenger(Messenger):
     # ------------------------------------------------------------------ the data at the means
 
     def _pyro_objective(self, msg: Any) -> None:
-        self._net, self._kl_weight = msg["args"]
+        net, self._kl_weight = msg["args"]
+        if net is not self._net:
+            self._net, self._looked_for_kinks, self._warned_of_growth = net, False, False
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] or not self._sites:
+        if not msg["is_observed"] or not self._sites or not _has_data(msg["fn"]):
             return
         self._is_used = self._met_data = True
         if not torch.is_grad_enabled():
@@ -169,7 +156,7 @@ class VariationalLaplaceMessenger(Messenger):
         terms = self.curvature.terms(fn, msg["value"], mask, sites)
         log_prob = fn.log_prob(msg["value"])
         self._check_finite(terms, log_prob)
-        rows = int(mask.sum()) if isinstance(mask, Tensor) else fn.batch_shape[-1]
+        rows = _counted(mask, fn.batch_shape)
         # Shared by the rows that count, so that their mask and the plate's scale apply to it.
         msg["fn"] = Shifted(fn, terms.sum() / max(rows, 1))
         if not self._looked_for_kinks:
@@ -223,45 +210,30 @@ def _is_normal(fn: td.Distribution) -> bool:
     return isinstance(base, td.Normal) and not fn.batch_shape
 
 
-def _nodes(log_prob: Tensor) -> set[str]:
-    """Names of all operations that a result was computed by."""
-    names, seen = set(), set()
-    left = [log_prob.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        names.add(node.name())
-        left += [parent for parent, _ in node.next_functions]
-    return names
+def _has_data(fn: td.Distribution) -> bool:
+    """Whether an observed site has a density: `pyro.deterministic` and `factor` have none."""
+    while isinstance(fn, td.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    return not isinstance(fn, dist.Delta | dist.Unit)
+
+
+def _counted(mask: Any, rows: torch.Size) -> int:
+    return int(mask.expand(rows).sum()) if isinstance(mask, Tensor) else rows.numel()
 
 
 def _warn_of_kinks(log_prob: Tensor, net: nn.Module | None) -> None:
     """Warn of functions that are linear in pieces, whose kinks the penalty's gradient misses."""
-    found = sorted(
-        kind
-        for name in _nodes(log_prob)
-        if (kind := name.split("With")[0].split("Backward")[0].removesuffix("Kernel"))
-        in KINKED_NODES
-    )
-    if not found:
-        return
-    modules = [] if net is None else list(net.named_modules())
-    named = [
-        f"{name or 'the net'} ({type(m).__name__})"
-        for name, m in modules
-        if isinstance(m, KINKED_MODULES)
-    ]
-    warnings.warn(
-        "variational_laplace differentiates the net twice, and these are linear in pieces: "
-        f"{', '.join(named) or ', '.join(found) + ' (called as functions)'}. Their kinks bend the "
-        "log-likelihood too, which the gradient of the curvature does not see: use smooth ones, "
-        "such as tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus) before training, and "
-        "average pooling",
-        TyxeWarning,
-        stacklevel=2,
-    )
+    found = kinks_of(log_prob, net)
+    if found:
+        warnings.warn(
+            "variational_laplace differentiates the net twice, and these are linear in pieces: "
+            f"{', '.join(found)}. Their kinks bend the log-likelihood too, which the gradient of "
+            "the curvature does not see. Use smooth ones before training: for modules "
+            "tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus), for functions a change of "
+            "the forward (or of an argument such as activation=), and average pooling",
+            TyxeWarning,
+            stacklevel=2,
+        )
 
 
 def variational_laplace(curvature: str = "fisher") -> VariationalLaplaceMessenger:
