@@ -114,15 +114,18 @@ def table(folder, columns):
             continue
         content = json.loads(path.read_text())
         found = content["summary"]
-        cells = [_cell(name, column, found.get(column)) for column in columns]
-        lines.append(f"| {name} | {len(content['splits'])} | {' | '.join(cells)} |")
+        count = len(content["splits"])
+        cells = [_cell(name, column, found.get(column), count) for column in columns]
+        lines.append(f"| {name} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(name, column, found):
+def _cell(name, column, found, splits):
     if found is None:
         return ""
     error = found["standard error"]
     ours = f"{found['test NLL']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+    if found["splits"] < splits:
+        ours += f", {found['splits']} splits"
     others = [each[name][column] for each in (PUBLISHED, RERUN) if column in each.get(name, {})]
     return ours + (f" ({'; '.join(f'{other:g}' for other in others)})" if others else "")

@@ -20,6 +20,8 @@ NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
 METHODS = [
     "ML",
     "MAP",
+    "Laplace",
+    "last layer, Laplace",
     "mean field",
     "mean field, sd only",
     "last layer, mean field",
@@ -287,6 +289,155 @@ def test_variational_laplace(tmp_path: Path):
         assert f"{name:32}" + "".join(f"{value:14.3f}" for value in row.values()) in stdout
     table = run("variational_laplace.py", "--table", "--out", str(tmp_path)).stdout
     assert len(table.splitlines()) == 2 + 6 + 2
+
+
+def images_stood_in_for(folder: Path, names: tuple[str, ...]) -> None:
+    """Write small image sets, so that a run does not depend on what the machine has."""
+    rng = np.random.default_rng(0)
+    for name in names:
+        arrays = {
+            f"{kind}_{split}": values
+            for split in ("train", "test")
+            for kind, values in (
+                ("x", rng.integers(0, 256, (300, 28, 28), dtype=np.uint8)),
+                ("y", np.arange(300, dtype=np.uint8) % 10),
+            )
+        }
+        if name == "mnist":  # as many as there are, for the split into training and validation
+            arrays["x_train"] = np.zeros((60_000, 28, 28), dtype=np.uint8)
+            arrays["x_train"][:200] = arrays["x_test"][:200]
+            arrays["y_train"] = np.arange(60_000, dtype=np.uint8) % 10
+        np.savez_compressed(folder / f"{name}.npz", **arrays)
+
+
+def test_adversarial(tmp_path: Path):
+    images_stood_in_for(tmp_path, ("mnist", "notmnist"))
+    stdout, content = smoke("adversarial.py", "adversarial", tmp_path, TYXE_DATA=str(tmp_path))
+    methods = ["deterministic", "MC dropout", "mean field", "Laplace, diag", "Laplace, kron"]
+    assert list(content["table"]) == list(content["curves"]) == methods
+    settings, limit = content["settings"], math.log(10) + 1e-9
+    for name in methods:
+        row, curves = content["table"][name], content["curves"][name]
+        cells = ", ".join(f"{column} {value:.3f}" for column, value in row.items())
+        assert f"{name:16}{cells}" in stdout
+        assert 0 <= row["accuracy %"] <= 100
+        quantiles = curves["notMNIST entropy quantiles"]
+        assert quantiles == sorted(quantiles)
+        assert 0 <= quantiles[0] <= quantiles[-1] <= limit
+        steps = {"untargeted": len(settings["step lengths"])}
+        steps["targeted"] = settings["targeted steps"] + 1
+        for attack, count in steps.items():
+            accuracy, second, *images = curves[attack].values()
+            assert len(accuracy) == len(second) == count
+            assert all(0 <= value <= 100 for value in accuracy)
+            assert all(0 <= value <= limit for value in second)
+            assert all(0 < n <= settings["targeted images"] for n in images)
+    assert content["published settings"].keys() <= settings.keys()
+    for structure in ("diag", "kron"):
+        tuned = content["chosen"][structure]
+        assert len(tuned["all"]) == len(settings["N"]) * len(settings["tau"])
+        assert tuned["cross-entropy"] == min(row["cross-entropy"] for row in tuned["all"])
+    # the figure comes from the file alone
+    (tmp_path / "adversarial.png").unlink()
+    again = run("adversarial.py", "--figure", "--out", str(tmp_path))
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "adversarial.json").read_text()) == content
+    assert (tmp_path / "adversarial.png").read_bytes().startswith(PNG)
+
+
+def test_attacks_follow_their_formulas(monkeypatch: pytest.MonkeyPatch):
+    """On a linear net, whose gradient is `W^T (onehot - p)`."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from _adversarial import Binarised, averaged, in_parts, targeted, untargeted
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(5, 3).double()
+    x, span = torch.rand(7, 5).double(), torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]).double()
+    weight, probs = net.weight.detach(), net(x).detach().softmax(-1)
+    torch.testing.assert_close(averaged(net, x, 4).exp(), net(x).softmax(-1))
+
+    def towards(classes, probs):
+        return span * ((torch.eye(3).double()[classes] - probs) @ weight).sign()
+
+    etas = [0, 0.5, 3]
+    expected = [net(x - eta * towards(probs.argmax(-1), probs)).log_softmax(-1) for eta in etas]
+    moved = in_parts(untargeted, net, x, span, etas, 2)
+    torch.testing.assert_close(moved, torch.stack(expected).detach())
+    path = in_parts(targeted, net, x, span, 0.1, 2, 2)
+    assert path.shape == (3, 7, 3)
+    for log_probs in path:
+        torch.testing.assert_close(log_probs, net(x).detach().log_softmax(-1))
+        x = x + 0.1 * towards(torch.zeros(7, dtype=torch.long), log_probs.exp())
+    # pixels are drawn anew in every pass
+    intensities = torch.tensor([0.0, 0.3, 1.0]).expand(20_000, 3)
+    loader = Binarised(intensities, torch.zeros(20_000), 8_000)
+    assert len(loader) == 3
+    first, second = (torch.cat([batch for batch, _ in loader]) for _ in range(2))
+    assert bool(((first == 0) | (first == 1)).all())
+    assert bool((first[:, ::2] == torch.tensor([0.0, 1.0])).all())
+    assert not bool((first == second).all())
+    # six standard errors of 20,000 draws of a variance of 0.21
+    assert abs(first[:, 1].mean().item() - 0.3) < 6 * math.sqrt(0.21 / 20_000)
+
+
+def test_image_laplace(tmp_path: Path):
+    rows = ["MAP", "bnn", "bnn damped", "glm kron", "glm diag", "gp"]
+    rows += ["glm kron tuned", "glm diag tuned"]
+    options = ("--smoke-test", "--out", str(tmp_path))
+    first = run("image_laplace.py", *options)
+    assert (first.returncode, first.stderr) == (0, ""), first.stderr
+    ran = [f"digits, {net}, seed 0: NLL MAP" for net in ("mlp", "cnn")]
+    assert [line[: len(ran[0])] for line in first.stdout.splitlines()[:2]] == ran
+    # what is there is not run again, and the tables come from the files alone
+    table = run("image_laplace.py", "--table", "--out", str(tmp_path)).stdout
+    assert run("image_laplace.py", *options).stdout == table
+    assert first.stdout.endswith(table)
+    for net in ("mlp", "cnn"):
+        content = json.loads((tmp_path / f"image_laplace_digits_{net}.json").read_text())
+        assert {"command", "seed", "versions", "machine", "settings"} <= content.keys()
+        assert content["command"].startswith("python examples/image_laplace.py --smoke-test")
+        settings, published = content["settings"], content["published settings"]
+        assert settings.keys() == published.keys()
+        assert published["epochs"] == 500
+        (seed,) = content["seeds"].values()
+        assert seed["prior precision"] in settings["prior precisions"]
+        assert seed["gp factor"] in settings["gp factors"]
+        factors = [p / seed["prior precision"] for p in seed["tuned precision"].values()]
+        assert all(factor in settings["tuning factors"] for factor in factors)
+        assert list(seed["rows"]) == list(content["summary"]) == rows
+        for name, row in seed["rows"].items():
+            assert all(math.isfinite(value) and value >= 0 for value in row.values())
+            assert max(row["accuracy %"], row["ECE %"]) <= 100
+            assert row["OOD AUROC"] <= 1
+            assert content["summary"][name]["NLL"] == {"mean": row["NLL"], "standard error": None}
+            cells = f"{row['accuracy %']:.2f} | {row['NLL']:.3f} | {row['ECE %']:.2f}"
+            assert f"| {name} | {cells} | {row['OOD AUROC']:.3f} |" in table
+
+
+def test_image_laplace_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from _image_laplace import NETS, PUBLISHED, REDUCED, SMOKE, load, summary
+
+    assert PUBLISHED.keys() == REDUCED.keys() == SMOKE.keys()
+    precisions = PUBLISHED["prior precisions"]
+    assert (len(precisions), precisions[0]) == (16, 0.01)
+    assert precisions[-1] == pytest.approx(1_000)
+    for kind, weights in {"mlp": 1_494_154, "cnn": 892_010}.items():
+        net = NETS[kind](PUBLISHED["widths"][kind])
+        assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+        assert sum(parameter.numel() for parameter in net.parameters()) == weights
+    # training and validation images do not overlap, and depend on the seed
+    parts = [load("digits", SMOKE, seed) for seed in (0, 0, 1)]
+    train, validation, test, (unknown,) = parts[0]
+    assert [len(part[0]) for part in (train, validation, test)] == [60, 40, 50]
+    assert len(unknown) == 50
+    assert train[0].shape[1:] == (1, 28, 28)
+    assert not (train[0].flatten(1)[:, None] == validation[0].flatten(1)).all(-1).any()
+    assert torch.equal(train[0], parts[1][0][0])
+    assert not torch.equal(train[0], parts[2][0][0])
+    assert torch.equal(test[0], parts[2][2][0])
+    seeds = {str(i): {"rows": {"MAP": {"NLL": value}}} for i, value in enumerate((1.0, 3.0))}
+    assert summary(seeds) == {"MAP": {"NLL": {"mean": 2.0, "standard error": 1.0}}}
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
