@@ -56,6 +56,25 @@ def smoke(name: str, result: str, folder: Path, *options: str, **variables: str)
     return done.stdout, content
 
 
+def images_stood_in_for(folder: Path, names: tuple[str, ...]) -> None:
+    """Write small image sets, so that a run does not depend on what the machine has."""
+    rng = np.random.default_rng(0)
+    for name in names:
+        arrays = {
+            f"{kind}_{split}": values
+            for split in ("train", "test")
+            for kind, values in (
+                ("x", rng.integers(0, 256, (300, 28, 28), dtype=np.uint8)),
+                ("y", np.arange(300, dtype=np.uint8) % 10),
+            )
+        }
+        if name == "mnist":  # as many as there are, for the split into training and validation
+            arrays["x_train"] = np.zeros((60_000, 28, 28), dtype=np.uint8)
+            arrays["x_train"][:200] = arrays["x_test"][:200]
+            arrays["y_train"] = np.arange(60_000, dtype=np.uint8) % 10
+        np.savez_compressed(folder / f"{name}.npz", **arrays)
+
+
 def check_quickstart(stdout: str, content: dict, ood: list[str]) -> None:
     columns = ["error %", "NLL", "ECE %", *ood, "train s", "predict s"]
     header, *lines = stdout.splitlines()
@@ -94,21 +113,7 @@ def test_quickstart_on_digits(tmp_path: Path):
 
 
 def test_quickstart_on_mnist(tmp_path: Path):
-    """Its data are stood in for, so that the run does not depend on what the machine has."""
-    rng = np.random.default_rng(0)
-    for name in ("mnist", "fashion_mnist", "notmnist"):
-        arrays = {
-            f"{kind}_{split}": values
-            for split in ("train", "test")
-            for kind, values in (
-                ("x", rng.integers(0, 256, (300, 28, 28), dtype=np.uint8)),
-                ("y", np.arange(300, dtype=np.uint8) % 10),
-            )
-        }
-        if name == "mnist":  # as many as there are, for the split into training and validation
-            arrays["x_train"] = np.zeros((60_000, 28, 28), dtype=np.uint8)
-            arrays["y_train"] = np.arange(60_000, dtype=np.uint8) % 10
-        np.savez_compressed(tmp_path / f"{name}.npz", **arrays)
+    images_stood_in_for(tmp_path, ("mnist", "fashion_mnist", "notmnist"))
     stdout, content = smoke(
         "quickstart.py", "quickstart_mnist", tmp_path, "--data", "mnist", TYXE_DATA=str(tmp_path)
     )
@@ -289,25 +294,6 @@ def test_variational_laplace(tmp_path: Path):
         assert f"{name:32}" + "".join(f"{value:14.3f}" for value in row.values()) in stdout
     table = run("variational_laplace.py", "--table", "--out", str(tmp_path)).stdout
     assert len(table.splitlines()) == 2 + 6 + 2
-
-
-def images_stood_in_for(folder: Path, names: tuple[str, ...]) -> None:
-    """Write small image sets, so that a run does not depend on what the machine has."""
-    rng = np.random.default_rng(0)
-    for name in names:
-        arrays = {
-            f"{kind}_{split}": values
-            for split in ("train", "test")
-            for kind, values in (
-                ("x", rng.integers(0, 256, (300, 28, 28), dtype=np.uint8)),
-                ("y", np.arange(300, dtype=np.uint8) % 10),
-            )
-        }
-        if name == "mnist":  # as many as there are, for the split into training and validation
-            arrays["x_train"] = np.zeros((60_000, 28, 28), dtype=np.uint8)
-            arrays["x_train"][:200] = arrays["x_test"][:200]
-            arrays["y_train"] = np.arange(60_000, dtype=np.uint8) % 10
-        np.savez_compressed(folder / f"{name}.npz", **arrays)
 
 
 def test_adversarial(tmp_path: Path):

@@ -8,7 +8,16 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
-__all__ = ["DiagonalU", "EnsembleU", "FullU", "InducingU", "MatrixU", "Turn", "WhitenedU"]
+__all__ = [
+    "DiagonalU",
+    "EnsembleU",
+    "FullU",
+    "GaussianU",
+    "InducingU",
+    "MatrixU",
+    "Turn",
+    "WhitenedU",
+]
 
 SampleShape = Size | list[int] | tuple[int, ...]
 
@@ -55,23 +64,6 @@ def _inverse(tril: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(tril, identity, upper=False)
 
 
-def _gaussian_kl(
-    u: InducingU, half_log_det: Tensor, row_tril: Tensor | None, column_tril: Tensor | None
-) -> Tensor:
-    r"""Return the KL of a Gaussian from `MN(0, C_r C_r^T, C_c C_c^T)`.
-
-    `1/2 (E |C_r^-1 U C_c^-T|^2 - M_r M_c) + M_c log|C_r| + M_r log|C_c| - 1/2 log|S|`.
-    """
-    mean = _whiten(u.mean, row_tril, column_tril)
-    inverses = [None if tril is None else _inverse(tril) for tril in (row_tril, column_tril)]
-    spread = u.variance_through(*inverses).sum()
-    kl = (mean.square().sum() + spread - mean.numel()) / 2 - half_log_det
-    for tril, times in ((row_tril, mean.shape[1]), (column_tril, mean.shape[0])):
-        if tril is not None:
-            kl = kl + times * tril.diagonal().log().sum()
-    return kl
-
-
 def _sandwich(rows: Tensor | None, matrix: Tensor, columns: Tensor | None) -> Tensor:
     """Return `rows X columns^T`."""
     left = matrix if rows is None else rows @ matrix
@@ -82,7 +74,41 @@ def _squared(matrix: Tensor | None) -> Tensor | None:
     return None if matrix is None else matrix.square()
 
 
-class DiagonalU(InducingU):
+class GaussianU(InducingU):
+    """Base of those that are Normal.
+
+    Args:
+        loc: means, `(M_r, M_c)`.
+    """
+
+    def __init__(self, loc: Tensor) -> None:
+        self.loc = loc
+        super().__init__(loc.shape)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.loc
+
+    @abstractmethod
+    def half_logdet(self) -> Tensor:
+        """Return half the log-determinant of the covariance `S`."""
+
+    def kl(self, row_tril: Tensor | None, column_tril: Tensor | None) -> Tensor:
+        r"""Return the KL from `MN(0, C_r C_r^T, C_c C_c^T)`, in nats; None is the identity.
+
+        `1/2 (E |C_r^-1 U C_c^-T|^2 - M_r M_c) + M_c log|C_r| + M_r log|C_c| - 1/2 log|S|`.
+        """
+        mean = _whiten(self.loc, row_tril, column_tril)
+        inverses = [None if tril is None else _inverse(tril) for tril in (row_tril, column_tril)]
+        spread = self.variance_through(*inverses).sum()
+        kl = (mean.square().sum() + spread - mean.numel()) / 2 - self.half_logdet()
+        for tril, times in ((row_tril, mean.shape[1]), (column_tril, mean.shape[0])):
+            if tril is not None:
+                kl = kl + times * tril.diagonal().log().sum()
+        return kl
+
+
+class DiagonalU(GaussianU):
     """Independent Normals (FFG-U).
 
     Args:
@@ -91,12 +117,8 @@ class DiagonalU(InducingU):
     """
 
     def __init__(self, loc: Tensor, log_scale: Tensor) -> None:
-        self.loc, self.log_scale = loc, log_scale
-        super().__init__(loc.shape)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loc
+        self.log_scale = log_scale
+        super().__init__(loc)
 
     def rsample(self, sample_shape: SampleShape = ()) -> Tensor:
         noise = self.loc.new_empty((*sample_shape, *self.loc.shape)).normal_()
@@ -105,14 +127,14 @@ class DiagonalU(InducingU):
     def variance_through(self, rows: Tensor | None, columns: Tensor | None) -> Tensor:
         return _sandwich(_squared(rows), (2 * self.log_scale).exp(), _squared(columns))
 
-    def kl(self, row_tril: Tensor | None, column_tril: Tensor | None) -> Tensor:
-        return _gaussian_kl(self, self.log_scale.sum(), row_tril, column_tril)
+    def half_logdet(self) -> Tensor:
+        return self.log_scale.sum()
 
     def components(self) -> tuple[Tensor, Tensor]:
         return self.loc.reshape(1, -1), torch.diag((2 * self.log_scale).exp().reshape(-1))
 
 
-class FullU(InducingU):
+class FullU(GaussianU):
     """A Normal with a full covariance (FCG-U).
 
     Args:
@@ -121,12 +143,8 @@ class FullU(InducingU):
     """
 
     def __init__(self, loc: Tensor, scale_tril: Tensor) -> None:
-        self.loc, self.scale_tril = loc, scale_tril
-        super().__init__(loc.shape)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loc
+        self.scale_tril = scale_tril
+        super().__init__(loc)
 
     def rsample(self, sample_shape: SampleShape = ()) -> Tensor:
         noise = self.loc.new_empty((*sample_shape, self.loc.numel())).normal_()
@@ -141,15 +159,14 @@ class FullU(InducingU):
         ]
         return torch.stack(parts).sum(0)
 
-    def kl(self, row_tril: Tensor | None, column_tril: Tensor | None) -> Tensor:
-        half_log_det = self.scale_tril.diagonal().log().sum()
-        return _gaussian_kl(self, half_log_det, row_tril, column_tril)
+    def half_logdet(self) -> Tensor:
+        return self.scale_tril.diagonal().log().sum()
 
     def components(self) -> tuple[Tensor, Tensor]:
         return self.loc.reshape(1, -1), self.scale_tril @ self.scale_tril.mT
 
 
-class MatrixU(InducingU):
+class MatrixU(GaussianU):
     """A matrix normal, `MN(loc, T_r T_r^T, T_c T_c^T)`.
 
     Args:
@@ -159,13 +176,8 @@ class MatrixU(InducingU):
     """
 
     def __init__(self, loc: Tensor, row_scale_tril: Tensor, column_scale_tril: Tensor) -> None:
-        self.loc = loc
         self.row_scale_tril, self.column_scale_tril = row_scale_tril, column_scale_tril
-        super().__init__(loc.shape)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loc
+        super().__init__(loc)
 
     def rsample(self, sample_shape: SampleShape = ()) -> Tensor:
         noise = self.loc.new_empty((*sample_shape, *self.loc.shape)).normal_()
@@ -178,13 +190,12 @@ class MatrixU(InducingU):
         )
         return torch.outer(*(factor.square().sum(-1) for factor in factors))
 
-    def kl(self, row_tril: Tensor | None, column_tril: Tensor | None) -> Tensor:
+    def half_logdet(self) -> Tensor:
         rows, columns = self.loc.shape
-        half_log_det = (
+        return (
             columns * self.row_scale_tril.diagonal().log().sum()
             + rows * self.column_scale_tril.diagonal().log().sum()
         )
-        return _gaussian_kl(self, half_log_det, row_tril, column_tril)
 
     def components(self) -> tuple[Tensor, Tensor]:
         root = torch.kron(self.row_scale_tril, self.column_scale_tril)
