@@ -197,6 +197,22 @@ def test_a_subset_scales_the_prior():
     torch.testing.assert_close(scale, variance.sqrt(), **TIGHT)
 
 
+class Shifted(nn.Linear):
+    def forward(self, x, shift):
+        return super().forward(x) + shift
+
+
+def test_an_argument_without_rows_stays_whole_in_a_subset():
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3)
+    x, y, shift = torch.randn(6, 2), torch.randn(6, 1), torch.tensor(0.5)
+    bnn = tyxe.LaplaceBNN(Shifted(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood)
+    bnn.fit_curvature([((x, shift), y)])
+    bnn.fit_gp([((x, shift), y)], num_points=4)
+    assert [len(bnn.gp.inputs[0]), bnn.gp.inputs[1]] == [4, shift]
+    mean, scale = bnn.predict(x, shift, predictive="gp")
+    assert mean.shape == scale.shape == y.shape
+
+
 def test_it_follows_prior_and_weights():
     bnn, x, y = made()
     bnn.fit_curvature([(x, y)])

@@ -20,6 +20,7 @@ __all__ = [
     "is_loader",
     "not_empty",
     "split_rows",
+    "take_rows",
 ]
 
 
@@ -149,7 +150,7 @@ def split_rows(tree: Any, size: int) -> list[Any]:
         found = " and ".join(map(str, sorted(rows))) or "no"
         raise ValueError(f"the inputs have {found} rows; batch_size cuts tensors of one number")
     starts = range(0, max(rows.pop(), 1), size)
-    return [_cut(tree, slice(start, start + size)) for start in starts]
+    return [take_rows(tree, slice(start, start + size)) for start in starts]
 
 
 def _numbers_of_rows(tree: Any) -> Iterator[int]:
@@ -164,14 +165,20 @@ def _numbers_of_rows(tree: Any) -> Iterator[int]:
         raise TypeError(f"batch_size cannot cut a {type(tree).__name__}; pass a loader instead")
 
 
-def _cut(tree: Any, rows: slice) -> Any:
+def take_rows(tree: Any, rows: slice | Tensor) -> Any:
+    """Return some rows of every tensor of a batch of inputs; what has no rows stays.
+
+    Args:
+        tree: a batch of inputs.
+        rows: a slice, or indices.
+    """
     if is_constant(tree):
         return tree
     if isinstance(tree, Tensor):
-        return tree[rows]
+        return tree[rows if isinstance(rows, slice) else rows.to(tree.device)]
     if isinstance(tree, Mapping):
-        return {key: _cut(value, rows) for key, value in tree.items()}
-    return _like(tree, [_cut(item, rows) for item in tree])
+        return {key: take_rows(value, rows) for key, value in tree.items()}
+    return _like(tree, [take_rows(item, rows) for item in tree])
 
 
 def _like(container: Any, items: Iterable[Any]) -> Any:

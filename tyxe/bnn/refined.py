@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tyxe.bnn.base import modes_restored
-from tyxe.bnn.batches import batches_of, collect, split_rows
+from tyxe.bnn.batches import batches_of, collect, split_rows, take_rows
 from tyxe.bnn.linearized import linearize
 from tyxe.curvature import check_groups, check_memory, jacobian, joined
 from tyxe.linalg import Operator
@@ -59,8 +59,7 @@ class GPOnSubset:
         if not factor > 0:
             raise ValueError(f"factor is {factor}; it multiplies a precision: expected above 0")
         if self.num_points < total:
-            chosen = torch.randperm(total)[: self.num_points]
-            inputs = tree_map_tensors(lambda t: t[chosen.to(t.device)], inputs)
+            inputs = take_rows(inputs, torch.randperm(total)[: self.num_points])
         self.inputs, self.factor = inputs, factor
         self._of: tuple[Any, GPPredictive] | None = None
 
