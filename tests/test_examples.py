@@ -426,6 +426,66 @@ def test_image_laplace_parts(monkeypatch: pytest.MonkeyPatch):
     assert summary(seeds) == {"MAP": {"NLL": {"mean": 2.0, "standard error": 1.0}}}
 
 
+def test_transformer(tmp_path: Path):
+    names = ["head", "attention", "linear maps"]
+    rows = ["ML", "MAP", *(f"{how}, {name}" for how in ("mean field", "Laplace") for name in names)]
+    options = ("--smoke-test", "--out", str(tmp_path))
+    first = run("transformer.py", *options)
+    assert (first.returncode, first.stderr) == (0, ""), first.stderr
+    content = json.loads((tmp_path / "transformer.json").read_text())
+    assert {"command", "seed", "versions", "machine", "settings"} <= content.keys()
+    (seed,) = content["seeds"].values()
+    assert list(seed["rows"]) == list(seed["seconds"]) == list(content["summary"]) == rows
+    grid = content["settings"]["prior precisions"]
+    assert list(seed["prior precision"]) == rows[5:]
+    assert all(precision in grid for precision in seed["prior precision"].values())
+    # what is there is not run again, and the table comes from the file alone
+    table = run("transformer.py", "--table", "--out", str(tmp_path)).stdout
+    assert run("transformer.py", *options).stdout == table
+    assert first.stdout.endswith(table)
+    for name, row in seed["rows"].items():
+        assert all(math.isfinite(value) and value >= 0 for value in row.values())
+        assert max(row["AUROC turned"], row["AUROC rows shuffled"]) <= 1
+        cells = f"{row['accuracy %']:.2f} | {row['NLL']:.3f} | {row['ECE %']:.2f}"
+        assert f"| {name} | {cells} |" in table
+    for wrong in (("--seeds", "0"), ("--table", "--out", str(tmp_path / "nothing"))):
+        assert run("transformer.py", *wrong).returncode == 2
+
+
+def test_ddp_makes_the_curves_of_one_process(tmp_path: Path):
+    options = ("--smoke-test", "--out", str(tmp_path))
+    smoke("ddp.py", "ddp", tmp_path)
+    # standalone: on a free port, whoever else is on the machine
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "examples/ddp.py", *options],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "ddp.json").read_text())
+    one, two = content["runs"]["1 process"], content["runs"]["2 processes, same draws"]
+    assert one["command"].startswith("python examples/ddp.py --smoke-test")
+    assert two["command"].startswith("torchrun --nproc_per_node=2 examples/ddp.py --smoke-test")
+    for name, curve in one["curves"].items():
+        assert len(curve) == content["settings"]["epochs"]
+        assert curve[-1] < curve[0]
+        # float64, but for the order of sums
+        assert two["curves"][name] == pytest.approx(curve, rel=1e-12)
+        assert two["difference"][name] < 1e-12
+        assert f"2 processes, same draws, {name}: loss {curve[0]:.1f}" in done.stdout
+
+
+def test_ddp_refuses_a_batch_that_cannot_be_shared(tmp_path: Path):
+    """As torchrun would start it, but for the second process."""
+    done = run("ddp.py", "--batch", "63", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert "a batch of 63 cannot be shared out evenly among 2 processes" in done.stderr
+    assert "choose a --batch that 2 divides" in done.stderr
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_executes(name: str, monkeypatch: pytest.MonkeyPatch):
     for key, value in environment().items():

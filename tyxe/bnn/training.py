@@ -15,9 +15,10 @@ from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_first_batch, nonfinite_message
-from tyxe.bnn.elbo import ElboTerms, elbo_terms
+from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
+from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
 from tyxe.errors import TyxeWarning
 from tyxe.poutine import announce_objective
 
@@ -43,6 +44,7 @@ class FitOptions:
     lr_multipliers: Mapping[str, float] | None = None
     num_particles: int = 1
     closed_form_kl: bool = True
+    parallel: Parallel | None = None
 
     def beta_at(self, epoch: int) -> float:
         """Return the KL's weight in an epoch."""
@@ -64,6 +66,7 @@ class Trainer:
         options: as in `VariationalBNN.fit`.
 
     Raises:
+        TypeError: `parallel` is no `DistributedDataParallel`.
         ValueError: the BNN has no trainable parameters.
     """
 
@@ -76,6 +79,8 @@ class Trainer:
         self.optimizer = make_optimizer(optim, self.parameters, kinds, options.lr_multipliers)
         self.scheduler = pyro_scheduler(optim, self.parameters)
         self._pyro_clip = pyro_clipping(optim)
+        self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
+        self.processes = Processes(self.objective, options.parallel)
         # A forward changes these before its loss is known to be finite.
         norms = [module for module in bnn.net.modules() if isinstance(module, _WITH_STATISTICS)]
         self._statistics = [b for module in norms for b in module.buffers(recurse=False)]
@@ -83,7 +88,8 @@ class Trainer:
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
         """Count epochs, with a bar on a terminal."""
-        self._bar = progress_bar(range(first, first + count), "fit", "epoch", progress)
+        shown = progress if self.processes.first else False
+        self._bar = progress_bar(range(first, first + count), "fit", "epoch", shown)
         yield from self._bar
 
     def run_epoch(self, loader: Iterable[Any], epoch: int, device: Any, history: History) -> None:
@@ -93,7 +99,8 @@ class Trainer:
         data: Any = 0.0
         kl: Any = 0.0
         points = 0
-        for inputs, targets in batches_of(loader, device):
+        shuffle_anew(loader, epoch, self.options.parallel is not None)
+        for inputs, targets in self.processes.in_step(batches_of(loader, device)):
             if not self._checked:
                 check_first_batch(self.bnn, self.bnn.one_draw, inputs, targets)
             # Pyro validates shapes in the first step; later ones need not pay for it again.
@@ -103,9 +110,10 @@ class Trainer:
             data = data + terms.data.detach() * terms.points
             kl = kl + terms.kl.detach() * terms.points
             points += terms.points
-        self._warn_of_size(points)
-        weight = 1.0 / max(points, 1)
-        log_likelihood, divergence = float(data) * weight, float(kl) * weight
+        sums = self.processes.total([float(data), float(kl), points])
+        self._warn_of_size(int(sums[2]))
+        weight = 1.0 / max(sums[2], 1)
+        log_likelihood, divergence = sums[0] * weight, sums[1] * weight
         loss = beta * divergence - log_likelihood
         history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
         self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
@@ -162,14 +170,10 @@ class Trainer:
 
     def _particle(self, inputs: Any, targets: Tensor, beta: float) -> ElboTerms:
         """Add one draw's gradient of `(beta kl - data) / N / particles`."""
-        bnn = self.bnn
-        terms = elbo_terms(
-            bnn.model, bnn.guide, inputs, targets, closed_form_kl=self.options.closed_form_kl
-        )
-        scale = 1.0 / (bnn.likelihood.dataset_size * self.options.num_particles)
-        loss = (beta * terms.kl - terms.data) * scale
+        loss = self.processes.objective(inputs, targets, beta)
+        terms = self.objective.take_terms()
         # Checkpointed nets run again during backward, and must meet the same draws.
-        with bnn.substituted(terms.values):
+        with self.bnn.substituted(terms.values):
             loss.backward()
         return terms
 

@@ -14,6 +14,7 @@ from tyxe.bnn.base import modes_restored, set_train_mode
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.history import History
 from tyxe.bnn.linearized import guide_covariance
+from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.state import Checkpoint
 from tyxe.bnn.training import FitOptions, Trainer
@@ -155,6 +156,7 @@ class VariationalBNN(SupervisedBNN):
         clip_norm: float | None = None,
         lr_multipliers: Mapping[str, float] | None = None,
         progress: bool | None = None,
+        parallel: Parallel | None = None,
     ) -> History:
         r"""Fit guide, deterministic parameters and the likelihood's variables by the ELBO.
 
@@ -178,6 +180,8 @@ class VariationalBNN(SupervisedBNN):
             lr_multipliers: factors on the learning rate by kind of parameter, such as
                 `{"scale": 10}`; the kinds are `loc`, `scale` and `deterministic`.
             progress: show a bar; by default on a terminal only.
+            parallel: `torch.nn.parallel.DistributedDataParallel`, or a partial of it, where this
+                is one of several processes, each of whose loaders yields its part of every batch.
 
         Returns:
             Loss, data term and KL of every epoch, in nats for the whole data set.
@@ -185,13 +189,16 @@ class VariationalBNN(SupervisedBNN):
         Raises:
             TypeError: arguments swapped, or of a wrong type.
             ValueError: an empty loader, one of another structure, targets that do not fit the
-                likelihood, a batch larger than `dataset_size`.
+                likelihood, a batch larger than `dataset_size`; processes with batches of
+                different sizes.
             RuntimeError: the loss or its gradient is not finite; the parameters are those
                 before the step.
         """
         check_fit_arguments(optim, num_epochs, num_particles)
         check_options(beta, clip_norm)
-        options = FitOptions(beta, clip_norm, lr_multipliers, num_particles, closed_form_kl)
+        options = FitOptions(
+            beta, clip_norm, lr_multipliers, num_particles, closed_form_kl, parallel
+        )
         with modes_restored(self):
             if not any(module.training for module in self.modules()):
                 set_train_mode(self)
