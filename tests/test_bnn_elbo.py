@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pyro.infer.autoguide as autoguide
 import pytest
 import torch
+import torch.distributions as td
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch import nn
 
@@ -97,12 +98,16 @@ def test_monte_carlo_form_is_pyros_trace_elbo(guide, prior):
     assert_same(ours(bnn, x, y, closed_form_kl=False), pyros(bnn, x, y, Trace_ELBO()))
 
 
+# Over all sites at once, where Pyro draws and we need not.
+JOINT_NORMALS = ["AutoMultivariateNormal", "AutoLowRankMultivariateNormal"]
 # Of Pyro's guides on a hierarchical prior, Pyro's closed form is wrong: see the next test.
 RIGHT_IN_PYRO = [
     (g, p)
     for g in OURS | PYROS
     for p in PRIORS
-    if (g in OURS or p != "hierarchical") and g != "AutoRadial"
+    if (g in OURS or p != "hierarchical")
+    and g != "AutoRadial"
+    and (g not in JOINT_NORMALS or p != "normal")
 ]
 
 
@@ -111,6 +116,23 @@ def test_closed_form_is_pyros_mean_field_elbo(guide, prior):
     bnn = make((OURS | PYROS)[guide], PRIORS[prior])
     x, y = data()
     assert_same(ours(bnn, x, y, closed_form_kl=True), pyros(bnn, x, y, TraceMeanField_ELBO()))
+
+
+@pytest.mark.parametrize("guide", JOINT_NORMALS)
+def test_the_kl_of_a_joint_normal_is_that_of_all_weights_together(guide):
+    bnn = make(PYROS[guide], PRIORS["normal"])
+    x, y = data()
+    terms = elbo_terms(bnn.model, bnn.guide, x, y)
+    posterior = bnn.net_guide.guide.get_posterior()
+    q = td.MultivariateNormal(posterior.mean, posterior.covariance_matrix)
+    trace = pyro.poutine.trace(bnn.net_prior).get_trace()
+    nodes = [trace.nodes[name] for name in trace.stochastic_nodes]
+    locs, scales = (
+        torch.cat([getattr(n["fn"].base_dist, what).flatten() for n in nodes])
+        for what in ("loc", "scale")
+    )
+    expected = td.kl_divergence(q, td.MultivariateNormal(locs, scale_tril=scales.diag()))
+    torch.testing.assert_close(terms.kl, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("prior", [p for p in PRIORS if p != "hierarchical"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from tyxe.priors import Prior, SitePriors
 from tyxe.priors.selection import parameters_of
 from tyxe.util import SITE_PRIORS, call_with
 
-__all__ = ["BNN", "modes_restored", "set_train_mode"]
+__all__ = ["BNN", "modes_restored", "prior_fixed", "set_train_mode"]
 
 
 @contextmanager
@@ -27,6 +28,22 @@ def modes_restored(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+# Not an attribute: a copy that a callback makes is not being fitted.
+_FITTING: weakref.WeakSet[BNN] = weakref.WeakSet()
+
+
+@contextmanager
+def prior_fixed(bnn: BNN) -> Iterator[None]:
+    """Let nobody update a BNN's prior: the objective, and what the optimiser knows, hang on it."""
+    outer = bnn in _FITTING
+    _FITTING.add(bnn)
+    try:
+        yield
+    finally:
+        if not outer:
+            _FITTING.discard(bnn)
 
 
 def _check_prior(prior: Any) -> None:
@@ -145,6 +162,7 @@ class BNN(nn.Module):
         Raises:
             TypeError: not a prior.
             ValueError: the prior does not fit; the old one then stays.
+            RuntimeError: a fit is going on, as it is in a callback.
 
         Example:
             >>> import tyxe, pyro.distributions as dist
@@ -155,6 +173,11 @@ class BNN(nn.Module):
             >>> bnn.update_prior(tyxe.priors.DictPrior(posterior))
         """
         _check_prior(prior)
+        if self in _FITTING:
+            raise RuntimeError(
+                "the prior cannot be updated within a fit, whose objective it is a part of; let "
+                "the callback return True, and update it then"
+            )
         prior.update_(self.net)
         self.prior = prior
 
@@ -180,10 +203,11 @@ class BNN(nn.Module):
         Raises:
             RuntimeError: the state is that of another architecture.
         """
-        before = copy.deepcopy(self.state_dict())
+        before, priors = copy.deepcopy(self.state_dict()), self.net_prior.snapshot()
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except Exception as error:
+            self.net_prior.restore(priors)
             super().load_state_dict(before, strict=False)
             if "optimizer" in state_dict and "bnn" in state_dict:
                 raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None

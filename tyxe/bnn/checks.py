@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tyxe.bnn.history import History
 from tyxe.curvature import check_is_tensor
-from tyxe.distributions import PrunedNormal, is_discrete
+from tyxe.distributions import JointMarginal, PrunedNormal, is_discrete
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import Likelihood
 from tyxe.poutine import masked_pointwise
@@ -155,7 +155,7 @@ def _bad_kl_sites(bnn: SupervisedBNN) -> str:
     bad = []
     for name, q in posterior().items():
         prior = priors.get(name)
-        if isinstance(prior, td.Distribution):
+        if isinstance(prior, td.Distribution) and not isinstance(prior, JointMarginal):
             with torch.no_grad():
                 value = q.rsample() if q.has_rsample else q.sample()
                 if not bool(prior.log_prob(value).isfinite().all()):
@@ -205,7 +205,9 @@ def _warn_of_scales(bnn: SupervisedBNN) -> None:
 
 
 def _relative_scale(q: td.Distribution, prior: Any) -> float | None:
-    if not isinstance(prior, td.Distribution) or is_discrete(prior.support):
+    # Variances of a joint prior may take a dense matrix.
+    joint = isinstance(prior, JointMarginal)
+    if joint or not isinstance(prior, td.Distribution) or is_discrete(prior.support):
         return None
     try:
         ratio, scale = q.variance.sqrt() / prior.variance.sqrt(), prior.variance

@@ -14,9 +14,10 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from tyxe.bnn.coupled import kl_of_coupled, not_in_model, site_value
 from tyxe.distributions import (
     JointDistribution,
-    SiteProduct,
+    JointPart,
     independent_moments,
     joins,
     joint_kl,
@@ -56,7 +57,7 @@ def elbo_terms(
     `sum_n E_q log p(y_n | f(x_n, w)) - KL(q || p)` [T 4.6, VL 10]. Scales and masks that plates
     and other handlers put on a site multiply its terms. For each latent site the KL is the closed
     form, if `torch.distributions.kl` knows the pair, else `log q(w) - log p(w)` at the draw; sites
-    of a `JointDistribution` have one KL, from the `SiteProduct` of their priors. Nothing is
+    that a `JointDistribution` couples, as posterior or prior, have one KL together. Nothing is
     computed that is not used: the log-probability of a site with a closed form never is. The sum
     equals Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on the same draws;
     but for deltas, whose log-density the latter forgets: Pyro's autoguides on constrained sites get
@@ -110,14 +111,8 @@ def _samples(trace: Trace, observed: bool) -> list[tuple[str, Any]]:
     ]
 
 
-def _value(site: Any) -> Tensor:
-    # Not a use of the weight in the net, so no handler is told.
-    value: Tensor = site["value"]
-    return value.value() if isinstance(value, Draw) else value
-
-
 def _log_prob(site: Any) -> Tensor:
-    log_prob = site["fn"].log_prob(_value(site))
+    log_prob = site["fn"].log_prob(site_value(site))
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
 
@@ -191,12 +186,12 @@ def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
     q = guide_site["fn"]
     if isinstance(q, dist.Delta):
         # Pyro's closed form forgets the log-density: the Jacobian of a site's transform.
-        return q.log_density - log_density(prior, _value(guide_site))
+        return q.log_density - log_density(prior, site_value(guide_site))
     try:
         return td.kl_divergence(q, prior)
     except NotImplementedError:
         entropy = known_entropy(q)
-        return None if entropy is None else -entropy - prior.log_prob(_value(guide_site))
+        return None if entropy is None else -entropy - prior.log_prob(site_value(guide_site))
 
 
 def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
@@ -204,11 +199,13 @@ def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
     joint: list[Any] = []
     total: Any = 0.0
     rest = dict(pairs)
-    for name, (site, _) in pairs.items():
-        if _is_joint(site):
-            del rest[name]
-            members = [rest.pop(member) for member in site["fn"].names]
-            total = total + _kl_of_joint(site, members, closed_form_kl)
+    for names in _coupled(pairs):
+        members = {name: rest.pop(name) for name in pairs if name in names}
+        sites = [site for name, (site, _) in pairs.items() if _is_joint(site)]
+        coupling = [site for site in sites if names.issuperset(site["fn"].names)]
+        for site in coupling:
+            del rest[site["name"]]
+        total = total + kl_of_coupled(coupling, members, closed_form_kl)
     for guide_site, model_site in rest.values():
         one = _joins(guide_site, model_site) if closed_form_kl else None
         if one is None:
@@ -218,47 +215,32 @@ def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
     return total + joint_kl(joint) if joint else total
 
 
+def _coupled(pairs: dict[str, tuple[Any, Any]]) -> list[set[str]]:
+    """Sites that a joint posterior or prior puts together, or one after the other."""
+    found: list[set[str]] = []
+    for site, model_site in pairs.values():
+        names: set[str] = set()
+        if _is_joint(site):
+            names.update(site["fn"].names)
+        if model_site is not None and isinstance(model_site["fn"], JointPart):
+            names.update(model_site["fn"].joint.names)
+        if names:
+            met = [other for other in found if other & names]
+            found = [other for other in found if not other & names]
+            found.append(names.union(*met))
+    return found
+
+
 def _joins(guide_site: Any, model_site: Any) -> Any:
     scale, mask = guide_site["scale"], guide_site["mask"]
     counts_once = isinstance(scale, float) and scale == 1.0 and (mask is None or mask is True)
     return joins(guide_site["fn"], model_site["fn"]) if model_site and counts_once else None
 
 
-def _kl_of_joint(site: Any, members: list[tuple[Any, Any]], closed_form_kl: bool) -> Tensor:
-    """The KL of a posterior over several sites, which are deltas at the parts of its draw."""
-    for guide_site, model_site in members:
-        if model_site is None:
-            raise _not_in_model(guide_site["name"])
-    scale, mask = members[0][0]["scale"], members[0][0]["mask"]
-    if any(other["scale"] != scale or other["mask"] is not mask for other, _ in members):
-        raise ValueError(
-            f"the posterior of {', '.join(site['fn'].names)} is one, so their KL cannot be scaled "
-            "one by one: expose all of them"
-        )
-    q, value = site["fn"], _value(site)
-    prior = SiteProduct({model_site["name"]: model_site["fn"] for _, model_site in members})
-    kl = None
-    if closed_form_kl:
-        try:
-            kl = td.kl_divergence(q, prior)
-        except NotImplementedError:
-            kl = None
-    if kl is None:
-        kl = q.log_prob(value) - prior.log_prob_of(q.separate(value))
-    return scale_and_mask(kl, scale, mask).sum()
-
-
-def _not_in_model(name: str) -> ValueError:
-    return ValueError(
-        f"the guide samples {name!r}, which the model does not have; after a change of prior that "
-        "adds or drops variables, build the BNN anew"
-    )
-
-
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
     if model_site is None:
         if not guide_site["infer"].get("is_auxiliary"):
-            raise _not_in_model(guide_site["name"])
+            raise not_in_model(guide_site["name"])
         # An auxiliary variable of the guide, such as the joint vector of Pyro's autoguides.
         return _log_prob(guide_site)
     if closed_form_kl:

@@ -11,6 +11,7 @@ import torch.distributions as td
 from torch import Tensor
 
 from tyxe.curvature import Curvature, Group, joined
+from tyxe.distributions import JointMarginal
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
 
@@ -41,6 +42,12 @@ def prior_moments(
     """
     means, precisions = {}, {}
     for name, prior in priors:
+        if isinstance(prior, JointMarginal):
+            raise ValueError(
+                f"the prior is one over all sites, the posterior of earlier data, and this takes "
+                f"Normals of each: {name!r} has none. Use a LaplaceBNN with such a prior, or "
+                "update_prior first"
+            )
         base = prior.base_dist if isinstance(prior, td.Independent) else prior
         if not isinstance(base, td.Normal):
             kind = type(base).__name__ if isinstance(base, td.Distribution) else "hierarchical"

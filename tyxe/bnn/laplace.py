@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tyxe.bnn.base import modes_restored, set_train_mode
+from tyxe.bnn.base import modes_restored, prior_fixed, set_train_mode
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_fit_arguments, check_known, check_options, check_outputs
 from tyxe.bnn.evidence import log_evidence, posterior_precision, with_noise
 from tyxe.bnn.history import History
 from tyxe.bnn.linearized import PREDICTIVES, linearize
+from tyxe.bnn.online import joint_evidence, joint_precision, reordered
 from tyxe.bnn.posterior import LaplacePosterior
 from tyxe.bnn.prior_precision import (
     PriorPrecision,
@@ -32,14 +33,15 @@ __all__ = ["LaplaceBNN"]
 
 
 class LaplaceBNN(LaplacePosterior):
-    r"""Any net with a Gaussian about its fitted weights, `N(w*, (G / T + P0)^-1)`.
+    r"""Any net with a Gaussian about its fitted weights, `N(w*, (lambda G / T + P0)^-1)`.
 
     `w*` maximises the posterior, `G` is the curvature of the likelihood there and `P0` the prior's
-    precision [T 3.1, GLM 2]. Which weights: those that the prior exposes.
+    precision [T 3.1, GLM 2]. Which weights: those that the prior exposes. The prior may be an
+    earlier posterior, whose precision takes the place of `P0`: online Laplace [T 3.54-3.56].
 
     Args:
         net: any module; it is copied. Its own values are `w*` until `fit` changes them.
-        prior: one of `tyxe.priors`, with Normal distributions.
+        prior: one of `tyxe.priors`, with Normal distributions, of each site or of all together.
         likelihood: one of `tyxe.likelihoods`, without variables of its own.
         structure: of `G`: `"kron"`, one Kronecker product for each linear map; `"diag"`; `"full"`.
         curvature: `"ggn"`, exact; `"fisher"`, one sampled label a point; `"empirical"`, the true
@@ -47,13 +49,19 @@ class LaplaceBNN(LaplacePosterior):
         num_passes: how often `fit_curvature` goes through its loader, for augmented data.
         temperature: `T`; below 1 it concentrates the posterior.
         damping: spread the prior's precision over both Kronecker factors [T 3.41].
+        multiplier: `lambda` of online Laplace, on the curvature in the posterior; the fit is as
+            without it.
+        accumulate: what becomes of the prior's precision and a new curvature: their `"sum"`, which
+            for `"kron"` keeps a product for each task [T 3.59]; one product of `"average"` factors
+            [T 3.60]; or for each task a penalty about its own mode, `"modes"` [T 3.71].
         reduce: for `"kron"`: sum over positions that share weights before the product.
         name: prefix of all site names.
 
     Raises:
         TypeError: as in `BNN`.
-        ValueError: an unknown structure or curvature; a prior that is not Gaussian; a likelihood
-            with variables of its own; a matrix too large for memory.
+        ValueError: an unknown structure, curvature or accumulation; a multiplier or temperature
+            that is not positive; a prior that is not Gaussian; a likelihood with variables of its
+            own; a matrix too large for memory.
 
     Reference:
         [T] 3.1-3.2; [GLM]; [LA].
@@ -86,6 +94,8 @@ class LaplaceBNN(LaplacePosterior):
         num_passes: int = 1,
         temperature: float = 1.0,
         damping: bool = False,
+        multiplier: float = 1.0,
+        accumulate: str = "sum",
         reduce: bool = False,
         name: str = "",
     ) -> None:
@@ -95,6 +105,7 @@ class LaplaceBNN(LaplacePosterior):
             raise ValueError(f"num_passes is {num_passes}; expected a positive number")
         self.curvature, self.num_passes, self.reduce = curvature, num_passes, reduce
         self.temperature, self.damping = temperature, damping
+        self.multiplier, self.accumulate = multiplier, accumulate
         self.gp: GPOnSubset | None = None
 
     # ------------------------------------------------------------------ fit
@@ -137,6 +148,8 @@ class LaplaceBNN(LaplacePosterior):
         """
         check_fit_arguments(optim, num_epochs, 1)
         check_options(1.0, clip_norm)
+        if evidence_every:
+            self._prior_moments()
         self._forget()
         history = History()
         with modes_restored(self):
@@ -145,13 +158,15 @@ class LaplaceBNN(LaplacePosterior):
             # T never touches the prior: the mode is that of log p(D|w) / T + log p(w).
             trainer = Trainer(self, optim, FitOptions(self.temperature, clip_norm, lr_multipliers))
             for epoch in trainer.epochs(0, num_epochs, progress):
-                trainer.run_epoch(data_loader, epoch, device, history)
+                with prior_fixed(self):
+                    trainer.run_epoch(data_loader, epoch, device, history)
                 if evidence_every and (epoch + 1) % evidence_every == 0:
                     self.fit_curvature(data_loader, device, progress=False)
                     self.optimize_prior_precision()
                     self._forget()
-                if callback is not None and callback(self, epoch, history.loss[-1]):
-                    break
+                with prior_fixed(self):
+                    if callback is not None and callback(self, epoch, history.loss[-1]):
+                        break
         self.fit_curvature(data_loader, device, progress=progress)
         return history
 
@@ -256,14 +271,19 @@ class LaplaceBNN(LaplacePosterior):
             [LA]; [T] 3.1.
         """
         curvature = self._fitted()
+        log_likelihood: float | Tensor = curvature.log_likelihood
+        like, temperature = self.net_guide.loc_vector().detach(), self._curvature_temperature
+        if noise is not None:
+            curvature, log_likelihood = with_noise(curvature, self.likelihood, noise, like)
+        joint = self._joint_prior()
+        if joint is not None and prior_precision is None:
+            prior = reordered(joint, curvature.groups)
+            precision = joint_precision(curvature, prior, 1 / temperature, self.accumulate)
+            return joint_evidence(log_likelihood, prior, like, precision, self.temperature)
         precisions = self._prior_moments()[1]
         if prior_precision is not None:
             precisions = spread(prior_precision, precisions, self.net_prior.prefix)
-        log_likelihood: float | Tensor = curvature.log_likelihood
-        if noise is not None:
-            like = self.net_guide.loc_vector()
-            curvature, log_likelihood = with_noise(curvature, self.likelihood, noise, like)
-        posterior = posterior_precision(curvature, precisions, self.temperature, self.damping)
+        posterior = posterior_precision(curvature, precisions, temperature, self.damping)
         squares = self._squared_deviations()
         return log_evidence(log_likelihood, squares, precisions, posterior, self.temperature)
 
@@ -313,6 +333,8 @@ class LaplaceBNN(LaplacePosterior):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceBNN:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.net_guide.next_prior is not None:
+            self._refresh()
         if self.gp is not None:
             # What is given to predict has the net's new type and device, and so has the subset.
             self.gp.inputs = tree_map_tensors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,10 +12,20 @@ from torch import Tensor, nn
 from tyxe.bnn.checks import check_known
 from tyxe.bnn.evidence import posterior_precision, prior_moments
 from tyxe.bnn.linearized import linearize
+from tyxe.bnn.online import (
+    ACCUMULATE,
+    emptied,
+    factorized_joint,
+    is_same,
+    joint_precision,
+    next_penalty,
+    reordered,
+)
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.curvature import (
     ACCUMULATORS,
     Curvature,
+    Group,
     LaplaceGuide,
     Linearization,
     check_groups,
@@ -23,9 +34,10 @@ from tyxe.curvature import (
     functional_covariance,
     joint_covariance,
 )
+from tyxe.distributions import GaussianJoint
 from tyxe.guides import PretrainedInitializer
 from tyxe.likelihoods import Likelihood
-from tyxe.linalg import BlockDiagonal
+from tyxe.linalg import BlockDiagonal, is_diagonal
 from tyxe.priors import Prior
 
 __all__ = ["LaplacePosterior"]
@@ -49,7 +61,7 @@ class LaplacePosterior(SupervisedBNN):
         ValueError: as there.
     """
 
-    _temperature, _damping = 1.0, False
+    _temperature, _multiplier, _damping, _accumulate = 1.0, 1.0, False, "sum"
 
     def __init__(
         self, net: nn.Module, prior: Prior, likelihood: Likelihood, structure: str, name: str
@@ -66,7 +78,7 @@ class LaplacePosterior(SupervisedBNN):
             name: slots[0][0]._parameters[slots[0][1]].shape  # type: ignore[union-attr]
             for name, slots in self._slots.items()
         }
-        self._prior_moments()
+        self._check_prior()
         check_size(structure, sum(s.numel() for s in self._shapes.values()))
         self.net_guide = LaplaceGuide(self.net_prior, PretrainedInitializer.from_net(net))
 
@@ -114,17 +126,63 @@ class LaplacePosterior(SupervisedBNN):
         self._refresh()
 
     @property
+    def multiplier(self) -> float:
+        """`lambda`, which multiplies the curvature in the posterior, and not in the fit [T 3.56].
+
+        Above 1 the next task forgets less; the posterior follows it.
+
+        Raises:
+            ValueError: a multiplier that is not positive is set.
+        """
+        return self._multiplier
+
+    @multiplier.setter
+    def multiplier(self, multiplier: float) -> None:
+        if not 0 < multiplier < math.inf:
+            raise ValueError(f"multiplier is {multiplier}; expected a positive number")
+        self._multiplier = multiplier
+        self._refresh()
+
+    @property
+    def accumulate(self) -> str:
+        """How curvatures add up over tasks: `"sum"`, `"average"` or `"modes"`.
+
+        Raises:
+            ValueError: another is set.
+        """
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, accumulate: str) -> None:
+        check_known("accumulate", accumulate, ACCUMULATE)
+        self._accumulate = accumulate
+        self._refresh()
+
+    @property
+    def _curvature_temperature(self) -> float:
+        """What divides the curvature in the posterior, `T / lambda`."""
+        return self.temperature / self.multiplier
+
+    @property
     def damping(self) -> bool:
         """Whether the prior's precision is spread over both factors; the posterior follows it."""
         return self._damping
 
     @damping.setter
     def damping(self, damping: bool) -> None:
-        self._damping = damping
-        self._refresh()
+        before, self._damping = self._damping, damping
+        try:
+            self._refresh()
+        except ValueError:
+            self._damping = before
+            raise
 
     def update_prior(self, prior: Prior) -> None:
         """Replace the prior; the curvature stays, and the posterior follows.
+
+        Unless the new prior is the posterior itself, as `net_guide.get_detached_distributions`
+        gives it: then it has taken the curvature up, the posterior stays what it is, and the next
+        `fit` adds the curvature of new data [T 3.56].
 
         Args:
             prior: as in `BNN.update_prior`.
@@ -133,14 +191,18 @@ class LaplacePosterior(SupervisedBNN):
             TypeError: as there.
             ValueError: as there; or a prior that is not Gaussian, or that the structure does not
                 take.
+            RuntimeError: as there.
         """
-        before = self.prior
+        before, priors = self.prior, self.net_prior.snapshot()
         super().update_prior(prior)
         try:
-            self._prior_moments()
-            self._refresh()
+            self._check_prior()
+            curvature = self.net_guide.curvature
+            if curvature is not None:
+                self._take(emptied(curvature) if self._has_taken_up(curvature) else curvature)
         except ValueError:
-            super().update_prior(before)
+            self.prior = before
+            self.net_prior.restore(priors)
             raise
 
     def _fitted(self) -> Curvature:
@@ -153,6 +215,46 @@ class LaplacePosterior(SupervisedBNN):
 
     def _forget(self) -> None:
         self.net_guide.curvature = self.net_guide.precision = None
+        self.net_guide.next_prior = None
+
+    def _check_prior(self) -> None:
+        if not self.net_prior.joints():
+            self._prior_moments()
+        else:
+            self._joint_prior()
+
+    def _joint_prior(self) -> GaussianJoint | None:
+        """The prior over all sites at once, or None where each has its own.
+
+        Raises:
+            ValueError: a joint prior that is not Gaussian, or over some sites only.
+        """
+        joints = self.net_prior.joints()
+        if not joints:
+            return None
+        if not isinstance(joints[0], GaussianJoint) or set(joints[0].names) != set(self._shapes):
+            kinds = ", ".join(f"{type(j).__name__} over {', '.join(j.names)}" for j in joints)
+            raise ValueError(
+                "the Laplace approximation needs Gaussian priors, of each site or of all of them "
+                f"together, but there is {kinds}"
+            )
+        return joints[0]
+
+    def _prior_over(self, groups: list[Group]) -> GaussianJoint:
+        """The prior over all sites at once, in the order of groups."""
+        joint = self._joint_prior()
+        if joint is not None:
+            return reordered(joint, groups)
+        return factorized_joint(groups, *self._prior_moments())
+
+    def _has_taken_up(self, curvature: Curvature) -> bool:
+        """Whether the prior is what the posterior is to a next task."""
+        posterior = self.net_guide.next_prior or self.net_guide.joint()
+        prior = self._joint_prior()
+        if prior is None and not is_diagonal(posterior.precision):
+            return False
+        like = next(iter(self.net_guide.parameters()))
+        return is_same(self._prior_over(curvature.groups), posterior, like.dtype)
 
     def _prior_moments(self) -> tuple[Values, Values]:
         prefix = self.net_prior.prefix
@@ -172,9 +274,24 @@ class LaplacePosterior(SupervisedBNN):
     @torch.no_grad()
     def _take(self, curvature: Curvature) -> None:
         """Let the posterior be that of a curvature and the prior; on an error nothing changes."""
-        precisions = self._prior_moments()[1]
-        found = posterior_precision(curvature, precisions, self.temperature, self.damping)
+        temperature = self._curvature_temperature
+        joint = self._joint_prior()
+        if joint is None:
+            precisions = self._prior_moments()[1]
+            found = posterior_precision(curvature, precisions, temperature, self.damping)
+        else:
+            if self.damping:
+                raise ValueError(
+                    "damping spreads the prior's precision over both factors, and a joint prior "
+                    "has no one precision: set damping=False before the second task"
+                )
+            prior = reordered(joint, curvature.groups)
+            found = joint_precision(curvature, prior, 1 / temperature, self.accumulate)
         self.net_guide.curvature, self.net_guide.precision = curvature, found.detach()
+        self.net_guide.next_prior = None
+        if self.accumulate == "modes":
+            prior, loc = self._prior_over(curvature.groups), self.net_guide.loc_vector()
+            self.net_guide.next_prior = next_penalty(prior, curvature, loc, 1 / temperature)
 
     # ------------------------------------------------------------------ outputs
 
@@ -222,4 +339,6 @@ class LaplacePosterior(SupervisedBNN):
             RuntimeError: the state is that of another architecture, or of another structure.
         """
         check_structure(state_dict.get("net_guide._extra_state", {}), self.structure)
-        return super().load_state_dict(state_dict, strict, assign)
+        found = super().load_state_dict(state_dict, strict, assign)
+        self._refresh()
+        return found

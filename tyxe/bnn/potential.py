@@ -108,7 +108,11 @@ class Potential:
         # The identity need not be applied to each site at each step.
         self.transforms = {n: transforms[n] for n, p in priors.items() if not is_real(p.support)}
         self.layout = Layout({name: self._shape(name, prior) for name, prior in priors.items()})
-        self._others = {n: _unvalidated(p) for n, p in priors.items() if _normal(p) is None}
+        self._joints = bnn.net_prior.joints()
+        coupled = {name for joint in self._joints for name in joint.names}
+        self._others = {
+            n: _unvalidated(p) for n, p in priors.items() if n not in coupled and _normal(p) is None
+        }
         self._prepare_normals(priors)
         self._prepare_likelihood(targets)
 
@@ -121,6 +125,7 @@ class Potential:
         values = self.layout.split(flat)
         terms = self._constrain(values)
         terms += [prior.log_prob(values[name]).sum() for name, prior in self._others.items()]
+        terms += [joint.log_prob(joint.join(values)) for joint in self._joints]
         latents = {name: values[joint] for name, joint in self._latents.items()}
         predictions = at_least_float32(self.bnn.run_net(values, self.inputs))
         residual = flat if self._loc is None else flat - self._loc

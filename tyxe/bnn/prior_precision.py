@@ -100,7 +100,7 @@ def maximize_evidence(
     """
     curvature = bnn.net_guide.curvature
     owner = {site: g.name if per_site else "" for g in curvature.groups for site in g.sites}
-    logdet = logdet_of_numbers(curvature, owner, bnn.temperature, bnn.damping)
+    logdet = logdet_of_numbers(curvature, owner, bnn._curvature_temperature, bnn.damping)
     precisions = bnn._prior_moments()[1]
     found = ascent(owner, bnn._squared_deviations(), precisions, logdet, num_steps, lr)
     _set_precision(bnn, {site: found[key] for site, key in owner.items()})

@@ -83,7 +83,7 @@ class GPOnSubset:
             features.append(_features(bnn, linear))
             roots.append(hessian_root(bnn.likelihood, linear.outputs.detach()))
         factor = self.factor * bnn.likelihood.dataset_size / self.num_points
-        root = torch.cat(roots) / math.sqrt(bnn.temperature)
+        root = torch.cat(roots) / math.sqrt(bnn._curvature_temperature)
         return GPPredictive(Features.joined(features), root, factor)
 
 

@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import modes_restored, set_train_mode
+from tyxe.bnn.base import modes_restored, prior_fixed, set_train_mode
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.history import History
 from tyxe.bnn.linearized import guide_covariance
@@ -199,7 +199,7 @@ class VariationalBNN(SupervisedBNN):
         options = FitOptions(
             beta, clip_norm, lr_multipliers, num_particles, closed_form_kl, parallel
         )
-        with modes_restored(self):
+        with modes_restored(self), prior_fixed(self):
             if not any(module.training for module in self.modules()):
                 set_train_mode(self)
             trainer = Trainer(self, optim, options)

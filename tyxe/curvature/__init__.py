@@ -8,10 +8,10 @@ from tyxe.curvature.covariance import (
     jacobian,
     joint_covariance,
 )
-from tyxe.curvature.groups import Group, LinearGroup, PlainGroup, joined, separated
 from tyxe.curvature.guide import LaplaceGuide, check_structure
 from tyxe.curvature.linearize import Linearization, check_is_tensor, is_constant, linearized
 from tyxe.curvature.memory import check_memory, check_size
+from tyxe.distributions import Group, LinearGroup, PlainGroup, joined, separated
 
 __all__ = [
     "ACCUMULATORS",

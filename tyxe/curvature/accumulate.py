@@ -9,9 +9,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from tyxe.curvature.groups import Group, LinearGroup
 from tyxe.curvature.linearize import BUDGET, FactoredRows, Rows
 from tyxe.curvature.memory import check_memory
+from tyxe.distributions import Group, LinearGroup
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator, dense_bytes
 
 __all__ = ["ACCUMULATORS", "Accumulator"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature.accumulate import ACCUMULATORS, Accumulator, KroneckerAccumulator
-from tyxe.curvature.groups import Group
 from tyxe.curvature.linearize import Linearization
+from tyxe.distributions import Group
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
 from tyxe.linalg import BlockDiagonal

@@ -13,10 +13,18 @@ import torch.distributions as td
 from torch import Tensor, nn
 
 from tyxe.curvature.collect import Curvature
-from tyxe.curvature.groups import Group, LinearGroup, PlainGroup, joined, separated
-from tyxe.guides.base import site_named, sites_of
+from tyxe.distributions import (
+    GaussianJoint,
+    JointNormal,
+    detached,
+    group_from_state,
+    group_state,
+    joined,
+    separated,
+)
+from tyxe.guides.base import detached_together, site_named, sites_of
 from tyxe.guides.init import init_to_median
-from tyxe.linalg import BlockDiagonal, Diagonal, operator_from_state, operator_state
+from tyxe.linalg import BlockDiagonal, is_diagonal, operator_from_state, operator_state
 from tyxe.util import SiteTensors
 
 __all__ = ["LaplaceGuide", "check_structure"]
@@ -50,6 +58,8 @@ class LaplaceGuide(nn.Module):
         self.locs = SiteTensors(starts, trainable=True)
         self.curvature: Curvature | None = None
         self.precision: BlockDiagonal | None = None
+        # What the posterior is to the next task, where that is another than itself.
+        self.next_prior: GaussianJoint | None = None
 
     def values(self) -> dict[str, Tensor]:
         """Return `loc` by the sites' names in the joint model."""
@@ -79,27 +89,35 @@ class LaplaceGuide(nn.Module):
     def get_detached_distributions(
         self, site_names: Iterable[str] | None = None
     ) -> dict[str, td.Distribution]:
-        """Return the posterior of each site, where weights are independent: priors to be.
+        """Return the posterior of each site, as `Guide` does: priors to be.
+
+        Where weights are independent, each site has a Normal of its own; else they are marginals
+        of one `JointNormal`, or of the penalty that `next_prior` gives.
 
         Raises:
-            TypeError: the structure couples weights, so that sites have no distribution of their
-                own.
             RuntimeError: there is no posterior yet.
         """
         if self.precision is None or self.curvature is None:
             raise RuntimeError("there is no posterior yet; call fit, or fit_curvature")
-        if not all(isinstance(block, Diagonal) for block in self.precision.blocks.values()):
-            raise TypeError(
-                'the posterior couples weights; only structure="diag" has a distribution per site'
-            )
-        scales = separated(self.curvature.groups, self.precision.inverse_diagonal().sqrt())
         names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
-        found: dict[str, td.Distribution] = {}
-        for name in names:
-            site = site_named(self.sites, name)
-            loc = self.locs[site.own_name].detach().clone()
-            found[name] = dist.Normal(loc, scales[site.name].clone()).to_event(loc.dim())
-        return found
+        sites = {name: site_named(self.sites, name) for name in names}
+        prior = self.next_prior or self.joint()
+        if isinstance(prior, JointNormal) and is_diagonal(prior.precision):
+            scales = separated(prior.groups, prior.precision.inverse_diagonal().sqrt())
+            locs = separated(prior.groups, prior.loc)
+            normals = {
+                n: dist.Normal(loc, scales[n]).to_event(loc.dim()) for n, loc in locs.items()
+            }
+            return {name: detached(normals[site.name]) for name, site in sites.items()}
+        marginals = detached_together({n: prior.marginal(n) for n in prior.names})
+        return {name: marginals[site.name] for name, site in sites.items()}
+
+    def joint(self) -> JointNormal:
+        """Return the posterior over all sites."""
+        assert self.precision is not None
+        assert self.curvature is not None
+        loc = self.loc_vector().detach().to(self.precision.dtype)
+        return JointNormal(self.curvature.groups, loc, self.precision)
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return `loc` for every parameter."""
@@ -127,7 +145,7 @@ class LaplaceGuide(nn.Module):
         return {
             "curvature": operator_state(self.curvature.operator),
             "precision": operator_state(self.precision),
-            "groups": [_group_state(group) for group in self.curvature.groups],
+            "groups": [group_state(group) for group in self.curvature.groups],
             "numbers": {name: getattr(self.curvature, name) for name in _NUMBERS},
         }
 
@@ -143,7 +161,7 @@ class LaplaceGuide(nn.Module):
         ]
         assert isinstance(operators[0], BlockDiagonal)
         assert isinstance(operators[1], BlockDiagonal)
-        groups = [_group_from_state(group) for group in state["groups"]]
+        groups = [group_from_state(group) for group in state["groups"]]
         self.curvature = Curvature(operators[0], groups, **state["numbers"])
         self.precision = operators[1]
 
@@ -180,23 +198,3 @@ def _structures(operator: Mapping[str, Tensor], groups: list[dict[str, Any]]) ->
 
 
 _NUMBERS = ("log_likelihood", "error", "num_targets")
-
-
-def _group_state(group: Group) -> dict[str, Any]:
-    if isinstance(group, LinearGroup):
-        return {
-            "weight": group.weight,
-            "bias": group.bias,
-            "weight_shape": list(group.weight_shape),
-            "groups": group.groups,
-            "is_transposed": group.is_transposed,
-        }
-    assert isinstance(group, PlainGroup)
-    return {"site": group.site, "shape": list(group.shape)}
-
-
-def _group_from_state(state: dict[str, Any]) -> Group:
-    if "site" in state:
-        return PlainGroup(state["site"], torch.Size(state["shape"]))
-    shape = torch.Size(state["weight_shape"])
-    return LinearGroup(**{**state, "weight_shape": shape})

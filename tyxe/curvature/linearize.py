@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tyxe.curvature.groups import Group, LinearGroup, find_groups
+from tyxe.curvature.groups import find_groups, inputs_of
 from tyxe.curvature.uses import Use, UseRecorder, positions
+from tyxe.distributions import Group, LinearGroup
 from tyxe.distributions.normal import wide
 
 __all__ = [
@@ -117,7 +118,7 @@ class Linearization:
     def _inputs_of(self, name: str) -> Tensor:
         (group,) = [g for g in self.groups if g.name == name]
         assert isinstance(group, LinearGroup)
-        parts = [wide(group.inputs(use, self.points)) for use in self._uses[name]]
+        parts = [wide(inputs_of(group, use, self.points)) for use in self._uses[name]]
         return _joined(parts).detach()
 
     def rows(self, cotangent: Tensor) -> dict[str, Rows]:

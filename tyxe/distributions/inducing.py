@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -79,6 +80,9 @@ class InducingWeights(JointDistribution):
 
     def separate(self, value: Tensor) -> dict[str, Tensor]:
         return self.layer.separate(value)
+
+    def join(self, values: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([self.layer.as_columns(n, values[n]) for n in self.names], -1)
 
     def _scale(self) -> float | Tensor:
         return self.layer.scale_of_columns(self.row_basis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributions as td
@@ -103,6 +103,9 @@ class HierarchicalInducing(JointDistribution):
     def separate(self, value: Tensor) -> dict[str, Tensor]:
         parts = zip(self.layers, self._matrices(value), strict=True)
         return {n: v for layer, part in parts for n, v in layer.separate(part).items()}
+
+    def join(self, values: Mapping[str, Tensor]) -> Tensor:
+        return self._joined([layer.join(values) for layer in self.layers])
 
     @property
     def mean(self) -> Tensor:

@@ -30,12 +30,13 @@ class _OneEvent(dist.TorchDistribution):
 
 
 class JointDistribution(_OneEvent, ABC):
-    """A posterior that couples sites: its event holds the values of all of them.
+    """A distribution that couples sites: its event holds the values of all of them.
 
-    A guide yields it from `joints`; in the guide's program it is an auxiliary variable, and each of
-    its sites a delta at the part of the draw that is its own. The ELBO asks
-    `torch.distributions.kl_divergence` for its KL from a `SiteProduct`; register it, else it is
-    estimated at the draw.
+    As a posterior, a guide yields it from `joints`; in the guide's program it is an auxiliary
+    variable, and each of its sites a delta at the part of the draw that is its own. As a prior, a
+    `DictPrior` has its marginals; in the prior's program each site is a `JointPart`. The ELBO asks
+    `torch.distributions.kl_divergence` for the KL between two of them, or between one and a
+    `SiteProduct`; register it, else it is estimated at the draw.
 
     Args:
         names: of its sites, in the joint model.
@@ -52,6 +53,8 @@ class JointDistribution(_OneEvent, ABC):
         ...         return td.Normal(0.0, 1.0).log_prob(value).sum(-1)
         ...     def separate(self, value):
         ...         return {name: value for name in self.names}
+        ...     def join(self, values):
+        ...         return values[self.names[0]]
         ...     def marginal_log_prob(self, name, value):
         ...         return self.log_prob(value)
         >>> q = Twins(("net.0.bias", "net.1.bias"), torch.Size([1]))
@@ -61,6 +64,7 @@ class JointDistribution(_OneEvent, ABC):
 
     def __init__(self, names: tuple[str, ...], event_shape: torch.Size) -> None:
         self.names = names
+        self._site_shapes: dict[str, torch.Size] | None = None
         super().__init__(torch.Size(), event_shape, validate_args=False)
 
     @property
@@ -68,13 +72,33 @@ class JointDistribution(_OneEvent, ABC):
         """The name of the auxiliary variable."""
         return f"joint({', '.join(self.names)})"
 
+    @property
+    def site_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the sites' values, by name."""
+        if self._site_shapes is None:
+            parts = self.separate(torch.empty(self.event_shape, device="meta"))
+            self._site_shapes = {name: part.shape for name, part in parts.items()}
+        return self._site_shapes
+
     @abstractmethod
     def separate(self, value: Tensor) -> dict[str, Tensor]:
         """Return the values of the sites of a value `(..., *event_shape)`, by name."""
 
+    def join(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the value `event_shape` whose sites' values are given: what `separate` undoes.
+
+        Raises:
+            NotImplementedError: a subclass has none; a prior needs it.
+        """
+        raise NotImplementedError(f"to be a prior, {type(self).__name__} has to implement join")
+
     @abstractmethod
     def marginal_log_prob(self, name: str, value: Tensor) -> Tensor:
         """Return the log-density of one site alone."""
+
+    def marginal_icdf(self, name: str, value: Tensor) -> Tensor:
+        """Return quantiles of one site's elements; where a subclass has none, guides sample."""
+        raise NotImplementedError
 
     def marginal(self, name: str) -> JointMarginal:
         """Return the distribution of one site."""
@@ -96,8 +120,7 @@ class JointMarginal(_OneEvent):
         if site not in joint.names:
             raise ValueError(f"there is no site {site!r}; the sites are {', '.join(joint.names)}")
         self.joint, self.site = joint, site
-        outline = self._own(torch.empty(joint.event_shape, device="meta"))
-        super().__init__(torch.Size(), outline.shape, validate_args=False)
+        super().__init__(torch.Size(), joint.site_shapes[site], validate_args=False)
 
     def _own(self, value: Tensor) -> Tensor:
         return self.joint.separate(value)[self.site]
@@ -122,7 +145,7 @@ class JointMarginal(_OneEvent):
 
 
 class SiteProduct(td.Distribution):
-    """Independent distributions of several sites: what a joint posterior's KL is taken from.
+    """Independent distributions of several sites, on either side of a KL with a joint one.
 
     Args:
         priors: by the sites' names in the joint model.

@@ -9,13 +9,21 @@ from typing import Any
 import torch.distributions as td
 from torch import Size, Tensor, nn
 
+from tyxe.distributions.joint import JointDistribution
+from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.distributions.joint_outline import joint_outline
+from tyxe.linalg import Operator
+
 __all__ = ["StoredDistribution", "detached", "unexpanded"]
 
-_CONTAINERS = (td.Distribution, td.Transform)
+_CONTAINERS = (td.Distribution, td.Transform, Operator)
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, Operator):
+        # Nor is what an operator has computed.
+        yield from value._fields().items()
+    elif isinstance(value, _CONTAINERS):
         # A transform's cache and its weak link to its inverse are no part of it.
         yield from ((k, v) for k, v in vars(value).items() if k not in ("_cached_x_y", "_inv"))
     elif isinstance(value, list | tuple):
@@ -40,6 +48,10 @@ def _map_tensors(function: Callable[[str, Tensor], Tensor], value: Any) -> Any:
         if type(value) in (list, tuple):
             items = [visit(child, f"{path}__{i}".lstrip("_")) for i, child in _children(value)]
             return type(value)(items)
+        if type(value) is dict:
+            # By number: names of sites have dots, and buffers may not.
+            keyed = enumerate(value.items())
+            return {k: visit(child, f"{path}__{i}".lstrip("_")) for i, (k, child) in keyed}
         return value
 
     return visit(value, "")
@@ -80,9 +92,27 @@ def _fits(loaded: Size, shape: Size) -> bool:
 
 
 def _describe(value: Any) -> str:
+    """The kind of a distribution, down to the structures of its operators."""
+    name = type(value).__name__
     if isinstance(value, td.Independent):
-        return f"Independent({_describe(value.base_dist)})"
-    return type(value).__name__
+        return f"{name}({_describe(value.base_dist)})"
+    inside = [
+        _describe(part)
+        for part in _members(value)
+        if isinstance(part, Operator | JointDistribution)
+    ]
+    return f"{name}({', '.join(inside)})" if inside else name
+
+
+def _members(value: Any) -> Iterator[Any]:
+    """What a distribution or operator is made of, lists and mappings opened."""
+    for _, child in _children(value):
+        if type(child) in (list, tuple):
+            yield from child
+        elif type(child) is dict:
+            yield from child.values()
+        else:
+            yield child
 
 
 class StoredDistribution(nn.Module):
@@ -135,11 +165,16 @@ class StoredDistribution(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_built": None}
 
-    def get_extra_state(self) -> str:
-        """Name the kind of distribution, so that loading into another kind is an error."""
+    def get_extra_state(self) -> str | dict[str, Any]:
+        """Name the kind of distribution, so that loading into another kind is an error.
+
+        A Gaussian over several sites is outlined besides, so that it can be made anew.
+        """
+        if isinstance(self._template, GaussianJoint):
+            return {"kind": self._kind, "outline": joint_outline(self.distribution)}  # type: ignore[arg-type]
         return self._kind
 
-    def set_extra_state(self, state: str) -> None:
+    def set_extra_state(self, state: str | dict[str, Any]) -> None:
         """Accept the kind that `_load_from_state_dict` has compared."""
 
     def _load_from_state_dict(
@@ -152,7 +187,8 @@ class StoredDistribution(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        kind = state_dict.get(prefix + "_extra_state", self._kind)
+        extra = state_dict.get(prefix + "_extra_state", self._kind)
+        kind = extra["kind"] if isinstance(extra, dict) else extra
         if kind != self._kind:
             error_msgs.append(
                 f"{prefix.rstrip('.')} is {self._kind} here and {kind} in the state dict: "

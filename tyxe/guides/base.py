@@ -18,7 +18,7 @@ from torch.distributions import constraints
 from tyxe.distributions import JointDistribution, JointMarginal, detached, is_real
 from tyxe.util import resolve_site_name
 
-__all__ = ["Guide", "Site", "site_named", "sites_of"]
+__all__ = ["Guide", "Site", "detached_together", "site_named", "sites_of"]
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,9 @@ class Guide(nn.Module, ABC):
             site_names: which sites, in either spelling; all by default.
 
         Returns:
-            Distributions by the names asked for (the net's own by default), for `DictPrior`.
+            Distributions by the names asked for (the net's own by default), for `DictPrior`. Those
+            of coupled sites are marginals that know one copy of their joint posterior, which is
+            what a `DictPrior` of all of them means.
 
         Raises:
             ValueError: a name that is no site.
@@ -176,7 +178,8 @@ class Guide(nn.Module, ABC):
         sites = {name: self._own(name) for name in names}
         with torch.no_grad():
             posterior = self.posterior()
-        return {name: detached(posterior[site.name]) for name, site in sites.items()}
+        found = detached_together({site.name: posterior[site.name] for site in sites.values()})
+        return {name: found[site.name] for name, site in sites.items()}
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name: `loc`, `scale` or another word."""
@@ -206,6 +209,29 @@ class Guide(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         # The messages hold the prior's objects and serve the constructor only.
         return {**self.__dict__, "messages": {}}
+
+
+def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.Distribution]:
+    """Detach distributions by site, each joint one once for all its marginals.
+
+    Args:
+        posterior: by site.
+
+    Returns:
+        Copies, by the same names.
+    """
+    joints: dict[int, JointDistribution] = {}
+    found: dict[str, td.Distribution] = {}
+    for name, q in posterior.items():
+        if not isinstance(q, JointMarginal):
+            found[name] = detached(q)
+            continue
+        if id(q.joint) not in joints:
+            copied = detached(q.joint)
+            assert isinstance(copied, JointDistribution)
+            joints[id(q.joint)] = copied
+        found[name] = joints[id(q.joint)].marginal(q.site)
+    return found
 
 
 def _sample_joint(q: JointDistribution) -> dict[str, Tensor]:

@@ -14,8 +14,9 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor, nn
 
-from tyxe.distributions import detached, is_real
-from tyxe.guides.base import Guide
+from tyxe.distributions import is_real
+from tyxe.guides.base import Guide, detached_together
+from tyxe.guides.pyro_joint import independent_sites, joint_normal
 from tyxe.util import resolve_site_name
 
 __all__ = ["PyroGuide"]
@@ -75,13 +76,17 @@ class PyroGuide(nn.Module):
         super().__init__()
         self.guide = guide
         self.prefix = getattr(module, "prefix", "")
-        self()
+        with pyro.settings.context(module_local_params=True):
+            self.guide()
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Run the guide (a Pyro program); the batch is not passed, sites do not depend on it."""
         with pyro.settings.context(module_local_params=True):
-            values: dict[str, Tensor] = self.guide()
-        return values or {}
+            joint = joint_normal(self.guide)
+            if joint is None:
+                return self.guide() or {}
+        # The same variables as Pyro's, and a KL in closed form.
+        return Guide.sample_from({name: joint.marginal(name) for name in joint.names})
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -102,22 +107,35 @@ class PyroGuide(nn.Module):
     ) -> dict[str, td.Distribution]:
         """Return posteriors per site, where the guide has one, as `Guide` does.
 
+        Those of a guide that is a Normal over all sites are the marginals of one copy of it.
+
         Raises:
-            TypeError: the guide couples its sites, or is no autoguide.
+            TypeError: the guide couples its sites otherwise, or is no autoguide.
         """
+        posterior = dict(self._posterior())
+        sites = {name.removeprefix(self.prefix): name for name in posterior}
+        names = list(sites) if site_names is None else list(site_names)
+        own = [name.removeprefix(self.prefix) for name in names]
+        asked = {n: sites[resolve_site_name(o, sites)] for n, o in zip(names, own, strict=True)}
+        found = detached_together({name: posterior[name] for name in asked.values()})
+        return {name: found[site] for name, site in asked.items()}
+
+    @torch.no_grad()
+    def _posterior(self) -> Mapping[str, td.Distribution]:
+        """The posterior of each site by its name in the joint model."""
+        with pyro.settings.context(module_local_params=True):
+            joint, sites = joint_normal(self.guide), independent_sites(self.guide)
+        if joint is not None:
+            return {name: joint.marginal(name) for name in joint.names}
+        if sites is not None:
+            return sites
         if isinstance(self.guide, AutoContinuous) or not isinstance(self.guide, AutoGuide):
             raise TypeError(
                 f"{type(self.guide).__name__} has no distribution per site; use "
                 "tyxe.guides.AutoNormal where a posterior is to become a prior"
             )
-        sites = {n.removeprefix(self.prefix): q for n, q in self._site_posteriors(self.guide)}
-        names = list(sites) if site_names is None else list(site_names)
-        own = [name.removeprefix(self.prefix) for name in names]
-        return {
-            n: detached(sites[resolve_site_name(o, sites)]) for n, o in zip(names, own, strict=True)
-        }
+        return dict(self._site_posteriors(self.guide))
 
-    @torch.no_grad()
     def _site_posteriors(self, guide: AutoGuide) -> Iterator[tuple[str, td.Distribution]]:
         nodes = poutine.trace(self).get_trace().nodes
         for name, node in nodes.items():

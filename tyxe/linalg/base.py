@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ class Operator(ABC):
     everything is differentiable in the scale and the diagonal. What is costly is computed at
     most once. Copies, pickles and saved states hold tensors without their gradients' history.
 
-    A structure is a frozen dataclass whose fields are tensors (or a mapping of operators); it
+    A structure is a frozen dataclass whose fields are tensors (or operators, by name or one); it
     implements the methods without docstrings of their own, and `_matmul`, `_quadratic`,
     `_inverse_sqrt`, `_whiten`, `_scaled` and `_add_diagonal`, whose arguments are checked here.
 
@@ -66,6 +66,11 @@ class Operator(ABC):
     def device(self) -> torch.device:
         """Where every tensor inside is."""
         return self._first_tensor().device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a tensor inside has a gradient."""
+        return any(tensor.requires_grad for tensor in self._tensors())
 
     # ------------------------------------------------------------------ products and parts of A
 
@@ -245,9 +250,14 @@ class Operator(ABC):
     def _fields(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in _field_names(type(self))}
 
+    def _tensors(self) -> Iterator[Tensor]:
+        for value in self._fields().values():
+            parts = value.values() if isinstance(value, Mapping) else (value,)
+            for part in parts:
+                yield from part._tensors() if isinstance(part, Operator) else (part,)
+
     def _first_tensor(self) -> Tensor:
-        first = self.__dict__[_field_names(type(self))[0]]
-        return first if isinstance(first, Tensor) else next(iter(first.values()))._first_tensor()
+        return next(self._tensors())
 
     def _like(self: OperatorT, **fields: Any) -> OperatorT:
         """Return an operator of this class with other fields, without checking them again."""
@@ -268,7 +278,11 @@ def _field_names(kind: type[Operator]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def _map(function: Callable[[Tensor], Tensor], value: Tensor | Mapping[str, Operator]) -> Any:
+def _map(
+    function: Callable[[Tensor], Tensor], value: Tensor | Operator | Mapping[str, Operator]
+) -> Any:
     if isinstance(value, Tensor):
         return function(value)
+    if isinstance(value, Operator):
+        return value.map(function)
     return {name: operator.map(function) for name, operator in value.items()}

@@ -8,7 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["dense_bytes", "factorization"]
+__all__ = ["SMALL", "check_small", "dense_bytes", "factorization"]
+
+# Rows of a matrix that may be formed and factorised for an operator without an inverse of its own.
+SMALL = 4096
 
 T = TypeVar("T")
 
@@ -21,6 +24,28 @@ def dense_bytes(size: int, dtype: torch.dtype = torch.float32) -> int:
         37.25290298461914
     """
     return size * size * dtype.itemsize
+
+
+def check_small(what: str, size: int, instead: str) -> None:
+    """Raise for a dense matrix that an operator would need and is too large for.
+
+    Args:
+        what: needs it.
+        size: number of rows.
+        instead: what else to do.
+
+    Raises:
+        ValueError: there are more than `SMALL` rows.
+
+    Example:
+        >>> check_small("the inverse", 5000, "keep the average")
+        Traceback (most recent call last):
+        ValueError: the inverse takes a dense matrix, and 5,000 rows are more than 4,096: keep ...
+    """
+    if size > SMALL:
+        raise ValueError(
+            f"{what} takes a dense matrix, and {size:,} rows are more than {SMALL:,}: {instead}"
+        )
 
 
 def factorization(method: Callable[[Any], T]) -> functools.cached_property[T]:

@@ -125,4 +125,5 @@ def clipped_eigh(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
             f"{what} is not positive semi-definite: its smallest eigenvalue is "
             f"{values.min().item():.3g} (the largest {values.max().item():.3g})"
         )
-    return values.clamp_min(0).to(factor.dtype), vectors.to(factor.dtype)
+    # Row after row in memory, as they are once saved and loaded: products then round alike.
+    return values.clamp_min(0).to(factor.dtype), vectors.to(factor.dtype).contiguous()

@@ -11,8 +11,11 @@ from tyxe.linalg.base import Operator
 from tyxe.linalg.block import BlockDiagonal
 from tyxe.linalg.dense import Dense
 from tyxe.linalg.diagonal import Diagonal
+from tyxe.linalg.inverse import Inverse
 from tyxe.linalg.kronecker import Kronecker
 from tyxe.linalg.low_rank import LowRank
+from tyxe.linalg.sum import Sum
+from tyxe.linalg.triangular import Cholesky
 
 __all__ = ["STRUCTURES", "operator_from_state", "operator_state"]
 
@@ -23,13 +26,35 @@ STRUCTURES: dict[str, type[Operator]] = {
     "diagonal": Diagonal,
     "low_rank": LowRank,
     "kronecker": Kronecker,
+    "cholesky": Cholesky,
 }
+
+
+# A quoted name has neither of these.
+_TERM, _INVERSE = "+", "!"
+
+
+def _parts(operator: Operator) -> dict[str, Operator] | None:
+    """The operators that one is made of, by what stands before the slash, or None."""
+    if isinstance(operator, BlockDiagonal):
+        return {quote(name, safe=""): block for name, block in operator.blocks.items()}
+    if isinstance(operator, Sum):
+        return {_TERM + quote(name, safe=""): term for name, term in operator.terms.items()}
+    return {_INVERSE: operator.operator} if isinstance(operator, Inverse) else None
+
+
+def _made_of(parts: dict[str, Operator]) -> Operator:
+    if _INVERSE in parts:
+        return Inverse(parts[_INVERSE])
+    named = {unquote(name.removeprefix(_TERM)): part for name, part in parts.items()}
+    return Sum(named) if any(name.startswith(_TERM) for name in parts) else BlockDiagonal(named)
 
 
 def operator_state(operator: Operator) -> dict[str, Tensor]:
     """Return an operator as tensors by name, detached; `operator_from_state` is the inverse.
 
-    The keys are `structure.field`, and within a block `block/structure.field`.
+    The keys are `structure.field`, and within a block `block/structure.field`, a term `+term/...`,
+    an inverse `!/...`.
 
     Args:
         operator: any structure of the table `STRUCTURES`, or blocks of them.
@@ -42,11 +67,12 @@ def operator_state(operator: Operator) -> dict[str, Tensor]:
         >>> operator_state(BlockDiagonal({"0.weight": Diagonal(torch.ones(2))}))
         {'0.weight/diagonal.entries': tensor([1., 1.])}
     """
-    if isinstance(operator, BlockDiagonal):
+    parts = _parts(operator)
+    if parts is not None:
         return {
-            f"{quote(name, safe='')}/{key}": tensor
-            for name, block in operator.blocks.items()
-            for key, tensor in operator_state(block).items()
+            f"{name}/{key}": tensor
+            for name, part in parts.items()
+            for key, tensor in operator_state(part).items()
         }
     names = {structure: name for name, structure in STRUCTURES.items()}
     if type(operator) not in names:
@@ -76,8 +102,8 @@ def operator_from_state(state: Mapping[str, Tensor]) -> Operator:
         parts: dict[str, dict[str, Tensor]] = {}
         for key, tensor in state.items():
             name, _, rest = key.partition("/")
-            parts.setdefault(unquote(name), {})[rest] = tensor
-        return BlockDiagonal({name: operator_from_state(part) for name, part in parts.items()})
+            parts.setdefault(name, {})[rest] = tensor
+        return _made_of({name: operator_from_state(part) for name, part in parts.items()})
     structures = {key.partition(".")[0] for key in state}
     if len(structures) != 1 or not structures <= set(STRUCTURES):
         raise ValueError(

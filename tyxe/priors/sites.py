@@ -10,7 +10,13 @@ import torch.distributions as td
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from tyxe.distributions import StoredDistribution
+from tyxe.distributions import (
+    JointDistribution,
+    JointMarginal,
+    JointPart,
+    StoredDistribution,
+    joint_from_outline,
+)
 from tyxe.util import fan_in_fan_out, layer_weight
 
 __all__ = ["SitePrior", "SitePriors"]
@@ -77,35 +83,88 @@ class SitePriors(nn.Module):
         """Replace the priors of all sites.
 
         Args:
-            priors: one entry for each site.
+            priors: one entry for each site. Marginals of one joint distribution are that
+                distribution, if all of them are there.
             like: tensors by site, whose dtype and device the priors take.
+
+        Raises:
+            ValueError: some sites of a joint distribution, and not others.
         """
-        entries = nn.ModuleList(_store(prior, like[name]) for name, prior in priors.items())
-        self._names, self._entries = list(priors), entries
+        joints = _joints_of(priors, self.prefix)
+        entries: list[nn.Module] = []
+        numbers: dict[int, int] = {}
+        units = []
+        for name, prior in priors.items():
+            key = id(joints.get(name, prior))
+            if name not in joints or key not in numbers:
+                numbers[key] = len(entries)
+                entries.append(_store(joints.get(name, prior), like[name]))
+            units.append((name, numbers[key]))
+        self._units, self._entries = units, nn.ModuleList(entries)
+
+    def snapshot(self) -> Any:
+        """Return what `restore` takes to undo an `update`."""
+        return self._units, self._entries
+
+    def restore(self, snapshot: Any) -> None:
+        """Undo every `update` since a `snapshot`."""
+        self._units, self._entries = snapshot
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Take the kind of a Gaussian over several sites from the state, before its numbers."""
+        start = f"{prefix}_entries."
+        found: dict[str, JointDistribution] = {}
+        for key, extra in state_dict.items():
+            if key.startswith(start) and key.endswith("._extra_state") and isinstance(extra, dict):
+                joint = joint_from_outline(extra["outline"])
+                found |= {name.removeprefix(self.prefix): joint for name in joint.names}
+        if found and set(found) <= set(self.names()):
+            own = dict(self.priors())
+            marginals = {name: joint.marginal(self.prefix + name) for name, joint in found.items()}
+            self.update({**own, **marginals}, self._own_values)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._units)
 
     def names(self) -> list[str]:
         """The sites' names in the net."""
-        return list(self._names)
+        return [name for name, _ in self._units]
 
     def priors(self) -> Iterator[tuple[str, SitePrior]]:
-        """Yield each site's name in the net and its prior."""
-        for name, entry in zip(self._names, self._entries, strict=True):
-            if isinstance(entry, StoredDistribution):
-                yield name, entry.distribution
+        """Yield each site's name in the net and its prior: of a joint one, the marginal."""
+        for name, number in self._units:
+            prior = self._prior(number)
+            if isinstance(prior, JointDistribution):
+                yield name, prior.marginal(self.prefix + name)
             else:
-                assert isinstance(entry, _Hierarchical)
-                yield name, entry.function
+                yield name, prior
+
+    def joints(self) -> list[JointDistribution]:
+        """Return the priors that hold several sites at once."""
+        found = [self._prior(number) for number in range(len(self._entries))]
+        return [prior for prior in found if isinstance(prior, JointDistribution)]
+
+    def _prior(self, number: int) -> SitePrior:
+        entry = self._entries[number]
+        if isinstance(entry, StoredDistribution):
+            return entry.distribution
+        assert isinstance(entry, _Hierarchical)
+        return entry.function
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; arguments (a batch, as guides pass it) are ignored."""
-        values = {}
-        for name, prior in self.priors():
+        values: dict[str, Tensor] = {}
+        runs: dict[int, _Run] = {}
+        for name, number in self._units:
+            joint_name = self.prefix + name
+            prior = self._prior(number)
+            if isinstance(prior, JointDistribution):
+                run = runs.setdefault(number, _Run(prior))
+                prior = run.part(joint_name, values)
             distribution = self._distribution(prior)
             infer = {"fans": self._fans[name], "own_value": self._own_values[name]}
-            values[self.prefix + name] = pyro.sample(self.prefix + name, distribution, infer=infer)
+            values[joint_name] = pyro.sample(joint_name, distribution, infer=infer)
         return values
 
     def _distribution(self, prior: SitePrior) -> td.Distribution:
@@ -113,6 +172,47 @@ class SitePriors(nn.Module):
             return prior
         with _Prefixed(self.prefix):
             return prior()
+
+
+class _Run:
+    """One draw of a joint prior, made if any of its sites is sampled."""
+
+    def __init__(self, joint: JointDistribution) -> None:
+        self.joint = joint
+        self._drawn: Tensor | None = None
+
+    def draw(self) -> Tensor:
+        if self._drawn is None:
+            self._drawn = self.joint.rsample()
+        return self._drawn
+
+    def part(self, name: str, values: Mapping[str, Tensor]) -> JointPart:
+        earlier = {site: values[site] for site in self.joint.names if site in values}
+        return JointPart(self.joint, name, self.draw, earlier)
+
+
+def _joints_of(priors: Mapping[str, SitePrior], prefix: str) -> dict[str, JointDistribution]:
+    """The joint distributions of the sites that have one; raise unless they are there whole."""
+    given: dict[int, dict[str, str]] = {}
+    found: dict[str, JointDistribution] = {}
+    for name, prior in priors.items():
+        if isinstance(prior, JointMarginal):
+            found[name] = prior.joint
+            given.setdefault(id(prior.joint), {})[prior.site] = name
+            if prior.site != prefix + name:
+                raise ValueError(
+                    f"the prior of {prefix + name!r} is that of {prior.site!r} in a joint "
+                    "distribution: give the marginals by their own names, to a BNN of that name"
+                )
+    for joint in found.values():
+        missing = [site for site in joint.names if site not in given[id(joint)]]
+        if missing:
+            raise ValueError(
+                f"a joint distribution is a prior for all of its sites or none: "
+                f"{', '.join(given[id(joint)])} have it, and {', '.join(missing)} not. Ask for all "
+                "of them: get_detached_distributions(tyxe.util.pyro_sample_sites(bnn.net))"
+            )
+    return found
 
 
 def _store(prior: SitePrior, like: Tensor) -> nn.Module:

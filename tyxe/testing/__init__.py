@@ -10,6 +10,7 @@ Example:
 
 from tyxe.testing.guides import GUIDES, check_guide
 from tyxe.testing.handlers import HANDLERS, check_handler
+from tyxe.testing.joints import JOINTS, check_joint
 from tyxe.testing.likelihoods import LIKELIHOODS, LikelihoodCase, check_likelihood
 from tyxe.testing.operators import OPERATORS, check_operator
 from tyxe.testing.priors import PRIORS, check_prior
@@ -17,12 +18,14 @@ from tyxe.testing.priors import PRIORS, check_prior
 __all__ = [
     "GUIDES",
     "HANDLERS",
+    "JOINTS",
     "LIKELIHOODS",
     "OPERATORS",
     "PRIORS",
     "LikelihoodCase",
     "check_guide",
     "check_handler",
+    "check_joint",
     "check_likelihood",
     "check_operator",
     "check_prior",

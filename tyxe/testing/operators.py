@@ -14,11 +14,14 @@ from torch import Tensor
 
 from tyxe.linalg import (
     BlockDiagonal,
+    Cholesky,
     Dense,
     Diagonal,
+    Inverse,
     Kronecker,
     LowRank,
     Operator,
+    Sum,
     operator_from_state,
     operator_state,
 )
@@ -60,7 +63,17 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
     "Kronecker, full rank": lambda: _kronecker(4, 2, rank=9),
     "Kronecker, one output": lambda: _kronecker(1, 5),
     "Kronecker, damped": lambda: _kronecker().damped(),
+    "Kronecker, averaged": lambda: _kronecker(rank=9).averaged(_kronecker()),
+    "Cholesky": lambda: Cholesky(_tensor(4, 4) + 3 * torch.eye(4, dtype=torch.float64)),
+    "Inverse of Dense": lambda: Inverse(Dense(_gram(4, 9))),
+    "Inverse of Cholesky": lambda: Inverse(OPERATORS["Cholesky"]()),
+    "Inverse of LowRank": lambda: Inverse(OPERATORS["LowRank"]()),
+    "Sum of Kronecker": lambda: Sum({"a/b": _kronecker(), "": _kronecker(rank=9)}),
+    "Sum of structures": lambda: Sum(
+        {"d": Diagonal(0.1 + _tensor(6).square()), "i": Inverse(OPERATORS["LowRank"]())}
+    ),
     "BlockDiagonal": _blocks,
+    "BlockDiagonal of sums": lambda: BlockDiagonal({"+": OPERATORS["Sum of Kronecker"]()}),
     "size 1": lambda: Dense(torch.full((1, 1), 2.0, dtype=torch.float64)),
 }
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributions as td
 from torch import nn
 
-from tyxe.distributions import SignedBernoulli, is_discrete
+from tyxe.distributions import JointNormal, PlainGroup, SignedBernoulli, is_discrete
+from tyxe.linalg import LowRank
 from tyxe.priors import (
     BinaryPrior,
     DictPrior,
@@ -44,6 +45,14 @@ def _by_name() -> Prior:
     return DictPrior(normals)
 
 
+def _joint_normal() -> Prior:
+    groups = [PlainGroup(f"net.{n}", p.shape) for n, p in example_net().named_parameters()]
+    size = sum(group.size for group in groups)
+    precision = LowRank(torch.ones(size), torch.ones(size, 1) / size)
+    joint = JointNormal(groups, torch.zeros(size), precision)
+    return DictPrior({name: joint.marginal(name) for name in joint.names}, expose=["*"])
+
+
 # Each makes a prior that fits `example_net()`.
 PRIORS: dict[str, Callable[[], Prior]] = {
     "IIDPrior": lambda: IIDPrior(dist.Normal(0.0, 1.0)),
@@ -60,6 +69,7 @@ PRIORS: dict[str, Callable[[], Prior]] = {
     "BinaryPrior": lambda: BinaryPrior(scale="radford", hide_module_types=[nn.BatchNorm2d]),
     "BinaryPrior, beta": lambda: BinaryPrior(delta=0.1),
     "DictPrior": _by_name,
+    "DictPrior, a joint Normal": _joint_normal,
     "LambdaPrior": lambda: LambdaPrior(
         lambda name, module, param: dist.Normal(0.0, 1.0 + param.dim()).expand(param.shape)
     ),

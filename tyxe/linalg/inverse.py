@@ -1,0 +1,115 @@
+"""The inverse of an operator, as an operator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tyxe.linalg.base import Operator
+from tyxe.linalg.cost import check_small, factorization
+from tyxe.linalg.dense import Dense
+from tyxe.linalg.triangular import Cholesky
+
+__all__ = ["Inverse", "root"]
+
+InverseT = TypeVar("InverseT", bound="Inverse")
+
+# `(z, transposed)` to `R z` or `R^T z`.
+Root = Callable[[Tensor, bool], Tensor]
+
+
+@functools.singledispatch
+def root(operator: Operator) -> Root:
+    """Return products with a root `R` of an operator, `R R^T = A`.
+
+    Register a structure that knows one. Any other takes `R = A S`, since `S S^T = A^-1`.
+
+    Args:
+        operator: `A`, positive definite.
+
+    Returns:
+        A function of vectors `(..., P)` and of whether to multiply by the transpose.
+
+    Example:
+        >>> from tyxe.linalg import Diagonal
+        >>> root(Diagonal(torch.tensor([4.0, 9.0])))(torch.ones(2), False)
+        tensor([2., 3.])
+    """
+
+    def multiply(z: Tensor, transposed: bool) -> Tensor:
+        if transposed:
+            return operator.whiten(operator.matmul(z))
+        return operator.matmul(operator.inverse_sqrt(z))
+
+    return multiply
+
+
+@root.register
+def _(operator: Cholesky) -> Root:
+    return lambda z, transposed: z @ (operator.lower if transposed else operator.lower.mT)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Inverse(Operator):
+    """`A = B^-1`: the precision of a Normal whose covariance `B` is what is known.
+
+    Every method is another one of `B`, at that one's cost; `S` is a `root` of `B`. A diagonal is
+    added densely, up to some thousands of rows.
+
+    Args:
+        operator: `B`, positive definite once anything is asked for.
+
+    Example:
+        >>> from tyxe.linalg import LowRank
+        >>> covariance = LowRank(torch.ones(2), torch.tensor([[2.0], [2.0]]))
+        >>> Inverse(covariance).diagonal(), Inverse(covariance).inverse_diagonal()
+        (tensor([0.5556, 0.5556]), tensor([5., 5.]))
+    """
+
+    operator: Operator
+
+    @property
+    def size(self) -> int:
+        return self.operator.size
+
+    @factorization
+    def _diagonal(self) -> Tensor:
+        return self.operator.inverse_diagonal()
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        return self.operator.solve(x)
+
+    def _quadratic(self, x: Tensor) -> Tensor:
+        return self.operator.whiten(x).square().sum(-1)
+
+    def diagonal(self) -> Tensor:
+        return self._diagonal
+
+    def to_dense(self) -> Tensor:
+        white = self.operator.whiten(torch.eye(self.size, dtype=self.dtype, device=self.device))
+        return white @ white.mT
+
+    def logdet(self) -> Tensor:
+        return -self.operator.logdet()
+
+    def inverse_diagonal(self) -> Tensor:
+        return self.operator.diagonal()
+
+    def _inverse_sqrt(self, z: Tensor) -> Tensor:
+        return root(self.operator)(z, False)
+
+    def _whiten(self, x: Tensor) -> Tensor:
+        return root(self.operator)(x, True)
+
+    def _scaled(self: InverseT, c: Tensor) -> InverseT:
+        return self._like(operator=self.operator.scaled(c.reciprocal()))
+
+    def _add_diagonal(self: InverseT, d: Tensor) -> InverseT:
+        check_small("an inverse with a diagonal added", self.size, "keep them apart in a Sum")
+        total = Dense(self.to_dense()).add_diagonal(d)
+        return self._like(operator=Dense(Inverse(total).to_dense()))
