@@ -39,6 +39,7 @@ CASES = {
     "particles": ["mlp", "tiny"],
     "compile": ["mlp", "resnet18"],
     "laplace": ["curvature", "evidence", "predictive"],
+    "continual_penalty": ["kron-sum", "kron-modes", "kron-average", "diag"],
     "variational_laplace_step": ["mlp", "resnet18"],
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }

@@ -81,6 +81,7 @@ def test_no_text_installs_the_fork() -> None:
 
 TABLES = {
     "image_laplace.md": "examples/image_laplace.py",
+    "split_mnist.md": "examples/vcl.py",
     "uci.md": "examples/uci.py",
     "variational_laplace_toy.md": "examples/variational_laplace.py",
 }

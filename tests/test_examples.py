@@ -296,6 +296,25 @@ def test_variational_laplace(tmp_path: Path):
     assert len(table.splitlines()) == 2 + 6 + 2
 
 
+def test_online_laplace(tmp_path: Path):
+    images_stood_in_for(tmp_path, ("mnist",))
+    options = ("--smoke-test", "--out", str(tmp_path), "--methods")
+    methods = ("kron", "kron sum", "diag", "EWC", "approximate")
+    # The second call goes on with the runs of the first.
+    for chosen in (methods[:2], methods):
+        done = run("online_laplace.py", *options, *chosen, TYXE_DATA=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "online_laplace_2.json").read_text())
+    assert list(content["runs"]) == [f"{method}, lambda 1" for method in methods]
+    for group in content["runs"].values():
+        rows = group["0"]["accuracy"]
+        assert [len(row) for row in rows] == [1, 2]
+        assert all(0 <= score <= 1 for row in rows for score in row)
+    table = run("online_laplace.py", "--smoke-test", "--table", "--out", str(tmp_path)).stdout
+    assert len(table.splitlines()) == 2 + len(methods)
+    assert done.stdout.endswith(table)
+
+
 def test_adversarial(tmp_path: Path):
     images_stood_in_for(tmp_path, ("mnist", "notmnist"))
     stdout, content = smoke("adversarial.py", "adversarial", tmp_path, TYXE_DATA=str(tmp_path))
@@ -484,6 +503,99 @@ def test_ddp_refuses_a_batch_that_cannot_be_shared(tmp_path: Path):
     assert done.returncode == 2
     assert "a batch of 63 cannot be shared out evenly among 2 processes" in done.stderr
     assert "choose a --batch that 2 divides" in done.stderr
+
+
+def test_vcl(tmp_path: Path):
+    images_stood_in_for(tmp_path, ("mnist",))
+    options = ("--smoke-test", "--out", str(tmp_path))
+    methods = ["VCL", "ML", "VCL fast scales", "VCL random", "VCL k-center"]
+    runs = [
+        run("vcl.py", *options, "--methods", *some, TYXE_DATA=str(tmp_path))
+        for some in (methods[:1], methods)
+    ]
+    assert [done.returncode for done in runs] == [0, 0], runs[-1].stderr
+    assert "VCL, 2 epochs, seed 0, after 8/9" in runs[0].stdout
+    # What is there is not run again.
+    assert "VCL, 2 epochs, seed 0, after" not in runs[1].stdout
+    content = json.loads((tmp_path / "split_mnist.json").read_text())
+    assert {"versions", "machine", "settings"} <= content.keys()
+    assert len(content["commands"]) == 2
+    assert list(content["runs"]) == [f"{method}, 2 epochs" for method in methods]
+    tasks = content["settings"]["tasks"]
+    for group in content["runs"].values():
+        (found,) = group.values()
+        assert [len(row) for row in found["accuracy"]] == [1, 2, 3, 4, 5]
+        assert all(0 <= value <= 1 for row in found["accuracy"] for value in row)
+        assert list(found["moves"]) == list(found["head refitted"]) == tasks
+        # Two steps a task, in which Adam moves each of the 8 x 784 weights by its rate at most.
+        for row in found["moves"].values():
+            assert row["updates"] == 2
+            assert 0 < row["means moved"] < 2.01e-3 * (8 * 784) ** 0.5
+    assert list(tmp_path.glob("*.pt")) == []
+    table = run("vcl.py", "--table", "--smoke-test", "--out", str(tmp_path)).stdout
+    assert runs[1].stdout.endswith(table)
+    assert len(table.splitlines()) == (2 + 5) + 1 + (2 + 5 * 5)
+    assert (tmp_path / "split_mnist.png").read_bytes().startswith(PNG)
+
+
+def test_split_mnist_is_five_pairs_of_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    images_stood_in_for(tmp_path, ("mnist",))
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from _continual import Shuffled, split_mnist
+
+    train, test = split_mnist()
+    assert list(train) == list(test) == ["0/1", "2/3", "4/5", "6/7", "8/9"]
+    assert sum(len(y) for _, y in train.values()) == 60_000
+    x, y = test["2/3"]
+    with np.load(tmp_path / "mnist.npz") as arrays:
+        labels = arrays["y_test"]
+        wanted = np.isin(labels, (2, 3))
+        pixels = arrays["x_test"][wanted].reshape(-1, 784) / np.float32(255)
+    assert torch.equal(x, torch.from_numpy(pixels))
+    assert y.shape == (wanted.sum(), 1)
+    assert y[:, 0].tolist() == (labels[wanted] == 3).tolist()
+    assert [len(part[1]) for part in split_mnist(7)[0].values()] == [7] * 5
+    # every point once an epoch, in another order, inputs with their targets
+    batches = Shuffled(torch.arange(10.0), torch.arange(10), 4)
+    for _ in range(2):
+        inputs, targets = zip(*batches, strict=True)
+        assert [len(part) for part in targets] == [4, 4, 2] == [len(part) for part in inputs]
+        assert len(batches) == 3
+        assert torch.equal(torch.cat(inputs).long(), torch.cat(targets))
+        assert torch.cat(targets).sort().values.tolist() == list(range(10))
+        assert torch.cat(targets).tolist() != list(range(10))
+
+
+@pytest.mark.parametrize("data", ["disjoint", "permuted", "vision"])
+def test_task_sequences(data: str, tmp_path: Path):
+    images_stood_in_for(tmp_path, ("mnist", "fashion_mnist", "notmnist"))
+    rng = np.random.default_rng(0)
+    colours = {
+        f"{kind}_{split}": values
+        for split in ("train", "test")
+        for kind, values in (
+            ("x", rng.integers(0, 256, (80, 32, 32, 3), dtype=np.uint8)),
+            ("y", np.arange(80, dtype=np.uint8) % 10),
+        )
+    }
+    np.savez(tmp_path / "cifar10_subset.npz", **colours)
+    stdout, content = smoke(
+        "task_sequences.py", f"continual_{data}", tmp_path, "--data", data, TYXE_DATA=str(tmp_path)
+    )
+    methods = [*content["settings"]["strengths"]]
+    assert [name.partition(",")[0] for name in content["runs"]] == methods
+    assert {"SI", "ML"} < set(methods)
+    for group in content["runs"].values():
+        (found,) = group.values()
+        count = {"disjoint": 2, "permuted": 2, "vision": 4}[data]
+        assert [len(row) for row in found["accuracy"]] == list(range(1, count + 1))
+        assert all(0 <= value <= 1 for row in found["accuracy"] for value in row)
+    assert list(tmp_path.glob("*.pt")) == []
+    options = ("--data", data, "--smoke-test", "--table", "--out", str(tmp_path))
+    table = run("task_sequences.py", *options).stdout
+    assert stdout.endswith(table)
+    assert len(table.splitlines()) == 2 + len(methods)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

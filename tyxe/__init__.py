@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tyxe import (
     bnn,
+    continual,
     curvature,
     distributions,
     guides,
@@ -32,6 +33,7 @@ __all__ = [
     "TyxeWarning",
     "VariationalBNN",
     "bnn",
+    "continual",
     "curvature",
     "distributions",
     "guides",

@@ -1,0 +1,419 @@
+"""Contracts of the task loop and of heads: what is switched, saved, resumed and refused."""
+
+import copy
+import functools
+import io
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe.continual import Heads, TaskLoop, posterior_to_prior, restored
+from tyxe.guides import AutoNormal
+
+N = 12
+TASKS = ["first", "second", "third"]
+
+
+class Net(nn.Module):
+    """A body with a norm, and a head with one: buffers on both sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.Tanh())
+        self.head = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def normal(**rules):
+    return tyxe.priors.IIDPrior(dist.Normal(0, 1), **rules)
+
+
+def variational(guide=AutoNormal, **rules):
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+    return tyxe.VariationalBNN(Net(), normal(hide_modules=["head"], **rules), likelihood, guide)
+
+
+def maximum_likelihood():
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+    return tyxe.VariationalBNN(Net(), normal(hide_all=True), likelihood)
+
+
+def laplace(**options):
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+    return tyxe.LaplaceBNN(Net(), normal(hide_modules=["head"]), likelihood, **options)
+
+
+WRAPPERS = {
+    "variational": variational,
+    "low rank": lambda: variational(AutoLowRankMultivariateNormal),
+    "maximum a posteriori": lambda: variational(AutoDelta),
+    "maximum likelihood": maximum_likelihood,
+    "Laplace, diagonal": lambda: laplace(structure="diag"),
+    "Laplace, Kronecker": laplace,
+    "Laplace, average of factors": lambda: laplace(accumulate="average"),
+    "Laplace, penalties of tasks": lambda: laplace(accumulate="modes", multiplier=3.0),
+    "Laplace, full": lambda: laplace(structure="full"),
+}
+
+
+def data(task):
+    generator = torch.Generator().manual_seed(TASKS.index(task))
+    x = torch.randn(N, 3, generator=generator)
+    return x, (x[:, TASKS.index(task), None] > 0).float()
+
+
+def assert_equal(actual, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_equal(actual[key], value)
+    else:
+        assert actual == expected
+
+
+# --------------------------------------------------------------------------- heads
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_every_wrapper_learns_and_keeps_heads(make):
+    bnn = make()
+    heads = Heads(bnn, modules=["head"])
+    start = {name: value.clone() for name, value in bnn.net.head.state_dict().items()}
+    after = {}
+    for task in TASKS:
+        heads.start(task)
+        assert_equal(dict(bnn.net.head.state_dict()), start)
+        bnn.fit([data(task)], functools.partial(torch.optim.Adam, lr=1e-2), 2, progress=False)
+        after[task] = {name: value.clone() for name, value in bnn.net.head.state_dict().items()}
+        assert not torch.equal(after[task]["1.weight"], start["1.weight"])
+        assert int(after[task]["0.num_batches_tracked"]) == 2
+    for task in (*TASKS, *reversed(TASKS)):
+        heads.use(task)
+        assert heads.current == task
+        assert_equal(dict(bnn.net.head.state_dict()), after[task])
+
+
+def test_use_as_a_context_puts_the_head_back_even_after_an_error():
+    bnn = variational()
+    heads = Heads(bnn, modules=["head"])
+    for value, task in enumerate(TASKS):
+        heads.start(task)
+        bnn.net.head[1].bias.data.fill_(value)
+
+    def breaks():
+        with heads.use("first") as inside:
+            assert inside is heads
+            assert bnn.net.head[1].bias.item() == 0
+            with heads.use("second"):
+                assert bnn.net.head[1].bias.item() == 1
+            assert bnn.net.head[1].bias.item() == 0
+            bnn.net.head[1].bias.data.fill_(7.0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        breaks()
+    assert (heads.current, bnn.net.head[1].bias.item()) == ("third", 2)
+    heads.use("first")
+    assert bnn.net.head[1].bias.item() == 7, "what is trained inside a context is kept"
+
+
+def test_switching_is_in_place():
+    bnn = variational()
+    heads = Heads(bnn, modules=["head"])
+    before = {name: id(tensor) for name, tensor in bnn.net.head.state_dict(keep_vars=True).items()}
+    heads.start("first")
+    heads.start("second")
+    heads.use("first")
+    after = {name: id(tensor) for name, tensor in bnn.net.head.state_dict(keep_vars=True).items()}
+    assert before == after
+
+
+def test_heads_save_and_load():
+    bnn = variational()
+    heads = Heads(bnn, modules=["head"])
+    for value, task in enumerate(TASKS):
+        heads.start(task)
+        bnn.net.head[1].bias.data.fill_(value)
+    heads.use("second")
+    torch.save(heads.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    fresh = variational()
+    loaded = Heads(fresh, modules=["head"])
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    assert (loaded.current, loaded.tasks) == ("second", TASKS)
+    assert fresh.net.head[1].bias.item() == 1
+    with loaded.use("third"):
+        assert fresh.net.head[1].bias.item() == 2
+    # What is loaded is a copy.
+    bnn.net.head[1].bias.data.fill_(9.0)
+    loaded.use("second")
+    assert fresh.net.head[1].bias.item() == 1
+
+
+def test_heads_of_another_shape_change_nothing():
+    heads = Heads(bnn := variational(), modules=["head"])
+    other = Heads(variational(), modules=["head.1"])
+    heads.start("first")
+    before = copy.deepcopy(bnn.state_dict())
+    with pytest.raises(ValueError, match=r"heads with head\.1\.weight \(1, 5\)"):
+        heads.load_state_dict(other.state_dict())
+    assert_equal(dict(bnn.state_dict()), dict(before))
+    assert heads.tasks == ["first"]
+
+
+def tied():
+    net = Net()
+    net.head[1].bias = nn.Parameter(torch.zeros(1))
+    net.tied = nn.Linear(3, 5)
+    net.tied.weight = net.body[0].weight
+    return tyxe.VariationalBNN(
+        net,
+        normal(expose_modules=["body"]),
+        tyxe.likelihoods.Bernoulli(N, event_dim=1),
+        AutoNormal,
+    )
+
+
+WRONG_HEADS = {
+    "no BNN": (lambda: Heads(Net(), ["head"]), TypeError, "is a Net; expected a BNN"),
+    "a string": (lambda: Heads(variational(), "head"), TypeError, r"modules=\['head'\]"),
+    "no such part": (lambda: Heads(variational(), ["tail"]), ValueError, "'tail', which the net"),
+    "nothing in it": (lambda: Heads(variational(), ["body.1"]), ValueError, "neither parameters"),
+    "a site": (
+        lambda: Heads(variational(), ["body"]),
+        ValueError,
+        r"'body.0.weight' is a site of the prior.*hide_modules=\['body.0'\]",
+    ),
+    "a site by another name": (lambda: Heads(tied(), ["tied"]), ValueError, "'tied.weight' is a"),
+}
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), WRONG_HEADS.values(), ids=WRONG_HEADS.keys())
+def test_wrong_heads(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_a_missing_head_names_the_known_tasks():
+    heads = Heads(bnn := variational(), modules=["head"])
+    with pytest.raises(ValueError, match="those with one are: none"):
+        heads.use("first")
+    heads.start("first")
+    heads.start("second")
+    bnn.net.head[1].bias.data.fill_(5.0)
+    with pytest.raises(ValueError, match=r"'third' has no head.*'first', 'second'.*start\('third'"):
+        heads.use("third")
+    with pytest.raises(ValueError, match=r"has a head already: go on with it by use\('first'\)"):
+        heads.start("first")
+    assert (heads.current, bnn.net.head[1].bias.item()) == ("second", 5)
+
+
+# --------------------------------------------------------------------------- the loop
+
+
+def loop_of(make, tasks=TASKS, **options):
+    bnn = make()
+    heads = Heads(bnn, modules=["head"])
+
+    def fit(task):
+        x, y = data(task)
+        order = torch.randperm(N)  # the run depends on the random generator
+        bnn.fit([(x[order], y[order])], functools.partial(torch.optim.Adam, lr=1e-2), 3)
+
+    def evaluate(task):
+        return 1 - bnn.evaluate(*data(task), num_predictions=2, reduction="mean")[0].item()
+
+    # A point estimate has no posterior to make a prior of.
+    update = (lambda task: None) if make is WRAPPERS["maximum a posteriori"] else None
+    return TaskLoop(bnn, tasks, fit, evaluate, update, heads=heads, **options)
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+@pytest.mark.parametrize("stop", [1, 2])
+def test_resumed_is_uninterrupted(make, stop, tmp_path):
+    torch.manual_seed(1)
+    whole = loop_of(make)
+    expected = whole.run()
+    path = tmp_path / "new" / "run.pt"
+    torch.manual_seed(1)
+    first = loop_of(make)
+    first.run(path, callback=lambda task, scores: len(scores) == stop)
+    assert first.done == stop
+    assert bool(first.accuracy[stop:].isnan().all())
+    second = loop_of(make)
+    torch.manual_seed(99)
+    learned = []
+    actual = second.run(path, callback=lambda task, scores: learned.append(task))
+    assert learned == TASKS[stop:]
+    assert torch.equal(actual.nan_to_num(-1), expected.nan_to_num(-1))
+    assert_equal(dict(second.bnn.state_dict()), dict(whole.bnn.state_dict()))
+    assert_equal(second.heads.state_dict(), whole.heads.state_dict())
+    # A finished run is read, not run again.
+    third = loop_of(make)
+    assert torch.equal(third.run(path).nan_to_num(-1), expected.nan_to_num(-1))
+
+
+def test_the_random_generator_is_resumed(tmp_path):
+    whole = loop_of(variational)
+    torch.manual_seed(3)
+    whole.run(callback=lambda task, scores: len(scores) == 2)
+    expected = torch.rand(3)
+    first = loop_of(variational)
+    torch.manual_seed(3)
+    first.run(tmp_path / "run.pt", callback=lambda task, scores: True)
+    second = loop_of(variational)
+    second.run(tmp_path / "run.pt", callback=lambda task, scores: len(scores) == 2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_posterior_becomes_the_prior():
+    loop = loop_of(variational)
+    for _ in TASKS:
+        loop.run(callback=lambda task, scores: True)
+        priors = dict(loop.bnn.net_prior.priors())
+        posteriors = loop.bnn.net_guide.get_detached_distributions()
+        assert priors.keys() == posteriors.keys() == {"body.0.weight", "body.0.bias"}
+        for name, posterior in posteriors.items():
+            assert torch.equal(priors[name].mean, posterior.mean)
+            assert torch.equal(priors[name].variance, posterior.variance)
+        kl = tyxe.bnn.elbo_terms(loop.bnn.net_prior, loop.bnn.net_guide).kl
+        assert abs(kl.item()) < 1e-5  # rounding of a sum over 20 weights in float32
+    assert loop.done == 3
+
+
+def test_without_sites_there_is_no_prior_to_update():
+    bnn = maximum_likelihood()
+    before = copy.deepcopy(bnn.state_dict())
+    posterior_to_prior(bnn)
+    assert_equal(dict(bnn.state_dict()), dict(before))
+
+
+def test_the_matrix_holds_what_evaluate_returned():
+    calls = []
+
+    def evaluate(task):
+        calls.append((task, len(calls)))
+        return len(calls) / 100
+
+    bnn = variational()
+    loop = TaskLoop(bnn, TASKS, lambda task: None, evaluate, lambda task: None, ahead=True)
+    accuracy = loop.run()
+    asked = [task for task, _ in calls]
+    assert asked == ["first", "second", "first", "second", "third", "first", "second", "third"]
+    expected = [[0.01, 0.02, math.nan], [0.03, 0.04, 0.05], [0.06, 0.07, 0.08]]
+    torch.testing.assert_close(accuracy, torch.tensor(expected), equal_nan=True)
+    accuracy.zero_()
+    assert loop.accuracy[0, 0] != 0, "what is returned is a copy"
+
+
+def test_evaluation_sees_each_tasks_own_head():
+    bnn = variational()
+    heads = Heads(bnn, modules=["head"])
+    seen = []
+    TaskLoop(
+        bnn,
+        TASKS,
+        fit=lambda task: bnn.net.head[1].bias.data.fill_(TASKS.index(task)),
+        evaluate=lambda task: seen.append((task, bnn.net.head[1].bias.item())) or 0.0,
+        heads=heads,
+    ).run()
+    assert seen == [(task, i) for t in range(3) for i, task in enumerate(TASKS[: t + 1])]
+    assert heads.current == "third"
+
+
+def test_an_interrupted_fit_can_be_run_again():
+    loop, fits = loop_of(variational), []
+    fit = loop.fit
+
+    def breaks_once(task):
+        fits.append(task)
+        if fits == ["first", "second"]:
+            raise KeyboardInterrupt
+        return fit(task)
+
+    loop.fit = breaks_once
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert loop.done == 1
+    assert not bool(loop.run()[2].isnan().any())
+    assert fits == ["first", "second", "second", "third"]
+
+
+def test_further_parts_are_saved(tmp_path):
+    class Counter:
+        def __init__(self):
+            self.count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    first, second = Counter(), Counter()
+    first.count = 3
+    path = tmp_path / "run.pt"
+    loop_of(variational, parts={"counter": first}).run(path, lambda task, scores: True)
+    loop_of(variational, parts={"counter": second}).run(path, lambda task, scores: True)
+    assert second.count == 3
+    with pytest.raises(ValueError, match=r"has the parts \['counter', 'heads'\], this loop"):
+        loop_of(variational).run(path)
+
+
+def test_another_order_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    loop_of(variational).run(path, callback=lambda task, scores: True)
+    other = loop_of(variational, ["second", "first", "third"])
+    before = copy.deepcopy(other.bnn.state_dict())
+    with pytest.raises(ValueError, match="resume in the same order"):
+        other.run(path)
+    assert other.done == 0
+    assert_equal(dict(other.bnn.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "kind"), [("01", TypeError), ([], ValueError), (["a", "a"], ValueError)]
+)
+def test_wrong_tasks(tasks, kind):
+    with pytest.raises(kind, match="tasks is"):
+        TaskLoop(variational(), tasks, lambda task: None, lambda task: 0.0)
+
+
+# --------------------------------------------------------------------------- for one prediction
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_restored_undoes_a_fit(make):
+    bnn = make()
+    heads = Heads(bnn, modules=["head"])
+    heads.start("first")
+    heads.start("second")
+    bnn.eval()
+    before = copy.deepcopy((dict(bnn.state_dict()), heads.state_dict()))
+
+    def breaks():
+        with restored(bnn, heads):
+            heads.use("first")
+            bnn.likelihood.dataset_size = 3
+            bnn.fit([[part[:3] for part in data("first")]], torch.optim.Adam, 2, progress=False)
+            heads.start("third")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        breaks()
+    assert_equal(dict(bnn.state_dict()), before[0])
+    assert_equal(heads.state_dict(), before[1])
+    assert (bnn.likelihood.dataset_size, heads.current) == (N, "second")
+    assert not any(module.training for module in bnn.modules())

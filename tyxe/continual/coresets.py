@@ -1,0 +1,161 @@
+"""A few points of each task kept out of its training, and used before a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tyxe.bnn import BNN
+from tyxe.continual.heads import Heads
+
+__all__ = ["CORESETS", "coreset_indices", "k_center", "random_points", "restored", "split_coreset"]
+
+Pair = tuple[Tensor, Tensor]
+
+
+def random_points(inputs: Tensor, size: int) -> Tensor:
+    """Return indices of random points, `(size,)`.
+
+    Args:
+        inputs: `(n, ...)`.
+        size: how many.
+
+    Example:
+        >>> random_points(torch.zeros(5, 2), 3).shape
+        torch.Size([3])
+    """
+    return torch.randperm(len(inputs), device=inputs.device)[:size]
+
+
+def k_center(inputs: Tensor, size: int) -> Tensor:
+    """Return indices of points that cover the others: each the farthest from those before it.
+
+    The first is random. The largest distance of any point to the nearest of them is at most twice
+    the smallest that so many points can have. Costs `n * size` distances.
+
+    Args:
+        inputs: `(n, ...)`; distances are Euclidean.
+        size: how many.
+
+    Returns:
+        Indices `(size,)`, all different.
+
+    Reference:
+        Gonzalez (1985), Clustering to minimize the maximum intercluster distance; Nguyen et al.
+        (2018), Variational continual learning, 3.
+
+    Example:
+        >>> points = torch.tensor([[0.0], [0.1], [5.0], [5.1], [10.0]])
+        >>> chosen = k_center(points, 3)
+        >>> sorted(points[chosen, 0].round().tolist())
+        [0.0, 5.0, 10.0]
+    """
+    points = inputs.flatten(1)
+    chosen = [int(torch.randint(len(points), ()))]
+    nearest = points.new_full((len(points),), torch.inf)
+    while len(chosen) < size:
+        nearest = nearest.minimum((points - points[chosen[-1]]).square().sum(-1))
+        # Points that coincide with chosen ones are at zero too, and none is taken twice.
+        nearest[chosen[-1]] = -1.0
+        chosen.append(int(nearest.argmax()))
+    return torch.tensor(chosen, device=inputs.device)
+
+
+CORESETS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
+    "random": random_points,
+    "k-center": k_center,
+}
+
+
+def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor:
+    """Choose a coreset.
+
+    Args:
+        inputs: those of a task, `(n, ...)`.
+        size: number of points.
+        method: `"random"` or `"k-center"`.
+
+    Returns:
+        Indices, `(size,)`.
+
+    Raises:
+        ValueError: an unknown method; no points, or not fewer than the task has.
+
+    Example:
+        >>> len(coreset_indices(torch.randn(20, 3), 4, "k-center").unique())
+        4
+    """
+    if method not in CORESETS:
+        raise ValueError(f"method is {method!r}; expected {' or '.join(map(repr, CORESETS))}")
+    if not 0 < size < len(inputs):
+        raise ValueError(
+            f"size is {size}, but the task has {len(inputs)} points: a coreset has at least one, "
+            "and leaves some for training"
+        )
+    return CORESETS[method](inputs, size)
+
+
+def split_coreset(data: Pair, indices: Tensor) -> tuple[Pair, Pair]:
+    """Take a coreset out of a task's data.
+
+    Args:
+        data: inputs `(n, ...)` and targets `(n, ...)`.
+        indices: as from `coreset_indices`.
+
+    Returns:
+        The coreset, and what is left, in its order.
+
+    Example:
+        >>> x, y = torch.arange(4.0)[:, None], torch.arange(4)
+        >>> coreset, rest = split_coreset((x, y), torch.tensor([3, 1]))
+        >>> coreset[1].tolist(), rest[1].tolist()
+        ([3, 1], [0, 2])
+    """
+    inputs, targets = data
+    left = torch.ones(len(inputs), dtype=torch.bool, device=inputs.device)
+    left[indices] = False
+    return (inputs[indices], targets[indices]), (inputs[left], targets[left])
+
+
+@contextmanager
+def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
+    """Undo at the end what happens inside to a BNN's state, and to its heads.
+
+    For what is done for one prediction alone, such as a fit to coresets.
+
+    Args:
+        bnn: any wrapper; its parameters and buffers are kept, its prior too. A new prior of
+            another kind cannot be undone.
+        heads: of the same BNN.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(3, scale=0.1), tyxe.guides.AutoNormal)
+        >>> before = bnn.net_guide.get_loc("bias").item()
+        >>> with restored(bnn):
+        ...     _ = bnn.fit([(torch.eye(3, 2), torch.ones(3, 1))], torch.optim.Adam, 2)
+        >>> bnn.net_guide.get_loc("bias").item() == before
+        True
+    """
+    state = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in bnn.state_dict().items()
+    }
+    kept = None if heads is None else heads.state_dict()
+    size = getattr(getattr(bnn, "likelihood", None), "dataset_size", None)
+    modes = [(module, module.training) for module in bnn.modules()]
+    try:
+        yield
+    finally:
+        bnn.load_state_dict(state)
+        if heads is not None and kept is not None:
+            heads.load_state_dict(kept)
+        if size is not None:
+            bnn.likelihood.dataset_size = size  # type: ignore[union-attr]
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,210 @@
+"""Parts of a net that belong to one task, kept while another task has their place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe.bnn import BNN
+from tyxe.util import pyro_sample_sites
+
+__all__ = ["Heads"]
+
+Task = str | int
+Values = dict[str, Tensor]
+
+
+class Heads:
+    """Parts of a BNN's net of which every task has its own, outside the prior.
+
+    There is one head in the net; the values of the others are kept here. Switching writes values
+    in place, so optimisers and references to the parameters stay good. Parameters and buffers of
+    the parts are switched alike.
+
+    Args:
+        bnn: any wrapper, built with a prior that hides the parts.
+        modules: names or globs of parts of `bnn.net`, such as `["2"]` or `["head*"]`.
+
+    Raises:
+        TypeError: no BNN, or a string in place of a list.
+        ValueError: the net has no such part, the part has no parameters, or it has a site of the
+            prior.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+        >>> prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_modules=["2"])
+        >>> likelihood = tyxe.likelihoods.Bernoulli(10, event_dim=1)
+        >>> bnn = tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
+        >>> heads = Heads(bnn, modules=["2"])
+        >>> heads.start("zero or one")
+        >>> bnn.net[2].bias.data.fill_(3.0)
+        tensor([3.])
+        >>> heads.start("two or three")
+        >>> bool(bnn.net[2].bias == net[2].bias)
+        True
+        >>> with heads.use("zero or one"):
+        ...     bnn.net[2].bias.item()
+        3.0
+    """
+
+    def __init__(self, bnn: BNN, modules: Iterable[str]) -> None:
+        if not isinstance(bnn, BNN):
+            raise TypeError(f"bnn is a {type(bnn).__name__}; expected a BNN of tyxe")
+        if isinstance(modules, str):
+            raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
+        self._tensors = _tensors_of(bnn, list(modules))
+        self._start = self._taken()
+        self._kept: dict[Task, Values] = {}
+        self._current: Task | None = None
+
+    @property
+    def current(self) -> Task | None:
+        """The task whose head is in the net; None before the first."""
+        return self._current
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks that have a head, in the order in which they were started."""
+        return list(self._kept)
+
+    def parameter_names(self) -> list[str]:
+        """Return the names, in `bnn.net`, of all that is switched."""
+        return list(self._tensors)
+
+    def start(self, task: Task) -> None:
+        """Give a new task a head, with the values that the net came with: the same for every task.
+
+        Args:
+            task: its name or number.
+
+        Raises:
+            ValueError: it has a head already.
+        """
+        if task in self._kept:
+            raise ValueError(f"task {task!r} has a head already: go on with it by use({task!r})")
+        self._keep_current()
+        self._put(task, self._start)
+        self._kept[task] = self._start
+
+    def use(self, task: Task) -> _Switched:
+        """Put a task's head into the net; as a context manager, only inside the `with`.
+
+        Args:
+            task: its name or number.
+
+        Raises:
+            ValueError: the task has no head.
+        """
+        if task not in self._kept:
+            known = ", ".join(map(repr, self._kept)) or "none"
+            raise ValueError(
+                f"task {task!r} has no head; those with one are: {known}. A new task begins with "
+                f"start({task!r})"
+            )
+        before = self._current
+        self._keep_current()
+        self._put(task, self._kept[task])
+        return _Switched(self, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the heads of all tasks, safe for `torch.load(..., weights_only=True)`."""
+        self._keep_current()
+        kept = copy.deepcopy(self._kept)
+        return {"current": self._current, "start": copy.deepcopy(self._start), "tasks": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the heads of another object for the same net; the current one goes into the net.
+
+        Raises:
+            ValueError: they are of other parts or shapes; nothing is changed.
+        """
+        own = {name: tensor.shape for name, tensor in self._tensors.items()}
+        for values in (state["start"], *state["tasks"].values()):
+            shapes = {name: value.shape for name, value in values.items()}
+            if shapes != own:
+                raise ValueError(
+                    f"the state is of heads with {_described(shapes)}; here they have "
+                    f"{_described(own)}"
+                )
+        self._start = copy.deepcopy(state["start"])
+        self._kept = copy.deepcopy(dict(state["tasks"]))
+        current = state["current"]
+        self._put(current, self._start if current is None else self._kept[current])
+
+    # ------------------------------------------------------------------ values
+
+    def _taken(self) -> Values:
+        return {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+
+    def _keep_current(self) -> None:
+        if self._current is not None:
+            self._kept[self._current] = self._taken()
+
+    def _put(self, task: Task | None, values: Values) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(values[name])
+        self._current = task
+
+
+class _Switched:
+    """What `use` returns: leaving it puts the head back that was there before."""
+
+    def __init__(self, heads: Heads, before: Task | None) -> None:
+        self._heads, self._before = heads, before
+
+    def __enter__(self) -> Heads:
+        return self._heads
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            self._heads.use(self._before)
+
+
+def _tensors_of(bnn: BNN, globs: list[str]) -> Values:
+    """Parameters and buffers of the parts that globs name, by name in the net."""
+    parts = {name for name, _ in bnn.net.named_modules() if name}
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in parts):
+            raise ValueError(
+                f"modules names {glob!r}, which the net does not have; it has "
+                f"{', '.join(sorted(parts)) or 'no parts'}"
+            )
+    heads = [name for name in parts if any(fnmatchcase(name, glob) for glob in globs)]
+    named = [
+        *bnn.net.named_parameters(remove_duplicate=False),
+        *bnn.net.named_buffers(remove_duplicate=False),
+    ]
+    found = {name: tensor for name, tensor in named if any(name.startswith(f"{h}.") for h in heads)}
+    if not found:
+        raise ValueError(f"modules={globs} have neither parameters nor buffers to keep for a task")
+    _check_outside_prior(bnn, found)
+    return found
+
+
+def _check_outside_prior(bnn: BNN, found: Mapping[str, Tensor]) -> None:
+    # By identity: a tied parameter has several names, and the prior knows the first.
+    sites = {id(bnn.net.get_parameter(name)): name for name in pyro_sample_sites(bnn.net)}
+    for name, tensor in found.items():
+        if id(tensor) in sites:
+            raise ValueError(
+                f"the head's {name!r} is a site of the prior, which all tasks share: hide it, "
+                f"IIDPrior(..., hide_modules=[{name.rpartition('.')[0]!r}])"
+            )
+
+
+def _described(shapes: Mapping[str, torch.Size]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())

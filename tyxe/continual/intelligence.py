@@ -1,0 +1,175 @@
+"""Synaptic intelligence: weights are held by what they gained on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tyxe.bnn import BNN
+from tyxe.continual.heads import Heads
+from tyxe.continual.penalties import GaussianPenalty
+from tyxe.util import pyro_sample_sites
+
+__all__ = ["SynapticIntelligence", "path_importance"]
+
+
+def path_importance(omega: Tensor, displacement: Tensor, xi: float) -> Tensor:
+    """Return what a task adds to `Omega`: `max(0, omega) / (Delta^2 + xi)`.
+
+    Args:
+        omega: `-sum g dw` over the task's steps.
+        displacement: `Delta`, from the task's first weights to its last.
+        xi: keeps the quotient finite; positive.
+
+    Reference:
+        Zenke, Poole, Ganguli (2017), Continual learning through synaptic intelligence, eq. 5.
+
+    Example:
+        >>> path_importance(torch.tensor([0.5, -1.0]), torch.tensor([2.0, 2.0]), 1.0)
+        tensor([0.1000, 0.0000])
+    """
+    return omega.clamp(min=0) / (displacement.square() + xi)
+
+
+class SynapticIntelligence:
+    r"""The penalty `c sum Omega (w - w*)^2`, with `Omega` gathered while the net is trained.
+
+    `omega = -sum_steps g dw` is what a weight's steps took off the loss, with `g` the gradient of
+    the task's loss alone. The loss is the *mean* over data (nats a point), as `fit` has it, and so
+    `c` is relative to that; as a prior on a sum over `N` points it would be a Normal with precision
+    `2 c N Omega`. For maximum likelihood: the weights must be no sites.
+
+    `watch` an optimiser for each task, fit with it, and `update` at the task's end.
+
+    Args:
+        bnn: a wrapper whose prior hides everything.
+        c: strength.
+        xi: see `path_importance`.
+        heads: parts that every task has of its own, not held.
+
+    Raises:
+        ValueError: the BNN has sites; `c` or `xi` is not positive.
+
+    Reference:
+        Zenke, Poole, Ganguli (2017), Continual learning through synaptic intelligence, eq. 4-5.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(3, scale=1.0))
+        >>> intelligence = SynapticIntelligence(bnn, c=1.0)
+        >>> adam = intelligence.watch(torch.optim.Adam(bnn.parameters()))
+        >>> _ = bnn.fit([(torch.eye(3, 2), torch.ones(3, 1))], adam, 5, progress=False)
+        >>> intelligence.update()
+        >>> bool((intelligence.penalty.precisions["net.weight"] > 0).all())
+        True
+    """
+
+    def __init__(
+        self, bnn: BNN, c: float = 0.1, xi: float = 0.1, heads: Heads | None = None
+    ) -> None:
+        if sites := pyro_sample_sites(bnn.net):
+            raise ValueError(
+                f"synaptic intelligence holds plain weights, but {sites[0]!r} is a site of the "
+                "prior: build the BNN with hide_all=True"
+            )
+        if not (c > 0 and xi > 0):
+            raise ValueError(f"c is {c} and xi is {xi}; expected positive numbers")
+        self.c, self.xi = c, xi
+        own = set() if heads is None else {f"net.{name}" for name in heads.parameter_names()}
+        self._parameters = {
+            name: parameter
+            for name, parameter in bnn.named_parameters()
+            if parameter.requires_grad and name not in own
+        }
+        self._start = self._values()
+        self._omega = {name: torch.zeros_like(value) for name, value in self._start.items()}
+        self._importance = copy.deepcopy(self._omega)
+        self._watched: WeakSet[Optimizer] = WeakSet()
+
+    @property
+    def penalty(self) -> GaussianPenalty:
+        """The penalty on the mean loss: precisions `2 c Omega` about the last task's weights."""
+        return GaussianPenalty(
+            self._start, {n: 2 * self.c * v for n, v in self._importance.items()}
+        )
+
+    def watch(self, optimizer: Optimizer) -> Optimizer:
+        """Add the penalty's gradient to every step of an optimiser, and note what steps gain.
+
+        Where `fit` clips gradients, it is the task's gradient alone.
+
+        Args:
+            optimizer: over the BNN's parameters, for one task.
+
+        Returns:
+            The optimiser.
+
+        Raises:
+            ValueError: it is watched already.
+        """
+        if optimizer in self._watched:
+            raise ValueError("this optimiser is watched already; each needs it once")
+        self._watched.add(optimizer)
+        penalty = self.penalty
+        gradients: dict[str, Tensor] = {}
+        before: dict[str, Tensor] = {}
+
+        @torch.no_grad()
+        def note(*_: Any) -> None:
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.clone()
+                    before[name] = parameter.detach().clone()
+                    parameter.grad += penalty.gradient(name, parameter)
+
+        @torch.no_grad()
+        def gather(*_: Any) -> None:
+            for name, gradient in gradients.items():
+                self._omega[name] -= gradient * (self._parameters[name] - before[name])
+            gradients.clear()
+            before.clear()
+
+        optimizer.register_step_pre_hook(note)
+        optimizer.register_step_post_hook(gather)
+        return optimizer
+
+    def update(self) -> None:
+        """End a task: what it gained counts from now on, and its weights are `w*`."""
+        now = self._values()
+        for name, value in now.items():
+            moved = value - self._start[name]
+            self._importance[name] += path_importance(self._omega[name], moved, self.xi)
+            self._omega[name].zero_()
+        self._start = now
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self._parameters.items()}
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return `omega`, `Omega` and `w*`."""
+        state = {"omega": self._omega, "importance": self._importance, "start": self._start}
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take what `state_dict` returned; optimisers are to be watched anew.
+
+        Raises:
+            ValueError: it is of other parameters; nothing is changed.
+        """
+        for part in ("omega", "importance", "start"):
+            if set(state[part]) != set(self._parameters):
+                raise ValueError(
+                    f"the state is of {', '.join(state[part])}; here there are "
+                    f"{', '.join(self._parameters)}"
+                )
+        loaded = {part: {n: v.clone() for n, v in state[part].items()} for part in state}
+        self._omega, self._importance = loaded["omega"], loaded["importance"]
+        self._start = loaded["start"]

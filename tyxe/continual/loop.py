@@ -1,0 +1,222 @@
+"""The loop over tasks: fit, turn the posterior into the prior, evaluate on all tasks seen."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tyxe.bnn import BNN
+from tyxe.continual.heads import Heads, Task
+from tyxe.priors import DictPrior
+from tyxe.util import pyro_sample_sites
+
+__all__ = ["Stateful", "TaskLoop", "posterior_to_prior"]
+
+
+class Stateful(Protocol):
+    """What can be saved with a loop: anything with these two methods."""
+
+    def state_dict(self) -> Any:
+        """Return plain containers of tensors and numbers."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take what `state_dict` returned."""
+
+
+def posterior_to_prior(bnn: Any) -> None:
+    """Make the posterior of a BNN its prior: the four lines, for a guide that has them.
+
+    A BNN without sites (maximum likelihood) is left as it is.
+
+    Args:
+        bnn: a wrapper with `net_guide`.
+
+    Raises:
+        ValueError: the posterior does not fit as a prior; the old prior then stays.
+
+    Reference:
+        [T] listing 5.6.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+        >>> posterior_to_prior(bnn)
+        >>> abs(tyxe.bnn.elbo_terms(bnn.net_prior, bnn.net_guide).kl.item()) < 1e-6
+        True
+    """
+    sites = pyro_sample_sites(bnn.net)
+    if sites:
+        posteriors = bnn.net_guide.get_detached_distributions(sites)
+        bnn.update_prior(DictPrior(posteriors))
+
+
+class TaskLoop:
+    r"""For each task: fit, update, evaluate on all tasks seen. Stops and resumes between tasks.
+
+    The accuracy matrix `A` has `A[t, i]`, the score on task `i` after `t + 1` tasks; it is NaN
+    for `i > t`, but for `A[t, t + 1]` with `ahead`: the score on the next task before its fit.
+
+    Args:
+        bnn: any wrapper.
+        tasks: names or numbers, in the order in which they are learned.
+        fit: `fit(task)` trains on the task's data.
+        evaluate: `evaluate(task)` returns a score, such as the accuracy on its test data.
+        update: `update(task)` after the fit; by default the posterior becomes the prior.
+        heads: switched to the task before each of these calls, and started for new tasks.
+        ahead: score each task before its fit as well, for `forward_transfer`.
+        parts: whatever else has to be saved, by name: penalties, coresets, schedules.
+
+    Raises:
+        TypeError: a string in place of the tasks.
+        ValueError: no tasks, or one twice.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.Bernoulli(3, event_dim=1), tyxe.guides.AutoNormal)
+        >>> x, y = torch.eye(3, 2), torch.ones(3, 1)
+        >>> loop = TaskLoop(
+        ...     bnn, ["first", "second"],
+        ...     fit=lambda task: bnn.fit([(x, y)], torch.optim.Adam, 2, progress=False),
+        ...     evaluate=lambda task: 1 - bnn.evaluate(x, y, reduction="mean")[0].item())
+        >>> loop.run().shape
+        torch.Size([2, 2])
+    """
+
+    def __init__(
+        self,
+        bnn: BNN,
+        tasks: Sequence[Task],
+        fit: Callable[[Task], Any],
+        evaluate: Callable[[Task], float],
+        update: Callable[[Task], Any] | None = None,
+        *,
+        heads: Heads | None = None,
+        ahead: bool = False,
+        parts: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        if isinstance(tasks, str):
+            raise TypeError(f"tasks is {tasks!r}; expected a list of names or numbers")
+        self.tasks = list(tasks)
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks is {self.tasks}; expected at least one, and none twice")
+        self.bnn, self.fit, self.evaluate = bnn, fit, evaluate
+        self.update = update or (lambda _: posterior_to_prior(bnn))
+        self.heads, self.ahead = heads, ahead
+        self.parts = dict(parts or {})
+        self.done = 0
+        self.accuracy = torch.full((len(self.tasks),) * 2, math.nan)
+
+    def run(
+        self,
+        checkpoint: str | os.PathLike[str] | None = None,
+        callback: Callable[[Task, Tensor], Any] | None = None,
+    ) -> Tensor:
+        """Learn the tasks that are left.
+
+        Args:
+            checkpoint: a file: read if it is there, and written after each task.
+            callback: `callback(task, scores)` after each, with the scores on all tasks seen; the
+                loop stops when it returns True, and goes on with the next `run`.
+
+        Returns:
+            The accuracy matrix, `(tasks, tasks)`.
+
+        Raises:
+            ValueError: the checkpoint is of other tasks, or of another order.
+        """
+        path = None if checkpoint is None else Path(checkpoint)
+        if path is not None and path.exists():
+            self.load_state_dict(torch.load(path, weights_only=True))
+        while self.done < len(self.tasks):
+            scores = self._learn(self.tasks[self.done])
+            if path is not None:
+                _save(self.state_dict(), path)
+            if callback is not None and callback(self.tasks[self.done - 1], scores):
+                break
+        return self.accuracy.clone()
+
+    def _learn(self, task: Task) -> Tensor:
+        number = self.done
+        if self.heads is not None:
+            # A fit that was interrupted in this process has started the head already.
+            (self.heads.use if task in self.heads.tasks else self.heads.start)(task)
+        if self.ahead and number:
+            self.accuracy[number - 1, number] = float(self.evaluate(task))
+        self.fit(task)
+        self.update(task)
+        for index, seen in enumerate(self.tasks[: number + 1]):
+            self.accuracy[number, index] = self._score(seen)
+        self.done = number + 1
+        return self.accuracy[number, : self.done].clone()
+
+    def _score(self, task: Task) -> float:
+        if self.heads is None:
+            return float(self.evaluate(task))
+        with self.heads.use(task):
+            return float(self.evaluate(task))
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the tasks left depend on, safe for `torch.load(weights_only=True)`.
+
+        BNN with its prior, heads, scores, further parts, and the random generators' state.
+        """
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return {
+            "tasks": list(self.tasks),
+            "done": self.done,
+            "accuracy": self.accuracy.clone(),
+            "bnn": copy.deepcopy(self.bnn.state_dict()),
+            "heads": None if self.heads is None else self.heads.state_dict(),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "rng": [torch.get_rng_state(), *cuda],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another loop stopped; BNN, heads and parts are overwritten.
+
+        Raises:
+            ValueError: the state is of other tasks or another order, or of other parts.
+            RuntimeError: it is that of another BNN.
+        """
+        if list(state["tasks"]) != self.tasks:
+            raise ValueError(
+                f"the run to resume has the tasks {list(state['tasks'])}, this loop "
+                f"{self.tasks}: resume in the same order, or start anew without the checkpoint"
+            )
+        saved = {*state["parts"], *(["heads"] if state["heads"] is not None else [])}
+        own = {*self.parts, *(["heads"] if self.heads is not None else [])}
+        if saved != own:
+            raise ValueError(
+                f"the run to resume has the parts {sorted(saved)}, this loop {sorted(own)}"
+            )
+        self.bnn.load_state_dict(state["bnn"])
+        if self.heads is not None:
+            self.heads.load_state_dict(state["heads"])
+        for name, part in self.parts.items():
+            part.load_state_dict(state["parts"][name])
+        self.done, self.accuracy = state["done"], state["accuracy"].clone()
+        cpu, *cuda = state["rng"]
+        torch.set_rng_state(cpu.cpu())
+        if cuda:
+            torch.cuda.set_rng_state_all([rng.cpu() for rng in cuda])
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    """Write a file as a whole: a run that is killed while writing leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    torch.save(state, partial)
+    partial.replace(path)

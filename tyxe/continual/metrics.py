@@ -1,0 +1,135 @@
+"""What a matrix of accuracies says: average, forgetting, transfer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["average_accuracy", "backward_transfer", "forgetting", "forward_transfer"]
+
+
+def average_accuracy(accuracy: Tensor) -> Tensor:
+    r"""Return the mean accuracy over the tasks seen, after each task: `1/(t+1) sum_{i<=t} A[t, i]`.
+
+    Args:
+        accuracy: `A[t, i]`, on task `i` after `t + 1` tasks, `(..., T, T)`, as `TaskLoop` has it;
+            entries above the diagonal are not looked at.
+
+    Returns:
+        `(..., T)`; NaN for tasks still to come.
+
+    Raises:
+        TypeError, ValueError: as all functions here, if `accuracy` is no square matrix of
+            floating-point numbers.
+
+    Reference:
+        [T] fig. 5.4.
+
+    Example:
+        >>> average_accuracy(torch.tensor([[1.0, 0.0], [0.5, 0.9]]))
+        tensor([1.0000, 0.7000])
+    """
+    count = torch.arange(1, _tasks(accuracy) + 1, device=accuracy.device)
+    return accuracy.where(_seen(accuracy), accuracy.new_zeros(())).sum(-1) / count
+
+
+def forgetting(accuracy: Tensor) -> Tensor:
+    r"""Return what earlier tasks have lost since their best, after each task.
+
+    `F_t = 1/t sum_{i<t} (max_{i<=l<t} A[l, i] - A[t, i])`, negative where they gained.
+
+    Args:
+        accuracy: as in `average_accuracy`.
+
+    Returns:
+        `(..., T)`; 0 after the first task.
+
+    Reference:
+        Chaudhry et al. (2018), Riemannian walk for incremental learning, eq. 3.
+
+    Example:
+        >>> forgetting(torch.tensor([[1.0, 0.0], [0.75, 0.9]]))
+        tensor([0.0000, 0.2500])
+    """
+    tasks = _tasks(accuracy)
+    lost = [accuracy[..., 0, 0] - accuracy[..., 0, 0]]
+    for t in range(1, tasks):
+        past = accuracy[..., :t, :t].where(_seen(accuracy[..., :t, :t]), -torch.inf)
+        lost.append((past.amax(-2) - accuracy[..., t, :t]).mean(-1))
+    return torch.stack(lost, -1)
+
+
+def backward_transfer(accuracy: Tensor) -> Tensor:
+    r"""Return what learning all tasks did to the earlier ones: `mean_{i<T} A[T, i] - A[i, i]`.
+
+    Args:
+        accuracy: as in `average_accuracy`, of two tasks at least.
+
+    Returns:
+        `(...)`; negative where tasks were forgotten.
+
+    Reference:
+        Lopez-Paz and Ranzato (2017), Gradient episodic memory, eq. 3.
+
+    Example:
+        >>> backward_transfer(torch.tensor([[1.0, 0.0], [0.75, 0.9]]))
+        tensor(-0.2500)
+    """
+    _check_several(_tasks(accuracy))
+    return (accuracy[..., -1, :-1] - accuracy.diagonal(dim1=-2, dim2=-1)[..., :-1]).mean(-1)
+
+
+def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
+    r"""Return what earlier tasks gave the next one before its fit: `mean_{i>0} A[i-1, i] - b_i`.
+
+    Args:
+        accuracy: as in `average_accuracy`, with the entries above the diagonal that
+            `TaskLoop(..., ahead=True)` measures.
+        baseline: accuracy on each task of the net before any training, `(T,)`.
+
+    Returns:
+        `(...)`.
+
+    Raises:
+        ValueError: the entries above the diagonal are missing; another number of tasks.
+
+    Reference:
+        Lopez-Paz and Ranzato (2017), Gradient episodic memory, eq. 4.
+
+    Example:
+        >>> forward_transfer(torch.tensor([[1.0, 0.75], [0.75, 0.9]]), torch.tensor([0.5, 0.5]))
+        tensor(0.2500)
+    """
+    tasks = _tasks(accuracy)
+    _check_several(tasks)
+    if baseline.shape != (tasks,):
+        raise ValueError(
+            f"baseline has shape {tuple(baseline.shape)}; expected one number for each of the "
+            f"{tasks} tasks"
+        )
+    ahead = accuracy.diagonal(1, dim1=-2, dim2=-1)
+    if bool(ahead.isnan().any()):
+        raise ValueError(
+            "the matrix has no accuracy of a task before its fit: run TaskLoop(..., ahead=True)"
+        )
+    return (ahead - baseline[1:]).mean(-1)
+
+
+def _tasks(accuracy: Tensor) -> int:
+    if not (isinstance(accuracy, Tensor) and accuracy.is_floating_point()):
+        raise TypeError("accuracy is no floating-point tensor; expected (..., T, T)")
+    if accuracy.dim() < 2 or accuracy.shape[-1] != accuracy.shape[-2] or not accuracy.shape[-1]:
+        raise ValueError(
+            f"accuracy has shape {tuple(accuracy.shape)}; expected (..., T, T): after each task, "
+            "on each task"
+        )
+    return accuracy.shape[-1]
+
+
+def _check_several(tasks: int) -> None:
+    if tasks < 2:
+        raise ValueError("there is one task only; transfer is between two at least")
+
+
+def _seen(accuracy: Tensor) -> Tensor:
+    return torch.ones_like(accuracy, dtype=torch.bool).tril()

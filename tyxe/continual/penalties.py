@@ -1,0 +1,60 @@
+"""Quadratic penalties about the weights of earlier tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["GaussianPenalty"]
+
+
+@dataclass(frozen=True)
+class GaussianPenalty:
+    r"""`1/2 sum_i lambda_i (w_i - m_i)^2`: minus the log-density of a Normal, up to a constant.
+
+    Whether it counts against a sum or a mean over data is up to who adds it.
+
+    Args:
+        means: `m`, by name.
+        precisions: `lambda`, by name, in the means' shapes.
+
+    Raises:
+        ValueError: names or shapes differ; a negative precision.
+
+    Example:
+        >>> penalty = GaussianPenalty({"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])})
+        >>> penalty({"w": torch.ones(2)})
+        tensor(2.)
+        >>> penalty.gradient("w", torch.ones(2))
+        tensor([1., 3.])
+    """
+
+    means: Mapping[str, Tensor]
+    precisions: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        shapes, others = ({n: v.shape for n, v in p.items()} for p in (self.means, self.precisions))
+        if shapes != others:
+            raise ValueError(f"means have the shapes {shapes}, precisions {others}; expected equal")
+        for name, precision in self.precisions.items():
+            if bool((precision < 0).any()):
+                raise ValueError(f"the precision of {name!r} is negative; expected 0 or more")
+
+    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the penalty, differentiable in the values.
+
+        Args:
+            values: weights by name.
+        """
+        squares = [
+            (self.precisions[name] * (values[name] - mean).square()).sum()
+            for name, mean in self.means.items()
+        ]
+        return torch.stack(squares).sum() / 2
+
+    def gradient(self, name: str, value: Tensor) -> Tensor:
+        """Return `lambda (w - m)` of one weight."""
+        return self.precisions[name] * (value - self.means[name])

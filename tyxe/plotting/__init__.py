@@ -1,0 +1,28 @@
+"""Figures: bands, calibration, predictive entropy, scores, training curves, accuracy over tasks.
+
+Needs the optional extra `plot` (matplotlib). Every function but `calibration_and_entropy` draws on
+`ax`, or on a new figure's axes when it is None, and returns the axes; none shows or saves anything.
+"""
+
+from tyxe.plotting.axes import PALETTE
+from tyxe.plotting.classification import (
+    calibration_and_entropy,
+    calibration_curve,
+    entropy_ecdf,
+    ood_histogram,
+)
+from tyxe.plotting.regression import predictive_band
+from tyxe.plotting.tasks import accuracy_over_tasks
+from tyxe.plotting.training import HistoryLike, history
+
+__all__ = [
+    "PALETTE",
+    "HistoryLike",
+    "accuracy_over_tasks",
+    "calibration_and_entropy",
+    "calibration_curve",
+    "entropy_ecdf",
+    "history",
+    "ood_histogram",
+    "predictive_band",
+]

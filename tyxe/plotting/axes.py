@@ -1,0 +1,71 @@
+"""What all figures share: colours, axes, and tensors as vectors."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tyxe.metrics.checks import check_real
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["MARKERS", "PALETTE", "axes", "flat", "pyplot"]
+
+# Okabe and Ito (2008) without its yellow, which vanishes on white, then three of Paul Tol's
+PALETTE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#E69F00",
+    "#000000",
+    "#882255",
+    "#999933",
+    "#332288",
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "tyxe.plotting needs matplotlib, which is not installed: "
+            'install the optional extra with pip install -e ".[plot]"'
+        ) from error
+    return plt
+
+
+def axes(ax: "Axes | None") -> "Axes":
+    """Return the given axes as they are, or those of a new figure."""
+    if ax is not None:
+        return ax
+    ax = pyplot().subplots(figsize=(5, 3.6), layout="constrained")[1]
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_prop_cycle(color=PALETTE)
+    return ax
+
+
+def flat(name: str, value: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a column or vector as a float64 vector on the CPU, of the length of `like`."""
+    vector = check_real(name, value).detach().cpu().double()
+    if vector.dim() == 2 and vector.shape[1] == 1:
+        vector = vector.squeeze(1)
+    if vector.dim() != 1:
+        raise ValueError(
+            f"`{name}` has shape {tuple(value.shape)}, expected (n,) or (n, 1): "
+            f"pass one number per point, such as {name}[:, 0]"
+        )
+    if like is not None and len(vector) != len(like):
+        raise ValueError(
+            f"`{name}` has {len(vector)} points, expected {len(like)}: pass {name} of the points "
+            "it is drawn against"
+        )
+    return vector

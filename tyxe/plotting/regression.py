@@ -1,0 +1,85 @@
+"""Predictions of a one-dimensional regression."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tyxe.plotting.axes import PALETTE, axes, flat
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["predictive_band"]
+
+
+def predictive_band(
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor | float,
+    ax: "Axes | None" = None,
+    *,
+    num_scales: int = 3,
+    train_data: tuple[Tensor, Tensor] | None = None,
+    true_function: Tensor | None = None,
+    color: str = PALETTE[0],
+    label: str = "predictive mean",
+) -> "Axes":
+    r"""Draw a one-dimensional regression's mean and its bands of standard deviations.
+
+    Bands `mu(x) +- k sigma(x)`, `k = 1..num_scales`, one over the other, so darkest inside.
+
+    Args:
+        x: inputs, shape `(n,)` or `(n, 1)`, in any order.
+        mean: predictive means, as many as inputs.
+        scale: predictive standard deviations, as many as inputs, or one number.
+        ax: axes to draw on; None makes a figure.
+        num_scales: number of bands.
+        train_data: inputs and targets to draw as points, each `(m,)` or `(m, 1)`.
+        true_function: the function's values at `x`, drawn dashed.
+        color: colour of the mean and its bands.
+        label: the mean's entry in the legend.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+        TypeError: for inputs that are not floating-point tensors.
+        ValueError: if lengths do not match, or inputs are empty or NaN.
+
+    Example:
+        >>> x = torch.linspace(-1, 1, 50)
+        >>> ax = predictive_band(x, x.sin(), 0.1, true_function=x.sin())
+        >>> len(ax.collections)
+        3
+    """
+    x, order = flat("x", x).sort()
+    mean = flat("mean", mean, x)[order]
+    sigma = flat("scale", _per_point(scale, len(x)), x)[order]
+    values = None if true_function is None else flat("true_function", true_function, x)[order]
+    points = None if train_data is None else _points(*train_data)
+    ax = axes(ax)
+    for k in range(num_scales, 0, -1):
+        lower, upper = mean - k * sigma, mean + k * sigma
+        ax.fill_between(x, lower, upper, color=color, alpha=0.18, linewidth=0, zorder=2)
+    ax.plot(x, mean, color=color, label=label, zorder=4)
+    if values is not None:
+        ax.plot(x, values, color="0.25", linestyle="dashed", label="true function", zorder=3)
+    if points is not None:
+        ax.plot(*points, "o", color="black", markersize=3.5, label="data", zorder=5)
+    ax.set(xlabel="x", ylabel="y")
+    # the bands fill the axes: the legend has to be readable on top of them
+    ax.legend(framealpha=0.8, edgecolor="none", fontsize="small")
+    return ax
+
+
+def _points(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    inputs = flat("train_data[0]", inputs)
+    return inputs, flat("train_data[1]", targets, inputs)
+
+
+def _per_point(value: Tensor | float, num_points: int) -> Tensor:
+    if not isinstance(value, Tensor):
+        value = torch.tensor(float(value))
+    return value if value.dim() > 0 else value.expand(num_points)

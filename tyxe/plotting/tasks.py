@@ -1,0 +1,81 @@
+"""Accuracy while tasks are learned one after the other."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tyxe.metrics.checks import check_real
+from tyxe.plotting.axes import MARKERS, PALETTE, axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["accuracy_over_tasks"]
+
+
+def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None) -> "Axes":
+    r"""Draw the mean accuracy over the tasks seen, after each task, for several methods.
+
+    The mean over runs, and a bar of two standard errors of it up and down where there are several.
+
+    Args:
+        results: for each method's name the accuracies `A[r, t, i]` of run `r` on task `i` after
+            `t + 1` tasks, `(runs, T, T)`, or `(T, T)` for one run; entries above the diagonal are
+            not looked at.
+        ax: axes to draw on; None makes a figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        ImportError: if matplotlib is missing.
+        TypeError: for accuracies that are no floating-point tensors.
+        ValueError: without results, or for accuracies of another shape.
+
+    References:
+        [T] fig. 5.4.
+
+    Example:
+        >>> ax = accuracy_over_tasks({"VCL": torch.tensor([[1.0, 0.0], [0.9, 0.7]])})
+        >>> [round(value) for value in ax.lines[0].get_ydata()]
+        [100, 80]
+    """
+    if not results:
+        raise ValueError(
+            "`results` is empty, expected at least one method: "
+            'pass {"name": accuracies of (runs, T, T)}'
+        )
+    curves = {name: _over_tasks(name, accuracy) for name, accuracy in results.items()}
+    ax = axes(ax)
+    for i, (name, curve) in enumerate(curves.items()):
+        runs, tasks = curve.shape
+        error = 2 * curve.std(0) / runs**0.5 if runs > 1 else None
+        ax.errorbar(
+            range(1, tasks + 1),
+            (100 * curve.mean(0)).tolist(),
+            None if error is None else (100 * error).tolist(),
+            color=PALETTE[i % len(PALETTE)],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=4.5,
+            capsize=3,
+            label=name,
+        )
+    ax.set(xlabel="tasks seen", ylabel="mean accuracy (%)")
+    ax.locator_params(axis="x", integer=True)
+    ax.legend(frameon=False)
+    return ax
+
+
+def _over_tasks(name: str, accuracy: Tensor) -> Tensor:
+    """The mean over the tasks seen, `(runs, T)`, in float64 on the CPU."""
+    lower = accuracy.detach().tril() if isinstance(accuracy, Tensor) else accuracy
+    given = check_real(name, lower).cpu().double()
+    given = given[None] if given.dim() == 2 else given
+    if given.dim() != 3 or given.shape[-1] != given.shape[-2]:
+        raise ValueError(
+            f"the accuracies of {name!r} have shape {tuple(accuracy.shape)}, expected "
+            "(runs, T, T): after each task, on each task"
+        )
+    return given.sum(-1) / torch.arange(1, given.shape[-1] + 1)
