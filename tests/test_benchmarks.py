@@ -1,5 +1,6 @@
 """Benchmarks run, write what they promise, and compare like with like."""
 
+import copy
 import functools
 import importlib
 import json
@@ -30,6 +31,7 @@ EXPERIMENTS = {"variational_laplace"}
 SCRIPTS = sorted({path.stem for path in BENCHMARKS.glob("[a-z]*.py")} - EXPERIMENTS)
 CASES = {
     "training_step": ["mlp", "resnet18"],
+    "binary_step": ["mlp"],
     "stages": ["plain-sampling", "local-reparameterisation", "flipout"],
     "prediction": ["mlp", "resnet18"],
     "mcmc": ["regression"],
@@ -340,6 +342,35 @@ def test_by_hand_is_the_same_objective(helper: Any, net_name: str, method: str) 
     for name, loc in zip(hand.names, hand.locs, strict=True):
         ours = bnn.net_guide.locs[name].grad
         torch.testing.assert_close(loc.grad, ours, rtol=1e-3, atol=1e-3 * float(ours.abs().max()))
+
+
+def test_binary_by_hand_is_the_same_objective(helper: Any) -> None:
+    """Without spread, data term and gradient equal ours; KL and gradient do at any logits."""
+    script = helper("binary_step")
+    net, (x, y) = script.tanh_mlp(True).double(), _double(helper("_nets").vectors(6, True))
+    for factor in (60.0, 2.0):
+        bnn = script.make_bnn(net, 50)
+        hand = script.BinaryByHand(copy.deepcopy(net), 50)
+        with torch.no_grad():
+            for name, phi in zip(hand.names, hand.logits, strict=True):
+                torch.testing.assert_close(phi, bnn.net_guide.get_logits(name), rtol=1e-12, atol=0)
+                # Nowhere close to 0, so that a large factor leaves no spread.
+                phi.copy_(factor * (phi + phi.sign()))
+                bnn.net_guide.get_logits(name).copy_(phi)
+        bnn.train()
+        with tyxe.poutine.local_reparameterization():
+            terms = elbo_terms(bnn.model, bnn.guide, x, y)
+        (terms.kl / 50).backward()
+        nll, variances = hand.data_term(x, y)
+        for phi in hand.logits:
+            phi.grad = torch.zeros_like(phi)
+        torch.testing.assert_close(hand.add_kl(variances), terms.kl.detach(), rtol=1e-9, atol=0)
+        for name, phi in zip(hand.names, hand.logits, strict=True):
+            ours = bnn.net_guide.get_logits(name).grad
+            torch.testing.assert_close(phi.grad, ours, rtol=1e-10, atol=1e-14)
+        if factor == 60:
+            expected = -terms.data.detach() / 50
+            torch.testing.assert_close(nll.detach(), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -203,6 +203,63 @@ def test_the_kl_is_stable(phi, phi0, dtype):
         assert kl.item() == pytest.approx(100, rel=1e-6)
 
 
+def plain_kl(phi, phi0):
+    log = nn.functional.logsigmoid
+    return phi.sigmoid() * (log(phi) - log(phi0)) + (-phi).sigmoid() * (log(-phi) - log(-phi0))
+
+
+def plain_moments(phi):
+    positive, negative = phi.sigmoid(), (-phi).sigmoid()
+    return torch.stack([0.2 * (positive - negative), 0.16 * positive * negative])
+
+
+def our_moments(phi):
+    return torch.stack(independent_moments(SignedBernoulli(phi, 0.2)))
+
+
+def our_kl(phi, phi0):
+    return td.kl_divergence(SignedBernoulli(phi), SignedBernoulli(phi0))
+
+
+def weighted(function):
+    """A number of what a function returns, with weights that tell the elements apart."""
+
+    def number(phi):
+        found = function(phi)
+        weights = torch.linspace(1, 2, found.numel(), dtype=found.dtype).view(found.shape)
+        return (weights * found).sum() + found.square().sum()
+
+    return number
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (our_moments, plain_moments),
+        (lambda phi: our_kl(phi, torch.zeros(1, 1).double()), lambda phi: plain_kl(phi, 0 * phi)),
+        (
+            lambda phi: our_kl(phi, 1 - 2 * phi.detach()),
+            lambda phi: plain_kl(phi, 1 - 2 * phi.detach()),
+        ),
+        (lambda phi: our_kl(phi, 1 - 2 * phi), lambda phi: plain_kl(phi, 1 - 2 * phi)),
+    ],
+    ids=["moments", "uniform", "fixed", "both"],
+)
+def test_first_and_second_derivatives_are_those_of_the_definition(ours, plain):
+    phi = logits(4, 3)
+    phi[0, 0] = 0.0  # where |phi| has a kink
+    found = []
+    for number in (weighted(ours), weighted(plain)):
+        leaf = phi.clone().requires_grad_()
+        value = number(leaf)
+        (first,) = torch.autograd.grad(value, leaf, create_graph=True)
+        (second,) = torch.autograd.grad(weighted(lambda x: x)(first), leaf)
+        transformed = torch.func.grad(number)(phi)
+        rows = torch.func.vmap(number)(phi)
+        found.append([value, first, second, transformed, rows])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_moments_and_entropy_are_stable(dtype):
     phi = torch.tensor(EXTREMES, dtype=dtype, requires_grad=True)

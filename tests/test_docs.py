@@ -80,6 +80,8 @@ def test_no_text_installs_the_fork() -> None:
 
 
 TABLES = {
+    "binary_continual.md": "examples/binary_continual.py",
+    "binary_mnist.md": "examples/binary.py",
     "image_laplace.md": "examples/image_laplace.py",
     "split_mnist.md": "examples/vcl.py",
     "uci.md": "examples/uci.py",

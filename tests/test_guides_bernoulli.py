@@ -100,6 +100,16 @@ def test_state_copies_and_dtypes():
         make().load_state_dict(bnn.state_dict())
 
 
+def test_a_saved_delta_is_loaded():
+    bnn = disturb_(make(weights(delta=0.1)))
+    expected, other = kl_of(bnn), make(weights(delta=0.5))
+    other.load_state_dict(bnn.state_dict())
+    assert kl_of(other) == expected
+    assert expected > 0
+    with pytest.raises(RuntimeError, match=r"SignedBernoulli.* here and .*SignedBetaBernoulli"):
+        make().load_state_dict(bnn.state_dict())
+
+
 # --- where logits start -------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 from tyxe.distributions.moments import independent_moments
 from tyxe.distributions.normal import wide
 from tyxe.distributions.stored import unexpanded
+from tyxe.distributions.two_values import two_value_kl, two_value_moments
 
 __all__ = ["RelaxedSignedBernoulli", "SignedBernoulli", "SignedBetaBernoulli", "Signs"]
 
@@ -232,17 +233,16 @@ class SignedBetaBernoulli(SignedBernoulli):
     def __init__(self, delta: float, scale: float = 1.0, validate_args: bool | None = None) -> None:
         if not 0 <= delta < math.inf:
             raise ValueError(f"delta is {delta}; expected 0 or more")
-        self.delta = float(delta)
+        # A tensor, so that it is saved and loaded with what holds the distribution.
+        self.delta = torch.tensor(float(delta), dtype=torch.float64)
         super().__init__(0.0, scale, validate_args)
 
 
 @independent_moments.register
 def _(distribution: SignedBernoulli) -> tuple[Tensor, Tensor]:
-    # By the central limit theorem [T 4.3, alg. 1]. A tanh for the mean costs three sigmoids.
-    phi, scale = wide(distribution.logits), distribution.scale
-    positive, negative = torch.sigmoid(phi), torch.sigmoid(-phi)
-    mean = _scaled(positive - negative, scale).to(distribution.logits.dtype)
-    return mean, positive * negative * (4 * scale**2)
+    # By the central limit theorem [T 4.3, alg. 1].
+    mean, variance = two_value_moments(wide(distribution.logits), distribution.scale)
+    return mean.to(distribution.logits.dtype), variance
 
 
 def _same_values(q: SignedBernoulli, p: SignedBernoulli, divergence: Tensor) -> Tensor:
@@ -251,20 +251,13 @@ def _same_values(q: SignedBernoulli, p: SignedBernoulli, divergence: Tensor) -> 
 
 @td.register_kl(SignedBernoulli, SignedBernoulli)
 def _kl_signed_signed(q: SignedBernoulli, p: SignedBernoulli) -> Tensor:
-    # sigmoid(phi) (sp(-phi0) - sp(-phi)) + sigmoid(-phi) (sp(phi0) - sp(phi)) [T listing B.2]. With
-    # sp(x) = x + sp(-x) this is sp(-phi0) - sp(-phi) - sigmoid(-phi) (phi - phi0), with half of the
-    # passes, where nothing cancels if phi > 0: so both signs are turned where it is not.
-    phi, phi0 = q.logits, unexpanded(p.logits)
-    sign = torch.copysign(torch.ones_like(phi), phi.detach())
-    turned = sign * phi
-    # PyTorch's softplus is the identity above 20, logsigmoid(x) = -sp(-x) is not.
-    log_prob0 = torch.where(phi < 0, logsigmoid(-phi0), logsigmoid(phi0))
-    kl = logsigmoid(turned) - log_prob0 - torch.sigmoid(-turned) * (turned - sign * phi0)
+    kl = two_value_kl(q.logits, unexpanded(p.logits))
     return _same_values(q, p, kl.expand(torch.broadcast_shapes(q.batch_shape, p.batch_shape)))
 
 
 @td.register_kl(SignedBernoulli, SignedBetaBernoulli)
 def _penalty_signed_beta(q: SignedBernoulli, p: SignedBetaBernoulli) -> Tensor:
-    # delta (sp(-phi) + sp(phi)) [T 4.12].
-    penalty = -p.delta * (logsigmoid(q.logits) + logsigmoid(-q.logits))
+    # delta (sp(-phi) + sp(phi)) [T 4.12], where sp(-phi) + sp(phi) = |phi| + 2 sp(-|phi|).
+    size = q.logits.abs()
+    penalty = p.delta.to(size.dtype) * (size - 2 * logsigmoid(size))
     return _same_values(q, p, penalty)
