@@ -25,7 +25,7 @@ from tyxe.guides import AutoNormal, PretrainedInitializer, scale_below_prior
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
 
-from _data import folders, images  # noqa: E402
+from _data import colour, images  # noqa: E402
 
 HANDLERS: dict[str, Callable[[], AbstractContextManager]] = {
     "VL": tyxe.poutine.variational_laplace,
@@ -141,20 +141,6 @@ def digits() -> tuple[Pair, Pair, Tensor]:
     (known,), (unknown,) = torch.where(y <= 7), torch.where(y > 7)
     train, test = known[:900], known[900:]
     return (x[train], y[train]), (x[test], y[test]), x[unknown]
-
-
-def colour(local: str, download: str, split: str) -> Pair:
-    """Return images `(n, 3, 32, 32)` in [0, 1] and labels: a local subset, or torchvision's set."""
-    if any((folder / f"{local}.npz").exists() for folder in folders()):
-        x, y = images(local, split)
-        return x[:, 0].movedim(-1, 1), y
-    import torchvision
-
-    which = {"split": split} if download == "SVHN" else {"train": split == "train"}
-    found = getattr(torchvision.datasets, download)(str(ROOT / "data"), download=True, **which)
-    pixels, labels = (found.data, getattr(found, "targets", getattr(found, "labels", None)))
-    x = torch.from_numpy(pixels) / 255
-    return (x if x.shape[1] == 3 else x.movedim(-1, 1)), torch.as_tensor(labels).long()
 
 
 def sources(name: str) -> tuple[Pair, Pair, Tensor]:

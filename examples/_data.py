@@ -50,3 +50,23 @@ def _downloaded(name, split):
             "that has it"
         ) from error
     return found.data[:, None] / 255, found.targets.long()
+
+
+def colour(local, download, split):
+    """Return images `(n, 3, 32, 32)` in [0, 1] and labels: a local subset, or torchvision's set.
+
+    Args:
+        local: name of the local file, such as `cifar10_subset`.
+        download: torchvision's name, `CIFAR10` or `SVHN`.
+        split: `train` or `test`.
+    """
+    if any((folder / f"{local}.npz").exists() for folder in folders()):
+        x, y = images(local, split)
+        return x[:, 0].movedim(-1, 1), y
+    import torchvision
+
+    which = {"split": split} if download == "SVHN" else {"train": split == "train"}
+    found = getattr(torchvision.datasets, download)(str(ROOT / "data"), download=True, **which)
+    pixels, labels = (found.data, getattr(found, "targets", getattr(found, "labels", None)))
+    x = torch.from_numpy(pixels) / 255
+    return (x if x.shape[1] == 3 else x.movedim(-1, 1)), torch.as_tensor(labels).long()

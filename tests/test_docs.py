@@ -83,6 +83,8 @@ TABLES = {
     "binary_continual.md": "examples/binary_continual.py",
     "binary_mnist.md": "examples/binary.py",
     "image_laplace.md": "examples/image_laplace.py",
+    "inducing_fashion_mnist.md": "examples/inducing_images.py",
+    "inducing_toy.md": "examples/inducing.py",
     "split_mnist.md": "examples/vcl.py",
     "uci.md": "examples/uci.py",
     "variational_laplace_toy.md": "examples/variational_laplace.py",

@@ -663,6 +663,19 @@ def test_shares_out_of_range(keep):
         assert list(target.state_dict()) == list(state)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
+def test_copies_are_pruned_and_fitted_on(copied):
+    """A copy's supports are other objects; and a site of which nothing is left has not exploded."""
+    net = nn.Sequential(nn.Linear(20, 3, bias=False), nn.Linear(3, 1, bias=False)).double()
+    x, y = data(inputs=20)
+    bnn = copied(make(functools.partial(AutoNormal, init_scale=0.1), net))
+    with torch.no_grad():
+        bnn.net_guide.locs["0.weight"].fill_(1.0)
+    prune_(bnn.net_guide, keep=0.5)
+    assert not bool(bnn.net_guide.kept["1.weight"].any())
+    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-3), 2)
+
+
 def test_pruning_another_guide():
     with pytest.raises(TypeError, match=r"prune_ takes tyxe.guides.AutoNormal"):
         prune_(AutoRadial(program(mlp())), 0.5)

@@ -215,6 +215,8 @@ def _relative_scale(q: td.Distribution, prior: Any) -> float | None:
         return None
     if isinstance(q, PrunedNormal):
         ratio = ratio[q.kept]
+        if not len(ratio):
+            return None
     # A heavy-tailed prior has no scale to compare with.
     finite = bool(ratio.isfinite().all()) and bool(scale.isfinite().all())
     return float(ratio.median()) if finite else None

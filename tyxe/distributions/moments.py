@@ -171,7 +171,8 @@ def is_real(support: constraints.Constraint | None) -> bool:
         >>> is_real(constraints.independent(constraints.real, 1)), is_real(constraints.positive)
         (True, False)
     """
-    return constraints.real in (support, getattr(support, "base_constraint", None))
+    real = type(constraints.real)  # copies and pickles of a support are other objects
+    return isinstance(support, real) or isinstance(getattr(support, "base_constraint", None), real)
 
 
 def is_factorized(distribution: td.Distribution) -> bool:
