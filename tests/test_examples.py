@@ -318,13 +318,14 @@ def test_online_laplace(tmp_path: Path):
 def test_adversarial(tmp_path: Path):
     images_stood_in_for(tmp_path, ("mnist", "notmnist"))
     stdout, content = smoke("adversarial.py", "adversarial", tmp_path, TYXE_DATA=str(tmp_path))
-    methods = ["deterministic", "MC dropout", "mean field", "Laplace, diag", "Laplace, kron"]
+    methods = ["deterministic", "MC dropout", "mean field", "mean field, sd 0.01"]
+    methods += ["Laplace, diag", "Laplace, kron", "Laplace, kron, widest"]
     assert list(content["table"]) == list(content["curves"]) == methods
     settings, limit = content["settings"], math.log(10) + 1e-9
     for name in methods:
         row, curves = content["table"][name], content["curves"][name]
         cells = ", ".join(f"{column} {value:.3f}" for column, value in row.items())
-        assert f"{name:16}{cells}" in stdout
+        assert f"{name:22}{cells}" in stdout
         assert 0 <= row["accuracy %"] <= 100
         quantiles = curves["notMNIST entropy quantiles"]
         assert quantiles == sorted(quantiles)
@@ -341,7 +342,11 @@ def test_adversarial(tmp_path: Path):
     for structure in ("diag", "kron"):
         tuned = content["chosen"][structure]
         assert len(tuned["all"]) == len(settings["N"]) * len(settings["tau"])
-        assert tuned["cross-entropy"] == min(row["cross-entropy"] for row in tuned["all"])
+        scores = [row["cross-entropy"] for row in tuned["all"]]
+        assert tuned["best"]["cross-entropy"] == min(scores)
+        good = [row for row in tuned["all"] if row["cross-entropy"] < min(scores) + 5e-4]
+        assert tuned["widest"]["entropy"] == max(row["entropy"] for row in good)
+        assert tuned["as good"] == len(good)
     # the figure comes from the file alone
     (tmp_path / "adversarial.png").unlink()
     again = run("adversarial.py", "--figure", "--out", str(tmp_path))
