@@ -90,7 +90,7 @@ parser.add_argument("--smoke-test", action="store_true", help="tiny nets, few im
 args = parser.parse_args()
 settings = SMOKE if args.smoke_test else PUBLISHED if args.published else REDUCED
 settings = settings | {"published": args.published}
-path = args.out / "binary_mnist.json"
+path = args.out / f"binary_mnist{'_published' if args.published else ''}.json"
 torch.set_num_threads(1)
 
 
@@ -215,6 +215,8 @@ def main():
 
 if not (args.table or args.figure):
     main()
+elif not path.exists():
+    parser.error(f"there is no {path}; run without --table and --figure first")
 if not args.table:
-    figure(json.loads(path.read_text()), args.out / "binary_mnist.png")
+    figure(json.loads(path.read_text()), path.with_suffix(".png"))
 print(table(json.loads(path.read_text())))

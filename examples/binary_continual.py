@@ -87,7 +87,7 @@ parser.add_argument("--out", type=Path, default=Path("results"), help="folder of
 parser.add_argument("--smoke-test", action="store_true", help="few small tasks: no result")
 args = parser.parse_args()
 settings = SMOKE if args.smoke_test else PUBLISHED if args.published else REDUCED
-path = args.out / "binary_continual.json"
+path = args.out / f"binary_continual{'_published' if args.published else ''}.json"
 torch.set_num_threads(1)
 
 
@@ -202,6 +202,8 @@ def main():
 
 if not (args.table or args.figure):
     main()
+elif not path.exists():
+    parser.error(f"there is no {path}; run without --table and --figure first")
 if not args.table:
-    figure(json.loads(path.read_text()), args.out / "binary_continual.png")
+    figure(json.loads(path.read_text()), path.with_suffix(".png"))
 print(table(json.loads(path.read_text())))

@@ -47,7 +47,7 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("--published", action="store_true", help="the published settings, see above")
 parser.add_argument("--seed", type=int, default=42, help="data and inference (default: 42)")
-parser.add_argument("--table", action="store_true", help="only table and figure, of the JSON")
+parser.add_argument("--table", action="store_true", help="only print the table of what --out has")
 parser.add_argument("--out", type=Path, default=Path("results"), help="folder of figure and JSON")
 parser.add_argument("--smoke-test", action="store_true", help="few steps and samples: no result")
 args = parser.parse_args()
@@ -193,6 +193,8 @@ def panels(cells):
 
 
 path = args.out / f"{name}.json"
+if args.table and not path.exists():
+    parser.error(f"there is no {path}; run without --table first")
 content = json.loads(path.read_text()) if path.exists() else {}
 if not args.table:
     about = {**environment(args.seed), "settings": settings}

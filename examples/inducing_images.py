@@ -70,7 +70,7 @@ parser.add_argument(
 )
 parser.add_argument("--seeds", type=int, help="number of seeds (default: 3; of the ablation 1)")
 parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
-parser.add_argument("--table", action="store_true", help="only the table and figure of --out")
+parser.add_argument("--table", action="store_true", help="only print the table of what --out has")
 parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
 parser.add_argument(
     "--smoke-test", action="store_true", help="a tiny net on scikit-learn's digits: no result"
@@ -275,6 +275,8 @@ def main():
 
 
 path = args.out / f"inducing_{args.data}{'_' + settings['net'] if args.published else ''}.json"
+if args.table and not path.exists():
+    parser.error(f"there is no {path}; run without --table first")
 if not args.table:
     main()
     figure(path)

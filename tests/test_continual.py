@@ -140,6 +140,19 @@ def test_switching_is_in_place():
     assert before == after
 
 
+def test_heads_of_a_bnn_that_was_moved():
+    bnn = variational()
+    heads = Heads(bnn, modules=["head"])
+    bnn.to(torch.float64)  # which replaces the buffers of its norms
+    start = bnn.net.head[0].running_mean.clone()
+    heads.start("first")
+    bnn.net.head[0].running_mean.fill_(3.0)
+    heads.start("second")
+    assert torch.equal(bnn.net.head[0].running_mean, start)
+    heads.use("first")
+    assert bnn.net.head[0].running_mean.tolist() == [3.0] * 5
+
+
 def test_heads_save_and_load():
     bnn = variational()
     heads = Heads(bnn, modules=["head"])
@@ -383,6 +396,21 @@ def test_another_order_is_refused(tmp_path):
     assert_equal(dict(other.bnn.state_dict()), dict(before))
 
 
+def test_a_state_that_fits_the_bnn_and_not_the_heads_changes_nothing():
+    saved = loop_of(lambda: variational(AutoLowRankMultivariateNormal))
+    saved.run(callback=lambda task, scores: True)
+    other = loop_of(lambda: variational(AutoLowRankMultivariateNormal))
+    other.heads = Heads(other.bnn, modules=["head.1"])
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="the state is of heads with"):
+        other.load_state_dict(saved.state_dict())
+    after = other.state_dict()
+    assert torch.equal(before.pop("accuracy").isnan(), after.pop("accuracy").isnan())
+    assert torch.equal(before.pop("rng")[0], after.pop("rng")[0])
+    assert_equal(after, {**before, "bnn": dict(before["bnn"])})
+    assert not other.bnn.net_prior.joints()
+
+
 @pytest.mark.parametrize(
     ("tasks", "kind"), [("01", TypeError), ([], ValueError), (["a", "a"], ValueError)]
 )
@@ -417,3 +445,25 @@ def test_restored_undoes_a_fit(make):
     assert_equal(heads.state_dict(), before[1])
     assert (bnn.likelihood.dataset_size, heads.current) == (N, "second")
     assert not any(module.training for module in bnn.modules())
+
+
+@pytest.mark.parametrize("name", ["low rank", "Laplace, Kronecker"])
+def test_restored_undoes_a_prior_of_another_kind(name):
+    bnn = WRAPPERS[name]()
+    bnn.fit([data("first")], torch.optim.Adam, 2, progress=False)
+    before, prior = copy.deepcopy(dict(bnn.state_dict())), bnn.prior
+
+    def breaks():
+        with restored(bnn):
+            posterior_to_prior(bnn)
+            assert bnn.net_prior.joints()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        breaks()
+    assert not bnn.net_prior.joints()
+    assert bnn.prior is prior
+    assert bnn.state_dict().keys() == before.keys()
+    for key, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(bnn.state_dict()[key], value)

@@ -235,6 +235,10 @@ def test_wrong_intelligence():
     other = SynapticIntelligence(bnn, heads=continual.Heads(bnn, ["2"]))
     with pytest.raises(ValueError, match=r"here there are net\.0\.weight"):
         other.load_state_dict(intelligence.state_dict())
+    state = intelligence.state_dict()
+    state["start"]["net.0.weight"] = torch.zeros(1, 1)  # would broadcast
+    with pytest.raises(ValueError, match=r"the state is of .*net\.0\.weight \(1, 1\)"):
+        intelligence.load_state_dict(state)
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=1.0)
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
     sites = tyxe.VariationalBNN(nn.Linear(2, 1), prior, likelihood, tyxe.guides.AutoNormal)

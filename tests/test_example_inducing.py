@@ -63,6 +63,13 @@ def test_inducing(tmp_path: Path):
     assert lines[2].split(" | ")[4] == f"{sum(beyond) / len(beyond):.3f}"
 
 
+@pytest.mark.parametrize("name", ["inducing", "inducing_images"])
+def test_a_table_of_no_results_names_the_missing_file(name: str, tmp_path: Path):
+    done = run(f"{name}.py", "--table", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert ".json; run without --table first" in done.stderr
+
+
 INDUCING = {"inducing_rows": {"0.weight": 3, "2.weight": 1}}
 INDUCING |= {"inducing_cols": {"0.weight": 2, "2.weight": 3}}
 

@@ -106,6 +106,14 @@ def test_binary_continual(tmp_path: Path):
     assert (tmp_path / "binary_continual.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.parametrize("name", ["binary", "binary_continual"])
+def test_a_table_of_no_results_names_the_missing_file(name: str, tmp_path: Path):
+    done = run(f"{name}.py", "--published", "--table", "--out", str(tmp_path))
+    assert done.returncode == 2
+    # the published settings have files of their own, so that neither run drops the other's cells
+    assert "_published.json; run without --table and --figure first" in done.stderr
+
+
 @pytest.mark.usefixtures("helper")
 def test_nets_are_the_papers():
     from _binary import NETS

@@ -502,6 +502,31 @@ def test_damping_is_for_a_first_task():
     assert bnn.damping is False
 
 
+def test_damping_with_a_joint_prior_is_refused_before_a_fit():
+    first = classifier()
+    first.fit_curvature([labels()])
+    posterior = tyxe.priors.DictPrior(first.net_guide.get_detached_distributions())
+    second = classifier(damping=True)
+    with pytest.raises(ValueError, match="set damping=False"):
+        second.update_prior(posterior)
+    assert not second.net_prior.joints()
+    second.damping = False
+    second.update_prior(posterior)
+    with pytest.raises(ValueError, match="set damping=False"):
+        second.damping = True
+    assert second.damping is False
+
+
+def test_a_temperature_without_a_posterior_is_not_kept():
+    bnn = classifier()
+    bnn.fit_curvature([labels()])
+    before = bnn.net_guide.precision.to_dense()
+    with pytest.raises(ValueError, match="not finite"):
+        bnn.temperature = 5e-324
+    assert bnn.temperature == 1.0
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before)
+
+
 def test_a_joint_prior_that_is_no_normal_is_refused():
     net = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
     likelihood, prior = tyxe.likelihoods.Categorical(15), tyxe.priors.IIDPrior(dist.Normal(0, 1))

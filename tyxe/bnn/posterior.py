@@ -122,8 +122,7 @@ class LaplacePosterior(SupervisedBNN):
     def temperature(self, temperature: float) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number")
-        self._temperature = temperature
-        self._refresh()
+        self._form_with("_temperature", temperature)
 
     @property
     def multiplier(self) -> float:
@@ -140,8 +139,7 @@ class LaplacePosterior(SupervisedBNN):
     def multiplier(self, multiplier: float) -> None:
         if not 0 < multiplier < math.inf:
             raise ValueError(f"multiplier is {multiplier}; expected a positive number")
-        self._multiplier = multiplier
-        self._refresh()
+        self._form_with("_multiplier", multiplier)
 
     @property
     def accumulate(self) -> str:
@@ -155,8 +153,7 @@ class LaplacePosterior(SupervisedBNN):
     @accumulate.setter
     def accumulate(self, accumulate: str) -> None:
         check_known("accumulate", accumulate, ACCUMULATE)
-        self._accumulate = accumulate
-        self._refresh()
+        self._form_with("_accumulate", accumulate)
 
     @property
     def _curvature_temperature(self) -> float:
@@ -170,11 +167,17 @@ class LaplacePosterior(SupervisedBNN):
 
     @damping.setter
     def damping(self, damping: bool) -> None:
-        before, self._damping = self._damping, damping
+        self._form_with("_damping", damping)
+
+    def _form_with(self, attribute: str, value: Any) -> None:
+        """Assign, and form the posterior anew; where there is none, the old value stays."""
+        before = getattr(self, attribute)
+        setattr(self, attribute, value)
         try:
+            self._check_damping()
             self._refresh()
         except ValueError:
-            self._damping = before
+            setattr(self, attribute, before)
             raise
 
     def update_prior(self, prior: Prior) -> None:
@@ -222,6 +225,15 @@ class LaplacePosterior(SupervisedBNN):
             self._prior_moments()
         else:
             self._joint_prior()
+        self._check_damping()
+
+    def _check_damping(self) -> None:
+        """Raise if damping is asked of a joint prior: now, and not after a fit."""
+        if self.damping and self.net_prior.joints():
+            raise ValueError(
+                "damping spreads the prior's precision over both factors, and a joint prior "
+                "has no one precision: set damping=False before the second task"
+            )
 
     def _joint_prior(self) -> GaussianJoint | None:
         """The prior over all sites at once, or None where each has its own.
@@ -280,11 +292,7 @@ class LaplacePosterior(SupervisedBNN):
             precisions = self._prior_moments()[1]
             found = posterior_precision(curvature, precisions, temperature, self.damping)
         else:
-            if self.damping:
-                raise ValueError(
-                    "damping spreads the prior's precision over both factors, and a joint prior "
-                    "has no one precision: set damping=False before the second task"
-                )
+            self._check_damping()
             prior = reordered(joint, curvature.groups)
             found = joint_precision(curvature, prior, 1 / temperature, self.accumulate)
         self.net_guide.curvature, self.net_guide.precision = curvature, found.detach()

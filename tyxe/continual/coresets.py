@@ -127,8 +127,7 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
     For what is done for one prediction alone, such as a fit to coresets.
 
     Args:
-        bnn: any wrapper; its parameters and buffers are kept, its prior too. A new prior of
-            another kind cannot be undone.
+        bnn: any wrapper; its parameters and buffers are kept, its prior too.
         heads: of the same BNN.
 
     Example:
@@ -146,12 +145,15 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in bnn.state_dict().items()
     }
+    prior, priors = bnn.prior, bnn.net_prior.snapshot()
     kept = None if heads is None else heads.state_dict()
     size = getattr(getattr(bnn, "likelihood", None), "dataset_size", None)
     modes = [(module, module.training) for module in bnn.modules()]
     try:
         yield
     finally:
+        bnn.prior = prior
+        bnn.net_prior.restore(priors)
         bnn.load_state_dict(state)
         if heads is not None and kept is not None:
             heads.load_state_dict(kept)

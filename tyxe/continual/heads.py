@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tyxe.bnn import BNN
 from tyxe.util import pyro_sample_sites
@@ -60,7 +60,8 @@ class Heads:
             raise TypeError(f"bnn is a {type(bnn).__name__}; expected a BNN of tyxe")
         if isinstance(modules, str):
             raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
-        self._tensors = _tensors_of(bnn, list(modules))
+        # Not the tensors: moving a BNN replaces its buffers.
+        self._places = _places_of(bnn, list(modules))
         self._start = self._taken()
         self._kept: dict[Task, Values] = {}
         self._current: Task | None = None
@@ -77,7 +78,7 @@ class Heads:
 
     def parameter_names(self) -> list[str]:
         """Return the names, in `bnn.net`, of all that is switched."""
-        return list(self._tensors)
+        return list(self._places)
 
     def start(self, task: Task) -> None:
         """Give a new task a head, with the values that the net came with: the same for every task.
@@ -126,7 +127,7 @@ class Heads:
         Raises:
             ValueError: they are of other parts or shapes; nothing is changed.
         """
-        own = {name: tensor.shape for name, tensor in self._tensors.items()}
+        own = {name: tensor.shape for name, tensor in self._tensors().items()}
         for values in (state["start"], *state["tasks"].values()):
             shapes = {name: value.shape for name, value in values.items()}
             if shapes != own:
@@ -141,8 +142,11 @@ class Heads:
 
     # ------------------------------------------------------------------ values
 
+    def _tensors(self) -> Values:
+        return {name: getattr(*place) for name, place in self._places.items()}
+
     def _taken(self) -> Values:
-        return {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        return {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
 
     def _keep_current(self) -> None:
         if self._current is not None:
@@ -150,7 +154,7 @@ class Heads:
 
     def _put(self, task: Task | None, values: Values) -> None:
         with torch.no_grad():
-            for name, tensor in self._tensors.items():
+            for name, tensor in self._tensors().items():
                 tensor.copy_(values[name])
         self._current = task
 
@@ -174,8 +178,8 @@ class _Switched:
             self._heads.use(self._before)
 
 
-def _tensors_of(bnn: BNN, globs: list[str]) -> Values:
-    """Parameters and buffers of the parts that globs name, by name in the net."""
+def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Where the parameters and buffers of the parts that globs name are, by name in the net."""
     parts = {name for name, _ in bnn.net.named_modules() if name}
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in parts):
@@ -192,7 +196,8 @@ def _tensors_of(bnn: BNN, globs: list[str]) -> Values:
     if not found:
         raise ValueError(f"modules={globs} have neither parameters nor buffers to keep for a task")
     _check_outside_prior(bnn, found)
-    return found
+    owners = {name: name.rpartition(".") for name in found}
+    return {n: (bnn.net.get_submodule(owner), own) for n, (owner, _, own) in owners.items()}
 
 
 def _check_outside_prior(bnn: BNN, found: Mapping[str, Tensor]) -> None:

@@ -162,14 +162,18 @@ class SynapticIntelligence:
         """Take what `state_dict` returned; optimisers are to be watched anew.
 
         Raises:
-            ValueError: it is of other parameters; nothing is changed.
+            ValueError: it is of other parameters or shapes; nothing is changed.
         """
+        own = _described(self._parameters)
         for part in ("omega", "importance", "start"):
-            if set(state[part]) != set(self._parameters):
+            if set(given := _described(state[part])) != set(own):
                 raise ValueError(
-                    f"the state is of {', '.join(state[part])}; here there are "
-                    f"{', '.join(self._parameters)}"
+                    f"the state is of {', '.join(given)}; here there are {', '.join(own)}"
                 )
         loaded = {part: {n: v.clone() for n, v in state[part].items()} for part in state}
         self._omega, self._importance = loaded["omega"], loaded["importance"]
         self._start = loaded["start"]
+
+
+def _described(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]

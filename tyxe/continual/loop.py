@@ -188,7 +188,8 @@ class TaskLoop:
         """Go on where another loop stopped; BNN, heads and parts are overwritten.
 
         Raises:
-            ValueError: the state is of other tasks or another order, or of other parts.
+            ValueError: the state is of other tasks or another order, or of other parts; nothing
+                is changed, as by any error.
             RuntimeError: it is that of another BNN.
         """
         if list(state["tasks"]) != self.tasks:
@@ -202,6 +203,15 @@ class TaskLoop:
             raise ValueError(
                 f"the run to resume has the parts {sorted(saved)}, this loop {sorted(own)}"
             )
+        before, priors = self.state_dict(), self.bnn.net_prior.snapshot()
+        try:
+            self._take(state)
+        except Exception:
+            self.bnn.net_prior.restore(priors)
+            self._take(before)
+            raise
+
+    def _take(self, state: Mapping[str, Any]) -> None:
         self.bnn.load_state_dict(state["bnn"])
         if self.heads is not None:
             self.heads.load_state_dict(state["heads"])
