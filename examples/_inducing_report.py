@@ -105,7 +105,8 @@ def markdown(rows, forms):
 
 def ablation_rows(part):
     """Return the summary of each cell of the ablation, by its name."""
-    names = next(iter(part.values()))
+    # They are kept in the order in which they were run.
+    names = sorted(next(iter(part.values())), key=settings_of)
     return {
         name: {
             column: mean_and_error(
@@ -129,7 +130,8 @@ def figure(path):
         return
     rows = {settings_of(name): row for name, row in ablation_rows(content["ablation"]).items()}
     base = content["ablation base"]
-    drawing, axes = plt.subplots(len(SHOWN), 3, figsize=(10, 7), layout="constrained")
+    shared = {"sharey": "row", "layout": "constrained"}
+    drawing, axes = plt.subplots(len(SHOWN), 3, figsize=(10, 7), **shared)
     for column, (key, label) in enumerate(ABLATED.items()):
         others = {k: v for k, v in base.items() if k != key}
         line = {
@@ -144,9 +146,6 @@ def figure(path):
             ax.set_xticks(range(len(line)), [f"{value:g}" for value in line])
             ax.set(xlabel=label if score == list(SHOWN)[-1] else None)
             ax.set(ylabel=SHOWN[score] if column == 0 else None)
-    for row in axes:
-        for ax in row[1:]:
-            ax.sharey(row[0])
     drawing.savefig(path.with_suffix(".png"), dpi=120)
     print(f"wrote {path.with_suffix('.png')}")
     plt.close(drawing)

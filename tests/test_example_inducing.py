@@ -154,6 +154,8 @@ def test_inducing_images(tmp_path: Path):
         *("FFG-U", "FFG-U, 50 % kept", "FFG-U, 25 % kept", "ensemble-U"),
     ]
     assert len(content["ablation"]["0"]) == 5  # 2 + 2 + 2 values, their common point once
+    sizes = [line.split()[2] for line in table.splitlines() if line.startswith("| M ")]
+    assert sizes == sorted(sizes, key=lambda size: float(size.rstrip(",")))
     assert table.count("| M ") == 5
     for name, row in rows.items():
         scores = {key: value for key, value in row.items() if key not in ("KL", "loss")}
