@@ -14,6 +14,7 @@ from torch import nn
 
 import tyxe
 from tyxe.bnn import elbo_terms
+from tyxe.distributions import JointNormal
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
@@ -68,8 +69,8 @@ class SigmaPoints(Messenger):
         if msg["name"] not in self.sizes or msg["value"] is not None:
             return
         fn, eps = msg["fn"], self.noise(msg["name"])
-        if isinstance(fn, dist.MultivariateNormal):
-            msg["value"] = fn.loc + fn.scale_tril @ eps
+        if isinstance(fn, JointNormal):
+            msg["value"] = fn.loc + fn.precision.inverse_sqrt(eps)
         else:
             base = fn.base_dist
             msg["value"] = base.loc + base.scale * eps.reshape(base.loc.shape)
@@ -77,7 +78,7 @@ class SigmaPoints(Messenger):
 
 
 MEAN_FIELD_SITES = {"net.weight": D, "net.bias": 1}
-JOINT_SITE = {"_AutoMultivariateNormal_latent": D + 1}
+JOINT_SITE = {"joint(net.weight, net.bias)": D + 1}
 
 
 def exact_elbo(bnn, points, x, y, **options):
