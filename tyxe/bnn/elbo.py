@@ -199,10 +199,10 @@ def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
     joint: list[Any] = []
     total: Any = 0.0
     rest = dict(pairs)
+    joint_sites = [site for site, _ in pairs.values() if _is_joint(site)]
     for names in _coupled(pairs):
         members = {name: rest.pop(name) for name in pairs if name in names}
-        sites = [site for name, (site, _) in pairs.items() if _is_joint(site)]
-        coupling = [site for site in sites if names.issuperset(site["fn"].names)]
+        coupling = [site for site in joint_sites if names.issuperset(site["fn"].names)]
         for site in coupling:
             del rest[site["name"]]
         total = total + kl_of_coupled(coupling, members, closed_form_kl)

@@ -12,6 +12,7 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
+from tyxe.distributions.functorch import in_function_transform
 from tyxe.distributions.groups import Group, joined, separated
 from tyxe.distributions.joint import JointDistribution
 from tyxe.linalg import SMALL, BlockDiagonal, Diagonal, Operator, invertible
@@ -50,7 +51,7 @@ def quadratic(operator: Operator, x: Tensor) -> Tensor:
         >>> quadratic(Diagonal(torch.tensor([1.0, 2.0])), torch.ones(2))
         tensor(3.)
     """
-    plain = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    plain = torch.is_grad_enabled() and not in_function_transform()
     if plain and x.requires_grad and not operator.requires_grad:
         value: Tensor = _Quadratic.apply(x, operator)
         return value

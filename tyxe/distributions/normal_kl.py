@@ -12,6 +12,7 @@ import torch.distributions as td
 from pyro import distributions as dist
 from torch import Tensor
 
+from tyxe.distributions.functorch import in_function_transform
 from tyxe.distributions.normal import FactorizedNormal, wide
 
 __all__ = ["factorized_normal_kl", "joins", "joint_kl", "log_density"]
@@ -157,7 +158,7 @@ def joins(q: td.Distribution, p: Any) -> ToOneNormal | None:
 
 def _one_normal(p: Any, like: Tensor) -> ToOneNormal | None:
     """The mean and scale that a distribution repeats over a tensor's shape, or None."""
-    if not _is_one_event(p, like.shape) or torch._C._are_functorch_transforms_active():
+    if not _is_one_event(p, like.shape) or in_function_transform():
         return None
     normal = p.base_dist
     if normal.loc.requires_grad or normal.scale.requires_grad:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from tyxe.distributions.functorch import in_function_transform
+
 __all__ = ["two_value_kl", "two_value_moments"]
 
 
@@ -65,7 +67,7 @@ class _KL(torch.autograd.Function):
 
 
 def _as_one_node(*tensors: Tensor) -> bool:
-    return not torch._C._are_functorch_transforms_active() and all(
+    return not in_function_transform() and all(
         tensor.dtype in (torch.float32, torch.float64) for tensor in tensors
     )
 
