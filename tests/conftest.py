@@ -35,3 +35,11 @@ def empty_param_store() -> Iterator[None]:
     # Cleared before the assertion, or one offender would fail every test after it.
     pyro.clear_param_store()
     assert names == [], f"left in Pyro's global parameter store: {names}"
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Make float64 the default: `pytestmark = pytest.mark.usefixtures("double")` for a module."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

@@ -26,11 +26,7 @@ from tyxe.linalg import Kronecker
 ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def regression(structure="full", features=None, noise=0.5, scale=1.3, **options):

@@ -35,11 +35,7 @@ from tyxe.testing import GUIDES, JOINTS, OPERATORS, check_joint
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 # ------------------------------------------------------------------ distributions and operators

@@ -23,11 +23,7 @@ from tyxe.linalg import Kronecker, Sum
 EXACT = {"rtol": 1e-8, "atol": 1e-8}
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 NORMAL = dist.Normal(*torch.tensor([0.0, 1.3], dtype=torch.float64))

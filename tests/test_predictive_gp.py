@@ -24,11 +24,7 @@ LIKELIHOODS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def dense_covariance(jacobian, hessians, prior, test):

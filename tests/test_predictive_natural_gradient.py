@@ -21,11 +21,7 @@ from tyxe.predictive.natural_gradient import OutputIterate, WeightIterate, start
 TIGHT = {"rtol": 1e-8, "atol": 1e-8}
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def at_the_mean(model, mean, precision, num_draws):

@@ -28,11 +28,7 @@ from tyxe.predictive import LinearModel, probit, refine_laplace, refine_variatio
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def slope(model, w):
