@@ -44,6 +44,7 @@ LAPLACE = {
 first = [*LAPLACE][:3]
 parser.add_argument("--methods", nargs="+", choices=LAPLACE, default=first, help="default: 3 first")
 parser.add_argument("--lambdas", nargs="+", type=float, default=[1.0, 3.0, 10.0], help="1 3 10")
+parser.add_argument("--decay", type=float, default=0.0, help="rate of task t / (1 + decay (t - 1))")
 parser.add_argument("--tasks", type=int, default=10, help="default: 10; [T] has 50")
 parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
 parser.add_argument("--published", action="store_true", help="all images and 20 epochs a task")
@@ -55,7 +56,7 @@ settings = {"batch": 250, "rate": 1e-2, "images": 10_000, "test images": 2_000, 
 if args.published:
     settings |= {"images": 50_000, "test images": None, "epochs": 20}
 if args.smoke_test:
-    args.tasks, args.lambdas = 2, args.lambdas[:1]
+    args.lambdas = args.lambdas[:1]
     settings |= {"images": 60, "test images": 20, "epochs": 1}
 torch.set_num_threads(1)
 tasks = [str(number) for number in range(1, args.tasks + 1)]
@@ -83,7 +84,8 @@ def run(method, multiplier, seed, checkpoint):
         return tools.Shuffled(train[0][:, orders[task]], train[1], settings["batch"])
 
     def fit(task):
-        optim = torch.optim.Adam(bnn.parameters(), lr=settings["rate"])
+        rate = settings["rate"] / (1 + args.decay * tasks.index(task))
+        optim = torch.optim.Adam(bnn.parameters(), lr=rate)
         schedule = torch.optim.lr_scheduler.StepLR(optim, -(-settings["epochs"] // 3), 0.1)
         lower = {"callback": lambda *_: schedule.step(), "progress": False}
         bnn.fit(batches(task), optim, settings["epochs"], **lower)
@@ -133,12 +135,14 @@ def table(runs):
     return "\n".join(lines)
 
 
-results = tools.Results(args.out, f"online_laplace_{args.tasks}", settings)
+size = "_published" if args.published else ""
+results = tools.Results(args.out, f"online_laplace_{args.tasks}{size}", settings)
 if not args.table:
     for seed in args.seeds:
         for method in args.methods:
             for multiplier in args.lambdas:
                 group = f"{method}, lambda {multiplier:g}"
+                group += f", decay {args.decay:g}" if args.decay else ""
                 results.fill(group, seed, partial(run, method, multiplier, seed))
     results.draw(curves)
 print(table(results.content["runs"]))

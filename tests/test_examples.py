@@ -304,11 +304,11 @@ def test_online_laplace(tmp_path: Path):
     for chosen in (methods[:2], methods):
         done = run("online_laplace.py", *options, *chosen, TYXE_DATA=str(tmp_path))
         assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "online_laplace_2.json").read_text())
+    content = json.loads((tmp_path / "online_laplace_10.json").read_text())
     assert list(content["runs"]) == [f"{method}, lambda 1" for method in methods]
     for group in content["runs"].values():
         rows = group["0"]["accuracy"]
-        assert [len(row) for row in rows] == [1, 2]
+        assert [len(row) for row in rows] == list(range(1, 11))
         assert all(0 <= score <= 1 for row in rows for score in row)
     table = run("online_laplace.py", "--smoke-test", "--table", "--out", str(tmp_path)).stdout
     assert len(table.splitlines()) == 2 + len(methods)

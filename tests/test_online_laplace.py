@@ -364,27 +364,57 @@ def test_a_posterior_of_pyros_guide_is_a_prior_in_another_order():
     torch.testing.assert_close(covariance.diagonal(), variances, rtol=1e-6, atol=1e-8)
 
 
-def test_two_tasks_of_logistic_regression_against_mcmc():
-    # Laplace after two tasks against NUTS on all the data: within the Gaussian's own error.
-    torch.manual_seed(0)
-    x = torch.randn(120, 2)
-    y = (torch.sigmoid(x @ torch.tensor([1.0, -0.7]) + 0.3) > torch.rand(120)).double()[:, None]
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.LaplaceBNN(
-        nn.Linear(2, 1), prior, tyxe.likelihoods.Bernoulli(60, event_dim=1), structure="full"
-    )
-    for part in (slice(0, 60), slice(60, 120)):
-        maximize(bnn, x[part], y[part])
-        four_lines(bnn)
-    mcmc = tyxe.MCMC_BNN(nn.Linear(2, 1), prior, tyxe.likelihoods.Bernoulli(120, event_dim=1), NUTS)
-    samples = mcmc.fit([(x, y)], 600, warmup_steps=200, disable_progbar=True).get_samples()
+@pytest.fixture(scope="module")
+def two_tasks():
+    """Return a logistic regression's two tasks, and NUTS's draws given both."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(120, 2, dtype=torch.double)
+        logits = x @ torch.tensor([1.0, -0.7], dtype=torch.double) + 0.3
+        y = (logits.sigmoid() > torch.rand(120)).double()[:, None]
+        net, likelihood = nn.Linear(2, 1).double(), tyxe.likelihoods.Bernoulli(120, event_dim=1)
+        mcmc = tyxe.MCMC_BNN(net, standard_normal(), likelihood, NUTS)
+        samples = mcmc.fit([(x, y)], 600, warmup_steps=200, disable_progbar=True).get_samples()
     vectors = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
-    scales = bnn.net_guide.precision.inverse_diagonal().sqrt()
-    # The tolerance: a quarter of a standard deviation for the skewness that Laplace ignores, and
+    return list(zip(x.split(60), y.split(60), strict=True)), vectors
+
+
+def standard_normal():
+    return tyxe.priors.IIDPrior(dist.Normal(torch.zeros((), dtype=torch.double), 1.0))
+
+
+def check_against_mcmc(mean, scales, vectors):
+    # The tolerance: a quarter of a standard deviation for the skewness that a Normal ignores, and
     # three standard errors of some 300 independent draws.
-    assert bool(((vectors.mean(0) - mode(bnn)).abs() < scales * (0.25 + 3 / 300**0.5)).all())
+    assert bool(((vectors.mean(0) - mean).abs() < scales * (0.25 + 3 / 300**0.5)).all())
     ratio = vectors.std(0) / scales
     assert bool((ratio.log().abs() < 0.1 + 3 / (2 * 300) ** 0.5).all())
+
+
+def test_laplace_over_two_tasks_against_mcmc_on_all_data(two_tasks):
+    tasks, vectors = two_tasks
+    likelihood = tyxe.likelihoods.Bernoulli(60, event_dim=1)
+    bnn = tyxe.LaplaceBNN(nn.Linear(2, 1), standard_normal(), likelihood, structure="full")
+    for x, y in tasks:
+        maximize(bnn, x, y)
+        four_lines(bnn)
+    check_against_mcmc(mode(bnn), bnn.net_guide.precision.inverse_diagonal().sqrt(), vectors)
+
+
+def test_vcl_over_two_tasks_against_mcmc_on_all_data(two_tasks):
+    tasks, vectors = two_tasks
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Bernoulli(60, event_dim=1)
+    prior, guide = standard_normal(), AutoMultivariateNormal
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 1), prior, likelihood, guide)
+    for x, y in tasks:
+        optimizer = torch.optim.Adam(bnn.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        lower = {"callback": lambda *_, schedule=schedule: schedule.step(), "progress": False}
+        bnn.fit([(x, y)], optimizer, 400, num_particles=4, **lower)
+        four_lines(bnn)
+    (joint,) = bnn.net_prior.joints()
+    check_against_mcmc(joint.loc, joint.variance.sqrt(), vectors)
 
 
 # ------------------------------------------------------------------ state
