@@ -17,8 +17,8 @@ LAPLACE = {
 }
 METHODS = [*LAPLACE, "SI", "ML", "joint", "alone"]
 # The rate of later tasks is divided by their number times the strength over this.
-SLOWER = {"kron": 10, "per-task kron": 10, "diag": 1_000, "EWC": 1_000}
-LAMBDAS = [1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6]
+SLOWER = {"kron": 10, "per-task kron": 10, "diag": 100, "EWC": 100}
+LAMBDAS = [1.0, 10.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6]
 SETTINGS = {
     "disjoint": {
         "images": None,
@@ -27,7 +27,7 @@ SETTINGS = {
         "strengths": {
             "kron": LAMBDAS,
             "diag": LAMBDAS,
-            "SI": [0.1, 1.0, 10.0, 100.0, 1e3, 1e4],
+            "SI": [0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5],
             "ML": [None],
             "joint": [None],
         },
@@ -197,6 +197,17 @@ def rows(accuracy, alone):
     return [row[: t + 1] for t, row in enumerate(accuracy.tolist())]
 
 
+def among_own_classes(net, tasks):
+    """Return a net's accuracy on each task where only the task's own classes are in question."""
+    found = []
+    for _, (x, y) in tasks.values():
+        own = y.unique()
+        with torch.no_grad():
+            choice = net(x)[:, own].argmax(-1)
+        found.append((own[choice] == y).double().mean().item())
+    return found
+
+
 def finished(runs):
     """Return the accuracies of each group of runs that came to the end, `(runs, T, T)`."""
     kept = {
@@ -239,20 +250,26 @@ def over_strength(found, ax):
 
 def table(runs):
     """Return a Markdown table: accuracy on each task after the last, and on average, in percent."""
-    tasks = next(iter(next(iter(runs.values())).values()))["tasks"]
-    found = finished(runs)
+    every = [run for group in runs.values() for run in group.values()]
+    tasks, found = every[0]["tasks"], finished(runs)
+    has_own = any("own classes" in run for run in every)
     shown = tasks if len(tasks) <= 5 else [tasks[0], tasks[-1]]
-    lines = [f"| method | runs | {' | '.join(map(str, shown))} | mean | forgetting |"]
-    lines.append("|---" * (len(shown) + 4) + "|")
+    names = [*shown, "mean", "forgetting"]
+    if has_own:
+        names += [f"{task}, own classes" for task in tasks]
+    lines = [f"| method | runs | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for name, group in runs.items():
         diverged = [run["diverged"] for run in group.values() if "diverged" in run]
         if name not in found:
-            cells = ["diverged"] + [""] * (len(shown) + 1)
+            cells = ["diverged"] + [""] * (len(names) - 1)
             lines.append(f"| {name} | {len(group)} | {' | '.join(cells)} |")
             continue
         last = found[name][:, -1]
         columns = [last[:, tasks.index(task)] for task in shown]
         columns += [last.mean(-1), continual.forgetting(found[name])[:, -1]]
+        if has_own:
+            own = [run["own classes"] for run in group.values() if "accuracy" in run]
+            columns += torch.tensor(own).unbind(-1)
         count = f"{len(last)}" + (f" ({len(diverged)} diverged)" if diverged else "")
         lines.append(f"| {name} | {count} | {' | '.join(map(with_error, columns))} |")
     return "\n".join(lines)

@@ -1,9 +1,10 @@
 """Tasks one after the other: online Laplace, synaptic intelligence, and their bounds [T 3.3.5].
 
 `--data disjoint`: MNIST's digits 0 to 4, then 5 to 9, with one output layer of ten classes, over
-the strength of what holds the weights [T fig. 3.13]. `--data vision`: MNIST, notMNIST, FashionMNIST
-and CIFAR-10, with a convolutional net and an output layer for each task. `--data permuted`: what
-online_laplace.py has not, on its tasks and with its optimiser: synaptic intelligence and bounds.
+the strength of what holds the weights [T fig. 3.13], and the accuracy where only the task's own
+classes are in question. `--data vision`: MNIST, notMNIST, FashionMNIST and CIFAR-10, with a
+convolutional net and an output layer for each task. `--data permuted`: what online_laplace.py has
+not, on its tasks and with its optimiser: synaptic intelligence and bounds.
 
 Methods: Laplace with Kronecker factors (kron) or a diagonal (diag), whose precision is the sum over
 tasks; penalties about each task's own weights (per-task kron, EWC); synaptic intelligence (SI); and
@@ -114,7 +115,10 @@ def run(method, strength, seed, checkpoint):
         if "finite" not in str(error):
             raise
         return {"tasks": names, "diverged": names[loop.done]}
-    return {"tasks": names, "accuracy": sequences.rows(loop.accuracy, method == "alone")}
+    found = {"tasks": names, "accuracy": sequences.rows(loop.accuracy, method == "alone")}
+    if args.data == "disjoint":
+        found["own classes"] = sequences.among_own_classes(bnn.to_module(), tasks)
+    return found
 
 
 results = tools.Results(args.out, f"continual_{args.data}", settings)
