@@ -36,19 +36,9 @@ def images(name, split):
 
 
 def _downloaded(name, split):
-    looked = f"no {name}.npz in {', '.join(str(folder) for folder in folders())}"
     if name not in TORCHVISION:
-        raise FileNotFoundError(f"{looked}, and torchvision has no {name}; set TYXE_DATA")
-    try:
-        import torchvision
-
-        dataset = getattr(torchvision.datasets, TORCHVISION[name])
-        found = dataset(str(ROOT / "data"), train=split == "train", download=True)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise FileNotFoundError(
-            f"{looked}, and torchvision could not download it: {error}. Set TYXE_DATA to a folder "
-            "that has it"
-        ) from error
+        raise FileNotFoundError(f"{_looked(name)}, and torchvision has no {name}; set TYXE_DATA")
+    found = _fetched(name, TORCHVISION[name], train=split == "train")
     return found.data[:, None] / 255, found.targets.long()
 
 
@@ -59,14 +49,32 @@ def colour(local, download, split):
         local: name of the local file, such as `cifar10_subset`.
         download: torchvision's name, `CIFAR10` or `SVHN`.
         split: `train` or `test`.
+
+    Raises:
+        FileNotFoundError: the file is in no folder, and the set could not be downloaded.
     """
     if any((folder / f"{local}.npz").exists() for folder in folders()):
         x, y = images(local, split)
         return x[:, 0].movedim(-1, 1), y
-    import torchvision
-
     which = {"split": split} if download == "SVHN" else {"train": split == "train"}
-    found = getattr(torchvision.datasets, download)(str(ROOT / "data"), download=True, **which)
+    found = _fetched(local, download, **which)
     pixels, labels = (found.data, getattr(found, "targets", getattr(found, "labels", None)))
     x = torch.from_numpy(pixels) / 255
     return (x if x.shape[1] == 3 else x.movedim(-1, 1)), torch.as_tensor(labels).long()
+
+
+def _fetched(local, download, **which):
+    try:
+        import torchvision
+
+        dataset = getattr(torchvision.datasets, download)
+        return dataset(str(ROOT / "data"), download=True, **which)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise FileNotFoundError(
+            f"{_looked(local)}, and torchvision could not download {download}: {error}. "
+            "Set TYXE_DATA to a folder that has it"
+        ) from error
+
+
+def _looked(name):
+    return f"no {name}.npz in {', '.join(str(folder) for folder in folders())}"

@@ -85,6 +85,7 @@ TABLES = {
     "image_laplace.md": "examples/image_laplace.py",
     "inducing_fashion_mnist.md": "examples/inducing_images.py",
     "inducing_toy.md": "examples/inducing.py",
+    "resnet.md": "examples/resnet.py",
     "split_mnist.md": "examples/vcl.py",
     "uci.md": "examples/uci.py",
     "variational_laplace_toy.md": "examples/variational_laplace.py",
