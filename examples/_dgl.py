@@ -4,11 +4,11 @@ DGL 2.1.0, the last release on the package index, was built for torch 2.2. Two o
 today, and neither matters to message passing:
 
 - `dgl.graphbolt`, its data loading, loads a library for exactly its torch: an empty module takes
-  its place (`dgl.dataloading` imports, and nothing of graphbolt works);
+  its place, always (`dgl.dataloading` imports, and nothing of graphbolt works);
 - `setuptools.extern.packaging`, a vendored copy that setuptools has dropped: `packaging` itself
-  takes its place.
+  takes its place, where it is missing.
 
-Both are put into `sys.modules` only where the real ones cannot be imported and DGL is not loaded.
+Where DGL is loaded already nothing is put into `sys.modules`.
 """
 
 import importlib.util

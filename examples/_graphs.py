@@ -159,8 +159,9 @@ BACKENDS = {"dgl": dgl_backend, "pyg": pyg_backend, "torch": torch_backend}
 def backend(name):
     """Return `graph_of(edges)` and `sum_neighbours(graph, h)` of a library.
 
-    The sum looks whether graph and features are on one device, and keeps its last result: that of
-    the inputs is the same in every forward with all nodes (PyTorch Geometric's `cached=True`).
+    The sum looks whether graph and features are on one device, and keeps its two latest results
+    that no gradient passes: in a net of two layers that of the inputs is among them, which is the
+    same in every forward with all nodes (PyTorch Geometric's `cached=True`).
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -172,19 +173,21 @@ def backend(name):
         raise ModuleNotFoundError(
             f'--backend {name} needs {missing}: pip install -e ".[{name}]"', name=missing
         ) from error
-    kept = None, None, None
+    kept = []  # triples of graph, features and sum, the latest first
 
     def checked(graph, h):
-        nonlocal kept
         place = graph.device if hasattr(graph, "device") else graph.edge_index.device
         if place != h.device:
             raise ValueError(
                 f"the graph is on {place}, the features of its nodes are on {h.device}: pass "
                 "device= to fit, which moves both, or call .to on the one that was left behind"
             )
-        if kept[0] is not graph or kept[1] is not h:
-            kept = graph, h, sum_neighbours(graph, h)
-        return kept[2]
+        if h.requires_grad:
+            return sum_neighbours(graph, h)
+        found = next((one for one in kept if one[0] is graph and one[1] is h), None)
+        found = found or (graph, h, sum_neighbours(graph, h))
+        kept[:] = [found, *(one for one in kept if one is not found)][:2]
+        return found[2]
 
     return graph_of, checked
 
@@ -206,8 +209,8 @@ class NeighborLoader:
     A block for each layer of the net holds the edges into the nodes that the layer computes. The
     last one ends in the batch's own nodes: the net has an output for each label, and the
     likelihood scales the batch by `N / S`, as any other. Where `k` of `d` neighbours were drawn,
-    their edges weigh `d / k`, so that the expected sum is that of all; edges from a node to itself
-    are not left out.
+    their edges weigh `d / k`, so that the expected sum is that of all. Every node keeps its edge
+    to itself, and gets one where it had none.
 
     PyTorch Geometric's class of that name is called likewise, but wants compiled code.
 

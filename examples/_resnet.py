@@ -63,9 +63,11 @@ def chosen(args, parser):
     kind = "resnet_smoke" if args.smoke_test else "resnet_cpu" if args.cpu else "resnet"
     numbers = {"width": args.width, "epochs": args.epochs, "training images": args.subset}
     given = {name: value for name, value in numbers.items() if value is not None}
-    for option, value in {**numbers, "seeds": args.seeds, "stop-after": args.stop_after}.items():
+    for option in ("width", "epochs", "subset", "seeds", "stop_after"):
+        value = getattr(args, option)
         if value is not None and value < 1:
-            parser.error(f"{option} is {value}; expected a positive number")
+            name = option.replace("_", "-")
+            parser.error(f"--{name} is {value}; expected a positive number")
     try:
         torch.zeros(0, device=args.device)
     except (RuntimeError, AssertionError) as error:

@@ -7,6 +7,7 @@ centre of pixel (i, j) of S x S is at x_ndc = 1 - (2j + 1) / S, y_ndc = 1 - (2i 
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def load(name):
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it has other arrays, or other shapes.
+        ValueError: it is no archive, or has other arrays, or other shapes.
     """
     places = [path / name for path in (Path(), *folders())]
     path = next((place for place in places if place.is_file()), None)
@@ -80,8 +81,7 @@ def load(name):
             "folder that has it, or name an archive of your own with --data: docs/nerf.md says "
             "which arrays it holds"
         )
-    with np.load(path) as arrays:
-        found = {key: arrays[key] for key in arrays}
+    found = _arrays(path)
     _check(path, found)
     colour, silhouettes = (torch.from_numpy(found[n]) for n in ("images", "silhouettes"))
     return Views(
@@ -89,6 +89,22 @@ def load(name):
         *(torch.from_numpy(found[n]).float() for n in ("R", "T", "azimuth_deg")),
         float(found["fov_deg"]),
     )
+
+
+def _arrays(path):
+    """Return the arrays of an archive by name; none of them may be pickled objects."""
+    if not is_zipfile(path):
+        raise ValueError(f"{path} is no archive of numpy (.npz); expected {_wanted()}")
+    with np.load(path) as arrays:
+        try:
+            return {key: arrays[key] for key in arrays}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; expected {_wanted()}") from error
+
+
+def _wanted():
+    wanted = [f"{key} ({', '.join(names)})" for key, names in SHAPES.items()]
+    return f"{', '.join(wanted)} of V views of S x S pixels, images and silhouettes as uint8"
 
 
 def _check(path, found):
@@ -100,8 +116,5 @@ def _check(path, found):
     pixels = [found[key].dtype for key in ("images", "silhouettes") if key in found]
     if not is_like or pixels != [np.uint8, np.uint8]:
         listed = [f"{key} {array.shape} {array.dtype}" for key, array in found.items()]
-        wanted = [f"{key} ({', '.join(names)})" for key, names in SHAPES.items()]
-        raise ValueError(
-            f"{path} holds {', '.join(listed) or 'no arrays'}; expected {', '.join(wanted)} of V "
-            "views of S x S pixels, images and silhouettes as uint8"
-        )
+        held = ", ".join(listed) or "no arrays"
+        raise ValueError(f"{path} holds {held}; expected {_wanted()}")

@@ -33,6 +33,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import _extras  # noqa: F401
 import matplotlib as mpl
 
 mpl.use("Agg")

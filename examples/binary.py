@@ -30,6 +30,7 @@ import time
 from functools import cache, partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import torch
 from _binary import NETS, batches, by_sign_, fit, probabilities, stepwise, weight_entropy
 from _binary_report import ROWS, curves, figure, mean_of, scores, summary, table

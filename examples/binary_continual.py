@@ -26,6 +26,7 @@ import time
 from functools import cache, partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import torch
 from _binary import (
     batches,

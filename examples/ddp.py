@@ -24,6 +24,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import matplotlib as mpl
 
 mpl.use("Agg")
@@ -55,6 +56,11 @@ torch.set_default_dtype(torch.float64)
 # ------------------------------------------------------------------ as in any data-parallel program
 
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+count, epochs = (256, 2) if args.smoke_test else (1_536, args.epochs)
+if not 1 <= args.batch <= count:
+    parser.error(f"--batch is {args.batch}; expected a number from 1 to {count:,}, all points")
+if epochs < 1:
+    parser.error(f"--epochs is {epochs}; expected a positive number")
 if args.batch % world:
     parser.error(
         f"a batch of {args.batch} cannot be shared out evenly among {world} processes, and its "
@@ -69,7 +75,6 @@ if world > 1:
     torch.distributed.init_process_group("nccl" if on_gpus else "gloo")
     parallel = DistributedDataParallel
 
-count, epochs = (256, 2) if args.smoke_test else (1_536, args.epochs)
 bunch = load_digits()
 digits = TensorDataset(torch.tensor(bunch.data / 16)[:count], torch.tensor(bunch.target)[:count])
 sampler = DistributedSampler(digits, world, rank, drop_last=True)

@@ -24,6 +24,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
+import _extras  # noqa: F401
 import pyro.distributions as dist
 import torch
 from _gnn import run_missing, scores, table
@@ -184,12 +185,16 @@ METHODS = {
 names = args.methods or list(METHODS)
 if unknown := [name for name in names if name not in METHODS]:
     parser.error(f"no method {unknown[0]!r}; expected some of: {'; '.join(METHODS)}")
+if args.seeds < 1:
+    parser.error(f"--seeds is {args.seeds}; expected a positive number")
+path = args.out / "gnn.json"
+if args.table and not path.exists():
+    parser.error(f"there is no {path}; run without --table first")
 if not args.table:
     try:
         problem()
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise SystemExit(str(error)) from None
     args.out.mkdir(parents=True, exist_ok=True)
-    cells = product(names, range(args.seeds))
-    run_missing(args.out / "gnn.json", settings, args.backend, cells, METHODS)
-print(table(json.loads((args.out / "gnn.json").read_text())))
+    run_missing(path, settings, args.backend, product(names, range(args.seeds)), METHODS)
+print(table(json.loads(path.read_text())))

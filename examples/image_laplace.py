@@ -29,6 +29,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import pyro.distributions as dist
 import torch
 from _image_laplace import (

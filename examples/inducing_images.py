@@ -35,6 +35,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import pyro
 import pyro.distributions as dist
 import torch

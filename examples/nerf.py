@@ -26,6 +26,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import _nerf as tools
 import pyro.distributions as dist
 import torch

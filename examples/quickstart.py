@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import matplotlib as mpl
 
 mpl.use("Agg")

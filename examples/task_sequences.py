@@ -22,6 +22,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import matplotlib as mpl
 
 mpl.use("Agg")

@@ -21,6 +21,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import _extras  # noqa: F401
 import matplotlib as mpl
 
 mpl.use("Agg")

@@ -163,6 +163,28 @@ def test_sum_is_that_of_the_adjacency_matrix(name: str, data):
     torch.testing.assert_close(sum_neighbours(graph, other), adjacency(data) @ other)
 
 
+def test_sum_over_the_inputs_is_computed_once(data, monkeypatch: pytest.MonkeyPatch):
+    import _graphs
+
+    graph_of, plain = _graphs.torch_backend()
+    widths = []
+
+    def counted(graph, h):
+        widths.append(h.shape[1])
+        return plain(graph, h)
+
+    monkeypatch.setitem(_graphs.BACKENDS, "torch", lambda: (graph_of, counted))
+    net, graph = Net(_graphs.backend("torch")[1]), graph_of(data.edges)
+    for _ in range(3):
+        net(graph, data.features).sum().backward()
+        with torch.no_grad():
+            net(graph, data.features)
+    assert widths == [FEATURES] + 6 * [5]
+    # on another graph it is another sum
+    net(graph_of(data.edges).to("cpu"), data.features)
+    assert widths[7:] == [FEATURES, 5]
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_blocks_of_all_neighbours_give_the_outputs_of_the_whole_graph(name: str, data):
     from _graphs import NeighborLoader, backend
@@ -413,6 +435,16 @@ def test_unknown_method_is_refused(folder: Path):
     done = run("--methods", "HMC", "--out", str(folder))
     assert done.returncode == 2
     assert "no method 'HMC'; expected some of: ML; MAP; mean field" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(("--seeds", "0"), "--seeds is 0"), (("--table",), "gnn.json; run without --table first")],
+)
+def test_nothing_to_run_or_to_print(options: tuple[str, ...], message: str, folder: Path):
+    done = run(*options, "--out", str(folder / "nothing"))
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
 
 
 def test_masks_of_another_type_or_length(data):

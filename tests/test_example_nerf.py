@@ -266,6 +266,22 @@ def test_views_of_another_layout(folder: Path, change, found: str):
     assert "R (V, 3, 3), T (V, 3), azimuth_deg (V), fov_deg ()" in str(error.value)
 
 
+def test_files_that_hold_no_plain_arrays(folder: Path):
+    from _views import load
+
+    (folder / "text.npz").write_text("poses")
+    np.save(folder / "one.npy", np.zeros(3))
+    np.savez(folder / "objects.npz", images=np.array([{}, None]))
+    for name, found in (
+        ("text.npz", "is no archive of numpy"),
+        ("one.npy", "is no archive of numpy"),
+        ("objects.npz", "Object arrays cannot be loaded"),
+    ):
+        with pytest.raises(ValueError, match=rf"{found}.*expected images \(V, S, S, 3\)") as error:
+            load(name)
+        assert str(error.value).startswith(str(folder / name))
+
+
 def test_layout_error_is_one_line(folder: Path):
     np.savez(folder / "other.npz", poses=np.zeros((3, 4, 4)))
     done = run("--data", str(folder / "other.npz"), "--out", str(folder))

@@ -122,9 +122,9 @@ def test_low_precision_and_channels_last_change_little(smoke: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("width", 0, "width is 0; expected a positive number"),
-        ("subset", -1, "training images is -1"),
-        ("stop_after", 0, "stop-after is 0"),
+        ("width", 0, "--width is 0; expected a positive number"),
+        ("subset", -1, "--subset is -1; expected"),
+        ("stop_after", 0, "--stop-after is 0"),
         ("device", "cuda:99", "--device cuda:99"),
     ],
 )
@@ -228,9 +228,31 @@ def test_nets_are_torchvisions(width: int, monkeypatch):
         net.layer1.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
         assert seen[0].shape == (2, width, positions, positions)
+    assert (
+        make_net(width, "cifar", channels_last=True)
+        .layer1[0]
+        .conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    )
     if width == 64:  # the last one is torchvision's own throughout
         shapes = [p.shape for p in net.parameters()]
         assert shapes == [p.shape for p in own.parameters()]
+
+
+def test_summary_is_over_seeds(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from _resnet_report import COLUMNS, summary
+
+    row = {**dict.fromkeys(COLUMNS, 1.0), "train s": 3.0}
+    seeds = {str(i): {**row, "NLL": value} for i, value in enumerate((1.0, 2.0, 6.0))}
+    seeds["1"]["weights drawn"] = row
+    found = summary({"ml": {}, "mean-field": seeds})
+    assert list(found) == ["mean-field", "mean-field, weights drawn"]
+    assert [row["seeds"] for row in found.values()] == [3, 1]
+    # the variance of 1, 2, 6 is 7
+    error = pytest.approx(math.sqrt(7 / 3))
+    assert found["mean-field"]["NLL"] == {"mean": 3.0, "standard error": error}
+    assert found["mean-field, weights drawn"]["NLL"] == {"mean": 1.0, "standard error": None}
+    assert "predict s" not in found["mean-field"]
 
 
 def test_schedules_are_two_to_one(monkeypatch):

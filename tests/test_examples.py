@@ -30,6 +30,26 @@ METHODS = [
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+MISSING = [("ddp.py", "matplotlib"), ("nerf.py", "PIL"), ("transformer.py", "sklearn")]
+
+
+@pytest.mark.parametrize(("name", "library"), MISSING)
+def test_a_missing_library_is_one_line_that_names_the_extra(name: str, library: str):
+    code = f"import runpy, sys; sys.path.insert(0, 'examples'); sys.modules[{library!r}] = None; "
+    code += f"runpy.run_path('examples/{name}', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr == f'{library} is not installed: pip install -e ".[examples]"\n'
+
+
+def test_every_example_says_what_is_missing():
+    for name in EXAMPLES:
+        first = re.search(r"^(?:import|from) _.*$", (ROOT / "examples" / name).read_text(), re.M)
+        assert first[0] == "import _extras  # noqa: F401", name
+
+
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
 
@@ -508,6 +528,20 @@ def test_ddp_refuses_a_batch_that_cannot_be_shared(tmp_path: Path):
     assert done.returncode == 2
     assert "a batch of 63 cannot be shared out evenly among 2 processes" in done.stderr
     assert "choose a --batch that 2 divides" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--batch", "0", "a number from 1 to 1,536"),
+        ("--batch", "2000", "a number from 1 to 1,536"),
+        ("--epochs", "0", "a positive number"),
+    ],
+)
+def test_ddp_refuses_sizes_without_a_step(option: str, value: str, expected: str):
+    done = run("ddp.py", option, value)
+    assert done.returncode == 2
+    assert f"{option} is {value}; expected {expected}" in done.stderr
 
 
 def test_vcl(tmp_path: Path):
