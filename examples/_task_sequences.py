@@ -16,8 +16,12 @@ LAPLACE = {
     "EWC": {"structure": "diag", "curvature": "fisher", "accumulate": "modes"},
 }
 METHODS = [*LAPLACE, "SI", "ML", "joint", "alone"]
-# The rate of later tasks is divided by their number times the strength over this.
-SLOWER = {"kron": 10, "per-task kron": 10, "diag": 100, "EWC": 100}
+# The rate of later tasks is divided by their number times the strength over this; of convolutions,
+# whose weights are in use at each position, the curvature is larger.
+SLOWER = {
+    "disjoint": {"kron": 10, "diag": 100},
+    "vision": {"kron": 1, "per-task kron": 1, "diag": 10, "EWC": 10},
+}
 LAMBDAS = [1.0, 10.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6]
 SETTINGS = {
     "disjoint": {

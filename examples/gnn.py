@@ -39,9 +39,7 @@ from tyxe.poutine import flipout, local_reparameterization, selective_mask
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument(
-    "--backend", choices=BACKENDS, default="torch", help="what passes messages (default: torch)"
-)
+parser.add_argument("--backend", choices=BACKENDS, default="torch", help="default: torch")
 parser.add_argument("--methods", nargs="+", metavar="NAME", help="rows (default: all of them)")
 parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
 parser.add_argument("--published", action="store_true", help="look after each step, see above")

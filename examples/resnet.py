@@ -191,8 +191,7 @@ path, files = args.out / f"{kind}.json", args.checkpoints or args.out / "checkpo
 torch.set_num_threads(1)
 # A prior on so many weights dwarfs few images; that is what the cap is for.
 warnings.filterwarnings("ignore", "the weighted KL", tyxe.TyxeWarning)
-is_report = args.table or args.figure
-if not is_report:
+if not (is_report := args.table or args.figure):
     main()
 reports = [args.out / f"{name}.json" for name in (KINDS if is_report else [kind])]
 if not any(report.exists() for report in reports):

@@ -85,7 +85,8 @@ def run(method, strength, seed, checkpoint):
         elif args.data == "permuted":
             bnn.fit(batches, adam, settings["epochs"], progress=False)
         else:
-            slower = max(1, number * (strength or 0) / sequences.SLOWER.get(method, 1))
+            unit = sequences.SLOWER[args.data].get(method, 1)
+            slower = max(1, number * (strength or 0) / unit)
             descent = torch.optim.SGD(bnn.parameters(), 0.1 / slower, momentum=0.9, nesterov=True)
             schedule = torch.optim.lr_scheduler.StepLR(descent, -(-settings["epochs"] // 3), 0.1)
 
