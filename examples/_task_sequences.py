@@ -47,6 +47,8 @@ SETTINGS = {
     "vision": {
         "images": 2_000,
         "test images": 1_000,
+        "rate": 0.03,
+        "batch": 50,
         "epochs": 9,
         "SI epochs": 9,
         "strengths": {

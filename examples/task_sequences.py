@@ -87,7 +87,9 @@ def run(method, strength, seed, checkpoint):
         else:
             unit = sequences.SLOWER[args.data].get(method, 1)
             slower = max(1, number * (strength or 0) / unit)
-            descent = torch.optim.SGD(bnn.parameters(), 0.1 / slower, momentum=0.9, nesterov=True)
+            descent = torch.optim.SGD(
+                bnn.parameters(), settings.get("rate", 0.1) / slower, momentum=0.9, nesterov=True
+            )
             schedule = torch.optim.lr_scheduler.StepLR(descent, -(-settings["epochs"] // 3), 0.1)
 
             def lower(*_):
