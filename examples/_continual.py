@@ -154,7 +154,7 @@ class Results:
         found = json.loads(self.path.read_text()) if self.path.exists() else {}
         if found.get("settings") == self.settings:
             return found
-        return {**environment(None), "commands": [], "settings": self.settings, "runs": {}}
+        return {**environment(None, ()), "settings": self.settings, "runs": {}}
 
     def fill(self, group, seed, run):
         """Make a run that is not there yet, and add it to the file.
@@ -175,8 +175,7 @@ class Results:
         # Others may have written in the meantime.
         self.content = self._read()
         self.content["runs"].setdefault(group, {})[str(seed)] = found
-        command = environment(None)["command"]
-        self.content["commands"] = list(dict.fromkeys([*self.content["commands"], command]))
+        self.content["commands"] = environment(None, self.content["commands"])["commands"]
         self.path.write_text(json.dumps(self.content, indent=2) + "\n")
         checkpoint.unlink(missing_ok=True)
 

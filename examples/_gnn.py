@@ -49,8 +49,7 @@ def run_missing(path, settings, backend, cells_to_run, methods):
     content = json.loads(path.read_text()) if path.exists() else {}
     is_same = content.get("settings") == settings
     cells, commands = (content["cells"], content["commands"]) if is_same else ({}, [])
-    about = environment(None)
-    commands = list(dict.fromkeys([*commands, about["command"]]))
+    about = environment(None, commands)
     for name, seed in cells_to_run:
         found = cells.setdefault(backend, {}).setdefault(name, {})
         if str(seed) in found:
@@ -61,7 +60,7 @@ def run_missing(path, settings, backend, cells_to_run, methods):
         shown = ", ".join(f"{column} {value:.3f}" for column, value in row.items())
         print(f"{backend}, seed {seed}, {name}: {shown}", flush=True)
         parts = {"summary": summary(cells, methods), "published": PUBLISHED, "cells": cells}
-        content = {**about, "commands": commands, "settings": settings, **parts}
+        content = {**about, "settings": settings, **parts}
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -13,11 +13,17 @@ import torch
 import tyxe
 
 
-def environment(seed):
-    """Return a dictionary for the JSON file that lies next to a figure."""
+def environment(seed, earlier=None):
+    """Return a dictionary for the JSON file that lies next to a figure.
+
+    Args:
+        seed: of the run, or None where there are several.
+        earlier: commands whose results stay in the file; `commands` then has them and this one.
+    """
     script = Path(sys.argv[0])
-    return {
-        "command": shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]),
+    command = shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]])
+    about = {
+        "command": command,
         "seed": seed,
         "versions": {
             "python": platform.python_version(),
@@ -32,6 +38,9 @@ def environment(seed):
             "threads": torch.get_num_threads(),
         },
     }
+    return (
+        about if earlier is None else about | {"commands": list(dict.fromkeys([*earlier, command]))}
+    )
 
 
 def save(folder, name, figure, content):

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import torch
 from _continual import matrices, with_error
-from _data import images
+from _data import colour, images
 from torch import nn
 
 from tyxe import continual
@@ -153,7 +153,7 @@ def vision(settings):
         "MNIST": (images("mnist", "train"), images("mnist", "test")),
         "notMNIST": tuple((letters[0][part], letters[1][part]) for part in (kept, ~kept)),
         "FashionMNIST": (images("fashion_mnist", "train"), images("fashion_mnist", "test")),
-        "CIFAR-10": tuple(colour(*images("cifar10_subset", part)) for part in ("train", "test")),
+        "CIFAR-10": tuple(colour("cifar10_subset", "CIFAR10", s) for s in ("train", "test")),
     }
     return {
         name: tuple(
@@ -162,11 +162,6 @@ def vision(settings):
         )
         for name, (train, test) in found.items()
     }
-
-
-def colour(x, y):
-    """Put the channels where convolutions want them."""
-    return x[:, 0].permute(0, 3, 1, 2), y
 
 
 def padded(x):

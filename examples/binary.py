@@ -199,7 +199,7 @@ def main():
     """Run what is missing, writing the JSON after each cell."""
     cells, commands = earlier()
     args.out.mkdir(parents=True, exist_ok=True)
-    about = environment(None)
+    about = environment(None, commands)
     while (cell := next(missing(cells), None)) is not None:
         kind, row, seed = cell
         start = time.process_time()
@@ -208,8 +208,7 @@ def main():
             cells[kind][name][str(seed)] = found
             line = f"{kind}, {name}, seed {seed}: {found['accuracy %']:.2f} %"
             print(f"{line}, NLL {found['NLL']:.3f}, {found['CPU seconds']:.0f} s", flush=True)
-        commands = list(dict.fromkeys([*commands, about["command"]]))
-        content = {**about, "commands": commands, "settings": settings}
+        content = {**about, "settings": settings}
         content |= {"published settings": PUBLISHED, "summary": summary(cells), "cells": cells}
         path.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -182,7 +182,7 @@ def main():
     """Run what is missing, writing the JSON after each cell."""
     cells, commands = earlier()
     args.out.mkdir(parents=True, exist_ok=True)
-    about = environment(None)
+    about = environment(None, commands)
     for seed in range(args.seeds or settings["seeds"]):
         for row in args.rows:
             if str(seed) in cells[row]:
@@ -195,8 +195,7 @@ def main():
             last = found["accuracy %"][-1]
             mean = f"{sum(last) / len(last):.2f}"
             print(f"{row}, seed {seed}: {mean} %, {found['CPU seconds']:.0f} s", flush=True)
-            commands = list(dict.fromkeys([*commands, about["command"]]))
-            content = {**about, "commands": commands, "settings": settings, "rows": ROWS}
+            content = {**about, "settings": settings, "rows": ROWS}
             content |= {"published settings": PUBLISHED, "cells": cells}
             path.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -206,10 +206,8 @@ def report(data, kind, seed):
     cells = [f"{name} {row['NLL']:.3f}" for name, row in seeds[str(seed)]["rows"].items()]
     took = sum(seeds[str(seed)]["seconds"].values())
     print(f"{data}, {kind}, seed {seed}: NLL {', '.join(cells)} ({took:.0f} s)", flush=True)
-    about = environment(None)
     content = {
-        **about,
-        "commands": list(dict.fromkeys([*commands, about["command"]])),
+        **environment(None, commands),
         "data": data,
         "net": kind,
         "settings": chosen,

@@ -263,10 +263,8 @@ def main():
         cells[name]["seconds"] = round(time.process_time() - start, 1)
         found = ", ".join(f"{n}: {r['accuracy %']:.2f} {r['NLL']:.3f}" for n, r in rows.items())
         print(f"{part}, seed {seed}: {found} ({cells[name]['seconds']:.0f} s)", flush=True)
-        about = environment(None)
         content |= {
-            **about,
-            "commands": list(dict.fromkeys([*content.get("commands", []), about["command"]])),
+            **environment(None, content.get("commands", [])),
             "settings": settings,
             "published settings": PUBLISHED,
             "ablation base": ablation_base(),

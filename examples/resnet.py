@@ -171,8 +171,7 @@ def main():
     content = json.loads(path.read_text()) if path.exists() else {}
     before = content.get("cells", {})
     cells = {name: same(before.get(name, {}), own(settings, name)) for name in STARTS}
-    about = environment(None)
-    commands = list(dict.fromkeys([*content.get("commands", []), about["command"]]))
+    about = environment(None, content.get("commands", []))
     for seed in map(str, range(args.seeds)):
         for name in args.inference or STARTS:
             if seed in cells[name]:
@@ -180,7 +179,7 @@ def main():
             cells[name][seed] = cell = run(name, int(seed))
             found = ", ".join(f"{column} {cell[column]:.3f}" for column in COLUMNS)
             print(f"seed {seed}, {name}: {found}", flush=True)
-            content = {**about, "commands": commands, "settings": settings}
+            content = {**about, "settings": settings}
             content |= {"published settings": PUBLISHED, "summary": summary(cells), "cells": cells}
             args.out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, indent=1) + "\n")

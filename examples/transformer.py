@@ -187,12 +187,11 @@ if args.table and not content:
 if not args.table:
     if content.get("settings") != settings:
         content = {"seeds": {}, "commands": []}
-    seeds, about = content["seeds"], environment(None)
-    commands = list(dict.fromkeys([*content["commands"], about["command"]]))
+    seeds, about = content["seeds"], environment(None, content["commands"])
     for seed in (str(seed) for seed in range(args.seeds) if str(seed) not in seeds):
         seeds[seed] = run(int(seed))
         print(f"seed {seed}: {sum(seeds[seed]['seconds'].values()):.0f} s", flush=True)
-        content = {**about, "commands": commands, "settings": settings}
+        content = {**about, "settings": settings}
         content |= {"summary": summary(seeds), "seeds": seeds}
         args.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n")

@@ -181,8 +181,7 @@ def report(name):
     path = args.out / f"uci_{name}.json"
     args.out.mkdir(parents=True, exist_ok=True)
     splits, commands = earlier(path)
-    about = environment(None)
-    commands = list(dict.fromkeys([*commands, about["command"]]))
+    about = environment(None, commands)
     x, y = load(name)
     for seed in map(str, range(args.splits)):
         missing = [column for column in args.columns if column not in splits.get(seed, {})]
@@ -196,7 +195,6 @@ def report(name):
         print(f"{name}, split {seed}: {', '.join(cells)} ({seconds:.0f} s)", flush=True)
         content = {
             **about,
-            "commands": commands,
             "settings": settings,
             "summary": summary(splits, COLUMNS),
             "published": PUBLISHED[name],
