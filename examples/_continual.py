@@ -7,7 +7,7 @@ import time
 import matplotlib.pyplot as plt
 import torch
 from _data import images
-from _record import environment
+from _record import environment, recorded
 from torch import nn
 
 from tyxe import continual
@@ -142,7 +142,7 @@ class Results:
     Args:
         folder: where the file is, and the checkpoints of unfinished runs.
         name: of file and figure.
-        settings: those of all runs; a file with others is begun anew.
+        settings: those of all runs; a file with others is an error.
     """
 
     def __init__(self, folder, name, settings):
@@ -151,8 +151,7 @@ class Results:
         self.content = self._read()
 
     def _read(self):
-        found = json.loads(self.path.read_text()) if self.path.exists() else {}
-        if found.get("settings") == self.settings:
+        if found := recorded(self.path, self.settings):
             return found
         return {**environment(None, ()), "settings": self.settings, "runs": {}}
 

@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 
-from _record import environment
+from _record import environment, recorded
 
 from tyxe import metrics
 
@@ -40,16 +40,14 @@ def run_missing(path, settings, backend, cells_to_run, methods):
     """Run the cells that a JSON file does not hold, writing it after each.
 
     Args:
-        path: of the file; it is begun anew if its settings are others.
+        path: of the file; one with other settings is an error.
         settings: of all cells.
         backend: what passes messages.
         cells_to_run: pairs of a method and a seed.
         methods: functions of a seed that return a row, by name.
     """
-    content = json.loads(path.read_text()) if path.exists() else {}
-    is_same = content.get("settings") == settings
-    cells, commands = (content["cells"], content["commands"]) if is_same else ({}, [])
-    about = environment(None, commands)
+    content = recorded(path, settings)
+    cells, about = content.get("cells", {}), environment(None, content.get("commands", []))
     for name, seed in cells_to_run:
         found = cells.setdefault(backend, {}).setdefault(name, {})
         if str(seed) in found:

@@ -43,6 +43,31 @@ def environment(seed, earlier=None):
     )
 
 
+def recorded(path, settings, seed=None):
+    """Return what the JSON file of earlier runs holds, {} where there is none.
+
+    Args:
+        path: of the file.
+        settings: of the run to come; the file has those of its own under "settings".
+        seed: of the run to come, if all that the file holds is of one seed.
+
+    Raises:
+        SystemExit: if they differ. The file would be written over with a part of what it holds.
+    """
+    content = json.loads(path.read_text()) if path.exists() else {}
+    if not content:
+        return {}
+    before = content["settings"] | {"seed": content["seed"]}
+    now = json.loads(json.dumps(settings)) | {"seed": seed}
+    if before != now:
+        names = sorted(name for name in before | now if before.get(name) != now.get(name))
+        raise SystemExit(
+            f"{path} has results of other settings ({', '.join(names)}): give this run an --out "
+            "of its own, or delete the file"
+        )
+    return content
+
+
 def save(folder, name, figure, content):
     """Write `name`.png and `name`.json into a folder, and say so."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ import torch
 from _binary import NETS, batches, by_sign_, fit, probabilities, stepwise, weight_entropy
 from _binary_report import ROWS, curves, figure, mean_of, scores, summary, table
 from _data import images
-from _record import environment
+from _record import environment, recorded
 
 import tyxe
 
@@ -177,9 +177,9 @@ def run(kind, row, seed):
 
 
 def earlier():
-    """Return cells, commands and seconds of runs with the same settings."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    if content.get("settings") != settings:
+    """Return cells and commands of earlier runs."""
+    content = recorded(path, settings)
+    if not content:
         return {kind: {row: {} for row in ROWS} for kind in NETS}, []
     return content["cells"], content["commands"]
 

@@ -39,7 +39,7 @@ from _binary import (
 )
 from _binary_tasks import ROWS, figure, table
 from _data import images
-from _record import environment
+from _record import environment, recorded
 
 import tyxe
 
@@ -171,11 +171,10 @@ def bernoulli(seed, tau, delta=None):
 
 
 def earlier():
-    """Return cells and commands of runs with the same settings."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    if content.get("settings") != settings:
-        return {row: {} for row in ROWS}, []
-    return {row: content["cells"].get(row, {}) for row in ROWS}, content["commands"]
+    """Return cells and commands of earlier runs."""
+    content = recorded(path, settings)
+    cells = content.get("cells", {})
+    return {row: cells.get(row, {}) for row in ROWS}, content.get("commands", [])
 
 
 def main():

@@ -19,7 +19,6 @@ compares its curves with the first's: the largest relative difference of an epoc
 """
 
 import argparse
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed
-from _record import environment, save
+from _record import environment, recorded, save
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -147,10 +146,8 @@ def report():
         launcher = f"torchrun --nproc_per_node={world}"
         about["command"] = about["command"].replace("python", launcher, 1)
     path = args.out / "ddp.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
     settings = {"points": count, "batch": args.batch, "epochs": epochs}
-    same = before.get("settings") == settings and before["seed"] == args.seed
-    runs = before["runs"] if same else {}
+    runs = recorded(path, settings, args.seed).get("runs", {})
     key = f"{world} process" + ("es" if world > 1 else "")
     key += f", {args.draws} draws" if world > 1 else ""
     content = {"command": about["command"], "curves": curves}

@@ -44,7 +44,7 @@ from _image_laplace import (
     summary,
     table,
 )
-from _record import environment
+from _record import environment, recorded
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import tyxe
@@ -196,10 +196,8 @@ def report(data, kind, seed):
         name: value[kind] if isinstance(value, dict) else value for name, value in settings.items()
     }
     path = args.out / f"image_laplace_{data}_{kind}.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    seeds, commands = {}, []
-    if before.get("settings") == chosen:
-        seeds, commands = before["seeds"], before["commands"]
+    before = recorded(path, chosen)
+    seeds, commands = before.get("seeds", {}), before.get("commands", [])
     if str(seed) in seeds:
         return
     seeds[str(seed)] = run(data, kind, seed, chosen)

@@ -34,7 +34,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from _inducing_toy import AutoFullByLayer, Elbo
-from _record import environment, save
+from _record import environment, recorded, save
 from pyro.infer.autoguide import init_to_uniform
 from pyro.infer.mcmc import NUTS
 from pyro.ops.stats import effective_sample_size
@@ -196,11 +196,12 @@ def panels(cells):
 path = args.out / f"{name}.json"
 if args.table and not path.exists():
     parser.error(f"there is no {path}; run without --table first")
-content = json.loads(path.read_text()) if path.exists() else {}
-if not args.table:
+if args.table:
+    content = json.loads(path.read_text())
+else:
+    content = recorded(path, settings, args.seed)
     about = {**environment(args.seed), "settings": settings}
-    same = content.get("settings") == settings and content.get("seed") == args.seed
-    content = about | {"cells": content["cells"] if same else {}}
+    content = about | {"cells": content.get("cells", {})}
     args.out.mkdir(parents=True, exist_ok=True)
     for title in (*GUIDES, "NUTS"):
         if title in content["cells"]:

@@ -33,7 +33,7 @@ import _extras  # noqa: F401
 import pyro.distributions as dist
 import torch
 from _image_laplace import Laps, summary
-from _record import environment
+from _record import environment, recorded
 from pyro.infer.autoguide import AutoDelta
 from sklearn.datasets import load_digits
 from torch import nn
@@ -181,13 +181,13 @@ def table(content):
 
 
 path = args.out / "transformer.json"
-content = json.loads(path.read_text()) if path.exists() else {}
-if args.table and not content:
+if args.table and not path.exists():
     parser.error(f"there is no {path}; run without --table first")
-if not args.table:
-    if content.get("settings") != settings:
-        content = {"seeds": {}, "commands": []}
-    seeds, about = content["seeds"], environment(None, content["commands"])
+if args.table:
+    content = json.loads(path.read_text())
+else:
+    content = recorded(path, settings)
+    seeds, about = content.get("seeds", {}), environment(None, content.get("commands", []))
     for seed in (str(seed) for seed in range(args.seeds) if str(seed) not in seeds):
         seeds[seed] = run(int(seed))
         print(f"seed {seed}: {sum(seeds[seed]['seconds'].values()):.0f} s", flush=True)

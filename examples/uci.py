@@ -28,7 +28,7 @@ from pathlib import Path
 import _extras  # noqa: F401
 import pyro.distributions as dist
 import torch
-from _record import environment
+from _record import environment, recorded
 from _uci import PUBLISHED, RERUN, SideBySide, load, split, summary, table
 from pyro.infer.autoguide import AutoDelta
 
@@ -168,20 +168,12 @@ def best(scores):
     return min(rows, key=lambda row: row["validation"])
 
 
-def earlier(path):
-    """Return the splits, and the commands, of runs with the same settings."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    if content.get("settings") != settings:
-        return {}, []
-    return content["splits"], content["commands"]
-
-
 def report(name):
     """Run what is missing of a set, writing the JSON after each split."""
     path = args.out / f"uci_{name}.json"
     args.out.mkdir(parents=True, exist_ok=True)
-    splits, commands = earlier(path)
-    about = environment(None, commands)
+    before = recorded(path, settings)
+    splits, about = before.get("splits", {}), environment(None, before.get("commands", []))
     x, y = load(name)
     for seed in map(str, range(args.splits)):
         missing = [column for column in args.columns if column not in splits.get(seed, {})]

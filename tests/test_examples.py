@@ -127,6 +127,30 @@ def test_unknown_option_is_refused():
     assert run("quickstart.py", "--dat", "cifar").returncode == 2
 
 
+def test_results_of_other_settings_are_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from _record import recorded
+
+    path = tmp_path / "found.json"
+    settings = {"steps": 5, "widths": (4, 3)}
+    assert recorded(path, settings) == {}
+    content = {"seed": None, "settings": settings, "rows": [1.0]}
+    path.write_text(json.dumps(content))
+    assert recorded(path, settings)["rows"] == [1.0]
+    others = [
+        ({"steps": 6, "widths": (4, 3)}, None, "steps"),
+        ({"steps": 5}, None, "widths"),
+        (settings | {"rate": 0.1}, None, "rate"),
+        (settings, 0, "seed"),
+    ]
+    for other, seed, name in others:
+        with pytest.raises(SystemExit, match=rf"found.json has .* \({name}\): give this run"):
+            recorded(path, other, seed)
+    assert json.loads(path.read_text())["rows"] == [1.0]
+
+
 def test_quickstart_on_digits(tmp_path: Path):
     stdout, content = smoke("quickstart.py", "quickstart_digits", tmp_path)
     check_quickstart(stdout, content, ["AUROC 8-9"])
