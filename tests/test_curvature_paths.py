@@ -246,6 +246,24 @@ def test_numbers_and_tensors_give_one_evidence():
         torch.testing.assert_close(bnn.log_marginal_likelihood(full), by_number, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("net_of", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_trainable_part_that_is_hidden_leaves_the_rest_its_curvature(structure, net_of):
+    """A norm has no factors: its gradients are taken in a vmap, past which the head is frozen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), net_of(4), nn.Tanh(), nn.Linear(4, 2))
+    data = [(torch.randn(5, 3).double(), torch.arange(5) % 2)]
+    dense = []
+    for hidden in ([], ["3"]):
+        bnn = laplace(copy.deepcopy(net), structure, rules={"hide_modules": hidden})
+        bnn.fit_curvature(data, progress=False)
+        assert all(p.requires_grad for name, p in bnn.net.named_parameters() if name[0] in hidden)
+        dense.append(bnn.net_guide.curvature.operator.to_dense())
+    size = len(dense[1])
+    assert bool(dense[1].any())
+    torch.testing.assert_close(dense[1], dense[0][:size, :size], rtol=1e-12, atol=1e-12)
+
+
 def test_a_net_under_no_grad_has_no_curvature_in_it():
     """A last map outside the graph is no shortcut: its gradient is zero."""
 

@@ -281,7 +281,14 @@ def linearized(
         with _frozen(net):
             return run_net(values, inputs)
 
-    return Linearization(run_frozen, values, inputs, shapes, per_point)
+    def per_point_frozen(
+        objective: Objective, sites: Mapping[str, Tensor], inputs: Any, cotangent: Tensor
+    ) -> dict[str, Tensor]:
+        # Inside of torch.vmap nothing can be frozen any more.
+        with _frozen(net):
+            return per_point(objective, sites, inputs, cotangent)
+
+    return Linearization(run_frozen, values, inputs, shapes, per_point_frozen)
 
 
 @contextmanager
