@@ -364,6 +364,49 @@ def test_an_interrupted_fit_can_be_run_again():
     assert fits == ["first", "second", "second", "third"]
 
 
+@pytest.mark.parametrize("name", ["variational", "Laplace, Kronecker", "Laplace, full"])
+@pytest.mark.parametrize("call", ["update", "evaluate"])
+@pytest.mark.parametrize("task", TASKS[:2])
+def test_what_is_done_of_a_task_is_not_done_again(name, call, task):
+    torch.manual_seed(1)
+    whole = loop_of(WRAPPERS[name], ahead=True)
+    expected = whole.run()
+    torch.manual_seed(1)
+    loop, fits = loop_of(WRAPPERS[name], ahead=True), []
+    fit, right = loop.fit, getattr(loop, call)
+
+    def counted(task):
+        fits.append(task)
+        fit(task)
+
+    def wrong(asked):
+        if task not in fits:
+            return right(asked)
+        raise TypeError
+
+    loop.fit = counted
+    setattr(loop, call, wrong)
+    with pytest.raises(TypeError):
+        loop.run()
+    assert loop.done == TASKS.index(task)
+    setattr(loop, call, right)
+    assert torch.equal(loop.run().nan_to_num(-1), expected.nan_to_num(-1))
+    assert fits == TASKS
+    assert_equal(dict(loop.bnn.state_dict()), dict(whole.bnn.state_dict()))
+
+
+def test_a_loaded_state_is_between_tasks():
+    loop, saved = loop_of(variational), loop_of(variational).state_dict()
+    evaluate, loop.evaluate = loop.evaluate, lambda task: (1.0, 2.0)
+    with pytest.raises(TypeError):
+        loop.run()
+    loop.load_state_dict(saved)
+    fits = []
+    loop.evaluate, loop.fit = evaluate, fits.append
+    loop.run()
+    assert fits == TASKS
+
+
 def test_further_parts_are_saved(tmp_path):
     class Counter:
         def __init__(self):

@@ -65,6 +65,9 @@ class TaskLoop:
     The accuracy matrix `A` has `A[t, i]`, the score on task `i` after `t + 1` tasks; it is NaN
     for `i > t`, but for `A[t, t + 1]` with `ahead`: the score on the next task before its fit.
 
+    Where a call raises, the next `run` goes on with it, or from the checkpoint: no task is fitted
+    again under the posterior of its own data.
+
     Args:
         bnn: any wrapper.
         tasks: names or numbers, in the order in which they are learned.
@@ -115,6 +118,7 @@ class TaskLoop:
         self.heads, self.ahead = heads, ahead
         self.parts = dict(parts or {})
         self.done = 0
+        self._steps_done = 0  # of the task at hand
         self.accuracy = torch.full((len(self.tasks),) * 2, math.nan)
 
     def run(
@@ -147,18 +151,24 @@ class TaskLoop:
         return self.accuracy.clone()
 
     def _learn(self, task: Task) -> Tensor:
-        number = self.done
         if self.heads is not None:
-            # A fit that was interrupted in this process has started the head already.
+            # A task that was interrupted in this process has started the head already.
             (self.heads.use if task in self.heads.tasks else self.heads.start)(task)
-        if self.ahead and number:
-            self.accuracy[number - 1, number] = float(self.evaluate(task))
-        self.fit(task)
-        self.update(task)
-        for index, seen in enumerate(self.tasks[: number + 1]):
-            self.accuracy[number, index] = self._score(seen)
-        self.done = number + 1
-        return self.accuracy[number, : self.done].clone()
+        # A second fit under the posterior of the first would count the data twice.
+        for step in (self._look_ahead, self.fit, self.update, self._look_back)[self._steps_done :]:
+            step(task)
+            self._steps_done += 1
+        self._steps_done = 0
+        self.done += 1
+        return self.accuracy[self.done - 1, : self.done].clone()
+
+    def _look_ahead(self, task: Task) -> None:
+        if self.ahead and self.done:
+            self.accuracy[self.done - 1, self.done] = float(self.evaluate(task))
+
+    def _look_back(self, task: Task) -> None:
+        for index, seen in enumerate(self.tasks[: self.done + 1]):
+            self.accuracy[self.done, index] = self._score(seen)
 
     def _score(self, task: Task) -> float:
         if self.heads is None:
@@ -210,6 +220,7 @@ class TaskLoop:
             self.bnn.net_prior.restore(priors)
             self._take(before)
             raise
+        self._steps_done = 0
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self.bnn.load_state_dict(state["bnn"])
