@@ -16,6 +16,7 @@ from torch import nn
 import tyxe
 from tyxe import continual, plotting
 from tyxe.continual import GaussianPenalty, SynapticIntelligence
+from tyxe.errors import TyxeWarning
 
 N = 8
 
@@ -221,6 +222,59 @@ def test_intelligence_leaves_heads_alone_and_resumes():
             assert torch.equal(value, other.state_dict()[name])
     for name, value in intelligence.penalty.precisions.items():
         assert torch.equal(value, resumed.penalty.precisions[name])
+
+
+def test_one_optimiser_for_all_tasks_holds_as_one_for_each():
+    found = []
+    for again in (True, False):
+        bnn, _, tasks = regression()
+        intelligence = SynapticIntelligence(bnn, c=5.0)
+
+        def watched(bnn=bnn, intelligence=intelligence):
+            return intelligence.watch(OPTIMISERS["gradient descent"](bnn.parameters()))
+
+        sgd = watched()
+        for task in tasks:
+            bnn.fit([task], sgd, 10, progress=False)
+            intelligence.update()
+            sgd = watched() if again else sgd
+        found.append(bnn.state_dict()["net.0.weight"])
+    assert torch.equal(*found)
+
+
+def test_an_optimiser_that_is_watched_stays_so_after_loading():
+    bnn, _, tasks = regression()
+    intelligence = SynapticIntelligence(bnn, c=5.0)
+    sgd = intelligence.watch(OPTIMISERS["gradient descent"](bnn.parameters()))
+    bnn.fit([tasks[0]], sgd, 5, progress=False)
+    intelligence.update()
+    other, _, _ = regression()
+    loaded = SynapticIntelligence(other, c=5.0)
+    early = loaded.watch(OPTIMISERS["gradient descent"](other.parameters()))
+    other.load_state_dict(bnn.state_dict())
+    loaded.load_state_dict(intelligence.state_dict())
+    late = intelligence.watch(OPTIMISERS["gradient descent"](bnn.parameters()))
+    bnn.fit([tasks[1]], late, 5, progress=False)
+    other.fit([tasks[1]], early, 5, progress=False)
+    assert torch.equal(bnn.state_dict()["net.0.weight"], other.state_dict()["net.0.weight"])
+
+
+def test_intelligence_is_loaded_in_the_parameters_own_type():
+    bnn, _, _ = regression()
+    state = SynapticIntelligence(bnn).state_dict()
+    state = {part: {n: v.float() for n, v in values.items()} for part, values in state.items()}
+    intelligence = SynapticIntelligence(bnn)
+    intelligence.load_state_dict(state)
+    for values in intelligence.state_dict().values():
+        assert all(value.dtype == torch.double for value in values.values())
+
+
+def test_an_update_without_steps_warns():
+    bnn, _, tasks = regression()
+    intelligence = SynapticIntelligence(bnn)
+    bnn.fit([tasks[0]], OPTIMISERS["Adam"], 2, progress=False)  # which nobody watches
+    with pytest.warns(TyxeWarning, match=r"no step of a watched optimiser.*watch\(optimizer\)"):
+        intelligence.update()
 
 
 def test_wrong_intelligence():

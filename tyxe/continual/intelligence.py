@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from tyxe.bnn import BNN
 from tyxe.continual.heads import Heads
 from tyxe.continual.penalties import GaussianPenalty
+from tyxe.errors import TyxeWarning
 from tyxe.util import pyro_sample_sites
 
 __all__ = ["SynapticIntelligence", "path_importance"]
@@ -45,7 +47,7 @@ class SynapticIntelligence:
     `c` is relative to that; as a prior on a sum over `N` points it would be a Normal with precision
     `2 c N Omega`. For maximum likelihood: the weights must be no sites.
 
-    `watch` an optimiser for each task, fit with it, and `update` at the task's end.
+    `watch` each optimiser once, fit with it, and `update` at a task's end.
 
     Args:
         bnn: a wrapper whose prior hides everything.
@@ -93,10 +95,14 @@ class SynapticIntelligence:
         self._omega = {name: torch.zeros_like(value) for name, value in self._start.items()}
         self._importance = copy.deepcopy(self._omega)
         self._watched: WeakSet[Optimizer] = WeakSet()
+        self._penalty = self._formed()
 
     @property
     def penalty(self) -> GaussianPenalty:
         """The penalty on the mean loss: precisions `2 c Omega` about the last task's weights."""
+        return self._penalty
+
+    def _formed(self) -> GaussianPenalty:
         return GaussianPenalty(
             self._start, {n: 2 * self.c * v for n, v in self._importance.items()}
         )
@@ -104,10 +110,11 @@ class SynapticIntelligence:
     def watch(self, optimizer: Optimizer) -> Optimizer:
         """Add the penalty's gradient to every step of an optimiser, and note what steps gain.
 
+        The penalty is that of the tasks ended by then, so an optimiser may serve one task or all.
         Where `fit` clips gradients, it is the task's gradient alone.
 
         Args:
-            optimizer: over the BNN's parameters, for one task.
+            optimizer: over the BNN's parameters.
 
         Returns:
             The optimiser.
@@ -118,7 +125,6 @@ class SynapticIntelligence:
         if optimizer in self._watched:
             raise ValueError("this optimiser is watched already; each needs it once")
         self._watched.add(optimizer)
-        penalty = self.penalty
         gradients: dict[str, Tensor] = {}
         before: dict[str, Tensor] = {}
 
@@ -128,7 +134,7 @@ class SynapticIntelligence:
                 if parameter.grad is not None:
                     gradients[name] = parameter.grad.clone()
                     before[name] = parameter.detach().clone()
-                    parameter.grad += penalty.gradient(name, parameter)
+                    parameter.grad += self._penalty.gradient(name, parameter)
 
         @torch.no_grad()
         def gather(*_: Any) -> None:
@@ -142,13 +148,24 @@ class SynapticIntelligence:
         return optimizer
 
     def update(self) -> None:
-        """End a task: what it gained counts from now on, and its weights are `w*`."""
+        """End a task: what it gained counts from now on, and its weights are `w*`.
+
+        Warns where no step of a watched optimiser has been noted since the last update.
+        """
+        if not any(bool(omega.any()) for omega in self._omega.values()):
+            warnings.warn(
+                "no step of a watched optimiser was noted since the last update, so this task's "
+                "weights are not held: fit with intelligence.watch(optimizer)",
+                TyxeWarning,
+                stacklevel=2,
+            )
         now = self._values()
         for name, value in now.items():
             moved = value - self._start[name]
             self._importance[name] += path_importance(self._omega[name], moved, self.xi)
             self._omega[name].zero_()
         self._start = now
+        self._penalty = self._formed()
 
     def _values(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self._parameters.items()}
@@ -159,7 +176,7 @@ class SynapticIntelligence:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take what `state_dict` returned; optimisers are to be watched anew.
+        """Take what `state_dict` returned; optimisers that are watched stay so.
 
         Raises:
             ValueError: it is of other parameters or shapes; nothing is changed.
@@ -170,9 +187,11 @@ class SynapticIntelligence:
                 raise ValueError(
                     f"the state is of {', '.join(given)}; here there are {', '.join(own)}"
                 )
-        loaded = {part: {n: v.clone() for n, v in state[part].items()} for part in state}
-        self._omega, self._importance = loaded["omega"], loaded["importance"]
-        self._start = loaded["start"]
+        self._omega, self._importance, self._start = (
+            {name: state[part][name].to(p, copy=True) for name, p in self._parameters.items()}
+            for part in ("omega", "importance", "start")
+        )
+        self._penalty = self._formed()
 
 
 def _described(tensors: Mapping[str, Tensor]) -> list[str]:
