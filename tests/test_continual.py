@@ -4,7 +4,9 @@ import copy
 import functools
 import io
 import math
+import random
 
+import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
@@ -278,17 +280,26 @@ def test_resumed_is_uninterrupted(make, stop, tmp_path):
     assert torch.equal(third.run(path).nan_to_num(-1), expected.nan_to_num(-1))
 
 
-def test_the_random_generator_is_resumed(tmp_path):
-    whole = loop_of(variational)
-    torch.manual_seed(3)
-    whole.run(callback=lambda task, scores: len(scores) == 2)
-    expected = torch.rand(3)
-    first = loop_of(variational)
-    torch.manual_seed(3)
-    first.run(tmp_path / "run.pt", callback=lambda task, scores: True)
+def test_the_random_generators_are_resumed(tmp_path):
+    def draws():
+        return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
+
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(3)
+    np.random.randn()  # which keeps a second draw for later
+    random.gauss(0, 1)
+    loop_of(variational).run(tmp_path / "run.pt", callback=lambda task, scores: True)
+    expected = draws()
+    draws()
     second = loop_of(variational)
-    second.run(tmp_path / "run.pt", callback=lambda task, scores: len(scores) == 2)
-    assert torch.equal(torch.rand(3), expected)
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    second.load_state_dict(state)
+    assert draws() == expected
+    # A state of PyTorch's generator alone.
+    before = np.random.get_state()[1].tolist()
+    second.load_state_dict({k: v for k, v in state.items() if k not in ("numpy", "python")})
+    assert torch.rand(3).tolist() == expected[0]
+    assert np.random.get_state()[1].tolist() == before
 
 
 def test_the_posterior_becomes_the_prior():
@@ -426,6 +437,30 @@ def test_further_parts_are_saved(tmp_path):
     assert second.count == 3
     with pytest.raises(ValueError, match=r"has the parts \['counter', 'heads'\], this loop"):
         loop_of(variational).run(path)
+
+
+def test_an_optimiser_of_all_tasks_is_resumed_as_a_part():
+    def make():
+        bnn = variational()
+        adam = torch.optim.Adam(bnn.parameters(), lr=1e-2)
+        return TaskLoop(
+            bnn,
+            TASKS,
+            lambda task: bnn.fit([data(task)], adam, 3),
+            lambda task: 0.0,
+            parts={"adam": adam},
+        )
+
+    torch.manual_seed(1)
+    first = make()
+    first.run(callback=lambda task, scores: True)
+    state = first.state_dict()
+    first.run()
+    for _ in range(2):  # neither the first loop nor one that goes on changes the state
+        second = make()
+        second.load_state_dict(state)
+        second.run()
+        assert_equal(dict(second.bnn.state_dict()), dict(first.bnn.state_dict()))
 
 
 def test_another_order_is_refused(tmp_path):

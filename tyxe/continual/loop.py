@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tyxe.bnn import BNN
 from tyxe.continual.heads import Heads, Task
+from tyxe.continual.random_state import random_state, set_random_state
 from tyxe.priors import DictPrior
 from tyxe.util import pyro_sample_sites
 
@@ -181,17 +182,18 @@ class TaskLoop:
     def state_dict(self) -> dict[str, Any]:
         """Return all that the tasks left depend on, safe for `torch.load(weights_only=True)`.
 
-        BNN with its prior, heads, scores, further parts, and the random generators' state.
+        BNN with its prior, heads, scores, further parts, and the state of the random generators:
+        PyTorch's, NumPy's and Python's global ones.
         """
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return {
             "tasks": list(self.tasks),
             "done": self.done,
             "accuracy": self.accuracy.clone(),
             "bnn": copy.deepcopy(self.bnn.state_dict()),
             "heads": None if self.heads is None else self.heads.state_dict(),
-            "parts": {name: part.state_dict() for name, part in self.parts.items()},
-            "rng": [torch.get_rng_state(), *cuda],
+            # An optimiser steps the tensors of its state in place.
+            "parts": {n: copy.deepcopy(part.state_dict()) for n, part in self.parts.items()},
+            **random_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,12 +229,9 @@ class TaskLoop:
         if self.heads is not None:
             self.heads.load_state_dict(state["heads"])
         for name, part in self.parts.items():
-            part.load_state_dict(state["parts"][name])
+            part.load_state_dict(copy.deepcopy(state["parts"][name]))
         self.done, self.accuracy = state["done"], state["accuracy"].clone()
-        cpu, *cuda = state["rng"]
-        torch.set_rng_state(cpu.cpu())
-        if cuda:
-            torch.cuda.set_rng_state_all([rng.cpu() for rng in cuda])
+        set_random_state(state)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,45 @@
+"""The state of the global random generators: PyTorch's, NumPy's and Python's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["random_state", "set_random_state"]
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state as tensors and plain containers.
+
+    Example:
+        >>> state = random_state()
+        >>> first = torch.rand(()), np.random.rand(), random.random()
+        >>> set_random_state(state)
+        >>> first == (torch.rand(()), np.random.rand(), random.random())
+        True
+    """
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    state = np.random.get_state(legacy=False)
+    # Of an array, which is not safe to load.
+    inner = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in state["state"].items()}
+    return {
+        "rng": [torch.get_rng_state(), *cuda],
+        "numpy": {**state, "state": inner},
+        "python": random.getstate(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators of which there is a state."""
+    cpu, *cuda = state["rng"]
+    torch.set_rng_state(cpu.cpu())
+    if cuda:
+        torch.cuda.set_rng_state_all([rng.cpu() for rng in cuda])
+    # Older states have PyTorch's alone.
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
