@@ -15,6 +15,7 @@ from torch import nn
 
 import tyxe
 from tyxe.continual import Heads, TaskLoop, posterior_to_prior, restored
+from tyxe.errors import TyxeWarning
 from tyxe.guides import AutoNormal
 
 N = 12
@@ -179,10 +180,10 @@ def test_heads_save_and_load():
 
 def test_heads_of_another_shape_change_nothing():
     heads = Heads(bnn := variational(), modules=["head"])
-    other = Heads(variational(), modules=["head.1"])
+    other = Heads(variational(), modules=["head.0"])
     heads.start("first")
     before = copy.deepcopy(bnn.state_dict())
-    with pytest.raises(ValueError, match=r"heads with head\.1\.weight \(1, 5\)"):
+    with pytest.raises(ValueError, match=r"heads with head\.0\.weight \(5,\)"):
         heads.load_state_dict(other.state_dict())
     assert_equal(dict(bnn.state_dict()), dict(before))
     assert heads.tasks == ["first"]
@@ -204,6 +205,12 @@ def tied():
 WRONG_HEADS = {
     "no BNN": (lambda: Heads(Net(), ["head"]), TypeError, "is a Net; expected a BNN"),
     "a string": (lambda: Heads(variational(), "head"), TypeError, r"modules=\['head'\]"),
+    "a module": (
+        lambda: Heads(variational(), [variational().net.head]),
+        TypeError,
+        r"modules has a Sequential; expected names.*modules=\[\"2\"\]",
+    ),
+    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "has a Linear"),
     "no such part": (lambda: Heads(variational(), ["tail"]), ValueError, "'tail', which the net"),
     "nothing in it": (lambda: Heads(variational(), ["body.1"]), ValueError, "neither parameters"),
     "a site": (
@@ -219,6 +226,59 @@ WRONG_HEADS = {
 def test_wrong_heads(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+def norm_in_the_body(**rules):
+    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, **rules), nn.Tanh(), nn.Linear(5, 1))
+    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+    return tyxe.VariationalBNN(net, normal(hide_modules=["1", "3"]), likelihood, AutoNormal)
+
+
+def test_shared_running_statistics_warn_and_those_of_each_task_do_not():
+    message = r"statistics of 1 are shared.*modules=\[\.\.\., '1'\].*hide_modules=\[\.\.\., '1'\]"
+    bnn = norm_in_the_body()
+    with pytest.warns(TyxeWarning, match=message):
+        Heads(bnn, ["3"])
+    with pytest.warns(TyxeWarning, match=message):
+        Heads(bnn.eval(), ["3"])  # a fit would put it into train mode
+    assert not any(module.training for module in bnn.modules())
+    bnn.train()
+    heads = Heads(bnn, ["1", "3"])
+    heads.start("first")
+    bnn.fit([data("first")], torch.optim.Adam, 5)
+    bnn.eval()
+    x, _ = data("first")
+    before = bnn.net(x)
+    heads.start("second")
+    bnn.fit([data("second")], torch.optim.Adam, 5)
+    heads.use("first")
+    assert torch.equal(bnn.net(x), before)  # at the values of the sites that the net came with
+
+
+def test_statistics_that_nobody_updates_do_not_warn():
+    Heads(norm_in_the_body(track_running_stats=False), ["3"])
+    kept = norm_in_the_body()
+    kept.net[1].eval()
+    Heads(kept, ["3"])
+    frozen = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).eval()
+    frozen[:2].requires_grad_(False)
+    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+    bnn = tyxe.VariationalBNN(frozen, normal(hide_all=True), likelihood)
+    Heads(bnn, ["2"])
+    Heads(bnn.eval(), ["2"])
+
+
+def test_heads_of_another_bnn_are_refused():
+    bnn, heads = variational(), Heads(variational(), ["head"])
+    with pytest.raises(ValueError, match=r"those of another BNN.*Heads\(bnn, modules="):
+        TaskLoop(bnn, TASKS, lambda task: None, lambda task: 0.0, heads=heads)
+    before = copy.deepcopy(dict(bnn.state_dict()))
+    with pytest.raises(ValueError, match="those of another BNN"), restored(bnn, heads):
+        pass
+    assert_equal(dict(bnn.state_dict()), before)
+    # Copied together they stay together.
+    copied, switched = copy.deepcopy((heads._bnn, heads))
+    switched.check_of(copied)
 
 
 def test_a_missing_head_names_the_known_tasks():
@@ -478,7 +538,7 @@ def test_a_state_that_fits_the_bnn_and_not_the_heads_changes_nothing():
     saved = loop_of(lambda: variational(AutoLowRankMultivariateNormal))
     saved.run(callback=lambda task, scores: True)
     other = loop_of(lambda: variational(AutoLowRankMultivariateNormal))
-    other.heads = Heads(other.bnn, modules=["head.1"])
+    other.heads = Heads(other.bnn, modules=["head.0"])
     before = other.state_dict()
     with pytest.raises(ValueError, match="the state is of heads with"):
         other.load_state_dict(saved.state_dict())
@@ -545,3 +605,22 @@ def test_restored_undoes_a_prior_of_another_kind(name):
     for key, value in before.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(bnn.state_dict()[key], value)
+
+
+def test_restored_puts_what_belongs_to_the_wrapper_back():
+    bnn = variational()
+    adam = torch.optim.Adam(bnn.parameters(), lr=1e-2)
+    bnn.fit([data("first")], adam, 3)
+    epochs = bnn.checkpoint()["epoch"]
+    with restored(bnn):
+        bnn.fit([data("second")], torch.optim.SGD(bnn.parameters(), lr=1e-3), 5)
+    assert bnn.optimizer is adam
+    assert bnn.checkpoint()["epoch"] == epochs == 3
+    bnn = laplace(multiplier=3.0)
+    bnn.fit([data("first")], torch.optim.Adam, 2)
+    before = copy.deepcopy(dict(bnn.state_dict()))
+    with restored(bnn):
+        bnn.multiplier, bnn.temperature = 5.0, 0.5
+        bnn.fit([data("second")], torch.optim.Adam, 2)
+    assert (bnn.multiplier, bnn.temperature) == (3.0, 1.0)
+    assert_equal(dict(bnn.state_dict()), before)

@@ -127,11 +127,15 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
     For what is done for one prediction alone, such as a fit to coresets.
 
     Args:
-        bnn: any wrapper; its parameters and buffers are kept, its prior too.
+        bnn: any wrapper; kept are its parameters, buffers and prior, and its own settings, such as
+            `multiplier` of a `LaplaceBNN` or the epochs that a `VariationalBNN` has done.
         heads: of the same BNN.
 
     Example:
         >>> import pyro.distributions as dist, tyxe
+    Raises:
+        ValueError: the heads are of another BNN.
+
         >>> bnn = tyxe.VariationalBNN(
         ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
         ...     tyxe.likelihoods.HomoskedasticGaussian(3, scale=0.1), tyxe.guides.AutoNormal)
@@ -145,14 +149,17 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in bnn.state_dict().items()
     }
-    prior, priors = bnn.prior, bnn.net_prior.snapshot()
+    if heads is not None:
+        heads.check_of(bnn)
+    attributes, priors = dict(vars(bnn)), bnn.net_prior.snapshot()
     kept = None if heads is None else heads.state_dict()
     size = getattr(getattr(bnn, "likelihood", None), "dataset_size", None)
     modes = [(module, module.training) for module in bnn.modules()]
     try:
         yield
     finally:
-        bnn.prior = prior
+        # First: what is loaded forms a posterior by them.
+        vars(bnn).update(attributes)
         bnn.net_prior.restore(priors)
         bnn.load_state_dict(state)
         if heads is not None and kept is not None:

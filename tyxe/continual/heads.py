@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -10,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tyxe.bnn import BNN
+from tyxe.bnn.base import modes_restored, set_train_mode
+from tyxe.errors import TyxeWarning
 from tyxe.util import pyro_sample_sites
 
 __all__ = ["Heads"]
@@ -25,14 +29,15 @@ class Heads:
 
     There is one head in the net; the values of the others are kept here. Switching writes values
     in place, so optimisers and references to the parameters stay good. Parameters and buffers of
-    the parts are switched alike.
+    the parts are switched alike. Warns of norms outside the parts, whose running statistics all
+    tasks would share.
 
     Args:
         bnn: any wrapper, built with a prior that hides the parts.
         modules: names or globs of parts of `bnn.net`, such as `["2"]` or `["head*"]`.
 
     Raises:
-        TypeError: no BNN, or a string in place of a list.
+        TypeError: no BNN, or no list of names.
         ValueError: the net has no such part, the part has no parameters, or it has a site of the
             prior.
 
@@ -58,10 +63,10 @@ class Heads:
     def __init__(self, bnn: BNN, modules: Iterable[str]) -> None:
         if not isinstance(bnn, BNN):
             raise TypeError(f"bnn is a {type(bnn).__name__}; expected a BNN of tyxe")
-        if isinstance(modules, str):
-            raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
+        self._bnn = bnn
         # Not the tensors: moving a BNN replaces its buffers.
-        self._places = _places_of(bnn, list(modules))
+        self._places = _places_of(bnn, _names_in(modules))
+        self._warn_of_norms()
         self._start = self._taken()
         self._kept: dict[Task, Values] = {}
         self._current: Task | None = None
@@ -79,6 +84,18 @@ class Heads:
     def parameter_names(self) -> list[str]:
         """Return the names, in `bnn.net`, of all that is switched."""
         return list(self._places)
+
+    def check_of(self, bnn: BNN) -> None:
+        """Raise unless these are heads of a BNN.
+
+        Raises:
+            ValueError: they are those of another.
+        """
+        if self._bnn is not bnn:
+            raise ValueError(
+                "the heads are those of another BNN, and would be switched there: build them of "
+                "this one, Heads(bnn, modules=[...])"
+            )
 
     def start(self, task: Task) -> None:
         """Give a new task a head, with the values that the net came with: the same for every task.
@@ -142,6 +159,19 @@ class Heads:
 
     # ------------------------------------------------------------------ values
 
+    def _warn_of_norms(self) -> None:
+        own = {id(module) for module, _ in self._places.values()}
+        shared = [name for name, norm in _gathering_norms(self._bnn) if id(norm) not in own]
+        if shared:
+            warnings.warn(
+                f"the running statistics of {', '.join(shared)} are shared by all tasks and will "
+                "be those of the last: let each task have its own, "
+                f"Heads(bnn, modules=[..., {', '.join(map(repr, shared))}]), hidden from the "
+                f"prior, hide_modules=[..., {', '.join(map(repr, shared))}]",
+                TyxeWarning,
+                stacklevel=3,
+            )
+
     def _tensors(self) -> Values:
         return {name: getattr(*place) for name, place in self._places.items()}
 
@@ -176,6 +206,34 @@ class _Switched:
     ) -> None:
         if self._before is not None:
             self._heads.use(self._before)
+
+
+def _names_in(modules: Iterable[str]) -> list[str]:
+    if isinstance(modules, str):
+        raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
+    names: list[Any] = [modules] if isinstance(modules, nn.Module) else list(modules)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"modules has a {type(name).__name__}; expected names or globs of parts of "
+                'bnn.net, as in dict(bnn.net.named_modules()), such as modules=["2"]'
+            )
+    return names
+
+
+def _gathering_norms(bnn: BNN) -> list[tuple[str, _NormBase]]:
+    """The norms whose running statistics a fit would change, with their names in the net."""
+    with modes_restored(bnn):
+        if not any(module.training for module in bnn.modules()):
+            set_train_mode(bnn)  # as a fit does
+        return [
+            (name, module)
+            for name, module in bnn.net.named_modules()
+            if isinstance(module, _NormBase)
+            and module.training
+            and module.track_running_stats
+            and module.running_mean is not None
+        ]
 
 
 def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:

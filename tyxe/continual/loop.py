@@ -124,6 +124,8 @@ class TaskLoop:
 
     def run(
         self,
+        if heads is not None:
+            heads.check_of(bnn)
         checkpoint: str | os.PathLike[str] | None = None,
         callback: Callable[[Task, Tensor], Any] | None = None,
     ) -> Tensor:
