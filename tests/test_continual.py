@@ -534,6 +534,35 @@ def test_another_order_is_refused(tmp_path):
     assert_equal(dict(other.bnn.state_dict()), dict(before))
 
 
+def test_more_tasks_may_follow(tmp_path):
+    torch.manual_seed(1)
+    expected = (whole := loop_of(variational)).run()
+    torch.manual_seed(1)
+    path = tmp_path / "run.pt"
+    two = loop_of(variational, TASKS[:2]).run(path)
+    three = loop_of(variational)
+    actual = three.run(path)
+    assert torch.equal(actual[:2, :2].nan_to_num(-1), two.nan_to_num(-1))
+    assert torch.equal(actual.nan_to_num(-1), expected.nan_to_num(-1))
+    assert_equal(dict(three.bnn.state_dict()), dict(whole.bnn.state_dict()))
+    for tasks in (TASKS[:2], [*TASKS[1:], "first"]):
+        with pytest.raises(ValueError, match="resume in the same order"):
+            loop_of(variational, tasks).run(path)
+
+
+@pytest.mark.parametrize("written", ["empty", "text", "zip", "another state"])
+def test_a_file_that_is_no_checkpoint(written, tmp_path):
+    path = tmp_path / "run.pt"
+    if written == "another state":
+        torch.save(variational().state_dict(), path)
+    else:
+        path.write_bytes({"empty": b"", "text": b"accuracy: 0.9", "zip": b"PK\x03\x04"}[written])
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"run\.pt is no checkpoint of a TaskLoop: give another"):
+        loop_of(variational).run(path)
+    assert path.read_bytes() == before
+
+
 def test_a_state_that_fits_the_bnn_and_not_the_heads_changes_nothing():
     saved = loop_of(lambda: variational(AutoLowRankMultivariateNormal))
     saved.run(callback=lambda task, scores: True)
@@ -550,10 +579,18 @@ def test_a_state_that_fits_the_bnn_and_not_the_heads_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("tasks", "kind"), [("01", TypeError), ([], ValueError), (["a", "a"], ValueError)]
+    ("tasks", "kind", "message"),
+    [
+        ("01", TypeError, "tasks is '01'; expected a list"),
+        ([], ValueError, "tasks is"),
+        (["a", "a"], ValueError, "tasks is"),
+        (np.arange(2), TypeError, r"tasks has .*0.*, a int64; expected .* str or int"),
+        ([1, True], TypeError, "tasks has True, a bool"),
+        ([["a"]], TypeError, r"tasks has \['a'\], a list"),
+    ],
 )
-def test_wrong_tasks(tasks, kind):
-    with pytest.raises(kind, match="tasks is"):
+def test_wrong_tasks(tasks, kind, message):
+    with pytest.raises(kind, match=message):
         TaskLoop(variational(), tasks, lambda task: None, lambda task: 0.0)
 
 

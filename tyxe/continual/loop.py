@@ -21,6 +21,9 @@ from tyxe.util import pyro_sample_sites
 __all__ = ["Stateful", "TaskLoop", "posterior_to_prior"]
 
 
+_KEYS = {"tasks", "done", "accuracy", "bnn", "heads", "parts", "rng"}
+
+
 class Stateful(Protocol):
     """What can be saved with a loop: anything with these two methods."""
 
@@ -71,17 +74,18 @@ class TaskLoop:
 
     Args:
         bnn: any wrapper.
-        tasks: names or numbers, in the order in which they are learned.
+        tasks: names or integers, in the order in which they are learned.
         fit: `fit(task)` trains on the task's data.
         evaluate: `evaluate(task)` returns a score, such as the accuracy on its test data.
         update: `update(task)` after the fit; by default the posterior becomes the prior.
         heads: switched to the task before each of these calls, and started for new tasks.
         ahead: score each task before its fit as well, for `forward_transfer`.
-        parts: whatever else has to be saved, by name: penalties, coresets, schedules.
+        parts: whatever else has to be saved, by name: penalties, coresets, an optimiser that serves
+            all tasks.
 
     Raises:
-        TypeError: a string in place of the tasks.
-        ValueError: no tasks, or one twice.
+        TypeError: a string in place of the tasks, or a task that is neither string nor integer.
+        ValueError: no tasks, or one twice; heads of another BNN.
 
     Example:
         >>> import pyro.distributions as dist, tyxe
@@ -112,8 +116,17 @@ class TaskLoop:
         if isinstance(tasks, str):
             raise TypeError(f"tasks is {tasks!r}; expected a list of names or numbers")
         self.tasks = list(tasks)
+        for task in self.tasks:
+            # Subclasses, such as NumPy's, can be saved and not loaded.
+            if type(task) not in (str, int):
+                raise TypeError(
+                    f"tasks has {task!r}, a {type(task).__name__}; expected names or numbers, str "
+                    "or int, such as [*range(5)] or array.tolist()"
+                )
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks is {self.tasks}; expected at least one, and none twice")
+        if heads is not None:
+            heads.check_of(bnn)
         self.bnn, self.fit, self.evaluate = bnn, fit, evaluate
         self.update = update or (lambda _: posterior_to_prior(bnn))
         self.heads, self.ahead = heads, ahead
@@ -124,8 +137,6 @@ class TaskLoop:
 
     def run(
         self,
-        if heads is not None:
-            heads.check_of(bnn)
         checkpoint: str | os.PathLike[str] | None = None,
         callback: Callable[[Task, Tensor], Any] | None = None,
     ) -> Tensor:
@@ -140,11 +151,11 @@ class TaskLoop:
             The accuracy matrix, `(tasks, tasks)`.
 
         Raises:
-            ValueError: the checkpoint is of other tasks, or of another order.
+            ValueError: the checkpoint is of other tasks, or of another order; the file is none.
         """
         path = None if checkpoint is None else Path(checkpoint)
         if path is not None and path.exists():
-            self.load_state_dict(torch.load(path, weights_only=True))
+            self.load_state_dict(_read(path))
         while self.done < len(self.tasks):
             scores = self._learn(self.tasks[self.done])
             if path is not None:
@@ -201,15 +212,18 @@ class TaskLoop:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another loop stopped; BNN, heads and parts are overwritten.
 
+        This loop may have more tasks, after those of the other.
+
         Raises:
             ValueError: the state is of other tasks or another order, or of other parts; nothing
                 is changed, as by any error.
             RuntimeError: it is that of another BNN.
         """
-        if list(state["tasks"]) != self.tasks:
+        learned = list(state["tasks"])
+        if self.tasks[: len(learned)] != learned:
             raise ValueError(
-                f"the run to resume has the tasks {list(state['tasks'])}, this loop "
-                f"{self.tasks}: resume in the same order, or start anew without the checkpoint"
+                f"the run to resume has the tasks {learned}, this loop {self.tasks}: resume in the "
+                "same order, or start anew without the checkpoint"
             )
         saved = {*state["parts"], *(["heads"] if state["heads"] is not None else [])}
         own = {*self.parts, *(["heads"] if self.heads is not None else [])}
@@ -232,8 +246,24 @@ class TaskLoop:
             self.heads.load_state_dict(state["heads"])
         for name, part in self.parts.items():
             part.load_state_dict(copy.deepcopy(state["parts"][name]))
-        self.done, self.accuracy = state["done"], state["accuracy"].clone()
+        self.done, size = state["done"], len(state["tasks"])
+        self.accuracy = torch.full_like(self.accuracy, math.nan)
+        self.accuracy[:size, :size] = state["accuracy"]
         set_random_state(state)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    refused = f"{path} is no checkpoint of a TaskLoop: give another file, or remove this one"
+    try:
+        # BNN, heads and parts take what they load to where they are.
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, by what is in the file
+        raise ValueError(refused) from error
+    if not (isinstance(state, dict) and state.keys() >= _KEYS):
+        raise ValueError(refused)
+    return state
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
