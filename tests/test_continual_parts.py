@@ -55,6 +55,17 @@ def test_k_center_is_greedy_and_within_twice_the_best(seed):
     assert best <= covering_radius(x, chosen) <= 2 * best
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+def test_k_center_takes_images_of_bytes_and_numbers(dtype):
+    images = torch.randint(0, 256, (10, 1, 4, 4), dtype=torch.uint8).to(dtype)
+    numbers = torch.randint(0, 256, (10,), dtype=torch.uint8).to(dtype)
+    for points in (images, numbers):
+        torch.manual_seed(0)
+        expected = continual.k_center(points.double().reshape(10, -1), 4)
+        torch.manual_seed(0)
+        assert torch.equal(continual.k_center(points, 4), expected)
+
+
 def test_a_coreset_follows_the_seed():
     x = torch.randn(30, 2)
     for method in continual.CORESETS:

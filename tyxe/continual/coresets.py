@@ -53,7 +53,9 @@ def k_center(inputs: Tensor, size: int) -> Tensor:
         >>> sorted(points[chosen, 0].round().tolist())
         [0.0, 5.0, 10.0]
     """
-    points = inputs.flatten(1)
+    points = inputs.reshape(len(inputs), -1)
+    # Differences of bytes would wrap around.
+    points = points if points.is_floating_point() else points.float()
     chosen = [int(torch.randint(len(points), ()))]
     nearest = points.new_full((len(points),), torch.inf)
     while len(chosen) < size:
@@ -131,11 +133,11 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
             `multiplier` of a `LaplaceBNN` or the epochs that a `VariationalBNN` has done.
         heads: of the same BNN.
 
-    Example:
-        >>> import pyro.distributions as dist, tyxe
     Raises:
         ValueError: the heads are of another BNN.
 
+    Example:
+        >>> import pyro.distributions as dist, tyxe
         >>> bnn = tyxe.VariationalBNN(
         ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
         ...     tyxe.likelihoods.HomoskedasticGaussian(3, scale=0.1), tyxe.guides.AutoNormal)
