@@ -207,8 +207,12 @@ INDUCING["AutoInducing, hierarchical"] = functools.partial(
 )
 
 
+# A point is no prior.
+SPREAD = [name for name in GUIDES if name != "pyro AutoDelta"]
+
+
 @pytest.mark.parametrize("closed_form_kl", [True, False])
-@pytest.mark.parametrize("guide", [*GUIDES, *INDUCING])
+@pytest.mark.parametrize("guide", [*SPREAD, *INDUCING])
 def test_four_lines_leave_the_kl_at_zero(guide, closed_form_kl):
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4))
     bnn = vcl((GUIDES | INDUCING)[guide], net)
@@ -375,7 +379,8 @@ def test_every_guide_may_be_built_on_a_joint_prior(guide):
     bnn = tyxe.VariationalBNN(net, prior, likelihood, GUIDES[guide])
     history = bnn.fit(data, torch.optim.Adam, 1, progress=False)
     assert torch.isfinite(torch.tensor(history.loss[0]))
-    four_lines(bnn)
+    if guide in SPREAD:
+        four_lines(bnn)
 
 
 # ------------------------------------------------------------------ bad input

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyro.distributions as dist
@@ -58,14 +58,20 @@ class Prior(ABC):
         """Return the sites of a net and their priors; the net is left as it is.
 
         Raises:
-            ValueError: a rule names what the net does not have, or a distribution has another
-                shape than its parameter.
+            ValueError: a rule or an entry names what the net does not have; a distribution has
+                another shape than its parameter, or is a point.
             TypeError: `prior_dist` returned no distribution.
         """
-        return {
+        priors = {
             parameter.name: self._checked(parameter.name, *parameter.places[0], parameter.tensor)
             for parameter in self.selection.of(net)
         }
+        self._check_entries(net, priors)
+        return priors
+
+    def _check_entries(self, net: nn.Module, sites: Iterable[str]) -> None:
+        """Raise if the prior was given anything for names that mean nothing to the net."""
+        return
 
     def _checked(
         self, name: str, module: nn.Module, attribute: str, param: nn.Parameter
@@ -76,6 +82,12 @@ class Prior(ABC):
                 return _AsEvent(prior, name, param.shape)
             raise TypeError(
                 f"the prior of {name!r} is a {type(prior).__name__}; expected a distribution"
+            )
+        if isinstance(_without_events(prior), dist.Delta):
+            raise ValueError(
+                f"the prior of {name!r} is a point, which no weight could leave. Where a posterior "
+                "is to become the prior, use a guide with a spread, such as "
+                "tyxe.guides.AutoNormal, or tyxe.LaplaceBNN; or hide the parameter"
             )
         return as_event(prior, name, param.shape)
 
@@ -106,6 +118,7 @@ class Prior(ABC):
             )
         for name, old in recorded.priors():
             _check_replaces(name, old, priors[name])
+        self._check_entries(net, priors)
         recorded.update(priors, parameters)
 
 
@@ -119,6 +132,12 @@ class _AsEvent:
 
     def __call__(self) -> td.Distribution:
         return as_event(self.function(), self.name, self.shape)
+
+
+def _without_events(distribution: td.Distribution) -> td.Distribution:
+    while isinstance(distribution, td.Independent):
+        distribution = distribution.base_dist
+    return distribution
 
 
 def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:

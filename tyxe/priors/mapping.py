@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributions as td
 from torch import nn
 
 from tyxe.priors.base import Prior
+from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePrior
 from tyxe.util import resolve_site_name
 
@@ -26,7 +27,8 @@ class DictPrior(Prior):
 
     Raises:
         TypeError: not a mapping.
-        ValueError: when it meets a net: a parameter without entry, or an entry of another shape.
+        ValueError: when it meets a net: a parameter without entry, or an entry of another shape, or
+            one that means no site of the net and no parameter that the rules here leave aside.
 
     Example:
         >>> import pyro.distributions as dist
@@ -59,6 +61,29 @@ class DictPrior(Prior):
                 f"the prior has no entry for {name!r}; it has {', '.join(self.dist_dict)}. "
                 f"Add one, or hide the parameter: DictPrior(..., hide=[{name!r}])"
             ) from None
+
+    def _check_entries(self, net: nn.Module, sites: Iterable[str]) -> None:
+        known = list(sites)
+        if not (others := [entry for entry in self.dist_dict if not _names_one(entry, known)]):
+            return
+        # Entries that the prior's own rules leave aside do no harm.
+        exposed = {parameter.name for parameter in self.selection.of(net)} - set(known)
+        aside = [n for p in parameters_of(net) if p.name not in exposed for n in p.names]
+        for entry in others:
+            if not _names_one(entry, aside):
+                raise ValueError(
+                    f"the prior has an entry for {entry!r}, but the sites of the net are "
+                    f"{', '.join(known) or 'none'}: take the posterior of a net with the same "
+                    "sites, or leave the entry out"
+                )
+
+
+def _names_one(entry: str, known: list[str]) -> bool:
+    try:
+        resolve_site_name(entry, known)
+    except ValueError:
+        return False
+    return True
 
 
 class LambdaPrior(Prior):
