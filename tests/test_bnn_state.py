@@ -526,6 +526,12 @@ def bad_entry(key):
     return spoil
 
 
+def laplace_state(bnn):
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1))
+    bnn.fit([data()], ADAM, 1)
+    return bnn.state_dict()
+
+
 MISFITS = {
     "a string for a weight": (bad_entry("net.0.weight"), "does not fit this VariationalBNN"),
     "a string for a mean": (bad_entry("net_guide.locs.0.weight"), "does not fit this Variatio"),
@@ -538,6 +544,10 @@ MISFITS = {
     "another cap": (
         lambda bnn: fitted(functools.partial(AutoNormal, max_guide_scale=0.3)).state_dict(),
         r"AutoNormal\(max_guide_scale=None\) here and AutoNormal\(max_guide_scale=0\.3\)",
+    ),
+    "a Laplace approximation": (
+        laplace_state,
+        r"the guide is AutoNormal\(.*\) here and that of another kind of BNN in the state dict",
     ),
     "another mean-field guide": (
         lambda bnn: fitted(AutoRadial).state_dict(),

@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
+from pyro.infer.mcmc import NUTS
 from torch import nn
 
 import tyxe
@@ -375,6 +376,13 @@ def test_the_posterior_becomes_the_prior():
         kl = tyxe.bnn.elbo_terms(loop.bnn.net_prior, loop.bnn.net_guide).kl
         assert abs(kl.item()) < 1e-5  # rounding of a sum over 20 weights in float32
     assert loop.done == 3
+
+
+def test_draws_do_not_become_a_prior():
+    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+    bnn = tyxe.MCMC_BNN(nn.Linear(3, 1), normal(), likelihood, NUTS)
+    with pytest.raises(TypeError, match=r"MCMC_BNN has draws, and no guide.*update= to the Task"):
+        posterior_to_prior(bnn)
 
 
 def test_without_sites_there_is_no_prior_to_update():

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tyxe.bnn import BNN
+from tyxe.bnn import BNN, MCMC_BNN
 from tyxe.continual.heads import Heads, Task
 from tyxe.continual.random_state import random_state, set_random_state
 from tyxe.priors import DictPrior
@@ -43,6 +43,7 @@ def posterior_to_prior(bnn: Any) -> None:
         bnn: a wrapper with `net_guide`.
 
     Raises:
+        TypeError: the BNN has draws and no guide.
         ValueError: the posterior does not fit as a prior; the old prior then stays.
 
     Reference:
@@ -59,6 +60,11 @@ def posterior_to_prior(bnn: Any) -> None:
     """
     sites = pyro_sample_sites(bnn.net)
     if sites:
+        if isinstance(bnn, MCMC_BNN):
+            raise TypeError(
+                "an MCMC_BNN has draws, and no guide whose posterior could become the prior: pass "
+                "update= to the TaskLoop, or use VariationalBNN or LaplaceBNN"
+            )
         posteriors = bnn.net_guide.get_detached_distributions(sites)
         bnn.update_prior(DictPrior(posteriors))
 

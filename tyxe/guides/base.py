@@ -204,7 +204,8 @@ class Guide(nn.Module, ABC):
             RuntimeError: the state is that of a guide which reads its parameters differently.
         """
         if state != self.kind:
-            raise RuntimeError(f"the guide is {self.kind} here and {state} in the state dict")
+            other = state if isinstance(state, str) else "that of another kind of BNN"
+            raise RuntimeError(f"the guide is {self.kind} here and {other} in the state dict")
 
     def __getstate__(self) -> dict[str, Any]:
         # The messages hold the prior's objects and serve the constructor only.
