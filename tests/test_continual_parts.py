@@ -395,13 +395,32 @@ def test_the_figure_has_means_and_two_standard_errors():
     assert ax.get_ylabel() == "mean accuracy (%)"
 
 
+def test_the_figure_has_the_tasks_that_all_runs_have_finished():
+    runs = torch.rand(2, 4, 4)
+    runs[0, 3], runs[1, 2:] = math.nan, math.nan  # stopped after three tasks, and after two
+    ax = plotting.accuracy_over_tasks({"stopped": runs, "one": runs[0]})
+    several, one = (container[0] for container in ax.containers)
+    expected = 100 * continual.average_accuracy(runs)
+    assert several.get_xdata().tolist() == [1, 2]
+    found = torch.tensor(several.get_ydata().tolist())
+    torch.testing.assert_close(found, expected[:, :2].mean(0))
+    assert one.get_xdata().tolist() == [1, 2, 3]
+    torch.testing.assert_close(torch.tensor(one.get_ydata().tolist()), expected[0, :3])
+
+
 @pytest.mark.parametrize(
     ("results", "kind", "message"),
     [
         ({}, ValueError, "at least one method"),
         ({"a": torch.rand(2, 3)}, ValueError, r"'a' have shape \(2, 3\)"),
         ({"a": torch.rand(1, 2, 2, 2)}, ValueError, r"expected \(runs, T, T\)"),
-        ({"a": torch.full((2, 2), math.nan)}, ValueError, "`a` has 3 NaN"),
+        ({"a": torch.rand(3)}, ValueError, r"'a' have shape \(3,\)"),
+        ({"a": torch.full((2, 2), math.nan)}, ValueError, "'a' are all NaN after the first"),
+        (
+            {"a": torch.tensor([[0.9, 0.0], [math.nan, 0.8]])},
+            ValueError,
+            r"`results\['a'\]` has 1 NaN",
+        ),
         ({"a": [[1.0]]}, TypeError, "expected a tensor"),
     ],
 )

@@ -22,8 +22,8 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
 
     Args:
         results: for each method's name the accuracies `A[r, t, i]` of run `r` on task `i` after
-            `t + 1` tasks, `(runs, T, T)`, or `(T, T)` for one run; entries above the diagonal are
-            not looked at.
+            `t + 1` tasks, `(runs, T, T)`, or `(T, T)` for one run. Entries above the diagonal are
+            not looked at. Last rows of NaN are tasks to come: none is drawn before all runs had it.
         ax: axes to draw on; None makes a figure.
 
     Returns:
@@ -32,7 +32,8 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
     Raises:
         ImportError: if matplotlib is missing.
         TypeError: for accuracies that are no floating-point tensors.
-        ValueError: without results, or for accuracies of another shape.
+        ValueError: without results; for accuracies of another shape, or without a finished task, or
+            with NaN among those of finished ones.
 
     References:
         [T] fig. 5.4.
@@ -69,13 +70,26 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
 
 
 def _over_tasks(name: str, accuracy: Tensor) -> Tensor:
-    """The mean over the tasks seen, `(runs, T)`, in float64 on the CPU."""
-    lower = accuracy.detach().tril() if isinstance(accuracy, Tensor) else accuracy
-    given = check_real(name, lower).cpu().double()
-    given = given[None] if given.dim() == 2 else given
-    if given.dim() != 3 or given.shape[-1] != given.shape[-2]:
+    """The mean over the tasks seen, `(runs, tasks finished)`, in float64 on the CPU."""
+    label = f"results[{name!r}]"
+    check_real(label, accuracy.nan_to_num() if isinstance(accuracy, Tensor) else accuracy)
+    if accuracy.dim() not in (2, 3) or accuracy.shape[-1] != accuracy.shape[-2]:
         raise ValueError(
             f"the accuracies of {name!r} have shape {tuple(accuracy.shape)}, expected "
             "(runs, T, T): after each task, on each task"
         )
-    return given.sum(-1) / torch.arange(1, given.shape[-1] + 1)
+    lower = accuracy.detach().tril().cpu().double()
+    lower = lower[None] if lower.dim() == 2 else lower
+    if not (tasks := _finished(lower)):
+        raise ValueError(
+            f"the accuracies of {name!r} are all NaN after the first task: leave {name!r} out "
+            "until each of its runs has finished a task"
+        )
+    return check_real(label, lower[:, :tasks, :tasks]).sum(-1) / torch.arange(1, tasks + 1)
+
+
+def _finished(lower: Tensor) -> int:
+    """How many tasks all runs have finished; those to come have nothing but NaN."""
+    tasks = lower.shape[-1]
+    to_come = (lower.isnan().sum(-1) == torch.arange(1, tasks + 1)).any(0)
+    return tasks - int(to_come.flip(0).int().cumprod(0).sum())
