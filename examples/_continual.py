@@ -1,4 +1,7 @@
-"""For vcl.py and task_sequences.py: batches, what moves, and results filled in run by run."""
+"""For the examples of continual learning: batches, what moves, and results filled in run by run.
+
+They are vcl.py, online_laplace.py and task_sequences.py.
+"""
 
 import json
 import math

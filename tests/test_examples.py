@@ -661,6 +661,15 @@ def test_task_sequences(data: str, tmp_path: Path):
     assert len(table.splitlines()) == 2 + len(methods)
 
 
+def test_a_method_that_a_sequence_has_not_is_an_error_of_the_command():
+    found = run("task_sequences.py", "--data", "disjoint", "--methods", "EWC", "ML")
+    assert found.returncode == 2
+    assert (
+        "--data disjoint has no strengths for EWC: give --strengths, or --methods among kron"
+        in (" ".join(found.stderr.split()))
+    )
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_executes(name: str, monkeypatch: pytest.MonkeyPatch):
     for key, value in environment().items():
