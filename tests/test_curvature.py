@@ -147,7 +147,7 @@ def made(case, points=None):
     shapes = {name: value.shape for name, value in values.items()}
 
     def linearize(inputs):
-        return linearized(bnn.net, bnn.run_net, values, inputs, shapes)
+        return linearized(bnn.net, bnn.run_net, values, inputs, shapes, bnn.substituted)
 
     return bnn, values, x, linearize
 

@@ -2,12 +2,14 @@
 
 import copy
 import itertools
+from functools import partial
 
 import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import tyxe
 from tyxe.curvature import accumulate, covariance
@@ -375,3 +377,121 @@ def test_arguments_that_cannot_be_taken_apart_are_refused():
     bnn = laplace(OfPoints())
     with pytest.raises(TypeError, match="a Points has no rows to take apart: pass the net tensors"):
         bnn.fit_curvature([(Points(torch.randn(5, 3).double()), torch.zeros(5).long())])
+
+
+class Through(nn.Module):
+    """A map of positions within another order than points first, then one of what they sum to."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.inner, self.outer = kind, nn.Linear(3, 4), nn.Linear(4, 2)
+        self.conv = nn.Conv1d(3, 4, 1) if "convolution" in kind else None
+        self.encoder = nn.TransformerEncoderLayer(3, 1, 5, 0.0) if kind == "encoder" else None
+        self.lstm = nn.LSTM(3, 3) if kind == "recurrent" else None
+
+    def forward(self, x):
+        n, steps, _ = x.shape
+        if self.kind == "second":
+            h = self.inner(x.transpose(0, 1)).tanh()[-1]
+        elif self.kind == "first step":
+            h = self.inner(x.transpose(0, 1)).tanh()[0]
+        elif self.kind == "third":
+            h = self.inner(x.transpose(0, 1)[None]).tanh().sum((0, 1))
+        elif self.kind == "folded":
+            h = self.inner(x.transpose(0, 1).reshape(-1, 3)).tanh().view(steps, n, 4).sum(0)
+        elif self.kind == "folded, points first":
+            h = self.inner(x.reshape(-1, 3)).tanh().view(n, steps, 4).sum(1)
+        elif self.kind == "folded convolution":
+            h = self.conv(x.reshape(-1, 3, 1)).tanh().view(n, steps, 4).sum(1)
+        elif self.kind == "encoder":
+            h = self.inner(self.encoder(x.transpose(0, 1))).tanh()[0]
+        else:
+            h = self.inner(self.lstm(x.transpose(0, 1))[0]).tanh().sum(0)
+        return self.outer(h)
+
+
+KINDS_OF_ORDER = ["second", "first step", "third", "folded", "folded, points first"]
+KINDS_OF_ORDER += ["folded convolution", "encoder", "recurrent"]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_points_are_found_where_a_map_holds_them(kind, structure):
+    """As by one point after the other, for which there is no order."""
+    torch.manual_seed(0)
+    net = Through(kind)
+    x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
+    bnn = laplace(net, structure)
+    bnn.fit_curvature([(x[:2], y[:2]), (x[2:], y[2:])], progress=False)
+    found, variance = bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)
+    bnn.fit_curvature([(x[n : n + 1], y[n : n + 1]) for n in range(5)], progress=False)
+    torch.testing.assert_close(found, bnn.net_guide.precision.to_dense(), rtol=1e-10, atol=1e-12)
+    alone = torch.cat([bnn.functional_variance(x[n : n + 1]) for n in range(5)])
+    torch.testing.assert_close(variance, alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+def test_points_that_influence_each_other_have_no_curvature(structure):
+    class Mixed(Through):
+        def forward(self, x):
+            h = self.inner(x).tanh().sum(1)
+            return self.outer(h - h.mean(0))
+
+    bnn = laplace(Mixed(""), structure)
+    with pytest.raises(ValueError, match=r"'net\.inner\.weight'.*\(5, 4, 4\) for 5 data points"):
+        bnn.fit_curvature([(torch.randn(5, 4, 3).double(), torch.zeros(5).long())], progress=False)
+
+
+def test_a_net_that_saves_activations_has_the_curvature_of_its_mode():
+    """What is computed anew in the backward is so at the fitted weights, not at the net's own."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            inner = nn.Sequential(*self[:-1])
+            return self[-1](torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False))
+
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3), nn.Tanh()]
+    net = nn.Sequential(*layers, nn.Linear(3, 2))
+    data = [(torch.randn(5, 3).double(), torch.arange(5) % 2)]
+    found = []
+    for kind in (nn.Sequential, Checkpointed):
+        bnn = laplace(kind(*copy.deepcopy(net)), "full")
+        bnn.fit(data, partial(torch.optim.Adam, lr=0.1), 20, progress=False)
+        found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(data[0][0])))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_a_cell_stepped_by_hand_is_the_layer(kind, structure):
+    """Neither has factors nor goes through torch.vmap."""
+
+    class Stepped(nn.Module):
+        def __init__(self, by_cell):
+            super().__init__()
+            self.recurrent = (
+                getattr(nn, f"{kind}Cell")(3, 2) if by_cell else getattr(nn, kind)(3, 2)
+            )
+            self.norm, self.head = nn.LayerNorm(2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            state = None
+            if isinstance(self.recurrent, nn.RNNBase):
+                h = self.recurrent(x.transpose(0, 1))[0][-1]
+            else:
+                for step in x.unbind(1):
+                    state = self.recurrent(step, state)
+                h = state[0] if kind == "LSTM" else state
+            return self.head(self.norm(h))
+
+    torch.manual_seed(0)
+    layer, cell = Stepped(False).double(), Stepped(True).double()
+    for own, other in zip(cell.parameters(), layer.parameters(), strict=True):
+        own.data.copy_(other)
+    x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
+    found = []
+    for net in (layer, cell):
+        bnn = laplace(net, structure)
+        bnn.fit_curvature([(x, y)], progress=False)
+        found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)

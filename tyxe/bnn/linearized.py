@@ -49,7 +49,7 @@ def linearize(bnn: Any, inputs: Any) -> Linearization:
     """
     values = bnn.mean_values()
     shapes = {name: values[name].shape for name in values if name in bnn.site_names()}
-    return linearized(bnn.net, bnn.run_net, values, inputs, shapes)
+    return linearized(bnn.net, bnn.run_net, values, inputs, shapes, bnn.substituted)
 
 
 def linearized_predictions(

@@ -9,8 +9,9 @@ from tyxe.curvature.covariance import (
     joint_covariance,
 )
 from tyxe.curvature.guide import LaplaceGuide, check_structure
-from tyxe.curvature.linearize import Linearization, check_is_tensor, is_constant, linearized
+from tyxe.curvature.linearize import Linearization, check_is_tensor, linearized
 from tyxe.curvature.memory import check_memory, check_size
+from tyxe.curvature.per_point import is_constant
 from tyxe.distributions import Group, LinearGroup, PlainGroup, joined, separated
 
 __all__ = [

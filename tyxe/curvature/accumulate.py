@@ -9,8 +9,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from tyxe.curvature.linearize import BUDGET, FactoredRows, Rows
+from tyxe.curvature.linearize import FactoredRows, Rows
 from tyxe.curvature.memory import check_memory
+from tyxe.curvature.per_point import BUDGET
 from tyxe.distributions import Group, LinearGroup
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator, dense_bytes
 

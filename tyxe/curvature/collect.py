@@ -97,7 +97,8 @@ def collect_curvature(
         if check is not None and not points:
             check(outputs, targets)
         if accumulator is None:
-            accumulator = _accumulator(structure, linear, reduce)
+            accumulator, layouts = _accumulator(structure, linear, reduce), linear.layouts
+        linear.take_layouts(layouts)
         check_groups(accumulator.groups, linear.groups)
         _check_unmasked(likelihood, outputs)
         for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):

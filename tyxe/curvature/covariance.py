@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tyxe.curvature.linearize import BUDGET, FactoredRows, Linearization, Rows
+from tyxe.curvature.linearize import FactoredRows, Linearization, Rows
+from tyxe.curvature.per_point import BUDGET
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
 __all__ = ["covariance_through", "functional_covariance", "jacobian", "joint_covariance"]

@@ -12,9 +12,15 @@ import torch
 from torch import Size, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from tyxe.curvature.groups import find_groups, inputs_of
+from tyxe.curvature.layout import Layout, is_plain, laid_out, layout_of, only_point
+from tyxe.curvature.per_point import (
+    Objective,
+    Substituted,
+    looped_gradients,
+    vectorized_gradients,
+)
 from tyxe.curvature.uses import Use, UseRecorder, positions
 from tyxe.distributions import Group, LinearGroup
 from tyxe.distributions.normal import wide
@@ -25,16 +31,11 @@ __all__ = [
     "PlainRows",
     "Rows",
     "check_is_tensor",
-    "is_constant",
     "linearized",
 ]
 
 RunNet = Callable[[Mapping[str, Tensor], Any], Tensor]
-Objective = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
 PerPoint = Callable[[Objective, Mapping[str, Tensor], Any, Tensor], dict[str, Tensor]]
-
-# Elements of per-point gradients that are held at a time.
-BUDGET = 2**24
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Linearization:
         inputs: a batch.
         shapes: of the sites that are asked for.
         per_point: takes gradients point by point, where there are no factors.
+        substituted: puts values in the sites' places, for parts of the net that run again in the
+            backward (activation checkpoints).
 
     Attributes:
         outputs: the net's, in float32 at least, `(n, ...)`.
@@ -98,8 +101,9 @@ class Linearization:
         inputs: Any,
         shapes: Mapping[str, Size],
         per_point: PerPoint,
+        substituted: Substituted,
     ) -> None:
-        self._per_point = per_point
+        self._per_point, self._substituted = per_point, substituted
         self._run_net, self._values, self._inputs = run_net, values, inputs
         with torch.enable_grad(), UseRecorder() as recorder:
             raw = run_net(values, inputs)
@@ -108,7 +112,42 @@ class Linearization:
         self._node = raw.grad_fn
         self.points = raw.shape[:1].numel()
         self.groups = find_groups(shapes, recorder.uses, recorder.elsewhere)
-        self._uses = _by_group(self.groups, recorder.uses)
+        self._recorded = recorder.uses
+
+    @functools.cached_property
+    def layouts(self) -> list[Layout | None]:
+        """Where each map holds the points; None where it can be the first dimension only.
+
+        Raises:
+            ValueError: a map does not keep the points apart.
+        """
+        doubtful = [
+            use for use in self._recorded if not (is_plain(use, self.points) or self._is_last(use))
+        ]
+        found: list[dict[int, Tensor]] = [{} for _ in doubtful]
+        # Two points: rows of one alone may lie where another layout has them too.
+        for point in {0, self.points - 1} if doubtful else ():
+            gradients = self._gradients(doubtful, only_point(self.outputs.detach(), point))
+            for each, gradient in zip(found, gradients, strict=True):
+                each[point] = gradient
+        by_use = {
+            id(use): layout_of(use, self.points, each)
+            for use, each in zip(doubtful, found, strict=True)
+        }
+        return [by_use.get(id(use)) for use in self._recorded]
+
+    def take_layouts(self, layouts: list[Layout | None]) -> None:
+        """Take those of another batch, in place of looking for them."""
+        if len(layouts) == len(self._recorded):
+            self.layouts = layouts
+
+    @functools.cached_property
+    def _uses(self) -> dict[str, list[Use]]:
+        uses = [
+            use if layout is None else laid_out(use, layout)
+            for use, layout in zip(self._recorded, self.layouts, strict=True)
+        ]
+        return _by_group(self.groups, uses)
 
     @functools.cached_property
     def _a(self) -> dict[str, Tensor]:
@@ -143,13 +182,15 @@ class Linearization:
         at = [use.probe for use in uses if not self._is_last(use)]
         grads: tuple[Tensor | None, ...] = (None,) * len(at)
         if at and self.outputs.requires_grad:
-            grads = torch.autograd.grad(
-                self.outputs,
-                at,
-                cotangent.to(self.outputs.dtype),
-                retain_graph=True,
-                allow_unused=True,
-            )
+            # An activation checkpoint runs again, and is to save what it has saved.
+            with UseRecorder(), self._substituted(self._values):
+                grads = torch.autograd.grad(
+                    self.outputs,
+                    at,
+                    cotangent.to(self.outputs.dtype),
+                    retain_graph=True,
+                    allow_unused=True,
+                )
         found = iter(grads)
         for use in uses:
             grad = cotangent if self._is_last(use) else next(found)
@@ -192,78 +233,13 @@ def check_is_tensor(outputs: Any) -> None:
         )
 
 
-def vectorized_gradients(
-    objective: Objective, sites: Mapping[str, Tensor], inputs: Any, cotangent: Tensor
-) -> dict[str, Tensor]:
-    """Return the gradients in the sites for each point, by torch.vmap in bounded chunks.
-
-    Args:
-        objective: of the sites' values, a batch of one point, and its row of the cotangent.
-        sites: where.
-        inputs: a batch; what has no rows, such as a number or None, is the same for all points.
-        cotangent: of the outputs' shape.
-
-    Returns:
-        `(n, *shape)` for each site.
-    """
-    dims = tree_map(lambda leaf: 0 if _has_rows(leaf) else None, inputs)
-
-    def on_row(sites: dict[str, Tensor], row: Any, weight: Tensor) -> Tensor:
-        batch = tree_map(lambda leaf, dim: leaf if dim is None else leaf[None], row, dims)
-        return objective(sites, batch, weight)
-
-    size = sum(value.numel() for value in sites.values())
-    gradients = torch.vmap(
-        torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=max(1, BUDGET // size)
-    )
-    found: dict[str, Tensor] = gradients(dict(sites), inputs, cotangent)
-    return found
-
-
-def looped_gradients(
-    objective: Objective, sites: Mapping[str, Tensor], inputs: Any, cotangent: Tensor
-) -> dict[str, Tensor]:
-    """Return likewise, point by point, for nets whose kernels torch.vmap does not take."""
-    found: dict[str, list[Tensor]] = {name: [] for name in sites}
-    for n, weight in enumerate(cotangent):
-        at = {name: value.detach().requires_grad_() for name, value in sites.items()}
-        with torch.enable_grad():
-            row = tree_map(lambda x, n=n: x[n : n + 1] if _has_rows(x) else x, inputs)
-            value = objective(at, row, weight)
-        grads = torch.autograd.grad(value, list(at.values()), allow_unused=True)
-        for name, grad in zip(at, grads, strict=True):
-            found[name].append(torch.zeros_like(at[name]) if grad is None else grad)
-    return {name: torch.stack(rows) for name, rows in found.items()}
-
-
-def is_constant(argument: Any) -> bool:
-    """Say whether all points share an argument of the net: a number, a string or None.
-
-    Example:
-        >>> is_constant(3), is_constant(torch.tensor(3.0)), is_constant(torch.zeros(3))
-        (True, True, False)
-    """
-    if isinstance(argument, Tensor):
-        return argument.dim() == 0
-    return isinstance(argument, bool | int | float | str | None)
-
-
-def _has_rows(leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor) and not is_constant(leaf):
-        raise TypeError(
-            "sites outside of linear maps take a gradient for each point, and a "
-            f"{type(leaf).__name__} has no rows to take apart: pass the net tensors, or hide these "
-            "sites from the prior"
-        )
-    return not is_constant(leaf)
-
-
 def linearized(
     net: nn.Module,
     run_net: RunNet,
     values: Mapping[str, Tensor],
     inputs: Any,
     shapes: Mapping[str, Size],
+    substituted: Substituted,
 ) -> Linearization:
     """Linearise a net on a batch, in the way that its modules allow.
 
@@ -273,22 +249,35 @@ def linearized(
         values: of the sites.
         inputs: a batch.
         shapes: of the sites that are asked for.
+        substituted: puts values in the sites' places.
     """
-    fused = any(isinstance(module, nn.RNNBase | nn.TransformerEncoder) for module in net.modules())
-    per_point = looped_gradients if fused else vectorized_gradients
 
     def run_frozen(values: Mapping[str, Tensor], inputs: Any) -> Tensor:
         with _frozen(net):
             return run_net(values, inputs)
 
-    def per_point_frozen(
+    def per_point(
         objective: Objective, sites: Mapping[str, Tensor], inputs: Any, cotangent: Tensor
     ) -> dict[str, Tensor]:
         # Inside of torch.vmap nothing can be frozen any more.
         with _frozen(net):
-            return per_point(objective, sites, inputs, cotangent)
+            try:
+                return vectorized_gradients(objective, sites, inputs, cotangent)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                # Fused recurrent kernels, writes into fresh buffers, hooks of saved tensors: what
+                # torch.func does not take. An error of the net's own comes again.
+                return looped_gradients(
+                    objective, sites, inputs, cotangent, lambda at: substituted({**values, **at})
+                )
 
-    return Linearization(run_frozen, values, inputs, shapes, per_point_frozen)
+    @contextmanager
+    def substituted_frozen(values: Mapping[str, Tensor]) -> Iterator[None]:
+        with _frozen(net), substituted(values):
+            yield
+
+    return Linearization(run_frozen, values, inputs, shapes, per_point, substituted_frozen)
 
 
 @contextmanager
