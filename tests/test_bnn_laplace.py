@@ -778,6 +778,18 @@ KINDS = {
         torch.randn(6, 3),
         torch.randn(6, 1),
     ),
+    "squeezed counts": lambda: (
+        nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)),
+        tyxe.likelihoods.Poisson(6),
+        torch.randn(6, 3),
+        torch.randint(5, (6,)).double(),
+    ),
+    "squeezed": lambda: (
+        nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)),
+        tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5),
+        torch.randn(6, 3),
+        torch.randn(6),
+    ),
     "many classes": lambda: (
         nn.Linear(4, 300),
         tyxe.likelihoods.Categorical(6),
@@ -821,9 +833,15 @@ def test_a_net_of_every_kind(kind, structure):
     assert bnn.log_marginal_likelihood() >= before
     centre = bnn.predict(*arguments, num_predictions=0, predictive="bnn", aggregate=False)
     assert bnn.functional_variance(*arguments).shape[: centre.dim() - 1] == centre.shape[1:]
-    for predictive in ("glm", "bnn"):
-        error, log_likelihood = bnn.evaluate(
-            inputs, targets, 8, predictive=predictive, reduction="none"
+    bnn.fit_gp(batches, num_points=4)
+    models = [(bnn, {"predictive": predictive}) for predictive in ("glm", "bnn", "gp")]
+    if kind != "predicted noise":  # not convex in the noise: a few points have it run away
+        models.append((bnn.refine(batches, structure="diag"), {}))
+    for model, options in models:
+        samples = model.predict(*arguments, num_predictions=3, aggregate=False, **options)
+        assert samples.shape == (3, *centre.shape[1:])
+        error, log_likelihood = model.evaluate(
+            inputs, targets, num_predictions=8, reduction="none", **options
         )
         assert error.shape == (len(targets),)
         assert bool(log_likelihood.isfinite().all())
@@ -918,11 +936,30 @@ def test_sequences_of_several_lengths():
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-def test_no_predictions_is_the_centre():
+@pytest.mark.parametrize("predictive", ["glm", "gp", "bnn", None])
+def test_no_predictions_is_the_centre(predictive):
+    """Which needs no curvature, and nothing that is random."""
     bnn, x, y = classifier()
+    logits = bnn.to_module()(x).detach()
+    expected = logits.log_softmax(-1)
+    for _ in range(2):
+        found = bnn.predict(x, num_predictions=0, aggregate=False, predictive=predictive)
+        torch.testing.assert_close(found, logits[None])
+        found = bnn.predict(x, num_predictions=0, predictive=predictive)
+        torch.testing.assert_close(found.log_softmax(-1), expected)
+        _, log_likelihood = bnn.evaluate(x, y, 0, reduction="none", predictive=predictive)
+        torch.testing.assert_close(log_likelihood, expected.gather(1, y[:, None])[:, 0])
+        bnn.fit_curvature([(x, y)])
+        bnn.fit_gp([(x, y)])
+
+
+def test_no_predictions_of_a_refined_posterior_is_its_centre():
+    bnn, x, y = classifier("full")
     bnn.fit_curvature([(x, y)])
-    found = bnn.predict(x, num_predictions=0, aggregate=False)
-    torch.testing.assert_close(found, bnn.to_module()(x).detach()[None])
+    refined = bnn.refine([(x, y)])
+    mean = refined.outputs(x)[0]
+    found = refined.predict(x, num_predictions=0)
+    torch.testing.assert_close(found.log_softmax(-1), mean.log_softmax(-1).to(found))
 
 
 def test_an_error_leaves_the_posterior_and_the_prior():

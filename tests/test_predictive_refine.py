@@ -339,9 +339,15 @@ def test_what_cannot_be_refined(monkeypatch):
         bnn.refine([(x, y)], "vi")
     with pytest.raises(ValueError, match=r"the loader is empty"):
         bnn.refine([])
+    bnn.multiplier = 3.0
+    with pytest.raises(ValueError, match=r"multiplier is 3: .* no one objective to refine"):
+        bnn.refine([(x, y)])
+    bnn.multiplier = 1.0
     monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1000)
     with pytest.raises(ValueError, match=r"the Jacobians of 10 points would take 0.0 GiB"):
         bnn.refine([(x, y)])
+    with pytest.raises(ValueError, match=r"the Jacobians of 6 points would take 0.0 GiB"):
+        bnn.refine([(x[:6], y[:6]), (x[6:], y[6:])])  # as soon as it is too much
     bnn._forget()
     with pytest.raises(RuntimeError, match=r"no curvature yet"):
         bnn.refine([(x, y)])

@@ -244,7 +244,8 @@ class LaplaceBNN(LaplacePosterior):
 
         Raises:
             RuntimeError: there is no curvature yet; the refinement diverged.
-            ValueError: an unknown method or option; Jacobians that do not fit into memory.
+            ValueError: an unknown method or option; a `multiplier` other than 1; Jacobians that do
+                not fit into memory.
         """
         self._fitted()
         return refined(self, batches_of(data_loader, device), method, structure, options)

@@ -66,13 +66,16 @@ def linearized_predictions(
     found = []
     for inputs, _ in batches:
         mean, covariance = gaussian(inputs)
-        if aggregate:
-            latents = bnn.point_latents()
+        latents = bnn.point_latents()
+        if not aggregate:
+            found.append(sample_outputs(mean, covariance, count) if count else mean[None])
+        elif count:
             found.append(
                 predict_from_gaussian(bnn.likelihood, mean, covariance, link, samples, latents)
             )
         else:
-            found.append(sample_outputs(mean, covariance, count) if count else mean[None])
+            once = {name: value[None] for name, value in latents.items()}
+            found.append(bnn.likelihood.aggregate_predictions(mean[None], 0, once))
     return found
 
 

@@ -178,9 +178,9 @@ class SupervisedBNN(BNN):
                 are others for another `batch_size`, within their standard error.
             predictive: `"bnn"`, the above, or `"glm"`, the net linearised about the posterior's
                 centre, for Gaussian posteriors [GLM 3]: outputs are Gaussian, and
-                `num_predictions` (at least 100) counts samples of them. The default is `"bnn"`,
-                for a `LaplaceBNN` `"glm"`; it has `"gp"` besides, see `fit_gp`. A function from
-                inputs to mean and covariance of outputs takes the place of either.
+                `num_predictions` (0, or at least 100) counts samples of them. The default is
+                `"bnn"`, for a `LaplaceBNN` `"glm"`; it has `"gp"` besides, see `fit_gp`. A function
+                from inputs to mean and covariance of outputs takes the place of either.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
 
         Returns:
@@ -204,7 +204,7 @@ class SupervisedBNN(BNN):
         _check_count(num_predictions)
         batches = batches_to_predict(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
         with self._predicting():
-            gaussian = self._gaussian(predictive)
+            gaussian = self._gaussian(predictive, num_predictions)
             if gaussian is not None:
                 parts = linearized_predictions(
                     self, gaussian, batches, link, num_predictions, aggregate
@@ -262,7 +262,7 @@ class SupervisedBNN(BNN):
         name = self.likelihood.data_name
         errors, log_likelihoods = [], []
         batches = batches_to_predict(input_data, y, batch_size)
-        gaussian = self._gaussian(predictive)
+        gaussian = self._gaussian(predictive, num_predictions)
         if gaussian is not None:
             with self._predicting():
                 error, log_likelihood = linearized_evaluations(
@@ -311,8 +311,8 @@ class SupervisedBNN(BNN):
     default_predictive = "bnn"
     predictives = PREDICTIVES
 
-    def _gaussian(self, predictive: str | Outputs | None) -> Outputs | None:
-        """From inputs to Gaussian outputs, or None for draws of the weights."""
+    def _gaussian(self, predictive: str | Outputs | None, count: int) -> Outputs | None:
+        """From inputs to Gaussian outputs, or None where the net itself is run."""
         chosen = self.default_predictive if predictive is None else predictive
         if not isinstance(chosen, str):
             return chosen
@@ -321,7 +321,8 @@ class SupervisedBNN(BNN):
         if chosen not in self.predictives:
             expected = " or ".join(map(repr, ("bnn", *self.predictives)))
             raise ValueError(f"predictive is {chosen!r}; expected {expected}")
-        return functools.partial(self.predictives[chosen], self)
+        # The centre needs no covariance, and so no curvature either.
+        return functools.partial(self.predictives[chosen], self) if count else None
 
     def site_names(self) -> list[str]:
         """Return the joint names of the net's sites."""

@@ -196,10 +196,15 @@ def refined(
         options: of the method.
 
     Raises:
-        ValueError: an unknown method; Jacobians that do not fit into memory.
+        ValueError: an unknown method; a `multiplier`; Jacobians that do not fit into memory.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected {' or '.join(map(repr, METHODS))}")
+    if bnn.multiplier != 1:
+        raise ValueError(
+            f"multiplier is {bnn.multiplier:g}: it weighs the curvature and not the fit, so that "
+            "there is no one objective to refine; set bnn.multiplier = 1.0 for the refinement"
+        )
     with modes_restored(bnn):
         bnn.eval()
         model = linear_model(bnn, loader)
@@ -219,11 +224,13 @@ def linear_model(bnn: Any, loader: Iterable[Any]) -> LinearModel:
     """
     rows, outputs, targets = [], [], []
     groups: list[Any] = []
+    points = 0
     for inputs, labels in batches_of(loader):
         linear = linearize(bnn, inputs)
         groups = groups or linear.groups
         check_groups(groups, linear.groups)
-        _check_room(bnn.likelihood.dataset_size, linear)
+        points += linear.points
+        _check_room(points, linear)
         rows.append(jacobian(linear).detach())
         outputs.append(linear.outputs.detach())
         targets.append(labels)

@@ -125,7 +125,7 @@ def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
     size = linear.outputs[0].numel()
     rows = []
     for index in range(size):
-        cotangent = torch.zeros_like(linear.outputs)
+        cotangent = linear.outputs.new_zeros(linear.outputs.shape)  # whatever its strides are
         cotangent.view(len(cotangent), -1)[:, index] = 1.0
         rows.append(linear.rows(cotangent))
     sds = prior_precision.rsqrt().split([group.size for group in linear.groups])

@@ -279,12 +279,12 @@ def sample_outputs(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMP
     Nothing is ever added to a covariance.
 
     Args:
-        mean: `(n, ..., C)`.
-        covariance: `(n, ..., C, C)`.
+        mean: `(n, ..., C)`; or `(n,)`, of nets with one output for a point.
+        covariance: `(n, ..., C, C)`; or `(n, 1, 1)`.
         num_samples: number `S` of samples.
 
     Returns:
-        Samples `(S, n, ..., C)`, in float32 at least.
+        Samples `(S, *mean.shape)`, in float32 at least.
 
     Raises:
         ValueError: shapes that do not fit; no samples.
@@ -296,6 +296,8 @@ def sample_outputs(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMP
         >>> torch.allclose(a, b)
         True
     """
+    if mean.dim() == 1 and covariance.shape == (len(mean), 1, 1):
+        return sample_outputs(mean.unsqueeze(-1), covariance, num_samples).squeeze(-1)
     mean, covariance = _check_classes(mean, covariance)
     _check_count(num_samples)
     return _correlated(mean, _root(covariance), num_samples)
