@@ -511,6 +511,29 @@ def test_what_takes_a_prior_for_each_site_says_so(use):
     assert before.keys() == bnn.state_dict().keys()
 
 
+@pytest.mark.parametrize("accumulated", ["curvature", "next fit"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda bnn: bnn.optimize_prior_precision(),
+        lambda bnn: bnn.optimize_prior_precision("grid", [labels()]),
+        lambda bnn: bnn.fit([labels()], torch.optim.Adam, 1, evidence_every=1),
+    ],
+)
+def test_one_number_does_not_replace_a_posterior(use, accumulated):
+    """Of a diagonal structure, whose posterior is a prior of each site like any other."""
+    bnn = classifier("diag")
+    bnn.fit_curvature([labels()])
+    four_lines(bnn)
+    if accumulated == "next fit":
+        bnn.fit_curvature([labels(seed=1)])
+    before = [prior.base_dist.scale for _, prior in bnn.net_prior.priors()]
+    with pytest.raises(ValueError, match=r"precision for each weight.*on the first task"):
+        use(bnn)
+    after = [prior.base_dist.scale for _, prior in bnn.net_prior.priors()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
 def test_damping_is_for_a_first_task():
     bnn = classifier(damping=True)
     bnn.fit_curvature([labels()])

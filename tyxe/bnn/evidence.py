@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tyxe.curvature import Curvature, Group, joined
 from tyxe.distributions import JointMarginal
+from tyxe.distributions.normal import wide
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
 
@@ -37,6 +38,9 @@ def prior_moments(
         priors: each site's name and prior.
         shapes: of the sites.
 
+    Returns:
+        Two dictionaries of tensors, in float32 at least: there are sums over all weights.
+
     Raises:
         ValueError: a prior that is no factorised Normal.
     """
@@ -45,8 +49,8 @@ def prior_moments(
         if isinstance(prior, JointMarginal):
             raise ValueError(
                 f"the prior is one over all sites, the posterior of earlier data, and this takes "
-                f"Normals of each: {name!r} has none. Use a LaplaceBNN with such a prior, or "
-                "update_prior first"
+                f"Normals of each: {name!r} has none. Do it on the first task, before "
+                "update_prior"
             )
         base = prior.base_dist if isinstance(prior, td.Independent) else prior
         if not isinstance(base, td.Normal):
@@ -55,8 +59,8 @@ def prior_moments(
                 f"the Laplace approximation needs Gaussian priors, but that of {name!r} is "
                 f"{kind}; use tyxe.priors.IIDPrior(dist.Normal(0, scale)), or VariationalBNN"
             )
-        means[name] = base.loc.expand(shapes[name])
-        precisions[name] = base.scale.square().reciprocal().expand(shapes[name])
+        means[name] = wide(base.loc).expand(shapes[name])
+        precisions[name] = wide(base.scale).square().reciprocal().expand(shapes[name])
     return means, precisions
 
 
@@ -90,26 +94,40 @@ def posterior_precision(
 def _with_prior(block: Operator, group: Group, precisions: Precisions, damping: bool) -> Operator:
     if isinstance(block, Diagonal):
         return block.add_diagonal(group.to_vector(precisions))
-    number = _one_number([precisions[site] for site in group.sites])
+    values = [precisions[site] for site in group.sites]
+    number = _one_number(values)
     if number is None:
         raise ValueError(
             f"the weights of {' and '.join(group.sites)} have different prior precisions, which "
             'a Kronecker product does not take: give them one, or use structure="diag" or "full"'
         )
+    if any(value.requires_grad and value is not number for value in values):
+        number = _shared_out(_plus(block, number.detach(), damping), group, precisions, number)
+    return _plus(block, number, damping)
+
+
+def _shared_out(
+    posterior: Operator, group: Group, precisions: Precisions, number: Tensor
+) -> Tensor:
+    """The number, with a gradient for each weight's own: as of the variance that it has left."""
+    variances = posterior.inverse_diagonal().detach()
+    own = group.to_vector(precisions).to(variances)
+    return number.detach() + (own - own.detach()) @ (variances / variances.sum())
+
+
+def _plus(block: Operator, number: Tensor, damping: bool) -> Operator:
     if isinstance(block, BlockDiagonal):
         return BlockDiagonal({n: _shifted(b, number, damping) for n, b in block.blocks.items()})
     return _shifted(block, number, damping)
 
 
 def _one_number(values: list[Tensor]) -> Tensor | None:
-    """The number that all values are, with a share of the gradient for each, or None."""
+    """The number that all values are, or None."""
     first = values[0] if values[0].dim() == 0 else values[0].flatten()[0]
     # A number that several sites share need not be compared with itself.
     others = [value for value in values if value is not first]
     if not all(bool((value == first).all()) for value in others):
         return None
-    if any(value.requires_grad for value in values):
-        return torch.stack([value.mean() for value in values]).mean()
     return first
 
 
@@ -192,7 +210,11 @@ def _penalty(square: Tensor, precision: Tensor) -> Tensor:
 
 
 def with_noise(
-    curvature: Curvature, likelihood: Likelihood, noise: float | Tensor, like: Tensor
+    curvature: Curvature,
+    likelihood: Likelihood,
+    noise: float | Tensor,
+    like: Tensor,
+    is_empirical: bool,
 ) -> tuple[Curvature, Tensor]:
     """Return curvature and log-likelihood that another noise would give.
 
@@ -201,6 +223,7 @@ def with_noise(
         likelihood: a homoskedastic Gaussian.
         noise: standard deviation.
         like: a tensor of the weights' dtype, on their device.
+        is_empirical: the curvature is of the true residuals, which the noise does not scale.
 
     Raises:
         ValueError: another likelihood; a noise that is not one positive number.
@@ -213,7 +236,8 @@ def with_noise(
     if scale.dim() or not bool(scale > 0):
         raise ValueError(f"noise is {noise}; expected one positive number")
     ratio = (likelihood.scale_of(like=like) / scale).square()
-    scaled = dataclasses.replace(curvature, operator=curvature.operator.scaled(ratio))
+    factor = ratio.square() if is_empirical else ratio
+    scaled = dataclasses.replace(curvature, operator=curvature.operator.scaled(factor))
     # A Gaussian's error is the sum of squares.
     return scaled, gaussian_log_likelihood(curvature.error, curvature.num_targets, scale)
 

@@ -18,6 +18,7 @@ from tyxe.bnn.online import joint_evidence, joint_precision, reordered
 from tyxe.bnn.posterior import LaplacePosterior
 from tyxe.bnn.prior_precision import (
     PriorPrecision,
+    check_numbers,
     maximize_evidence,
     maximize_held_out,
     spread,
@@ -149,7 +150,7 @@ class LaplaceBNN(LaplacePosterior):
         check_fit_arguments(optim, num_epochs, 1)
         check_options(1.0, clip_norm)
         if evidence_every:
-            self._prior_moments()
+            check_numbers(self)
         self._forget()
         history = History()
         with modes_restored(self):
@@ -275,7 +276,9 @@ class LaplaceBNN(LaplacePosterior):
         log_likelihood: float | Tensor = curvature.log_likelihood
         like, temperature = self.net_guide.loc_vector().detach(), self._curvature_temperature
         if noise is not None:
-            curvature, log_likelihood = with_noise(curvature, self.likelihood, noise, like)
+            curvature, log_likelihood = with_noise(
+                curvature, self.likelihood, noise, like, self.curvature == "empirical"
+            )
         joint = self._joint_prior()
         if joint is not None and prior_precision is None:
             prior = reordered(joint, curvature.groups)
@@ -295,18 +298,16 @@ class LaplaceBNN(LaplacePosterior):
         *,
         per_site: bool = False,
         num_steps: int = 100,
-        lr: float = 0.1,
         grid: Iterable[float] | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Choose the prior's precision, and make it the prior.
 
         Args:
-            method: `"evidence"`, by gradient ascent on the log-precision; `"grid"`, by the
-                log-likelihood of held-out data.
+            method: `"evidence"`, by MacKay's fixed point, damped so that it converges from any
+                start; `"grid"`, by the log-likelihood of held-out data.
             loader: of held-out data, for `"grid"`.
             per_site: a precision for each weight and its bias, instead of one for all.
-            num_steps: of the ascent.
-            lr: of the ascent, in the log-precision.
+            num_steps: at most, towards the fixed point; 30 are usual.
             grid: precisions to try; by default 21 from 1e-4 to 1e4.
 
         Returns:
@@ -319,7 +320,7 @@ class LaplaceBNN(LaplacePosterior):
         """
         self._fitted()
         if method == "evidence":
-            return maximize_evidence(self, per_site, num_steps, lr)
+            return maximize_evidence(self, per_site, num_steps)
         if method != "grid":
             raise ValueError(f"method is {method!r}; expected 'evidence' or 'grid'")
         if loader is None:

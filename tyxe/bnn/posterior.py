@@ -35,6 +35,7 @@ from tyxe.curvature import (
     joint_covariance,
 )
 from tyxe.distributions import GaussianJoint
+from tyxe.distributions.normal import wide
 from tyxe.guides import PretrainedInitializer
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import BlockDiagonal, is_diagonal
@@ -276,7 +277,7 @@ class LaplacePosterior(SupervisedBNN):
     def _squared_deviations(self) -> Values:
         means = self._prior_moments()[0]
         values = self.net_guide.values()
-        return {name: (values[name].detach() - mean).square() for name, mean in means.items()}
+        return {name: (wide(values[name].detach()) - m).square() for name, m in means.items()}
 
     def _refresh(self) -> None:
         """Form the posterior's precision anew, where there is a curvature."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,9 +13,18 @@ from torch import Tensor
 
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.evidence import logdet_of_numbers
+from tyxe.errors import TyxeWarning
+from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.priors import DictPrior
 
-__all__ = ["PriorPrecision", "ascent", "maximize_evidence", "maximize_held_out", "spread"]
+__all__ = [
+    "PriorPrecision",
+    "check_numbers",
+    "maximize_evidence",
+    "maximize_held_out",
+    "most_evidence",
+    "spread",
+]
 
 PriorPrecision = float | Tensor | Mapping[str, float | Tensor]
 
@@ -45,64 +55,100 @@ def spread(given: PriorPrecision, like: Mapping[str, Tensor], prefix: str) -> di
     return found
 
 
-def ascent(
+def most_evidence(
     owner: Mapping[str, str],
     squared_deviations: Mapping[str, Tensor],
     start: Mapping[str, Tensor],
     logdet: Callable[[Mapping[str, Tensor]], Tensor],
     num_steps: int,
-    lr: float,
 ) -> dict[str, Tensor]:
-    """Return the precisions that maximise the evidence, by gradient ascent on their logarithms.
+    r"""Return the precisions that maximise the evidence with the mode held.
+
+    Where the evidence is flat, `d = gamma / |w* - m0|^2`, with `gamma = P - d tr Lambda^-1` the
+    number of weights that the data determine (MacKay 1992, eq. 4.9). As `log gamma` falls in
+    `log d`, at a slope above -1, there is one such `d`, and half a step towards the right-hand side
+    in the logarithm, at least halves the distance to it, from wherever it starts.
 
     Args:
         owner: for each site the name of its precision.
         squared_deviations: `(w* - m0)^2` of each weight, by site.
         start: where to start: the prior's precision of each weight, by site.
         logdet: of the posterior's precision, as a function of the precisions by name.
-        num_steps: of Adam.
-        lr: its learning rate.
+        num_steps: at most; it ends as soon as a step is below the square root of the rounding.
     """
     sites = {key: [s for s in owner if owner[s] == key] for key in owner.values()}
     sums = torch.stack(
         [torch.stack([squared_deviations[s].sum() for s in each]).sum() for each in sites.values()]
     )
+    if not bool((sums > 0).all()):
+        at_mean = [key or "the net" for key, total in zip(sites, sums, strict=True) if total == 0]
+        warnings.warn(
+            f"the weights of {', '.join(at_mean)} are at the prior's mean, where the evidence "
+            "grows with the precision without end: theirs is left as it was; fit the net first",
+            TyxeWarning,
+            stacklevel=4,
+        )
     starts = [torch.stack([start[s].log().mean() for s in each]).mean() for each in sites.values()]
-    logs = torch.stack(starts).detach().requires_grad_()
+    logs = torch.stack(starts).detach()
     sizes = logs.new_tensor(
         [sum(squared_deviations[s].numel() for s in each) for each in sites.values()]
     )
-    optimizer = torch.optim.Adam([logs], lr=lr, maximize=True)
+    rounding = torch.finfo(logs.dtype).eps
     for _ in range(num_steps):
-        optimizer.zero_grad()
-        numbers = logs.exp()
-        # What of the evidence depends on the precision: its other terms stay as they are.
-        penalty = (numbers * sums - sizes * logs).sum()
-        by_key = dict(zip(sites, numbers.unbind(), strict=True))
-        (-(penalty + logdet(by_key)) / 2).backward()
-        optimizer.step()
-    return dict(zip(sites, logs.detach().exp(), strict=True))
+        at = logs.clone().requires_grad_()
+        total = logdet(dict(zip(sites, at.exp().unbind(), strict=True)))
+        (slopes,) = torch.autograd.grad(total, at)
+        # What rounding has left of it may be nothing.
+        determined = torch.maximum(sizes - slopes, rounding * sizes)
+        step = torch.where(sums > 0, (determined / sums).log() - logs, 0.0) / 2
+        logs = logs + step
+        if not bool((step.abs() > rounding**0.5).any()):
+            break
+    else:
+        warnings.warn(
+            f"the prior's precision has not converged in num_steps={num_steps}: its logarithm "
+            f"still moves by {float(step.abs().max()):.1g}; take more",
+            TyxeWarning,
+            stacklevel=4,
+        )
+    return dict(zip(sites, logs.exp(), strict=True))
 
 
-def maximize_evidence(
-    bnn: Any, per_site: bool, num_steps: int, lr: float
-) -> Tensor | dict[str, Tensor]:
+def check_numbers(bnn: Any) -> None:
+    """Raise unless the prior of each site has one precision, which another may replace.
+
+    Args:
+        bnn: a `LaplaceBNN`.
+
+    Raises:
+        ValueError: a site's weights have precisions of their own.
+    """
+    for name, precision in bnn._prior_moments()[1].items():
+        if not bool((precision == precision.flatten()[0]).all()):
+            raise ValueError(
+                f"the prior of {name!r} has a precision for each weight, as a posterior has that "
+                "became the prior, and one number would forget them: choose it on the first task, "
+                "before update_prior"
+            )
+
+
+def maximize_evidence(bnn: Any, per_site: bool, num_steps: int) -> Tensor | dict[str, Tensor]:
     """Find the precision of most evidence, and make it the prior's.
 
     Args:
         bnn: a `LaplaceBNN` with a curvature, like all that follow.
         per_site: a precision for each weight and its bias, instead of one for all.
-        num_steps: of the ascent.
-        lr: of the ascent.
+        num_steps: at most, towards it.
 
     Returns:
         The precision; `per_site`, one for each weight, by its name in the net.
     """
+    check_numbers(bnn)
     curvature = bnn.net_guide.curvature
     owner = {site: g.name if per_site else "" for g in curvature.groups for site in g.sites}
     logdet = logdet_of_numbers(curvature, owner, bnn._curvature_temperature, bnn.damping)
     precisions = bnn._prior_moments()[1]
-    found = ascent(owner, bnn._squared_deviations(), precisions, logdet, num_steps, lr)
+    found = most_evidence(owner, bnn._squared_deviations(), precisions, logdet, num_steps)
     _set_precision(bnn, {site: found[key] for site, key in owner.items()})
     prefix = bnn.net_prior.prefix
     by_name = {key.removeprefix(prefix): value for key, value in found.items()}
@@ -120,15 +166,20 @@ def maximize_held_out(bnn: Any, loader: Iterable[Any], grid: Iterable[float] | N
     Raises:
         ValueError: no precision has a finite score; the prior then stays as it was.
     """
-    candidates = torch.logspace(-4, 4, 21).tolist() if grid is None else map(float, grid)
-    before = bnn.prior
+    check_numbers(bnn)
+    candidates = torch.logspace(-4, 4, 21).tolist() if grid is None else [float(p) for p in grid]
+    if not candidates or not all(0 < precision < math.inf for precision in candidates):
+        raise ValueError(f"grid is {candidates}; expected positive numbers, one at least")
+    prior, priors = bnn.prior, bnn.net_prior.snapshot()
     try:
         scores = {precision: _held_out(bnn, precision, loader) for precision in candidates}
         finite = {p: score for p, score in scores.items() if math.isfinite(score)}
         if not finite:
             raise ValueError("no precision of the grid gives a finite held-out log-likelihood")
     except BaseException:
-        bnn.update_prior(before)
+        bnn.prior = prior
+        bnn.net_prior.restore(priors)
+        bnn._refresh()
         raise
     like = next(iter(bnn._prior_moments()[1].values()))
     best = like.new_tensor(max(finite, key=finite.__getitem__))
@@ -138,11 +189,14 @@ def maximize_held_out(bnn: Any, loader: Iterable[Any], grid: Iterable[float] | N
 
 def _held_out(bnn: Any, precision: float, loader: Iterable[Any]) -> float:
     """The log-likelihood of held-out data, from the same random numbers every time."""
-    _set_precision(bnn, dict.fromkeys(bnn.site_names(), torch.tensor(precision)))
     device = next(bnn.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
-        return sum(float(bnn.evaluate(x, y)[1]) for x, y in batches_of(loader, device))
+        try:
+            _set_precision(bnn, dict.fromkeys(bnn.site_names(), torch.tensor(precision)))
+            return sum(float(bnn.evaluate(x, y)[1]) for x, y in batches_of(loader, device))
+        except NotPositiveDefiniteError:
+            return -math.inf  # below what rounding has left of the curvature
 
 
 def _set_precision(bnn: Any, precisions: Mapping[str, Tensor]) -> None:

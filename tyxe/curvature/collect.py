@@ -83,7 +83,7 @@ def collect_curvature(
         curvature: `"ggn"`, `"fisher"` or `"empirical"`.
         reduce: for `"kron"`, sum over positions that share weights before the product, instead of
             taking each as a point of its own.
-        check: looks at outputs and targets of the first batch, and raises if they do not fit.
+        check: looks at outputs and targets of a batch, and raises if they do not fit.
 
     Raises:
         ValueError: no batch; batches for which the net uses its sites differently, or a mask of
@@ -94,7 +94,7 @@ def collect_curvature(
     for inputs, targets in batches:
         linear = linearize(inputs)
         outputs = linear.outputs.detach()
-        if check is not None and not points:
+        if check is not None:
             check(outputs, targets)
         if accumulator is None:
             accumulator, layouts = _accumulator(structure, linear, reduce), linear.layouts

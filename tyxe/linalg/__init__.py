@@ -7,6 +7,7 @@ it, `BlockDiagonal` puts them side by side, `Sum` one upon the other, and `Inver
 
 from tyxe.linalg.base import Operator
 from tyxe.linalg.block import BlockDiagonal
+from tyxe.linalg.checks import NotPositiveDefiniteError
 from tyxe.linalg.cost import SMALL, dense_bytes
 from tyxe.linalg.dense import Dense
 from tyxe.linalg.diagonal import Diagonal
@@ -28,6 +29,7 @@ __all__ = [
     "Inverse",
     "Kronecker",
     "LowRank",
+    "NotPositiveDefiniteError",
     "Operator",
     "Sum",
     "average",

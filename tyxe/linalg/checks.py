@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "NotPositiveDefiniteError",
     "check_dtype",
     "check_field",
     "check_finite",
@@ -23,6 +24,19 @@ __all__ = [
 ]
 
 DTYPES = (torch.float32, torch.float64)
+
+
+class NotPositiveDefiniteError(ValueError):
+    """A matrix that is to be a precision has an eigenvalue that is not positive.
+
+    Example:
+        >>> import tyxe
+        >>> try:
+        ...     tyxe.linalg.Dense(-torch.eye(2)).logdet()
+        ... except NotPositiveDefiniteError:
+        ...     print("add more to its diagonal")
+        add more to its diagonal
+    """
 
 
 class _Sized(Protocol):
@@ -163,7 +177,7 @@ def check_positive_definite(eigenvalues: Tensor, what: str) -> Tensor:
     least, _ = _range(eigenvalues)
     # Not `least <= 0`, which NaN is not.
     if eigenvalues.numel() and not least > 0:
-        raise ValueError(
+        raise NotPositiveDefiniteError(
             f"{what} is not positive definite: its smallest eigenvalue is {least:.3g}; "
             "add a prior precision with add_diagonal, or a larger one"
         )
@@ -174,19 +188,19 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     """Return the lower Cholesky factor.
 
     Raises:
-        ValueError: the matrix is not positive definite; the message has its smallest eigenvalue.
+        NotPositiveDefiniteError: with the smallest eigenvalue in the message.
 
     Example:
         >>> cholesky(torch.ones(2, 2) - torch.eye(2), "the precision")
         Traceback (most recent call last):
-        ValueError: the precision is not positive definite: its smallest eigenvalue is -1; add ...
+        tyxe.linalg.checks.NotPositiveDefiniteError: the precision is not positive definite: its ...
     """
     lower, info = torch.linalg.cholesky_ex(matrix)
     if not info.any():
         return lower
     least = torch.linalg.eigvalsh(matrix.detach()).min()
     if least > 0:
-        raise ValueError(
+        raise NotPositiveDefiniteError(
             f"{what} is positive definite (its smallest eigenvalue is {least.item():.3g}) but not "
             f"to the accuracy of {matrix.dtype}; add a larger prior precision with add_diagonal"
             + (", or use .to(torch.float64)" if matrix.dtype == torch.float32 else "")
