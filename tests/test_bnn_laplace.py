@@ -934,6 +934,29 @@ def test_a_net_of_every_kind(kind, structure):
         assert bool(log_likelihood.isfinite().all())
 
 
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_the_curvature_of_a_forward_in_half_precision_is_summed_in_single(structure):
+    bnn, x, y = classifier(structure)
+    bnn.float()
+    bnn.fit_curvature([(x.float(), y)])
+    exact = bnn.net_guide.precision.to_dense()
+    with torch.autocast("cpu", torch.bfloat16):
+        bnn.fit_curvature([(x.float(), y)])
+    found = bnn.net_guide.precision.to_dense()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_net_put_into_half_precision_after_its_fit_keeps_its_posterior(structure):
+    bnn, x, y = classifier(structure)
+    bnn.fit_curvature([(x, y)])
+    before = bnn.predict(x, link="probit").float()
+    bnn.bfloat16()
+    found = bnn.predict(x.bfloat16(), link="probit")
+    torch.testing.assert_close(found, before, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("hidden", [True, False])
 def test_batch_norm_hidden_or_not(hidden):
     net, likelihood, inputs, targets = KINDS["batch norm"]()
@@ -1079,6 +1102,17 @@ def test_factors_too_large_are_refused_before_they_are_made():
         ValueError, match=r"of 'net.weight', with a side of 100,001, would take 37.3"
     ):
         bnn.fit_curvature([(torch.zeros(2, 100_000), torch.zeros(2).long())])
+
+
+def test_gradients_too_large_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1_000)
+    net = nn.Sequential(nn.Embedding(100, 3), nn.Flatten(), nn.Linear(6, 2))
+    bnn = tyxe.LaplaceBNN(
+        net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), tyxe.likelihoods.Categorical(8)
+    )
+    batch = torch.randint(100, (8, 2)), torch.arange(8) % 2
+    with pytest.raises(ValueError, match=r"gradients of 8 points in net.0.weight .*smaller batch"):
+        bnn.fit_curvature([batch])
 
 
 def test_a_loader_without_targets_is_no_evaluation():

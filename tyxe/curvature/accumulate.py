@@ -129,8 +129,10 @@ class FullAccumulator(Accumulator):
 
     def operator(self, points: int) -> Operator:
         self._flush()
-        lower = self._sum.tril()
-        return BlockDiagonal({"all": Dense(lower + lower.tril(-1).mT)})
+        # In place: there is little room for copies of what may be the largest thing in memory.
+        matrix, self._sum = self._sum.tril_(), self._sum.new_empty(0)
+        matrix += matrix.tril(-1).mT
+        return BlockDiagonal({"all": Dense(matrix)})
 
 
 def _is_outer(rows: Rows) -> TypeGuard[FactoredRows]:

@@ -101,8 +101,9 @@ def collect_curvature(
         linear.take_layouts(layouts)
         check_groups(accumulator.groups, linear.groups)
         _check_unmasked(likelihood, outputs)
-        for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
-            accumulator.add(linear.rows(column), first=index == 0)
+        with torch.autocast(outputs.device.type, enabled=False):  # sums are no place for it
+            for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
+                accumulator.add(linear.rows(column), first=index == 0)
         points += len(targets)
         sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:

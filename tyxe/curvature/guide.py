@@ -22,6 +22,7 @@ from tyxe.distributions import (
     joined,
     separated,
 )
+from tyxe.distributions.normal import wide
 from tyxe.guides.base import detached_together, site_named, sites_of
 from tyxe.guides.init import init_to_median
 from tyxe.linalg import BlockDiagonal, is_diagonal, operator_from_state, operator_state
@@ -133,9 +134,10 @@ class LaplaceGuide(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceGuide:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.curvature is not None:
-            operator = self.curvature.operator.map(fn)
+            operator = self.curvature.operator.map(lambda t: wide(fn(t)))
             self.curvature = dataclasses.replace(self.curvature, operator=operator)
-        self.precision = None if self.precision is None else self.precision.map(fn)
+        if self.precision is not None:  # there are no factorisations in half precision
+            self.precision = self.precision.map(lambda t: wide(fn(t)))
         return self
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from tyxe.curvature.groups import find_groups, inputs_of
 from tyxe.curvature.layout import Layout, is_plain, laid_out, layout_of, only_point
+from tyxe.curvature.memory import check_memory
 from tyxe.curvature.per_point import (
     Objective,
     Substituted,
@@ -204,6 +205,11 @@ class Linearization:
         sites = {site: self._values[site].detach() for group in groups for site in group.sites}
         if not sites:
             return {}
+        check_memory(
+            f"the gradients of {self.points} points in {', '.join(sites)}",
+            4 * self.points * sum(site.numel() for site in sites.values()),
+            "take smaller batches, or hide these sites from the prior",
+        )
 
         def objective(sites: Mapping[str, Tensor], row: Any, weight: Tensor) -> Tensor:
             # PyTorch's fused attention kernels, which torch.vmap does not take, stand aside: the
