@@ -464,6 +464,29 @@ def test_points_that_influence_each_other_have_no_curvature(structure):
         bnn.fit_curvature([(torch.randn(5, 4, 3).double(), torch.zeros(5).long())], progress=False)
 
 
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("kept", [5, 3])
+def test_nodes_of_a_graph_influence_each_other(structure, kept):
+    """In a batch of all nodes, and in one of some with what they depend on."""
+
+    class Convolved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.adjacency = torch.eye(5).double() + torch.eye(5).double().roll(1, 0)
+
+        def forward(self, x):
+            h = self.first(self.adjacency @ x).tanh()
+            return self.second((self.adjacency @ h)[:kept])
+
+    data = [(torch.randn(5, 3).double(), torch.zeros(kept).long())]
+    with pytest.raises(ValueError, match=r"'net\.first\.weight'.*as nodes of a graph do"):
+        laplace(Convolved(), structure).fit_curvature(data, progress=False)
+    last = laplace(Convolved(), structure, rules={"hide_modules": ["first"]})
+    last.fit_curvature(data, progress=False)
+    assert last.functional_variance(data[0][0]).shape == (kept, 2, 2)
+
+
 def test_a_net_that_saves_activations_has_the_curvature_of_its_mode():
     """What is computed anew in the backward is so at the fitted weights, not at the net's own."""
 

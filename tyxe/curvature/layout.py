@@ -24,7 +24,7 @@ def is_plain(use: Use, points: int) -> bool:
         points: number `n` of data points.
     """
     batched = use.event.spatial_dims + 2
-    return points < 2 or (use.probe.dim() == batched and use.probe.shape[0] == points)
+    return use.probe.dim() == batched and use.probe.shape[0] == points
 
 
 def laid_out(use: Use, layout: Layout) -> Use:
@@ -60,15 +60,22 @@ def layout_of(use: Use, points: int, gradients: dict[int, Tensor]) -> Layout:
     """
     if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
         return _own_layout(use)  # what is not finite is found and named elsewhere
-    for layout in _candidates(use, points):
+    divisible = use.probe.dim() > 1 and not _rows(use) % points
+    for layout in _candidates(use, points) if divisible else ():
         if all(_stays(laid_out(use, layout), points, *each) for each in gradients.items()):
             return layout
     raise ValueError(
         f"in the map of {use.sites[0]!r}, whose output has shape {tuple(use.probe.shape)} for "
         f"{points} data points, the gradient of one point's outputs reaches rows of others: points "
-        "influence each other there, or the rows are not in the order of the points. Give the net "
-        "an order in which points come first, or hide the parameter from the prior"
+        "influence each other there, as nodes of a graph do, or the rows are not in the order of "
+        "the points. Give batches of one point with all that it depends on, or an order in which "
+        "points come first, or hide the parameter from the prior"
     )
+
+
+def _rows(use: Use) -> int:
+    """Rows of a linear layer, or images of a convolution."""
+    return use.probe.shape[: use.probe.dim() - use.event.spatial_dims - 1].numel()
 
 
 def _own_layout(use: Use) -> Layout:

@@ -117,25 +117,30 @@ class Linearization:
 
     @functools.cached_property
     def layouts(self) -> list[Layout | None]:
-        """Where each map holds the points; None where it can be the first dimension only.
+        """Where each map holds the points; None where there is one place that it can be.
 
         Raises:
             ValueError: a map does not keep the points apart.
         """
-        doubtful = [
-            use for use in self._recorded if not (is_plain(use, self.points) or self._is_last(use))
+        found: list[Layout | None] = [None] * len(self._recorded)
+        asked = [
+            index
+            for index, use in enumerate(self._recorded)
+            if self.points > 1 and not self._is_last(use)
         ]
-        found: list[dict[int, Tensor]] = [{} for _ in doubtful]
-        # Two points: rows of one alone may lie where another layout has them too.
-        for point in {0, self.points - 1} if doubtful else ():
-            gradients = self._gradients(doubtful, only_point(self.outputs.detach(), point))
-            for each, gradient in zip(found, gradients, strict=True):
-                each[point] = gradient
-        by_use = {
-            id(use): layout_of(use, self.points, each)
-            for use, each in zip(doubtful, found, strict=True)
-        }
-        return [by_use.get(id(use)) for use in self._recorded]
+        if not asked:
+            return found
+        uses = [self._recorded[index] for index in asked]
+        points = [0]
+        if not all(is_plain(use, self.points) for use in uses):
+            # Rows of one point alone may lie where another layout has them too.
+            points.append(self.points - 1)
+        by_point = [
+            list(self._gradients(uses, only_point(self.outputs.detach(), n))) for n in points
+        ]
+        for index, use, *gradients in zip(asked, uses, *by_point, strict=True):
+            found[index] = layout_of(use, self.points, dict(zip(points, gradients, strict=True)))
+        return found
 
     def take_layouts(self, layouts: list[Layout | None]) -> None:
         """Take those of another batch, in place of looking for them."""
