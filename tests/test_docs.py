@@ -83,6 +83,7 @@ TABLES = {
     "binary_continual.md": "examples/binary_continual.py",
     "binary_mnist.md": "examples/binary.py",
     "continual_disjoint.md": "examples/task_sequences.py --data disjoint",
+    "continual_permuted.md": "examples/task_sequences.py --data permuted",
     "continual_vision.md": "examples/task_sequences.py --data vision",
     "gnn.md": "examples/gnn.py",
     "image_laplace.md": "examples/image_laplace.py",
