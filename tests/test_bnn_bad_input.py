@@ -777,6 +777,18 @@ def test_each_kind_of_prediction_where_it_belongs_is_silent():
     logits_or_probabilities(Categorical(N), 3, []).fit([(X, LABELS)], ADAM, 1)
 
 
+def test_a_net_that_sums_over_the_batch_is_told_of():
+    class Summed(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum()
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    likelihood = tyxe.likelihoods.Categorical(4)
+    bnn = tyxe.VariationalBNN(Summed(2, 3), prior, likelihood, tyxe.guides.AutoNormal)
+    with pytest.raises(ValueError, match=r"one number from the net; expected .* sum or average"):
+        bnn.fit([(torch.randn(4, 2), torch.zeros(4).long())], torch.optim.Adam, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.long, torch.float32])
 def test_one_hot_labels_are_told_of_argmax(dtype):
     bnn = make(nn.Linear(2, 3), likelihood=Categorical(N))

@@ -511,6 +511,25 @@ def test_what_takes_a_prior_for_each_site_says_so(use):
     assert before.keys() == bnn.state_dict().keys()
 
 
+def test_damping_does_not_load_the_prior_of_a_second_task():
+    second = classifier()
+    second.fit_curvature([labels()])
+    four_lines(second)
+    second.fit_curvature([labels(seed=1)])
+    damped = classifier(damping=True)
+    damped.fit_curvature([labels(seed=2)])
+    before = damped.net_guide.precision.to_dense()
+    with pytest.raises(RuntimeError, match=r"left as it was: damping spreads .*damping=False"):
+        damped.load_state_dict(second.state_dict())
+    assert damped.net_prior.joints() == []
+    torch.testing.assert_close(damped.net_guide.precision.to_dense(), before)
+    damped.damping = False
+    damped.load_state_dict(second.state_dict())
+    torch.testing.assert_close(
+        damped.net_guide.precision.to_dense(), second.net_guide.precision.to_dense()
+    )
+
+
 @pytest.mark.parametrize("accumulated", ["curvature", "next fit"])
 @pytest.mark.parametrize(
     "use",

@@ -69,7 +69,12 @@ class Categorical(Likelihood):
         return targets.long()
 
     def check_predictions(self, predictions: Tensor) -> None:
-        """Tell logits from probabilities."""
+        """Tell logits from probabilities, of several classes."""
+        if not predictions.dim():
+            raise ValueError(
+                "Categorical got one number from the net; expected a value of each class for each "
+                "point, (n, ..., C): the net may sum or average over the batch"
+            )
         # Each probability is rounded in half precision, by a part of itself.
         tolerance = max(1e-3, torch.finfo(predictions.dtype).eps)
         sums = at_least_float32(predictions).sum(-1)
