@@ -444,12 +444,33 @@ def test_points_are_found_where_a_map_holds_them(kind, structure):
     net = Through(kind)
     x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
     bnn = laplace(net, structure)
-    bnn.fit_curvature([(x[:2], y[:2]), (x[2:], y[2:])], progress=False)
-    found, variance = bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)
     bnn.fit_curvature([(x[n : n + 1], y[n : n + 1]) for n in range(5)], progress=False)
-    torch.testing.assert_close(found, bnn.net_guide.precision.to_dense(), rtol=1e-10, atol=1e-12)
+    expected = bnn.net_guide.precision.to_dense()
+    # A first batch of one point tells nothing of where a second has them.
+    for split in (2, 1, 4):
+        batches = [(x[:split], y[:split]), (x[split:], y[split:])]
+        bnn.fit_curvature(batches, progress=False)
+        found = bnn.net_guide.precision.to_dense()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    variance = bnn.functional_variance(x)
     alone = torch.cat([bnn.functional_variance(x[n : n + 1]) for n in range(5)])
     torch.testing.assert_close(variance, alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["second", "folded", "recurrent"])
+def test_a_first_batch_that_does_not_tell_where_the_points_are(kind):
+    """Its sequences are of one step: any order would do."""
+    torch.manual_seed(0)
+    short, long = torch.randn(3, 1, 3).double(), torch.randn(6, 4, 3).double()
+    y = torch.arange(9) % 2
+    bnn = laplace(Through(kind), "diag", points=9)
+    points = [*short.split(1), *long.split(1)]
+    bnn.fit_curvature([(x, y[n : n + 1]) for n, x in enumerate(points)], progress=False)
+    expected = bnn.net_guide.precision.to_dense()
+    for batches in ([(short, y[:3]), (long, y[3:])], [(long, y[3:]), (short, y[:3])]):
+        bnn.fit_curvature(batches, progress=False)
+        found = bnn.net_guide.precision.to_dense()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
@@ -474,6 +495,7 @@ def test_nodes_of_a_graph_influence_each_other(structure, kept):
             super().__init__()
             self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
             self.adjacency = torch.eye(5).double() + torch.eye(5).double().roll(1, 0)
+            self.adjacency[0] = self.adjacency[:, 0] = torch.eye(5)[0]  # a node by itself
 
         def forward(self, x):
             h = self.first(self.adjacency @ x).tanh()

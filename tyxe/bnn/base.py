@@ -205,10 +205,13 @@ class BNN(nn.Module):
         """
         before, priors = copy.deepcopy(self.state_dict()), self.net_prior.snapshot()
         try:
-            return super().load_state_dict(state_dict, strict, assign)
+            found = super().load_state_dict(state_dict, strict, assign)
+            self._after_loading()
+            return found
         except Exception as error:
             self.net_prior.restore(priors)
             super().load_state_dict(before, strict=False)
+            self._after_loading()
             if "optimizer" in state_dict and "bnn" in state_dict:
                 raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
             if not any(str(key).startswith("net.") for key in state_dict):
@@ -220,6 +223,9 @@ class BNN(nn.Module):
                 f"the state dict does not fit this {type(self).__name__}, which was left as it "
                 "was; build it with the same net, prior, likelihood and guide. " + str(error)
             ) from None
+
+    def _after_loading(self) -> None:
+        """Form anew what follows from the state; an error undoes the loading."""
 
     def parameter_kinds(self) -> dict[str, str]:
         """Return the kind of each trainable parameter: `loc`, `scale` or `deterministic`."""

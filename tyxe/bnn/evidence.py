@@ -101,7 +101,7 @@ def _with_prior(block: Operator, group: Group, precisions: Precisions, damping: 
             f"the weights of {' and '.join(group.sites)} have different prior precisions, which "
             'a Kronecker product does not take: give them one, or use structure="diag" or "full"'
         )
-    if any(value.requires_grad and value is not number for value in values):
+    if any(v.requires_grad for v in values) and any(v is not number for v in values):
         number = _shared_out(_plus(block, number.detach(), damping), group, precisions, number)
     return _plus(block, number, damping)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -349,17 +348,8 @@ class LaplacePosterior(SupervisedBNN):
             RuntimeError: the state is that of another architecture, or of another structure.
         """
         check_structure(state_dict.get("net_guide._extra_state", {}), self.structure)
-        before, priors = copy.deepcopy(self.state_dict()), self.net_prior.snapshot()
-        found = super().load_state_dict(state_dict, strict, assign)
-        try:
-            self._check_damping()
-            self._refresh()
-        except ValueError as error:
-            self.net_prior.restore(priors)
-            super().load_state_dict(before, strict=False)
-            self._refresh()
-            raise RuntimeError(
-                f"the state dict does not fit this {type(self).__name__}, which was left as it "
-                f"was: {error}"
-            ) from None
-        return found
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _after_loading(self) -> None:
+        self._check_damping()
+        self._refresh()

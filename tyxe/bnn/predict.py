@@ -178,9 +178,10 @@ class SupervisedBNN(BNN):
                 are others for another `batch_size`, within their standard error.
             predictive: `"bnn"`, the above, or `"glm"`, the net linearised about the posterior's
                 centre, for Gaussian posteriors [GLM 3]: outputs are Gaussian, and
-                `num_predictions` (0, or at least 100) counts samples of them. The default is
-                `"bnn"`, for a `LaplaceBNN` `"glm"`; it has `"gp"` besides, see `fit_gp`. A function
-                from inputs to mean and covariance of outputs takes the place of either.
+                `num_predictions` counts samples of them (aggregated, 100 are taken at least; 0
+                is the centre here too). The default is `"bnn"`, for a `LaplaceBNN` `"glm"`; it
+                has `"gp"` besides, see `fit_gp`. A function from inputs to mean and covariance
+                of outputs takes the place of either.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
 
         Returns:

@@ -80,7 +80,7 @@ def most_evidence(
     sums = torch.stack(
         [torch.stack([squared_deviations[s].sum() for s in each]).sum() for each in sites.values()]
     )
-    if not bool((sums > 0).all()):
+    if bool((sums == 0).any()):
         at_mean = [key or "the net" for key, total in zip(sites, sums, strict=True) if total == 0]
         warnings.warn(
             f"the weights of {', '.join(at_mean)} are at the prior's mean, where the evidence "

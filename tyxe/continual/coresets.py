@@ -130,7 +130,8 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
 
     Args:
         bnn: any wrapper; kept are its parameters, buffers and prior, and its own settings, such as
-            `multiplier` of a `LaplaceBNN` or the epochs that a `VariationalBNN` has done.
+            `multiplier` of a `LaplaceBNN` or the epochs that a `VariationalBNN` has done. An
+            optimiser that steps inside keeps its steps: fit with one of its own.
         heads: of the same BNN.
 
     Raises:

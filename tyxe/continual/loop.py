@@ -207,6 +207,7 @@ class TaskLoop:
         return {
             "tasks": list(self.tasks),
             "done": self.done,
+            "steps": self._steps_done,
             "accuracy": self.accuracy.clone(),
             "bnn": copy.deepcopy(self.bnn.state_dict()),
             "heads": None if self.heads is None else self.heads.state_dict(),
@@ -244,7 +245,6 @@ class TaskLoop:
             self.bnn.net_prior.restore(priors)
             self._take(before)
             raise
-        self._steps_done = 0
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self.bnn.load_state_dict(state["bnn"])
@@ -253,22 +253,22 @@ class TaskLoop:
         for name, part in self.parts.items():
             part.load_state_dict(copy.deepcopy(state["parts"][name]))
         self.done, size = state["done"], len(state["tasks"])
+        self._steps_done = state.get("steps", 0)  # older states are all between tasks
         self.accuracy = torch.full_like(self.accuracy, math.nan)
         self.accuracy[:size, :size] = state["accuracy"]
         set_random_state(state)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    refused = f"{path} is no checkpoint of a TaskLoop: give another file, or remove this one"
     try:
         # BNN, heads and parts take what they load to where they are.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # of many kinds, by what is in the file
-        raise ValueError(refused) from error
+        raise ValueError(f"{path} cannot be read as a checkpoint of a TaskLoop: {error}") from error
     if not (isinstance(state, dict) and state.keys() >= _KEYS):
-        raise ValueError(refused)
+        raise ValueError(f"{path} is no checkpoint of a TaskLoop: give another file")
     return state
 
 

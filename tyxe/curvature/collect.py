@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature.accumulate import ACCUMULATORS, Accumulator, KroneckerAccumulator
-from tyxe.curvature.linearize import Linearization
+from tyxe.curvature.layout import Layout
+from tyxe.curvature.linearize import Linearization, full_precision
 from tyxe.distributions import Group
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
@@ -91,17 +92,18 @@ def collect_curvature(
     """
     accumulator: Accumulator | None = None
     points, sums = 0, torch.zeros(3, dtype=torch.float64)
+    layouts: list[Layout | None] | None = None
     for inputs, targets in batches:
         linear = linearize(inputs)
         outputs = linear.outputs.detach()
         if check is not None:
             check(outputs, targets)
         if accumulator is None:
-            accumulator, layouts = _accumulator(structure, linear, reduce), linear.layouts
-        linear.take_layouts(layouts)
+            accumulator = _accumulator(structure, linear, reduce)
+        layouts = linear.find_layouts(layouts)
         check_groups(accumulator.groups, linear.groups)
         _check_unmasked(likelihood, outputs)
-        with torch.autocast(outputs.device.type, enabled=False):  # sums are no place for it
+        with full_precision(outputs):
             for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
                 accumulator.add(linear.rows(column), first=index == 0)
         points += len(targets)

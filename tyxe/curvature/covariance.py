@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tyxe.curvature.linearize import FactoredRows, Linearization, Rows
+from tyxe.curvature.linearize import FactoredRows, Linearization, Rows, full_precision
 from tyxe.curvature.per_point import BUDGET
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
@@ -58,9 +58,10 @@ def _by_position(
     outputs = linear.outputs
     classes = outputs.shape[-1] if outputs.dim() > 1 else 1
     found = []
-    for position in range(outputs[0].numel() // classes):
-        indices = range(position * classes, (position + 1) * classes)
-        found.append(function([linear.rows(one) for one in _one_hot(outputs, indices)]))
+    with full_precision(outputs):
+        for position in range(outputs[0].numel() // classes):
+            indices = range(position * classes, (position + 1) * classes)
+            found.append(function([linear.rows(one) for one in _one_hot(outputs, indices)]))
     shape = outputs.shape[1:-1] if outputs.dim() > 1 else ()
     return torch.stack(found, 1).reshape(len(outputs), *shape, classes, classes)
 
@@ -77,7 +78,8 @@ def jacobian(linear: Linearization) -> Tensor:
         linear: the net on a batch.
     """
     indices = range(linear.outputs[0].numel())
-    return _dense([linear.rows(one) for one in _one_hot(linear.outputs, indices)])
+    with full_precision(linear.outputs):
+        return _dense([linear.rows(one) for one in _one_hot(linear.outputs, indices)])
 
 
 def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
@@ -88,7 +90,8 @@ def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
         precision: as in `functional_covariance`.
     """
     rows, shape = jacobian(linear).detach().flatten(0, 1), linear.outputs.shape
-    return precision.inverse_quadratic(rows).reshape(shape + shape)
+    with full_precision(rows):
+        return precision.inverse_quadratic(rows).reshape(shape + shape)
 
 
 def _one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:

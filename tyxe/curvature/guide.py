@@ -134,10 +134,10 @@ class LaplaceGuide(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceGuide:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.curvature is not None:
-            operator = self.curvature.operator.map(lambda t: wide(fn(t)))
+            operator = self.curvature.operator.map(_keeping_precision(fn))
             self.curvature = dataclasses.replace(self.curvature, operator=operator)
-        if self.precision is not None:  # there are no factorisations in half precision
-            self.precision = self.precision.map(lambda t: wide(fn(t)))
+        if self.precision is not None:
+            self.precision = self.precision.map(_keeping_precision(fn))
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class LaplaceGuide(nn.Module):
             return
         like = next(iter(self.parameters()))
         operators = [
-            operator_from_state({k: v.to(like) for k, v in state[part].items()})
+            operator_from_state({k: v.to(wide(like)) for k, v in state[part].items()})
             for part in ("curvature", "precision")
         ]
         assert isinstance(operators[0], BlockDiagonal)
@@ -166,6 +166,16 @@ class LaplaceGuide(nn.Module):
         groups = [group_from_state(group) for group in state["groups"]]
         self.curvature = Curvature(operators[0], groups, **state["numbers"])
         self.precision = operators[1]
+
+
+def _keeping_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Move to another device or float64 only: there are no factorisations in half precision."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        found = fn(tensor)
+        return tensor.to(found.device) if found.dtype.itemsize < 4 else found
+
+    return moved
 
 
 def check_structure(state: Mapping[str, Any], structure: str) -> None:

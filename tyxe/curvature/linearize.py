@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Size, Tensor, nn
@@ -14,7 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
 from tyxe.curvature.groups import find_groups, inputs_of
-from tyxe.curvature.layout import Layout, is_plain, laid_out, layout_of, only_point
+from tyxe.curvature.layout import (
+    PLAIN,
+    Layout,
+    is_plain,
+    laid_out,
+    layout_of,
+    own_layout,
+    some_points,
+)
 from tyxe.curvature.memory import check_memory
 from tyxe.curvature.per_point import (
     Objective,
@@ -32,10 +41,14 @@ __all__ = [
     "PlainRows",
     "Rows",
     "check_is_tensor",
+    "full_precision",
     "linearized",
 ]
 
 RunNet = Callable[[Mapping[str, Tensor], Any], Tensor]
+# Nets that torch.vmap has refused: it is not tried for every column of every batch.
+_NOT_VECTORIZED: WeakSet[nn.Module] = WeakSet()
+
 PerPoint = Callable[[Objective, Mapping[str, Tensor], Any, Tensor], dict[str, Tensor]]
 
 
@@ -108,52 +121,58 @@ class Linearization:
         self._run_net, self._values, self._inputs = run_net, values, inputs
         with torch.enable_grad(), UseRecorder() as recorder:
             raw = run_net(values, inputs)
-        check_is_tensor(raw)
-        self.outputs = wide(raw)
+            check_is_tensor(raw)
+            self.outputs = wide(raw)
         self._node = raw.grad_fn
+        self._autocast = _autocast_like(raw)
         self.points = raw.shape[:1].numel()
         self.groups = find_groups(shapes, recorder.uses, recorder.elsewhere)
         self._recorded = recorder.uses
+        self._located: dict[str, list[Use]] | None = None
 
-    @functools.cached_property
-    def layouts(self) -> list[Layout | None]:
-        """Where each map holds the points; None where there is one place that it can be.
+    def find_layouts(self, known: list[Layout | None] | None = None) -> list[Layout | None]:
+        """Find where each map holds the points, but where it is known; None where it cannot be.
+
+        Args:
+            known: what another batch has found.
 
         Raises:
             ValueError: a map does not keep the points apart.
         """
-        found: list[Layout | None] = [None] * len(self._recorded)
+        count = len(self._recorded)
+        found: list[Layout | None] = [None] * count
+        if known is not None and len(known) == count:
+            found = list(known)
         asked = [
-            index
-            for index, use in enumerate(self._recorded)
-            if self.points > 1 and not self._is_last(use)
+            index for index, use in enumerate(self._recorded) if self._is_open(use, found[index])
         ]
-        if not asked:
-            return found
         uses = [self._recorded[index] for index in asked]
-        points = [0]
-        if not all(is_plain(use, self.points) for use in uses):
-            # Rows of one point alone may lie where another layout has them too.
-            points.append(self.points - 1)
-        by_point = [
-            list(self._gradients(uses, only_point(self.outputs.detach(), n))) for n in points
+        # Where the points may be elsewhere, those that were not asked are asked as well.
+        plain = all(is_plain(use, self.points) for use in uses)
+        queries = [some_points(self.outputs.detach(), first) for first in range(1 if plain else 2)]
+        gradients = [list(self._gradients(uses, query)) for query, _ in queries if uses]
+        layouts = [own_layout(use) for use in self._recorded]
+        for index, use, *each in zip(asked, uses, *gradients, strict=True):
+            answers = [(g, which) for g, (_, which) in zip(each, queries, strict=True)]
+            layouts[index], found[index] = layout_of(use, self.points, answers)
+        chosen = [
+            here if there in (None, PLAIN) else there
+            for here, there in zip(layouts, found, strict=True)
         ]
-        for index, use, *gradients in zip(asked, uses, *by_point, strict=True):
-            found[index] = layout_of(use, self.points, dict(zip(points, gradients, strict=True)))
+        self._located = _by_group(self.groups, [*map(laid_out, self._recorded, chosen)])
         return found
 
-    def take_layouts(self, layouts: list[Layout | None]) -> None:
-        """Take those of another batch, in place of looking for them."""
-        if len(layouts) == len(self._recorded):
-            self.layouts = layouts
+    def _is_open(self, use: Use, known: Layout | None) -> bool:
+        if self.points < 2 or self._is_last(use):
+            return False
+        return known is None or (known == PLAIN and not is_plain(use, self.points))
 
-    @functools.cached_property
+    @property
     def _uses(self) -> dict[str, list[Use]]:
-        uses = [
-            use if layout is None else laid_out(use, layout)
-            for use, layout in zip(self._recorded, self.layouts, strict=True)
-        ]
-        return _by_group(self.groups, uses)
+        if self._located is None:
+            self.find_layouts()
+        assert self._located is not None
+        return self._located
 
     @functools.cached_property
     def _a(self) -> dict[str, Tensor]:
@@ -212,14 +231,14 @@ class Linearization:
             return {}
         check_memory(
             f"the gradients of {self.points} points in {', '.join(sites)}",
-            4 * self.points * sum(site.numel() for site in sites.values()),
+            self.points * sum(wide(site).nbytes for site in sites.values()),
             "take smaller batches, or hide these sites from the prior",
         )
 
         def objective(sites: Mapping[str, Tensor], row: Any, weight: Tensor) -> Tensor:
             # PyTorch's fused attention kernels, which torch.vmap does not take, stand aside: the
             # transformer's while any mode is active.
-            with BaseTorchFunctionMode(), sdpa_kernel(SDPBackend.MATH):
+            with BaseTorchFunctionMode(), sdpa_kernel(SDPBackend.MATH), self._autocast():
                 outputs = self._run_net({**self._values, **sites}, row)
             return (outputs[0] * weight).sum()
 
@@ -228,6 +247,26 @@ class Linearization:
             group.name: PlainRows(wide(torch.cat([found[s].flatten(1) for s in group.sites], 1)))
             for group in groups
         }
+
+
+def _autocast_like(output: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+    """What runs the net again as it has run now."""
+    kind = output.device.type
+    return functools.partial(
+        torch.autocast,
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+    )
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Let nothing be computed in half precision, as the net may be: sums are no place for it.
+
+    Args:
+        tensor: on the device in question.
+    """
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def check_is_tensor(outputs: Any) -> None:
@@ -272,16 +311,18 @@ def linearized(
     ) -> dict[str, Tensor]:
         # Inside of torch.vmap nothing can be frozen any more.
         with _frozen(net):
-            try:
-                return vectorized_gradients(objective, sites, inputs, cotangent)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                # Fused recurrent kernels, writes into fresh buffers, hooks of saved tensors: what
-                # torch.func does not take. An error of the net's own comes again.
-                return looped_gradients(
-                    objective, sites, inputs, cotangent, lambda at: substituted({**values, **at})
-                )
+            if net not in _NOT_VECTORIZED:
+                try:
+                    return vectorized_gradients(objective, sites, inputs, cotangent)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError:
+                    # Fused recurrent kernels, writes into fresh buffers, hooks of saved tensors:
+                    # what torch.func does not take. An error of the net's own comes again.
+                    _NOT_VECTORIZED.add(net)
+            return looped_gradients(
+                objective, sites, inputs, cotangent, lambda at: substituted({**values, **at})
+            )
 
     @contextmanager
     def substituted_frozen(values: Mapping[str, Tensor]) -> Iterator[None]:

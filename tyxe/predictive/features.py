@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature import Linearization
-from tyxe.curvature.linearize import FactoredRows, Rows
+from tyxe.curvature.linearize import FactoredRows, Rows, full_precision
 
 __all__ = ["Features", "Part", "output_features"]
 
@@ -124,10 +124,11 @@ def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
     """
     size = linear.outputs[0].numel()
     rows = []
-    for index in range(size):
-        cotangent = linear.outputs.new_zeros(linear.outputs.shape)  # whatever its strides are
-        cotangent.view(len(cotangent), -1)[:, index] = 1.0
-        rows.append(linear.rows(cotangent))
+    with full_precision(linear.outputs):
+        for index in range(size):
+            cotangent = linear.outputs.new_zeros(linear.outputs.shape)  # whatever its strides are
+            cotangent.view(len(cotangent), -1)[:, index] = 1.0
+            rows.append(linear.rows(cotangent))
     sds = prior_precision.rsqrt().split([group.size for group in linear.groups])
     return Features(
         tuple(
