@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "set_torch_rng", "torch_rng"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Checkpoint:
         return cls(
             None if optimizer is None else optimizer.state_dict(),
             epoch,
-            [torch.get_rng_state(), *_cuda_states()],
+            torch_rng(),
             type(optimizer).__name__,
             None if scheduler is None else scheduler.state_dict(),
         )
@@ -88,12 +88,19 @@ class Checkpoint:
             optimizer.load_state_dict(copy.deepcopy(self.optimizer))
         if self.scheduler is not None and scheduler is not None:
             scheduler.load_state_dict(self.scheduler)
-        cpu, *cuda = self.rng
-        torch.set_rng_state(cpu.cpu())
-        if cuda:
-            torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
+        set_torch_rng(self.rng)
         return self.epoch
 
 
-def _cuda_states() -> list[Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+def torch_rng() -> list[Tensor]:
+    """Return the state of the CPU's generator, then of each CUDA device's that is in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def set_torch_rng(states: Sequence[Tensor]) -> None:
+    """Set the generators to what `torch_rng` returned, wherever it was loaded to."""
+    cpu, *cuda = states
+    torch.set_rng_state(cpu.cpu())
+    if cuda:
+        torch.cuda.set_rng_state_all([state.cpu() for state in cuda])

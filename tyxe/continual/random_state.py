@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
+
+from tyxe.bnn.state import set_torch_rng, torch_rng
 
 __all__ = ["random_state", "set_random_state"]
 
@@ -16,18 +17,18 @@ def random_state() -> dict[str, Any]:
     """Return the state as tensors and plain containers.
 
     Example:
+        >>> import torch
         >>> state = random_state()
         >>> first = torch.rand(()), np.random.rand(), random.random()
         >>> set_random_state(state)
         >>> first == (torch.rand(()), np.random.rand(), random.random())
         True
     """
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     state = np.random.get_state(legacy=False)
     # Of an array, which is not safe to load.
     inner = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in state["state"].items()}
     return {
-        "rng": [torch.get_rng_state(), *cuda],
+        "rng": torch_rng(),
         "numpy": {**state, "state": inner},
         "python": random.getstate(),
     }
@@ -35,10 +36,7 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Set the generators of which there is a state."""
-    cpu, *cuda = state["rng"]
-    torch.set_rng_state(cpu.cpu())
-    if cuda:
-        torch.cuda.set_rng_state_all([rng.cpu() for rng in cuda])
+    set_torch_rng(state["rng"])
     # Older states have PyTorch's alone.
     if "numpy" in state:
         np.random.set_state(state["numpy"])
