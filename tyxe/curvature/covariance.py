@@ -11,7 +11,13 @@ from tyxe.curvature.linearize import FactoredRows, Linearization, Rows, full_pre
 from tyxe.curvature.per_point import BUDGET
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
-__all__ = ["covariance_through", "functional_covariance", "jacobian", "joint_covariance"]
+__all__ = [
+    "covariance_through",
+    "functional_covariance",
+    "jacobian",
+    "joint_covariance",
+    "one_hot",
+]
 
 # Elements of Jacobians that are held at a time: more would leave the processor's cache.
 CACHED = 2**20
@@ -61,7 +67,7 @@ def _by_position(
     with full_precision(outputs):
         for position in range(outputs[0].numel() // classes):
             indices = range(position * classes, (position + 1) * classes)
-            found.append(function([linear.rows(one) for one in _one_hot(outputs, indices)]))
+            found.append(function([linear.rows(one) for one in one_hot(outputs, indices)]))
     shape = outputs.shape[1:-1] if outputs.dim() > 1 else ()
     return torch.stack(found, 1).reshape(len(outputs), *shape, classes, classes)
 
@@ -79,7 +85,7 @@ def jacobian(linear: Linearization) -> Tensor:
     """
     indices = range(linear.outputs[0].numel())
     with full_precision(linear.outputs):
-        return _dense([linear.rows(one) for one in _one_hot(linear.outputs, indices)])
+        return _dense([linear.rows(one) for one in one_hot(linear.outputs, indices)])
 
 
 def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
@@ -94,7 +100,13 @@ def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
         return precision.inverse_quadratic(rows).reshape(shape + shape)
 
 
-def _one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:
+def one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:
+    """Yield cotangents that ask for one element of every point's outputs.
+
+    Args:
+        outputs: of the net, `(n, ...)`, in any memory order.
+        indices: of the elements.
+    """
     for index in indices:
         cotangent = outputs.new_zeros(outputs.shape)
         cotangent.view(len(outputs), -1)[:, index] = 1.0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature import Linearization
+from tyxe.curvature.covariance import one_hot
 from tyxe.curvature.linearize import FactoredRows, Rows, full_precision
 
 __all__ = ["Features", "Part", "output_features"]
@@ -122,13 +123,9 @@ def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
         linear: the net on a batch.
         prior_precision: the diagonal of `P0` in the order of the net's groups, `(P,)`.
     """
-    size = linear.outputs[0].numel()
-    rows = []
+    indices = range(linear.outputs[0].numel())
     with full_precision(linear.outputs):
-        for index in range(size):
-            cotangent = linear.outputs.new_zeros(linear.outputs.shape)  # whatever its strides are
-            cotangent.view(len(cotangent), -1)[:, index] = 1.0
-            rows.append(linear.rows(cotangent))
+        rows = [linear.rows(one) for one in one_hot(linear.outputs, indices)]
     sds = prior_precision.rsqrt().split([group.size for group in linear.groups])
     return Features(
         tuple(
