@@ -63,10 +63,10 @@ def linearized_predictions(
     """Return the prediction of each batch, or samples of its outputs `(count, n, ...)`."""
     check_link(link)
     samples = max(count, FEWEST_SAMPLES)
+    latents = bnn.point_latents() if aggregate else {}
     found = []
     for inputs, _ in batches:
         mean, covariance = gaussian(inputs)
-        latents = bnn.point_latents()
         if not aggregate:
             found.append(sample_outputs(mean, covariance, count) if count else mean[None])
         elif count:

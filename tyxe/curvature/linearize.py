@@ -131,7 +131,7 @@ class Linearization:
         self._located: dict[str, list[Use]] | None = None
 
     def find_layouts(self, known: list[Layout | None] | None = None) -> list[Layout | None]:
-        """Find where each map holds the points, but where it is known; None where it cannot be.
+        """Find where each map holds the points, but where it is known; None where it did not show.
 
         Args:
             known: what another batch has found.
@@ -151,15 +151,14 @@ class Linearization:
         plain = all(is_plain(use, self.points) for use in uses)
         queries = [some_points(self.outputs.detach(), first) for first in range(1 if plain else 2)]
         gradients = [list(self._gradients(uses, query)) for query, _ in queries if uses]
-        layouts = [own_layout(use) for use in self._recorded]
+        layouts = [
+            own_layout(use) if layout in (None, PLAIN) else layout
+            for use, layout in zip(self._recorded, found, strict=True)
+        ]
         for index, use, *each in zip(asked, uses, *gradients, strict=True):
             answers = [(g, which) for g, (_, which) in zip(each, queries, strict=True)]
             layouts[index], found[index] = layout_of(use, self.points, answers)
-        chosen = [
-            here if there in (None, PLAIN) else there
-            for here, there in zip(layouts, found, strict=True)
-        ]
-        self._located = _by_group(self.groups, [*map(laid_out, self._recorded, chosen)])
+        self._located = _by_group(self.groups, [*map(laid_out, self._recorded, layouts)])
         return found
 
     def _is_open(self, use: Use, known: Layout | None) -> bool:
@@ -319,10 +318,12 @@ def linearized(
                 except RuntimeError:
                     # Fused recurrent kernels, writes into fresh buffers, hooks of saved tensors:
                     # what torch.func does not take. An error of the net's own comes again.
-                    _NOT_VECTORIZED.add(net)
-            return looped_gradients(
+                    pass
+            found = looped_gradients(
                 objective, sites, inputs, cotangent, lambda at: substituted({**values, **at})
             )
+            _NOT_VECTORIZED.add(net)
+            return found
 
     @contextmanager
     def substituted_frozen(values: Mapping[str, Tensor]) -> Iterator[None]:
