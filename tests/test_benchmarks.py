@@ -26,9 +26,7 @@ from tyxe.bnn import elbo_terms
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-# What measures no times, and has tests of its own below.
-EXPERIMENTS = {"variational_laplace"}
-SCRIPTS = sorted({path.stem for path in BENCHMARKS.glob("[a-z]*.py")} - EXPERIMENTS)
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
 CASES = {
     "training_step": ["mlp", "resnet18"],
     "binary_step": ["mlp"],
@@ -699,71 +697,3 @@ def test_map_by_hand_is_ours(helper: Any, net_name: str) -> None:
         # A point mass where the prior is; the net's own parameter elsewhere.
         grad = own.get(f"net_guide.guide.net.{name}", own[f"net.{name}"])
         torch.testing.assert_close(grad, parameter.grad, rtol=1e-9, atol=1e-12)
-
-
-def test_classifiers_run_once_and_report(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "found.json"
-    first = run_script("variational_laplace", "--smoke-test", "--json", str(path))
-    assert first.returncode == 0, first.stderr
-    content = json.loads(path.read_text())
-    cells = content["cells"]["digits"]
-    # Two betas of three methods; two more multipliers of VL and VI; the best betas again.
-    assert len(cells) >= 2 * 3 + 2 * 2 + 3
-    for name, cell in cells.items():
-        assert set(cell["scores"]) == ({"mean"} if name.startswith("MAP") else {"mean", "draws"})
-        for row in cell["scores"].values():
-            assert 0 < row["NLL"] < math.inf
-            assert all(0 <= row[key] <= 1 for key in ("accuracy", "ECE", "AUROC"))
-        assert len(cell["ELBO by epoch"]) == content["settings"]["digits"]["epochs"]
-    pages = {p.name: p.read_text() for p in path.parent.glob("*.md")}
-    assert set(pages) == {
-        "variational_laplace_images.md",
-        "variational_laplace_early_stopping.md",
-    }
-    assert (path.parent / "variational_laplace_early_stopping.png").stat().st_size > 10_000
-    again = run_script("variational_laplace", "--smoke-test", "--json", str(path))
-    assert all(line.startswith("wrote") for line in again.stdout.splitlines())
-    assert json.loads(path.read_text()) == content
-    report = run_script("variational_laplace", "--report", "--json", str(path))
-    assert report.returncode == 0, report.stderr
-    other = run_script("variational_laplace", "--configurations", "digits", "--json", str(path))
-    assert "holds cells of digits with other settings" in other.stderr
-
-
-def test_best_beta_is_that_of_the_first_seed_s_validation(helper: Any) -> None:
-    report = helper("_variational_laplace_report")
-    cells = {}
-    for beta, first, second in ((1.0, 0.5, 0.1), (0.1, 0.4, 0.3), (0.01, 0.6, 0.2)):
-        for seed, value in ((3, first), (4, second)):
-            row = {"scores": {"mean": {"validation NLL": value}}}
-            cells[report.key("VL", beta, 10.0, seed)] = row
-        cells[report.key("VL", beta, 30.0, 3)] = {"scores": {"mean": {"validation NLL": 0.0}}}
-    assert report.best_beta(cells, "VL", "mean") == 0.1
-    assert report.job_of(report.key("MAP", 0.03, 10.0, 2)) == ("MAP", 0.03, 10.0, 2)
-    assert report.over_seeds([1.0, 2.0, 3.0], 100, 1) == "200.0 ± 57.7"
-
-
-def test_classifiers_page_is_what_the_results_say(tmp_path: Path) -> None:
-    done = run_script("variational_laplace", "--report", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    written = sorted(tmp_path.glob("*.md"))
-    assert written
-    for page in written:
-        assert page.read_text() == (ROOT / "docs" / "results" / page.name).read_text()
-
-
-def test_the_paper_s_net_has_its_size(helper: Any) -> None:
-    script = helper("_variational_laplace")
-    assert sum(p.numel() for p in script.preact_resnet18().parameters()) == 11_172_170
-    assert sum(p.numel() for p in script.cnn().parameters()) == 27_338
-
-
-def test_augmented_images_are_windows_of_the_padded_ones(helper: Any) -> None:
-    x = torch.randn(20, 2, 6, 6)
-    found, padded = helper("_variational_laplace").augmented(x), F.pad(x, (4, 4, 4, 4))
-    assert not torch.equal(found, x)
-    windows = padded.unfold(2, 6, 1).unfold(3, 6, 1)  # (20, 2, 9, 9, 6, 6)
-    for own, image in zip(windows, found, strict=True):
-        candidates = own.permute(1, 2, 0, 3, 4).flatten(0, 1)
-        same = [(candidates == each).flatten(1).all(1).any() for each in (image, image.flip(-1))]
-        assert any(same)

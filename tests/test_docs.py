@@ -15,7 +15,8 @@ TEXTS = sorted(
     path
     for pattern in (
         *("*.md", "*.toml", "Makefile", ".ci/*", "docs/*.md", "docs/*.py", "notebooks/*.ipynb"),
-        *(f"{folder}/**/*.py" for folder in ("tyxe", "examples", "benchmarks")),
+        "experiments/README.md",
+        *(f"{folder}/**/*.py" for folder in ("tyxe", "examples", "experiments", "benchmarks")),
     )
     for path in ROOT.glob(pattern)
 )
@@ -77,27 +78,3 @@ def test_no_text_installs_the_fork() -> None:
     }
     assert len(TEXTS) > 20
     assert found == set()
-
-
-TABLES = {
-    "binary_continual.md": "examples/binary_continual.py",
-    "binary_mnist.md": "examples/binary.py",
-    "continual_disjoint.md": "examples/task_sequences.py --data disjoint",
-    "continual_permuted.md": "examples/task_sequences.py --data permuted",
-    "continual_vision.md": "examples/task_sequences.py --data vision",
-    "gnn.md": "examples/gnn.py",
-    "image_laplace.md": "examples/image_laplace.py",
-    "inducing_fashion_mnist.md": "examples/inducing_images.py",
-    "inducing_toy.md": "examples/inducing.py",
-    "resnet.md": "examples/resnet.py",
-    "split_mnist.md": "examples/vcl.py",
-    "uci.md": "examples/uci.py",
-    "variational_laplace_toy.md": "examples/variational_laplace.py",
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_are_what_the_results_say(name: str) -> None:
-    command = [sys.executable, *TABLES[name].split(), "--table", "--out", "docs/results"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (ROOT / "docs/results" / name).read_text() == done.stdout

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import torch
+from rendering import Views
 
 DISTANCE, FOV = 2.7, 60.0
 
@@ -24,8 +25,6 @@ def cameras(azimuths, elevation=0.0):
 
 
 def views_from(azimuths, elevation=0.0, size=16):
-    from _views import Views
-
     rotation, translation = cameras(azimuths, elevation)
     pixels = torch.zeros(len(azimuths), 4, size, size).double()
     return Views(pixels, rotation, translation, torch.tensor(azimuths).double(), FOV)

@@ -1,0 +1,325 @@
+"""Nets of binary weights on MNIST, and what they know of FashionMNIST [T tab. 4.2, fig. 4.4].
+
+The convolutional net Conv64 - MaxPool - Tanh - Conv128 - MaxPool - Tanh - Linear2048 - Tanh -
+Linear10 and, in addition, the fully connected one of permuted MNIST, 784-100-100-10 (tanh), both
+without biases. Weights are 1 / sqrt(fan_in) or its negative. Rows: the net of real weights that all
+others start from; signs trained by the straight-through estimator (STE, real weights clipped to
+[-1, 1]), scores averaged over the nets of the ensemble (STE ensemble), whose starts differ;
+Bernoulli posteriors with the KL weighed by tau; and Beta(1 + delta, 1 + delta) regularised
+probabilities, weighed by 1. Columns: accuracy, negative log-likelihood (NLL, nats an image),
+expected calibration error (15 bins), mean predictive entropy on FashionMNIST (log 10 = 2.30), area
+under the ROC curve by that entropy, mean entropy of a weight (log 2 = 0.693), and NLL of as many
+training images. Mean and standard error over seeds, [T tab. 4.2] in brackets.
+
+The figure, of the convolutional net: (a) calibration over all class probabilities; (b) share of
+FashionMNIST images with predictive entropy below v; (c) accuracy on test and FashionMNIST images
+together where the confidence is at least c, those of FashionMNIST being always wrong. Reduced: the
+net, images, epochs and seeds. Batches and the fit of real weights are our choice.
+"""
+
+import math
+import statistics
+from functools import cache, partial
+from itertools import pairwise
+
+import common
+import runner
+import tables
+import torch
+from runner import how, setting, settings, which
+from torch import nn
+from torch.nn.utils import parametrize
+
+import tyxe
+from tyxe import metrics
+
+# What the prior and the fit are told, and [T tab. 4.2]: accuracy in per cent, and NLL.
+ROWS = {
+    "real weights": (None, None),
+    "STE": (None, (99.21, 0.027)),
+    "STE ensemble": (None, (99.25, 0.022)),
+    "Bernoulli, tau 1": ({"tau": 1.0}, (95.21, 0.237)),
+    "Bernoulli, tau 0.01": ({"tau": 0.01}, (98.99, 0.033)),
+    "Bernoulli, tau 0.001": ({"tau": 0.001}, (98.97, 0.032)),
+    "Beta, delta 0": ({"delta": 0.0}, (99.02, 0.029)),
+    "Beta, delta 0.001": ({"delta": 0.001}, (99.03, 0.028)),
+    "Beta, delta 0.0001": ({"delta": 0.0001}, (99.06, 0.028)),
+}
+RUNS = [row for row in ROWS if row != "STE ensemble"]
+FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "OOD entropy": ".2f"}
+FORMATS |= {"OOD AUROC": ".3f", "weight entropy": ".3f", "training NLL": ".3f"}
+ENTROPIES = [round(i * math.log(10) / 20, 4) for i in range(21)]
+CONFIDENCES = [i / 20 for i in range(2, 20)] + [0.99]
+
+
+def widths(cnn, mlp=(100, 100)):
+    return {"cnn": cnn, "mlp": list(mlp)}
+
+
+@settings
+class Settings(runner.Settings):
+    net: list[str] = which(["cnn", "mlp"], "the nets", choices=["cnn", "mlp"])
+    rows: list[str] = which(RUNS, "of the table; STE is the ensemble, too", choices=RUNS)
+    seeds: list[int] = which([0, 1], "of fits", published=[*range(8)], smoke=[0])
+    device: str = how("cpu", "where to compute")
+    training_images: int = setting(10_000, "number", published=60_000, smoke=60)
+    test_images: int = setting(2_000, "number, of either set", published=10_000, smoke=40)
+    widths: dict = setting(
+        widths([16, 32, 256]),
+        "of layers",
+        published=widths([64, 128, 2048]),
+        smoke=widths([2, 3, 4], [5, 4]),
+    )
+    epochs_of_real_weights: int = setting(3, "of the net that others start from", published=20)
+    epochs: int = setting(7, "of all others", published=200, smoke=2)
+    batch: int = setting(50, "images in a batch", published=100, smoke=20)
+    rate: dict = setting({"STE": 0.1, "Bernoulli": 0.1}, "of Adam")
+    decays: dict = setting(
+        {"STE": [0.5, 0.75], "Bernoulli": [0.5, 0.75]},
+        "shares of the epochs after which the rate is a tenth",
+        published={"STE": [0.4, 0.8], "Bernoulli": [0.125, 0.625]},
+    )
+    draws: int = setting(8, "in predictions", smoke=2)
+    members: int = setting(8, "of an ensemble", smoke=2)
+
+
+def fully_connected(sizes):
+    """Return layers of tanh units without biases: every parameter can be binary."""
+    layers = [nn.Flatten()]
+    for columns, rows in pairwise([784, *sizes]):
+        layers += [nn.Linear(columns, rows, bias=False), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], 10, bias=False))
+
+
+def convolutional(sizes):
+    a, b, c = sizes
+    return nn.Sequential(
+        *(nn.Conv2d(1, a, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.Tanh()),
+        *(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.Tanh()),
+        *(nn.Flatten(), nn.Linear(49 * b, c, bias=False), nn.Tanh()),
+        nn.Linear(c, 10, bias=False),
+    )
+
+
+NETS = {"cnn": convolutional, "mlp": fully_connected}
+
+
+class Sign(nn.Module):
+    """A weight `scale * sign(u)` whose gradient passes straight through to the real number `u`."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, real):
+        signs = torch.where(real < 0, -1.0, 1.0)
+        return self.scale * (real + (signs - real).detach())
+
+    def right_inverse(self, weight):
+        """Return where `u` starts: at a net's own weights, in units of the scale."""
+        return (weight / self.scale).clamp(-1, 1)
+
+
+def by_sign_(net):
+    """Make every weight of a net one of two values, `1 / sqrt(fan_in)` and its negative."""
+    for module in net:
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            sign = Sign(module.weight[0].numel() ** -0.5)
+            parametrize.register_parametrization(module, "weight", sign)
+    return net
+
+
+def stepwise(optimizer, epochs, decays):
+    """Return a schedule that divides the rate by ten after these shares of the epochs."""
+    milestones = [max(1, round(share * epochs)) for share in decays]
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.1)
+
+
+def fit(net, loader, epochs, rate, decays=(), clip=False):
+    """Minimise the cross-entropy; `clip` keeps what signs are taken of in [-1, 1]."""
+    adam = torch.optim.Adam(net.parameters(), lr=rate)
+    schedule = stepwise(adam, epochs, decays)
+    net.train()
+    for _ in range(epochs):
+        for x, y in loader:
+            adam.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            adam.step()
+            if clip:
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.clamp_(-1, 1)
+        schedule.step()
+    return net
+
+
+def fit_bernoulli(bnn, loader, epochs, rate, decays, tau):
+    """Fit weights of two values, the KL weighed by tau."""
+    adam = torch.optim.Adam(bnn.parameters(), lr=rate)
+    schedule = stepwise(adam, epochs, decays)
+    with tyxe.poutine.local_reparameterization():
+        bnn.fit(loader, adam, epochs, lambda *_: schedule.step(), beta=tau, progress=False)
+
+
+def bernoulli_bnn(net, prior, points):
+    """Return a BNN of binary weights."""
+    likelihood = tyxe.likelihoods.Categorical(points)
+    return tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoBernoulli)
+
+
+@torch.no_grad()
+def probabilities(net, x):
+    """Return a plain net's class probabilities."""
+    return torch.cat([net(part).softmax(-1) for part in x.split(500)])
+
+
+def weight_entropy(bnn):
+    """Return the mean entropy of a weight in nats, of all sites and of each; log 2 is a coin's."""
+    posteriors = bnn.net_guide.get_detached_distributions()
+    sums = {name: q.entropy().item() for name, q in posteriors.items()}
+    counts = {name: q.event_shape.numel() for name, q in posteriors.items()}
+    by_site = {name: sums[name] / counts[name] for name in sums}
+    return sum(sums.values()) / sum(counts.values()), by_site
+
+
+@cache
+def sets(s):
+    """Return training images, test images, and those of FashionMNIST."""
+    parts = ("mnist", "train"), ("mnist", "test"), ("fashion_mnist", "test")
+    counts = s.training_images, s.test_images, s.test_images
+    found = [common.first(common.images(*part), n) for part, n in zip(parts, counts, strict=True)]
+    return [[tensor.to(s.device) for tensor in pair] for pair in found]
+
+
+@cache
+def real_net(s, kind, seed):
+    """Return the fitted net of real weights, and a loader of the training images."""
+    loader = common.loader(*sets(s)[0], s.batch)
+    torch.manual_seed(seed)
+    net = NETS[kind](s.widths[kind]).to(s.device)
+    return fit(net, loader, s.epochs_of_real_weights, 1e-3), loader
+
+
+def judged(s, predict):
+    """Return scores and the panels' curves of a function from images to class probabilities."""
+    (seen, labels), (x, y), (unknown, _) = sets(s)
+    known, unknown, y = predict(x).cpu(), predict(unknown).cpu(), y.cpu()
+    inside, outside = metrics.predictive_entropy(known), metrics.predictive_entropy(unknown)
+    return tables.scores(known, y) | {
+        "OOD entropy": outside.mean().item(),
+        "OOD AUROC": metrics.ood_auroc(-inside, -outside).item(),
+        "training NLL": metrics.nll(predict(seen[: len(x)]), labels[: len(x)]).item(),
+        "curves": curves(known, y, unknown),
+    }
+
+
+def curves(known, targets, unknown):
+    """Return the three panels' curves; None where no prediction falls."""
+    probs, entropy = known.flatten(), metrics.predictive_entropy(unknown)
+    is_right = nn.functional.one_hot(targets, known.shape[-1]).flatten().float()
+    bins = (10 * probs).long().clamp(max=9)
+    confidence = torch.cat([known.amax(-1), unknown.amax(-1)])
+    correct = torch.cat([(known.argmax(-1) == targets).float(), torch.zeros(len(unknown))])
+
+    def mean(values):
+        return round(values.mean().item(), 5) if len(values) else None
+
+    return {
+        "probability": [mean(probs[bins == i]) for i in range(10)],
+        "frequency": [mean(is_right[bins == i]) for i in range(10)],
+        "share of OOD": [mean((entropy <= v).float()) for v in ENTROPIES],
+        "accuracy above": [mean(correct[confidence >= c]) for c in CONFIDENCES],
+    }
+
+
+def mean_of(found):
+    """Return the mean of numbers in alike dictionaries and lists, leaving None out."""
+    if isinstance(found[0], dict):
+        return {name: mean_of([each[name] for each in found]) for name in found[0]}
+    if isinstance(found[0], list):
+        return [mean_of(list(each)) for each in zip(*found, strict=True)]
+    numbers = [each for each in found if each is not None]
+    return statistics.fmean(numbers) if numbers else None
+
+
+def run(s, kind, row, seed):
+    """Return what a run finds; of signs also what the ensemble does."""
+    nets, first = [], s.members * seed
+    if row == "real weights":
+        return judged(s, partial(probabilities, real_net(s, kind, first)[0]))
+    if row == "STE":
+        for member in range(s.members):
+            start, loader = real_net(s, kind, first + member)
+            net = NETS[kind](s.widths[kind]).to(s.device)
+            net.load_state_dict(start.state_dict())
+            torch.manual_seed(first + member)
+            how = s.epochs, s.rate["STE"], s.decays["STE"]
+            nets.append(fit(by_sign_(net), loader, *how, clip=True))
+        each = [judged(s, partial(probabilities, net)) for net in nets]
+        all_nets = judged(s, lambda x: torch.stack([probabilities(n, x) for n in nets]).mean(0))
+        return {"STE": mean_of(each), "STE ensemble": all_nets}
+    chosen, (net, loader) = ROWS[row][0], real_net(s, kind, first)
+    prior = tyxe.priors.BinaryPrior(chosen.get("delta"), scale="radford")  # which draws a number
+    torch.manual_seed(first)
+    bnn = bernoulli_bnn(net, prior, len(sets(s)[0][0]))
+    how = s.epochs, s.rate["Bernoulli"], s.decays["Bernoulli"]
+    fit_bernoulli(bnn, loader, *how, chosen.get("tau", 1.0))
+    draws = {"num_predictions": s.draws, "batch_size": 500}
+    found = judged(s, lambda x: bnn.predict(x, **draws).softmax(-1))
+    found["weight entropy"], found["weight entropy by site"] = weight_entropy(bnn)
+    return found
+
+
+def cells(s, found):
+    """Yield seeds, nets and rows; the paper has half as many seeds of ensembles as of others."""
+    for seed in s.seeds:
+        for kind in s.net:
+            for row in s.rows:
+                if row != "STE" or not s.published or seed < 4:
+                    names = ["STE", "STE ensemble"] if row == "STE" else row
+                    yield (kind, names, seed), partial(run, s, kind, row, seed)
+
+
+def of_net(record, kind):
+    found = tables.rows({key: cell for key, cell in record.cells.items() if key[0] == kind})
+    return {row: found[row] for row in ROWS if row in found}
+
+
+def table(record):
+    blocks = []
+    for kind, title in {"cnn": "Convolutional", "mlp": "Fully connected"}.items():
+        if rows := of_net(record, kind):
+
+            def paper(row, column, kind=kind):
+                known = (
+                    dict(zip(FORMATS, ROWS[row][1] or (), strict=False)) if kind == "cnn" else {}
+                )
+                return format(known[column], FORMATS[column]) if column in known else None
+
+            seeds = ", ".join(sorted({str(len(found)) for found in rows.values()}))
+            blocks += [f"**{title}**, seeds: {seeds}", tables.score_table(rows, FORMATS, paper)]
+    return "\n\n".join(blocks)
+
+
+def figure(record):
+    """Draw the three panels of the convolutional net, averaged over seeds."""
+    drawn, axes = tables.subplots(1, 3, figsize=(13, 4.3))
+    for index, (row, seeds) in enumerate(of_net(record, "cnn").items()):
+        mean = mean_of([cell["curves"] for cell in seeds])
+        pairs = [(mean["probability"], mean["frequency"]), (ENTROPIES, mean["share of OOD"])]
+        for ax, pair in zip(axes, [*pairs, (CONFIDENCES, mean["accuracy above"])], strict=True):
+            points = [(x, y) for x, y in zip(*pair, strict=True) if x is not None and y is not None]
+            ax.plot(*zip(*points, strict=True), color=f"C{index}", label=row, marker=".")
+    axes[0].plot([0, 1], [0, 1], color="black", linestyle="dashed", linewidth=1)
+    axes[0].set(title="(a)", xlabel="class probability", ylabel="relative frequency")
+    axes[1].set(title="(b)", xlabel="v, nats", ylabel="share of FashionMNIST, entropy at most v")
+    axes[2].set(title="(c)", xlabel="c", ylabel="accuracy where confidence is at least c")
+    drawn.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return drawn
+
+
+by = ("net", "row", "seed")
+experiment = runner.Experiment("binary_mnist", Settings, cells, by, table, figure)
+
+if __name__ == "__main__":
+    experiment.main()

@@ -1,0 +1,413 @@
+"""A graph convolutional net on Cora, by ML, MAP, mean field and Laplace [T 5.3.1, tab. 5.2].
+
+Two layers, 1433-16-7 with a ReLU between; each is a linear map after the plain sum over neighbours
+and the node itself, in DGL, PyTorch Geometric or plain PyTorch. Planetoid's split: 140 labelled
+nodes to train, 500 to validate, 1,000 to test; rows of the features sum to one; all nodes make a
+batch, and a mask leaves those without a label out of the loss. The prior is N(0, 1); mean field has
+standard deviations from 1e-4 up to 0.3. Of all times that the net is looked at, the one with the
+lowest NLL on validation nodes counts: NLL is that, the other columns are those of test nodes then
+(ECE with 10 bins); ± is two standard errors, in brackets [T tab. 5.2]. Reduced: mean field is
+looked at after each fourth step. Beyond the paper: other ways of sampling, mini-batches of
+neighbour-sampled nodes, and Laplace about the net after the last step of MAP, with the prior
+precision of the highest evidence or ("tuned") of the lowest validation NLL.
+"""
+
+import importlib.util
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import ModuleType
+
+import common
+import runner
+import tables
+import torch
+from common import normal
+from pyro.infer.autoguide import AutoDelta
+from runner import setting, settings, which
+from torch import Tensor, nn
+
+import tyxe
+from tyxe.poutine import flipout, local_reparameterization, selective_mask
+
+# [T tab. 5.2], mean and two standard errors of five runs.
+PUBLISHED = {
+    "ML": {"NLL": (1.01, 0.04), "accuracy %": (75.64, 1.28), "ECE %": (15.38, 0.97)},
+    "MAP": {"NLL": (0.93, 0.03), "accuracy %": (75.94, 0.73), "ECE %": (12.78, 0.96)},
+    "mean field": {"NLL": (0.77, 0.02), "accuracy %": (78.02, 1.00), "ECE %": (10.22, 1.31)},
+}
+FORMATS = {"NLL": ".3f", "accuracy %": ".2f", "ECE %": ".2f", "test NLL": ".3f"}
+POINT = {"steps": 200, "rate": 1e-2, "cut every": 200, "draws": 0, "look every": 1}
+MEAN_FIELD = {"steps": 400, "rate": 0.1, "cut every": 100, "draws": 8, "look every": 4}
+OFTEN, SHORT = {"look every": 1}, {"steps": 4, "cut every": 4, "look every": 2}
+GRIDS = {"full": [0.1, 0.3, 1.0, 3.0, 10.0], "kron": [10.0, 30.0, 100.0, 300.0]}
+METHODS = {
+    "ML": lambda *on: fit(*on, on[0].point, normal(hide_all=True))[0],
+    "MAP": lambda *on: maximum_a_posteriori(*on)[0],
+    "mean field": lambda *on: mean_field(*on),
+    "mean field, local reparam.": lambda *on: mean_field(*on, handler=local_reparameterization),
+    "mean field, flipout": lambda *on: mean_field(*on, handler=flipout),
+    "mean field, mini-batches": lambda *on: mean_field(*on, is_sampled=True),
+    "last layer, Laplace": lambda *on: laplace(*on, "full"),
+    "last layer, Laplace, tuned": lambda *on: laplace(*on, "full", is_tuned=True),
+    "Laplace, kron": lambda *on: laplace(*on, "kron"),
+    "Laplace, kron, tuned": lambda *on: laplace(*on, "kron", is_tuned=True),
+}
+
+
+@settings
+class Settings(runner.Settings):
+    backend: list[str] = which(["torch"], "what passes messages", choices=["dgl", "pyg", "torch"])
+    methods: list[str] = which([*METHODS], "rows of the table", choices=[*METHODS])
+    seeds: list[int] = which([*range(5)], "of fits", smoke=[0])
+    hidden_units: int = setting(16, "number")
+    point: dict = setting(POINT, "of ML and MAP", smoke=POINT | SHORT)
+    mean_field: dict = setting(
+        MEAN_FIELD, "", published=MEAN_FIELD | OFTEN, smoke=MEAN_FIELD | SHORT
+    )
+    mini_batch: int = setting(35, "labelled nodes in a batch")
+    neighbours: list[int] = setting([10, 10], "drawn for a mini-batch, by layer")
+    Laplace_samples: int = setting(1_000, "in predictions", smoke=100)
+    tuned_precisions: dict = setting(GRIDS, "grids", smoke={"full": [1.0], "kron": [10.0]})
+
+
+@dataclass(frozen=True)
+class Edges:
+    """A graph, in no library's own format; in a batch, one that leads to fewer nodes.
+
+    Of each edge where it leaves, `(E,)`, where it goes, and its weight, if they are not all one;
+    and the numbers of nodes that edges leave, and that they reach.
+    """
+
+    source: Tensor
+    target: Tensor
+    weight: Tensor | None
+    sizes: tuple[int, int]
+
+    def to(self, device):
+        names = ("source", "target") if self.weight is None else ("source", "target", "weight")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+@dataclass(frozen=True)
+class GraphData:
+    """All nodes: features `(n, d)`, labels `(n,)`, edges, and masks `(n,)` by name."""
+
+    features: Tensor
+    labels: Tensor
+    edges: Edges
+    masks: dict[str, Tensor]
+
+
+def cora(reduced=False):
+    """Return Cora with masks `train`, `val` and `test`; edges run both ways, and to their node."""
+    if common.find("cora.npz"):
+        found = common.arrays("cora.npz")
+    else:
+        try:
+            from torch_geometric.datasets import Planetoid
+
+            nodes = Planetoid(str(common.ROOT / "data"), "Cora")[0]
+        except (ImportError, OSError, RuntimeError) as error:
+            raise FileNotFoundError(
+                f"{common.looked('cora.npz')}, and torch-geometric could not download it: {error}. "
+                'Set TYXE_DATA to a folder that has it, or pip install -e ".[pyg]"'
+            ) from error
+        found = nodes.to_dict() | {"features": nodes.x, "labels": nodes.y}
+    count = len(found["labels"])
+    source, target = torch.cat([found["edge_index"], torch.arange(count).expand(2, -1)], 1)
+    features = found["features"][:, : 100 if reduced else None]
+    some = torch.arange(count) % (10 if reduced else 1) == 0
+    masks = {name: found[f"{name}_mask"] & some for name in ("train", "val", "test")}
+    rows = features / features.sum(1, keepdim=True).clamp(min=1)
+    return GraphData(rows, found["labels"], Edges(source, target, None, (count, count)), masks)
+
+
+def torch_backend():
+    def sum_neighbours(graph, h):
+        messages = h[graph.source]
+        messages = messages if graph.weight is None else messages * graph.weight[:, None]
+        return h.new_zeros(graph.sizes[1], h.shape[1]).index_add(0, graph.target, messages)
+
+    return lambda edges: edges, sum_neighbours
+
+
+def import_dgl():
+    """Import DGL on a torch that is newer than that of its last wheel on the index, 2.1.0.
+
+    Two of its imports fail, and neither matters to message passing: `dgl.graphbolt`, data loading,
+    for exactly its torch, which an empty module replaces; and, where it is missing,
+    `setuptools.extern.packaging`, a copy of `packaging`, which does.
+    """
+    if "dgl" not in sys.modules and importlib.util.find_spec("dgl") is not None:
+        import packaging.version
+
+        # Else DGL writes a file of settings into the home folder.
+        os.environ.setdefault("DGLBACKEND", "pytorch")
+        sys.modules["dgl.graphbolt"] = ModuleType("dgl.graphbolt")
+        try:
+            import setuptools.extern.packaging  # noqa: F401
+        except ImportError:
+            sys.modules["setuptools.extern.packaging"] = stand_in = ModuleType("packaging")
+            stand_in.version = packaging.version
+    import dgl
+
+    return dgl
+
+
+def dgl_backend():
+    """Return them as in DGL's tutorial: a `DGLGraph`, a message and its reduction."""
+    dgl = import_dgl()
+
+    def graph_of(edges):
+        pairs, (sources, targets) = (edges.source, edges.target), edges.sizes
+        if sources == targets:
+            graph = dgl.graph(pairs, num_nodes=sources)
+        else:
+            graph = dgl.create_block(pairs, num_src_nodes=sources, num_dst_nodes=targets)
+        if edges.weight is not None:
+            graph.edata["weight"] = edges.weight
+        return graph
+
+    def sum_neighbours(graph, h):
+        message = dgl.function.copy_u("h", "m")
+        if "weight" in graph.edata:
+            message = dgl.function.u_mul_e("h", "weight", "m")
+        with graph.local_scope():
+            graph.srcdata["h"] = h
+            graph.update_all(message, dgl.function.sum("m", "sum"))
+            return graph.dstdata["sum"]
+
+    return graph_of, sum_neighbours
+
+
+def pyg_backend():
+    """Return them in PyTorch Geometric: a `Data` object, and a convolution without weights."""
+    from torch_geometric.data import Data
+    from torch_geometric.nn import SimpleConv
+
+    convolution = SimpleConv(aggr="sum")
+
+    def graph_of(edges):
+        pairs = torch.stack([edges.source, edges.target])
+        sizes = {"sizes": edges.sizes, "num_nodes": edges.sizes[0]}
+        return Data(edge_index=pairs, edge_weight=edges.weight, **sizes)
+
+    def sum_neighbours(graph, h):
+        return convolution((h, None), graph.edge_index, graph.edge_weight, graph.sizes)
+
+    return graph_of, sum_neighbours
+
+
+BACKENDS = {"dgl": dgl_backend, "pyg": pyg_backend, "torch": torch_backend}
+
+
+def backend(name):
+    """Return `graph_of(edges)` and `sum_neighbours(graph, h)` of a library.
+
+    The latter keeps its two latest sums that no gradient passes: in a net of two layers that of
+    the inputs is among them, which is the same in every forward with all nodes.
+    """
+    try:
+        graph_of, sum_neighbours = BACKENDS[name]()
+    except ModuleNotFoundError as error:
+        missing = (error.name or name).partition(".")[0]
+        message = f'--backend {name} needs {missing}: pip install -e ".[{name}]"'
+        raise ModuleNotFoundError(message, name=missing) from error
+    kept = []  # triples of graph, features and sum, the latest first
+
+    def remembered(graph, h):
+        if h.requires_grad:
+            return sum_neighbours(graph, h)
+        found = next((one for one in kept if one[0] is graph and one[1] is h), None)
+        found = found or (graph, h, sum_neighbours(graph, h))
+        kept[:] = [found, *(one for one in kept if one is not found)][:2]
+        return found[2]
+
+    return graph_of, remembered
+
+
+class NeighborLoader:
+    """Batches of nodes with sampled neighbourhoods, `((blocks, features), labels)`.
+
+    A block for each layer of the net holds the edges into the nodes that the layer computes. The
+    last one ends in the batch's own nodes: the net has an output for each label, and the
+    likelihood scales the batch by `N / S`, as any other. Where `k` of `d` neighbours were drawn,
+    their edges weigh `d / k`, so that the expected sum is that of all. Every node keeps its edge
+    to itself, and gets one where it had none.
+
+    PyTorch Geometric's class of that name is called likewise, but wants compiled code: all nodes;
+    how many neighbours to draw, for the output layer first, -1 for all; a mask of the nodes that
+    batches are made of; from `Edges` to a library's graph; nodes in a batch, and their order.
+    """
+
+    def __init__(self, data, num_neighbors, input_nodes, graph_of, batch_size=1, shuffle=False):
+        self.data, self.graph_of, self.num_neighbors = data, graph_of, num_neighbors
+        self.nodes, self.batch_size = input_nodes.nonzero().squeeze(1), batch_size
+        self.shuffle, edges = shuffle, data.edges
+        others = edges.source != edges.target
+        order = edges.target[others].argsort(stable=True)
+        # The neighbours of node i are self._neighbors[self._starts[i] : self._starts[i + 1]].
+        self._neighbors = edges.source[others][order]
+        self._degrees = edges.target[others].bincount(minlength=len(data.labels))
+        self._starts = self._degrees.cumsum(0) - self._degrees
+
+    def __len__(self):
+        return -(-len(self.nodes) // self.batch_size)
+
+    def __iter__(self):
+        order = torch.randperm(len(self.nodes)) if self.shuffle else torch.arange(len(self.nodes))
+        for seeds in self.nodes[order].split(self.batch_size):
+            blocks, nodes = [], seeds
+            for count in self.num_neighbors:
+                edges, nodes = self._into(nodes, count)
+                blocks.insert(0, self.graph_of(edges))
+            yield (tuple(blocks), self.data.features[nodes]), self.data.labels[seeds]
+
+    def _into(self, nodes, count):
+        """Return edges into some nodes, and the nodes that they come from: those first."""
+        degrees = self._degrees[nodes]
+        target = torch.arange(len(nodes)).repeat_interleave(degrees)
+        place = torch.arange(len(target)) - (degrees.cumsum(0) - degrees)[target]
+        source = self._neighbors[self._starts[nodes][target] + place]
+        weight = self.data.features.new_ones(len(target))
+        if count >= 0:
+            # In random order within each node, the first of them are a draw without replacement.
+            order = torch.rand(len(target)).argsort()
+            order = order[target[order].argsort(stable=True)]
+            source, kept = source[order], place < count
+            source, target = source[kept], target[kept]
+            weight = (degrees[target] / count).clamp(min=1).to(weight.dtype)
+        known = torch.cat([nodes, source[~torch.isin(source, nodes)].unique()])
+        number = torch.empty(len(self._degrees), dtype=torch.long)
+        number[known], own = torch.arange(len(known)), torch.arange(len(nodes))
+        source, target = torch.cat([number[source], own]), torch.cat([target, own])
+        weight = torch.cat([weight, weight.new_ones(len(nodes))])
+        return Edges(source, target, weight, (len(known), len(nodes))), known
+
+
+class GCN(nn.Module):
+    """Two layers, on a graph or on a tuple of two blocks: the first layer's and the second's."""
+
+    def __init__(self, inputs, hidden, outputs, sum_neighbours):
+        super().__init__()
+        self.first, self.second = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+        self.sum_neighbours = sum_neighbours
+
+    def forward(self, graph, features):
+        below, above = graph if isinstance(graph, tuple) else (graph, graph)
+        hidden = self.first(self.sum_neighbours(below, features)).relu()
+        return self.second(self.sum_neighbours(above, hidden))
+
+
+@cache
+def problem(s, name):
+    """Return nodes, their graph, how to make others and to sum over neighbours, the likelihood."""
+    try:
+        nodes, (graph_of, sum_neighbours) = cora(reduced=s.smoke_test), backend(name)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        sys.exit(str(error))
+    likelihood = tyxe.likelihoods.Categorical(int(nodes.masks["train"].sum()))
+    return nodes, graph_of(nodes.edges), graph_of, sum_neighbours, likelihood
+
+
+def scores(nodes, validation, test):
+    """Return a row of the table from the logits of validation and of test nodes."""
+    seen, labels = (nodes.labels[nodes.masks[name]] for name in ("val", "test"))
+    found = tables.scores(test.softmax(-1), labels, 10)
+    nll = tyxe.metrics.nll(validation.softmax(-1), seen).item()
+    return found | {"NLL": nll, "test NLL": found["NLL"]}
+
+
+def fit(s, name, seed, how, prior, guide=None, handler=nullcontext, is_sampled=False):
+    """Fit a net, looking at it after each epoch; return the best row, and the net at the end."""
+    torch.manual_seed(seed)
+    (nodes, graph, graph_of, sum_neighbours, likelihood), rows = problem(s, name), []
+    net = GCN(nodes.features.shape[1], s.hidden_units, 7, sum_neighbours)
+    guide = guide and common.mean_field(net, **guide)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
+    loader = [((graph, nodes.features), nodes.labels)]
+    labelled = nodes.masks["train"]
+    mask = selective_mask(mask=labelled, expose=["likelihood.data"])
+    if is_sampled:  # the loader yields labelled nodes only, so there is nothing to mask
+        how_many = s.neighbours, labelled, graph_of, s.mini_batch
+        loader, mask = NeighborLoader(nodes, *how_many, shuffle=True), nullcontext()
+    optimizer = torch.optim.Adam(bnn.parameters(), lr=how["rate"])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, how["cut every"] // len(loader), 0.1)
+
+    def look(bnn, epoch, loss):
+        schedule.step()
+        if (step := (epoch + 1) * len(loader)) % how["look every"] == 0:
+            logits = bnn.predict(graph, nodes.features, num_predictions=how["draws"])
+            row = scores(nodes, *(logits[nodes.masks[part]] for part in ("val", "test")))
+            rows.append(row | {"step": step})
+
+    with mask, handler():
+        bnn.fit(loader, optimizer, how["steps"] // len(loader), look, progress=False)
+    return min(rows, key=lambda row: row["NLL"]), bnn.to_module()
+
+
+@cache
+def maximum_a_posteriori(s, name, seed):
+    return fit(s, name, seed, s.point, normal(), {"guide": AutoDelta})
+
+
+def mean_field(s, name, seed, **how):
+    guide = {"init_scale": 1e-4, "max_guide_scale": 0.3}
+    return fit(s, name, seed, s.mean_field, normal(), guide, **how)[0]
+
+
+def laplace(s, name, seed, structure, is_tuned=False):
+    """Return the row of a Laplace approximation about the MAP estimate.
+
+    The points of a batch must not influence each other in a layer with a curvature. In the last
+    one they do not; in the first they do, so there a batch is one node with what it depends on.
+    """
+    net, (nodes, _, graph_of, _, likelihood) = (
+        maximum_a_posteriori(s, name, seed)[1],
+        problem(s, name),
+    )
+    torch.manual_seed(seed)
+    last_layer = {"expose_all": False, "expose_modules": [net.second]}
+    rules, size = (last_layer, 1_000) if structure == "full" else ({}, 1)
+    bnn = tyxe.LaplaceBNN(net, normal(**rules), likelihood, structure=structure)
+    train, held_out, test = (
+        NeighborLoader(nodes, (-1, -1), mask, graph_of, size) for mask in nodes.masks.values()
+    )
+    bnn.fit_curvature(train, progress=False)
+    how = {"method": "grid", "loader": held_out, "grid": s.tuned_precisions[structure]}
+    precision = bnn.optimize_prior_precision(**(how if is_tuned else {}))
+    logits = [bnn.predict(nodes, num_predictions=s.Laplace_samples) for nodes in (held_out, test)]
+    return {**scores(nodes, *logits), "prior precision": float(precision)}
+
+
+def cells(s, found):
+    for name in s.backend:
+        for method in s.methods:
+            for seed in s.seeds:
+                yield (name, method, seed), partial(METHODS[method], s, name, seed)
+
+
+def table(record):
+    """Return the scores by backend."""
+    rows = {}
+    for name in dict.fromkeys(key[0] for key in record.cells):
+        for method in METHODS:
+            own = [cell for key, cell in record.cells.items() if key[:2] == (name, method)]
+            rows |= {(method, name): own} if own else {}
+
+    def paper(row, column):
+        known = PUBLISHED.get(row[0], {}).get(column)
+        return known and f"{known[0]:.2f} ± {known[1]:.2f}"
+
+    counts = {"backend": lambda row, _: row[1], "seeds": lambda _, found: str(len(found))}
+    return tables.score_table(rows, FORMATS, paper, counts, errors=2)
+
+
+by, facts = ("backend", "method", "seed"), {"published": PUBLISHED}
+experiment = runner.Experiment("cora", Settings, cells, by, table, facts=facts)
+
+if __name__ == "__main__":
+    experiment.main()

@@ -1,0 +1,143 @@
+"""Data-parallel training: the loss curve of one process, by several.
+
+    python experiments/ddp.py
+    torchrun --nproc_per_node=2 experiments/ddp.py
+
+Each process has its part of every batch, and PyTorch's DistributedDataParallel averages gradients:
+`VariationalBNN.fit(..., parallel=DistributedDataParallel)`, and a loop of one's own on a
+`PytorchBNN`. All else is PyTorch's recipe as well; processes talk by NCCL where there is a GPU for
+each, else by gloo. A small MLP on 1,536 of scikit-learn's digits, mean field, in float64, so that
+what differs between one process and two is rounding. With `--draws same` every process has the same
+seed, draws the same weights, and the steps are those of one process; with `independent` each has a
+seed of its own: the gradient is right on average, and its noise, averaged over processes, less. The
+table has losses (nats), and the largest relative difference of an epoch's from one process's.
+"""
+
+import os
+from functools import partial
+
+import runner
+import tables
+import torch
+import torch.distributed
+from runner import RANK, WORLD, setting, settings, which
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import tyxe
+
+KINDS = ["VariationalBNN", "PytorchBNN"]
+
+
+@settings
+class Settings(runner.Settings):
+    draws: str = which("same", "of all processes or of each", choices=["same", "independent"])
+    seeds: list[int] = which([0], "of net and draws")
+    points: int = setting(1_536, "digits", smoke=256)
+    batch: int = setting(64, "digits, of all processes together")
+    epochs: int = setting(20, "number", smoke=2)
+
+    def __post_init__(self):
+        if self.batch > self.points:
+            raise ValueError(
+                f"--batch is {self.batch}; expected at most {self.points:,}, all points"
+            )
+        if self.batch % WORLD:
+            raise ValueError(
+                f"a batch of {self.batch} cannot be shared out evenly among {WORLD} processes, and "
+                f"its points would count unequally; choose a --batch that {WORLD} divides"
+            )
+
+
+def run(s, seed):
+    """Return the loss curves of both kinds; every process calls this, and the first keeps them."""
+    from sklearn.datasets import load_digits
+
+    on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpus else "cpu"
+    if on_gpus:
+        torch.cuda.set_device(device)
+    if WORLD > 1:
+        torch.distributed.init_process_group("nccl" if on_gpus else "gloo")
+    parallel = DistributedDataParallel if WORLD > 1 else None
+    x, y = (torch.tensor(part)[: s.points] for part in load_digits(return_X_y=True))
+    digits = TensorDataset(x / 16, y)
+    sampler = DistributedSampler(digits, WORLD, RANK, drop_last=True)
+    loader = DataLoader(digits, s.batch // WORLD, sampler=sampler, drop_last=True)
+
+    # The nets are made alike by all processes; draws come after.
+    seed_of_draws = seed + (RANK if s.draws == "independent" else 0)
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10)).to(device)
+    prior = tyxe.priors.LayerwiseNormalPrior("radford")
+    guide = partial(tyxe.guides.AutoNormal, init_scale=0.05)
+    adam, losses = partial(torch.optim.Adam, lr=5e-3), torch.zeros(s.epochs, device=device)
+    bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(s.points), guide)
+    torch.manual_seed(seed_of_draws)
+    how = {"device": device, "progress": False, "parallel": parallel}
+    history = bnn.fit(loader, adam, s.epochs, **how)
+
+    bnn = tyxe.PytorchBNN(net, prior, guide)
+    model = bnn if parallel is None else parallel(bnn)
+    optimizer = adam(model.parameters())
+    torch.manual_seed(seed_of_draws)
+    for epoch in range(s.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            # A mean over this process's points, and the KL per point: both are averaged again.
+            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+            loss = loss + bnn.cached_kl_loss / s.points
+            loss.backward()
+            optimizer.step()
+            losses[epoch] += loss.detach() * s.points / len(loader)
+    if WORLD > 1:
+        torch.distributed.all_reduce(losses)
+        torch.distributed.destroy_process_group()
+    return {"curves": {KINDS[0]: history.loss, KINDS[1]: (losses / WORLD).tolist()}}
+
+
+def cells(s, found):
+    def in_float64(seed):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return run(s, seed)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    name = "1 process" if WORLD == 1 else f"{WORLD} processes, {s.draws} draws"
+    for seed in s.seeds:
+        yield (name, seed), partial(in_float64, seed)
+
+
+def table(record):
+    lines = []
+    for (name, seed), cell in record.cells.items():
+        one = record.cells.get(("1 process", seed), cell)
+        for kind, curve in cell["curves"].items():
+            pairs = zip(curve, one["curves"][kind], strict=True)
+            far = "" if one is cell else f"{max(abs(a / b - 1) for a, b in pairs):.1e}"
+            lines.append([name, kind, f"{curve[0]:.1f}", f"{curve[-1]:.1f}", far])
+    columns = ["", "wrapper", "first epoch", "last epoch", "from one process's, at most"]
+    return tables.markdown(columns, lines)
+
+
+def figure(record):
+    """Draw the loss curves of all numbers of processes and kinds of draws."""
+    drawn, axes = tables.subplots(1, 2, figsize=(9, 3.5))
+    for ax, kind in zip(axes, KINDS, strict=True):
+        for index, ((name, _), cell) in enumerate(record.cells.items()):
+            curve, style = cell["curves"][kind], ("-", "--", ":", "-.")[index % 4]
+            ax.plot(range(1, len(curve) + 1), curve, style, label=name)
+        ax.set(title=kind, xlabel="epoch", ylabel="loss (nats)")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend()
+    return drawn
+
+
+by = ("processes", "seed")
+experiment = runner.Experiment("ddp", Settings, cells, by, table, figure)
+
+if __name__ == "__main__":
+    experiment.main()

@@ -1,0 +1,366 @@
+"""Laplace approximations of three toy nets: which posterior, and which prediction from it.
+
+`cubic` [T fig. 3.2, 3.3]: x^3 from 20 points, noise of 3, a net 1-7-7-1 (ReLU). One fitted net, and
+about its weights a Gaussian by Kronecker factors, by a diagonal and in full, against HMC: drawn
+weights with two hyperparameters, N and tau of [T 3.41], tuned on 20 held-out points; drawn weights
+as they come; and the linearised net as it comes. Mean predictive standard deviations where there
+are data and beyond, and negative log-likelihood (NLL) of 1,000 points, nats. Reduced: HMC has 1,000
+samples, the thesis 50,000.
+
+`step` [GLM fig. 3]: two weights and ten points, where the Gaussian puts mass on slopes that the
+true posterior, found by quadrature, rules out: drawn weights predict far from certain, the
+linearised net does not. That mass, and p(y = 1 | x = 4) by drawn weights and linearised.
+
+`banana` [GLM fig. 4]: two classes from 265 points, two layers of 50 tanh units; drawn weights
+underfit, the linearised net does not. Each with the prior precision that is best for it on 265
+validation points; error and NLL of the rest.
+"""
+
+import math
+import sys
+from functools import partial
+
+import common
+import pyro
+import runner
+import tables
+import torch
+from common import normal
+from pyro.infer.mcmc import HMC
+from pyro.ops.stats import effective_sample_size
+from runner import setting, settings, which
+from torch import nn
+
+import tyxe
+from tyxe.linalg import BlockDiagonal, Dense
+from tyxe.plotting import PALETTE
+
+GRID = torch.linspace(-6, 6, 241)[:, None]
+PRECISIONS = [0.1, 0.4, 0.7, 1.0, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8]
+PLANE = 5.0  # of the banana, `(-PLANE, PLANE)` in both directions
+PREDICTIVES = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
+
+
+@settings
+class Settings(runner.Settings):
+    seeds: list[int] = which([42], "of data and inference")
+    epochs: int = setting(3_000, "of the fit", smoke=20)
+    draws: int = setting(1_000, "of the weights", smoke=8)
+
+
+@settings
+class WithHMC(Settings):
+    hmc_warmup: int = setting(300, "samples to adapt", smoke=5)
+    hmc_samples: int = setting(1_000, "samples kept", smoke=6)
+    hmc_trajectory: float = setting(1.0, "its length", smoke=0.01)
+
+
+@settings
+class Banana(Settings):
+    prior_precisions: list[float] = setting(PRECISIONS, "of nets", smoke=PRECISIONS[:2])
+    side: int = setting(80, "points on a side of the maps", smoke=8)
+
+
+def rounded(values):
+    return [round(value, 4) for value in values.flatten().tolist()]
+
+
+def hmc(s, net, likelihood, pair):
+    """Sample by HMC under N(0, 1) priors."""
+    how = {"step_size": 1e-2, "trajectory_length": s.hmc_trajectory, "adapt_mass_matrix": False}
+    bnn = tyxe.MCMC_BNN(net, normal(), likelihood, partial(HMC, **how))
+    quiet = not sys.stderr.isatty()
+    bnn.fit([pair], s.hmc_samples, warmup_steps=s.hmc_warmup, disable_progbar=quiet)
+    return bnn
+
+
+def drawn_cubic(count):
+    """Draw points of `y = x^3 + 3 eps`, `x` uniform on (-4, 4)."""
+    x = torch.empty(count, 1).uniform_(-4, 4)
+    return x, x**3 + 3 * torch.randn(count, 1)
+
+
+def tune(bnn, x, y, count):
+    """Choose [T 3.41]'s N and tau by the likelihood of held-out points; the BNN keeps the best."""
+    size, scores = bnn.likelihood.dataset_size, {}
+
+    def choose(n, tau):
+        bnn.temperature = size / n  # N points in place of those that were seen
+        bnn.update_prior(normal(tau**-0.5))
+
+    for n in (size * 4.0**k for k in range(-1, 5)):
+        for tau in (4.0**k for k in range(-1, 5)):
+            choose(n, tau)
+            how = {"num_predictions": count, "predictive": "bnn"}
+            scores[n, tau] = float(bnn.evaluate(x, y, **how)[1])
+    best = max(scores, key=scores.__getitem__)
+    choose(*best)
+    return dict(zip(("N", "tau"), best, strict=True))
+
+
+def cubic(s, seed):
+    sets = [drawn_cubic(count) for count in (20, 20, 1_000)]
+    unit, height = (column.std() for column in sets[0])  # the net sees variances of one
+    pair, held_out, test = ((x / unit, y / height) for x, y in sets)
+    net = nn.Sequential(nn.Linear(1, 7), nn.ReLU(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 1))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(pair[0]), scale=float(3 / height))
+    fitted = tyxe.LaplaceBNN(net, normal(), likelihood)
+    fitted.fit([pair], partial(torch.optim.Adam, lr=1e-2), s.epochs)
+    rows, curves, chosen, inside = {}, {kind: {} for kind in PREDICTIVES}, {}, GRID.abs() < 4
+
+    def look(bnn, name, kind):
+        how = {"num_predictions": s.draws, "predictive": kind[-3:]}
+        mean, scale = (part * height for part in bnn.predict(GRID / unit, **how))
+        curves[kind][name] = {"mean": rounded(mean), "sd": rounded(scale)}
+        nll = (height.log() - bnn.evaluate(*test, reduction="mean", **how)[1]).item()
+        spread = {"sd, |x| < 4": scale[inside], "sd beyond": scale[~inside]}
+        row = {column: values.mean().item() for column, values in spread.items()}
+        rows[f"{name}, {kind}"] = row | {"NLL": nll}
+
+    for structure, how in {
+        "kron": {"damping": True},
+        "diag": {"curvature": "fisher"},
+        "full": {"curvature": "fisher"},
+    }.items():
+        # A net that is fitted already: only the curvature is missing.
+        how["structure"] = structure
+        bnn = tyxe.LaplaceBNN(fitted.to_module(), normal(), likelihood, **how)
+        bnn.fit_curvature([pair])
+        look(bnn, structure, "untuned, glm")
+        look(bnn, structure, "untuned, bnn")
+        chosen[structure] = tune(bnn, *held_out, s.draws // 5)
+        look(bnn, structure, "tuned, bnn")
+    bnn = hmc(s, net, likelihood, pair)
+    look(bnn, "HMC", "untuned, bnn")
+    # How far HMC can be trusted: its independent draws, the chain's halves taken as two chains.
+    at = GRID[20::100] / unit  # -5, 0 and 5
+    functions = bnn.predict(at, num_predictions=s.hmc_samples, aggregate=False)
+    ess = effective_sample_size(functions.reshape(2, -1, len(at))).tolist()
+    facts = {"chosen": chosen, "hmc effective sample size": ess}
+    return {"rows": rows, **facts, "curves": curves}
+
+
+def cubic_figure(cell, seed):
+    """Draw a row of panels for each kind of prediction, a panel for each posterior."""
+    names, points = ["kron", "diag", "full", "HMC"], drawn_cubic(20)
+    how = {"figsize": (12, 9), "sharex": True, "sharey": "row"}
+    figure, axes = tables.subplots(len(PREDICTIVES), len(names), **how)
+    of_hmc = cell["curves"]["untuned, bnn"]["HMC"]
+    for line, kind, limit in zip(axes, reversed(PREDICTIVES), (150, 400, 150), strict=True):
+        for ax, name in zip(line, names, strict=True):
+            drawn = of_hmc if name == "HMC" else cell["curves"][kind][name]
+            band = torch.tensor(drawn["mean"]), torch.tensor(drawn["sd"])
+            how = {"train_data": points, "true_function": GRID**3}
+            tyxe.plotting.predictive_band(GRID, *band, ax, **how)
+            ax.get_legend().remove()
+            ax.set(title=name if name == "HMC" else f"{name}: {kind}", xlabel="", ylabel="")
+        line[0].set(xlim=(-6, 6), ylim=(-limit, limit), ylabel="y")
+    for ax in axes[-1]:
+        ax.set_xlabel("x")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+class Step(nn.Module):
+    """`f(x) = 5 tanh(w1 x + w2)`, from the side of the slope that the data have."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        nn.init.ones_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x):
+        return 5 * self.linear(x).tanh()
+
+
+def step_data():
+    x = torch.tensor([1.0, 1.5, 2.0, 2.5, 3.0])
+    x = torch.cat([-x, x])[:, None]
+    return x, (x > 0).float()
+
+
+def step_log_joint(weights, x, y):
+    """Return `log p(y, w)` but for a constant, of weights `(..., 2)` with N(0, 1) priors."""
+    outputs = 5 * (weights[..., :1] * x[:, 0] + weights[..., 1:]).tanh()
+    log_likelihood = nn.functional.logsigmoid((2 * y[:, 0] - 1) * outputs).sum(-1)
+    return log_likelihood - weights.square().sum(-1) / 2
+
+
+def step_truth(x, y, at):
+    """Integrate the posterior: its grid's axis, its density, `P(w1 < 0)`, `p(y = 1)` at points."""
+    axis = torch.linspace(-8, 8, 321, dtype=torch.float64)
+    weights = torch.cartesian_prod(axis, axis)
+    mass = step_log_joint(weights, x, y).softmax(0)
+    below = torch.heaviside(-weights[:, 0].round(decimals=9), torch.tensor(0.5).double())
+    falling = (mass @ below).item()  # the trapezoidal rule ends at zero: half of what is there
+    probs = [mass @ (5 * (weights[:, 0] * v + weights[:, 1]).tanh()).sigmoid() for v in at[:, 0]]
+    return axis, mass.view(len(axis), -1), falling, torch.stack(probs)
+
+
+def use_hessian_(bnn, x, y):
+    """Put the Hessian of the log joint in the place of a posterior's GGN: Laplace's own method."""
+    values = bnn.mean_values()
+    mode = torch.cat([values[f"net.linear.{name}"].flatten() for name in ("weight", "bias")])
+    hessian = torch.autograd.functional.hessian(lambda w: -step_log_joint(w, x, y), mode)
+    bnn.net_guide.precision = BlockDiagonal({"all": Dense((hessian + hessian.mT) / 2)})
+
+
+def step(s, seed):
+    pair = step_data()
+    likelihood, net = tyxe.likelihoods.Bernoulli(len(pair[0]), event_dim=1), Step()
+    fitted = tyxe.LaplaceBNN(net, normal(), likelihood)
+    fitted.fit([pair], partial(torch.optim.Adam, lr=1e-2), s.epochs)
+    fitted, posteriors = fitted.to_module(), {}
+    for name, how in {
+        "Laplace, Hessian": {"structure": "full"},
+        "Laplace, GGN": {"structure": "full"},
+        "Laplace, GGN damped": {"structure": "kron", "damping": True},
+    }.items():
+        posteriors[name] = tyxe.LaplaceBNN(fitted, normal(), likelihood, **how)
+        posteriors[name].fit_curvature([pair])
+    use_hessian_(posteriors["Laplace, Hessian"], *pair)
+    posteriors["HMC"] = hmc(s, net, likelihood, pair)
+    _, _, falling, probs = step_truth(*pair, GRID)
+    rows = {"true posterior": {"P(w1 < 0)": falling, "p at x = 4": probs[200].item()}}
+    names, curves = ("net.linear.weight", "net.linear.bias"), {}
+    for title, bnn in posteriors.items():
+        with torch.no_grad():
+            draws = [*bnn.draws(s.hmc_samples if title == "HMC" else 10 * s.draws)]
+        weights = torch.stack([torch.cat([w[name].flatten() for name in names]) for w in draws])
+        rows[title] = {"P(w1 < 0)": (weights[:, 0] < 0).float().mean().item()}
+        curves[title] = {"weights": [rounded(column) for column in weights[:400].T]}
+        for kind in ("bnn",) if title == "HMC" else ("bnn", "glm"):
+            how = {"num_predictions": s.draws, "predictive": kind, "aggregate": False}
+            outputs = bnn.predict(GRID, **how)[..., 0]
+            rows[title][f"{kind} at x = 4"] = outputs[:, 200].sigmoid().mean().item()
+            low, high = torch.quantile(outputs, torch.tensor([0.025, 0.975]), dim=0)
+            parts = {"low": low, "high": high, "mean": outputs.mean(0)}
+            parts["probability"] = outputs.sigmoid().mean(0)
+            curves[title][kind] = {part: rounded(values) for part, values in parts.items()}
+    return {"rows": rows, "w1 of the MAP": fitted.linear.weight.item(), "curves": curves}
+
+
+def step_figure(cell, seed):
+    """Draw weights, outputs and probabilities, a column for each posterior."""
+    pair, x, curves = step_data(), GRID[:, 0], cell["curves"]
+    axis, density, _, probs = step_truth(*pair, GRID)
+    figure, axes = tables.subplots(3, len(curves), figsize=(3 * len(curves), 8), sharey="row")
+    for (top, middle, bottom), (title, found) in zip(axes.T, curves.items(), strict=True):
+        top.contourf(axis, axis, density.mT, levels=6, cmap="Greys")
+        top.plot(*found["weights"], ".", color=PALETTE[1], markersize=2, label="draws")
+        top.axvline(0, color="0.5", linewidth=0.8)
+        top.set(title=title, xlim=(-2.5, 3.5), ylim=(-3, 3), xlabel="$w_1$")
+        for kind, color in zip(("bnn", "glm"), PALETTE, strict=False):
+            if kind in found:
+                parts, look = found[kind], {"color": color, "label": kind}
+                band = {"color": color, "alpha": 0.25, "linewidth": 0}
+                middle.fill_between(x, parts["low"], parts["high"], **band)
+                middle.plot(x, parts["mean"], **look)
+                bottom.plot(x, parts["probability"], **look)
+        bottom.plot(x, probs, color="black", linestyle="dashed", label="true posterior")
+        bottom.plot(*pair, "o", color="black", markersize=3.5, label="data")
+        middle.set(xlim=(-6, 6), ylim=(-12, 12))
+        bottom.set(xlim=(-6, 6), ylim=(-0.05, 1.05), xlabel="x")
+    for ax, label in zip(axes[:, 0], ("$w_2$", "f(x), 95 %", "p(y = 1 | x)"), strict=True):
+        ax.set_ylabel(label)
+    figure.legend(*axes[2, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def banana_data(seed):
+    """Return 265 points for training, 265 for validation and the rest, standardised already."""
+    found = common.arrays("uci/banana.npz")
+    x, y = found["X"], found["y"][:, None].float()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    return [(x[part], y[part]) for part in (order[:265], order[265:530], order[530:])]
+
+
+def banana(s, seed):
+    train, validation, test = banana_data(seed)
+    likelihood = tyxe.likelihoods.Bernoulli(len(train[0]), event_dim=1)
+    kinds = {k: {"num_predictions": s.draws, "predictive": k} for k in ("bnn", "glm")}
+    kinds = {"MAP": {"num_predictions": 0, "predictive": "bnn"}} | kinds
+    found, posteriors = {}, {}
+    for precision in s.prior_precisions:
+        layers = nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)
+        net = nn.Sequential(*layers)
+        bnn = tyxe.LaplaceBNN(net, normal(precision**-0.5), likelihood, structure="full")
+        adam = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 1e-2}, "gamma": 0.1}
+        decays = [s.epochs * 24 // 30, s.epochs * 28 // 30]
+        optim = pyro.optim.MultiStepLR({**adam, "milestones": decays})
+        bnn.fit([train], optim, s.epochs, lambda *_, optim=optim: optim.step())
+        posteriors[precision], found[precision] = bnn, {}
+        for kind, how in kinds.items():
+            _, held_out = bnn.evaluate(*validation, reduction="mean", **how)
+            error, log_likelihood = bnn.evaluate(*test, reduction="mean", **how)
+            row = {"validation NLL": -held_out.item(), "error %": 100 * error.item()}
+            found[precision][kind] = row | {"NLL": -log_likelihood.item()}
+    best = {k: min(found, key=lambda p: found[p][k]["validation NLL"]) for k in kinds}
+    rows = {f"{kind}, precision {best[kind]}": found[best[kind]][kind] for kind in kinds}
+    # Its own choice apart, bnn on the posterior that glm chose: the predictive alone differs.
+    rows[f"bnn, precision {best['glm']}"] = found[best["glm"]]["bnn"]
+    axis, maps = torch.linspace(-PLANE, PLANE, s.side), {}
+    for kind in ("bnn", "glm"):
+        plane = torch.cartesian_prod(axis, axis)
+        probs = posteriors[best["glm"]].predict(plane, aggregate=False, **kinds[kind]).sigmoid()
+        parts = {"mean": probs.mean(0), "sd of p": probs.std(0, correction=0)}
+        maps[kind] = {part: rounded(values) for part, values in parts.items()}
+    return {"rows": rows, "by prior precision": found, "maps": maps}
+
+
+def banana_figure(cell, seed):
+    """Draw maps over the plane, a row for each predictive: mean, sd, and the variance's parts."""
+    maps, (x, y) = {}, banana_data(seed)[0]
+    for kind, row in cell["maps"].items():
+        mean, sd = (torch.tensor(values) for values in row.values())
+        epistemic = sd.square()  # of y, 0 or 1: E[p (1 - p)] and Var[p]
+        parts = {"aleatoric": mean * (1 - mean) - epistemic, "epistemic": epistemic}
+        maps[kind] = {"mean": mean, "sd of p": sd} | parts
+    how = {"figsize": (12, 7.1), "sharex": True, "sharey": True}
+    figure, axes = tables.subplots(2, 4, **how)
+    for column, name in zip(axes.T, maps["bnn"], strict=True):
+        top = 1.0 if name == "mean" else max(float(row[name].max()) for row in maps.values())
+        look = {"origin": "lower", "extent": (-PLANE, PLANE) * 2, "vmin": 0, "vmax": top}
+        look["cmap"] = "RdBu_r" if name == "mean" else "viridis"
+        for ax, (kind, row) in zip(column, maps.items(), strict=True):
+            side = math.isqrt(len(row[name]))
+            image = ax.imshow(row[name].view(side, side).mT.numpy(), **look)
+            marks = {"color": "black", "markersize": 2, "markerfacecolor": "white"}
+            for label, marker in ((0, "o"), (1, "^")):
+                points = x[y[:, 0] == label].T
+                ax.plot(*points, marker, **marks, markeredgewidth=0.4, linestyle="none")
+            ax.set(title=f"{kind}: {name}", xlim=(-PLANE, PLANE), ylim=(-PLANE, PLANE))
+        bar = {"location": "bottom", "shrink": 0.9, "aspect": 30, "pad": 0.02}
+        figure.colorbar(image, ax=column, **bar)
+    return figure
+
+
+def table(record):
+    rows = tables.rows(record.cells)
+    columns = dict.fromkeys(column for found in rows.values() for column in found[0])
+    return tables.score_table(rows, dict.fromkeys(columns, ".3f"))
+
+
+def of(kind, run, draw):
+    def seeded(s, seed):
+        pyro.set_rng_seed(seed)
+        return run(s, seed)
+
+    def figure(record):
+        (seed,), cell = next(iter(record.cells.items()))
+        pyro.set_rng_seed(int(seed))
+        return draw(cell, int(seed))
+
+    cells, name = runner.every(seeded, "seeds"), f"laplace_{run.__name__}"
+    return runner.Experiment(name, kind, cells, ("seed",), table, figure)
+
+
+experiments = {
+    "cubic": of(WithHMC, cubic, cubic_figure),
+    "step": of(WithHMC, step, step_figure),
+    "banana": of(Banana, banana, banana_figure),
+}
+
+if __name__ == "__main__":
+    runner.choose(experiments)

@@ -1,0 +1,198 @@
+"""Views of an object from all sides, and images of a field by emission and absorption.
+
+Cameras are in PyTorch3D's convention: row vectors, `X_cam = X_world R + T`; a camera looks along
++z, +x is left, +y is up; `x_ndc = f x / z` and `y_ndc = f y / z` with `f = 1 / tan(fov / 2)`; the
+centre of pixel (i, j) of S x S is at x_ndc = 1 - (2j + 1) / S, y_ndc = 1 - (2i + 1) / S. A field is
+a function of points `(n, depths, 3)` and of the directions `(n, 3)`, of length one, that n rays
+have; it returns opacities in [0, 1], `(n, depths)`, and colours, `(n, depths, 3)`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from zipfile import is_zipfile
+
+import common
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SHAPES = {"images": "VSS3", "silhouettes": "VSS", "R": "V33", "T": "V3", "azimuth_deg": "V"}
+SHAPES |= {"fov_deg": ""}
+PARTS = ("pixels", "rotation", "translation", "azimuth")
+
+
+@dataclass(frozen=True)
+class Views:
+    """Images of one object, `(V, 4, size, size)`, and the cameras that took them.
+
+    Pixels are red, green, blue and coverage, in [0, 1]; `R`, `(V, 3, 3)`, and `T`, `(V, 3)`; where
+    a camera stands and the angle that an image's height fills, in degrees.
+    """
+
+    pixels: Tensor
+    rotation: Tensor
+    translation: Tensor
+    azimuth: Tensor
+    fov: float
+
+    def __len__(self):
+        return len(self.pixels)
+
+    def __getitem__(self, index):
+        return replace(self, **{name: getattr(self, name)[index] for name in PARTS})
+
+    def to(self, device):
+        return replace(self, **{name: getattr(self, name).to(device) for name in PARTS})
+
+    def at(self, xy):
+        """Return pixels `(V, n, 4)`, interpolated, at points of the image plane, `(V, n, 2)`."""
+        # grid_sample counts from the left and from the top, between the outer edges of pixels.
+        grid = -xy[:, :, None]
+        found = F.grid_sample(self.pixels, grid, padding_mode="border", align_corners=False)
+        return found[..., 0].movedim(1, -1)
+
+
+def load(name):
+    """Return the views in a numpy archive, by its path, or its place in the data folders."""
+    if (path := Path(name) if Path(name).is_file() else common.find(name)) is None:
+        raise FileNotFoundError(
+            f"{common.looked(name)}. Set TYXE_DATA to a folder that has it, or name an archive of "
+            "your own with --data: docs/nerf.md says which arrays it holds"
+        )
+    wanted = ", ".join(f"{key} ({', '.join(shape)})" for key, shape in SHAPES.items())
+    wanted = f"expected {wanted} of V views of S x S pixels, images and silhouettes as uint8"
+    if not is_zipfile(path):
+        raise ValueError(f"{path} is no archive of numpy (.npz); {wanted}")
+    with np.load(path) as arrays:
+        try:
+            found = {key: arrays[key] for key in arrays}
+        except ValueError as error:  # pickled objects
+            raise ValueError(f"{path}: {error}; {wanted}") from error
+    views, size = (*found.get("images", np.empty(0)).shape, 0, 0)[:2]
+    sizes = {"V": views, "S": size, "3": 3}
+    for key, shape in SHAPES.items():
+        like = np.empty([sizes[n] for n in shape], np.uint8 if "S" in shape else np.float32)
+        if key not in found or (found[key].shape, "S" in shape) != (
+            like.shape,
+            found[key].dtype == np.uint8,
+        ):
+            held = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in found.items())
+            raise ValueError(f"{path} holds {held or 'no arrays'}; {wanted}")
+    colour, silhouettes = (torch.from_numpy(found[n]) for n in ("images", "silhouettes"))
+    pixels = torch.cat([colour, silhouettes[..., None]], -1).movedim(-1, 1) / 255
+    cameras = (torch.from_numpy(found[n]).float() for n in ("R", "T", "azimuth_deg"))
+    return Views(pixels, *cameras, float(found["fov_deg"]))
+
+
+def rays(views, xy):
+    """Return origins and directions `(V, n, 3)` of rays through points of the image plane.
+
+    Directions have z = 1 before the camera, so that lengths are depths.
+    """
+    plane, back = math.tan(math.radians(views.fov) / 2) * xy, views.rotation.mT
+    directions = torch.cat([plane, torch.ones_like(xy[..., :1])], -1) @ back
+    return (-views.translation[:, None] @ back).expand_as(directions), directions
+
+
+def pixel_centres(size):
+    """Return points of the image plane, row by row, `(size * size, 2)`."""
+    line = 1 - (2 * torch.arange(size) + 1) / size
+    return torch.cartesian_prod(line, line).flip(-1)
+
+
+def march(opacity, colour):
+    """Return colour and opacity of rays, `(..., 4)`, by emission and absorption.
+
+    `colour = sum_i a_i c_i prod_{j < i} (1 - a_j)` and `opacity = 1 - prod_i (1 - a_i)`, of
+    opacities `a` from near to far, `(..., depths)`, and colours `c`, `(..., depths, 3)`.
+    """
+    left = (1 - opacity).cumprod(-1)
+    arriving = torch.cat([torch.ones_like(left[..., :1]), left[..., :-1]], -1)
+    seen = ((opacity * arriving)[..., None] * colour).sum(-2)
+    return torch.cat([seen, 1 - left[..., -1:]], -1)
+
+
+def in_chunks(field, points, directions, size):
+    """Return what a field returns, asked for `size` points at a time: memory has its bounds."""
+    count = max(1, size // points.shape[1])
+    parts = zip(points.split(count), directions.split(count), strict=True)
+    return tuple(map(torch.cat, zip(*(field(*part) for part in parts), strict=True)))
+
+
+@dataclass(frozen=True)
+class TorchRenderer:
+    """Images of `size` pixels a side, by points at `depths` equal steps, a `chunk` at a time."""
+
+    size: int
+    depths: int
+    near: float
+    far: float
+    chunk: int
+
+    def through(self, views, field, xy):
+        """Return colour and opacity, `(V, n, 4)`, at points `xy` of the image plane."""
+        origins, directions = (part.flatten(0, 1) for part in rays(views, xy))
+        depths = torch.linspace(self.near, self.far, self.depths, device=xy.device)
+        points = origins[:, None] + depths[:, None] * directions[:, None]
+        found = in_chunks(field, points, F.normalize(directions, dim=-1), self.chunk)
+        return march(*found).unflatten(0, xy.shape[:2])
+
+    def random_rays(self, views, field, count):
+        """Return colour and opacity of random rays, `(V, count, 4)`, and where, `(V, count, 2)`."""
+        like = views.translation
+        xy = 2 * torch.rand(len(views), count, 2, dtype=like.dtype, device=like.device) - 1
+        return self.through(views, field, xy), xy
+
+    def images(self, views, field):
+        """Return whole images, `(V, 4, size, size)`."""
+        xy = pixel_centres(self.size).to(views.pixels).expand(len(views), -1, -1)
+        return self.through(views, field, xy).mT.unflatten(-1, (self.size, self.size))
+
+
+class Pytorch3dRenderer:
+    """The same by PyTorch3D's `ImplicitRenderer`."""
+
+    def __init__(self, size, depths, near, far, chunk):
+        try:
+            from pytorch3d import renderer
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"--renderer pytorch3d needs {error.name}, which is not on the package index: pip "
+                'install "git+https://github.com/facebookresearch/pytorch3d.git"'
+            ) from error
+        self.p3d, self.chunk, self.size = (
+            renderer,
+            chunk,
+            {"image_width": size, "image_height": size},
+        )
+        self.along = {"n_pts_per_ray": depths, "min_depth": near, "max_depth": far}
+
+    def _render(self, sampler, views, field):
+        place = {"R": views.rotation, "T": views.translation, "fov": views.fov}
+        cameras = self.p3d.FoVPerspectiveCameras(**place, device=views.pixels.device)
+        marcher = self.p3d.EmissionAbsorptionRaymarcher()
+
+        def volume(ray_bundle, **_):
+            points = self.p3d.ray_bundle_to_ray_points(ray_bundle)
+            directions = F.normalize(ray_bundle.directions, dim=-1).reshape(-1, 3)
+            flat = points.reshape(-1, *points.shape[-2:])
+            opacity, colour = in_chunks(field, flat, directions, self.chunk)
+            return opacity.reshape(*points.shape[:-1], 1), colour.reshape(points.shape)
+
+        renderer = self.p3d.ImplicitRenderer(raysampler=sampler, raymarcher=marcher)
+        return renderer(cameras=cameras, volumetric_function=volume)
+
+    def random_rays(self, views, field, count):
+        edges = {"min_x": -1.0, "max_x": 1.0, "min_y": -1.0, "max_y": 1.0}
+        sampler = self.p3d.MonteCarloRaysampler(**edges, n_rays_per_image=count, **self.along)
+        found, ray_bundle = self._render(sampler, views, field)
+        return (part.reshape(len(views), count, -1) for part in (found, ray_bundle.xys))
+
+    def images(self, views, field):
+        sampler = self.p3d.NDCMultinomialRaysampler(**self.size, **self.along)
+        return self._render(sampler, views, field)[0].movedim(-1, 1)
+
+
+RENDERERS = {"torch": TorchRenderer, "pytorch3d": Pytorch3dRenderer}

@@ -1,0 +1,377 @@
+"""ResNet-18 on CIFAR-10 in ten ways, a line or two each, and SVHN as what it does not know [T 5.3].
+
+torchvision's net with a stem for small images (3x3, no max-pooling). `inference` below has all that
+differs: prior, guide or approximation, and handler.
+
+  ml, map                 maximum likelihood; the maximum of the posterior
+  mean-field              all convolutions and the head; means start at ml. sd-only: they stay there
+  last-layer-...          the head alone, the rest frozen as ml has it (laplace: as map has it)
+  laplace-kron            Kronecker-factored, about map; precision of most evidence, linearised net
+  variational-laplace     by curvature, without draws, ReLU smoothed; about ml, mean network [VL]
+  inducing                M x M inducing weights in each layer; starts at random
+
+Batches of 100; flips, and crops of images reflected by 4 pixels; Adam, its rate cut by ten after
+two thirds of the epochs (what starts at ml takes the first two thirds); a N(0, 1) prior (the last
+two: N(0, 1 / fan-in)), BatchNorm deterministic; standard deviations from 1e-4 (variational Laplace:
+e^-3 of the prior's); local reparameterisation, within which mean fields are predicted as well,
+besides by "weights drawn"; inducing weights have no KL for a third of the epochs, and a growing one
+for a sixth. On a GPU training is in bfloat16 (autocast) and channels-last. After each epoch there
+is a checkpoint, from which a stopped run goes on as if it had not been.
+
+Columns: NLL (nats), accuracy, ECE (15 bins), area under the ROC curve of the maximal probability,
+[T tab. 5.1] in brackets; seconds (of one core, or of a GPU) to train, less those of what a row
+starts from, and to predict both sets. Reduced: the net, epochs, and images, of which local files
+have 10,000 and 2,000 of CIFAR-10 that went through JPEG and 1,040 of SVHN; for lack of steps scales
+learn ten times as fast as means, and have lower caps.
+"""
+
+import itertools
+import math
+import sys
+import time
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+
+import common
+import runner
+import tables
+import torch
+from common import normal
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal
+from runner import how, setting, settings, which
+from torch import nn
+
+import tyxe
+from tyxe import LaplaceBNN, VariationalBNN, metrics, plotting
+from tyxe.poutine import local_reparameterization, variational_laplace
+from tyxe.priors import LayerwiseNormalPrior
+
+# What each inference starts from.
+STARTS = {"ml": None, "map": None, "mean-field": "ml", "mean-field-sd-only": "ml"}
+STARTS |= {"last-layer-mean-field": "ml", "last-layer-low-rank": "ml", "last-layer-laplace": "map"}
+STARTS |= {"laplace-kron": "map", "variational-laplace": "ml", "inducing": None}
+# Settings that not every inference depends on.
+SCALED = ["mean-field", "mean-field-sd-only", "last-layer-mean-field", "last-layer-low-rank"]
+OWN = {"rank": ["last-layer-low-rank"], "M": ["inducing"], "max lambda": ["inducing"]}
+OWN |= {"scale multiplier": [*SCALED, "variational-laplace", "inducing"]}
+OWN |= {"max scale": SCALED[:2], "max scale of U": ["inducing"]}
+FORMATS = {"NLL": ".3f", "accuracy %": ".2f", "ECE %": ".2f", "OOD AUROC": ".3f"}
+# [T tab. 5.1], in the order of the columns.
+PAPER = {
+    "ml": (0.33, 94.29, 4.10, 0.78),
+    "map": (0.29, 92.14, 4.44, 0.82),
+    "mean-field-sd-only": (0.27, 93.66, 3.14, 0.93),
+    "mean-field": (0.20, 93.28, 0.97, 0.94),
+    "last-layer-mean-field": (0.35, 93.36, 3.62, 0.89),
+    "last-layer-low-rank": (0.34, 93.31, 3.75, 0.89),
+}
+
+
+def both(ours, paper, help):
+    """Return a setting whose smoke test takes the paper's."""
+    return setting(ours, help, published=paper, smoke=paper)
+
+
+def caps(all_of_it, sd_only):
+    return {"mean-field": all_of_it, "mean-field-sd-only": sd_only}
+
+
+@settings
+class Settings(runner.Settings):
+    inference: list[str] = which([*STARTS], "of those above", choices=[*STARTS])
+    seeds: list[int] = which([0], "of fits")
+    device: str = how("cpu", "where to compute")
+    amp: str = how("gpu", "bfloat16 and channels-last", choices=["on", "off", "gpu"])
+    stop_after: int | None = how(None, "leave so many epochs from here")
+    checkpoints: Path | None = how(None, "their folder, in --out if it is not given")
+    stem: str = both("strided", "cifar", "3x3, strided by 2 or not, or imagenet's, 7x7")
+    width: int = setting(16, "channels of the first stage", published=64, smoke=2)
+    training_images: int | None = setting(None, "number")
+    epochs: int = setting(48, "of what starts at random", published=300, smoke=3)
+    batch: int = setting(100, "images in a batch", smoke=20)
+    rate: float = setting(1e-3, "of Adam")
+    beta: dict = both({"variational-laplace": 0.02}, {"variational-laplace": 0.1}, "of the KL")
+    scale_multiplier: int = both(10, 1, "of the learning rate of scales")
+    max_scale: dict = both(caps(0.05, 0.03), caps(0.1, 0.1), "of standard deviations")
+    draws: int = setting(32, "in predictions", smoke=2)
+    rank: int = setting(10, "of low rank", smoke=2)
+    M: int = setting(16, "rows and columns of inducing weights", published=64, smoke=2)
+    max_lambda: float = setting(0.03, "of inducing weights")
+    max_scale_of_U: float = setting(0.1, "of inducing weights")
+
+    def __post_init__(self):
+        try:
+            torch.zeros(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"--device {self.device}: {str(error).splitlines()[0]}") from None
+
+    def low_precision(self):
+        return self.amp == "on" or (self.amp == "gpu" and self.device.startswith("cuda"))
+
+    def of(self, name):
+        """Return what an inference depends on: its schedule, and the settings that it reads."""
+        found = {k: value for k, value in self.recorded().items() if name in OWN.get(k, [name])}
+        cut = round(self.epochs * 2 / 3)
+        found |= {"epochs": cut if STARTS[name] else self.epochs, "cut": cut}
+        found["beta"] = self.beta.get(name, 1.0)
+        if name in self.max_scale:
+            found["max scale"] = self.max_scale[name]
+        if name == "inducing":
+            thirds = {"epochs without KL": self.epochs // 3}
+            found |= thirds | {"epochs of growing KL": self.epochs // 6}
+        return found
+
+
+@cache
+def load(s):
+    """Return training and test pairs, and images of SVHN, each normalised by its own statistics."""
+    if s.smoke_test:
+        own = torch.Generator().manual_seed(0)
+        sets = [torch.randn(n, 3, 32, 32, generator=own) for n in (40, 30, 20)]
+        return [(x, torch.arange(len(x)) % 10) for x in sets[:2]], sets[2]
+    (x, y), test = (common.images("cifar10_subset", split) for split in ("train", "test"))
+    unknown = common.images("svhn_subset", "test")[0]
+    if len(unknown) < 1_000:  # of a local subset, all
+        unknown = torch.cat([unknown, common.images("svhn_subset", "train")[0]])
+    if (count := s.training_images or len(x)) > len(x):
+        sys.exit(f"--training-images is {count:,}, but there are {len(x):,}")
+    x, y = common.first((x, y), count)
+
+    def normalised(x, like):
+        return ((x - like.mean((0, 2, 3), True)) / like.std((0, 2, 3), keepdim=True)).to(s.device)
+
+    pairs = (normalised(x, x), y.to(s.device)), (normalised(test[0], x), test[1].to(s.device))
+    return pairs, normalised(unknown, unknown)
+
+
+def make_net(width, stem, device="cpu", channels_last=False):
+    """Return torchvision's `resnet18` for ten classes, or a narrower net of its blocks."""
+    try:
+        from torchvision.models.resnet import BasicBlock, resnet18
+    except ImportError as error:
+        sys.exit(f'the nets are torchvision\'s ({error}): pip install -e ".[vision]"')
+    net = resnet18(num_classes=10)
+    if width != 64:
+        net.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        net.bn1, sizes = nn.BatchNorm2d(width), [width, width, 2 * width, 4 * width, 8 * width]
+        for i, (before, after) in enumerate(itertools.pairwise(sizes), 1):
+            stride, shortcut = 1, None
+            if before != after:
+                map_ = nn.Conv2d(before, after, 1, stride=2, bias=False)
+                stride, shortcut = 2, nn.Sequential(map_, nn.BatchNorm2d(after))
+            blocks = BasicBlock(before, after, stride, shortcut), BasicBlock(after, after)
+            setattr(net, f"layer{i}", nn.Sequential(*blocks))
+        net.fc = nn.Linear(8 * width, 10)
+    if stem != "imagenet":
+        stride = {"cifar": 1, "strided": 2}[stem]
+        net.conv1 = nn.Conv2d(3, width, 3, stride, padding=1, bias=False)
+        net.maxpool = nn.Identity()
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    kept = torch.channels_last if channels_last else torch.preserve_format
+    return net.to(device, memory_format=kept)
+
+
+def inference(s, name, net, likelihood):
+    """Return the BNN of an inference about a net, and the handler that it is fitted in."""
+    norms = {"hide_module_types": [nn.BatchNorm2d]}
+    weights, head = normal(**norms), normal(expose=["fc.*"])
+    layerwise = LayerwiseNormalPrior("radford", **norms)
+    narrow, cap = {"init_scale": 1e-4}, {"max_guide_scale": s.max_scale.get(name)}
+    if name.startswith("last-layer"):
+        net.requires_grad_(False)
+    handler = nullcontext
+    match name:
+        case "ml":
+            prior, guide = normal(hide_all=True), None
+        case "map":
+            prior, guide = weights, common.point(net)
+        case "mean-field":
+            prior, guide = weights, common.mean_field(net, **narrow, **cap)
+            handler = local_reparameterization
+        case "mean-field-sd-only":
+            prior, guide = weights, common.mean_field(net, train_loc=False, **narrow, **cap)
+            handler = local_reparameterization
+        case "last-layer-mean-field":
+            prior, guide, handler = head, common.mean_field(net, **narrow), local_reparameterization
+        case "last-layer-low-rank":
+            kind = {"guide": AutoLowRankMultivariateNormal, "rank": s.rank}
+            prior, guide = head, common.mean_field(net, **kind, **narrow)
+        case "last-layer-laplace":
+            return LaplaceBNN(net, head, likelihood, structure="full"), handler
+        case "laplace-kron":
+            return LaplaceBNN(net, weights, likelihood, structure="kron"), handler
+        case "variational-laplace":
+            start = {"init_scale": tyxe.guides.scale_below_prior()}
+            prior, guide = layerwise, common.mean_field(net, **start)
+            tyxe.util.replace_activations_(net, nn.ReLU, partial(nn.Softplus, beta=10))
+            handler = variational_laplace
+        case "inducing":
+            how = {"inducing_rows": s.M, "inducing_cols": s.M, "max_lambda": s.max_lambda}
+            how |= {"max_scale_u": s.max_scale_of_U, "everywhere": True}
+            prior, guide = layerwise, partial(tyxe.guides.AutoInducing, **how)
+    return VariationalBNN(net, prior, likelihood, guide), handler
+
+
+class Clock:
+    """Seconds of CPU time, or on a GPU of real time, of this run and of those it goes on from."""
+
+    def __init__(self, s):
+        self.on_gpu, self.before = s.device.startswith("cuda"), 0.0
+        self.start = self.now()
+
+    def now(self):
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() if self.on_gpu else time.process_time()
+
+    def __call__(self):
+        return self.before + self.now() - self.start
+
+
+def fit(s, bnn, handler, batches, settings, path):
+    """Fit from the last checkpoint on, making one after each epoch; return losses and seconds."""
+    found, clock = {"losses": [], "train s": 0.0}, Clock(s)
+    if path.exists():
+        saved = torch.load(path, map_location=s.device, weights_only=True)
+        if saved["settings"] != settings:
+            sys.exit(f"{path} is of other settings: name other --checkpoints, or remove it")
+        bnn.load_checkpoint(saved["bnn"])
+        found, clock.before = saved["found"], saved["found"]["train s"]
+    first, last = len(found["losses"]), settings["epochs"]
+    free, growing = (settings.get(f"epochs {kind} KL", 0) for kind in ("without", "of growing"))
+
+    def save(bnn, epoch, loss):
+        if epoch + 1 == settings["cut"]:
+            for group in bnn.optimizer.param_groups:
+                group["lr"] /= 10
+        found["losses"].append(loss)
+        found["train s"] = clock()
+        content = {"settings": settings, "found": found, "bnn": bnn.checkpoint()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)  # a run may be killed while it writes
+        return epoch + 1 == first + (s.stop_after or last)
+
+    def beta(epoch):
+        return settings["beta"] * min(max((epoch - free + 1) / (growing + 1), 0.0), 1.0)
+
+    if first < last:
+        adam = partial(torch.optim.Adam, lr=settings["rate"])
+        how = {"beta": beta, "lr_multipliers": {"scale": settings.get("scale multiplier", 1)}}
+        kind = torch.device(s.device).type
+        with handler(), torch.autocast(kind, torch.bfloat16, enabled=s.low_precision()):
+            bnn.fit(batches, adam, last - first, save, **how)
+    if len(found["losses"]) < last:
+        sys.exit(f"{path.stem}: stopped after {len(found['losses'])} of {last} epochs")
+    return found
+
+
+def fitted(s, name, seed):
+    """Return the BNN of an inference, fitted or from its checkpoint, its handler, what it took."""
+    torch.manual_seed(seed)
+    net = make_net(s.width, s.stem, s.device, s.low_precision())
+    if STARTS[name] is not None:
+        net = fitted(s, STARTS[name], seed)[0].to_module()
+    torch.manual_seed(seed)
+    train = load(s)[0][0]
+    bnn, handler = inference(s, name, net, tyxe.likelihoods.Categorical(len(train[1])))
+    if isinstance(bnn, LaplaceBNN):
+        clock = Clock(s)
+        bnn.fit_curvature(common.Batches(*train, s.batch))
+        precision = bnn.optimize_prior_precision().item()
+        return bnn, handler, {"prior precision": precision, "train s": clock()}
+    file = f"resnet{'_published' if s.published else ''}_{name}_{seed}.pt"
+    path = (s.checkpoints or s.out / "checkpoints") / file
+    batches = common.Batches(*train, s.batch, common.crops)
+    return bnn, handler, fit(s, bnn, handler, batches, s.of(name), path)
+
+
+def scores(s, bnn, seed, how):
+    """Return the columns of the table and both panels' curves."""
+    ((_, (x, targets)), unknown), levels = load(s), torch.linspace(0, 1, 101)
+    torch.manual_seed(seed)
+    known, unknown = (bnn.predict(images, **how).softmax(-1).cpu() for images in (x, unknown))
+    targets = targets.cpu()
+    curve = metrics.calibration_curve(known, targets)
+    curves = {name: getattr(curve, name) for name in ("confidence", "accuracy", "counts")}
+    for name, probs in (("test", known), ("OOD", unknown)):
+        curves[f"{name} entropy quantiles"] = metrics.predictive_entropy(probs).quantile(levels)
+    row = {
+        "NLL": metrics.nll(known, targets),
+        "accuracy %": 100 * metrics.accuracy(known, targets),
+        "ECE %": 100 * metrics.expected_calibration_error(known, targets),
+        "OOD AUROC": metrics.ood_auroc(known.amax(-1), unknown.amax(-1)),
+    }
+    rounded = {
+        name: [None if math.isnan(value) else round(value, 4) for value in values.tolist()]
+        for name, values in curves.items()
+    }
+    return {name: value.item() for name, value in row.items()} | {"curves": rounded}
+
+
+def run(s, name, seed):
+    bnn, handler, found = fitted(s, name, seed)
+    is_point = name in ("ml", "map", "variational-laplace")
+    how = {"num_predictions": 0 if is_point else s.draws, "batch_size": s.batch}
+    clock = Clock(s)
+    with (nullcontext if is_point else handler)():
+        cell = scores(s, bnn, seed, how)
+    cell |= {**found, "predict s": clock(), "settings": s.of(name)}
+    if name.startswith("mean-field"):  # as one draw for all images, too
+        cell["weights drawn"] = scores(s, bnn, seed, how)
+    return cell
+
+
+def table(record):
+    """Return the scores, [T tab. 5.1] in brackets."""
+    chosen, rows = record.content["settings"], {}
+    for name in STARTS:
+        own = [cell for key, cell in record.cells.items() if key[0] == name]
+        drawn = [cell["weights drawn"] for cell in own if "weights drawn" in cell]
+        found = {name: own, f"{name}, weights drawn": drawn}
+        rows |= {title: cells for title, cells in found.items() if cells}
+
+    def paper(row, column):
+        known = dict(zip(FORMATS, PAPER.get(row, ()), strict=False))
+        return f"{known[column]:.2f}" if column in known else None
+
+    images = f"{chosen['training images'] or 'all'} training images"
+    said = f"Width {chosen['width']}, {chosen['epochs']} epochs, {images}; in brackets the paper."
+    forms = FORMATS | {"train s": ".0f", "predict s": ".1f"}
+    counts = {"seeds": lambda name, found: str(len(found))}
+    return f"{said}\n\n{tables.score_table(rows, forms, paper, counts)}"
+
+
+def figure(record):
+    """Draw calibration curves and entropies of the first seed [T fig. 5.2]."""
+    drawn, (left, right) = tables.subplots(1, 2, figsize=(9, 5))
+    left.plot([0, 1], [0, 1], color="0.6", linestyle="dashed", linewidth=1)
+    first = {
+        name: next((c for k, c in record.cells.items() if k[0] == name), None) for name in STARTS
+    }
+    found = {name: cell for name, cell in first.items() if cell}
+    for color, (name, cell) in zip(plotting.PALETTE, found.items(), strict=False):
+        curves = cell["curves"]
+        # The accuracy of a few points says nothing.
+        bins = zip(curves["confidence"], curves["accuracy"], curves["counts"], strict=True)
+        points = [(x, y) for x, y, count in bins if count >= 10]
+        label = f"{name} (ECE {cell['ECE %']:.1f} %)"
+        left.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=label)
+        for part, style in (("test", "solid"), ("OOD", "dashed")):
+            entropy = torch.tensor(curves[f"{part} entropy quantiles"])
+            how = {"linestyle": style, "color": color, "max_entropy": math.log(10)}
+            plotting.entropy_ecdf(entropy, right, **how)
+    left.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.02), ylim=(0, 1.02))
+    right.set(title="CIFAR-10 test set solid, SVHN dashed")
+    drawn.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return drawn
+
+
+cells, by = runner.every(run, "inference", "seeds"), ("inference", "seed")
+experiment = runner.Experiment("resnet", Settings, cells, by, table, figure)
+
+if __name__ == "__main__":
+    experiment.main()

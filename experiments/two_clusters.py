@@ -1,0 +1,240 @@
+"""Regression on two clusters of points, by a net 1-50-1 with tanh, all weights N(0, 1) before.
+
+Fifty points in [-1, -0.7] and fifty in [0.5, 1] from cos(4x + 0.8) with noise of standard
+deviation 0.1.
+
+`regression` [T fig. 5.1]: (a) a mean-field posterior whose predictions are drawn inside
+`local_reparameterization`, fresh noise for every point, (b) the same drawn weight by weight, one
+function a draw, and (c) HMC. Mean predictive standard deviations, the noise included, at, between
+and beyond the data. Reduced: a short chain of long trajectories, about 250 leapfrogs, with a fixed
+mass matrix. The published chain, of 50 leapfrogs of 1e-3 with step size and mass matrix adapted,
+moves by a random walk and ends far from converged: the effective sample sizes in the record say how
+many independent draws a chain is worth.
+
+`variational_laplace`: no paper's; where that method ends. All fits are the same line but for the
+handler and `beta`: variational Laplace runs the net at the guide's means and adds the curvature
+there, variational inference draws (by local reparameterisation). An expansion holds where the
+posterior is narrow. With few data for many weights some units are switched off, no curvature is
+left to see there, and their weights go back to the prior: the objective says one thing and draws of
+the weights another. So the table has the expected log-likelihood of the training data as the
+objective has it (average of the last 100 steps) and by 200 draws, nats for all data; then the
+log-likelihood of 1,000 more points, nats a point, predicted by the mean network, by 100 draws and
+by the linearised net; and seconds of the fit. The figure has the linearised predictions.
+"""
+
+import sys
+import time
+from functools import partial
+
+import common
+import pyro
+import runner
+import tables
+import torch
+from pyro.infer.autoguide import init_to_uniform
+from pyro.infer.mcmc import HMC
+from pyro.ops.stats import effective_sample_size
+from runner import setting, settings, which
+from torch import nn
+
+import tyxe
+from tyxe import poutine
+
+POINTS = [-1.5, -0.85, 0.0, 0.75, 1.5]  # left of, at, between and right of the clusters
+WAYS = {"mean network": ("bnn", 0), "drawn": ("bnn", 100), "linearised": ("glm", 100)}
+
+
+def truth(x):
+    return torch.cos(4 * x + 0.8)
+
+
+def draw(count):
+    """Draw so many points of either cluster."""
+    left, right = torch.empty(count, 1).uniform_(-1, -0.7), torch.empty(count, 1).uniform_(0.5, 1)
+    x = torch.cat([left, right])
+    return x, truth(x) + 0.1 * torch.randn_like(x)
+
+
+def net_and_likelihood(points=100):
+    net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    return net, tyxe.likelihoods.HomoskedasticGaussian(points, scale=0.1)
+
+
+def grid(points=401):
+    return torch.linspace(-2, 2, points)[:, None]
+
+
+def curves(mean, scale):
+    """Return what a record holds of predictions on the grid."""
+    parts = {"mean": mean, "sd": scale}
+    return {name: [round(v, 4) for v in part.flatten().tolist()] for name, part in parts.items()}
+
+
+def regions(scale):
+    """Return mean standard deviations on the grid: at, between and beyond the data."""
+    scale = torch.as_tensor(scale).flatten()
+    x = grid(len(scale)).flatten()
+    masks = {
+        "sd at data": ((x >= -1) & (x <= -0.7)) | ((x >= 0.5) & (x <= 1)),
+        "sd between": (x > -0.7) & (x < 0.5),
+        "sd in the middle": (x > -0.3) & (x < 0.1),
+        "sd beyond": x.abs() > 1,
+    }
+    return {name: scale[mask].mean().item() for name, mask in masks.items()}
+
+
+def start_within(radius):
+    """Return what starts a chain uniformly within a radius of zero."""
+    return partial(init_to_uniform, radius=radius)
+
+
+def chain_worth(bnn, samples):
+    """Return the effective sample sizes of `f(x)` at `POINTS`; a chain's halves are two chains."""
+    kept, inputs = 2 * (min(samples, 2_000) // 2), torch.tensor(POINTS)[:, None]
+    functions = bnn.predict(inputs, num_predictions=kept, aggregate=False)
+    return effective_sample_size(functions.reshape(2, kept // 2, len(POINTS))).tolist()
+
+
+def bands(panels, seed, shape, limit, size):
+    """Draw predictions, as `curves` returns them, in a panel each, with the data and the truth."""
+    pyro.set_rng_seed(int(seed))
+    data, share = draw(50), {"sharex": True, "sharey": True}
+    drawn, axes = tables.subplots(*shape, figsize=size, **share)
+    for ax, (title, cell) in zip(axes.flat, panels.items(), strict=False):
+        mean, scale = torch.tensor(cell["mean"]), torch.tensor(cell["sd"])
+        x = grid(len(mean))
+        tyxe.plotting.predictive_band(x, mean, scale, ax, train_data=data)
+        ax.plot(x, truth(x), color="black", linestyle="dashed", label="truth")
+        ax.set(title=title, xlim=(-2, 2), ylim=(-limit, limit))
+        ax.get_legend().remove()
+    drawn.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return drawn
+
+
+def figure(record):
+    """Draw the bands of the first seed."""
+    (seed,), cell = next(iter(record.cells.items()))
+    return bands(cell["curves"], seed, (1, 3), 2, (12, 3.8))
+
+
+@settings
+class Regression(runner.Settings):
+    seeds: list[int] = which([42], "of data and inference")
+    epochs: int = setting(10_000, "of mean field", smoke=50)
+    hmc_warmup: int = setting(100, "samples to adapt", published=20_000, smoke=20)
+    hmc_samples: int = setting(200, "samples kept", published=100_000, smoke=40)
+    hmc_trajectory: float = setting(0.5, "its length", published=0.05, smoke=0.01)
+
+
+def regression(s, seed):
+    pyro.set_rng_seed(seed)
+    data, (net, likelihood), start = draw(50), net_and_likelihood(), time.perf_counter()
+    guide = partial(tyxe.guides.AutoNormal, init_scale=1e-4)
+    variational = tyxe.VariationalBNN(net, common.normal(), likelihood, guide)
+    with poutine.local_reparameterization():
+        history = variational.fit([data], pyro.optim.Adam({"lr": 1e-3}), s.epochs)
+        mean_field = {"seconds": time.perf_counter() - start, "kl": history.kl[-1]}
+        inside = variational.predict(grid(), num_predictions=32)
+    panels = {"(a) mean field, inside the handler": inside}
+    panels["(b) mean field, outside"] = variational.predict(grid(), num_predictions=32)
+    # The step size adapts to the acceptance rate; the length of a trajectory stays. The data hold
+    # some directions a thousand times tighter than others, and none of these is a single weight's,
+    # so that a diagonal mass matrix does not help. From small weights first steps need not be tiny.
+    how = {"step_size": 1e-3, "trajectory_length": s.hmc_trajectory, "target_accept_prob": 0.7}
+    how["init_strategy"] = start_within(2.0 if s.published else 0.1)
+    kernel = partial(HMC, adapt_mass_matrix=s.published, **how)
+    sampled, start = tyxe.MCMC_BNN(net, common.normal(), likelihood, kernel), time.perf_counter()
+    quiet = {"disable_progbar": not sys.stderr.isatty()}
+    mcmc = sampled.fit([data], s.hmc_samples, warmup_steps=s.hmc_warmup, **quiet)
+    seconds = time.perf_counter() - start
+    panels["(c) HMC"] = sampled.predict(grid(), num_predictions=32)
+    # Not mcmc.diagnostics(): its memory grows with the square of the number of samples.
+    chain, worth = mcmc.get_samples()["net.2.bias"], chain_worth(sampled, s.hmc_samples)
+    return {
+        "rows": {title: regions(scale) for title, (_, scale) in panels.items()},
+        "mean_field": mean_field,
+        "hmc": {
+            "seconds": seconds,
+            "acceptance": (chain[1:] != chain[:-1]).float().mean().item(),
+            "step_size": mcmc.kernel.step_size,
+            "leapfrogs": mcmc.kernel.num_steps,
+            "effective_sample_size": dict(zip(POINTS, worth, strict=True)),
+        },
+        "curves": {title: curves(*panel) for title, panel in panels.items()},
+    }
+
+
+@settings
+class VariationalLaplace(runner.Settings):
+    seeds: list[int] = which([42], "of data and inference")
+    epochs: int = setting(5_000, "full-batch steps", smoke=50)
+    learning_rate: float = setting(1e-2, "of Adam")
+    multiplier_of_scales: int = setting(10, "of their learning rate")
+
+
+def variational_laplace(s, seed):
+    pyro.set_rng_seed(seed)
+    data, test = draw(50), draw(500)
+    net, likelihood = net_and_likelihood()
+    guide = common.mean_field(net, init_scale=tyxe.guides.scale_below_prior())
+    adam, rows, panels = partial(torch.optim.Adam, lr=s.learning_rate), {}, {}
+
+    def fit(handler, beta):
+        bnn = tyxe.VariationalBNN(net, common.normal(), likelihood, guide)
+        how = {"beta": beta, "lr_multipliers": {"scale": s.multiplier_of_scales}}
+        start = time.perf_counter()
+        with handler():
+            history = bnn.fit([data], adam, s.epochs, progress=False, **how)
+        seconds = time.perf_counter() - start
+        with torch.no_grad():
+            draws = [tyxe.bnn.elbo_terms(bnn.model, bnn.guide, *data).data for _ in range(200)]
+        last = history.log_likelihood[-100:]
+        row = {"objective's": sum(last) / len(last), "by draws": torch.stack(draws).mean().item()}
+        row["KL"] = history.kl[-1]
+        for way, (predictive, count) in WAYS.items():
+            how = {"predictive": predictive, "num_predictions": count, "reduction": "mean"}
+            row[way] = bnn.evaluate(*test, **how)[1].item()
+        return bnn, {**row, "fit s": seconds}
+
+    for beta in (1.0, 0.1, 0.01):
+        name = f"beta {beta:g}"
+        bnn, rows[f"variational Laplace, {name}"] = fit(poutine.variational_laplace, beta)
+        _, rows[f"variational inference, {name}"] = fit(poutine.local_reparameterization, beta)
+        panels[name] = curves(*bnn.predict(grid(), predictive="glm"))
+    return {"rows": rows, "curves": panels}
+
+
+def regression_table(record):
+    forms = dict.fromkeys(["sd at data", "sd between", "sd beyond"], ".3f")
+    return tables.score_table(tables.rows(record.cells), forms)
+
+
+def sourced(record, text):
+    """Return a table, and the command and the seeds that it is of."""
+    seeds = ", ".join(dict.fromkeys(key[-1] for key in record.cells))
+    return f"{text}\n\n`{record.content['command']}`, seed {seeds}."
+
+
+def variational_laplace_table(record):
+    forms = dict.fromkeys(["objective's", "by draws", "KL"], ".0f")
+    forms |= dict.fromkeys(WAYS, ".2f") | {"fit s": ".0f"}
+    return sourced(record, tables.score_table(tables.rows(record.cells), forms))
+
+
+def of(name, kind, run, table):
+    cells = runner.every(run, "seeds")
+    return runner.Experiment(name, kind, cells, ("seed",), table, figure)
+
+
+experiments = {
+    "regression": of("regression", Regression, regression, regression_table),
+    "variational_laplace": of(
+        "variational_laplace_toy",
+        VariationalLaplace,
+        variational_laplace,
+        variational_laplace_table,
+    ),
+}
+
+if __name__ == "__main__":
+    runner.choose(experiments)

@@ -1,0 +1,90 @@
+"""What tests of experiments share: image sets that stand in for real ones, and smoke tests."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import runner
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def sets(rng: np.random.Generator, count: int, *shape: int) -> dict[str, np.ndarray]:
+    """Return arrays of a training and a test set."""
+    arrays = {}
+    for split in ("train", "test"):
+        arrays[f"x_{split}"] = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
+        arrays[f"y_{split}"] = np.arange(count, dtype=np.uint8) % 10
+    return arrays
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of small image sets, so that no run depends on what the machine has."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for name in ("mnist", "fashion_mnist", "notmnist"):
+        arrays = sets(rng, 300, 28, 28)
+        if name == "mnist":  # as many as there are, for the split into training and validation
+            x = np.zeros((60_000, 28, 28), dtype=np.uint8)
+            x[:200] = arrays["x_test"][:200]
+            arrays |= {"x_train": x, "y_train": np.arange(60_000, dtype=np.uint8) % 10}
+        np.savez_compressed(folder / f"{name}.npz", **arrays)
+    np.savez(folder / "cifar10_subset.npz", **sets(rng, 80, 32, 32, 3))
+    return folder
+
+
+@pytest.fixture
+def stand_ins(image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Look for data in that folder first."""
+    monkeypatch.setenv("TYXE_DATA", str(image_folder))
+    return image_folder
+
+
+@pytest.fixture
+def smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    """Return what runs an experiment's smoke test in this process, and looks at what it writes.
+
+    A second run finds everything there and writes the same; table and figure come from the record.
+    """
+
+    def run(experiment: runner.Experiment, *options: str, before: tuple = ()) -> SimpleNamespace:
+        arguments = ["--smoke-test", *options, "--out", str(tmp_path / "out")]
+        record = experiment.main(arguments, *before)
+        printed = capsys.readouterr()
+        assert "\r" not in printed.err, "a progress bar, but stderr is no terminal"
+        content = json.loads(record.path.read_text())
+        assert {"command", "commands", "date", "versions", "machine", "settings"} <= content.keys()
+        assert content["command"].startswith("python experiments/")
+        assert content["cells by"] == list(experiment.by)
+        files = [path for path in record.path.parent.iterdir() if path.is_file()]
+        written = {path.name: path.read_bytes() for path in files}
+        pages = {name: text.decode() for name, text in written.items() if name.endswith(".md")}
+        for name, data in written.items():
+            assert data.startswith(PNG) or not name.endswith(".png")
+        for page in pages.values():
+            assert printed.out.find(page) >= 0
+        for name in written:
+            if name.endswith((".md", ".png")):
+                (record.path.parent / name).unlink()
+        again = experiment.main([*arguments, "--table"], *before)
+        experiment.main([*arguments, "--figure"], *before)
+        assert {p.name for p in record.path.parent.iterdir() if p.is_file()} == set(written)
+        assert {n: (record.path.parent / n).read_text() for n in pages} == pages
+        capsys.readouterr()
+        experiment.main(arguments, *before)
+        assert json.loads(record.path.read_text()) == content
+        assert capsys.readouterr().out in printed.out
+        assert again.cells == record.cells
+        page = pages.get(f"{record.path.stem}.md", "")
+        return SimpleNamespace(record=record, content=content, cells=record.cells, page=page)
+
+    return run
+
+
+def cells_of(table: str) -> dict[str, list[str]]:
+    """Return a Markdown table's cells by the name of the row; of two tables, those of the last."""
+    rows = [[cell.strip() for cell in line[2:-2].split(" | ")] for line in table.splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) > 1}

@@ -1,0 +1,74 @@
+"""experiments/adversarial.py: what is chosen and scored, and attacks against their formulas."""
+
+import math
+
+import adversarial
+import common
+import torch
+
+
+def test_adversarial(smoke, stand_ins):
+    found = smoke(adversarial.experiment)
+    (cell,), chosen = found.cells.values(), found.content["settings"]
+    methods = ["deterministic", "MC dropout", "mean field", "mean field, sd 0.01"]
+    methods += ["Laplace, diag", "Laplace, kron", "Laplace, kron, widest"]
+    assert list(cell["rows"]) == list(cell["curves"]) == methods
+    limit = math.log(10) + 1e-9
+    for name in methods:
+        row, curves = cell["rows"][name], cell["curves"][name]
+        assert 0 <= row["accuracy %"] <= 100
+        assert f"| {name} | {row['accuracy %']:.1f}" in found.page
+        quantiles = curves["notMNIST entropy quantiles"]
+        assert quantiles == sorted(quantiles)
+        assert 0 <= quantiles[0] <= quantiles[-1] <= limit
+        steps = {
+            "untargeted": len(chosen["step lengths"]),
+            "targeted": chosen["targeted steps"] + 1,
+        }
+        for attack, count in steps.items():
+            accuracy, second, *images = curves[attack].values()
+            assert len(accuracy) == len(second) == count
+            assert all(0 <= value <= 100 for value in accuracy)
+            assert all(0 <= value <= limit for value in second)
+            assert all(0 < n <= chosen["targeted images"] for n in images)
+    for structure in ("diag", "kron"):
+        tuned = cell["chosen"][structure]
+        assert len(tuned["all"]) == len(chosen["N"]) * len(chosen["tau"])
+        scores = [row["cross-entropy"] for row in tuned["all"]]
+        assert tuned["best"]["cross-entropy"] == min(scores)
+        good = [row for row in tuned["all"] if row["cross-entropy"] < min(scores) + 5e-4]
+        assert tuned["widest"]["entropy"] == max(row["entropy"] for row in good)
+        assert tuned["as good"] == len(good)
+
+
+def test_attacks_follow_their_formulas():
+    """On a linear net, whose gradient is `W^T (onehot - p)`."""
+    net = torch.nn.Linear(5, 3).double()
+    x, span = torch.rand(7, 5).double(), torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]).double()
+    weight, probs = net.weight.detach(), net(x).detach().softmax(-1)
+    torch.testing.assert_close(adversarial.averaged(net, x, 4).exp(), net(x).softmax(-1))
+
+    def towards(classes, probs):
+        return span * ((torch.eye(3).double()[classes] - probs) @ weight).sign()
+
+    etas = [0, 0.5, 3]
+    expected = [net(x - eta * towards(probs.argmax(-1), probs)).log_softmax(-1) for eta in etas]
+    moved = adversarial.in_parts(adversarial.untargeted, net, x, span, etas, 2)
+    torch.testing.assert_close(moved, torch.stack(expected).detach())
+    path = adversarial.in_parts(adversarial.targeted, net, x, span, 0.1, 2, 2)
+    assert path.shape == (3, 7, 3)
+    for log_probs in path:
+        torch.testing.assert_close(log_probs, net(x).detach().log_softmax(-1))
+        x = x + 0.1 * towards(torch.zeros(7, dtype=torch.long), log_probs.exp())
+
+
+def test_pixels_are_drawn_anew_in_every_pass():
+    intensities = torch.tensor([0.0, 0.3, 1.0]).expand(20_000, 3)
+    loader = common.Batches(intensities, torch.zeros(20_000), 8_000, torch.bernoulli)
+    assert len(loader) == 3
+    first, second = (torch.cat([batch for batch, _ in loader]) for _ in range(2))
+    assert bool(((first == 0) | (first == 1)).all())
+    assert bool((first[:, ::2] == torch.tensor([0.0, 1.0])).all())
+    assert not bool((first == second).all())
+    # six standard errors of 20,000 draws of a variance of 0.21
+    assert abs(first[:, 1].mean().item() - 0.3) < 6 * math.sqrt(0.21 / 20_000)

@@ -1,0 +1,149 @@
+"""experiments/binary.py and binary_continual.py: nets of signs, their curves, and what is kept."""
+
+import math
+import statistics
+
+import binary
+import binary_continual
+import common
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tests.experiments.conftest import cells_of
+
+
+def test_binary(smoke, stand_ins):
+    found = smoke(binary.experiment)
+    assert len(found.cells) == 2 * len(binary.ROWS)
+    for kind, title in (("cnn", "Convolutional"), ("mlp", "Fully connected")):
+        rows = cells_of(found.page.partition(f"**{title}**")[2].partition("**")[0])
+        assert [row for row in rows if row in binary.ROWS] == list(binary.ROWS)
+        for row in binary.ROWS:
+            cell = found.cells[kind, row, "0"]
+            check_cell(row, cell)
+            assert rows[row][0].split()[0] == f"{cell['accuracy %']:.2f}"
+            assert rows[row][1].split()[0] == f"{cell['NLL']:.3f}"
+            has_paper = kind == "cnn" and row != "real weights"
+            assert rows[row][0].endswith(")") == has_paper
+
+
+def check_cell(row: str, cell: dict) -> None:
+    curves = cell["curves"]
+    assert 0 <= cell["accuracy %"] <= 100
+    assert 0 <= cell["ECE %"] <= 100
+    assert 0 <= cell["OOD entropy"] <= math.log(10) + 1e-6
+    assert cell["NLL"] > 0
+    assert ("weight entropy" in cell) == row.startswith(("Bernoulli", "Beta"))
+    if "weight entropy" in cell:
+        by_site = cell["weight entropy by site"].values()
+        assert 0 < min(by_site) <= cell["weight entropy"] <= max(by_site) <= math.log(2) + 1e-6
+    shares = curves["share of OOD"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    # Below a tenth no maximal probability of ten classes falls.
+    assert 0 <= curves["accuracy above"][0] <= 1
+    assert len(curves["probability"]) == len(curves["frequency"]) == 10
+
+
+def test_the_paper_has_half_as_many_ensembles():
+    s = binary.Settings.at("published", published=True)
+    keys = [key for key, _ in binary.cells(s, {}) if key[0] == "cnn"]
+    assert sum(key[1] == ["STE", "STE ensemble"] for key in keys) == 4
+    assert sum(key[1] == "real weights" for key in keys) == 8
+
+
+def test_binary_continual(smoke, stand_ins):
+    found = smoke(binary_continual.experiment)
+    rows = cells_of(found.page)
+    for (row, _), cell in found.cells.items():
+        matrix = cell["accuracy %"]
+        assert [len(seen) for seen in matrix] == [1, 2, 3]
+        assert all(0 <= accuracy <= 100 for seen in matrix for accuracy in seen)
+        last = matrix[-1]
+        expected = [statistics.fmean(last), last[0], last[-1]]
+        assert rows[row][1:4] == [f"{value:.2f}" for value in expected]
+        assert ("weight entropy" in cell) == (not row.startswith("STE"))
+        for after in cell.get("weight entropy", []):
+            assert all(0 < value <= math.log(2) + 1e-6 for value in after.values())
+    assert found.content["rows"]["Beta, delta 0"] == {"delta": 0.0, "tau": 0.1}
+
+
+def test_nets_are_the_papers():
+    x = torch.zeros(2, 1, 28, 28)
+    for kind, widths, weights in (
+        ("cnn", [64, 128, 2048], 9 * 64 + 9 * 64 * 128 + 49 * 128 * 2048 + 20_480),
+        ("mlp", [100, 100], 78_400 + 10_000 + 1_000),
+    ):
+        net = binary.NETS[kind](widths)
+        assert sum(parameter.numel() for parameter in net.parameters()) == weights
+        assert net(x).shape == (2, 10)
+
+
+def test_gradients_pass_straight_through_the_sign():
+    net = nn.Sequential(nn.Linear(4, 3, bias=False))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.linspace(-0.7, 0.4, 12).view(3, 4))
+    start = net[0].weight.clone()
+    binary.by_sign_(net)
+    assert torch.equal(net[0].weight, 0.5 * torch.where(start < 0, -1.0, 1.0))
+    (real,) = net.parameters()
+    torch.testing.assert_close(real, (start / 0.5).clamp(-1, 1))
+    x, target = torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])
+    nn.functional.cross_entropy(net(x), target).backward()
+    # The same as of the weights themselves, times the scale.
+    weight = net[0].weight.detach().clone().requires_grad_()
+    nn.functional.cross_entropy(x @ weight.T, target).backward()
+    torch.testing.assert_close(real.grad, 0.5 * weight.grad)
+
+
+def test_straight_through_finds_signs_and_keeps_real_weights_in_their_interval():
+    teacher = torch.where(torch.rand(2, 16) < 0.5, -0.25, 0.25)
+    x = torch.randn(400, 16)
+    net, loader = nn.Sequential(nn.Linear(16, 2, bias=False)), common.loader
+    batches = loader(x, (x @ teacher.T).argmax(-1), 50)
+    net = binary.fit(binary.by_sign_(net), batches, 30, 0.1, [0.5], clip=True)
+    difference = teacher.diff(dim=0)
+    agree = (net[0].weight.diff(dim=0) * difference).sum() / difference.norm() ** 2
+    assert agree > 0.8
+    assert all(parameter.abs().max() <= 1 for parameter in net.parameters())
+
+
+def test_rates_fall_after_shares_of_the_epochs():
+    adam = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule, rates = binary.stepwise(adam, 8, [0.125, 0.625]), []
+    for _ in range(8):
+        rates.append(adam.param_groups[0]["lr"])
+        adam.step()
+        schedule.step()
+    assert rates == pytest.approx([1] + 4 * [0.1] + 3 * [0.01])
+
+
+def test_curves_of_binary_nets():
+    known = torch.tensor([[0.95, 0.05], [0.7, 0.3], [0.2, 0.8]])
+    unknown = torch.tensor([[0.5, 0.5], [0.99, 0.01]])
+    found = binary.curves(known, torch.tensor([0, 1, 1]), unknown)
+    assert found["probability"][9] == pytest.approx(0.95)
+    assert found["frequency"][9] == 1
+    assert (found["probability"][7], found["frequency"][7]) == (pytest.approx(0.7), 0)
+    assert found["probability"][5] is None
+    below = dict(zip(binary.ENTROPIES, found["share of OOD"], strict=True))
+    assert [share for v, share in below.items() if v < 0.05] == [0.0]
+    assert {share for v, share in below.items() if 0.1 < v < 0.6} == {0.5}
+    above = dict(zip(binary.CONFIDENCES, found["accuracy above"], strict=True))
+    assert above[0.1] == pytest.approx(2 / 5)
+    assert above[0.75] == pytest.approx(2 / 3, abs=1e-5)  # recorded to five digits
+    assert above[0.99] == 0
+    assert binary.mean_of([{"a": [1.0, None]}, {"a": [2.0, None]}]) == {"a": [1.5, None]}
+
+
+def test_entropy_of_weights():
+    net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False))
+    bnn = binary.bernoulli_bnn(net, tyxe.priors.BinaryPrior(), 5)
+    with torch.no_grad():
+        bnn.net_guide.get_logits("0.weight").zero_()
+        bnn.net_guide.get_logits("1.weight").fill_(200.0)
+    mean, by_site = binary.weight_entropy(bnn)
+    assert by_site == {"0.weight": pytest.approx(math.log(2)), "1.weight": pytest.approx(0)}
+    assert mean == pytest.approx(6 / 8 * math.log(2))

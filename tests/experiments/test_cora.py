@@ -1,0 +1,380 @@
+"""experiments/cora.py: message passing in each library, mini-batches of nodes, what is refused."""
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import common
+import cora
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta
+from torch import nn
+
+import tyxe
+
+ROOT = Path(__file__).resolve().parents[2]
+# torch-geometric 2.8 uses it, and torch 2.15 calls it deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+MODULES = {"torch": "torch", "dgl": "dgl", "pyg": "torch_geometric"}
+BACKENDS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec(module) is None,
+            reason=f"{module} is not installed: it is the extra {name!r}",
+        ),
+    )
+    for name, module in MODULES.items()
+]
+NODES, FEATURES, CLASSES = 300, 40, 7
+
+
+def stand_in() -> dict[str, np.ndarray]:
+    """Return arrays in Cora's format, of a random graph."""
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(0, NODES, (2, 500))
+    pairs = np.unique(np.sort(pairs[:, pairs[0] != pairs[1]], axis=0), axis=1)
+    index = np.arange(NODES)
+    return {
+        "features": (rng.random((NODES, FEATURES)) < 0.2).astype(np.float32),
+        "labels": index % CLASSES,
+        "edge_index": np.concatenate([pairs, pairs[::-1]], 1),
+        "train_mask": index < 100,
+        "val_mask": (index >= 100) & (index < 200),
+        "test_mask": index >= 200,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with a stand-in for Cora, the first that is looked at."""
+    np.savez(tmp_path / "cora.npz", **stand_in())
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def data(folder: Path):
+    """Return the stand-in as the experiment reads it, in float64."""
+    found = cora.cora()
+    return replace(found, features=found.features.double())
+
+
+def adjacency(data) -> torch.Tensor:
+    """Return the matrix with a row for each node, and ones for its neighbours and itself."""
+    matrix = torch.zeros(NODES, NODES, dtype=torch.double)
+    edges = torch.from_numpy(stand_in()["edge_index"])
+    matrix[edges[1], edges[0]] = 1.0
+    return matrix + torch.eye(NODES, dtype=torch.double)
+
+
+def net_of(sum_neighbours) -> nn.Module:
+    return cora.GCN(FEATURES, 5, CLASSES, sum_neighbours).double()
+
+
+# --------------------------------------------------------------------------- the experiment
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_smoke(name: str, folder: Path, smoke):
+    found = smoke(cora.experiment, "--backend", name)
+    assert list(found.cells) == [(name, method, "0") for method in cora.METHODS]
+    for row in found.cells.values():
+        assert all(math.isfinite(value) and value >= 0 for value in row.values())
+        assert max(row["accuracy %"], row["ECE %"]) <= 100
+    nll, accuracy = (found.cells[name, "ML", "0"][column] for column in ("NLL", "accuracy %"))
+    cell = f"| {nll:.3f} (1.01 ± 0.04) | {accuracy:.2f} (75.64 ± 1.28) |"
+    assert f"| ML | {name} | 1 {cell}" in found.page
+
+
+# --------------------------------------------------------------------------- message passing
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_sum_is_that_of_the_adjacency_matrix(name: str, data):
+    graph_of, sum_neighbours = cora.backend(name)
+    graph = graph_of(data.edges)
+    h = torch.randn(NODES, 3, dtype=torch.double, requires_grad=True)
+    torch.testing.assert_close(sum_neighbours(graph, h), adjacency(data) @ h)
+    weights = torch.randn(NODES, 3, dtype=torch.double)
+    (gradient,) = torch.autograd.grad((sum_neighbours(graph, h) * weights).sum(), h)
+    torch.testing.assert_close(gradient, adjacency(data).mT @ weights)
+    # another tensor is not taken for the one before
+    other = torch.randn(NODES, 3, dtype=torch.double)
+    torch.testing.assert_close(sum_neighbours(graph, other), adjacency(data) @ other)
+
+
+def test_sum_over_the_inputs_is_computed_once(data, monkeypatch: pytest.MonkeyPatch):
+    graph_of, plain = cora.torch_backend()
+    widths = []
+
+    def counted(graph, h):
+        widths.append(h.shape[1])
+        return plain(graph, h)
+
+    monkeypatch.setitem(cora.BACKENDS, "torch", lambda: (graph_of, counted))
+    net, graph = net_of(cora.backend("torch")[1]), graph_of(data.edges)
+    for _ in range(3):
+        net(graph, data.features).sum().backward()
+        with torch.no_grad():
+            net(graph, data.features)
+    assert widths == [FEATURES] + 6 * [5]
+    # on another graph it is another sum
+    net(graph_of(data.edges).to("cpu"), data.features)
+    assert widths[7:] == [FEATURES, 5]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_blocks_of_all_neighbours_give_the_outputs_of_the_whole_graph(name: str, data):
+    graph_of, sum_neighbours = cora.backend(name)
+    net = net_of(sum_neighbours)
+    whole = net(graph_of(data.edges), data.features)
+    loader = cora.NeighborLoader(data, [-1, -1], data.masks["val"], graph_of, batch_size=30)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 4
+    outputs = torch.cat([net(*inputs) for inputs, _ in batches])
+    torch.testing.assert_close(outputs, whole[data.masks["val"]])
+    assert torch.equal(torch.cat([y for _, y in batches]), data.labels[data.masks["val"]])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_sampled_sum_is_unbiased(name: str, data):
+    graph_of, sum_neighbours = cora.backend(name)
+    repeats, count = 2_000, 2
+    nodes = torch.arange(NODES) < 10
+    loader = cora.NeighborLoader(data, [count], nodes, graph_of, batch_size=10)
+    draws = []
+    for _ in range(repeats):
+        (((block,), features), _) = next(iter(loader))
+        draws.append(sum_neighbours(block, features))
+    sums = torch.stack(draws)
+    expected = adjacency(data)[nodes] @ data.features
+    # six standard errors, and rounding where nothing was left out
+    bound = 6 * sums.std(0) / math.sqrt(repeats) + 1e-6
+    assert bool(((sums.mean(0) - expected).abs() < bound).all())
+    degrees = adjacency(data)[nodes].sum(1) - 1
+    assert int(degrees.max()) > count
+    is_fixed = sums.std(0).amax(1) < 1e-6
+    assert torch.equal(is_fixed, degrees <= count)
+
+
+def test_sampled_blocks(data):
+    loader = cora.NeighborLoader(
+        data, [3, 1], data.masks["train"], lambda edges: edges, batch_size=16, shuffle=True
+    )
+    matrix = adjacency(data)
+    seen = []
+    for ((below, above), features), y in loader:
+        assert above.sizes[1] == len(y)
+        assert below.sizes[1] == above.sizes[0]
+        assert below.sizes[0] == len(features)
+        for block, count in ((above, 3), (below, 1)):
+            own = block.source == block.target
+            assert int(own.sum()) == block.sizes[1]  # a node's own edge is always there
+            assert bool((block.weight[own] == 1).all())
+            kept = block.target[~own].bincount(minlength=block.sizes[1])
+            assert int(kept.max()) <= count
+        # edges are edges of the graph: rows of the features tell the nodes apart
+        index = (features[:, None] == data.features).all(-1).double().argmax(1)
+        assert bool((matrix[index[below.target], index[below.source]] == 1).all())
+        degrees = matrix[index[below.target]].sum(1) - 1
+        others = below.source != below.target
+        weights = degrees[others].clamp(min=1).to(below.weight.dtype)
+        torch.testing.assert_close(below.weight[others], weights)
+        seen.append(index[: len(y)])
+    nodes = torch.cat(seen)
+    assert torch.equal(nodes.sort()[0], torch.arange(100))
+    assert not torch.equal(nodes, torch.arange(100))
+
+
+# --------------------------------------------------------------------------- the loss
+
+
+def flat_gradients(bnn) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in bnn.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", ["blocks", "masks"])
+def test_mini_batches_estimate_the_loss_without_bias(name: str, kind: str, data):
+    """Over all batches, weighted by how many points count, loss and gradient are the full ones."""
+    graph_of, sum_neighbours = cora.backend(name)
+    graph, total = graph_of(data.edges), int(data.masks["train"].sum())
+    guide = partial(tyxe.guides.AutoNormal, init_scale=0.1)
+    prior, likelihood = tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.likelihoods.Categorical(total)
+    bnn = tyxe.VariationalBNN(net_of(sum_neighbours), prior, likelihood, guide).double()
+    optimizer = torch.optim.SGD(bnn.parameters(), lr=0.0)
+
+    def step(batch, mask=None):
+        torch.manual_seed(1)  # the same draw of the weights in each step
+        mask = torch.ones(len(batch[1]), dtype=torch.bool) if mask is None else mask
+        with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+            history = bnn.fit([batch], optimizer, 1, beta=0.01, progress=False)
+        terms = [history.loss[0], history.log_likelihood[0], history.kl[0]]
+        return torch.cat([torch.tensor(terms, dtype=torch.double), flat_gradients(bnn)])
+
+    whole = (graph, data.features), data.labels
+    full = step(whole, data.masks["train"])
+    if kind == "blocks":
+        loader = cora.NeighborLoader(data, [-1, -1], data.masks["train"], graph_of, batch_size=30)
+        parts = [(len(batch[1]), step(batch)) for batch in loader]
+    else:
+        nodes = data.masks["train"].nonzero().squeeze(1)
+        masks = [torch.isin(torch.arange(NODES), part) for part in nodes.split(30)]
+        parts = [(int(mask.sum()), step(whole, mask)) for mask in masks]
+    assert [size for size, _ in parts] == [30, 30, 30, 10]
+    estimate = sum(size / total * found for size, found in parts)
+    torch.testing.assert_close(estimate, full, rtol=1e-9, atol=1e-9)
+    # and a batch alone is no such estimate, so the weights matter
+    assert not torch.allclose(parts[0][1], full, rtol=1e-3)
+
+
+def test_curvature_of_all_layers_wants_nodes_one_by_one(data):
+    """One at a time, the curvature is the dense GGN over the Jacobians of those nodes."""
+    graph_of, sum_neighbours = cora.backend("torch")
+    net, nodes = net_of(sum_neighbours), torch.arange(NODES) < 4
+    prior, likelihood = tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.likelihoods.Categorical(4)
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure="full").double()
+    bnn.fit_curvature(cora.NeighborLoader(data, [-1, -1], nodes, graph_of), progress=False)
+    values = {name: p.detach() for name, p in net.named_parameters()}
+
+    def outputs(values):
+        everything = (data.edges, data.features)
+        return torch.func.functional_call(net, values, everything)[nodes]
+
+    jacobians = torch.func.jacrev(outputs)(values)
+    jacobian = torch.cat([jacobians[name].flatten(2) for name in values], 2)
+    probs = outputs(values).softmax(-1).detach()
+    hessian = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]
+    ggn = torch.einsum("ncp,ncd,ndq->pq", jacobian, hessian, jacobian).detach()
+    # in the library's order a layer's bias follows each row of its weight: compare the spectra
+    precision = bnn.net_guide.precision.to_dense()
+    expected = ggn + torch.eye(len(ggn), dtype=torch.double)
+    torch.testing.assert_close(torch.linalg.eigvalsh(precision), torch.linalg.eigvalsh(expected))
+
+
+# --------------------------------------------------------------------------- devices
+
+
+class Moving:
+    """A graph that knows where it was sent."""
+
+    def __init__(self, place: str = "nowhere") -> None:
+        self.place = place
+
+    def to(self, device: str) -> "Moving":
+        return Moving(str(device))
+
+
+class Looking(nn.Module):
+    """A net that writes down where its graphs were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.places: list[str] = []
+
+    def forward(self, graph, features):
+        self.places += [part.place for part in (graph if isinstance(graph, tuple) else (graph,))]
+        return self.linear(features)
+
+
+@pytest.mark.parametrize("graph", [Moving(), (Moving(), Moving())], ids=["graph", "blocks"])
+def test_fit_moves_graphs(graph):
+    likelihood = tyxe.likelihoods.Categorical(4)
+    bnn = tyxe.VariationalBNN(
+        Looking(), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, AutoDelta
+    )
+    loader = [((graph, torch.randn(4, 2)), torch.tensor([0, 1, 2, 0]))]
+    bnn.fit(loader, torch.optim.Adam, 1, device="cpu", progress=False)
+    assert set(bnn.net.places) == {"cpu"}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_graphs_move_with_the_batch(name: str, data):
+    graph_of, sum_neighbours = cora.backend(name)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    bnn = tyxe.VariationalBNN(
+        net_of(sum_neighbours), prior, tyxe.likelihoods.Categorical(100)
+    ).double()
+    for loader in (
+        [((graph_of(data.edges), data.features), data.labels)],
+        cora.NeighborLoader(data, [2, 2], data.masks["train"], graph_of, batch_size=50),
+    ):
+        count = sum(len(y) for _, y in loader)
+        mask = torch.arange(count) < 50 if count == NODES else torch.ones(50, dtype=torch.bool)
+        with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+            history = bnn.fit(loader, torch.optim.Adam, 2, device="cpu", progress=False)
+        assert all(math.isfinite(loss) for loss in history.loss)
+
+
+# --------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(("name", "module"), [("dgl", "dgl"), ("pyg", "torch_geometric")])
+def test_missing_library_names_the_extra(
+    name: str, module: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for loaded in [key for key in sys.modules if key.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, module, None)
+    message = f'--backend {name} needs {module}: pip install -e ".[{name}]"'
+    with pytest.raises(ModuleNotFoundError) as error:
+        cora.backend(name)
+    assert str(error.value) == message
+    with pytest.raises(SystemExit) as left:
+        cora.experiment.main(["--backend", name, "--out", str(folder / "out")])
+    assert left.value.code == message
+
+
+def test_missing_data_say_where_they_were_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path / "given"))
+    monkeypatch.setattr(common, "ROOT", tmp_path / "checkout")
+    monkeypatch.setitem(sys.modules, "torch_geometric", None)
+    monkeypatch.setitem(sys.modules, "torch_geometric.datasets", None)
+    with pytest.raises(FileNotFoundError) as error:
+        cora.cora()
+    message = str(error.value)
+    assert message.startswith("no cora.npz in ")
+    assert all(str(folder) in message for folder in common.folders())
+    assert all(word in message for word in ("TYXE_DATA", 'pip install -e ".[pyg]"'))
+
+
+def test_masks_of_another_length(data):
+    graph_of, sum_neighbours = cora.backend("torch")
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    likelihood = tyxe.likelihoods.Categorical(100)
+    bnn = tyxe.VariationalBNN(net_of(sum_neighbours), prior, likelihood).double()
+    loader = [((graph_of(data.edges), data.features), data.labels)]
+    before = [p.clone() for p in bnn.parameters()]
+    with (
+        pytest.raises(ValueError, match=r"the mask has 299 entries.* 300 rows"),
+        tyxe.poutine.selective_mask(mask=data.masks["train"][1:], expose=["likelihood.data"]),
+    ):
+        bnn.fit(loader, torch.optim.Adam, 1, progress=False)
+    assert all(map(torch.equal, before, bnn.parameters()))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("dgl") is None, reason="dgl is not installed: it is the extra 'dgl'"
+)
+def test_dgl_is_imported_without_what_its_torch_had(tmp_path: Path):
+    code = "import cora, sys; cora.import_dgl(); "
+    code += "print(getattr(sys.modules['dgl.graphbolt'], '__file__', None))"
+    paths = [str(ROOT), str(ROOT / "experiments"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "None\n"  # the stand-in
+    assert list(tmp_path.iterdir()) == []  # no file of settings in the home folder

@@ -1,0 +1,61 @@
+"""experiments/ddp.py: several processes make the curves of one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ddp
+import pytest
+import runner
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ddp_makes_the_curves_of_one_process(smoke, tmp_path: Path):
+    found = smoke(ddp.experiment)
+    assert torch.get_default_dtype() == torch.float32
+    # standalone: on a free port, whoever else is on the machine
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = ["experiments/ddp.py", "--smoke-test", "--out", str(found.record.path.parent)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *launcher, *script],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    record = runner.Record(found.record.path, ddp.experiment.by).read()
+    one, two = record.cells["1 process", "0"], record.cells["2 processes, same draws", "0"]
+    first, second = record.content["commands"]
+    assert first.startswith("python experiments/ddp.py --smoke-test")
+    assert second.startswith("torchrun --nproc_per_node=2 experiments/ddp.py --smoke-test")
+    for name, curve in one["curves"].items():
+        assert len(curve) == record.content["settings"]["epochs"]
+        assert curve[-1] < curve[0]
+        # float64, but for the order of sums
+        assert two["curves"][name] == pytest.approx(curve, rel=1e-12)
+        assert f"| 2 processes, same draws | {name} | {curve[0]:.1f} |" in done.stdout
+    differences = [line.split(" | ")[-1].rstrip(" |") for line in done.stdout.splitlines()[-2:]]
+    assert all(float(difference) < 1e-12 for difference in differences)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--batch", "63", "a batch of 63 cannot be shared out evenly among 2 processes"),
+        ("--batch", "63", "choose a --batch that 2 divides"),
+        ("--batch", "2000", "--batch is 2000; expected at most 1,536, all points"),
+        ("--batch", "0", "--batch is 0; expected a positive number"),
+        ("--epochs", "0", "--epochs is 0; expected a positive number"),
+    ],
+)
+def test_ddp_refuses_sizes_without_a_step(option, value, expected, monkeypatch, capsys):
+    """As torchrun would start it."""
+    monkeypatch.setattr(ddp, "WORLD", 2)
+    with pytest.raises(SystemExit):
+        ddp.experiment.main([option, value])
+    assert expected in " ".join(capsys.readouterr().err.split())

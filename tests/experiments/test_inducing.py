@@ -1,0 +1,132 @@
+"""experiments/inducing_toy.py and inducing_images.py, and the parts that they are made of."""
+
+import math
+from functools import partial
+
+import inducing_images
+import inducing_toy
+import pytest
+import torch
+
+import tyxe
+from tyxe.testing import check_guide
+
+
+def test_inducing_toy(smoke):
+    found = smoke(inducing_toy.experiment)
+    assert [key[0] for key in found.cells] == inducing_toy.METHODS
+    for cell in found.cells.values():
+        assert len(cell["mean"]) == len(cell["sd"]) == 201
+        # the noise, 0.1, is in every predictive standard deviation
+        assert all(0.0999 < value < math.inf for value in cell["sd"])
+    lines = found.page.splitlines()
+    assert lines[0].startswith("| | sd at data | sd between | sd in the middle | sd beyond |")
+    beyond = found.cells["FFG-W", "42"]["sd"]
+    beyond = [value for i, value in enumerate(beyond) if not 50 <= i <= 150]
+    assert lines[2].split(" | ")[4] == f"{sum(beyond) / len(beyond):.3f}"
+
+
+INDUCING = {"inducing_rows": {"0.weight": 3, "2.weight": 1}}
+INDUCING |= {"inducing_cols": {"0.weight": 2, "2.weight": 3}}
+
+
+@pytest.mark.parametrize("name", ["FCG-W", "FFG-W", "FFG-U"])
+def test_elbo_of_many_draws_is_the_mean_of_that_of_one(name: str):
+    builders = {
+        "FCG-W": partial(inducing_toy.AutoFullByLayer, init_scale=0.3),
+        "FFG-W": tyxe.guides.AutoNormal,
+        "FFG-U": partial(tyxe.guides.AutoInducing, **INDUCING),
+    }
+    net = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    prior = tyxe.priors.LayerwiseNormalPrior("radford")
+    priors = prior.sites(net.double())
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, builders[name])
+    x, y = torch.randn(7, 1).double(), torch.randn(7, 1).double()
+    if name == "FCG-W":
+        for factor in bnn.net_guide.scale_factors.parameters():
+            torch.nn.init.normal_(factor)
+    data, kl = inducing_toy.Elbo(bnn, priors, x, y, draws=4_000)()
+    with torch.no_grad():
+        single = [tyxe.bnn.elbo_terms(bnn.model, bnn.guide, x, y) for _ in range(200)]
+    # the prior's standard deviation is a float32 number in one of them
+    torch.testing.assert_close(kl, single[0].kl, rtol=1e-6, atol=0)
+    each = torch.stack([terms.data for terms in single])
+    # four standard errors, of the mean of 200 draws and of that of 4,000
+    error = each.std() * math.sqrt(1 / 200 + 1 / 4_000)
+    assert abs(data - each.mean()) < 4 * error
+
+
+def test_full_by_layer_is_a_guide_of_the_covariance_of_its_factor():
+    check_guide(inducing_toy.AutoFullByLayer)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2).double())
+    prior = tyxe.priors.LayerwiseNormalPrior("radford")
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.5)
+    guide = tyxe.VariationalBNN(net, prior, likelihood, inducing_toy.AutoFullByLayer).net_guide
+    for factor in guide.scale_factors.parameters():
+        torch.nn.init.normal_(factor)
+    (joint,) = guide.joints()
+    unit = guide.scale_factors["0"].tril(-1) + torch.eye(8)
+    root = guide.log_scales["0"].exp()[:, None] * unit
+    torch.testing.assert_close(joint.variance, (root @ root.mT).diagonal())
+    own = torch.distributions.MultivariateNormal(guide.locs["0"], scale_tril=root)
+    value = own.sample((5,))
+    torch.testing.assert_close(joint.log_prob(value), own.log_prob(value))
+
+
+def test_inducing_images(smoke):
+    found = smoke(inducing_images.experiment, "--parts", "table", "ablation")
+    content, page = found.content, found.page
+    assert content["settings"].keys() == content["published settings"].keys()
+    assert content["published settings"]["inducing"]["epochs"] == 300
+    rows = {}
+    for key, cell in found.cells.items():
+        rows |= cell["rows"] if key[0] == "table" else {}
+    assert list(rows) == [
+        *("deterministic", "ensemble"),
+        *("FFG-W", "FFG-W, 10 % kept", "FFG-W, 1 % kept"),
+        *("FFG-U", "FFG-U, 50 % kept", "FFG-U, 25 % kept", "ensemble-U"),
+    ]
+    # 2 + 2 + 2 values, their common point once
+    assert len([key for key in found.cells if key[0] == "ablation"]) == page.count("| M ") == 5
+    sizes = [line.split()[2] for line in page.splitlines() if line.startswith("| M ")]
+    assert sizes == sorted(sizes, key=lambda size: float(size.rstrip(",")))
+    for name, row in rows.items():
+        scores = {key: value for key, value in row.items() if key not in ("KL", "loss")}
+        assert all(math.isfinite(value) and value >= 0 for value in scores.values())
+        assert all(value <= 100 for key, value in scores.items() if "%" in key)
+        assert ("AUROC 8-9" in row) == ("kept" not in name)
+        assert row.get("AUROC 8-9", 0) <= 1
+        assert f"| {name} | {row['accuracy %']:.2f} | {row['NLL']:.3f} |" in page
+    # 1,384 parameters of the net; of those in norms there is one of each, of the others two
+    counts = {name: row["parameters"] for name, row in rows.items()}
+    assert (counts["deterministic"], counts["ensemble"]) == (1_384, 2 * 1_384)
+    weights = counts["FFG-W"] - 1_384
+    dropped = weights - 10 - round(0.1 * (weights - 10))  # of all but the biases
+    assert counts["FFG-W"] - counts["FFG-W, 10 % kept"] == 2 * dropped
+
+
+def test_corruptions_get_stronger_by_level():
+    """Each is further from the image than the one before, and the same at every call."""
+    x = torch.rand(20, 3, 12, 12)
+    for corrupt, sizes in inducing_images.CORRUPTIONS.values():
+        distances = [0.0]
+        for size in sizes:
+            found = corrupt(x, size)
+            assert found.shape == x.shape
+            assert torch.equal(found, corrupt(x, size))
+            assert 0 <= found.min() <= found.max() <= 1
+            distances.append((found - x).abs().mean().item())
+        assert distances == sorted(distances)
+    constant = torch.full((1, 3, 12, 12), 0.3)
+    torch.testing.assert_close(inducing_images.blurred(constant, 1.6), constant)
+    contrast = inducing_images.flattened(x, 0.4).mean((-1, -2))
+    torch.testing.assert_close(contrast, x.mean((-1, -2)))
+
+
+def test_nets_have_their_sizes():
+    net = inducing_images.make_net
+    assert net("4", 1)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert sum(parameter.numel() for parameter in net("16", 1).parameters()) == 77_754
+    pytest.importorskip("torchvision", reason="the paper's nets are torchvision's")
+    assert sum(parameter.numel() for parameter in net("resnet50", 3).parameters()) == 23_520_842

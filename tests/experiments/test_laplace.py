@@ -1,0 +1,93 @@
+"""experiments/image_laplace.py and laplace_toys.py."""
+
+import math
+
+import image_laplace
+import laplace_toys
+import numpy as np
+import pytest
+import torch
+
+
+def test_image_laplace(smoke):
+    found = smoke(image_laplace.experiment)
+    assert list(found.cells) == [("digits", net, "0") for net in ("mlp", "cnn")]
+    chosen, published = found.content["settings"], found.content["published settings"]
+    assert chosen.keys() == published.keys()
+    assert published["epochs"] == 500
+    for cell in found.cells.values():
+        assert cell["prior precision"] in chosen["prior precisions"]
+        assert cell["gp factor"] in chosen["gp factors"]
+        factors = [p / cell["prior precision"] for p in cell["tuned precision"].values()]
+        assert all(factor in chosen["tuning factors"] for factor in factors)
+        assert list(cell["rows"]) == list(image_laplace.ROWS)
+        for name, row in cell["rows"].items():
+            assert all(math.isfinite(value) and value >= 0 for value in row.values())
+            assert max(row["accuracy %"], row["ECE %"]) <= 100
+            assert row["OOD AUROC"] <= 1
+            cells = f"{row['accuracy %']:.2f} | {row['NLL']:.3f} | {row['ECE %']:.2f}"
+            assert f"| {name} | {cells} | {row['OOD AUROC']:.3f} |" in found.page
+
+
+def test_nets_and_grid_are_the_papers():
+    s = image_laplace.Settings.at("published")
+    assert (len(s.prior_precisions), s.prior_precisions[0]) == (16, 0.01)
+    assert s.prior_precisions[-1] == pytest.approx(1_000)
+    for kind, weights in {"mlp": 1_494_154, "cnn": 892_010}.items():
+        net = image_laplace.make_net(kind, s.widths[kind])
+        assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+        assert sum(parameter.numel() for parameter in net.parameters()) == weights
+
+
+def test_training_and_validation_images_do_not_overlap_and_depend_on_the_seed():
+    s = image_laplace.Settings.at("smoke")
+    parts = [image_laplace.load(s, "digits", seed) for seed in (0, 0, 1)]
+    train, validation, test, unknown = parts[0]
+    assert [len(part[0]) for part in (train, validation, test)] == [60, 40, 50]
+    assert len(unknown) == 50
+    assert train[0].shape[1:] == (1, 28, 28)
+    assert not (train[0].flatten(1)[:, None] == validation[0].flatten(1)).all(-1).any()
+    assert torch.equal(train[0], parts[1][0][0])
+    assert not torch.equal(train[0], parts[2][0][0])
+    assert torch.equal(test[0], parts[2][2][0])
+
+
+KINDS = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
+ROWS = {
+    "cubic": [f"{n}, {kind}" for n in ("kron", "diag", "full") for kind in KINDS]
+    + ["HMC, untuned, bnn"],
+    "step": ["true posterior", "Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"],
+    "banana": None,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_laplace_toys(name: str, smoke, tmp_path, monkeypatch):
+    """The banana data are stood in for, so that the run does not depend on what the machine has."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(600, dtype=np.int64) % 2
+    centres = np.stack([labels, 1 - labels], 1)
+    (tmp_path / "uci").mkdir()
+    x = (centres + rng.normal(size=(600, 2))).astype(np.float32)
+    np.savez(tmp_path / "uci" / "banana.npz", X=x, y=labels)
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+    found = smoke(laplace_toys.experiments[name], before=(name,))
+    assert found.content["command"].startswith(f"python experiments/laplace_toys.py {name} --smoke")
+    (cell,) = found.cells.values()
+    rows = cell["rows"]
+    assert ROWS[name] is None or list(rows) == ROWS[name]
+    for row in rows.values():
+        assert all(math.isfinite(value) for value in row.values())
+    if name == "step":
+        assert all(0 <= value <= 1 for row in rows.values() for value in row.values())
+        # The integral does not depend on how long anything was fitted.
+        assert rows["true posterior"]["p at x = 4"] == pytest.approx(0.992, abs=1e-3)
+        assert rows["true posterior"]["P(w1 < 0)"] < 1e-5
+    if name == "banana":
+        assert {name.split(",")[0] for name in rows} == {"MAP", "bnn", "glm"}
+        assert all(row["error %"] <= 100 for row in rows.values())
+        assert len(cell["by prior precision"]) == 2
+        for part in cell["maps"].values():
+            mean, sd = (torch.tensor(values) for values in part.values())
+            # Var[p] is at most E[p] (1 - E[p]), but for rounding.
+            assert bool((sd.square() <= mean * (1 - mean) + 1e-3).all())

@@ -1,0 +1,263 @@
+"""experiments/nerf.py: its nets and scores, one draw an image, and what is refused."""
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import nerf
+import numpy as np
+import pyro.distributions as dist
+import pytest
+import rendering
+import torch
+
+import tyxe
+from tests.oracles.cameras import DISTANCE, FOV, cameras, pixel_grid, views_from
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with views of a ball, the first that is looked at."""
+    size, azimuths = 16, np.linspace(0, 360, 9)
+    rotation, translation = cameras(azimuths)
+    x, y = pixel_grid(size)
+    inside = np.hypot(x, y) * math.tan(math.radians(FOV / 2)) < math.tan(math.asin(0.8 / DISTANCE))
+    silhouettes = np.tile(255 * inside.astype(np.uint8), (9, 1, 1))
+    arrays = {
+        "images": (silhouettes[..., None] * np.array([0.8, 0.4, 0.2])).astype(np.uint8),
+        "silhouettes": silhouettes,
+        "R": rotation.float().numpy(),
+        "T": translation.float().numpy(),
+        "azimuth_deg": azimuths.astype(np.float32),
+        "fov_deg": np.float32(FOV),
+    }
+    (tmp_path / "cow").mkdir()
+    np.savez(tmp_path / "cow" / "cow_views_equator.npz", **arrays)
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+    return tmp_path
+
+
+# --------------------------------------------------------------------------- the experiment
+
+
+def test_smoke(folder: Path, smoke, capsys):
+    found = smoke(nerf.experiment, "--kl-factors", "1", "0.1")
+    methods = ["deterministic", "deterministic, twice as long", "Bayesian", "Bayesian, KL x 0.1"]
+    assert list(found.cells) == [(method, "0") for method in methods]
+    for (method, _), cell in found.cells.items():
+        assert ("uncertainty" in cell) == ("KL" in cell) == method.startswith("Bayesian")
+        row = cell["errors"]
+        assert list(row) == ["train", "held out"]
+        for part in row.values():
+            assert all(math.isfinite(value) and value > 0 for value in part.values())
+            assert part["colour + silhouette"] > part["colour"]
+        cells = f"{row['held out']['colour']:.5f} | {row['held out']['colour + silhouette']:.5f}"
+        assert f"| {method} | {cells} |" in found.page
+        # 6 of 8 views to train, 16 x 16 pixels of three colours and coverage
+        assert cell["weight of the KL"] == 1 / (4 * 6 * 16 * 16)
+    assert found.cells["Bayesian", "0"]["KL"] > 0
+    out = found.record.path.parent
+    assert (out / "nerf.gif").read_bytes().startswith(b"GIF8")
+    assert (out / "nerf_uncertainty.png").exists()
+    # As if the run had stopped before the last but one: the others are not run again.
+    cells = dict(found.cells)
+    del cells["Bayesian", "0"]
+    found.record.cells.clear()
+    found.record.cells.update(cells)
+    found.record.path.write_text(found.record.text())
+    options = ["--smoke-test", "--kl-factors", "1", "0.1", "--out", str(out)]
+    again = nerf.experiment.main(options)
+    assert "deterministic, 0:" not in capsys.readouterr().out
+    for name in ("errors", "uncertainty", "KL", "curve"):
+        assert again.cells["Bayesian", "0"][name] == found.content["cells"]["Bayesian"]["0"][name]
+    nerf.file_of(again, "Bayesian", "0").unlink()
+    with pytest.raises(
+        SystemExit, match=r"nerf_Bayesian_0\.pt, which has the pictures: run without"
+    ):
+        nerf.experiment.main([*options, "--figure"])
+
+
+# --------------------------------------------------------------------------- net, loss, scores
+
+
+def test_field_is_that_of_the_paper():
+    net = nerf.RadianceField(60, 256)
+    # 360-256-256, 256-1, and 256 + 360 - 256 - 3
+    counts = [360 * 256 + 256, 256 * 256 + 256, 257, (256 + 360) * 256 + 256, 256 * 3 + 3]
+    assert sum(p.numel() for p in net.parameters()) == sum(counts)
+    points = torch.rand(5, 7, 3)
+    opacity, colour = net(points, torch.nn.functional.normalize(torch.rand(5, 3), dim=-1))
+    assert opacity.shape == (5, 7)
+    assert colour.shape == (5, 7, 3)
+    assert bool(((opacity >= 0) & (opacity < 0.01)).all())
+    found = nerf.Harmonics(3)(torch.tensor([[1.0, 2.0, 3.0]]))
+    angles = torch.tensor([0.1, 0.2, 0.4, 0.2, 0.4, 0.8, 0.3, 0.6, 1.2])
+    torch.testing.assert_close(found, torch.cat([angles.sin(), angles.cos()])[None])
+
+
+def test_errors_follow_their_formulas():
+    d = torch.tensor([0.0, 0.1, -0.3])
+    expected = sum(0.1 * (math.sqrt(1 + x**2 / 0.01) - 1) for x in (0.0, 0.1, 0.3)) / 3
+    assert nerf.huber(d, torch.zeros(3)).item() == pytest.approx(expected)
+    views = views_from([0.0, 90.0], size=4)
+    views = replace(views, pixels=torch.rand(2, 4, 4, 4).double())
+    images = views.pixels.clone()
+    images[:, :3] += 0.1
+    images[:, 3] -= 0.3
+    found = nerf.errors(images, views)
+    parts = [0.1 * (math.sqrt(1 + x**2 / 0.01) - 1) for x in (0.1, 0.3)]
+    assert found["colour"] == pytest.approx(parts[0])
+    assert found["colour + silhouette"] == pytest.approx(sum(parts))
+    assert found["PSNR"] == pytest.approx(20)  # 10 log10(1 / 0.1^2)
+    flat, target = (x.movedim(1, -1) for x in (images, views.pixels))
+    assert nerf.image_loss(flat, target).item() == pytest.approx(sum(parts))
+    draws = torch.rand(8, 2, 4, 5, 5)
+    expected = sum(draws[:, :, k].var(0) for k in range(3)).sqrt()
+    torch.testing.assert_close(nerf.uncertainty(draws), expected)
+
+
+def test_reliability_of_errors_as_large_as_their_sd():
+    torch.manual_seed(0)
+    size, bins = 200, 5
+    sd = 0.01 + 0.2 * torch.rand(1, size, size)
+    views = views_from([0.0], size=size)
+    pixels = torch.ones(1, 4, size, size)
+    pixels[:, 3, :, : size // 4] = 0.0  # beside the object, errors that must not count
+    views = replace(views, pixels=pixels)
+    noise = (sd / 3**0.5)[:, None] * torch.randn(1, 3, size, size)
+    images = pixels.clone()
+    images[:, :3] += noise
+    images[..., : size // 4] = 9.0
+    found = nerf.reliability(sd, images, views, bins)
+    assert found["rank correlation"] > 0.7
+    count = size * size * 3 // 4 // bins
+    for expected, error in found["bins"]:
+        # Six standard errors. A square of three channels' errors has a relative sd of at most 1.2,
+        # (5 / 3 E[sd^4] / E[sd^2]^2 - 1)^0.5, which is that of the lowest bin; its root has half.
+        assert error == pytest.approx(expected, rel=6 * 0.6 / count**0.5)
+    on_object = sd[..., size // 4 :]
+    assert found["sd on the object"] == pytest.approx(on_object.mean().item(), rel=1e-5)
+    assert found["sd"] == pytest.approx(sd.mean().item(), rel=1e-5)
+
+
+def test_one_draw_renders_all_pieces():
+    torch.manual_seed(0)
+    views = views_from([0.0, 120.0], size=6)
+    guide = tyxe.guides.AutoNormal
+    bnn = tyxe.PytorchBNN(
+        nerf.RadianceField(4, 8).double(), tyxe.priors.IIDPrior(dist.Normal(0, 1)), guide
+    )
+    whole, pieces = (rendering.TorchRenderer(6, 10, 1.65, 3.75, chunk) for chunk in (10_000, 70))
+    with torch.no_grad():
+        with bnn.hold_sample():
+            expected = whole.images(views, bnn)
+            torch.testing.assert_close(pieces.images(views, bnn), expected)
+        with bnn.hold_sample():
+            assert not torch.allclose(pieces.images(views, bnn), expected)
+    # and in training, where the loss of all pieces has the gradient of one draw
+    for chunk in (10_000, 70):
+        torch.manual_seed(1)
+        with bnn.hold_sample():
+            images = rendering.TorchRenderer(6, 10, 1.65, 3.75, chunk).images(views, bnn)
+        (images.square().sum() + bnn.cached_kl_loss).backward()
+        gradients = [p.grad.clone() for p in bnn.net_guide.parameters()]
+        bnn.zero_grad()
+        if chunk == 10_000:
+            of_whole = gradients
+    for found, expected in zip(gradients, of_whole, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+# --------------------------------------------------------------------------- bad input
+
+
+def leave(folder: Path, *options: str) -> str:
+    """Return the one line that a command leaves with."""
+    with pytest.raises(SystemExit) as left:
+        nerf.experiment.main(["--smoke-test", *options, "--out", str(folder / "out")])
+    assert isinstance(left.value.code, str)
+    assert len(left.value.code.splitlines()) == 1
+    return left.value.code
+
+
+def test_no_data(folder: Path):
+    line = leave(folder, "--data", "nowhere.npz")
+    assert line.startswith("no nowhere.npz in ")
+    assert all(word in line for word in (str(folder), "TYXE_DATA", "--data", "docs/nerf.md"))
+
+
+def test_layout_error_is_one_line(folder: Path):
+    np.savez(folder / "other.npz", poses=np.zeros((3, 4, 4)))
+    line = leave(folder, "--data", str(folder / "other.npz"))
+    assert "holds poses (3, 4, 4) float64; expected images" in line
+
+
+def test_too_few_views(folder: Path):
+    with np.load(folder / "cow" / "cow_views_equator.npz") as archive:
+        few = {key: array[:4] if array.ndim else array for key, array in archive.items()}
+    np.savez(folder / "few.npz", **few)
+    line = leave(folder, "--data", str(folder / "few.npz"))
+    assert "few.npz has 4 views; expected at least 5" in line
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pytorch3d") is not None, reason="PyTorch3D is installed"
+)
+def test_missing_pytorch3d(folder: Path):
+    line = leave(folder, "--renderer", "pytorch3d")
+    assert line.startswith("--renderer pytorch3d needs pytorch3d")
+    assert "pip install" in line
+
+
+def test_kl_factor_below_zero(capsys):
+    with pytest.raises(SystemExit):
+        nerf.experiment.main(["--kl-factors", "1", "-0.5"])
+    assert "--kl-factors has -0.5; expected positive numbers" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_missing_gpu(capsys):
+    with pytest.raises(SystemExit):
+        nerf.experiment.main(["--device", "cuda"])
+    assert "--device cuda, but torch finds no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda arrays: arrays.pop("R"), "fov_deg () float32; expected"),
+        (lambda a: a.update(R=a["R"][:, :, :2]), "R (9, 3, 2) float32"),
+        (lambda a: a.update(T=a["T"][:3]), "T (3, 3) float32"),
+        (lambda a: a.update(images=a["images"] / 255), "images (9, 16, 16, 3) float64"),
+        (lambda a: a.update(images=a["images"][:, :12]), "images (9, 12, 16, 3) uint8"),
+        (lambda a: a.update(images=np.uint8(3)), "images () uint8"),
+        (lambda a: a.clear(), "holds no arrays; expected"),
+    ],
+)
+def test_views_of_another_layout(folder: Path, change, found: str):
+    path = folder / "cow" / "cow_views_equator.npz"
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    change(arrays)
+    other = folder / "other.npz"
+    np.savez(other, **arrays)
+    with pytest.raises(ValueError, match=r"expected images \(V, S, S, 3\), silhouettes") as error:
+        rendering.load("other.npz")
+    assert str(error.value).startswith(str(other))
+    assert found in str(error.value)
+    assert "R (V, 3, 3), T (V, 3), azimuth_deg (V), fov_deg ()" in str(error.value)
+
+
+def test_files_that_hold_no_plain_arrays(folder: Path):
+    (folder / "text.npz").write_text("poses")
+    np.save(folder / "one.npy", np.zeros(3))
+    np.savez(folder / "objects.npz", images=np.array([{}, None]))
+    for name, found in (
+        ("text.npz", "is no archive of numpy"),
+        ("one.npy", "is no archive of numpy"),
+        ("objects.npz", "Object arrays cannot be loaded"),
+    ):
+        with pytest.raises(ValueError, match=rf"{found}.*expected images \(V, S, S, 3\)") as error:
+            rendering.load(name)
+        assert str(error.value).startswith(str(folder / name))

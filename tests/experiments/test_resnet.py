@@ -1,0 +1,192 @@
+"""experiments/resnet.py: all inferences run, stopped runs go on, and bad input is named."""
+
+import math
+import sys
+from pathlib import Path
+
+import common
+import numpy as np
+import pytest
+import resnet
+import torch
+
+NAMES = list(resnet.STARTS)
+pytest.importorskip("torchvision", reason="the nets are torchvision's, extra `vision`")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a smoke test of everything."""
+    folder = tmp_path_factory.mktemp("resnet")
+    resnet.experiment.main(["--smoke-test", "--out", str(folder)])
+    return folder
+
+
+def cells(folder: Path) -> dict:
+    s = resnet.Settings(out=folder)
+    return resnet.experiment.record(s).read().cells
+
+
+def without_seconds(cell: dict) -> dict:
+    return {key: value for key, value in cell.items() if not key.endswith((" s", " seconds"))}
+
+
+def test_all_inferences(whole: Path):
+    found = cells(whole)
+    assert list(found) == [(name, "0") for name in NAMES]
+    for (name, _), cell in found.items():
+        assert all(0 <= cell[key] < math.inf for key in ("NLL", "train s", "predict s"))
+        assert max(cell["accuracy %"], cell["ECE %"]) <= 100
+        assert cell["OOD AUROC"] <= 1
+        assert ("weights drawn" in cell) == name.startswith("mean-field")
+        curves = cell["curves"]
+        assert sum(curves["counts"]) == 30
+        for which in ("test", "OOD"):
+            quantiles = curves[f"{which} entropy quantiles"]
+            assert quantiles == sorted(quantiles)
+            assert 0 <= quantiles[0] <= quantiles[-1] <= math.log(10) + 1e-4
+        if "laplace" in name and name != "variational-laplace":
+            assert cell["prior precision"] > 0
+        else:
+            starts_at_random = name in ("ml", "map", "inducing")
+            assert len(cell["losses"]) == (3 if starts_at_random else 2)
+
+
+def test_nothing_is_run_again_and_reports_come_from_the_record(whole: Path, capsys):
+    before, page = cells(whole), (whole / "resnet.md").read_text()
+    (whole / "resnet.png").unlink()
+    resnet.experiment.main(["--smoke-test", "--out", str(whole)])
+    printed = capsys.readouterr().out
+    assert printed == f"wrote {whole / 'resnet.png'}\n{page}"
+    assert page.startswith("Width 2, 3 epochs, all training images;")
+    assert cells(whole) == before
+    row = before["mean-field", "0"]
+    ours = f"| {row['NLL']:.3f} (0.20) | {row['accuracy %']:.2f} (93.28) "
+    assert f"| mean-field | 1 {ours}| {row['ECE %']:.2f} (0.97) |" in page
+    drawn = before["mean-field", "0"]["weights drawn"]
+    assert f"| mean-field, weights drawn | 1 | {drawn['NLL']:.3f} |" in page
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(whole: Path, tmp_path: Path):
+    options = ["--smoke-test", "--inference", "mean-field", "inducing", "--out", str(tmp_path)]
+    stops = [
+        ("2", "resnet_ml_0: stopped after 2 of 3 epochs"),  # where the rate is cut
+        ("1", "resnet_mean-field_0: stopped after 1 of 2 epochs"),
+    ]
+    for count, message in stops:
+        with pytest.raises(SystemExit, match=message):
+            resnet.experiment.main([*options, "--stop-after", count])
+    resnet.experiment.main(options)
+    assert [key[0] for key in cells(tmp_path)] == ["mean-field", "inducing"]
+    for key, cell in cells(tmp_path).items():
+        assert without_seconds(cell) == without_seconds(cells(whole)[key])
+
+
+def test_low_precision_and_channels_last_change_little(whole: Path, tmp_path: Path):
+    """On a processor, where bfloat16 has eight bits as on a GPU."""
+    names = ("mean-field", "variational-laplace", "inducing")
+    options = ["--smoke-test", "--amp", "on", "--inference", *names, "--out", str(tmp_path)]
+    resnet.experiment.main(options)
+    for key, low in cells(tmp_path).items():
+        full = cells(whole)[key]
+        assert low["losses"] != full["losses"]
+        # Twenty layers that round to eight bits, independently: 20 ** 0.5 * 2 ** -8.
+        assert low["losses"] == pytest.approx(full["losses"], rel=0.0175)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--width", "0"], "--width is 0; expected a positive number"),
+        (["--training-images", "-1"], "--training-images is -1; expected"),
+        (["--stop-after", "0"], "--stop-after is 0"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+    ],
+)
+def test_bad_options_are_named(options: list[str], message: str, capsys):
+    with pytest.raises(SystemExit):
+        resnet.experiment.main(options)
+    assert message in capsys.readouterr().err
+
+
+def test_low_precision_is_for_gpus():
+    assert not resnet.Settings().low_precision()
+    assert resnet.Settings(amp="on").low_precision()
+
+
+def test_a_checkpoint_of_other_settings_is_refused(whole: Path, tmp_path: Path):
+    others = ["--checkpoints", str(whole / "checkpoints"), "--width", "3", "--inference", "map"]
+    message = r"resnet_map_0\.pt is of other settings: name other --checkpoints"
+    with pytest.raises(SystemExit, match=message):
+        resnet.experiment.main(["--smoke-test", *others, "--out", str(tmp_path)])
+
+
+def test_missing_torchvision_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.models.resnet", None)
+    with pytest.raises(SystemExit, match=r'pip install -e "\.\[vision\]"'):
+        resnet.make_net(2, "cifar")
+
+
+def stand_in(folder: Path, train: int = 30, unknown: int = 20) -> None:
+    """Write local image sets."""
+    rng = np.random.default_rng(0)
+    for name, count in (("cifar10_subset", train), ("svhn_subset", unknown)):
+        arrays = {}
+        for split in ("train", "test"):
+            arrays[f"x_{split}"] = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+            arrays[f"y_{split}"] = np.arange(count, dtype=np.uint8) % 10
+        np.savez(folder / f"{name}.npz", **arrays)
+
+
+def test_images_are_normalised_each_set_by_its_own(tmp_path: Path, monkeypatch):
+    stand_in(tmp_path)
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+    ((x, y), (x_test, y_test)), unknown = resnet.load(resnet.Settings(training_images=25))
+    assert x.shape == (25, 3, 32, 32)
+    assert (len(x_test), len(unknown)) == (30, 40)  # of a small SVHN both parts
+    assert (y[:12] == torch.arange(12) % 10).all()
+    assert (y_test == torch.arange(30) % 10).all()
+    for images in (x, unknown):
+        zeros, ones = torch.zeros(3), torch.ones(3)
+        torch.testing.assert_close(images.mean((0, 2, 3)), zeros, atol=1e-5, rtol=0)
+        torch.testing.assert_close(images.std((0, 2, 3)), ones)
+    with pytest.raises(SystemExit, match="is 31, but there are 30"):
+        resnet.load(resnet.Settings(training_images=31))
+    # The test images by the training images' statistics.
+    raw = common.images("cifar10_subset", "train")[0][:25]
+    found = common.images("cifar10_subset", "test")[0]
+    expected = (found - raw.mean((0, 2, 3), True)) / raw.std((0, 2, 3), keepdim=True)
+    torch.testing.assert_close(x_test, expected)
+
+
+@pytest.mark.parametrize("width", [4, 64])
+def test_nets_are_torchvisions(width: int):
+    from torchvision.models import resnet18
+
+    own = resnet18(num_classes=10)
+    for stem, positions in (("cifar", 32), ("strided", 16), ("imagenet", 8)):
+        net = resnet.make_net(width, stem).eval()
+        assert type(net) is type(own)
+        assert list(net.state_dict()) == list(own.state_dict())
+        seen = []
+        net.layer1.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+        assert seen[0].shape == (2, width, positions, positions)
+    kept = resnet.make_net(width, "cifar", channels_last=True).layer1[0].conv1.weight
+    assert kept.is_contiguous(memory_format=torch.channels_last)
+    if width == 64:  # the last one is torchvision's own throughout
+        shapes = [p.shape for p in net.parameters()]
+        assert shapes == [p.shape for p in own.parameters()]
+
+
+def test_schedules_are_two_to_one():
+    published, reduced = resnet.Settings.at("published"), resnet.Settings.at()
+    for name, epochs in (("ml", 300), ("map", 300), ("inducing", 300), ("mean-field", 200)):
+        found = published.of(name)
+        assert (found["epochs"], found["cut"]) == (epochs, 200)
+    assert published.of("variational-laplace")["beta"] == 0.1
+    assert "rank" not in reduced.of("ml")
+    assert published.of("mean-field")["max scale"] == 0.1
+    assert reduced.of("mean-field-sd-only")["max scale"] == 0.03
+    found = published.of("inducing")
+    assert (found["epochs without KL"], found["epochs of growing KL"]) == (100, 50)

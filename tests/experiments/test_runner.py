@@ -1,0 +1,319 @@
+"""What all experiments share: the command line, records, tables, data."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import common
+import numpy as np
+import pytest
+import runner
+import tables
+import torch
+from runner import how, setting, settings, which
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# --------------------------------------------------------------------------- a small experiment
+
+
+@settings
+class Small(runner.Settings):
+    methods: list[str] = which(["a", "b"], "letters", choices=["a", "b", "c"])
+    seeds: list[int] = which([0, 1], "of draws", published=[0, 1, 2], smoke=[0])
+    device: str = how("cpu", "where to compute")
+    steps: int = setting(10, "of Adam, 100 % of them", published=1_000, smoke=2)
+    rate: float = setting(0.1, "of Adam")
+    images: int | None = setting(60, "to train", published=None)
+    widths: dict = setting({"cnn": [4, 3]}, "of layers")
+
+    def __post_init__(self):
+        if self.rate < 0:
+            raise ValueError(f"--rate is {self.rate}; expected a positive number")
+
+
+class Calls:
+    def __init__(self):
+        self.made = []
+
+    def run(self, s, method, seed):
+        self.made.append((method, seed))
+        return {"score": s.steps + seed, "curve": [0.5, 1.0]}
+
+
+def experiment(calls: Calls, **changed) -> runner.Experiment:
+    def table(record):
+        return tables.score_table(tables.rows(record.cells), {"score": ".1f"})
+
+    parts = {"cells": runner.every(calls.run, "methods", "seeds"), "by": ("method", "seed")}
+    parts |= {"facts": {"published": {"a": 1.5}}, "table": table, **changed}
+    return runner.Experiment("small_{0.device}", Small, **parts)
+
+
+def test_cells_are_run_once_and_written_one_by_one(tmp_path: Path, capsys):
+    calls = Calls()
+    out = ["--out", str(tmp_path / "new")]
+    record = experiment(calls).main([*out, "--methods", "b"])
+    assert calls.made == [("b", 0), ("b", 1)]
+    path = tmp_path / "new" / "small_cpu.json"
+    content = json.loads(path.read_text())
+    assert content["cells"]["b"]["1"] == {"score": 11, "curve": [0.5, 1.0], "CPU seconds": 0.0}
+    assert "[0.5, 1.0]" in path.read_text()
+    assert content["cells by"] == ["method", "seed"]
+    assert content["published"] == {"a": 1.5}
+    assert content["settings"] == {
+        "steps": 10, "rate": 0.1, "images": 60, "widths": {"cnn": [4, 3]}
+    }  # fmt: skip
+    assert content["published settings"]["steps"] == 1_000
+    assert content["published settings"]["images"] is None
+    assert content["machine"]["threads"] == torch.get_num_threads() == 1
+    # The other cells are added, the command to the commands.
+    experiment(calls).main(out)
+    assert calls.made[2:] == [("a", 0), ("a", 1)]
+    content = json.loads(path.read_text())
+    assert len(content["commands"]) == 2
+    assert (
+        content["command"]
+        == content["commands"][1]
+        == f"python experiments/test_runner.py {' '.join(out)}"
+    )
+    printed = capsys.readouterr().out
+    assert printed.endswith("| | score |\n|---|---|\n| b | 10.5 ± 0.5 |\n| a | 10.5 ± 0.5 |\n")
+    assert (tmp_path / "new" / "small_cpu.md").read_text() in printed
+    assert record.path == path
+
+
+def test_a_stopped_run_keeps_its_cells(tmp_path: Path):
+    def stopped(s, method, seed):
+        if method == "b":
+            raise KeyboardInterrupt
+        return {"score": 1}
+
+    cells = runner.every(stopped, "methods", "seeds")
+    with pytest.raises(KeyboardInterrupt):
+        experiment(Calls(), cells=cells).main(["--out", str(tmp_path)])
+    calls = Calls()
+    experiment(calls).main(["--out", str(tmp_path)])
+    assert calls.made == [("b", 0), ("a", 1), ("b", 1)]  # seeds are the outer loop
+
+
+def test_a_list_in_a_key_stands_for_cells(tmp_path: Path):
+    asked = []
+
+    def cells(s, found):
+        for seed in s.seeds:
+            if missing := [m for m in s.methods if (m, str(seed)) not in found]:
+                asked.append((missing, seed))
+                yield (missing, seed), partial(both, missing)
+
+    def both(names):
+        return {name: {"score": len(name)} for name in names}
+
+    parts = {"cells": cells}
+    experiment(Calls(), **parts).main(["--out", str(tmp_path), "--methods", "a"])
+    found = experiment(Calls(), **parts).main(["--out", str(tmp_path)])
+    assert asked == [(["a"], 0), (["a"], 1), (["b"], 0), (["b"], 1)]
+    assert list(found.cells) == [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--steps", "9"], "steps"),
+        (["--smoke-test"], "steps"),
+        (["--widths", '{"cnn": [1]}'], "widths"),
+    ],
+)
+def test_results_of_other_settings_are_not_written_over(
+    options: list[str], name: str, tmp_path: Path
+):
+    first = ["--out", str(tmp_path), "--seeds", "0"]
+    path = experiment(Calls()).main(first).path
+    before = path.read_text()
+    message = rf"small_cpu.json has results of other settings \({name}\): give this run an --out"
+    with pytest.raises(SystemExit, match=message):
+        experiment(Calls()).main([*first, *options])
+    assert path.read_text() == before
+
+
+def test_options_go_before_levels(tmp_path: Path):
+    s, _ = experiment(Calls()).parse("small.py", ["--published", "--smoke-test", "--rate", "0.5"])
+    assert (s.steps, s.seeds, s.images, s.rate) == (2, [0], None, 0.5)
+    s, _ = experiment(Calls()).parse(
+        "small.py", ["--published", "--seeds", "4", "5", "--images", "3"]
+    )
+    assert (s.steps, s.seeds, s.images) == (1_000, [4, 5], 3)
+    record = experiment(Calls()).record(s)
+    assert record.path == Path("results/small_cpu_published.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; expected a positive number"),
+        (["--rate", "-1"], "--rate is -1.0; expected a positive number"),
+        (["--methods", "d"], "invalid choice: 'd'"),
+        (["--step", "3"], "unrecognized arguments: --step 3"),
+        (["--table"], "small_cpu.json; run without --table and --figure first"),
+    ],
+)
+def test_bad_options_are_named(options: list[str], message: str, tmp_path: Path, capsys):
+    with pytest.raises(SystemExit) as left:
+        experiment(Calls()).main([*options, "--out", str(tmp_path / "nothing")])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "sklearn"])
+def test_a_missing_library_is_one_line_that_names_the_extra(library: str, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    message = rf'^{library} is not installed: pip install -e "\.\[examples\]"$'
+    with pytest.raises(SystemExit, match=message):
+        experiment(Calls()).main([])
+
+
+def test_scripts_of_several_experiments_want_a_word(capsys):
+    both = {"one": experiment(Calls()), "two": experiment(Calls())}
+    for arguments in ([], ["three"]):
+        with pytest.raises(SystemExit, match="expected one of one, two"):
+            runner.choose(both, arguments)
+    with pytest.raises(SystemExit):
+        runner.choose(both, ["two", "--help"])
+    assert capsys.readouterr().out.startswith("usage: test_runner.py two [-h] [--out OUT]")
+
+
+# --------------------------------------------------------------------------- tables
+
+
+def test_tables_have_means_and_standard_errors():
+    # the variance of 1, 2, 6 is 7
+    assert tables.over_seeds([1.0, 2.0, 6.0], ".3f") == f"3.000 ± {(7 / 3) ** 0.5:.3f}"
+    assert tables.over_seeds([1.0, 2.0, 3.0], ".1f", factor=100) == "200.0 ± 57.7"
+    assert tables.over_seeds([1.0, 3.0], ".1f", errors=2) == "2.0 ± 2.0"
+    assert tables.over_seeds([4.0], ".1f") == "4.0"
+    assert tables.over_seeds([], ".1f") == ""
+    cells = {
+        ("a", "0"): {"x": 1.0},
+        ("a", "1"): {"x": 3.0},
+        ("b", "0"): {"rows": {"c": {"y": 2.0}}},
+    }
+    rows = tables.rows(cells)
+    assert rows == {"a": [{"x": 1.0}, {"x": 3.0}], "c": [{"y": 2.0}]}
+    text = tables.score_table(
+        rows,
+        {"x": ".1f", "y": ".2f"},
+        lambda row, column: "9" if row == "c" else None,
+        {"seeds": lambda name, found: str(len(found))},
+    )
+    assert text.splitlines() == [
+        "| | seeds | x | y |",
+        "|---|---|---|---|",
+        "| a | 2 | 2.0 ± 1.0 |  |",
+        "| c | 1 |  | 2.00 (9) |",
+    ]
+
+
+# --------------------------------------------------------------------------- data and batches
+
+
+def test_missing_data_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    given, checkout = tmp_path / "given", tmp_path / "checkout"
+    monkeypatch.setenv("TYXE_DATA", str(given))
+    monkeypatch.setattr(common, "ROOT", checkout)
+    assert common.folders() == [given, tmp_path / "shared" / "data", checkout / "data"]
+    for looking in (
+        partial(common.images, "notmnist", "test"),
+        partial(common.arrays, "notmnist.npz"),
+    ):
+        with pytest.raises(FileNotFoundError, match=r"no notmnist\.npz in .*TYXE_DATA") as error:
+            looking()
+        assert all(str(folder) in str(error.value) for folder in common.folders())
+
+
+def test_data_are_taken_from_the_first_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(common, "ROOT", tmp_path / "checkout")
+    for folder, value in ((tmp_path / "given", 255), (tmp_path / "shared" / "data", 0)):
+        folder.mkdir(parents=True)
+        x = np.full((2, 28, 28), value, dtype=np.uint8)
+        np.savez(folder / "mnist.npz", x_test=x, y_test=np.array([3, 7], dtype=np.uint8))
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path / "given"))
+    x, y = common.images("mnist", "test")
+    assert x.shape == (2, 1, 28, 28)
+    assert bool((x == 1).all())
+    assert y.tolist() == [3, 7]
+    monkeypatch.delenv("TYXE_DATA")
+    assert bool((common.images("mnist", "test")[0] == 0).all())
+
+
+def test_colours_come_first(stand_ins: Path):
+    x, y = common.images("cifar10_subset", "train")
+    with np.load(stand_ins / "cifar10_subset.npz") as arrays:
+        expected = torch.from_numpy(arrays["x_train"]).permute(0, 3, 1, 2) / 255
+    assert torch.equal(x, expected)
+    assert y.dtype == torch.long
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10_subset"])
+def test_failed_download_says_where_it_looked(name: str, tmp_path: Path, monkeypatch):
+    torchvision = pytest.importorskip("torchvision", reason="downloads need torchvision")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("no network")
+
+    known = common.TORCHVISION[name]
+    monkeypatch.setattr(torchvision.datasets, known, refuse)
+    monkeypatch.setattr(common, "ROOT", tmp_path / "checkout")
+    monkeypatch.delenv("TYXE_DATA", raising=False)
+    message = rf"no {name}\.npz in .*could not download {known}: no network"
+    with pytest.raises(FileNotFoundError, match=message):
+        common.images(name, "train")
+
+
+def test_batches_have_every_point_once():
+    batches = common.Batches(torch.arange(10.0), torch.arange(10), 4)
+    for _ in range(2):
+        inputs, targets = zip(*batches, strict=True)
+        assert [len(part) for part in targets] == [4, 4, 2] == [len(part) for part in inputs]
+        assert len(batches) == 3
+        assert torch.equal(torch.cat(inputs).long(), torch.cat(targets))
+        assert torch.cat(targets).sort().values.tolist() == list(range(10))
+        assert torch.cat(targets).tolist() != list(range(10))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "constant"])
+def test_crops_are_windows_of_padded_images(mode: str):
+    """Random windows, each at its own place, half of them flipped."""
+    x = torch.rand(20, 2, 6, 6)
+    windows = torch.nn.functional.pad(x, (4, 4, 4, 4), mode=mode).unfold(2, 6, 1)
+    windows = windows.unfold(3, 6, 1)  # (20, 2, 9, 9, 6, 6)
+    places, flips = set(), 0
+    for own, image in zip(windows, common.crops(x, mode), strict=True):
+        candidates = own.permute(1, 2, 0, 3, 4).flatten(0, 1)
+        straight, flipped = (
+            (candidates == each).flatten(1).all(1).nonzero() for each in (image, image.flip(-1))
+        )
+        assert len(straight) + len(flipped) >= 1
+        flips += len(straight) == 0
+        places.add(int(torch.cat([straight, flipped])[0]))
+    assert len(places) > 5
+    assert 0 < flips < 20
+
+
+# --------------------------------------------------------------------------- a command
+
+
+def test_an_experiment_is_a_command(tmp_path: Path):
+    """From another directory, as somebody may start it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    script = ROOT / "experiments" / "uci.py"
+    command = [sys.executable, str(script), "--smoke-test", "--data", "digits", "--columns", "MAP"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    content = json.loads((tmp_path / "results" / "uci.json").read_text())
+    assert content["command"] == (
+        "python experiments/uci.py --smoke-test --data digits --columns MAP"
+    )
+    assert done.stdout.endswith((tmp_path / "results" / "uci.md").read_text())

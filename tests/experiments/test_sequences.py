@@ -1,0 +1,116 @@
+"""experiments/task_sequences.py and split_mnist.py."""
+
+import math
+
+import numpy as np
+import pytest
+import runner
+import split_mnist
+import task_sequences
+import torch
+
+
+@pytest.mark.parametrize("name", ["permuted", "disjoint", "vision"])
+def test_task_sequences(name: str, smoke, stand_ins):
+    found = smoke(task_sequences.experiments[name], before=(name,))
+    assert found.content["command"].startswith(f"python experiments/task_sequences.py {name} --s")
+    methods = [*found.content["strengths"]]
+    assert [label.partition(",")[0] for label, _ in found.cells] == methods
+    assert {"SI", "ML"} < set(methods)
+    for cell in found.cells.values():
+        count = {"disjoint": 2, "permuted": 2, "vision": 4}[name]
+        assert [len(row) for row in cell["accuracy"]] == list(range(1, count + 1))
+        assert all(0 <= value <= 1 for row in cell["accuracy"] for value in row)
+    assert list(found.record.path.parent.glob("**/*.pt")) == []
+    assert len(found.page.splitlines()) == 2 + len(methods)
+    assert ("own classes" in found.page) == (name == "disjoint")
+
+
+def test_online_laplace(smoke, stand_ins, tmp_path, capsys):
+    experiment, methods = task_sequences.experiments["online"], list(task_sequences.ONLINE)
+    methods.remove("per-task kron")
+    options = ["--tasks", "4", "--strengths", "3", "--decay", "0.5", "--methods"]
+    found = smoke(experiment, *options, *methods, before=("online",))
+    assert found.record.path.name == "online_laplace_4.json"
+    assert [label for label, _ in found.cells] == [f"{m}, lambda 3, decay 0.5" for m in methods]
+    for cell in found.cells.values():
+        assert [len(row) for row in cell["accuracy"]] == list(range(1, 5))
+        assert all(0 <= score <= 1 for row in cell["accuracy"] for score in row)
+    assert len(found.page.splitlines()) == 2 + len(methods)
+    # Another decay is another cell of the same record.
+    out = str(found.record.path.parent)
+    options = ["--smoke-test", "--tasks", "4", "--strengths", "3", "--methods", "diag"]
+    record = task_sequences.experiments["online"].main([*options, "--out", out], "online")
+    assert list(record.cells)[len(methods) :] == [("diag, lambda 3", "0")]
+
+
+def test_a_method_that_a_sequence_has_not_is_an_error_of_the_command(tmp_path):
+    arguments = ["disjoint", "--methods", "EWC", "ML", "--out", str(tmp_path)]
+    message = "no strengths for EWC: give --strengths; methods with strengths are kron"
+    with pytest.raises(SystemExit, match=message):
+        runner.choose(task_sequences.experiments, arguments)
+
+
+def test_permuted_tasks_are_orders_of_the_same_images(stand_ins):
+    s = task_sequences.Online.at("smoke")
+    _, tasks, part = task_sequences.permuted(s, 0)
+    assert tasks == ["1", "2"]
+    first, second = (part(task, 0)[0] for task in tasks)
+    assert torch.equal(first.sort(1).values, second.sort(1).values)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, task_sequences.mnist(s)[0][0])
+    assert torch.equal(part("1", 1)[1], part("2", 1)[1])
+    again = task_sequences.permuted(s, 0)[2]
+    assert torch.equal(again("2", 1)[0], part("2", 1)[0])
+    assert not torch.equal(task_sequences.permuted(s, 1)[2]("2", 1)[0], part("2", 1)[0])
+
+
+def test_own_classes_leave_the_others_out():
+    outputs = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 6.0], [1.0, 0.0, 9.0]])
+    # Of the classes 0 and 1 alone: 0, 1, 0.
+    labels = torch.tensor([0, 1, 1])
+    found = task_sequences.own_classes(lambda x: outputs, None, labels)
+    assert found == pytest.approx(2 / 3)
+
+
+def test_runs_that_diverged_are_in_the_table(tmp_path):
+    record = runner.Record(tmp_path / "continual.json", ("method", "seed"))
+    tasks = {"tasks": ["a", "b"]}
+    record.cells["ML", "0"] = tasks | {"accuracy": [[1.0], [0.5, 0.7]]}
+    record.cells["ML", "1"] = tasks | {"diverged": "b"}
+    record.cells["kron, strength 1", "0"] = tasks | {"diverged": "a"}
+    page = task_sequences.table(record)
+    assert "| ML | 1 (1 diverged) | 50.0 | 70.0 | 60.0 | 50.0 |" in page
+    assert "| kron, strength 1 | 1 | diverged |  |  |  |" in page
+    assert list(task_sequences.by_label(record)[1]) == ["ML"]
+    assert task_sequences.with_error(torch.tensor([0.5, 0.7])) == "60.0 ± 20.0"
+
+
+def test_split_mnist(smoke, stand_ins):
+    found = smoke(split_mnist.experiment, "--methods", *split_mnist.METHODS)
+    assert [label for label, _ in found.cells] == [f"{m}, 2 epochs" for m in split_mnist.METHODS]
+    for cell in found.cells.values():
+        assert [len(row) for row in cell["accuracy"]] == [1, 2, 3, 4, 5]
+        assert all(0 <= value <= 1 for row in cell["accuracy"] for value in row)
+        assert list(cell["moves"]) == list(cell["head refitted"])
+        # Two steps a task, in which Adam moves each of the 8 x 784 weights by its rate at most.
+        for row in cell["moves"].values():
+            assert row["updates"] == 2
+            assert 0 < row["means moved"] < 2.01e-3 * math.sqrt(8 * 784)
+    assert list(found.record.path.parent.glob("**/*.pt")) == []
+    assert len(found.page.splitlines()) == (2 + 5) + 1 + (2 + 5 * 5)
+
+
+def test_split_mnist_is_five_pairs_of_digits(stand_ins):
+    train, test = split_mnist.tasks()
+    assert list(train) == list(test) == ["0/1", "2/3", "4/5", "6/7", "8/9"]
+    assert sum(len(y) for _, y in train.values()) == 60_000
+    x, y = test["2/3"]
+    with np.load(stand_ins / "mnist.npz") as arrays:
+        labels = arrays["y_test"]
+        wanted = np.isin(labels, (2, 3))
+        pixels = arrays["x_test"][wanted].reshape(-1, 784) / np.float32(255)
+    assert torch.equal(x, torch.from_numpy(pixels))
+    assert y.shape == (wanted.sum(), 1)
+    assert y[:, 0].tolist() == (labels[wanted] == 3).tolist()
+    assert [len(part[1]) for part in split_mnist.tasks(7)[0].values()] == [7] * 5

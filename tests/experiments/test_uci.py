@@ -1,0 +1,56 @@
+"""experiments/uci.py: splits, nets side by side, and the columns of a split."""
+
+import math
+
+import torch
+import uci
+
+
+def test_uci(smoke):
+    found = smoke(uci.experiment, "--data", "digits", "--columns", *uci.COLUMNS)
+    assert list(found.content["published"]["digits"]) == uci.COLUMNS[:5]
+    assert list(found.cells) == [("digits", column, "0") for column in uci.COLUMNS]
+    cells = found.page.splitlines()[-1].strip("| ").split(" | ")
+    assert cells[:2] == ["digits", "1"]
+    for column, text in zip(uci.COLUMNS, cells[2:], strict=True):
+        row = found.cells["digits", column, "0"]
+        assert row["precision"] in found.content["settings"]["prior precisions"]
+        assert 0 < row["test"] < 2 * math.log(10)
+        assert text.split()[0] == f"{row['test']:.3f}"
+    assert cells[2].endswith("(0.094)")
+
+
+def test_columns_that_are_missing_are_added(smoke, tmp_path, capsys):
+    options = ["--smoke-test", "--data", "digits", "--out", str(tmp_path)]
+    uci.experiment.main([*options, "--columns", "MAP", "glm"])
+    capsys.readouterr()
+    record = uci.experiment.main([*options, "--columns", "MAP", "refine"])
+    assert [line.split(",")[1] for line in capsys.readouterr().out.splitlines()[:-3]] == [" refine"]
+    assert [key[1] for key in record.cells] == ["MAP", "glm", "refine"]
+
+
+def test_nets_side_by_side_are_those_nets():
+    nets = uci.SideBySide(3, [4, 5, 6, 2]).double()
+    x = torch.randn(7, 4, dtype=torch.double)
+    alike = nets(x)
+    torch.testing.assert_close(alike, alike[:, :1].expand_as(alike))  # one start for all
+    for parameter in nets.parameters():
+        torch.nn.init.normal_(parameter)
+    outputs = nets(x)
+    assert outputs.shape == (7, 3, 2)
+    for index in range(3):
+        torch.testing.assert_close(nets.member(index).double()(x), outputs[:, index])
+
+
+def test_splits_are_stratified_and_standardised():
+    x = 3 + 2 * torch.randn(200, 4)
+    x[:, 3] = 1.0  # a constant column stays finite
+    y = (torch.arange(200) % 4 == 0).long()
+    (train, labels), (validation, _), (test, _) = parts = uci.split(x, y, seed=1)
+    assert [len(part[0]) for part in parts] == [140, 30, 30]
+    assert int(labels.sum()) == 35
+    torch.testing.assert_close(train.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(train[:, :3].std(0), torch.ones(3))
+    assert bool(torch.cat([validation, test]).isfinite().all())
+    assert bool((uci.split(x, y, seed=1)[2][0] == test).all())
+    assert not bool((uci.split(x, y, seed=2)[2][0] == test).all())

@@ -1,0 +1,59 @@
+"""experiments/variational_laplace_images.py: cells, the choice of beta, and nets."""
+
+import math
+
+import variational_laplace_images as images
+
+
+def test_classifiers_run_once_and_report(smoke):
+    found = smoke(images.experiment)
+    # Two betas of three methods; two more multipliers of VL and VI; the best betas again.
+    assert len(found.cells) >= 2 * 3 + 2 * 2 + 3
+    assert {key[0] for key in found.cells} == {"digits"}
+    assert {key[3] for key in found.cells} == {"1", "10"}
+    assert {key[4] for key in found.cells} == {"0", "1"}
+    for key, cell in found.cells.items():
+        assert set(cell["scores"]) == ({"mean"} if key[1] == "MAP" else {"mean", "draws"})
+        for row in cell["scores"].values():
+            assert 0 < row["NLL"] < math.inf
+            assert all(0 <= row[name] <= 1 for name in ("accuracy", "ECE", "AUROC"))
+        assert len(cell["ELBO by epoch"]) == found.content["settings"]["small"]["epochs"]
+    names = {path.name for path in found.record.path.parent.iterdir()}
+    stem = "variational_laplace_images"
+    assert names == {
+        f"{stem}{e}" for e in (".json", ".md", "_early_stopping.md", "_early_stopping.png")
+    }
+
+
+def test_best_beta_is_that_of_the_first_seed_s_validation():
+    cells = {}
+    for beta, first, second in ((1.0, 0.5, 0.1), (0.1, 0.4, 0.3), (0.01, 0.6, 0.2)):
+        for seed, value in ((3, first), (4, second)):
+            row = {"scores": {"mean": {"validation NLL": value}}}
+            cells["digits", "VL", f"{beta:g}", "10", str(seed)] = row
+        other = {"scores": {"mean": {"validation NLL": 0.0}}}
+        cells["digits", "VL", f"{beta:g}", "30", "3"] = other
+        cells["mnist", "VL", f"{beta:g}", "10", "3"] = other
+    found = images.jobs(cells, "digits")
+    assert ("VL", 0.01, 30.0, 3) in found
+    assert images.best_beta(found, "VL", "mean") == 0.1
+
+
+def test_other_seeds_run_at_the_best_beta_only():
+    row = {"scores": {way: {"validation NLL": 0.5} for way in ("mean", "draws")}}
+    s = images.Settings(sets=["mnist"], betas=[1.0, 0.1], seeds=[0, 1], multipliers=[10.0])
+    found, keys = {}, []
+    for key, _ in images.cells(s, found):
+        keys.append(key)
+        found["mnist", key[1], f"{key[2]:g}", f"{key[3]:g}", str(key[4])] = row
+    assert len([key for key in keys if key[4] == 0]) == 2 * 3 + 2 * 2
+    assert [key[1:3] for key in keys if key[4] == 1] == [("VL", 1.0), ("VI", 1.0), ("MAP", 1.0)]
+    every = images.Settings(
+        sets=["mnist"], betas=[1.0, 0.1], seeds=[0, 1], multipliers=[10.0], every_beta=True
+    )
+    assert len([key for key, _ in images.cells(every, found) if key[4] == 1]) == 2 * 3 + 3
+
+
+def test_the_paper_s_net_has_its_size():
+    assert sum(p.numel() for p in images.preact_resnet18().parameters()) == 11_172_170
+    assert sum(p.numel() for p in images.cnn().parameters()) == 27_338
