@@ -47,12 +47,9 @@ docs: $(call stamp,docs) ## build docs/_build/html and run the examples on its p
 	$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 	$(PY) -m sphinx -q -W --keep-going -b doctest -d docs/_build/doctrees docs docs/_build/doctest
 
-# An experiment of an hour, which writes tables of its own; see its --help.
-EXPERIMENTS := benchmarks/variational_laplace.py
-
 bench: $(call stamp,dev) ## run every benchmark into benchmarks/results/
 	@set -e; mkdir -p benchmarks/results; \
-	for script in $(filter-out $(EXPERIMENTS),$(wildcard benchmarks/[a-z]*.py)); do \
+	for script in benchmarks/[a-z]*.py; do \
 	    result=benchmarks/results/$$(basename $$script .py).json; \
 	    echo "$$script -> $$result"; \
 	    $(PY) $$script --json $$result; \
@@ -61,7 +58,7 @@ bench: $(call stamp,dev) ## run every benchmark into benchmarks/results/
 clean: ## remove what the targets above wrote, except the environment and benchmark results
 	rm -rf build dist docs/_build docs/notebooks *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find tyxe tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find tyxe tests examples experiments benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
