@@ -1,28 +1,25 @@
 """Unfamiliar and adversarial images: five predictions of an MNIST classifier [T 3.2.5].
 
 A net 784-1024-1024-10 with ReLU, and dropout of 0.5 after the hidden layers, learns images whose
-pixels are drawn anew each time, 1 with probability their intensity. On that one net: its plain
-prediction; dropout left on; draws from Laplace approximations with Kronecker factors (damped,
-[T 3.41]) and with a diagonal, N and tau of both by the cross-entropy of validation images. Many N
-and tau are as good by that measure, and so there is "widest" besides: of the pairs for Kronecker
-factors within 5e-4 nats of the best, the one with the highest entropy on the validation images. A
-mean field of that shape with N(0, 1) priors is fitted besides, by plain draws of the weights, and
-another whose standard deviations stay at 0.01.
+pixels are drawn anew each time, 1 with probability their intensity. Of that one net: its plain
+prediction; dropout left on; draws from Laplace approximations with Kronecker factors (damped) and
+with a diagonal, N and tau of both [T 3.41] by the cross-entropy of validation images ("widest": of
+the pairs within 5e-4 nats of the best, that of the highest entropy). Besides, mean fields under
+N(0, 1) priors, fitted by plain draws, whose standard deviations are fitted or stay at 0.01.
 
-Figure: entropy of the predictions of notMNIST's letters [T fig. 3.4]; entropy and accuracy after
-one step x - eta range sign(grad log max p) [T fig. 3.5]; accuracy and p(0) over steps towards class
-0, without the images predicted 0 before [T fig. 3.6]. Attacks follow the gradient of the averaged
-prediction; a step is never judged by the draws that it followed. Table: accuracy (the paper's),
-negative log-likelihood and entropies (nats), AUROC by entropy, accuracy after steps towards 0.
+Figure: entropy on notMNIST's letters [T fig. 3.4]; entropy and accuracy after one step x - eta
+range sign(grad log max p) [T fig. 3.5]; accuracy and p(0) over steps towards class 0, without the
+images predicted 0 before [T fig. 3.6]. A step is never judged by the draws that it followed. Table:
+accuracy (the paper's), NLL and entropies (nats), AUROC by entropy, accuracy after steps towards 0.
 
-Reduced: epochs, images and draws; the published rate is constant, ours falls by a cosine. Not said
-in [T], and our choice: the prior of the one net, N(0, 1), a weight decay of 1 / N (the scale of the
-published 1e-2 is open); one sampled label a point for the curvature; rate and start of the mean
-field; the grids; the last 10,000 training images for validation. Test images are in random order.
+Reduced: epochs, images and draws; a rate that falls by a cosine. Not said in [T], and our choice:
+the prior of the one net, N(0, 1), a weight decay of 1 / N; one sampled label a point for the
+curvature; rate and start of the mean field; the grids; the last 10,000 images for validation.
 """
 
 import copy
 import math
+from functools import partial
 from itertools import product
 
 import common
@@ -76,10 +73,7 @@ def averaged(net, x, draws):
 
 
 def untargeted(net, x, span, etas, draws):
-    """Step away from the predicted class, once: `x - eta span sign(grad log max_y p(y))`.
-
-    Returns log-probabilities after steps of all lengths, by other draws, `(len(etas), n, C)`.
-    """
+    """Step away from the predicted class; return log-probabilities `(len(etas), n, C)`."""
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(averaged(net, x, draws).amax(-1).sum(), x)
     moved = torch.cat([x.detach() - eta * span * gradient.sign() for eta in etas])
@@ -88,11 +82,7 @@ def untargeted(net, x, span, etas, draws):
 
 
 def targeted(net, x, span, eta, steps, draws):
-    """Step towards class 0 again and again: `x + eta span sign(grad log p(0))`.
-
-    Returns log-probabilities before the first step and after each, `(steps + 1, n, C)`. Every step
-    has draws of its own, as an attacker would face them.
-    """
+    """Step towards class 0, by new draws each time; return log-probabilities before and after."""
     path = []
     for _ in range(steps + 1):
         x = x.detach().requires_grad_()
@@ -101,11 +91,6 @@ def targeted(net, x, span, eta, steps, draws):
         (gradient,) = torch.autograd.grad(log_probs[:, 0].sum(), x)
         x = x + eta * span * gradient.sign()
     return torch.stack(path)
-
-
-def in_parts(attack, net, x, *how):
-    """Attack some images at a time, for the memory of gradients; return all, `(..., n, C)`."""
-    return torch.cat([attack(net, part, *how) for part in x.split(1_000)], 1)
 
 
 def load(s):
@@ -117,15 +102,14 @@ def load(s):
     return (x[: s.training_images].flatten(1), y[: s.training_images]), *sets
 
 
-def new_net(width, dropout=0.5):
-    layers = [nn.Linear(784, width), nn.ReLU(), nn.Dropout(dropout)]
-    layers += [nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout)]
-    return nn.Sequential(*layers, nn.Linear(width, 10))
+def new_net(width, dropout):
+    one, two, last = nn.Linear(784, width), nn.Linear(width, width), nn.Linear(width, 10)
+    drop = partial(nn.Dropout, dropout)
+    return nn.Sequential(one, nn.ReLU(), drop(), two, nn.ReLU(), drop(), last)
 
 
 def fit_net(s, loader):
-    """Fit the net itself: no part of the library is needed for that."""
-    net = new_net(s.hidden_units)
+    net = new_net(s.hidden_units, 0.5)
     how = {"lr": s.first_rate, "momentum": 0.9, "weight_decay": 1 / len(loader.x)}
     optimizer = torch.optim.SGD(net.parameters(), **how)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs, s.last_rate)
@@ -145,10 +129,7 @@ def choose(bnn, row):
 
 
 def tune(s, seed, bnn, x, y, letters):
-    """Choose N and tau by validation images; return the best pair, the widest, and all.
-
-    The entropy of the letters is kept beside the rest, and not looked at.
-    """
+    """Choose N and tau by validation images; the entropy of the letters is not looked at."""
     rows = [{"N": n, "tau": tau} for n, tau in product(s.N, s.tau)]
     for row in rows:
         choose(bnn, row)
@@ -166,10 +147,12 @@ def tune(s, seed, bnn, x, y, letters):
 
 
 def look(s, net, test, letters, span, is_fixed):
-    """Return a row of the table and the curves of one method."""
-    draws, of_one, of_many = (
-        1 if is_fixed else count for count in (s.draws, s.untargeted_draws, s.targeted_draws)
-    )
+    counts = (s.draws, s.untargeted_draws, s.targeted_draws)
+    draws, of_one, of_many = (1 if is_fixed else count for count in counts)
+
+    def in_parts(attack, x, *how):  # for the memory of gradients
+        return torch.cat([attack(net, part, span, *how) for part in x.split(1_000)], 1)
+
     x, y = common.first(test, s.test_images)
     with torch.no_grad():
         known, unknown = (averaged(net, images, draws).exp() for images in (x, letters))
@@ -180,50 +163,39 @@ def look(s, net, test, letters, span, is_fixed):
     row["notMNIST AUROC"] = metrics.ood_auroc(-inside, -outside).item()
     quantiles = outside.quantile(torch.linspace(0, 1, 101, dtype=outside.dtype)).tolist()
     x, y = common.first(test, s.untargeted_images)
-    probs = in_parts(untargeted, net, x, span, s.step_lengths, of_one).exp()
-    once = {
-        "accuracy %": [100 * metrics.accuracy(p, y).item() for p in probs],
-        "entropy": [metrics.predictive_entropy(p).mean().item() for p in probs],
-    }
+    probs = in_parts(untargeted, x, s.step_lengths, of_one).exp()
+    once = {"accuracy %": [100 * metrics.accuracy(p, y).item() for p in probs]}
+    once["entropy"] = [metrics.predictive_entropy(p).mean().item() for p in probs]
     x, y = common.first(test, s.targeted_images)
-    path = in_parts(targeted, net, x, span, s.targeted_step, s.targeted_steps, of_many)
+    path = in_parts(targeted, x, s.targeted_step, s.targeted_steps, of_many)
     kept = path[0].argmax(-1) != 0
     probs = path[:, kept].exp()
-    often = {
-        "accuracy %": [100 * metrics.accuracy(p, y[kept]).item() for p in probs],
-        "p(0)": probs[..., 0].mean(-1).tolist(),
-        "images": int(kept.sum()),
-    }
-    curves = {"notMNIST entropy quantiles": quantiles, "untargeted": once, "targeted": often}
-    return row, curves
+    often = {"accuracy %": [100 * metrics.accuracy(p, y[kept]).item() for p in probs]}
+    often |= {"p(0)": probs[..., 0].mean(-1).tolist(), "images": int(kept.sum())}
+    return row, {"notMNIST entropy quantiles": quantiles, "untargeted": once, "targeted": often}
 
 
 def run(s, seed):
-    """Fit everything, attack it, and return all scores."""
     torch.manual_seed(seed)
     train, validation, test, (letters, _) = load(s)
     held_out = *common.first(validation, s.validation_images), letters[:500]
-    loader, laps, chosen = common.Batches(*train, 100, torch.bernoulli), tables.Laps(), {}
+    loader, chosen = common.Batches(*train, 100, torch.bernoulli), {}
     likelihood = tyxe.likelihoods.Categorical(len(train[0]))
     net = fit_net(s, loader)
-    laps("net")
     methods = {"deterministic": net, "MC dropout": copy.deepcopy(net).train()}
     for name, fitted in {"mean field": True, "mean field, sd 0.01": False}.items():
-        start = new_net(s.hidden_units, dropout=0.0)
+        start = new_net(s.hidden_units, 0.0)
         guide = common.mean_field(start, init_scale=1e-2, train_scale=fitted)
         methods[name] = tyxe.VariationalBNN(start, common.normal(), likelihood, guide)
         adam = torch.optim.Adam(methods[name].parameters(), lr=1e-3)
         methods[name].fit(loader, adam, s.mean_field_epochs, progress=False)
         methods[name].eval()
-        laps(name)
     for structure in ("diag", "kron"):
         how = {"structure": structure, "curvature": "fisher", "damping": structure == "kron"}
         how["num_passes"] = s.binarisations_for_the_curvature
         bnn = tyxe.LaplaceBNN(net, common.normal(), likelihood, **how)
         bnn.fit_curvature(loader, progress=False)
-        laps(f"curvature, {structure}")
         chosen[structure] = tune(s, seed, bnn, *held_out)
-        laps(f"N and tau, {structure}")
         methods[f"Laplace, {structure}"] = bnn.eval()
     methods["Laplace, kron, widest"] = copy.deepcopy(bnn)
     choose(methods["Laplace, kron, widest"], chosen["kron"]["widest"])
@@ -231,8 +203,7 @@ def run(s, seed):
     span, rows, curves = (train[0].amax(0) > 0).float(), {}, {}
     for name, net in methods.items():
         rows[name], curves[name] = look(s, net, test, letters, span, name == "deterministic")
-        laps(f"{name}, predictions")
-    return {"rows": rows, "chosen": chosen, "seconds": laps.seconds, "curves": curves}
+    return {"rows": rows, "chosen": chosen, "curves": curves}
 
 
 def table(record):
@@ -244,15 +215,11 @@ def table(record):
             rows.setdefault(name, []).append(row | after)
     forms = {"accuracy %": ".1f", "NLL": ".3f", "entropy": ".2f", "notMNIST entropy": ".2f"}
     forms |= {"notMNIST AUROC": ".3f", "after 10 steps %": ".0f", "after 20 steps %": ".0f"}
-
-    def paper(row, column):
-        return f"{ACCURACY[row]:.2f}" if column == "accuracy %" and row in ACCURACY else None
-
-    return tables.score_table(rows, forms, paper)
+    known = {(row, "accuracy %"): f"{value:.2f}" for row, value in ACCURACY.items()}
+    return tables.score_table(rows, forms, known)
 
 
 def figure(record):
-    """Draw the five panels of the first seed."""
     chosen, curves = record.content["settings"], next(iter(record.cells.values()))["curves"]
     drawn, axes = tables.subplots(2, 3, figsize=(11, 6.6))
     (above, entropy, accuracy), (targeted_accuracy, target, last) = axes
@@ -260,10 +227,10 @@ def figure(record):
         look = {"color": color, "label": name}
         quantiles = found["notMNIST entropy quantiles"]
         above.plot(quantiles, torch.linspace(1, 0, len(quantiles)), **look)
-        for ax, column in ((entropy, "entropy"), (accuracy, "accuracy %")):
-            ax.plot(chosen["step lengths"], found["untargeted"][column], **look)
-        for ax, column in ((targeted_accuracy, "accuracy %"), (target, "p(0)")):
-            ax.plot(found["targeted"][column], **look)
+        entropy.plot(chosen["step lengths"], found["untargeted"]["entropy"], **look)
+        accuracy.plot(chosen["step lengths"], found["untargeted"]["accuracy %"], **look)
+        targeted_accuracy.plot(found["targeted"]["accuracy %"], **look)
+        target.plot(found["targeted"]["p(0)"], **look)
     above.set(title="notMNIST", xlabel="predictive entropy (nats)", ylabel="fraction above")
     for ax, label in ((entropy, "mean entropy (nats)"), (accuracy, "accuracy (%)")):
         ax.set_xscale("symlog", linthresh=0.1)

@@ -3,18 +3,15 @@
 The convolutional net Conv64 - MaxPool - Tanh - Conv128 - MaxPool - Tanh - Linear2048 - Tanh -
 Linear10 and, in addition, the fully connected one of permuted MNIST, 784-100-100-10 (tanh), both
 without biases. Weights are 1 / sqrt(fan_in) or its negative. Rows: the net of real weights that all
-others start from; signs trained by the straight-through estimator (STE, real weights clipped to
-[-1, 1]), scores averaged over the nets of the ensemble (STE ensemble), whose starts differ;
-Bernoulli posteriors with the KL weighed by tau; and Beta(1 + delta, 1 + delta) regularised
-probabilities, weighed by 1. Columns: accuracy, negative log-likelihood (NLL, nats an image),
-expected calibration error (15 bins), mean predictive entropy on FashionMNIST (log 10 = 2.30), area
-under the ROC curve by that entropy, mean entropy of a weight (log 2 = 0.693), and NLL of as many
-training images. Mean and standard error over seeds, [T tab. 4.2] in brackets.
-
-The figure, of the convolutional net: (a) calibration over all class probabilities; (b) share of
-FashionMNIST images with predictive entropy below v; (c) accuracy on test and FashionMNIST images
-together where the confidence is at least c, those of FashionMNIST being always wrong. Reduced: the
-net, images, epochs and seeds. Batches and the fit of real weights are our choice.
+others start from; signs by the straight-through estimator (STE, real weights clipped to [-1, 1]),
+scores averaged over the nets of the ensemble (STE ensemble), whose starts differ; Bernoulli
+posteriors, the KL weighed by tau; Beta(1 + delta, 1 + delta) regularised ones, weighed by 1.
+Columns: accuracy, NLL (nats an image), ECE (15 bins), predictive entropy on FashionMNIST (log 10 =
+2.30), AUROC by it, entropy of a weight (log 2 = 0.693), NLL of as many training images; mean and
+standard error over seeds, [T tab. 4.2] in brackets. Figure, of the convolutional net: (a)
+calibration of all class probabilities; (b) share of FashionMNIST with an entropy below v; (c)
+accuracy on both sets where the confidence is at least c, FashionMNIST being always wrong. Reduced:
+the net, images, epochs, seeds. Batches and the fit of real weights are our choice.
 """
 
 import math
@@ -52,8 +49,7 @@ ENTROPIES = [round(i * math.log(10) / 20, 4) for i in range(21)]
 CONFIDENCES = [i / 20 for i in range(2, 20)] + [0.99]
 
 
-def widths(cnn, mlp=(100, 100)):
-    return {"cnn": cnn, "mlp": list(mlp)}
+WIDTHS = {"cnn": [16, 32, 256], "mlp": [100, 100]}
 
 
 @settings
@@ -65,10 +61,10 @@ class Settings(runner.Settings):
     training_images: int = setting(10_000, "number", published=60_000, smoke=60)
     test_images: int = setting(2_000, "number, of either set", published=10_000, smoke=40)
     widths: dict = setting(
-        widths([16, 32, 256]),
+        WIDTHS,
         "of layers",
-        published=widths([64, 128, 2048]),
-        smoke=widths([2, 3, 4], [5, 4]),
+        published=WIDTHS | {"cnn": [64, 128, 2048]},
+        smoke={"cnn": [2, 3, 4], "mlp": [5, 4]},
     )
     epochs_of_real_weights: int = setting(3, "of the net that others start from", published=20)
     epochs: int = setting(7, "of all others", published=200, smoke=2)
@@ -84,7 +80,6 @@ class Settings(runner.Settings):
 
 
 def fully_connected(sizes):
-    """Return layers of tanh units without biases: every parameter can be binary."""
     layers = [nn.Flatten()]
     for columns, rows in pairwise([784, *sizes]):
         layers += [nn.Linear(columns, rows, bias=False), nn.Tanh()]
@@ -105,7 +100,7 @@ NETS = {"cnn": convolutional, "mlp": fully_connected}
 
 
 class Sign(nn.Module):
-    """A weight `scale * sign(u)` whose gradient passes straight through to the real number `u`."""
+    """A weight `scale * sign(u)`, whose gradient passes straight through to the number `u`."""
 
     def __init__(self, scale):
         super().__init__()
@@ -116,7 +111,6 @@ class Sign(nn.Module):
         return self.scale * (real + (signs - real).detach())
 
     def right_inverse(self, weight):
-        """Return where `u` starts: at a net's own weights, in units of the scale."""
         return (weight / self.scale).clamp(-1, 1)
 
 
@@ -130,7 +124,6 @@ def by_sign_(net):
 
 
 def stepwise(optimizer, epochs, decays):
-    """Return a schedule that divides the rate by ten after these shares of the epochs."""
     milestones = [max(1, round(share * epochs)) for share in decays]
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.1)
 
@@ -145,16 +138,13 @@ def fit(net, loader, epochs, rate, decays=(), clip=False):
             adam.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
             adam.step()
-            if clip:
-                with torch.no_grad():
-                    for parameter in net.parameters():
-                        parameter.clamp_(-1, 1)
+            for parameter in net.parameters() if clip else ():
+                parameter.data.clamp_(-1, 1)
         schedule.step()
     return net
 
 
 def fit_bernoulli(bnn, loader, epochs, rate, decays, tau):
-    """Fit weights of two values, the KL weighed by tau."""
     adam = torch.optim.Adam(bnn.parameters(), lr=rate)
     schedule = stepwise(adam, epochs, decays)
     with tyxe.poutine.local_reparameterization():
@@ -162,19 +152,16 @@ def fit_bernoulli(bnn, loader, epochs, rate, decays, tau):
 
 
 def bernoulli_bnn(net, prior, points):
-    """Return a BNN of binary weights."""
     likelihood = tyxe.likelihoods.Categorical(points)
     return tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoBernoulli)
 
 
 @torch.no_grad()
 def probabilities(net, x):
-    """Return a plain net's class probabilities."""
     return torch.cat([net(part).softmax(-1) for part in x.split(500)])
 
 
 def weight_entropy(bnn):
-    """Return the mean entropy of a weight in nats, of all sites and of each; log 2 is a coin's."""
     posteriors = bnn.net_guide.get_detached_distributions()
     sums = {name: q.entropy().item() for name, q in posteriors.items()}
     counts = {name: q.event_shape.numel() for name, q in posteriors.items()}
@@ -184,7 +171,6 @@ def weight_entropy(bnn):
 
 @cache
 def sets(s):
-    """Return training images, test images, and those of FashionMNIST."""
     parts = ("mnist", "train"), ("mnist", "test"), ("fashion_mnist", "test")
     counts = s.training_images, s.test_images, s.test_images
     found = [common.first(common.images(*part), n) for part, n in zip(parts, counts, strict=True)]
@@ -213,21 +199,20 @@ def judged(s, predict):
     }
 
 
-def curves(known, targets, unknown):
-    """Return the three panels' curves; None where no prediction falls."""
-    probs, entropy = known.flatten(), metrics.predictive_entropy(unknown)
-    is_right = nn.functional.one_hot(targets, known.shape[-1]).flatten().float()
+def curves(known, y, unknown):
+    outside = metrics.predictive_entropy(unknown)
+    probs, is_right = known.flatten(), nn.functional.one_hot(y, known.shape[-1]).flatten().float()
     bins = (10 * probs).long().clamp(max=9)
     confidence = torch.cat([known.amax(-1), unknown.amax(-1)])
-    correct = torch.cat([(known.argmax(-1) == targets).float(), torch.zeros(len(unknown))])
+    correct = torch.cat([(known.argmax(-1) == y).float(), torch.zeros(len(unknown))])
 
-    def mean(values):
+    def mean(values):  # None where no prediction falls
         return round(values.mean().item(), 5) if len(values) else None
 
     return {
         "probability": [mean(probs[bins == i]) for i in range(10)],
         "frequency": [mean(is_right[bins == i]) for i in range(10)],
-        "share of OOD": [mean((entropy <= v).float()) for v in ENTROPIES],
+        "share of OOD": [mean((outside <= v).float()) for v in ENTROPIES],
         "accuracy above": [mean(correct[confidence >= c]) for c in CONFIDENCES],
     }
 
@@ -243,7 +228,6 @@ def mean_of(found):
 
 
 def run(s, kind, row, seed):
-    """Return what a run finds; of signs also what the ensemble does."""
     nets, first = [], s.members * seed
     if row == "real weights":
         return judged(s, partial(probabilities, real_net(s, kind, first)[0]))
@@ -289,20 +273,16 @@ def table(record):
     blocks = []
     for kind, title in {"cnn": "Convolutional", "mlp": "Fully connected"}.items():
         if rows := of_net(record, kind):
-
-            def paper(row, column, kind=kind):
-                known = (
-                    dict(zip(FORMATS, ROWS[row][1] or (), strict=False)) if kind == "cnn" else {}
-                )
-                return format(known[column], FORMATS[column]) if column in known else None
-
+            known = {}
+            for row, (_, values) in ROWS.items() if kind == "cnn" else ():
+                for (column, form), value in zip(FORMATS.items(), values or (), strict=False):
+                    known[row, column] = format(value, form)
             seeds = ", ".join(sorted({str(len(found)) for found in rows.values()}))
-            blocks += [f"**{title}**, seeds: {seeds}", tables.score_table(rows, FORMATS, paper)]
+            blocks += [f"**{title}**, seeds: {seeds}", tables.score_table(rows, FORMATS, known)]
     return "\n\n".join(blocks)
 
 
 def figure(record):
-    """Draw the three panels of the convolutional net, averaged over seeds."""
     drawn, axes = tables.subplots(1, 3, figsize=(13, 4.3))
     for index, (row, seeds) in enumerate(of_net(record, "cnn").items()):
         mean = mean_of([cell["curves"] for cell in seeds])

@@ -1,22 +1,19 @@
 """Binary weights on permuted MNIST: the posterior of each task is the next prior [T fig. 4.5, 4.6].
 
 Ten tasks, each MNIST with pixels permuted in its own way, one after the other by one net
-784-100-100-10 (tanh, no biases) of weights 1 / sqrt(fan_in) or its negative. Rows: Bernoulli
-posteriors, the KL weighed by tau; the same after a first task of Beta(1 + delta, 1 + delta)
-regularised probabilities (that term weighed by 1, the KL from the second task on by tau); and signs
-trained by the straight-through estimator (STE), its real weights clipped to [-1, 1] or not. All
-start from a net of real weights fitted to the first task. tau is stated nowhere in the source: Beta
-has 0.1, where no other is said.
-
-Figure and table have the accuracy, averaged over the tasks seen, on the first and on the newest
-task, after each task; and the mean entropy of a weight of each layer (log 2 = 0.693). Reduced:
-images, epochs and seeds, at a higher rate, without which logits do not get far in so few steps.
-Batches and the fit of real weights are our choice.
+784-100-100-10 (tanh, no biases) of weights 1 / sqrt(fan_in) or its negative, which starts from one
+of real weights fitted to the first task. Rows: Bernoulli posteriors, the KL weighed by tau; the
+same after a first task of Beta(1 + delta, 1 + delta) regularised probabilities (tau 0.1 if none is
+said); signs by the straight-through estimator (STE), real weights clipped to [-1, 1] or not. Figure
+and table have the accuracy, averaged over the tasks seen, on the first and on the newest task, and
+the mean entropy of a weight of each layer (log 2 = 0.693). Reduced: images, epochs and seeds, at a
+higher rate. tau, batches and the fit of real weights are our choice.
 """
 
 import math
 import statistics
 from functools import cache, partial
+from operator import itemgetter
 
 import binary
 import common
@@ -39,8 +36,8 @@ ROWS = {
     "STE": {"clip": False},
 }
 # From the accuracies on the tasks seen, in their order, to one number.
-PANELS = {"tasks seen, mean": statistics.fmean, "first task": lambda found: found[0]}
-PANELS |= {"newest task": lambda found: found[-1]}
+PANELS = {"tasks seen, mean": statistics.fmean, "first task": itemgetter(0)}
+PANELS |= {"newest task": itemgetter(-1)}
 
 
 @settings
@@ -68,7 +65,6 @@ def flat_images(s, split):
 
 
 def run(s, row, seed):
-    """Return accuracies on the tasks seen, and entropies of weights, after each task."""
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(784, generator=generator) for _ in range(s.tasks)]
     (x, y), test = flat_images(s, "train"), flat_images(s, "test")
@@ -77,6 +73,7 @@ def run(s, row, seed):
     net = binary.fully_connected(s.widths).to(s.device)
     net = binary.fit(net, loaders[0], s.epochs_of_real_weights, 1e-3)
     tau, delta = (ROWS[row].get(name) for name in ("tau", "delta"))
+    accuracies, entropies, schedule = [], [], (s.epochs, s.rate, s.decays)
     if tau is None:
         net = binary.by_sign_(net)
         predict = partial(binary.probabilities, net)
@@ -87,11 +84,10 @@ def run(s, row, seed):
         def predict(x):
             return bnn.predict(x, num_predictions=s.draws, batch_size=500).softmax(-1)
 
-    accuracies, entropies, schedule = [], [], (s.epochs, s.rate, s.decays)
     for index, loader in enumerate(loaders):
         if tau is None:
             binary.fit(net, loader, *schedule, **ROWS[row])
-        else:
+        else:  # the term of the regulariser counts whole
             is_regularised = index == 0 and delta is not None
             binary.fit_bernoulli(bnn, loader, *schedule, 1.0 if is_regularised else tau)
         seen = [predict(test[0][:, order]) for order in orders[: index + 1]]
@@ -115,7 +111,6 @@ def by_row(record):
 
 
 def table(record):
-    """Return what there is after the last task; of the STE there are no entropies."""
     lines, layers = [], max(len(sites) for _, _, sites, _ in by_row(record))
     for row, accuracy, entropy, count in by_row(record):
         texts = [tables.over_seeds(curve[-1], ".2f") for curve in accuracy]
@@ -127,7 +122,6 @@ def table(record):
 
 
 def figure(record):
-    """Draw accuracies above, entropies of weights below, against the number of tasks."""
     drawn, axes = tables.subplots(2, 3, figsize=(12, 7), sharey="row")
     for index, (row, *both, count) in enumerate(by_row(record)):
         for line, curves in zip(axes, both, strict=True):

@@ -29,17 +29,14 @@ def folders():
 
 
 def find(name):
-    """Return the path of a file in a data folder, or None."""
     return next((path for folder in folders() if (path := folder / name).is_file()), None)
 
 
 def looked(name):
-    """Return where a file was looked for, for messages."""
     return f"no {name} in {', '.join(str((folder / name).parent) for folder in folders())}"
 
 
 def arrays(name):
-    """Return the arrays of an archive by name, as tensors."""
     if (path := find(name)) is None:
         raise FileNotFoundError(f"{looked(name)}; set TYXE_DATA")
     with np.load(path) as found:
@@ -78,17 +75,21 @@ def images(name, split):
     return (x if x.shape[1] == 3 else x.movedim(-1, 1)) / 255, y
 
 
-def digits():
-    """Return images and labels of scikit-learn's digits 0 to 7, and images of 8 and 9."""
+def all_digits():
+    """Return images of scikit-learn's digits, `(1797, 8, 8)` in [0, 1], and labels."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    x, y = torch.tensor(bunch.images[:, None] / 16, dtype=torch.float), torch.tensor(bunch.target)
-    return (x[y <= 7], y[y <= 7]), x[y > 7]
+    return torch.tensor(bunch.images / 16), torch.tensor(bunch.target)
+
+
+def digits():
+    """Return images `(n, 1, 8, 8)` and labels of digits 0 to 7, and images of 8 and 9."""
+    x, y = all_digits()
+    return (x[y <= 7, None].float(), y[y <= 7]), x[y > 7, None].float()
 
 
 def first(pair, count):
-    """Return the first so many of images and labels, or all."""
     return tuple(part[:count] for part in pair)
 
 

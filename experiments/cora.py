@@ -2,21 +2,19 @@
 
 Two layers, 1433-16-7 with a ReLU between; each is a linear map after the plain sum over neighbours
 and the node itself, in DGL, PyTorch Geometric or plain PyTorch. Planetoid's split: 140 labelled
-nodes to train, 500 to validate, 1,000 to test; rows of the features sum to one; all nodes make a
-batch, and a mask leaves those without a label out of the loss. The prior is N(0, 1); mean field has
-standard deviations from 1e-4 up to 0.3. Of all times that the net is looked at, the one with the
-lowest NLL on validation nodes counts: NLL is that, the other columns are those of test nodes then
-(ECE with 10 bins); ± is two standard errors, in brackets [T tab. 5.2]. Reduced: mean field is
-looked at after each fourth step. Beyond the paper: other ways of sampling, mini-batches of
-neighbour-sampled nodes, and Laplace about the net after the last step of MAP, with the prior
-precision of the highest evidence or ("tuned") of the lowest validation NLL.
+nodes to train, 500 to validate, 1,000 to test; features sum to one, all nodes make a batch, a mask
+leaves those without a label out of the loss. NLL is the lowest on validation nodes of all times
+that the net was looked at, the other columns are those of test nodes then (ECE with 10 bins); ± is
+two standard errors, in brackets [T tab. 5.2]. Reduced: mean field is looked at after each fourth
+step. Beyond the paper: other ways of sampling, mini-batches of neighbour-sampled nodes, Laplace
+about the MAP, its prior precision by the highest evidence or the lowest validation NLL (tuned).
 """
 
 import importlib.util
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
 
@@ -73,22 +71,18 @@ class Settings(runner.Settings):
     tuned_precisions: dict = setting(GRIDS, "grids", smoke={"full": [1.0], "kron": [10.0]})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edges:
-    """A graph, in no library's own format; in a batch, one that leads to fewer nodes.
-
-    Of each edge where it leaves, `(E,)`, where it goes, and its weight, if they are not all one;
-    and the numbers of nodes that edges leave, and that they reach.
-    """
+    """Where edges leave, where they go, and their weights, `(E,)`; the numbers of such nodes."""
 
     source: Tensor
     target: Tensor
-    weight: Tensor | None
+    weight: Tensor
     sizes: tuple[int, int]
 
     def to(self, device):
-        names = ("source", "target") if self.weight is None else ("source", "target", "weight")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        parts = (part.to(device) for part in (self.source, self.target, self.weight))
+        return Edges(*parts, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -122,13 +116,13 @@ def cora(reduced=False):
     some = torch.arange(count) % (10 if reduced else 1) == 0
     masks = {name: found[f"{name}_mask"] & some for name in ("train", "val", "test")}
     rows = features / features.sum(1, keepdim=True).clamp(min=1)
-    return GraphData(rows, found["labels"], Edges(source, target, None, (count, count)), masks)
+    edges = Edges(source, target, rows.new_ones(len(source)), (count, count))
+    return GraphData(rows, found["labels"], edges, masks)
 
 
 def torch_backend():
     def sum_neighbours(graph, h):
-        messages = h[graph.source]
-        messages = messages if graph.weight is None else messages * graph.weight[:, None]
+        messages = h[graph.source] * graph.weight[:, None].to(h)
         return h.new_zeros(graph.sizes[1], h.shape[1]).index_add(0, graph.target, messages)
 
     return lambda edges: edges, sum_neighbours
@@ -138,8 +132,7 @@ def import_dgl():
     """Import DGL on a torch that is newer than that of its last wheel on the index, 2.1.0.
 
     Two of its imports fail, and neither matters to message passing: `dgl.graphbolt`, data loading,
-    for exactly its torch, which an empty module replaces; and, where it is missing,
-    `setuptools.extern.packaging`, a copy of `packaging`, which does.
+    and, where it is missing, `setuptools.extern.packaging`, a copy of `packaging`.
     """
     if "dgl" not in sys.modules and importlib.util.find_spec("dgl") is not None:
         import packaging.version
@@ -158,7 +151,6 @@ def import_dgl():
 
 
 def dgl_backend():
-    """Return them as in DGL's tutorial: a `DGLGraph`, a message and its reduction."""
     dgl = import_dgl()
 
     def graph_of(edges):
@@ -167,16 +159,13 @@ def dgl_backend():
             graph = dgl.graph(pairs, num_nodes=sources)
         else:
             graph = dgl.create_block(pairs, num_src_nodes=sources, num_dst_nodes=targets)
-        if edges.weight is not None:
-            graph.edata["weight"] = edges.weight
+        graph.edata["weight"] = edges.weight
         return graph
 
     def sum_neighbours(graph, h):
-        message = dgl.function.copy_u("h", "m")
-        if "weight" in graph.edata:
-            message = dgl.function.u_mul_e("h", "weight", "m")
+        message = dgl.function.u_mul_e("h", "weight", "m")
         with graph.local_scope():
-            graph.srcdata["h"] = h
+            graph.srcdata["h"], graph.edata["weight"] = h, graph.edata["weight"].to(h)
             graph.update_all(message, dgl.function.sum("m", "sum"))
             return graph.dstdata["sum"]
 
@@ -184,7 +173,6 @@ def dgl_backend():
 
 
 def pyg_backend():
-    """Return them in PyTorch Geometric: a `Data` object, and a convolution without weights."""
     from torch_geometric.data import Data
     from torch_geometric.nn import SimpleConv
 
@@ -205,18 +193,14 @@ BACKENDS = {"dgl": dgl_backend, "pyg": pyg_backend, "torch": torch_backend}
 
 
 def backend(name):
-    """Return `graph_of(edges)` and `sum_neighbours(graph, h)` of a library.
-
-    The latter keeps its two latest sums that no gradient passes: in a net of two layers that of
-    the inputs is among them, which is the same in every forward with all nodes.
-    """
+    """Return `graph_of(edges)` and `sum_neighbours(graph, h)` of a library."""
     try:
         graph_of, sum_neighbours = BACKENDS[name]()
     except ModuleNotFoundError as error:
         missing = (error.name or name).partition(".")[0]
         message = f'--backend {name} needs {missing}: pip install -e ".[{name}]"'
         raise ModuleNotFoundError(message, name=missing) from error
-    kept = []  # triples of graph, features and sum, the latest first
+    kept = []  # graph, features and sum, the latest first: that of the inputs is always the same
 
     def remembered(graph, h):
         if h.requires_grad:
@@ -232,15 +216,11 @@ def backend(name):
 class NeighborLoader:
     """Batches of nodes with sampled neighbourhoods, `((blocks, features), labels)`.
 
-    A block for each layer of the net holds the edges into the nodes that the layer computes. The
-    last one ends in the batch's own nodes: the net has an output for each label, and the
-    likelihood scales the batch by `N / S`, as any other. Where `k` of `d` neighbours were drawn,
-    their edges weigh `d / k`, so that the expected sum is that of all. Every node keeps its edge
-    to itself, and gets one where it had none.
-
-    PyTorch Geometric's class of that name is called likewise, but wants compiled code: all nodes;
-    how many neighbours to draw, for the output layer first, -1 for all; a mask of the nodes that
-    batches are made of; from `Edges` to a library's graph; nodes in a batch, and their order.
+    A block for each layer of the net holds the edges into the nodes that the layer computes, the
+    last one those into the batch's own nodes. Where `k` of `d` neighbours were drawn (-1: all; for
+    the output layer first), their edges weigh `d / k`, so that the expected sum is that of all; a
+    node always keeps its edge to itself. PyTorch Geometric's class of that name is called likewise,
+    but wants compiled code.
     """
 
     def __init__(self, data, num_neighbors, input_nodes, graph_of, batch_size=1, shuffle=False):
@@ -304,7 +284,6 @@ class GCN(nn.Module):
 
 @cache
 def problem(s, name):
-    """Return nodes, their graph, how to make others and to sum over neighbours, the likelihood."""
     try:
         nodes, (graph_of, sum_neighbours) = cora(reduced=s.smoke_test), backend(name)
     except (ModuleNotFoundError, FileNotFoundError) as error:
@@ -314,7 +293,6 @@ def problem(s, name):
 
 
 def scores(nodes, validation, test):
-    """Return a row of the table from the logits of validation and of test nodes."""
     seen, labels = (nodes.labels[nodes.masks[name]] for name in ("val", "test"))
     found = tables.scores(test.softmax(-1), labels, 10)
     nll = tyxe.metrics.nll(validation.softmax(-1), seen).item()
@@ -322,7 +300,6 @@ def scores(nodes, validation, test):
 
 
 def fit(s, name, seed, how, prior, guide=None, handler=nullcontext, is_sampled=False):
-    """Fit a net, looking at it after each epoch; return the best row, and the net at the end."""
     torch.manual_seed(seed)
     (nodes, graph, graph_of, sum_neighbours, likelihood), rows = problem(s, name), []
     net = GCN(nodes.features.shape[1], s.hidden_units, 7, sum_neighbours)
@@ -360,22 +337,15 @@ def mean_field(s, name, seed, **how):
 
 
 def laplace(s, name, seed, structure, is_tuned=False):
-    """Return the row of a Laplace approximation about the MAP estimate.
-
-    The points of a batch must not influence each other in a layer with a curvature. In the last
-    one they do not; in the first they do, so there a batch is one node with what it depends on.
-    """
-    net, (nodes, _, graph_of, _, likelihood) = (
-        maximum_a_posteriori(s, name, seed)[1],
-        problem(s, name),
-    )
+    net, nodes, graph_of = maximum_a_posteriori(s, name, seed)[1], *problem(s, name)[0:3:2]
     torch.manual_seed(seed)
     last_layer = {"expose_all": False, "expose_modules": [net.second]}
+    # The points of a batch must not influence each other in a layer with a curvature. In the last
+    # one they do not; in the first they do, so there a batch is one node with what it depends on.
     rules, size = (last_layer, 1_000) if structure == "full" else ({}, 1)
-    bnn = tyxe.LaplaceBNN(net, normal(**rules), likelihood, structure=structure)
-    train, held_out, test = (
-        NeighborLoader(nodes, (-1, -1), mask, graph_of, size) for mask in nodes.masks.values()
-    )
+    bnn = tyxe.LaplaceBNN(net, normal(**rules), problem(s, name)[-1], structure=structure)
+    loader = partial(NeighborLoader, nodes, (-1, -1), graph_of=graph_of, batch_size=size)
+    train, held_out, test = (loader(mask) for mask in nodes.masks.values())
     bnn.fit_curvature(train, progress=False)
     how = {"method": "grid", "loader": held_out, "grid": s.tuned_precisions[structure]}
     precision = bnn.optimize_prior_precision(**(how if is_tuned else {}))
@@ -391,19 +361,15 @@ def cells(s, found):
 
 
 def table(record):
-    """Return the scores by backend."""
     rows = {}
     for name in dict.fromkeys(key[0] for key in record.cells):
         for method in METHODS:
             own = [cell for key, cell in record.cells.items() if key[:2] == (name, method)]
             rows |= {(method, name): own} if own else {}
-
-    def paper(row, column):
-        known = PUBLISHED.get(row[0], {}).get(column)
-        return known and f"{known[0]:.2f} ± {known[1]:.2f}"
-
-    counts = {"backend": lambda row, _: row[1], "seeds": lambda _, found: str(len(found))}
-    return tables.score_table(rows, FORMATS, paper, counts, errors=2)
+    known = {
+        (m, c): f"{v:.2f} ± {e:.2f}" for m, row in PUBLISHED.items() for c, (v, e) in row.items()
+    }
+    return tables.score_table(rows, FORMATS, known, ("backend", "seeds"), errors=2)
 
 
 by, facts = ("backend", "method", "seed"), {"published": PUBLISHED}

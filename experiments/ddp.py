@@ -5,17 +5,16 @@
 
 Each process has its part of every batch, and PyTorch's DistributedDataParallel averages gradients:
 `VariationalBNN.fit(..., parallel=DistributedDataParallel)`, and a loop of one's own on a
-`PytorchBNN`. All else is PyTorch's recipe as well; processes talk by NCCL where there is a GPU for
-each, else by gloo. A small MLP on 1,536 of scikit-learn's digits, mean field, in float64, so that
-what differs between one process and two is rounding. With `--draws same` every process has the same
-seed, draws the same weights, and the steps are those of one process; with `independent` each has a
-seed of its own: the gradient is right on average, and its noise, averaged over processes, less. The
-table has losses (nats), and the largest relative difference of an epoch's from one process's.
+`PytorchBNN`. A small MLP on 1,536 digits, mean field, in float64, so that what differs between one
+process and two is rounding. With `--draws same` every process draws the same weights; with
+`independent` each has a seed of its own: the gradient is right on average. The table has losses
+(nats), and the largest relative difference of an epoch's from one process's.
 """
 
 import os
 from functools import partial
 
+import common
 import runner
 import tables
 import torch
@@ -39,21 +38,13 @@ class Settings(runner.Settings):
     epochs: int = setting(20, "number", smoke=2)
 
     def __post_init__(self):
-        if self.batch > self.points:
-            raise ValueError(
-                f"--batch is {self.batch}; expected at most {self.points:,}, all points"
-            )
-        if self.batch % WORLD:
-            raise ValueError(
-                f"a batch of {self.batch} cannot be shared out evenly among {WORLD} processes, and "
-                f"its points would count unequally; choose a --batch that {WORLD} divides"
-            )
+        if self.batch > self.points or self.batch % WORLD:
+            message = f"expected at most --points {self.points}, and a number that {WORLD} divides"
+            raise ValueError(f"--batch is {self.batch}; {message}")
 
 
 def run(s, seed):
     """Return the loss curves of both kinds; every process calls this, and the first keeps them."""
-    from sklearn.datasets import load_digits
-
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpus else "cpu"
     if on_gpus:
@@ -61,11 +52,10 @@ def run(s, seed):
     if WORLD > 1:
         torch.distributed.init_process_group("nccl" if on_gpus else "gloo")
     parallel = DistributedDataParallel if WORLD > 1 else None
-    x, y = (torch.tensor(part)[: s.points] for part in load_digits(return_X_y=True))
-    digits = TensorDataset(x / 16, y)
+    x, y = common.first(common.all_digits(), s.points)
+    digits = TensorDataset(x.flatten(1), y)
     sampler = DistributedSampler(digits, WORLD, RANK, drop_last=True)
     loader = DataLoader(digits, s.batch // WORLD, sampler=sampler, drop_last=True)
-
     # The nets are made alike by all processes; draws come after.
     seed_of_draws = seed + (RANK if s.draws == "independent" else 0)
     torch.manual_seed(seed)
@@ -77,7 +67,6 @@ def run(s, seed):
     torch.manual_seed(seed_of_draws)
     how = {"device": device, "progress": False, "parallel": parallel}
     history = bnn.fit(loader, adam, s.epochs, **how)
-
     bnn = tyxe.PytorchBNN(net, prior, guide)
     model = bnn if parallel is None else parallel(bnn)
     optimizer = adam(model.parameters())
@@ -124,7 +113,6 @@ def table(record):
 
 
 def figure(record):
-    """Draw the loss curves of all numbers of processes and kinds of draws."""
     drawn, axes = tables.subplots(1, 2, figsize=(9, 3.5))
     for ax, kind in zip(axes, KINDS, strict=True):
         for index, ((name, _), cell) in enumerate(record.cells.items()):

@@ -132,11 +132,10 @@ def nll(bnn, pair, *how):
 
 
 def run(s, name, kind, seed):
-    """Return the scores of all rows, what validation chose, and the seconds of each step."""
     train, validation, test, unknown = load(s, name, seed)
     loader, likelihood = common.loader(*train, s.batch), tyxe.likelihoods.Categorical(len(train[0]))
     torch.manual_seed(seed)
-    net, laps = make_net(kind, s.widths[kind]).to(s.device), tables.Laps()
+    net = make_net(kind, s.widths[kind]).to(s.device)
     maps, posteriors, tuned, rows = {}, {}, {}, {}
     for precision in s.prior_precisions:
         torch.manual_seed(seed)
@@ -147,7 +146,6 @@ def run(s, name, kind, seed):
         schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda epoch: 1 / (1 + epoch // 10))
         bnn.fit(loader, adam, s.epochs, lambda *_, by=schedule: by.step(), progress=False)
         maps[precision] = bnn
-        laps(f"MAP, precision {precision:g}")
     parts = {"training NLL": train, "validation NLL": validation}
     at_map = {p: {part: nll(bnn, pair) for part, pair in parts.items()} for p, bnn in maps.items()}
     best = min(at_map, key=lambda precision: at_map[precision]["validation NLL"])
@@ -155,14 +153,12 @@ def run(s, name, kind, seed):
     for posterior, structure in POSTERIORS.items():
         posteriors[posterior] = tyxe.LaplaceBNN(net, prior, likelihood, **structure)
         posteriors[posterior].fit_curvature(loader, progress=False)
-        laps(f"curvature, {posterior}")
     for structure in ("kron", "diag"):
         bnn = posteriors[f"{structure} tuned"] = copy.deepcopy(posteriors[structure])
         grid = [best * factor for factor in s.tuning_factors]
         pieces = list(zip(*(part.split(500) for part in validation), strict=True))
         precision = bnn.optimize_prior_precision("grid", pieces, grid=grid)
         tuned[f"glm {structure} tuned"] = precision.item()
-        laps(f"precision, {structure} tuned")
     pair, factors = common.first(validation, s.gp_validation_images), {}
 
     def fit_gp(factor):
@@ -173,7 +169,6 @@ def run(s, name, kind, seed):
         fit_gp(factor)
         factors[factor] = nll(posteriors["diag"], pair, "gp", s.draws)
     fit_gp(min(factors, key=factors.get))
-    laps("factor of gp")
     for row, (posterior, predictive) in ROWS.items():
         torch.manual_seed(seed)
         how = posteriors[posterior], predictive, 0 if row == "MAP" else s.draws
@@ -181,7 +176,6 @@ def run(s, name, kind, seed):
         entropies = metrics.predictive_entropy(known), metrics.predictive_entropy(other)
         auroc = metrics.ood_auroc(*(-entropy for entropy in entropies)).item()
         rows[row] = tables.scores(known, test[1], 10) | {"OOD AUROC": auroc}
-        laps(row)
     return {
         "rows": rows,
         "prior precision": best,
@@ -189,12 +183,10 @@ def run(s, name, kind, seed):
         "tuned precision": tuned,
         "gp factor": min(factors, key=factors.get),
         "validation NLL of gp by factor": factors,
-        "seconds": laps.seconds,
     }
 
 
 def table(record):
-    """Return a table for each set and net, with what validation chose."""
     blocks = []
     for name, title in TITLES.items():
         for kind in ("mlp", "cnn"):

@@ -44,7 +44,6 @@ def schedule(epochs, rate, decay=None, free=0, annealed=0):
 
 
 def schedules(ours, paper, help):
-    """Return a setting of a schedule: ours, the paper's, and ours in two epochs."""
     return setting(ours, help, published=paper, smoke=ours | TINY)
 
 
@@ -115,7 +114,6 @@ def noisy(x, size):
 
 
 def blurred(x, sd):
-    """Blur by a Gaussian, edges reflected."""
     radius = min(4, x.shape[-1] - 1)
     kernel = (-0.5 * (torch.arange(-radius, radius + 1).to(x) / sd) ** 2).exp()
     kernel = (kernel / kernel.sum()).expand(x.shape[1], 1, 1, -1)
@@ -136,8 +134,6 @@ CORRUPTIONS |= {"contrast": (flattened, (0.7, 0.4, 0.2))}
 
 
 class Block(nn.Module):
-    """Two convolutions with norms, beside a shortcut."""
-
     def __init__(self, channels, out, stride):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
@@ -210,7 +206,6 @@ def scored(s, bnns, elsewhere=True):
 
 
 def make_bnn(s, method, **changed):
-    """Return a BNN: of a net without a posterior, or of one of the methods."""
     x, y = load(s)[0]
     net, norms = make_net(s.net, x.shape[1]), {"hide_module_types": [nn.BatchNorm2d]}
     prior, guide = common.normal(hide_all=True), None
@@ -234,7 +229,6 @@ def make_bnn(s, method, **changed):
 
 
 def run(s, method, seed, **changed):
-    """Fit a method, and what comes of it; return the rows."""
     pyro.set_rng_seed(seed)
     if method == "plain":
         nets = []
@@ -291,7 +285,6 @@ def ablation(record):
 
 
 def table(record):
-    """Return the scores, those of corrupted images, and the ablation."""
     rows, blocks = tables.rows({k: c for k, c in record.cells.items() if k[0] == "table"}), []
     if rows:
         columns = next(iter(rows.values()))[0]
@@ -308,7 +301,6 @@ def table(record):
 
 
 def figure(record):
-    """Draw NLL, accuracy and ECE against M and both caps, if there is an ablation."""
     if not (found := ablation(record)):
         return {}
     drawn, axes = tables.subplots(3, 3, figsize=(10, 7), sharey="row")

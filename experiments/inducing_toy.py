@@ -109,7 +109,6 @@ class Elbo(nn.Module):
 
 
 def fit(s, method, bnn, prior, net, data):
-    """Fit a guide; return the mean of the last steps' terms of the ELBO."""
     elbo, terms = Elbo(bnn, prior.sites(net), *data, s.draws), []
     adam = torch.optim.Adam(elbo.parameters(), lr=s.rate, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, s.steps, 1e-4)
@@ -128,7 +127,6 @@ def fit(s, method, bnn, prior, net, data):
 
 
 def run(s, method, seed):
-    """Return a method's predictions and what is known of its fit."""
     pyro.set_rng_seed(seed)
     data, (net, likelihood) = two_clusters.draw(50), two_clusters.net_and_likelihood()
     prior = tyxe.priors.LambdaPrior(
@@ -166,7 +164,6 @@ def table(record):
 
 
 def figure(record):
-    """Draw the bands of the first seed."""
     first = next(iter(record.cells))[1]
     panels = {method: cell for (method, seed), cell in record.cells.items() if seed == first}
     return two_clusters.bands(panels, first, (2, 3), 2.5, (12, 6.4))

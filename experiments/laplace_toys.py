@@ -66,7 +66,6 @@ def rounded(values):
 
 
 def hmc(s, net, likelihood, pair):
-    """Sample by HMC under N(0, 1) priors."""
     how = {"step_size": 1e-2, "trajectory_length": s.hmc_trajectory, "adapt_mass_matrix": False}
     bnn = tyxe.MCMC_BNN(net, normal(), likelihood, partial(HMC, **how))
     quiet = not sys.stderr.isatty()
@@ -75,7 +74,6 @@ def hmc(s, net, likelihood, pair):
 
 
 def drawn_cubic(count):
-    """Draw points of `y = x^3 + 3 eps`, `x` uniform on (-4, 4)."""
     x = torch.empty(count, 1).uniform_(-4, 4)
     return x, x**3 + 3 * torch.randn(count, 1)
 
@@ -141,7 +139,6 @@ def cubic(s, seed):
 
 
 def cubic_figure(cell, seed):
-    """Draw a row of panels for each kind of prediction, a panel for each posterior."""
     names, points = ["kron", "diag", "full", "HMC"], drawn_cubic(20)
     how = {"figsize": (12, 9), "sharex": True, "sharey": "row"}
     figure, axes = tables.subplots(len(PREDICTIVES), len(names), **how)
@@ -242,7 +239,6 @@ def step(s, seed):
 
 
 def step_figure(cell, seed):
-    """Draw weights, outputs and probabilities, a column for each posterior."""
     pair, x, curves = step_data(), GRID[:, 0], cell["curves"]
     axis, density, _, probs = step_truth(*pair, GRID)
     figure, axes = tables.subplots(3, len(curves), figsize=(3 * len(curves), 8), sharey="row")

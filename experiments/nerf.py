@@ -149,7 +149,6 @@ def reliability(sd, images, views, bins=10):
 
 @cache
 def problem(s):
-    """Return all views but the last, those of them to train on, `(V,)`, and the renderer."""
     try:
         views = load(s.data).to(s.device)
         # On a CPU, pieces that fit into its cache.

@@ -97,7 +97,6 @@ def rays(views, xy):
 
 
 def pixel_centres(size):
-    """Return points of the image plane, row by row, `(size * size, 2)`."""
     line = 1 - (2 * torch.arange(size) + 1) / size
     return torch.cartesian_prod(line, line).flip(-1)
 
@@ -146,7 +145,6 @@ class TorchRenderer:
         return self.through(views, field, xy), xy
 
     def images(self, views, field):
-        """Return whole images, `(V, 4, size, size)`."""
         xy = pixel_centres(self.size).to(views.pixels).expand(len(views), -1, -1)
         return self.through(views, field, xy).mT.unflatten(-1, (self.size, self.size))
 

@@ -69,7 +69,6 @@ PAPER = {
 
 
 def both(ours, paper, help):
-    """Return a setting whose smoke test takes the paper's."""
     return setting(ours, help, published=paper, smoke=paper)
 
 
@@ -290,7 +289,6 @@ def fitted(s, name, seed):
 
 
 def scores(s, bnn, seed, how):
-    """Return the columns of the table and both panels' curves."""
     ((_, (x, targets)), unknown), levels = load(s), torch.linspace(0, 1, 101)
     torch.manual_seed(seed)
     known, unknown = (bnn.predict(images, **how).softmax(-1).cpu() for images in (x, unknown))
@@ -326,7 +324,6 @@ def run(s, name, seed):
 
 
 def table(record):
-    """Return the scores, [T tab. 5.1] in brackets."""
     chosen, rows = record.content["settings"], {}
     for name in STARTS:
         own = [cell for key, cell in record.cells.items() if key[0] == name]
@@ -334,19 +331,18 @@ def table(record):
         found = {name: own, f"{name}, weights drawn": drawn}
         rows |= {title: cells for title, cells in found.items() if cells}
 
-    def paper(row, column):
-        known = dict(zip(FORMATS, PAPER.get(row, ()), strict=False))
-        return f"{known[column]:.2f}" if column in known else None
-
+    known = {
+        (row, column): f"{value:.2f}"
+        for row, values in PAPER.items()
+        for column, value in zip(FORMATS, values, strict=False)
+    }
     images = f"{chosen['training images'] or 'all'} training images"
     said = f"Width {chosen['width']}, {chosen['epochs']} epochs, {images}; in brackets the paper."
     forms = FORMATS | {"train s": ".0f", "predict s": ".1f"}
-    counts = {"seeds": lambda name, found: str(len(found))}
-    return f"{said}\n\n{tables.score_table(rows, forms, paper, counts)}"
+    return f"{said}\n\n{tables.score_table(rows, forms, known, ['seeds'])}"
 
 
 def figure(record):
-    """Draw calibration curves and entropies of the first seed [T fig. 5.2]."""
     drawn, (left, right) = tables.subplots(1, 2, figsize=(9, 5))
     left.plot([0, 1], [0, 1], color="0.6", linestyle="dashed", linewidth=1)
     first = {

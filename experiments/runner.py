@@ -90,7 +90,6 @@ class Settings:
 
 
 def _option(field: dataclasses.Field) -> dict[str, Any]:
-    """Return what argparse is told of a field."""
     default, facts = field.default_factory(), field.metadata
     told = {"default": argparse.SUPPRESS, "help": facts["help"].replace("%", "%%")}
     if default is False:
@@ -121,8 +120,6 @@ class Record:
     cells: Cells = dataclasses.field(default_factory=dict)
 
     def read(self) -> "Record":
-        """Take what the file holds, if there is one."""
-
         def flat(cells, depth):
             for name, value in cells.items():
                 below = [((), value)] if depth == 1 else flat(value, depth - 1)
@@ -158,7 +155,6 @@ class Record:
 
 
 def environment(script: str, arguments: list[str]) -> dict[str, Any]:
-    """Return what a result needs to be repeated, besides settings and seed."""
     launcher = "python" if WORLD == 1 else f"torchrun --nproc_per_node={WORLD}"
     modules = {"tyxe": tyxe, "torch": torch, "pyro": pyro}
     versions = {name: module.__version__ for name, module in modules.items()}
@@ -247,7 +243,6 @@ class Experiment:
         return s, parser.error
 
     def record(self, s: Settings) -> Record:
-        """Return the record that settings lead to, unread."""
         name = self.name.format(s) + ("_published" if s.published else "")
         return Record(s.out / f"{name}.json", self.by)
 
@@ -301,7 +296,6 @@ class Experiment:
 
 
 def choose(experiments: dict[str, Experiment], arguments: list[str] | None = None) -> Record:
-    """Run that one of a script's experiments which the first word of the command line names."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name not in experiments:
         sys.exit(f"expected one of {', '.join(experiments)}, and then its options, or --help")
@@ -314,7 +308,6 @@ def by_ending(found: Any) -> Iterable[tuple[str, Any]]:
 
 
 def said(cell: dict[str, Any]) -> str:
-    """Return the numbers of a cell, or the first two of each of its rows."""
     parts = [f"{name} {value:.4g}" for name, value in cell.items() if type(value) in (int, float)]
     for name, row in cell.get("rows", {}).items():
         numbers = [f"{column} {value:.4g}" for column, value in [*row.items()][:2]]

@@ -72,7 +72,6 @@ class Moves:
         return {"loc": posterior.mean, "scale": posterior.variance.sqrt()}
 
     def look(self, task, updates):
-        """Compare with what was there after the task before."""
         now, before = self._taken(), self.before
         step = now["loc"] - before["loc"]
         self.rows[task] = row = {
@@ -96,7 +95,6 @@ class Moves:
 
 
 def refitted(net, train, test):
-    """Return the test accuracy of a new output layer on the hidden units."""
     with torch.no_grad():
         hidden, hidden_test = (net[:-1](x) for x, _ in (train, test))
     layer = nn.Linear(hidden.shape[1], 1)
@@ -109,7 +107,6 @@ def refitted(net, train, test):
 
 
 def run(s, method, seed, label):
-    """Learn the five tasks; return the accuracies and what else was looked at."""
     (train, test), coresets = tasks(s.images), {}
     if (kind := method.removeprefix("VCL ")) in continual.CORESETS:
         for task, pair in train.items():
@@ -166,7 +163,6 @@ def cells(s, found):
 
 
 def table(record):
-    """Return the accuracies, and what moved in each task, mean over runs."""
     (cells, found), first, second = by_label(record), [], []
     for label, accuracy in found.items():
         columns = [*continual.average_accuracy(accuracy).unbind(-1)]
@@ -186,7 +182,6 @@ def table(record):
 
 
 def figure(record):
-    """Draw the accuracies, a panel for each number of epochs."""
     found = by_label(record)[1]
     lengths = sorted({int(label.split(", ")[1].split()[0]) for label in found})
     how = {"figsize": (4.4 * len(lengths), 3.6), "sharey": True, "squeeze": False}

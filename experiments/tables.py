@@ -1,7 +1,6 @@
 """Tables and figures of records: rows over seeds, Markdown, and scores of class probabilities."""
 
 import statistics
-import time
 
 from tyxe import metrics
 
@@ -16,7 +15,6 @@ def rows(cells):
 
 
 def error_of(values):
-    """Return the standard error of a mean."""
     return statistics.stdev(values) / len(values) ** 0.5
 
 
@@ -27,30 +25,27 @@ def over_seeds(values, form, factor=1, errors=1):
 
 
 def markdown(columns, lines):
-    """Return a table in Markdown."""
     head = f"| {' | '.join(columns)} |".replace("|  |", "| |", 1)
     return "\n".join([head, "|---" * len(columns) + "|", *(f"| {' | '.join(x)} |" for x in lines)])
 
 
-def score_table(rows, forms, paper=None, before=None, errors=1):
+def score_table(rows, forms, paper=None, count=(), errors=1):
     """Return mean and standard error over seeds of some columns of all rows, as Markdown.
 
-    Args:
-        rows: as `rows` returns them; a row's name may be a tuple, of which the first is shown.
-        forms: how the numbers of each column are written.
-        paper: from the names of row and column to the text in brackets, or None.
-        before: columns that go before those: from a row's name and its rows to a text.
-        errors: how many standard errors.
+    Rows are as `rows` returns them, or of tuples, whose parts are columns. `forms` has how each
+    column is written, `paper` the text in brackets by row and column, and `count` titles of the
+    columns before them: the parts of a row's name but for the first, and the number of seeds.
     """
-    lines, before = [], before or {}
+    lines, paper = [], paper or {}
     for name, found in rows.items():
-        cells = [make(name, found) for make in before.values()]
+        parts = name if isinstance(name, tuple) else (name,)
+        cells = [*parts, str(len(found))] if count else [*parts]
         for column, form in forms.items():
             text = over_seeds([row[column] for row in found if column in row], form, errors=errors)
-            known = paper(name, column) if paper and text else None
-            cells.append(text if known is None else f"{text} ({known})")
-        lines.append([name if isinstance(name, str) else name[0], *cells])
-    return markdown(["", *before, *forms], lines)
+            known = paper.get((parts[0], column)) if text else None
+            cells.append(f"{text} ({known})" if known else text)
+        lines.append(cells)
+    return markdown(["", *count, *forms], lines)
 
 
 def scores(probs, targets, bins=15):
@@ -60,17 +55,6 @@ def scores(probs, targets, bins=15):
         "NLL": metrics.nll(probs, targets).item(),
         "ECE %": 100 * metrics.expected_calibration_error(probs, targets, num_bins=bins).item(),
     }
-
-
-class Laps:
-    """Seconds from one call to the next, by name."""
-
-    def __init__(self):
-        self.seconds, self.last = {}, time.perf_counter()
-
-    def __call__(self, name):
-        now = time.perf_counter()
-        self.seconds[name], self.last = now - self.last, now
 
 
 def subplots(*shape, **options):

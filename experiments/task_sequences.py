@@ -83,7 +83,6 @@ class Vision(Settings):
 
 
 def mnist(s, wanted=lambda y: y >= 0):
-    """Return flat images and labels to train and to test, of some labels."""
     found = []
     for split, count in (("train", s.images), ("test", getattr(s, "test_images", None))):
         x, y = common.images("mnist", split)
@@ -247,7 +246,6 @@ def learn(s, sequence, method, strength, seed, label):
 
 @torch.no_grad()
 def own_classes(net, x, y):
-    """Return a net's accuracy where only the task's own classes are in question."""
     own = y.unique()
     return (own[net(x)[:, own].argmax(-1)] == y).double().mean().item()
 
@@ -268,7 +266,6 @@ def by_label(record):
 
 
 def with_error(values):
-    """Write the mean over runs and two standard errors of it, in percent."""
     error = f" ± {200 * values.std() / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
     return f"{100 * values.mean():.1f}{error}"
 
@@ -306,7 +303,6 @@ def online_table(record):
 
 
 def over_tasks(record):
-    """Draw the mean accuracy over the tasks seen."""
     drawn, ax = tables.subplots(figsize=(6.4, 4))
     accuracy_over_tasks(by_label(record)[1], ax)
     ax.spines[["top", "right"]].set_visible(False)
@@ -335,7 +331,6 @@ def over_strength(record):
 
 
 def of(name, kind, sequence, table=table, figure=over_tasks):
-    """Return the experiment of a sequence."""
     strengths = sequence.strengths
 
     def cells(s, found):

@@ -72,26 +72,20 @@ class RowTransformer(nn.Module):
 
 
 def load(s):
-    """Return pairs to train, validate and test, and changed test images."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    x, y = torch.tensor(bunch.images / 16, dtype=torch.float), torch.tensor(bunch.target)
-    sizes = [s.train, s.validation, s.test]
+    (x, y), sizes = common.all_digits(), [s.train, s.validation, s.test]
     train, validation, test = torch.randperm(len(x))[: sum(sizes)].split(sizes)
-    order = torch.rand(len(test), 8).argsort(1)
+    x, order = x.float(), torch.rand(len(test), 8).argsort(1)
     others = {"AUROC turned": x[test].rot90(dims=(1, 2))}
     others["AUROC rows shuffled"] = x[test].take_along_dim(order[..., None], 1)
     return [(x[part], y[part]) for part in (train, validation, test)], others
 
 
 def run(s, seed):
-    """Return the scores of all rows, what validation chose, and the seconds of each row."""
     torch.manual_seed(seed)
     (train, validation, test), others = load(s)
     loader = DataLoader(TensorDataset(*train), s.batch, shuffle=True)
     likelihood = tyxe.likelihoods.Categorical(len(train[0]))
-    rows, precisions, laps = {}, {}, tables.Laps()
+    rows, precisions = {}, {}
 
     def score(name, bnn, draws):
         torch.manual_seed(seed)
@@ -101,7 +95,6 @@ def run(s, seed):
         rows[name], best = tables.scores(probs["test"], test[1]), probs["test"].amax(-1)
         rows[name] |= {c: metrics.ood_auroc(best, probs[c].amax(-1)).item() for c in others}
         rows[name]["validation NLL"] = metrics.nll(probs["validation"], validation[1]).item()
-        laps(name)
 
     def fit(name, net, rules, guide=None, draws=1, handler=nullcontext, **options):
         bnn = tyxe.VariationalBNN(net, common.normal(**rules), likelihood, guide)
@@ -130,7 +123,7 @@ def run(s, seed):
         precision = bnn.optimize_prior_precision("grid", held_out, grid=s.prior_precisions)
         precisions[name] = precision.item()
         score(name, bnn, s.output_draws)
-    return {"rows": rows, "prior precision": precisions, "seconds": laps.seconds}
+    return {"rows": rows, "prior precision": precisions}
 
 
 def table(record):

@@ -49,7 +49,6 @@ def truth(x):
 
 
 def draw(count):
-    """Draw so many points of either cluster."""
     left, right = torch.empty(count, 1).uniform_(-1, -0.7), torch.empty(count, 1).uniform_(0.5, 1)
     x = torch.cat([left, right])
     return x, truth(x) + 0.1 * torch.randn_like(x)
@@ -84,7 +83,6 @@ def regions(scale):
 
 
 def start_within(radius):
-    """Return what starts a chain uniformly within a radius of zero."""
     return partial(init_to_uniform, radius=radius)
 
 
@@ -112,7 +110,6 @@ def bands(panels, seed, shape, limit, size):
 
 
 def figure(record):
-    """Draw the bands of the first seed."""
     (seed,), cell = next(iter(record.cells.items()))
     return bands(cell["curves"], seed, (1, 3), 2, (12, 3.8))
 

@@ -60,14 +60,11 @@ class Settings(runner.Settings):
 
 
 def load(name):
-    """Return inputs and labels; digits are part of scikit-learn."""
     file = f"uci/{'breast_cancer' if name == 'cancer' else name}.npz"
     if name == "digits" and common.find(file) is None:
-        from sklearn.datasets import load_digits
-
-        found = dict(zip("Xy", map(torch.tensor, load_digits(return_X_y=True)), strict=True))
-    else:
-        found = common.arrays(file)
+        x, y = common.all_digits()
+        return 16 * x.flatten(1).float(), y
+    found = common.arrays(file)
     return found["X"].float(), found["y"].long()
 
 
@@ -108,7 +105,6 @@ class SideBySide(nn.Module):
         return outputs.reshape(self.nets, self.sizes[-1], -1).permute(2, 0, 1).squeeze(-1)
 
     def member(self, index):
-        """Return one of the nets, of `nn.Linear` layers."""
         layers = []
         for layer in self.layers[::2]:
             linear = nn.Linear(layer.weight.shape[1], len(layer.bias) // self.nets)
@@ -120,8 +116,6 @@ class SideBySide(nn.Module):
 
 
 def fit(s, column, nets, likelihood, guide, pair, handler=nullcontext):
-    """Fit the nets of all prior precisions at once, full batch."""
-
     def prior(name, module, param):
         # The rows of a parameter belong to one net after the other.
         scales = torch.tensor(s.prior_precisions).rsqrt().repeat_interleave(len(param) // nets.nets)
@@ -149,7 +143,6 @@ def predict(s, column, bnn, pair, x):
 
 
 def run(s, name, columns, seed):
-    """Return for each column the best prior precision and its scores, on one split."""
     x, y = load(name)
     torch.manual_seed(seed)
     is_binary, outputs = int(y.max()) == 1, max(int(y.max()) + 1, 3)

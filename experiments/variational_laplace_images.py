@@ -89,8 +89,6 @@ def cnn(side=28):
 
 
 class PreactBlock(nn.Module):
-    """Norm, Softplus and convolution, twice, beside a shortcut."""
-
     def __init__(self, channels, out, stride):
         super().__init__()
         self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(out)
@@ -137,7 +135,6 @@ def load(s, name):
 
 
 def scores(bnn, validation, test, other, draws):
-    """Return validation NLL, and the test set's metrics."""
     predict = partial(bnn.predict, num_predictions=draws, batch_size=1_000)
     seen, logits, unknown = (predict(x) for x in (validation[0], test[0], other))
     probs = logits.softmax(-1)
@@ -152,7 +149,6 @@ def scores(bnn, validation, test, other, draws):
 
 
 def run(s, name, method, beta, multiplier, seed):
-    """Run one fit; return its curves, per training image, and its scores."""
     chosen, (train, *others) = s.of(name), load(s, name)
     pyro.set_rng_seed(seed)
     net = preact_resnet18(chosen["width"]) if chosen["width"] else cnn(train[0].shape[-1])
@@ -267,7 +263,6 @@ def stopping(record):
 
 
 def table(record):
-    """Return the tables of all sets, and that of early stopping."""
     parts = []
     for name in dict.fromkeys(key[0] for key in record.cells):
         cells, settings = jobs(record.cells, name), record.content["settings"]
@@ -296,7 +291,6 @@ def table(record):
 
 
 def measured(record):
-    """Say where the numbers come from."""
     content, machine = record.content, record.content["machine"]
     listed = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
@@ -308,7 +302,6 @@ def measured(record):
 
 
 def figure(record):
-    """Draw the ELBO over epochs, and scores against the multiplier [VL fig. 2]."""
     if not (found := stopping(record)):
         return {}
     betas = sorted({job[1] for job in found}, reverse=True)

@@ -53,9 +53,9 @@ def test_attacks_follow_their_formulas():
 
     etas = [0, 0.5, 3]
     expected = [net(x - eta * towards(probs.argmax(-1), probs)).log_softmax(-1) for eta in etas]
-    moved = adversarial.in_parts(adversarial.untargeted, net, x, span, etas, 2)
+    moved = adversarial.untargeted(net, x, span, etas, 2)
     torch.testing.assert_close(moved, torch.stack(expected).detach())
-    path = adversarial.in_parts(adversarial.targeted, net, x, span, 0.1, 2, 2)
+    path = adversarial.targeted(net, x, span, 0.1, 2, 2)
     assert path.shape == (3, 7, 3)
     for log_probs in path:
         torch.testing.assert_close(log_probs, net(x).detach().log_softmax(-1))

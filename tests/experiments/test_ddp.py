@@ -46,9 +46,12 @@ def test_ddp_makes_the_curves_of_one_process(smoke, tmp_path: Path):
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        ("--batch", "63", "a batch of 63 cannot be shared out evenly among 2 processes"),
-        ("--batch", "63", "choose a --batch that 2 divides"),
-        ("--batch", "2000", "--batch is 2000; expected at most 1,536, all points"),
+        (
+            "--batch",
+            "63",
+            "--batch is 63; expected at most --points 1536, and a number that 2 divides",
+        ),
+        ("--batch", "2000", "--batch is 2000; expected at most --points 1536"),
         ("--batch", "0", "--batch is 0; expected a positive number"),
         ("--epochs", "0", "--epochs is 0; expected a positive number"),
     ],

@@ -205,8 +205,8 @@ def test_tables_have_means_and_standard_errors():
     text = tables.score_table(
         rows,
         {"x": ".1f", "y": ".2f"},
-        lambda row, column: "9" if row == "c" else None,
-        {"seeds": lambda name, found: str(len(found))},
+        {("c", "y"): "9"},
+        ["seeds"],
     )
     assert text.splitlines() == [
         "| | seeds | x | y |",
