@@ -45,7 +45,7 @@ def test_readme_block_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> 
 
 
 def test_readme_table_is_what_the_json_says() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "_table.py"), "--check"]
+    command = [sys.executable, str(ROOT / "docs" / "quickstart_table.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

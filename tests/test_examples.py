@@ -1,21 +1,38 @@
-"""Every example runs, says what it did, and explains its options; the notebook executes."""
+"""The demo and every listing run and keep to their form; the notebook executes.
 
+Scripts run in this process, with other arguments and in a folder of their own: importing torch and
+Pyro anew costs as much as the shortest runs.
+"""
+
+import ast
 import json
 import math
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pytest
+import torch
 from nbclient import NotebookClient
 
+import tyxe
+
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[a-z]*.py"))
+QUICKSTART = ROOT / "examples" / "quickstart.py"
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+LISTINGS = [path for path in SCRIPTS if path != QUICKSTART]
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+PNG = b"\x89PNG\r\n\x1a\n"
 METHODS = [
     "ML",
     "MAP",
@@ -26,188 +43,322 @@ METHODS = [
     "last layer, mean field",
     "last layer, low rank",
 ]
-PNG = b"\x89PNG\r\n\x1a\n"
+Run = Callable[..., str]
 
 
-MISSING = [("quickstart.py", "matplotlib"), ("quickstart.py", "sklearn")]
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Return a function that runs a script as `python script.py ...` would, and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+
+    def run(script: Path, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(script), *options])
+        capsys.readouterr()
+        with warnings.catch_warnings():
+            # torch-geometric 2.8 uses it.
+            warnings.filterwarnings("ignore", r".*torch\.jit\.script", FutureWarning)
+            # An epoch is no fit, and says so.
+            warnings.simplefilter("ignore", tyxe.TyxeWarning)
+            runpy.run_path(str(script), run_name="__main__")
+        printed = capsys.readouterr()
+        assert printed.err == "", "a progress bar or a message, but stderr is no terminal"
+        return printed.out
+
+    yield run
+    plt.close("all")
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
 
 
-@pytest.mark.parametrize(("name", "library"), MISSING)
-def test_a_missing_library_is_one_line_that_names_the_extra(name: str, library: str):
-    code = f"import runpy, sys; sys.path.insert(0, 'examples'); sys.modules[{library!r}] = None; "
-    code += f"runpy.run_path('examples/{name}', run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True
+# --------------------------------------------------------------------------- data
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in for all data, so that a run does not depend on what the machine has."""
+    folder = tmp_path / "stand-ins"
+    (folder / "cow").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in ("mnist", "fashion_mnist", "notmnist"):
+        # MNIST is split after 50,000 images into training and validation.
+        counts = {"train": 50_020 if name == "mnist" else 100, "test": 40}
+        arrays = {f"y_{part}": np.arange(n) % 10 for part, n in counts.items()}
+        for part, n in counts.items():
+            arrays[f"x_{part}"] = np.zeros((n, 28, 28), dtype=np.uint8)
+            arrays[f"x_{part}"][:100] = rng.integers(0, 256, (min(n, 100), 28, 28))
+        np.savez(folder / f"{name}.npz", **arrays)
+    nodes = np.arange(50)
+    np.savez(
+        folder / "cora.npz",
+        features=rng.integers(0, 2, (50, 20)).astype(np.float32),
+        labels=nodes % 7,
+        edge_index=np.stack([nodes, (nodes + 1) % 50]),
+        **{f"{part}_mask": nodes % 2 == i for i, part in enumerate(("train", "test"))},
     )
-    assert done.returncode == 1
-    assert done.stderr == f'{library} is not installed: pip install -e ".[examples]"\n'
+    np.savez(
+        folder / "cow" / "cow_views_equator.npz",
+        images=rng.integers(0, 256, (40, 8, 8, 3), dtype=np.uint8),
+        silhouettes=np.full((40, 8, 8), 255, dtype=np.uint8),
+        R=np.broadcast_to(np.eye(3, dtype=np.float32), (40, 3, 3)),
+        T=np.broadcast_to(np.float32([0, 0, 2.7]), (40, 3)),
+        fov_deg=np.float32(60),
+    )
+    monkeypatch.setenv("TYXE_DATA", str(folder))
+    return folder
 
 
-def test_every_example_says_what_is_missing():
-    for name in EXAMPLES:
-        first = re.search(r"^(?:import|from) _.*$", (ROOT / "examples" / name).read_text(), re.M)
-        assert first[0] == "import _extras  # noqa: F401", name
+# --------------------------------------------------------------------------- listings
+
+
+def constants(tree: ast.AST, function: str) -> list[str]:
+    """Return the first arguments of all calls of a method."""
+    return [
+        node.args[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == function
+    ]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return the libraries that a script imports anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+def test_there_is_a_demo_and_few_listings():
+    assert QUICKSTART in SCRIPTS
+    assert len(QUICKSTART.read_text().splitlines()) <= 130
+    assert 10 <= len(LISTINGS) <= 15
+    modules = [path.name for path in (ROOT / "examples").rglob("_*") if path.suffix == ".py"]
+    assert modules == [], "a listing is copied alone"
+
+
+@pytest.mark.parametrize("path", LISTINGS, ids=lambda path: path.stem)
+def test_listing_keeps_to_its_form(path: Path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert 30 <= len(text.splitlines()) <= 100
+    assert constants(tree, "add_argument") == ["--smoke-test"]
+    assert not re.search(r"\btyxe(\.\w+)*\._\w|import _", text), "something private is used"
+    about = ast.get_docstring(tree) or ""
+    title, *paragraphs = about.split("\n\n")
+    assert title.count("\n") == 0
+    assert len(title) <= 100
+    assert re.search(r"\bFor\s+your\s+own\b", about), "what a reader is to change"
+    needs = paragraphs[-1]
+    assert needs.startswith("Needs ")
+    assert re.search(r"\b[Aa]bout\s+\d+\s+seconds", needs), "how long it takes"
+    if "savefig" in text or "save_image" in text:
+        assert f"results/{path.stem}.png" in needs
+
+
+def test_the_gallery_lists_every_listing_with_its_seconds():
+    page = (ROOT / "docs" / "examples.md").read_text()
+    seconds = {}
+    for path in LISTINGS:
+        found = re.search(r"[Aa]bout\s+(\d+)\s+seconds", path.read_text())
+        seconds[path.name] = found and found[1]
+    assert dict(re.findall(r"^\| `(\w+\.py)` \|.*\| (\d+) \|", page, re.MULTILINE)) == seconds
+
+
+LIBRARIES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "torchvision": "torchvision"}
+LIBRARIES |= {"torch_geometric": "torch-geometric", "dgl": "dgl"}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_extra_that_a_script_names_has_what_it_imports(path: Path):
+    tomllib = pytest.importorskip("tomllib", reason="in the library from Python 3.11 on")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r'"\.\[([a-z,]+)\]"', path.read_text())
+    assert named, "which extra to install"
+    extras = ",".join(named).split(",")
+    installed = {
+        re.split(r"[<>=]", wanted)[0]
+        for extra in extras
+        for wanted in project["optional-dependencies"][extra]
+    }
+    always = {*sys.stdlib_module_names, "numpy", "pyro", "torch", "tyxe"}
+    others = imported(ast.parse(path.read_text())) - always
+    assert {LIBRARIES[name] for name in others} <= installed
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in LISTINGS if path.stem != "several_processes"],
+    ids=lambda path: path.stem,
+)
+def test_listing_runs(path: Path, run: Run, data: Path, tmp_path: Path):
+    if path.stem == "graph_net":
+        pytest.importorskip("torch_geometric", reason="the listing needs the extra `pyg`, or DGL")
+    printed = run(path, "--smoke-test")
+    assert len(printed.splitlines()) >= 2
+    assert not re.search(r"\b(nan|inf)\b", printed)
+    pictures = re.findall(r"^wrote (results/\w+\.png)", printed, re.MULTILINE)
+    assert pictures == ([f"results/{path.stem}.png"] if "wrote" in path.read_text() else [])
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in pictures)
+    written = {path.name for path in tmp_path.iterdir()} - {data.name}
+    assert written == ({"results"} if pictures else set())
 
 
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
 
 
-def run(name: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"examples/{name}", *options],
-        cwd=ROOT,
-        env=environment(**variables),
+def test_several_processes(run: Run, tmp_path: Path):
+    script = ROOT / "examples" / "several_processes.py"
+    assert run(script, "--smoke-test").startswith("processes: 1, points in a process's batch: 64")
+    # standalone: on a free port, whoever else is on the machine
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), "--smoke-test"],
+        cwd=tmp_path,
+        env=environment(),
         capture_output=True,
         text=True,
     )
-
-
-def smoke(name: str, result: str, folder: Path, *options: str, **variables: str):
-    """Run a smoke test; return what it printed and its JSON, after looking at the rest."""
-    done = run(name, "--smoke-test", "--out", str(folder), *options, **variables)
     assert done.returncode == 0, done.stderr
-    assert "\r" not in done.stderr, "a progress bar, but stderr is no terminal"
-    assert (folder / f"{result}.png").read_bytes().startswith(PNG)
-    content = json.loads((folder / f"{result}.json").read_text())
-    assert {"command", "seed", "versions", "machine", "settings"} <= content.keys()
-    assert content["command"].startswith(f"python examples/{name} --smoke-test")
-    return done.stdout, content
+    # once, by the first process
+    assert re.fullmatch(
+        r"processes: 2, points in a process's batch: 32\nloss from \d+ to \d+ nats\n"
+        r"test digits: error \d+\.\d %, log-likelihood -?\d+\.\d+\n",
+        done.stdout,
+    )
 
 
-def images_stood_in_for(folder: Path, names: tuple[str, ...]) -> None:
-    """Write small image sets, so that a run does not depend on what the machine has."""
-    rng = np.random.default_rng(0)
-    for name in names:
-        arrays = {
-            f"{kind}_{split}": values
-            for split in ("train", "test")
-            for kind, values in (
-                ("x", rng.integers(0, 256, (300, 28, 28), dtype=np.uint8)),
-                ("y", np.arange(300, dtype=np.uint8) % 10),
-            )
-        }
-        if name == "mnist":  # as many as there are, for the split into training and validation
-            arrays["x_train"] = np.zeros((60_000, 28, 28), dtype=np.uint8)
-            arrays["x_train"][:200] = arrays["x_test"][:200]
-            arrays["y_train"] = np.arange(60_000, dtype=np.uint8) % 10
-        np.savez_compressed(folder / f"{name}.npz", **arrays)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_help_explains_every_option(path: Path, run: Run, capsys: pytest.CaptureFixture[str]):
+    if path.stem == "graph_net":
+        pytest.importorskip("torch_geometric", reason="the listing needs the extra `pyg`, or DGL")
+    with pytest.raises(SystemExit) as stopped:
+        run(path, "--help")
+    assert stopped.value.code == 0
+    printed, tree = capsys.readouterr().out, ast.parse(path.read_text())
+    assert (ast.get_docstring(tree) or "").partition("\n")[0] in printed
+    for option in constants(tree, "add_argument"):
+        # in the list of options, with an explanation, and not in the usage line alone
+        assert re.search(rf"^  {option}( [A-Z_]+| \{{.*\}})?\s+\S", printed, re.MULTILINE), option
 
 
-def check_quickstart(stdout: str, content: dict, ood: list[str]) -> None:
+# --------------------------------------------------------------------------- the demo
+
+
+def check_quickstart(run: Run, script: Path, data: str, ood: list[str]) -> None:
+    """Run the demo and compare what it prints with the JSON and the columns it should have."""
+    printed = run(script, "--data", data, "--smoke-test", "--out", "a folder/of results")
+    path = Path("a folder/of results") / f"quickstart_{data}"
+    assert path.with_suffix(".png").read_bytes().startswith(PNG)
+    content = json.loads(path.with_suffix(".json").read_text())
+    assert list(content) == ["command", "seed", "versions", "machine", "settings", "rows"]
+    assert content["command"] == (
+        f"python examples/quickstart.py --data {data} --smoke-test --out 'a folder/of results'"
+    )
     columns = ["error %", "NLL", "ECE %", *ood, "train s", "predict s"]
-    header, *lines = stdout.splitlines()
+    header, *lines = printed.splitlines()
     assert re.split(r"\s{2,}", header.strip()) == columns
     assert list(content["rows"]) == METHODS
-    for line, (name, row) in zip(lines, content["rows"].items(), strict=False):
+    assert lines.pop() == f"wrote {path}.png and {path}.json"
+    for line, (name, row) in zip(lines, content["rows"].items(), strict=True):
         assert list(row) == [*columns, "validation NLL"]
         assert all(math.isfinite(value) and value >= 0 for value in row.values())
         assert all(row[column] <= 1 for column in ood)
         assert line.split("  ")[0] == name
-        printed = [float(word) for word in line[len(name) :].split()]
-        assert printed == [float(f"{row[column]:.3f}") for column in columns]
+        found = [float(word) for word in line[len(name) :].split()]
+        assert found == [float(f"{row[column]:.3f}") for column in columns]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_help_mentions_every_option(name: str):
-    done = run(name, "--help")
-    assert done.returncode == 0
-    source = (ROOT / "examples" / name).read_text()
-    options = re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source)
-    assert "--smoke-test" in options
-    for option in options:
-        # in the list of options, with an explanation, and not in the usage line alone
-        assert re.search(rf"^  {option}( [A-Z_]+| \{{.*\}})?\s+\S", done.stdout, re.MULTILINE), (
-            option
-        )
+def test_quickstart_on_digits(run: Run):
+    check_quickstart(run, QUICKSTART, "digits", ["AUROC 8-9"])
 
 
-def test_unknown_option_is_refused():
-    assert run("quickstart.py", "--dat", "cifar").returncode == 2
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The demo in a checkout of its own: next to it and in it are folders for data."""
+    folder = tmp_path / "projects" / "checkout"
+    (folder / "examples").mkdir(parents=True)
+    shutil.copy(QUICKSTART, folder / "examples")
+    return folder
 
 
-def test_results_of_other_settings_are_not_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_quickstart_on_mnist(run: Run, data: Path, checkout: Path):
+    later = checkout.parent / "shared" / "data"
+    later.mkdir(parents=True)
+    (later / "mnist.npz").write_text("TYXE_DATA comes first")
+    (data / "notmnist.npz").rename(later / "notmnist.npz")
+    script = checkout / "examples" / "quickstart.py"
+    check_quickstart(run, script, "mnist", ["AUROC Fashion", "AUROC notMNIST"])
+
+
+def test_what_no_folder_has_is_downloaded(
+    run: Run, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from _record import recorded
+    datasets = pytest.importorskip("torchvision.datasets", reason="downloads need torchvision")
+    asked = []
 
-    path = tmp_path / "found.json"
-    settings = {"steps": 5, "widths": (4, 3)}
-    assert recorded(path, settings) == {}
-    content = {"seed": None, "settings": settings, "rows": [1.0]}
-    path.write_text(json.dumps(content))
-    assert recorded(path, settings)["rows"] == [1.0]
-    others = [
-        ({"steps": 6, "widths": (4, 3)}, None, "steps"),
-        ({"steps": 5}, None, "widths"),
-        (settings | {"rate": 0.1}, None, "rate"),
-        (settings, 0, "seed"),
-    ]
-    for other, seed, name in others:
-        with pytest.raises(SystemExit, match=rf"found.json has .* \({name}\): give this run"):
-            recorded(path, other, seed)
-    assert json.loads(path.read_text())["rows"] == [1.0]
+    def download(root: str, train: bool, download: bool) -> SimpleNamespace:
+        asked.append((root, train, download))
+        shape = (4, 28, 28)
+        return SimpleNamespace(data=torch.zeros(shape).byte(), targets=torch.arange(4))
 
-
-def test_quickstart_on_digits(tmp_path: Path):
-    stdout, content = smoke("quickstart.py", "quickstart_digits", tmp_path)
-    check_quickstart(stdout, content, ["AUROC 8-9"])
-
-
-def test_quickstart_on_mnist(tmp_path: Path):
-    images_stood_in_for(tmp_path, ("mnist", "fashion_mnist", "notmnist"))
-    stdout, content = smoke(
-        "quickstart.py", "quickstart_mnist", tmp_path, "--data", "mnist", TYXE_DATA=str(tmp_path)
-    )
-    check_quickstart(stdout, content, ["AUROC Fashion", "AUROC notMNIST"])
-
-
-def test_missing_data_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import _data
-
-    given, checkout = tmp_path / "given", tmp_path / "checkout"
-    monkeypatch.setenv("TYXE_DATA", str(given))
-    monkeypatch.setattr(_data, "ROOT", checkout)
-    assert _data.folders() == [given, tmp_path / "shared" / "data", checkout / "data"]
-    with pytest.raises(FileNotFoundError) as error:
-        _data.images("notmnist", "test")
-    assert all(str(folder) in str(error.value) for folder in _data.folders())
-    assert "TYXE_DATA" in str(error.value)
-
-
-def test_data_are_taken_from_the_first_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import _data
-
-    monkeypatch.setattr(_data, "ROOT", tmp_path / "checkout")
-    for folder, value in ((tmp_path / "given", 255), (tmp_path / "shared" / "data", 0)):
-        folder.mkdir(parents=True)
-        x = np.full((2, 28, 28), value, dtype=np.uint8)
-        np.savez(folder / "mnist.npz", x_test=x, y_test=np.array([3, 7], dtype=np.uint8))
     monkeypatch.setenv("TYXE_DATA", str(tmp_path / "given"))
-    x, y = _data.images("mnist", "test")
-    assert x.shape == (2, 1, 28, 28)
-    assert bool((x == 1).all())
-    assert y.tolist() == [3, 7]
-    monkeypatch.delenv("TYXE_DATA")
-    assert bool((_data.images("mnist", "test")[0] == 0).all())
+    for name in ("MNIST", "FashionMNIST"):
+        monkeypatch.setattr(datasets, name, download)
+    # notMNIST is in no library
+    with pytest.raises(SystemExit) as stopped:
+        run(checkout / "examples" / "quickstart.py", "--data", "mnist", "--smoke-test")
+    folders = [tmp_path / "given", checkout.parent / "shared" / "data", checkout / "data"]
+    assert asked == [(str(folders[-1]), train, True) for train in (True, False, False)]
+    message = str(stopped.value)
+    assert message.startswith("no notmnist.npz in ")
+    assert all(str(folder) in message for folder in folders)
+    assert "TYXE_DATA" in message
 
 
-def test_failed_download_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    torchvision = pytest.importorskip("torchvision", reason="downloads need torchvision")
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import _data
+def test_a_failed_download_says_where_it_looked(
+    run: Run, checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    datasets = pytest.importorskip("torchvision.datasets", reason="downloads need torchvision")
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no network")
 
-    monkeypatch.setattr(torchvision.datasets, "MNIST", refuse)
-    monkeypatch.setattr(_data, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(datasets, "MNIST", refuse)
     monkeypatch.delenv("TYXE_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=r"no mnist\.npz in .*no network"):
-        _data.images("mnist", "train")
+    with pytest.raises(SystemExit, match=r"no mnist\.npz in .*checkout/data.*no network"):
+        run(checkout / "examples" / "quickstart.py", "--data", "mnist", "--smoke-test")
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "sklearn"])
+def test_a_missing_library_is_one_line_that_names_the_extra(
+    library: str, run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    class Missing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.partition(".")[0] == library:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        run(QUICKSTART, "--smoke-test")
+    assert stopped.value.code == f'{library} is not installed: pip install -e ".[examples]"'
+
+
+def test_unknown_option_is_refused(run: Run):
+    with pytest.raises(SystemExit) as stopped:
+        run(QUICKSTART, "--dat", "cifar")
+    assert stopped.value.code == 2
+
+
+# --------------------------------------------------------------------------- notebooks
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -4,10 +4,10 @@ import argparse
 import json
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "docs" / "results" / "quickstart_digits.json"
-BEGIN = "<!-- begin of the quickstart's table: written by examples/_table.py -->"
+BEGIN = "<!-- begin of the quickstart's table: written by docs/quickstart_table.py -->"
 END = "<!-- end of the quickstart's table -->"
 HIDDEN = {"validation NLL"}
 FORMATS = {"error %": ".2f", "NLL": ".3f", "ECE %": ".2f", "train s": ".1f", "predict s": ".2f"}
@@ -43,6 +43,6 @@ if __name__ == "__main__":
     check = parser.parse_args().check
     page = README.read_text()
     if check and written(page) != page:
-        raise SystemExit("the README's table is not what the JSON says: run examples/_table.py")
+        raise SystemExit("the README's table is not that of the JSON: run docs/quickstart_table.py")
     if not check:
         README.write_text(written(page))
