@@ -20,7 +20,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def options(description: str) -> argparse.Namespace:
         help="cpu: processor time, for one thread on a machine that others use too",
     )
     parser.add_argument("--case", help="run only the case of this name")
-    parser.add_argument("--smoke-test", action="store_true", help="tiny sizes, two rounds")
+    parser.add_argument("--smoke-test", action="store_true", help="tiny sizes, one round")
     parsed = parser.parse_args()
     if parsed.keep_memory:
         keep_memory()
@@ -188,8 +188,11 @@ def interleaved(
 
 
 def summary(numbers: Iterable[float]) -> dict[str, float]:
-    """Return median and quartiles, to four digits."""
-    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    """Return median and quartiles, to four digits; of one number they are the number."""
+    values = list(numbers)
+    # Before Python 3.13 `quantiles` refuses a single number.
+    quartiles = statistics.quantiles(values * 2 if len(values) == 1 else values, method="inclusive")
+    low, middle, high = quartiles
     return {
         key: float(f"{value:.4g}") for key, value in (("median", middle), ("q1", low), ("q3", high))
     }
@@ -290,10 +293,11 @@ def run(description: str, make_cases: dict[str, Callable[[bool], Case]]) -> None
     for name, make in make_cases.items():
         if parsed.case in (None, name):
             case = make(parsed.smoke_test)
-            repeats = parsed.repeats or (2 if parsed.smoke_test else case.repeats)
-            cases.append(measured(case, repeats, CLOCKS[parsed.clock]))
             if parsed.smoke_test:
-                cases[-1]["title"] += " (smoke test: tiny sizes)"
+                title = f"{case.title} (smoke test: tiny sizes)"
+                case = replace(case, title=title, repeats=1, warm_up=False)
+            repeats = parsed.repeats or case.repeats
+            cases.append(measured(case, repeats, CLOCKS[parsed.clock]))
             show(cases[-1])
     results = {
         "benchmark": Path(sys.argv[0]).stem,

@@ -100,8 +100,8 @@ def compiled_case(
     name: str, title: str, repeats: int, data: tuple[Nets, Tensor, Tensor], smoke_test: bool
 ) -> Case:
     """Return a case of what could be compiled, which says what could not."""
-    # Without a compiler, and in no time: everything but the generated code is tested.
-    backend = "aot_eager" if smoke_test else "inductor"
+    # Traced but not compiled, in a smoke test: the code that is generated is PyTorch's affair.
+    backend = "eager" if smoke_test else "inductor"
     found, errors = buildable(makers(*data, backend))
     return Case(name, title, "step", repeats, found, findings=lambda _: errors)
 

@@ -18,7 +18,7 @@ TASKS = (1, 5, 20, 50)
 # By the name of the case: what it is called, structure, and how tasks add up.
 WAYS = {
     "kron-sum": ("Kronecker factors, a term for each task", "kron", "sum"),
-    "kron-modes": ("Kronecker factors, about each task's mode", "kron", "modes"),
+    "kron-modes": ("Kronecker factors, about each task's mode", "kron", "per_task"),
     "kron-average": ("Kronecker factors, averaged", "kron", "average"),
     "diag": ("diagonal", "diag", "sum"),
 }
@@ -108,7 +108,7 @@ def our_steps(tasks: int, name: str, smoke_test: bool) -> Callable[[], int]:
         tyxe.likelihoods.Categorical(len(x)),
         structure=structure,
         curvature="fisher",
-        accumulate=accumulate,
+        options=tyxe.LaplaceOptions(accumulate=accumulate),
     )
     sites = tyxe.util.pyro_sample_sites(bnn.net)
     for _ in range(tasks):
@@ -117,7 +117,7 @@ def our_steps(tasks: int, name: str, smoke_test: bool) -> Callable[[], int]:
         bnn.update_prior(tyxe.priors.DictPrior(posterior))
     optimizer = torch.optim.Adam(bnn.net_guide.parameters(), lr=1e-4)
     # The steps of `fit`, without the curvature that it takes at its end: at a point, no Gaussian.
-    bnn._forget()
+    bnn.net_guide.state = None
 
     def train() -> int:
         for _ in range(STEPS):

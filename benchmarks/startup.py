@@ -11,7 +11,9 @@ import itertools
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from _harness import Case, Contestant, Numbers, difference, run
@@ -43,15 +45,26 @@ FIT = """
 """
 
 
-def fresh(*stages: str) -> Callable[[], None]:
-    """Return a run of some stages in an interpreter of its own, on as many threads as here."""
+def program(*stages: str) -> str:
+    """Return the code of some stages, on as many threads as here."""
     threads = f"torch.set_num_threads({torch.get_num_threads()})"
-    code = "\n".join([stages[0], threads, *map(textwrap.dedent, stages[1:])])
+    return "\n".join([stages[0], threads, *map(textwrap.dedent, stages[1:])])
 
-    def run_fresh() -> None:
-        subprocess.run([sys.executable, "-c", code], check=True)
 
-    return run_fresh
+def fresh(code: str) -> None:
+    """Run code in an interpreter of its own."""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def here(code: str) -> None:
+    """Run code in this interpreter, names apart: what it imports may be there already."""
+    with warnings.catch_warnings():
+        exec(code, {})
+
+
+def stage(name: str, who: str, smoke_test: bool, *stages: str) -> Contestant:
+    """Return a run of some stages, in this interpreter for a smoke test."""
+    return Contestant(name, partial(here if smoke_test else fresh, program(*stages)), who)
 
 
 def stages_of(found: list[Contestant]) -> Callable[[Numbers], Mapping[str, dict[str, float]]]:
@@ -67,13 +80,13 @@ def stages_of(found: list[Contestant]) -> Callable[[Numbers], Mapping[str, dict[
 
 
 def import_case(smoke_test: bool) -> Case:
-    """Return the import, which is the same in a smoke test."""
+    """Return the imports."""
     found = [
-        Contestant("import torch and pyro", fresh(IMPORT), "plain"),
-        Contestant("import tyxe", fresh(IMPORT, TYXE), "ours"),
+        stage("import torch and pyro", "plain", smoke_test, IMPORT),
+        stage("import tyxe", "ours", smoke_test, IMPORT, TYXE),
     ]
     title = "Importing, in a fresh interpreter"
-    return Case("import", title, "run", 15, found, not smoke_test, findings=stages_of(found))
+    return Case("import", title, "run", 15, found, findings=stages_of(found))
 
 
 def resnet50_case(smoke_test: bool) -> Case:
@@ -81,12 +94,12 @@ def resnet50_case(smoke_test: bool) -> Case:
     make_net = MAKE_SMALL_NET if smoke_test else MAKE_NET
     stages = [IMPORT, TYXE, make_net]
     found = [
-        Contestant("imports and the net", fresh(*stages), "plain"),
-        Contestant("VariationalBNN(net, ...)", fresh(*stages, MAKE_BNN), "ours"),
-        Contestant("first step of fit", fresh(*stages, MAKE_BNN, FIT), "ours"),
+        stage("imports and the net", "plain", smoke_test, *stages),
+        stage("VariationalBNN(net, ...)", "ours", smoke_test, *stages, MAKE_BNN),
+        stage("first step of fit", "ours", smoke_test, *stages, MAKE_BNN, FIT),
     ]
     title = "BNN of torchvision's ResNet-50, in a fresh interpreter"
-    return Case("resnet50", title, "run", 7, found, not smoke_test, findings=stages_of(found))
+    return Case("resnet50", title, "run", 7, found, findings=stages_of(found))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from torch import nn
 
 import tyxe
 from tyxe import metrics
+from tyxe.plotting.axes import PALETTE
 
 TOLERANCE = 5e-4  # two widths are as good within so many nats of validation cross-entropy
 ACCURACY = {"deterministic": 98.86, "MC dropout": 98.85, "mean field": 98.88}
@@ -191,8 +192,9 @@ def run(s, seed):
         methods[name].fit(loader, adam, s.mean_field_epochs, progress=False)
         methods[name].eval()
     for structure in ("diag", "kron"):
-        how = {"structure": structure, "curvature": "fisher", "damping": structure == "kron"}
-        how["num_passes"] = s.binarisations_for_the_curvature
+        passes = s.binarisations_for_the_curvature
+        options = tyxe.LaplaceOptions(num_passes=passes, damping=structure == "kron")
+        how = {"structure": structure, "curvature": "fisher", "options": options}
         bnn = tyxe.LaplaceBNN(net, common.normal(), likelihood, **how)
         bnn.fit_curvature(loader, progress=False)
         chosen[structure] = tune(s, seed, bnn, *held_out)
@@ -223,7 +225,7 @@ def figure(record):
     chosen, curves = record.content["settings"], next(iter(record.cells.values()))["curves"]
     drawn, axes = tables.subplots(2, 3, figsize=(11, 6.6))
     (above, entropy, accuracy), (targeted_accuracy, target, last) = axes
-    for (name, found), color in zip(curves.items(), tyxe.plotting.PALETTE, strict=False):
+    for (name, found), color in zip(curves.items(), PALETTE, strict=False):
         look = {"color": color, "label": name}
         quantiles = found["notMNIST entropy quantiles"]
         above.plot(quantiles, torch.linspace(1, 0, len(quantiles)), **look)

@@ -31,8 +31,8 @@ OTHER = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}
 TITLES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "digits": "digits 0 to 7"}
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "OOD AUROC": ".3f"}
 # All at the same weights; and which of them each row takes, and how.
-POSTERIORS = {"kron": {"structure": "kron"}, "kron damped": {"structure": "kron", "damping": True}}
-POSTERIORS |= {"diag": {"structure": "diag"}}
+DAMPED = {"structure": "kron", "options": tyxe.LaplaceOptions(damping=True)}
+POSTERIORS = {name: {"structure": name} for name in ("kron", "diag")} | {"kron damped": DAMPED}
 ROWS = {"MAP": ("kron", "bnn"), "bnn": ("kron", "bnn"), "bnn damped": ("kron damped", "bnn")}
 ROWS |= {"glm kron": ("kron", "glm"), "glm diag": ("diag", "glm"), "gp": ("diag", "gp")}
 ROWS |= {f"glm {name} tuned": (f"{name} tuned", "glm") for name in ("kron", "diag")}

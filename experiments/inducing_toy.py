@@ -32,7 +32,8 @@ from runner import setting, settings, which
 from torch import nn
 
 import tyxe
-from tyxe.distributions import JointNormal, PlainGroup, SiteProduct
+from tyxe.distributions import IndependentSites, JointNormal, ParamBlocks
+from tyxe.distributions.param_blocks import SiteBlock
 from tyxe.guides import AutoInducing, init_to_median
 from tyxe.linalg import Cholesky, Inverse
 from tyxe.util import SiteTensors
@@ -59,10 +60,10 @@ class AutoFullByLayer(tyxe.guides.Guide):
 
     def __init__(self, module, init_loc_fn=init_to_median, init_scale=1e-2):
         super().__init__(module)
-        self.groups, locs = {}, {}
+        self.blocks, locs = {}, {}
         for site in self.sites:
             layer = site.own_name.rpartition(".")[0]
-            self.groups.setdefault(layer, []).append(PlainGroup(site.name, site.shape))
+            self.blocks.setdefault(layer, []).append(SiteBlock(site.name, site.shape))
             start = init_loc_fn(self.messages[site.name]).detach().reshape(-1)
             locs[layer] = torch.cat([locs[layer], start]) if layer in locs else start
         self.locs, scale = SiteTensors(locs), math.log(init_scale)
@@ -72,11 +73,11 @@ class AutoFullByLayer(tyxe.guides.Guide):
 
     def joints(self):
         found = []
-        for layer, groups in self.groups.items():
+        for layer, blocks in self.blocks.items():
             scale, factor = self.log_scales[layer].exp(), self.scale_factors[layer]
             unit = factor.tril(-1) + torch.eye(len(scale)).to(factor)
             precision = Inverse(Cholesky(scale[:, None] * unit))
-            found.append(JointNormal(groups, self.locs[layer], precision))
+            found.append(JointNormal(ParamBlocks(blocks), self.locs[layer], precision))
         return found
 
     def site_distribution(self, site):
@@ -95,8 +96,8 @@ class Elbo(nn.Module):
         """Return the expected log-likelihood and the KL, in nats."""
         guide, priors, values, kl = self.bnn.net_guide, self.priors, {}, 0.0
         for q in guide.joints():
-            values |= q.separate(q.rsample((self.draws,)))
-            kl = kl + td.kl_divergence(q, SiteProduct({n: priors[n] for n in q.names}))
+            values |= q.unflatten(q.rsample((self.draws,)))
+            kl = kl + td.kl_divergence(q, IndependentSites({n: priors[n] for n in q.names}))
         for site in guide.sites:
             if site.name not in values:
                 q = guide.site_distribution(site)

@@ -18,6 +18,7 @@ validation points; error and NLL of the rest.
 
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 
 import common
@@ -33,11 +34,12 @@ from torch import nn
 
 import tyxe
 from tyxe.linalg import BlockDiagonal, Dense
-from tyxe.plotting import PALETTE
+from tyxe.plotting.axes import PALETTE
 
 GRID = torch.linspace(-6, 6, 241)[:, None]
 PRECISIONS = [0.1, 0.4, 0.7, 1.0, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8]
 PLANE = 5.0  # of the banana, `(-PLANE, PLANE)` in both directions
+DAMPED = {"structure": "kron", "options": tyxe.LaplaceOptions(damping=True)}
 PREDICTIVES = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
 
 
@@ -116,12 +118,12 @@ def cubic(s, seed):
         rows[f"{name}, {kind}"] = row | {"NLL": nll}
 
     for structure, how in {
-        "kron": {"damping": True},
+        "kron": DAMPED,
         "diag": {"curvature": "fisher"},
         "full": {"curvature": "fisher"},
     }.items():
         # A net that is fitted already: only the curvature is missing.
-        how["structure"] = structure
+        how = how | {"structure": structure}
         bnn = tyxe.LaplaceBNN(fitted.to_module(), normal(), likelihood, **how)
         bnn.fit_curvature([pair])
         look(bnn, structure, "untuned, glm")
@@ -200,7 +202,9 @@ def use_hessian_(bnn, x, y):
     values = bnn.mean_values()
     mode = torch.cat([values[f"net.linear.{name}"].flatten() for name in ("weight", "bias")])
     hessian = torch.autograd.functional.hessian(lambda w: -step_log_joint(w, x, y), mode)
-    bnn.net_guide.precision = BlockDiagonal({"all": Dense((hessian + hessian.mT) / 2)})
+    of_data = Dense((hessian + hessian.mT) / 2 - torch.eye(2))  # the prior is N(0, 1)
+    curvature = replace(bnn.state.curvature, operator=BlockDiagonal({"all": of_data}))
+    bnn.net_guide.state = bnn.state.replace(curvature=curvature)
 
 
 def step(s, seed):
@@ -212,7 +216,7 @@ def step(s, seed):
     for name, how in {
         "Laplace, Hessian": {"structure": "full"},
         "Laplace, GGN": {"structure": "full"},
-        "Laplace, GGN damped": {"structure": "kron", "damping": True},
+        "Laplace, GGN damped": DAMPED,
     }.items():
         posteriors[name] = tyxe.LaplaceBNN(fitted, normal(), likelihood, **how)
         posteriors[name].fit_curvature([pair])

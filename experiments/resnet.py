@@ -44,6 +44,7 @@ from torch import nn
 
 import tyxe
 from tyxe import LaplaceBNN, VariationalBNN, metrics, plotting
+from tyxe.plotting.axes import PALETTE
 from tyxe.poutine import local_reparameterization, variational_laplace
 from tyxe.priors import LayerwiseNormalPrior
 
@@ -349,7 +350,7 @@ def figure(record):
         name: next((c for k, c in record.cells.items() if k[0] == name), None) for name in STARTS
     }
     found = {name: cell for name, cell in first.items() if cell}
-    for color, (name, cell) in zip(plotting.PALETTE, found.items(), strict=False):
+    for color, (name, cell) in zip(PALETTE, found.items(), strict=False):
         curves = cell["curves"]
         # The accuracy of a few points says nothing.
         bins = zip(curves["confidence"], curves["accuracy"], curves["counts"], strict=True)

@@ -26,6 +26,7 @@ from torch import nn
 
 import tyxe
 from tyxe import continual
+from tyxe.continual.coresets import CORESETS
 
 METHODS = ["VCL", "ML", "VCL fast scales", "VCL random", "VCL k-center"]
 MOVES = {"updates": ".0f", "means moved": ".2f", "of their norm": ".2f", "median scale": ".3f"}
@@ -108,7 +109,7 @@ def refitted(net, train, test):
 
 def run(s, method, seed, label):
     (train, test), coresets = tasks(s.images), {}
-    if (kind := method.removeprefix("VCL ")) in continual.CORESETS:
+    if (kind := method.removeprefix("VCL ")) in CORESETS:
         for task, pair in train.items():
             torch.manual_seed(seed)
             chosen = continual.coreset_indices(pair[0], size=s.coreset, method=kind)

@@ -35,12 +35,18 @@ from torch import nn
 
 import tyxe
 from tyxe import continual
-from tyxe.plotting import PALETTE, accuracy_over_tasks
+from tyxe.plotting import accuracy_over_tasks
+from tyxe.plotting.axes import PALETTE
 
-KRON, DIAG = ({"structure": name, "curvature": "fisher"} for name in ("kron", "diag"))
-MODES = {"accumulate": "modes"}
-LAPLACE = {"kron": KRON, "diag": DIAG, "per-task kron": KRON | MODES, "EWC": DIAG | MODES}
-ONLINE = LAPLACE | {"kron": KRON | {"accumulate": "average"}, "kron sum": KRON, "approximate": KRON}
+# Of each method the structure, and how curvatures of tasks add up.
+LAPLACE = {
+    "kron": ("kron", "sum"),
+    "diag": ("diag", "sum"),
+    "per-task kron": ("kron", "per_task"),
+    "EWC": ("diag", "per_task"),
+}
+SUM = ("kron", "sum")
+ONLINE = LAPLACE | {"kron": ("kron", "average"), "kron sum": SUM, "approximate": SUM}
 LAMBDAS = [1.0, 10.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6]
 
 
@@ -188,7 +194,10 @@ def learn(s, sequence, method, strength, seed, label):
     )
     likelihood = tyxe.likelihoods.Categorical(1)
     if laplace:
-        bnn = tyxe.LaplaceBNN(net, prior, likelihood, multiplier=strength, **laplace)
+        structure, accumulate = laplace
+        options = tyxe.LaplaceOptions(curvature_weight=strength, accumulate=accumulate)
+        how = {"structure": structure, "curvature": "fisher", "options": options}
+        bnn = tyxe.LaplaceBNN(net, prior, likelihood, **how)
     else:
         bnn = tyxe.VariationalBNN(net, prior, likelihood)
     heads, parts = continual.Heads(bnn, head) if head else None, {}

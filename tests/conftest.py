@@ -11,8 +11,8 @@ import torch
 # Figures are drawn, never shown: set here so that examples run as subprocesses inherit it.
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# The contract suites assert too: without this their failures would not show the values.
-pytest.register_assert_rewrite("tyxe.testing")
+# The contract suites and oracles assert too: without this their failures would not show the values.
+pytest.register_assert_rewrite("tyxe.testing", "tests.oracles")
 
 # The same examples on every machine; a first call that compiles or imports is not a failure.
 hypothesis.settings.register_profile("tyxe", deadline=None, derandomize=True)

@@ -1,27 +1,29 @@
 """Imports run downward.
 
-    linalg, distributions, util, errors
+    linalg, distributions, rng, util, errors
       <- poutine, priors, likelihoods, guides
-      <- curvature <- predictive <- bnn <- continual
+      <- curvature <- predictive, laplace <- bnn <- continual
 
 `metrics` and `plotting` are leaves, `testing` stands outside. Every import counts, those for type
 checking too: a name that is only written down is known all the same.
 """
 
-import ast
 import graphlib
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from docs.floors import PICTURE, Import, package_of, picture, read_imports
+
 LEVELS = (
-    ("linalg", "distributions", "util", "errors"),
+    ("linalg", "distributions", "rng", "util", "errors"),
     ("poutine", "priors", "likelihoods", "guides"),
     ("curvature",),
-    ("predictive",),
+    ("predictive", "laplace"),
     ("bnn",),
     ("continual",),
 )
@@ -30,74 +32,29 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 LEAVES: dict[str, tuple[str, ...]] = {"metrics": (), "plotting": ("metrics",)}
 # Outside: imports anything, is imported by nothing.
 OUTSIDE = "testing"
+PACKAGE = Path(__file__).parents[1] / "tyxe"
 # The package's own __init__, which gathers the rest.
 ROOT = ""
 # Not installed everywhere, hence allowed to be imported late.
 OPTIONAL = ("arviz", "matplotlib", "sklearn", "torchvision")
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported module, as an absolute dotted name."""
-
-    source: str
-    target: str
-    line: int
-    in_function: bool
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line} imports {self.target}"
-
-
 def test_tyxe_imports_run_downward() -> None:
-    imports = read_imports(Path(__file__).parents[1] / "tyxe")
+    imports = read_imports(PACKAGE)
     assert imports
     assert violations(imports) == []
 
 
-# --- reading ------------------------------------------------------------------------------------
+def test_every_module_is_imported_with_the_package() -> None:
+    """A module that nothing imports would leave its registrations out without a word."""
+    modules = {m for m in read_imports(PACKAGE) if package_of(m) != OUTSIDE}
+    code = "import sys, tyxe; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert modules - set(done.stdout.split()) == set()
 
 
-def read_imports(package: Path) -> dict[str, list[Import]]:
-    """Return the imports of every module below a package's directory, by module."""
-    paths = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
-    return {name: list(imports_of(name, path, set(paths))) for name, path in paths.items()}
-
-
-def module_name(path: Path, package: Path) -> str:
-    parts = path.relative_to(package.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports_of(module: str, path: Path, modules: set[str]) -> Iterator[Import]:
-    # `from . import x` counts from the package: the module itself where it is an __init__.
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node, in_function in walk(ast.parse(path.read_text(), str(path))):
-        for target in targets(node, package, modules):
-            yield Import(module, target, node.lineno, in_function)
-
-
-def walk(node: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield import statements, and whether a function holds them."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        yield node, in_function
-    in_function = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    for child in ast.iter_child_nodes(node):
-        yield from walk(child, in_function)
-
-
-def targets(node: ast.stmt, package: str, modules: set[str]) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    if isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if node.level:
-            parents = package.split(".")[: len(package.split(".")) + 1 - node.level]
-            base = ".".join([*parents, base]).rstrip(".")
-        # `from package import name` is an import of the submodule where there is one.
-        for alias in node.names:
-            name = f"{base}.{alias.name}"
-            yield name if name in modules else base
+def test_the_picture_of_the_floors_is_that_of_the_imports() -> None:
+    assert PICTURE.read_text() == picture(), "run python docs/floors.py"
 
 
 # --- judging ------------------------------------------------------------------------------------
@@ -118,10 +75,6 @@ def violations(imports: dict[str, list[Import]]) -> list[str]:
         ),
         *(f"linalg reaches Pyro: {item}" for item in linalg_pyro(every)),
     ]
-
-
-def package_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ROOT
 
 
 def unplaced(modules: dict[str, list[Import]]) -> Iterator[str]:

@@ -146,7 +146,7 @@ def test_kaiming_takes_the_gain_of_the_nonlinearity():
     std = calculate_prior_std("kaiming", torch.zeros(10, 20), nonlinearity="linear")
     assert std == pytest.approx(20**-0.5)
     with pytest.raises(
-        ValueError, match="method is 'lecun'; expected one of radford, xavier, kaiming"
+        ValueError, match="method is 'lecun'; expected one of 'radford', 'xavier', 'kaiming'"
     ):
         calculate_prior_std("lecun", torch.zeros(2, 2))
 

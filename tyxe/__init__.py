@@ -8,6 +8,7 @@ from tyxe import (
     curvature,
     distributions,
     guides,
+    laplace,
     likelihoods,
     linalg,
     metrics,
@@ -19,6 +20,7 @@ from tyxe import (
 )
 from tyxe.bnn import BNN, MCMC_BNN, LaplaceBNN, PytorchBNN, VariationalBNN
 from tyxe.errors import TyxeWarning
+from tyxe.laplace import LaplaceOptions
 
 try:
     __version__ = version("tyxe-bnn")
@@ -29,6 +31,7 @@ __all__ = [
     "BNN",
     "MCMC_BNN",
     "LaplaceBNN",
+    "LaplaceOptions",
     "PytorchBNN",
     "TyxeWarning",
     "VariationalBNN",
@@ -37,6 +40,7 @@ __all__ = [
     "curvature",
     "distributions",
     "guides",
+    "laplace",
     "likelihoods",
     "linalg",
     "metrics",

@@ -1,30 +1,43 @@
-"""Small tools on modules: names of sites, fans, activations, containers of named tensors."""
+"""Tools for modules: names of sites, fans, activations, containers of named tensors."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from pyro.nn.module import PyroModule, to_pyro_module_
 from torch import Tensor, nn
 
+from tyxe.errors import check_known
+
 __all__ = [
+    "Inputs",
     "SiteTensors",
+    "at_least_float32",
     "calculate_prior_std",
     "call_with",
     "fan_in_fan_out",
+    "in_function_transform",
+    "is_constant",
     "last_layer",
     "named_pyro_samples",
     "pyro_sample_sites",
     "replace_activations_",
     "resolve_site_name",
+    "site_spellings",
     "std_from_fans",
     "to_pyro_module_",
     "tree_map_tensors",
     "unwrapped",
 ]
+
+T = TypeVar("T", Tensor, tuple[Tensor, ...])
+
+# What a net takes of a batch: a tensor or graph, a tuple of arguments, or a mapping of keywords.
+Inputs = Any
 
 SITE_PRIORS = "_tyxe_site_priors"  # where `Prior.apply_` records a net's sites
 
@@ -35,10 +48,7 @@ SITE_PRIORS = "_tyxe_site_priors"  # where `Prior.apply_` records a net's sites
 def last_layer(net: nn.Module) -> nn.Module:
     """Return the layer that a net names last among those with a matrix of weights.
 
-    For most nets it is the one that makes the outputs; where it is not, name yours.
-
-    Args:
-        net: any module.
+    For most nets this is the layer that computes the outputs; for others, name that layer yourself.
 
     Raises:
         ValueError: no part of the net has a weight of two dimensions or more.
@@ -66,8 +76,8 @@ def last_layer(net: nn.Module) -> nn.Module:
 def named_pyro_samples(net: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield `(name, prior)` for every parameter of a net that is a site.
 
-    Reads what `Prior.apply_` recorded, and the `PyroSample` attributes of modules that were
-    written for Pyro.
+    Sites are those that `Prior.apply_` recorded, and the `PyroSample` attributes of modules that
+    were written for Pyro.
 
     Args:
         net: `bnn.net`, a net that went through `prior.apply_`, or a `PyroModule`.
@@ -106,11 +116,23 @@ def pyro_sample_sites(net: nn.Module) -> list[str]:
     return [name for name, _ in named_pyro_samples(net)]
 
 
+def site_spellings(site: str) -> tuple[str, ...]:
+    """Return how a site of a joint model may be called: in full, after its BNN's name, in the net.
+
+    Example:
+        >>> site_spellings("first.net.0.weight")
+        ('first.net.0.weight', 'net.0.weight', '0.weight')
+    """
+    # Before `net.` comes the name of a BNN; after it, parts of the net may be called `net` too.
+    joint = site if site.startswith("net.") else site[site.find(".net.") + 1 :]
+    return site, joint, joint.removeprefix("net.")
+
+
 def resolve_site_name(name: str, known: Iterable[str], prefix: str = "net.") -> str:
-    """Return the member of `known` that `name` spells, with or without the joint model's prefix.
+    """Return the member of `known` that is `name` with or without the joint model's prefix.
 
     Raises:
-        ValueError: no member is spelled so; the message lists the members.
+        ValueError: there is no such member; the message lists the members.
 
     Example:
         >>> resolve_site_name("0.weight", ["net.0.weight", "net.0.bias"])
@@ -131,13 +153,13 @@ def _is_transposed(module: nn.Module | None) -> bool:
 
 
 def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[float, float]:
-    r"""Return how many inputs feed one output of a weight, and how many outputs one input feeds.
+    """Return how many inputs feed one output of a weight, and how many outputs one input feeds.
 
-    For a matrix `(out, in)` these are `in` and `out`; a convolution multiplies both by its
-    kernel's size. The module tells what the tensor's shape cannot: transposed convolutions keep
-    `(in, out / groups, ...)`, grouped ones feed `out / groups` channels from one input, the
-    stacked matrices of attention (3) and of recurrent cells (3 or 4 gates) are several maps in
-    one tensor, and a row of an embedding or a norm's scale is read alone, so its fan-in is 1.
+    For a matrix `(out, in)` these are `in` and `out`; a convolution multiplies both by its kernel's
+    size. The module is needed for what the tensor's shape does not say: transposed convolutions
+    have shape `(in, out / groups, ...)`; grouped ones feed `out / groups` channels from one input;
+    the stacked matrices of attention (3) and of recurrent cells (3 or 4 gates) are several maps in
+    one tensor; a row of an embedding and a norm's scale have fan-in 1.
 
     Args:
         weight: the parameter, of any shape; vectors have fans `(1, 1)`.
@@ -176,12 +198,7 @@ def _stacked_maps(weight: Tensor, module: nn.Module | None) -> int:
 
 
 def layer_weight(module: nn.Module, name: str) -> Tensor:
-    """Return the weight whose fans a parameter of a layer takes: a bias takes its layer's.
-
-    Args:
-        module: the module that owns the parameter.
-        name: the parameter's name in that module, such as `bias` or `bias_ih_l0`.
-    """
+    """Return the weight whose fans a parameter takes: for a `bias`, the layer's `weight`."""
     parameters = dict(module.named_parameters(recurse=False))
     sibling = parameters.get(name.replace("bias", "weight"))
     return parameters[name] if sibling is None else sibling
@@ -201,14 +218,13 @@ def calculate_prior_std(
     Args:
         method: `"radford"`, `"xavier"` or `"kaiming"`.
         weight: the layer's weight.
-        module: the layer, see `fan_in_fan_out`.
-        nonlinearity: what follows the layer, as `torch.nn.init.calculate_gain` names it.
+        module: the layer, for `fan_in_fan_out`.
+        nonlinearity: that follows the layer, by its name in `torch.nn.init.calculate_gain`.
 
     Raises:
         ValueError: an unknown method.
 
     Example:
-        >>> import torch
         >>> calculate_prior_std("radford", torch.zeros(10, 25))
         0.2
     """
@@ -216,7 +232,7 @@ def calculate_prior_std(
 
 
 def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str = "relu") -> float:
-    """Return a layer-wise standard deviation from fans; see `calculate_prior_std`.
+    """Return the standard deviation of `calculate_prior_std` for given fans.
 
     Raises:
         ValueError: an unknown method.
@@ -226,8 +242,7 @@ def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str 
         "xavier": lambda: math.sqrt(2.0 / (fan_in + fan_out)),
         "kaiming": lambda: nn.init.calculate_gain(nonlinearity) * fan_in**-0.5,  # type: ignore[arg-type]
     }
-    if method not in formulas:
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(formulas)}")
+    check_known("method", method, formulas)
     return formulas[method]()
 
 
@@ -237,10 +252,10 @@ def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str 
 def replace_activations_(
     net: nn.Module, old: type[nn.Module], new: Callable[[], nn.Module]
 ) -> nn.Module:
-    """Replace every submodule of one type, in place, and return the net.
+    """Replace every submodule of one type, at any depth and in place, and return the net.
 
     Args:
-        net: a module; its children of type `old` are replaced at any depth.
+        net: the module.
         old: the type to replace, such as `nn.ReLU`.
         new: makes the replacement, such as `nn.Softplus`.
 
@@ -271,11 +286,10 @@ def replace_activations_(
     return net
 
 
-def call_with(function: Callable[..., Any], inputs: Any) -> Any:
+def call_with(function: Callable[..., Any], inputs: Inputs) -> Any:
     """Call a function with a batch's inputs: a tuple or list by position, a mapping by keyword.
 
     Example:
-        >>> import torch
         >>> call_with(torch.add, (torch.ones(2), torch.ones(2)))
         tensor([2., 2.])
     """
@@ -287,7 +301,7 @@ def call_with(function: Callable[..., Any], inputs: Any) -> Any:
 
 
 def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what partials wrap, and the keywords that they give it.
+    """Return the function or class inside nested partials, and the keywords that they bind.
 
     Example:
         >>> import functools
@@ -301,17 +315,28 @@ def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:
     return builder, keywords
 
 
+def is_constant(argument: Any) -> bool:
+    """Say whether all points share an argument of the net: a number, a string or None.
+
+    Example:
+        >>> is_constant(3), is_constant(torch.tensor(3.0)), is_constant(torch.zeros(3))
+        (True, True, False)
+    """
+    if isinstance(argument, Tensor):
+        return argument.dim() == 0
+    return isinstance(argument, bool | int | float | str | None)
+
+
 def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to every leaf with a `.to` method (tensors, graphs) of nested containers.
 
     Example:
-        >>> import torch
         >>> tree_map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), 3)})
         {'a': (tensor([1.]), 3)}
     """
     if isinstance(tree, Mapping):
         return {key: tree_map_tensors(function, value) for key, value in tree.items()}
-    if hasattr(tree, "to"):  # a PackedSequence is a tuple, too
+    if hasattr(tree, "to"):  # before the tuples: a PackedSequence is one
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(tree_map_tensors(function, value) for value in tree))
@@ -320,21 +345,50 @@ def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
     return tree
 
 
+# --------------------------------------------------------------------------- tensors
+
+
+def at_least_float32(tensors: T) -> T:
+    """Return a tensor, or a tuple of them, in float32 at least; in half precision sums overflow.
+
+    Example:
+        >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
+        torch.float32
+        >>> [t.dtype for t in at_least_float32((torch.zeros(1), torch.zeros(1).double()))]
+        [torch.float32, torch.float64]
+    """
+    if isinstance(tensors, tuple):
+        return tuple(map(at_least_float32, tensors))
+    return tensors.to(torch.promote_types(tensors.dtype, torch.float32))
+
+
+def in_function_transform() -> bool:
+    """Say whether a `torch.func` transform is active, which custom autograd nodes do not support.
+
+    Example:
+        >>> in_function_transform()
+        False
+        >>> torch.func.vmap(lambda x: x * in_function_transform())(torch.ones(2))
+        tensor([1., 1.])
+    """
+    # PyTorch has no public name for it.
+    return torch._C._are_functorch_transforms_active()
+
+
 # --------------------------------------------------------------------------- containers
 
 
 class SiteTensors(nn.Module):
     """Parameters or buffers under dotted names, as in the net that they belong to.
 
-    The names are those of the `state_dict`, so that `guide.locs` holds `0.weight` where the net
-    does. Looking a tensor up costs two dictionary reads and no walk over modules.
+    The names are those of the `state_dict`: `guide.locs` has `0.weight` where the net has it.
+    Looking up a tensor costs two dictionary reads.
 
     Args:
         tensors: initial values by dotted name.
         trainable: parameters (with gradient, or without it for `False`); buffers for `None`.
 
     Example:
-        >>> import torch
         >>> locs = SiteTensors({"0.weight": torch.zeros(2, 1), "0.bias": torch.zeros(2)})
         >>> list(locs.state_dict())
         ['0.weight', '0.bias']
@@ -351,7 +405,7 @@ class SiteTensors(nn.Module):
     def _put(self, name: str, value: Tensor, trainable: bool | None) -> None:
         *path, leaf = name.split(".")
         owner: nn.Module = self
-        # Past `register_parameter` and its like: they refuse names that a module has already, but
+        # Without `register_parameter` and its like, which refuse names that a module already has:
         # a site `0.weight` may have a hyperparameter `0.weight.local`.
         for part in path:
             child = owner._modules.setdefault(part, nn.Module())

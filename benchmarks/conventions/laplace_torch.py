@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 import tyxe
-from tyxe.curvature import joined
 
 PEERS = ("laplace-torch", "curvlinops-for-pytorch")
 POINTS, CLASSES, NOISE, PRECISION = 12, 3, 0.7, 2.0
@@ -87,7 +86,8 @@ class Problem:
         )
         scale = torch.tensor(1 / math.sqrt(PRECISION))
         prior = tyxe.priors.IIDPrior(dist.Normal(torch.zeros(()), scale))
-        bnn = tyxe.LaplaceBNN(self.net, prior, likelihood, structure=structure, reduce=reduce)
+        options = tyxe.LaplaceOptions(reduce=reduce)
+        bnn = tyxe.LaplaceBNN(self.net, prior, likelihood, structure=structure, options=options)
         bnn.fit_curvature(self.batches, progress=False)
         return bnn
 
@@ -149,23 +149,19 @@ def problem(net: str, kind: str, bias: bool) -> Problem:
 
 
 def in_parameters_order(bnn: tyxe.LaplaceBNN, net: nn.Module, matrix: Tensor) -> Tensor:
-    """Rearrange a matrix over our groups to that over the net's parameters one after another."""
+    """Rearrange a matrix over our blocks to that over the net's parameters one after another."""
     indices, start = {}, 0
     for name, parameter in net.named_parameters():
         stop = start + parameter.numel()
         indices[f"net.{name}"] = torch.arange(start, stop).reshape(parameter.shape)
         start = stop
-    curvature = bnn.net_guide.curvature
-    assert curvature is not None
-    order = joined(curvature.groups, indices).argsort()
+    order = bnn.state.blocks.flatten(indices).argsort()
     return matrix[order][:, order]
 
 
 def curvature_of(bnn: tyxe.LaplaceBNN, net: nn.Module) -> Tensor:
     """Return our curvature as a matrix."""
-    curvature = bnn.net_guide.curvature
-    assert curvature is not None
-    return in_parameters_order(bnn, net, curvature.operator.to_dense())
+    return in_parameters_order(bnn, net, bnn.state.curvature.operator.to_dense())
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

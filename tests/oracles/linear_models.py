@@ -8,7 +8,7 @@ import torch
 import tyxe
 from tyxe.likelihoods import output_hessian
 from tyxe.linalg import Dense
-from tyxe.predictive import LinearModel
+from tyxe.predictive.linear_model import LinearModel
 
 # Twelve points: from 12 outputs in all (poisson) to 72 (pixels).
 LIKELIHOODS = {

@@ -1,27 +1,29 @@
-"""What every wrapper shares: a copy of the net, with draws in the places of its sites."""
+"""The base class of wrappers: a copy of the net, with draws in the places of its sites."""
 
 from __future__ import annotations
 
 import copy
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
-from tyxe.poutine import place
-from tyxe.priors import Prior, SitePriors
+from tyxe.poutine.draw import substituted
+from tyxe.priors import Prior
 from tyxe.priors.selection import parameters_of
-from tyxe.util import SITE_PRIORS, call_with
+from tyxe.priors.sites import SitePriors
+from tyxe.util import SITE_PRIORS, Inputs, call_with
 
 __all__ = ["BNN", "modes_restored", "prior_fixed", "set_train_mode"]
 
 
 @contextmanager
 def modes_restored(module: nn.Module) -> Iterator[None]:
-    """Give every submodule its train or eval mode back, whatever happened inside."""
+    """Restore the train or eval mode of every submodule at the end."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -30,13 +32,13 @@ def modes_restored(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-# Not an attribute: a copy that a callback makes is not being fitted.
+# BNNs that are being fitted. An attribute would be copied by a callback's `deepcopy`.
 _FITTING: weakref.WeakSet[BNN] = weakref.WeakSet()
 
 
 @contextmanager
 def prior_fixed(bnn: BNN) -> Iterator[None]:
-    """Let nobody update a BNN's prior: the objective, and what the optimiser knows, hang on it."""
+    """Refuse updates of a BNN's prior inside, on which the objective depends."""
     outer = bnn in _FITTING
     _FITTING.add(bnn)
     try:
@@ -55,10 +57,10 @@ def _check_prior(prior: Any) -> None:
 
 
 def set_train_mode(bnn: BNN) -> None:
-    """Put a BNN into train mode, but for parts of the net in which nothing is trained.
+    """Put a BNN into train mode, except for parts of the net in which nothing is trained.
 
-    A part whose parameters are all frozen, such as a backbone, keeps its modes: the statistics
-    of its norms must not drift.
+    A part whose parameters are all frozen, such as a backbone, keeps its mode, so that the
+    statistics of its normalising layers do not change.
     """
     sites = {id(module._parameters[a]) for slots in bnn._slots.values() for module, a in slots}
     kept = [
@@ -78,15 +80,15 @@ def _is_frozen(part: nn.Module, sites: set[int]) -> bool:
 
 
 class BNN(nn.Module):
-    """A net with a prior: base of all wrappers.
+    """Base of all wrappers: a net with a prior.
 
-    The net is copied, and the copy keeps its class, its forward and its hooks. Parameters that
-    the prior exposes are sites: while the net runs, draws stand in their places. The values that
-    stay there otherwise are those that the net came with; they are not trained.
+    The net is copied, and the copy keeps its class, forward and hooks. Parameters that the prior
+    exposes are sites, in whose places draws are put while the net runs. At other times they have
+    the values of the given net, which are not trained.
 
     Args:
         net: any module with parameters.
-        prior: which parameters are sites, and their distributions.
+        prior: a prior of `tyxe.priors`, which says which parameters are sites.
         name: prefix of all site names.
 
     Raises:
@@ -116,37 +118,20 @@ class BNN(nn.Module):
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
 
-    # ------------------------------------------------------------------ the net with draws
+    def substituted(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Put values, given by joint name, in the places of sites until the end.
 
-    @contextmanager
-    def substituted(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put values (draws, by joint name) in the places of sites; take them out at the end."""
-        before = [
-            (module._parameters, attribute, module._parameters[attribute])
-            for slots in self._slots.values()
-            for module, attribute in slots
-        ]
-        try:
-            for name, slots in self._slots.items():
-                if name not in values:
-                    raise ValueError(
-                        f"there is no draw for site {name!r}; the guide gives "
-                        f"{', '.join(values) or 'none'}"
-                    )
-                value = place(name, values[name])
-                for module, attribute in slots:
-                    module._parameters[attribute] = value
-            yield
-        finally:
-            for parameters, attribute, original in before:
-                parameters[attribute] = original
+        Raises:
+            ValueError: a site has no value.
+        """
+        return substituted(self._slots, values)
 
-    def run_net(self, values: Mapping[str, Tensor], inputs: Any) -> Any:
+    def run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
         """Return the net's output with values in the places of its sites.
 
         Args:
-            values: one for each site, by joint name.
-            inputs: a batch: a tensor, a tuple for several arguments, a mapping for keywords.
+            values: a value for each site, by joint name.
+            inputs: a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         """
         if not self._slots:
             return call_with(self.net, inputs)
@@ -154,15 +139,15 @@ class BNN(nn.Module):
             return call_with(self.net, inputs)
 
     def update_prior(self, prior: Prior) -> None:
-        """Replace the prior of the sites; which parameters are sites stays as it is.
+        """Replace the priors of the sites, which stay the same parameters.
 
         Args:
-            prior: fits every site; its hide and expose rules are not asked.
+            prior: a prior that fits every site; its hide and expose rules have no effect.
 
         Raises:
             TypeError: not a prior.
-            ValueError: the prior does not fit; the old one then stays.
-            RuntimeError: a fit is going on, as it is in a callback.
+            ValueError: the prior does not fit; the old one is kept.
+            RuntimeError: a fit is running, as in a callback.
 
         Example:
             >>> import tyxe, pyro.distributions as dist
@@ -178,11 +163,22 @@ class BNN(nn.Module):
                 "the prior cannot be updated within a fit, whose objective it is a part of; let "
                 "the callback return True, and update it then"
             )
-        prior.update_(self.net)
+        priors = prior.replacing(self.net_prior, self.net)
+        self._follow_prior(priors)
+        self.net_prior.adopt(priors)
         self.prior = prior
 
+    @abstractmethod
+    def _follow_prior(self, priors: SitePriors) -> None:
+        """Recompute what depends on the sites' priors; an error leaves everything as it was."""
+
+    def site_shapes(self) -> dict[str, Size]:
+        """Return the shapes of the net's sites, by joint name."""
+        owners = {name: slots[0] for name, slots in self._slots.items()}
+        return {n: module._parameters[a].shape for n, (module, a) in owners.items()}  # type: ignore[union-attr]
+
     def net_at(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """Return a plain copy of the net, in eval mode, with values for its sites as parameters."""
+        """Return a plain copy of the net, in eval mode, with values of its sites as parameters."""
         net = copy.deepcopy(self.net).eval()
         net.__dict__.pop(SITE_PRIORS, None)
         for parameter in parameters_of(net):
@@ -193,25 +189,23 @@ class BNN(nn.Module):
                 parameter.tensor.requires_grad_(True)
         return net
 
-    # ------------------------------------------------------------------ state
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict, or raise one error and change nothing.
+        """Load a state dict, or raise an error and change nothing.
 
         Raises:
-            RuntimeError: the state is that of another architecture.
+            RuntimeError: the state dict does not fit this BNN.
         """
         before, priors = copy.deepcopy(self.state_dict()), self.net_prior.snapshot()
         try:
             found = super().load_state_dict(state_dict, strict, assign)
-            self._after_loading()
+            self._follow_prior(self.net_prior)
             return found
         except Exception as error:
             self.net_prior.restore(priors)
             super().load_state_dict(before, strict=False)
-            self._after_loading()
+            self._follow_prior(self.net_prior)
             if "optimizer" in state_dict and "bnn" in state_dict:
                 raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
             if not any(str(key).startswith("net.") for key in state_dict):
@@ -223,9 +217,6 @@ class BNN(nn.Module):
                 f"the state dict does not fit this {type(self).__name__}, which was left as it "
                 "was; build it with the same net, prior, likelihood and guide. " + str(error)
             ) from None
-
-    def _after_loading(self) -> None:
-        """Form anew what follows from the state; an error undoes the loading."""
 
     def parameter_kinds(self) -> dict[str, str]:
         """Return the kind of each trainable parameter: `loc`, `scale` or `deterministic`."""

@@ -1,4 +1,4 @@
-"""Batches as loaders yield them, checked once."""
+"""Batches of loaders: checking, cutting and joining them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tyxe.curvature import is_constant
-from tyxe.util import tree_map_tensors
+from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 __all__ = [
     "batches_of",
@@ -24,19 +23,15 @@ __all__ = [
 ]
 
 
-def is_loader(inputs: Any) -> bool:
-    """Say whether something stands for batches: iterable, and neither tensor nor container."""
+def is_loader(inputs: Inputs) -> bool:
+    """Say whether inputs are a loader: iterable, but no tensor, container or graph."""
     return not isinstance(inputs, Tensor | tuple | list | Mapping) and (
         hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
     )
 
 
 def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield a loader's batches, of which there has to be one.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Yield a loader's batches, or raise a ValueError if there is none."""
     empty = True
     for batch in loader:
         empty = False
@@ -48,11 +43,7 @@ def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_has_targets(targets: Any) -> None:
-    """Raise where a loader for evaluation gave inputs alone.
-
-    Raises:
-        ValueError: there are no targets.
-    """
+    """Raise a ValueError where a loader for evaluation has yielded inputs without targets."""
     if targets is None:
         raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
 
@@ -60,12 +51,8 @@ def check_has_targets(targets: Any) -> None:
 def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Tensor]]:
     """Yield `(inputs, targets)` from a loader, on a device.
 
-    Inputs are a tensor (or a graph), a tuple or list of several arguments, or a mapping of
-    keyword arguments.
-
-    Raises:
-        TypeError: the loader cannot be iterated over.
-        ValueError: it is empty, or yields something other than pairs.
+    Inputs are a tensor or a graph, a tuple or list of arguments, or a mapping of keyword arguments.
+    A loader that is empty, or yields something else, is a ValueError; no iterable is a TypeError.
     """
     if not hasattr(loader, "__iter__"):
         raise TypeError(
@@ -100,18 +87,11 @@ def _describe(batch: Any) -> str:
 
 
 def batches_to_predict(
-    inputs: Any, targets: Tensor | None, batch_size: int | None
+    inputs: Inputs, targets: Tensor | None, batch_size: int | None
 ) -> Iterable[Any]:
-    """Return pairs of inputs and targets (or None), from a loader or from one large batch.
+    """Return pairs of inputs and targets (or None), from a loader or from one batch.
 
-    Args:
-        inputs: a loader, of pairs as for training or of inputs alone; or a batch.
-        targets: of the batch.
-        batch_size: rows of the pieces that it is cut into; None leaves it whole.
-
-    Raises:
-        ValueError: no rows at a time; a loader that is empty, or yields something else.
-        TypeError: inputs that cannot be cut.
+    A loader yields pairs or inputs alone; a batch is cut into pieces of `batch_size` rows.
     """
     if is_loader(inputs):
         return map(_as_pair, not_empty(inputs))
@@ -125,7 +105,7 @@ def batches_to_predict(
 
 
 def _as_pair(batch: Any) -> tuple[Any, Any]:
-    """What a loader yields: `(inputs, targets)`, as for training, or inputs alone."""
+    """Return a loader's batch as inputs and targets, or None where it has inputs alone."""
     if not isinstance(batch, tuple | list):
         return batch, None
     if len(batch) > 2:
@@ -139,11 +119,8 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
 def split_rows(tree: Any, size: int) -> list[Any]:
     """Cut all tensors of a batch of inputs into pieces of at most `size` rows.
 
-    Numbers, strings and None go into every piece.
-
-    Raises:
-        TypeError: something else that has no rows.
-        ValueError: tensors of different numbers of rows, or none.
+    Numbers, strings and None go into every piece. Other objects without rows are a TypeError,
+    different numbers of rows a ValueError.
     """
     rows = set(_numbers_of_rows(tree))
     if len(rows) != 1:
@@ -166,12 +143,7 @@ def _numbers_of_rows(tree: Any) -> Iterator[int]:
 
 
 def take_rows(tree: Any, rows: slice | Tensor) -> Any:
-    """Return some rows of every tensor of a batch of inputs; what has no rows stays.
-
-    Args:
-        tree: a batch of inputs.
-        rows: a slice, or indices.
-    """
+    """Return some rows, a slice or indices, of every tensor of a batch of inputs."""
     if is_constant(tree):
         return tree
     if isinstance(tree, Tensor):
@@ -182,7 +154,7 @@ def take_rows(tree: Any, rows: slice | Tensor) -> Any:
 
 
 def _like(container: Any, items: Iterable[Any]) -> Any:
-    """A tuple of items; a named one, which is a single argument, where the container is."""
+    """Return items as a tuple, or as the container's type where that is a named tuple."""
     return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
 
 
@@ -214,12 +186,7 @@ def _concatenate(pieces: list[Any]) -> Any:
 
 
 def concatenated(parts: list[Any], dim: int) -> Any:
-    """Return the predictions of all batches as one.
-
-    Args:
-        parts: a tensor, or a tuple of tensors, for each batch.
-        dim: of the data points.
-    """
+    """Concatenate predictions of batches, tensors or tuples of tensors, along the points' `dim`."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], tuple):

@@ -1,9 +1,8 @@
-"""Errors before a fit, messages when one goes wrong, warnings after it."""
+"""Checks before a fit, the message of one that fails, and warnings after it."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tyxe.bnn.history import History
-from tyxe.curvature import check_is_tensor
-from tyxe.distributions import JointMarginal, PrunedNormal, is_discrete
-from tyxe.errors import TyxeWarning
-from tyxe.likelihoods import Likelihood
-from tyxe.poutine import masked_pointwise
+from tyxe.curvature.linearize import check_is_tensor
+from tyxe.distributions import JointMarginal, PrunedNormal
+from tyxe.distributions.moments import is_discrete
+from tyxe.errors import warn
+from tyxe.util import Inputs
 
 if TYPE_CHECKING:
     from tyxe.bnn.elbo import ElboTerms
@@ -26,21 +25,19 @@ if TYPE_CHECKING:
 __all__ = [
     "check_first_batch",
     "check_fit_arguments",
-    "check_known",
     "check_options",
-    "check_outputs",
     "nonfinite_message",
     "warn_of_result",
 ]
 
-# A KL this many times the data term, in nats, says that the bound is about the prior.
+# Ratio of KL and data term, in nats, above which the bound says more about the prior.
 KL_DWARFS = 100.0
-# Scales outside of these multiples of the prior's are no posterior of anything.
+# Scales outside of these multiples of the prior's are not plausible for a posterior.
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
 
 def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any) -> None:
-    """Raise if `fit` was called with arguments swapped or out of range."""
+    """Raise if arguments of `fit` are swapped or out of range."""
     for name, count in (("num_epochs", num_epochs), ("num_particles", num_particles)):
         if not isinstance(count, int) or isinstance(count, bool):
             hint = ""
@@ -54,14 +51,8 @@ def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any) -> None
         )
 
 
-def check_known(name: str, given: str, known: Iterable[str]) -> None:
-    """Raise for the name of something that there is not."""
-    if given not in known:
-        raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
-
-
 def check_options(beta: Any, clip_norm: float | None) -> None:
-    """Raise for a weight or a norm that is negative or not a number."""
+    """Raise a ValueError for a negative weight of the KL, or a norm that is not positive."""
     if not callable(beta) and not beta >= 0:
         raise ValueError(f"beta is {beta}; expected 0 or more, or a function of the epoch")
     if clip_norm is not None and not clip_norm > 0:
@@ -73,55 +64,22 @@ def _brief(value: Any) -> str:
 
 
 def check_first_batch(
-    bnn: SupervisedBNN, draw: Callable[[], Mapping[str, Tensor]], inputs: Any, targets: Tensor
+    bnn: SupervisedBNN, draw: Callable[[], Mapping[str, Tensor]], inputs: Inputs, targets: Tensor
 ) -> None:
     """Raise if targets do not fit the predictions, or the batch is larger than the data set.
 
-    The net runs once with a draw, in eval mode and without gradients, and the generators are set
-    back, so that nothing is changed.
+    The net runs once with a draw, in eval mode and without gradients, and the random generators are
+    set back afterwards.
     """
     devices = [targets.device] if targets.is_cuda else []
-    with torch.random.fork_rng(devices), bnn._predicting():
+    with torch.random.fork_rng(devices), bnn.predicting():
         predictions = bnn.run_net(draw(), inputs)
         check_is_tensor(predictions)
-        predictions, targets = _counted(bnn.likelihood, predictions, targets)
-        # Not through `check_outputs`: a warning points at the caller of `fit`, so many calls up.
-        if len(targets):
-            bnn.likelihood.check_targets(predictions, targets)
+        bnn.likelihood.check_batch(predictions, targets)
 
 
-def check_outputs(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
-    """Raise as `check_first_batch`, for a forward that is made already.
-
-    Args:
-        likelihood: of the targets.
-        predictions: the net's output.
-        targets: of the batch.
-    """
-    predictions, targets = _counted(likelihood, predictions, targets)
-    if len(targets):
-        likelihood.check_targets(predictions, targets)
-
-
-def _counted(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What of a batch can be checked: nothing, where the net's output is not finite."""
-    rows = masked_pointwise(likelihood.data_name, torch.arange(len(targets)))
-    if len(rows) > likelihood.dataset_size:
-        raise ValueError(
-            f"the batch has {len(rows)} points, but the likelihood was built with dataset_size="
-            f"{likelihood.dataset_size}; pass the number of training points"
-        )
-    if len(rows) < len(targets):
-        # The others are not looked at: their labels may be -1 or NaN.
-        rows = rows.to(targets.device)
-        predictions, targets = predictions[rows], targets[rows]
-    if not bool(predictions.isfinite().all()):
-        return predictions[:0], targets[:0]
-    return predictions, targets
-
-
-def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms, inputs: Any, targets: Tensor) -> str:
-    """Say where a loss or gradient stopped being finite."""
+def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms, inputs: Inputs, targets: Tensor) -> str:
+    """Return the error message for a loss or gradient that is not finite, with its place."""
     name = bnn.likelihood.data_name
     if not bool(terms.data.isfinite()):
         where = f"the log-likelihood at site {name!r} is {terms.data.item()}"
@@ -164,22 +122,20 @@ def _bad_kl_sites(bnn: SupervisedBNN) -> str:
 
 
 def warn_of_result(bnn: SupervisedBNN, history: History) -> None:
-    """Warn if scales collapsed or exploded, or the KL dwarfs the data."""
+    """Warn if scales have collapsed or exploded, or the KL is far larger than the data term."""
     if not history.loss:
         return
-    # A net that fits its data has a data term near zero: a nat per point is the least that counts.
+    # At least a nat for each point, because the data term of a net that fits well is near zero.
     size = float(bnn.likelihood.dataset_size)
     data = max(abs(history.log_likelihood[0]), abs(history.log_likelihood[-1]), size)
     weighted = history.loss[-1] + history.log_likelihood[-1]
-    # A MAP's is minus a log-density, whose constants say nothing.
+    # The KL of a MAP estimate is minus a log-density, with arbitrary constants.
     is_map = isinstance(getattr(getattr(bnn, "net_guide", None), "guide", None), AutoDelta)
     if weighted > KL_DWARFS * data and not is_map:
-        warnings.warn(
+        warn(
             f"the weighted KL ({weighted:.3g} nats) dwarfs the data ({data:.3g} nats): the bound "
             "says more about the prior than about them. Check dataset_size; train on, with "
             "lr_multipliers={'scale': 10} if scales started small; or weigh the KL by beta < 1",
-            TyxeWarning,
-            stacklevel=3,
         )
     _warn_of_scales(bnn)
 
@@ -195,17 +151,15 @@ def _warn_of_scales(bnn: SupervisedBNN) -> None:
             ratio = _relative_scale(q, prior)
             if ratio is not None and not COLLAPSED < ratio < EXPLODED:
                 what = "collapsed" if ratio <= COLLAPSED else "exploded"
-                warnings.warn(
+                warn(
                     f"the standard deviations of site {name!r} have {what}: their median is "
                     f"{ratio:.1e} of the prior's. A lower learning rate for scales "
                     "(lr_multipliers) or a cap (max_guide_scale) may help",
-                    TyxeWarning,
-                    stacklevel=4,
                 )
 
 
 def _relative_scale(q: td.Distribution, prior: Any) -> float | None:
-    # Variances of a joint prior may take a dense matrix.
+    # The variances of a joint prior may need a dense matrix.
     joint = isinstance(prior, JointMarginal)
     if joint or not isinstance(prior, td.Distribution) or is_discrete(prior.support):
         return None

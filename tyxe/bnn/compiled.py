@@ -14,7 +14,7 @@ __all__ = ["CompiledFunction"]
 
 ValueAndGradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-# An operation with one of these tags may do something else at the next call than in the trace.
+# Operations with one of these tags may differ between calls, and a trace does not show it.
 _NOT_FIXED = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -23,22 +23,11 @@ _NOT_FIXED = {
 
 
 class CompiledFunction:
-    """A scalar function of a vector, whose value and gradient are one compiled program.
+    """A scalar function of a vector whose value and gradient are one compiled program.
 
-    The program is made at the first call: the tensor operations of one evaluation and of its
-    gradient, without the Python around them.
-
-    Args:
-        function: maps a vector to a scalar.
-
-    Raises:
-        RuntimeError: at the first call, if other tensor operations might follow from other
-            values: control flow on values, random numbers, shapes that depend on values.
-
-    Example:
-        >>> square = CompiledFunction(lambda x: x @ x)
-        >>> square.function(torch.ones(3))
-        tensor(3.)
+    The program is compiled at the first call from the tensor operations of one evaluation and its
+    gradient. If the operations might depend on values, by control flow, random numbers or shapes,
+    this raises a RuntimeError.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -46,14 +35,14 @@ class CompiledFunction:
         self._program: ValueAndGradient | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the value, differentiable once."""
+        """Return the function's value, which is differentiable once."""
         if self._program is None:
             self._program = _compiled(self.function, x.detach())
         value: Tensor = _WithGradient.apply(x, self._program)
         return value
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process of its own compiles again; torch finds the code in its cache.
+        # Other processes compile again, for which torch has the code in its cache.
         return {**self.__dict__, "_program": None}
 
 
@@ -79,9 +68,8 @@ def _compiled(function: Callable[[Tensor], Tensor], x: Tensor) -> ValueAndGradie
             (gradient,) = torch.autograd.grad(value, leaf)
         return value.detach(), gradient
 
-    # Not by torch.compile, whose checks at each call cost more than the program itself: here the
-    # shapes stay, and there is no Python left whose state they could guard.
-    # Distributions look at values to validate them.
+    # Not by torch.compile, whose guards cost more at each call than the program itself; here the
+    # shapes are fixed, and no Python is left. Validation would be control flow on values.
     with pyro.validation_enabled(False):
         program: ValueAndGradient = torch._inductor.compile(_traced(value_and_gradient, x), [x])
         _compare(program, value_and_gradient, x)
@@ -108,7 +96,7 @@ def _traced(function: ValueAndGradient, x: Tensor) -> torch.fx.GraphModule:
 
 @torch.no_grad()
 def _compare(program: ValueAndGradient, function: ValueAndGradient, x: Tensor) -> None:
-    """Compare at the point of the trace and at another: state in Python is not in a trace."""
+    """Compare at two points, because a trace does not show that results depend on Python state."""
     tolerance = torch.finfo(x.dtype).eps ** 0.5
     steps = torch.arange(x.numel(), dtype=x.dtype, device=x.device)
     for at in (x, x + 0.1 * torch.sin(steps)):

@@ -1,4 +1,4 @@
-"""The one objective: data term and KL of any guide with any model."""
+"""The terms of the ELBO, expected log-likelihood and KL, for any guide and model."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from pyro.poutine import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from tyxe.bnn.coupled import kl_of_coupled, not_in_model, site_value
 from tyxe.distributions import (
+    IndependentSites,
     JointDistribution,
-    JointPart,
     independent_moments,
-    joins,
-    joint_kl,
     known_entropy,
-    log_density,
 )
+from tyxe.distributions.joint import JointSite
+from tyxe.distributions.normal_kl import fusable, fused_kl, log_density
 from tyxe.poutine import Draw
 
 __all__ = ["ElboTerms", "check_gradients", "elbo_terms"]
+
+# A site of the guide, and the model's site of the same name.
+Pair = tuple[Any, Any]
 
 
 class ElboTerms(NamedTuple):
     """One estimate of the two terms of the ELBO, `data - kl`.
 
     Attributes:
-        data: expected log-likelihood, nats, scaled to the whole data set.
-        kl: divergence of the guide from the prior, nats.
-        points: number of data points of the batch that counted.
+        data: expected log-likelihood, in nats, scaled to the whole data set.
+        kl: divergence of the guide from the prior, in nats.
+        points: number of data points of the batch that are not masked.
         values: the guide's draws by site.
     """
 
@@ -52,26 +53,26 @@ def elbo_terms(
     closed_form_kl: bool = True,
     **kwargs: Any,
 ) -> ElboTerms:
-    r"""Estimate both terms of the ELBO from one draw of the guide.
+    """Estimate both terms of the ELBO from one draw of the guide.
 
-    `sum_n E_q log p(y_n | f(x_n, w)) - KL(q || p)` [T 4.6, VL 10]. Scales and masks that plates
-    and other handlers put on a site multiply its terms. For each latent site the KL is the closed
-    form, if `torch.distributions.kl` knows the pair, else `log q(w) - log p(w)` at the draw; sites
-    that a `JointDistribution` couples, as posterior or prior, have one KL together. Nothing is
-    computed that is not used: the log-probability of a site with a closed form never is. The sum
-    equals Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on the same draws;
-    but for deltas, whose log-density the latter forgets: Pyro's autoguides on constrained sites get
-    the right Jacobian here.
+    `sum_n E_q log p(y_n | f(x_n, w)) - KL(q || p)` [T 4.6, VL 10]. The terms of a site are scaled
+    and masked as by plates and other handlers. The KL of a latent site is in closed form where
+    `torch.distributions.kl` knows the pair, else `log q(w) - log p(w)` at the draw; sites that a
+    `JointDistribution` couples, as posterior or prior, have one KL together. The result equals that
+    of Pyro's `Trace_ELBO` (without closed forms) and `TraceMeanField_ELBO` on the same draws,
+    except that the latter leaves out the log-density of deltas, which has the Jacobians of Pyro's
+    autoguides on constrained sites.
+
+    The terms are differentiable in the parameters of model and guide.
 
     Args:
-        model: a Pyro program with observed sites.
-        guide: a Pyro program that samples the model's latent sites.
-        args: passed to both.
-        closed_form_kl: use closed forms at all.
-        kwargs: passed to both.
+        model: a Pyro program with observed sites, called with `args` and `kwargs`.
+        guide: a Pyro program that samples the model's latent sites, called with the same.
+        closed_form_kl: use closed forms of the KL where they exist.
 
-    Returns:
-        The terms; both differentiable in the parameters of model and guide.
+    Raises:
+        ValueError: guide and model have different sites; a distribution lacks the rsample that
+            gradients need; a sampled KL of a discrete site; coupled sites with different scales.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -112,7 +113,7 @@ def _samples(trace: Trace, observed: bool) -> list[tuple[str, Any]]:
 
 
 def _log_prob(site: Any) -> Tensor:
-    log_prob = site["fn"].log_prob(site_value(site))
+    log_prob = site["fn"].log_prob(_value(site))
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
 
@@ -122,7 +123,7 @@ def _data_term(trace: Trace) -> tuple[Tensor, int]:
     observed = _samples(trace, observed=True)
     for _, site in observed:
         total = total + _log_prob(site)
-        # Without a batch it is the only datum, or a net's own factor or deterministic site.
+        # Without a batch, a site is the only data point, or a factor or deterministic site.
         alone = 1 if len(observed) == 1 else 0
         rows = site["fn"].batch_shape[-1] if site["fn"].batch_shape else alone
         count += int(site["mask"].sum()) if isinstance(site["mask"], Tensor) else rows
@@ -130,13 +131,9 @@ def _data_term(trace: Trace) -> tuple[Tensor, int]:
 
 
 def check_gradients(values: Mapping[str, Tensor]) -> None:
-    """Raise if gradients are recorded, and a lazy draw was made whose value has none.
+    """Raise a ValueError if gradients are recorded and the value of a lazy draw has none.
 
-    Args:
-        values: draws by site, after the net has consumed them.
-
-    Raises:
-        ValueError: there is one.
+    `values` are draws by site, after the net has used them.
     """
     for name, value in values.items():
         if torch.is_grad_enabled() and isinstance(value, Draw) and value.lost_its_gradient:
@@ -150,7 +147,7 @@ def check_gradients(values: Mapping[str, Tensor]) -> None:
 
 
 def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
-    """Raise where the estimate would be wrong without a word."""
+    """Raise where the estimate, or its gradient, would be silently wrong."""
     for name, site in sites:
         q = site["fn"]
         if not (q.has_rsample or isinstance(site["value"], Draw)) and torch.is_grad_enabled():
@@ -182,21 +179,21 @@ def _is_joint(site: Any) -> bool:
 
 
 def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
-    """The KL of a pair that is known, or with a known entropy and a sampled cross-entropy."""
+    """Return the KL in closed form, or from a known entropy and a sampled cross-entropy."""
     q = guide_site["fn"]
     if isinstance(q, dist.Delta):
-        # Pyro's closed form forgets the log-density: the Jacobian of a site's transform.
-        return q.log_density - log_density(prior, site_value(guide_site))
+        # Pyro's closed form leaves out the log-density, the Jacobian of a site's transform.
+        return q.log_density - log_density(prior, _value(guide_site))
     try:
         return td.kl_divergence(q, prior)
     except NotImplementedError:
         entropy = known_entropy(q)
-        return None if entropy is None else -entropy - prior.log_prob(site_value(guide_site))
+        return None if entropy is None else -entropy - prior.log_prob(_value(guide_site))
 
 
 def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
-    """The KL of all sites, those that can be taken together first."""
-    joint: list[Any] = []
+    """Return the KL of all sites, with the fusable ones computed together."""
+    fused: list[Any] = []
     total: Any = 0.0
     rest = dict(pairs)
     joint_sites = [site for site, _ in pairs.values() if _is_joint(site)]
@@ -205,24 +202,24 @@ def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
         coupling = [site for site in joint_sites if names.issuperset(site["fn"].names)]
         for site in coupling:
             del rest[site["name"]]
-        total = total + kl_of_coupled(coupling, members, closed_form_kl)
+        total = total + _kl_of_coupled(coupling, members, closed_form_kl)
     for guide_site, model_site in rest.values():
-        one = _joins(guide_site, model_site) if closed_form_kl else None
+        one = _fusable(guide_site, model_site) if closed_form_kl else None
         if one is None:
             total = total + _site_kl(guide_site, model_site, closed_form_kl)
         else:
-            joint.append((guide_site["fn"], one))
-    return total + joint_kl(joint) if joint else total
+            fused.append((guide_site["fn"], one))
+    return total + fused_kl(fused) if fused else total
 
 
 def _coupled(pairs: dict[str, tuple[Any, Any]]) -> list[set[str]]:
-    """Sites that a joint posterior or prior puts together, or one after the other."""
+    """Return sets of sites that joint posteriors or priors couple, directly or by other sites."""
     found: list[set[str]] = []
     for site, model_site in pairs.values():
         names: set[str] = set()
         if _is_joint(site):
             names.update(site["fn"].names)
-        if model_site is not None and isinstance(model_site["fn"], JointPart):
+        if model_site is not None and isinstance(model_site["fn"], JointSite):
             names.update(model_site["fn"].joint.names)
         if names:
             met = [other for other in found if other & names]
@@ -231,20 +228,124 @@ def _coupled(pairs: dict[str, tuple[Any, Any]]) -> list[set[str]]:
     return found
 
 
-def _joins(guide_site: Any, model_site: Any) -> Any:
+def _fusable(guide_site: Any, model_site: Any) -> Any:
     scale, mask = guide_site["scale"], guide_site["mask"]
     counts_once = isinstance(scale, float) and scale == 1.0 and (mask is None or mask is True)
-    return joins(guide_site["fn"], model_site["fn"]) if model_site and counts_once else None
+    return fusable(guide_site["fn"], model_site["fn"]) if model_site and counts_once else None
 
 
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
     if model_site is None:
         if not guide_site["infer"].get("is_auxiliary"):
-            raise not_in_model(guide_site["name"])
-        # An auxiliary variable of the guide, such as the joint vector of Pyro's autoguides.
+            raise _not_in_model(guide_site["name"])
+        # Such as the joint vector of Pyro's autoguides.
         return _log_prob(guide_site)
     if closed_form_kl:
         kl = _closed_form(guide_site, model_site["fn"])
         if kl is not None:
             return scale_and_mask(kl, guide_site["scale"], guide_site["mask"]).sum()
     return _log_prob(guide_site) - _log_prob(model_site)
+
+
+# --------------------------------------------------------------------------- coupled sites
+
+
+def _value(site: Any) -> Tensor:
+    """Return the value of a traced site."""
+    # Drawn without telling handlers, because this is not a use of the weight in the net.
+    value: Tensor = site["value"]
+    return value.value() if isinstance(value, Draw) else value
+
+
+def _not_in_model(name: str) -> ValueError:
+    """Return the error for a site that only the guide has."""
+    return ValueError(
+        f"the guide samples {name!r}, which the model does not have; after a change of prior that "
+        "adds or drops variables, build the BNN anew"
+    )
+
+
+def _kl_of_coupled(
+    coupling: list[Any], members: Mapping[str, Pair], closed_form_kl: bool
+) -> Tensor:
+    """Return the one KL of sites that a joint posterior or prior couples, in nats.
+
+    A closed form, which leaves lazy draws lazy, needs one posterior of all sites, joint or a
+    product, and likewise one prior. Otherwise the KL is estimated at the draw. `coupling` are the
+    guide's auxiliary sites with joint distributions.
+    """
+    for name, (_, model_site) in members.items():
+        if model_site is None:
+            raise _not_in_model(name)
+    scale, mask = _common_scale(members)
+    kl = None
+    if closed_form_kl:
+        q, p = _posterior(coupling, members), _prior(members)
+        try:
+            kl = None if q is None or p is None else td.kl_divergence(q, p)
+        except NotImplementedError:
+            kl = None
+    if kl is None:
+        kl = _log_posterior(coupling, members, closed_form_kl) - _log_prior(members)
+    return scale_and_mask(kl, scale, mask).sum()
+
+
+def _common_scale(members: Mapping[str, Pair]) -> tuple[Any, Any]:
+    sites = [site for site, _ in members.values()]
+    scale, mask = sites[0]["scale"], sites[0]["mask"]
+    if any(other["scale"] != scale or other["mask"] is not mask for other in sites):
+        raise ValueError(
+            f"the posterior or the prior of {', '.join(members)} is one, so their KL cannot be "
+            "scaled one by one: expose all of them, or use tyxe.guides.AutoNormal with "
+            "selective_scale, and a prior over each site"
+        )
+    return scale, mask
+
+
+def _joint_priors(members: Mapping[str, Pair]) -> dict[int, JointDistribution]:
+    parts = [model_site["fn"] for _, model_site in members.values()]
+    return {id(part.joint): part.joint for part in parts if isinstance(part, JointSite)}
+
+
+def _whole(
+    joints: list[JointDistribution], sites: dict[str, Any]
+) -> JointDistribution | IndependentSites | None:
+    """Return the distribution of all sites if it is one joint, or a product over sites."""
+    if not joints:
+        return IndependentSites({name: site["fn"] for name, site in sites.items()})
+    one = joints[0]
+    return one if len(joints) == 1 and set(one.names) == set(sites) else None
+
+
+def _posterior(coupling: list[Any], members: Mapping[str, Pair]) -> Any:
+    sites = {name: site for name, (site, _) in members.items()}
+    return _whole([site["fn"] for site in coupling], sites)
+
+
+def _prior(members: Mapping[str, Pair]) -> Any:
+    sites = {name: site for name, (_, site) in members.items()}
+    return _whole(list(_joint_priors(members).values()), sites)
+
+
+def _log_posterior(
+    coupling: list[Any], members: Mapping[str, Pair], known_entropies: bool
+) -> Tensor:
+    held = {name for site in coupling for name in site["fn"].names}
+    terms = [site["fn"].log_prob(_value(site)).sum() for site in coupling]
+    for name, (site, _) in members.items():
+        if name not in held:
+            entropy = known_entropy(site["fn"]) if known_entropies else None
+            density = site["fn"].log_prob(_value(site)) if entropy is None else -entropy
+            terms.append(density.sum())
+    return torch.stack(terms).sum()
+
+
+def _log_prior(members: Mapping[str, Pair]) -> Tensor:
+    joints = _joint_priors(members).values()
+    held = {name for joint in joints for name in joint.names}
+    values = {name: _value(site) for name, (site, _) in members.items()}
+    terms = [joint.log_prob(joint.flatten(values)).sum() for joint in joints]
+    for name, (_, site) in members.items():
+        if name not in held:
+            terms.append(site["fn"].log_prob(values[name]).sum())
+    return torch.stack(terms).sum()

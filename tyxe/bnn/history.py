@@ -1,4 +1,4 @@
-"""What a fit reports."""
+"""The report of a fit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ __all__ = ["History"]
 
 @dataclass
 class History:
-    """One number an epoch, in nats for the whole data set.
-
-    `loss = beta * kl - log_likelihood`.
+    """Averages over each epoch, in nats for the whole data set.
 
     Attributes:
-        loss: the negative ELBO (with the KL weighted by `beta`).
+        loss: `beta * kl - log_likelihood`, the negative ELBO for `beta = 1`.
         log_likelihood: expected log-likelihood of the data.
-        kl: divergence of the guide from the prior, unweighted.
+        kl: divergence of the guide from the prior.
 
     Example:
         >>> history = History()

@@ -1,68 +1,82 @@
-"""The Laplace approximation: a fitted net with a Gaussian about it."""
+"""The Laplace approximation of a net: a Gaussian about its fitted weights."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import pyro.distributions as dist
+import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import modes_restored, prior_fixed, set_train_mode
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.checks import check_fit_arguments, check_known, check_options, check_outputs
-from tyxe.bnn.evidence import log_evidence, posterior_precision, with_noise
+from tyxe.bnn.checks import check_fit_arguments, check_options
+from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.history import History
-from tyxe.bnn.linearized import PREDICTIVES, linearize
-from tyxe.bnn.online import joint_evidence, joint_precision, reordered
-from tyxe.bnn.posterior import LaplacePosterior
-from tyxe.bnn.prior_precision import (
-    PriorPrecision,
-    check_numbers,
-    maximize_evidence,
-    maximize_held_out,
-    spread,
-)
-from tyxe.bnn.refined import GPOnSubset, RefinedPosterior, gp_outputs, refined
+from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.training import FitOptions, Trainer, progress_bar
-from tyxe.curvature import CURVATURES, collect_curvature
+from tyxe.curvature import Curvature, Linearization, collect_curvature, functional_covariance
+from tyxe.curvature.accumulators import ACCUMULATORS
+from tyxe.curvature.collect import CURVATURES, check_blocks
+from tyxe.curvature.memory import check_size
+from tyxe.curvature.output_covariance import joint_covariance
+from tyxe.distributions import ParamBlocks
+from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.errors import check_known, warn
+from tyxe.guides import PretrainedInitializer
+from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
+from tyxe.laplace.evidence import with_noise
+from tyxe.laplace.gaussian_prior import PriorPrecision, gaussian_prior, with_precision
+from tyxe.laplace.options import check_settings
+from tyxe.laplace.precision import check_damping
+from tyxe.laplace.search import best_of_grid, check_one_number, most_evidence, with_numbers
 from tyxe.likelihoods import Likelihood
-from tyxe.priors import Prior
-from tyxe.util import tree_map_tensors
+from tyxe.linalg import NotPositiveDefiniteError
+from tyxe.predictive.gaussian import Outputs
+from tyxe.priors import DictPrior, Prior
+from tyxe.priors.sites import SitePriors
+from tyxe.util import Inputs
 
 __all__ = ["LaplaceBNN"]
 
 
-class LaplaceBNN(LaplacePosterior):
-    r"""Any net with a Gaussian about its fitted weights, `N(w*, (lambda G / T + P0)^-1)`.
+def _option(name: str, doc: str) -> Any:
+    """Return a property for one of a BNN's options."""
+
+    def of(bnn: LaplaceBNN) -> Any:
+        return getattr(bnn.options, name)
+
+    def change(bnn: LaplaceBNN, value: Any) -> None:
+        bnn.options = dataclasses.replace(bnn.options, **{name: value})
+
+    return property(of, change, doc=doc)
+
+
+class LaplaceBNN(SupervisedBNN):
+    """Any net with a Gaussian about its fitted weights, `N(w*, (lambda G / T + P0)^-1)`.
 
     `w*` maximises the posterior, `G` is the curvature of the likelihood there and `P0` the prior's
-    precision [T 3.1, GLM 2]. Which weights: those that the prior exposes. The prior may be an
-    earlier posterior, whose precision takes the place of `P0`: online Laplace [T 3.54-3.56].
+    precision [T 3.1, GLM 2], for the weights that the prior exposes. In online Laplace the prior is
+    an earlier posterior, with its precision as `P0` [T 3.54-3.56].
 
     Args:
-        net: any module; it is copied. Its own values are `w*` until `fit` changes them.
-        prior: one of `tyxe.priors`, with Normal distributions, of each site or of all together.
-        likelihood: one of `tyxe.likelihoods`, without variables of its own.
-        structure: of `G`: `"kron"`, one Kronecker product for each linear map; `"diag"`; `"full"`.
-        curvature: `"ggn"`, exact; `"fisher"`, one sampled label a point; `"empirical"`, the true
-            labels.
-        num_passes: how often `fit_curvature` goes through its loader, for augmented data.
-        temperature: `T`; below 1 it concentrates the posterior.
-        damping: spread the prior's precision over both Kronecker factors [T 3.41].
-        multiplier: `lambda` of online Laplace, on the curvature in the posterior; the fit is as
-            without it.
-        accumulate: what becomes of the prior's precision and a new curvature: their `"sum"`, which
-            for `"kron"` keeps a product for each task [T 3.59]; one product of `"average"` factors
-            [T 3.60]; or for each task a penalty about its own mode, `"modes"` [T 3.71].
-        reduce: for `"kron"`: sum over positions that share weights before the product.
-        name: prefix of all site names.
+        net: any module; its values are `w*` until `fit` changes them.
+        prior: a prior with Normal distributions, of each site or of all sites together.
+        likelihood: a likelihood without variables of its own.
+        structure: structure of `G`: `"kron"`, one Kronecker product for each linear map; `"diag"`;
+            or `"full"`.
+        curvature: `"ggn"`, with exact output Hessians; `"fisher"`, with one sampled label for each
+            point; or `"empirical"`, with the true labels.
+        temperature: `T`; values below 1 concentrate the posterior.
+        options: further options, such as damping.
 
     Raises:
-        TypeError: as in `BNN`.
-        ValueError: an unknown structure, curvature or accumulation; a multiplier or temperature
-            that is not positive; a prior that is not Gaussian; a likelihood with variables of its
-            own; a matrix too large for memory.
+        ValueError: an unknown structure or curvature; a temperature that is not positive; a prior
+            that is not Gaussian; a likelihood with variables of its own; a matrix too large for
+            memory.
 
     Reference:
         [T] 3.1-3.2; [GLM]; [LA].
@@ -82,7 +96,6 @@ class LaplaceBNN(LaplacePosterior):
     """
 
     default_predictive = "glm"
-    predictives = PREDICTIVES | {"gp": gp_outputs}
 
     def __init__(
         self,
@@ -92,22 +105,149 @@ class LaplaceBNN(LaplacePosterior):
         *,
         structure: str = "kron",
         curvature: str = "ggn",
-        num_passes: int = 1,
         temperature: float = 1.0,
-        damping: bool = False,
-        multiplier: float = 1.0,
-        accumulate: str = "sum",
-        reduce: bool = False,
         name: str = "",
+        options: LaplaceOptions | None = None,
     ) -> None:
-        super().__init__(net, prior, likelihood, structure, name)
+        super().__init__(net, prior, likelihood, name)
+        check_known("structure", structure, ACCUMULATORS)
         check_known("curvature", curvature, CURVATURES)
-        if num_passes < 1:
-            raise ValueError(f"num_passes is {num_passes}; expected a positive number")
-        self.curvature, self.num_passes, self.reduce = curvature, num_passes, reduce
-        self.temperature, self.damping = temperature, damping
-        self.multiplier, self.accumulate = multiplier, accumulate
+        options = _checked(temperature, LaplaceOptions() if options is None else options)
+        if not len(self.net_prior):
+            raise ValueError(
+                "the prior exposes no parameters, so there is nothing to approximate: hide less, "
+                "such as by expose_modules=[net.last_layer] without expose_all=False"
+            )
+        if likelihood.latent_priors():
+            raise ValueError(
+                "the Laplace approximation takes a likelihood without variables of its own: pass "
+                "the noise as a number, and choose it by log_marginal_likelihood(noise=...)"
+            )
+        self.structure, self.curvature = structure, curvature
+        self._temperature, self._options = temperature, options
+        gaussian = self._gaussian_prior(self.net_prior)
+        check_damping(options.damping, gaussian)
+        check_size(structure, gaussian.blocks.size)
+        start = PretrainedInitializer.from_net(net)
+        self.net_guide = LaplaceGuide(self.net_prior, structure, self._state_of, start)
         self.gp: GPOnSubset | None = None
+
+    # ------------------------------------------------------------------ the posterior
+
+    @property
+    def state(self) -> LaplaceState:
+        """The approximation: mode, curvature and prior.
+
+        Raises:
+            RuntimeError: there is no curvature yet; all methods that need one raise this as well.
+        """
+        if self.net_guide.state is None:
+            raise RuntimeError(
+                "there is no curvature yet: call fit(data_loader, optim, num_epochs), or for a "
+                "net that is trained fit_curvature(data_loader)"
+            )
+        return self.net_guide.state
+
+    @property
+    def temperature(self) -> float:
+        """`T`, which divides the curvature; setting it updates the posterior, but not the mode.
+
+        Raises:
+            ValueError: a temperature that is not positive is set.
+        """
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, temperature: float) -> None:
+        self._set(temperature, self._options)
+
+    @property
+    def options(self) -> LaplaceOptions:
+        """Further options; each is an attribute as well.
+
+        Setting one updates the posterior, but for `num_passes` and `reduce`, which are those of the
+        next curvature.
+
+        Raises:
+            ValueError: options that do not fit the prior are set.
+        """
+        return self._options
+
+    @options.setter
+    def options(self, options: LaplaceOptions) -> None:
+        self._set(self._temperature, options)
+
+    num_passes = _option("num_passes", "How often `fit_curvature` goes through its loader.")
+    damping = _option("damping", "Whether the prior's precision is spread over both factors.")
+    curvature_weight = _option("curvature_weight", "What multiplies the curvature [T 3.56].")
+    accumulate = _option("accumulate", "How the curvatures of tasks add up.")
+    reduce = _option("reduce", "Whether positions are summed before a Kronecker product.")
+
+    def _set(self, temperature: float, options: LaplaceOptions) -> None:
+        _checked(temperature, options)
+        state = self.net_guide.state
+        if state is None:
+            check_damping(options.damping, self._gaussian_prior(self.net_prior))
+        else:
+            changed = {"temperature": temperature, **options.of_state()}
+            if any(value != getattr(state, name) for name, value in changed.items()):
+                state = _formed(state.replace(**changed))
+        self._temperature, self._options, self.net_guide.state = temperature, options, state
+
+    def _gaussian_prior(
+        self, priors: SitePriors, blocks: ParamBlocks | None = None
+    ) -> GaussianJoint:
+        named = {priors.prefix + name: prior for name, prior in priors.priors()}
+        blocks = ParamBlocks.of_sites(self.site_shapes()) if blocks is None else blocks
+        return gaussian_prior(named, blocks, next(self.net.parameters()))
+
+    def _state_of(self, curvature: Curvature) -> LaplaceState:
+        return _formed(
+            LaplaceState(
+                self._mode(curvature),
+                curvature,
+                self._gaussian_prior(self.net_prior, curvature.blocks),
+                temperature=self._temperature,
+                **self._options.of_state(),
+            )
+        )
+
+    def _mode(self, curvature: Curvature) -> Tensor:
+        loc = curvature.blocks.flatten(self.net_guide.values()).detach()
+        return loc.to(curvature.operator.dtype)
+
+    def _follow_prior(self, priors: SitePriors) -> None:
+        state = self.net_guide.state
+        if state is None:
+            check_damping(self.damping, self._gaussian_prior(priors))
+            return
+        prior = self._gaussian_prior(priors, state.blocks)
+        if state.curvature.is_empty and state.prior.absorbed is not None and prior.absorbed is None:
+            self.net_guide.state = None  # the data leave with the prior that held them
+            return
+        if priors is self.net_prior:  # after a state dict, whose mode may be another
+            state = state.replace(loc=self._mode(state.curvature))
+        self.net_guide.state = _formed(state.under(prior))
+
+    # ------------------------------------------------------------------ draws
+
+    def guide(self, inputs: Inputs = None, obs: Tensor | None = None) -> Values:
+        """The posterior (a Pyro program); a delta as long as there is no curvature."""
+        values: Values = self.net_guide()
+        return values
+
+    def draws(self, num_predictions: int) -> Iterator[Values]:
+        _ = self.state
+        for _ in range(num_predictions):
+            yield self.net_guide.draw()
+
+    def one_draw(self) -> Values:
+        """Return a single draw, which is the mode as long as there is no curvature."""
+        return self.net_guide.draw()
+
+    def mean_values(self) -> Values:
+        """Return the fitted weights."""
+        return self.net_guide.median()
 
     # ------------------------------------------------------------------ fit
 
@@ -126,77 +266,112 @@ class LaplaceBNN(LaplacePosterior):
     ) -> History:
         """Maximise the posterior, then take the curvature at its mode.
 
-        Args:
-            data_loader: as in `VariationalBNN.fit`, like `optim`, `num_epochs`, `callback`,
-                `device`, `clip_norm`, `lr_multipliers` and `progress`.
-            optim: as there.
-            num_epochs: as there.
-            callback: as there.
-            device: as there.
-            clip_norm: as there.
-            lr_multipliers: as there.
-            evidence_every: after so many epochs, again and again, take the curvature and move the
-                prior's precision to the maximum of the evidence; 0 leaves the prior alone.
-            progress: as there.
+        Arguments and errors that are not listed are those of `VariationalBNN.fit`. The history's
+        `kl` is the negative log-density of the prior.
 
-        Returns:
-            The history; its `kl` is the negative log-density of the prior.
+        Args:
+            evidence_every: number of epochs after which, each time, the curvature is taken and the
+                prior's precision set to the maximum of the evidence; 0 for never.
 
         Raises:
-            TypeError: as in `VariationalBNN.fit`.
-            ValueError: likewise.
-            RuntimeError: likewise.
+            ValueError: for `evidence_every`, the weights of a site have different precisions.
         """
         check_fit_arguments(optim, num_epochs, 1)
         check_options(1.0, clip_norm)
         if evidence_every:
-            check_numbers(self)
-        self._forget()
-        history = History()
-        with modes_restored(self):
-            if not any(module.training for module in self.modules()):
-                set_train_mode(self)
-            # T never touches the prior: the mode is that of log p(D|w) / T + log p(w).
-            trainer = Trainer(self, optim, FitOptions(self.temperature, clip_norm, lr_multipliers))
-            for epoch in trainer.epochs(0, num_epochs, progress):
-                with prior_fixed(self):
-                    trainer.run_epoch(data_loader, epoch, device, history)
-                if evidence_every and (epoch + 1) % evidence_every == 0:
-                    self.fit_curvature(data_loader, device, progress=False)
-                    self.optimize_prior_precision()
-                    self._forget()
-                with prior_fixed(self):
-                    if callback is not None and callback(self, epoch, history.loss[-1]):
-                        break
+            check_one_number(self._gaussian_prior(self.net_prior))
+        before, self.net_guide.state = self.net_guide.state, None
+        history, trainer = History(), None
+        try:
+            with modes_restored(self):
+                if not any(module.training for module in self.modules()):
+                    set_train_mode(self)
+                # With T as the KL's weight, the mode is that of log p(D|w) / T + log p(w).
+                how = FitOptions(self.temperature, clip_norm, lr_multipliers)
+                trainer = Trainer(self, optim, how)
+                for epoch in trainer.epochs(0, num_epochs, progress):
+                    with prior_fixed(self):
+                        trainer.run_epoch(data_loader, epoch, device, history)
+                    if evidence_every and (epoch + 1) % evidence_every == 0:
+                        self.fit_curvature(data_loader, device, progress=False)
+                        self.optimize_prior_precision()
+                        self.net_guide.state = None
+                    with prior_fixed(self):
+                        if callback is not None and callback(self, epoch, history.loss[-1]):
+                            break
+        except BaseException:
+            if trainer is None or not trainer.steps:
+                self.net_guide.state = before
+            raise
         self.fit_curvature(data_loader, device, progress=progress)
         return history
 
     def fit_curvature(
         self, data_loader: Iterable[Any], device: Any = None, *, progress: bool | None = None
     ) -> None:
-        """Take the curvature at the weights as they are: for a net that is trained already.
+        """Take the curvature at the present weights, for a net that is trained already.
 
         Args:
             data_loader: yields `(inputs, targets)`.
-            device: batches are moved there.
-            progress: show a bar; by default on a terminal only.
+            device: device that batches are moved to.
+            progress: show a bar for several passes; by default on a terminal only.
 
         Raises:
-            ValueError: data that do not fit the likelihood; a curvature that is not finite.
+            ValueError: the data do not fit the likelihood; the curvature is not finite, or does not
+                fit the prior.
         """
         passes = progress_bar(range(self.num_passes), "curvature", "pass", progress)
         with modes_restored(self):
             self.eval()
             found = collect_curvature(
-                functools.partial(linearize, self),
+                self.linearize,
                 self.likelihood,
                 (batch for _ in passes for batch in batches_of(data_loader, device)),
                 self.structure,
                 self.curvature,
                 self.reduce,
-                functools.partial(check_outputs, self.likelihood),
             )
-        self._take(found)
+        state = self._state_of(found)
+        if state.prior.absorbed == state.key:
+            warn(
+                "the prior holds the curvature of these data already, so they count twice: take "
+                "that of a next task's data"
+            )
+        self.net_guide.state = state
+
+    # ------------------------------------------------------------------ outputs
+
+    def gaussian_predictives(self) -> Mapping[str, Outputs]:
+        """Return `"glm"` and `"gp"`."""
+        return {"glm": self._glm, "gp": self._gp}
+
+    def _glm(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        linear = self._linearized_as_fitted(inputs)
+        covariance = functional_covariance(linear, self.state.precision())
+        return linear.outputs.detach(), covariance.detach()
+
+    def _gp(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        if self.gp is None:
+            raise RuntimeError(
+                "predictive='gp' needs some of the data: call fit_gp(loader, num_points) first"
+            )
+        return self.gp.outputs(self, self.state, inputs)
+
+    def _linearized_as_fitted(self, inputs: Inputs) -> Linearization:
+        """Linearise the net on a batch, and check that its blocks are those of the curvature."""
+        linear = self.linearize(inputs)
+        check_blocks(self.state.blocks, linear.blocks)
+        return linear
+
+    def functional_variance(self, *inputs: Any, joint: bool = False) -> Tensor:
+        """Return the covariance of each point's outputs in the linearised net, `(n, ..., C, C)`.
+
+        With `joint`, it is that of all outputs of all points, `(n, ..., n, ...)`.
+        """
+        covariance = joint_covariance if joint else functional_covariance
+        with self.predicting():
+            linear = self._linearized_as_fitted(inputs[0] if len(inputs) == 1 else inputs)
+            return covariance(linear, self.state.precision()).detach()
 
     # ------------------------------------------------------------------ back to the data
 
@@ -205,20 +380,19 @@ class LaplaceBNN(LaplacePosterior):
     ) -> None:
         """Keep a random part of the data for `predict(..., predictive="gp")` [GLM 15, A.7].
 
-        With all of them that is `"glm"` under the full curvature. The points move with the BNN, by
-        `.to`, and are no part of `state_dict`.
+        With all of the data this is `"glm"` with the full curvature. The points move with the BNN
+        by `.to`, and are not in its `state_dict`.
 
         Args:
             data_loader: yields `(inputs, targets)`; the targets are not used.
-            num_points: how many to keep, `M`; all by default.
+            num_points: number of points to keep, `M`; all by default.
             factor: the prior's precision is multiplied by `N / M` times this, to be tuned on
                 held-out data.
 
         Raises:
-            RuntimeError: there is no curvature yet.
             ValueError: more points than there are, or none; a factor that is not positive.
         """
-        self._fitted()
+        _ = self.state
         self.gp = GPOnSubset(data_loader, num_points, factor)
 
     def refine(
@@ -229,67 +403,54 @@ class LaplaceBNN(LaplacePosterior):
         device: Any = None,
         **options: Any,
     ) -> RefinedPosterior:
-        """Go on with the inference inside the linearised net [GLM 3.3].
+        """Return a refined posterior, by inference inside the linearised net [GLM 3.3].
+
+        It predicts and evaluates as this BNN does, which is not changed.
 
         Args:
             data_loader: yields `(inputs, targets)`, without augmentation.
-            method: `"laplace"` about the linearised net's own mode, or `"variational"`.
-            structure: of the precision, `"full"` or `"diag"`.
-            device: batches are moved there.
-            options: of `tyxe.predictive.refine_laplace` or `refine_variational`: `num_steps`,
-                `rate`, `num_draws`, ...
-
-        Returns:
-            What predicts and evaluates as this BNN does, with the refined Gaussian. The BNN itself
-            stays as it is.
+            method: `"laplace"`, about the linearised net's own mode, or `"variational"`.
+            structure: structure of the precision, `"full"` or `"diag"`.
+            device: device that batches are moved to.
+            options: options of `tyxe.predictive.refine_laplace` or `refine_variational`, such as
+                `num_steps`, `rate` and `num_draws`.
 
         Raises:
-            RuntimeError: there is no curvature yet; the refinement diverged.
-            ValueError: an unknown method or option; a `multiplier` other than 1; Jacobians that do
-                not fit into memory.
+            RuntimeError: the refinement diverges.
+            TypeError: an unknown option.
+            ValueError: an unknown method or structure; a `curvature_weight` other than 1; Jacobians
+                that do not fit into memory.
         """
-        self._fitted()
-        return refined(self, batches_of(data_loader, device), method, structure, options)
+        batches = batches_of(data_loader, device)
+        return refined(self, self.state, batches, method, structure, options)
 
     # ------------------------------------------------------------------ evidence
 
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None, noise: float | Tensor | None = None
     ) -> Tensor:
-        """Return the evidence of the approximation, in nats, differentiable in its arguments.
-
-        The mode stays where it is.
+        """Return the evidence at the present mode, in nats, differentiable in its arguments.
 
         Args:
-            prior_precision: instead of the prior's: a number for all weights, or a number or a
-                tensor (of the site's shape) for each site, by its name.
-            noise: standard deviation of a homoskedastic Gaussian, instead of the likelihood's.
+            prior_precision: precision instead of the prior's: a number for all weights, or a number
+                or a tensor of the site's shape for each site, by its name.
+            noise: standard deviation of a homoskedastic Gaussian instead of the likelihood's.
 
         Raises:
-            RuntimeError: there is no curvature yet.
             ValueError: `noise` for another likelihood; a site missing in `prior_precision`.
 
         Reference:
             [LA]; [T] 3.1.
         """
-        curvature = self._fitted()
-        log_likelihood: float | Tensor = curvature.log_likelihood
-        like, temperature = self.net_guide.loc_vector().detach(), self._curvature_temperature
+        state = self.state
         if noise is not None:
-            curvature, log_likelihood = with_noise(
-                curvature, self.likelihood, noise, like, self.curvature == "empirical"
-            )
-        joint = self._joint_prior()
-        if joint is not None and prior_precision is None:
-            prior = reordered(joint, curvature.groups)
-            precision = joint_precision(curvature, prior, 1 / temperature, self.accumulate)
-            return joint_evidence(log_likelihood, prior, like, precision, self.temperature)
-        precisions = self._prior_moments()[1]
+            is_empirical = self.curvature == "empirical"
+            found = with_noise(state.curvature, self.likelihood, noise, is_empirical)
+            state = state.replace(curvature=found)
         if prior_precision is not None:
-            precisions = spread(prior_precision, precisions, self.net_prior.prefix)
-        posterior = posterior_precision(curvature, precisions, temperature, self.damping)
-        squares = self._squared_deviations()
-        return log_evidence(log_likelihood, squares, precisions, posterior, self.temperature)
+            prior = with_precision(state.prior, prior_precision, self.net_prior.prefix)
+            state = state.replace(prior=prior)
+        return state.evidence()
 
     def optimize_prior_precision(
         self,
@@ -304,42 +465,78 @@ class LaplaceBNN(LaplacePosterior):
 
         Args:
             method: `"evidence"`, by MacKay's fixed point, damped so that it converges from any
-                start; `"grid"`, by the log-likelihood of held-out data.
-            loader: of held-out data, for `"grid"`.
-            per_site: a precision for each weight and its bias, instead of one for all.
-            num_steps: at most, towards the fixed point; 30 are usual.
+                start; or `"grid"`, by the log-likelihood of held-out data.
+            loader: yields the held-out `(inputs, targets)` for `"grid"`.
+            per_site: choose a precision for each weight with its bias, instead of one for all.
+            num_steps: largest number of steps to the fixed point; it usually takes about 30.
             grid: precisions to try; by default 21 from 1e-4 to 1e4.
 
         Returns:
-            The precision; `per_site`, one for each weight, by its name in the net.
+            The precision, or with `per_site` one for each block by its name in the net.
 
         Raises:
-            RuntimeError: there is no curvature yet.
-            ValueError: an unknown method; for `"grid"`, no loader, or no precision with a finite
-                score. The prior then stays as it was.
+            ValueError: an unknown method; weights of a site with different precisions; for
+                `"grid"`, no loader or no finite score. The prior is not changed.
         """
-        self._fitted()
-        if method == "evidence":
-            return maximize_evidence(self, per_site, num_steps)
-        if method != "grid":
+        state = self.state
+        if method not in ("evidence", "grid"):
             raise ValueError(f"method is {method!r}; expected 'evidence' or 'grid'")
-        if loader is None:
+        if method == "grid" and loader is None:
             raise ValueError(
                 "method='grid' needs held-out data: optimize_prior_precision('grid', loader)"
             )
-        if per_site:
+        if method == "grid" and per_site:
             raise ValueError("method='grid' finds one precision for all weights, not per_site")
-        return maximize_held_out(self, loader, grid)
+        check_one_number(state.prior)
+        if loader is not None and method == "grid":
+            best = best_of_grid(grid, lambda precision: self._held_out(precision, loader))
+            numbers = {"": state.loc.new_tensor(best)}
+        else:
+            numbers = most_evidence(state, per_site, num_steps)
+        self._set_prior_numbers(numbers)
+        if not per_site:
+            return numbers[""]
+        return {key.removeprefix(self.net_prior.prefix): number for key, number in numbers.items()}
 
-    # ------------------------------------------------------------------ state
+    def _set_prior_numbers(self, numbers: Mapping[str, Tensor]) -> None:
+        """Set the prior's precisions, by block or for all under `""`, and keep its means."""
+        prior = with_numbers(self.state, numbers)
+        locs = prior.unflatten(prior.loc)
+        scales = prior.unflatten(prior.precision.diagonal().rsqrt())
+        normals = {
+            site.removeprefix(self.net_prior.prefix): dist.Normal(loc, scales[site]).to_event()
+            for site, loc in locs.items()
+        }
+        self.update_prior(DictPrior(normals))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceBNN:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.net_guide.next_prior is not None:
-            self._refresh()
-        if self.gp is not None:
-            # What is given to predict has the net's new type and device, and so has the subset.
-            self.gp.inputs = tree_map_tensors(
-                lambda x: fn(x) if isinstance(x, Tensor) else x, self.gp.inputs
-            )
-        return self
+    def _held_out(self, precision: float, loader: Iterable[Any]) -> float:
+        """Return the log-likelihood of held-out data, with the same random numbers each time."""
+        state = self.state
+        device = next(self.parameters()).device
+        number = state.loc.new_tensor(precision)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)
+            try:
+                self.net_guide.state = state.replace(prior=with_numbers(state, {"": number}))
+                return sum(float(self.evaluate(x, y)[1]) for x, y in batches_of(loader, device))
+            except NotPositiveDefiniteError:
+                return -math.inf  # the precision is below the curvature's rounding
+            finally:
+                self.net_guide.state = state
+
+
+def _checked(temperature: float, options: LaplaceOptions) -> LaplaceOptions:
+    if not isinstance(options, LaplaceOptions):
+        raise TypeError(
+            f"options is a {type(options).__name__}; expected tyxe.LaplaceOptions, such as "
+            "options=tyxe.LaplaceOptions(damping=True)"
+        )
+    check_settings(temperature, options.curvature_weight, options.accumulate)
+    return options
+
+
+@torch.no_grad()
+def _formed(state: LaplaceState) -> LaplaceState:
+    """Return a state after its precision is computed, so that errors come before assignments."""
+    state.precision()
+    return state

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,16 +15,18 @@ from tyxe.bnn.batches import collect
 from tyxe.bnn.checks import check_first_batch
 from tyxe.bnn.potential import functional_kernel
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.errors import TyxeWarning
+from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
+from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
+from tyxe.priors.sites import SitePriors
 from tyxe.util import SiteTensors, unwrapped
 
 __all__ = ["MCMC_BNN"]
 
 
 class Samples(SiteTensors):
-    """Posterior samples by site, chains first: buffers that load whatever their number."""
+    """Posterior samples by site, `(chains, samples, ...)`: buffers that load any number of them."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         found = {
@@ -37,7 +38,7 @@ class Samples(SiteTensors):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def replace(self, samples: dict[str, Tensor]) -> None:
-        """Forget all tensors and hold these."""
+        """Replace all tensors by copies of these."""
         self._modules.clear()
         self._buffers.clear()
         self._places = {}
@@ -48,18 +49,17 @@ class Samples(SiteTensors):
 class MCMC_BNN(SupervisedBNN):
     """Any net with posterior samples from HMC or NUTS over its weights.
 
+    The net runs in eval mode. The likelihood's own variables are sampled too; trainable parameters
+    that the prior hides are not fitted, which gives a warning. Arguments that are not listed are
+    those of `BNN` and `SupervisedBNN`.
+
     Args:
-        net: any module; it is copied. It runs in eval mode.
-        prior: one of `tyxe.priors`; it has to expose all trainable parameters, since MCMC fits
-            nothing else.
-        likelihood: one of `tyxe.likelihoods`; its own variables are sampled too.
         kernel_builder: makes a Pyro kernel from a model: `pyro.infer.mcmc.NUTS`, or a
             `functools.partial` of a kernel.
-        name: prefix of all site names.
 
     Raises:
-        TypeError: a part of another kind than expected.
-        ValueError: a net without parameters, or nothing to sample.
+        TypeError: `kernel_builder` is no kernel.
+        ValueError: there is nothing to sample.
 
     Example:
         >>> import functools, torch, pyro.distributions as dist, tyxe
@@ -111,19 +111,20 @@ class MCMC_BNN(SupervisedBNN):
 
         Args:
             data_loader: yields `(inputs, targets)`; all batches are concatenated.
-            num_samples: samples a chain keeps.
-            device: the data are moved there.
-            batch_data: `data_loader` is one batch itself, the pair `(inputs, targets)`.
-            compile: compile the potential and its gradient by TorchInductor, for which a C++
-                compiler has to be there: seconds once, then shorter steps on small nets.
-            mcmc_kwargs: for `pyro.infer.MCMC`: `warmup_steps`, `num_chains`, `disable_progbar`...
+            num_samples: number of samples of each chain.
+            device: device that the data are moved to.
+            batch_data: whether `data_loader` is one batch itself, the pair `(inputs, targets)`.
+            compile: compile the potential and its gradient by TorchInductor, which needs a C++
+                compiler. It takes seconds once, and shortens steps on small nets.
+            mcmc_kwargs: arguments of `pyro.infer.MCMC`, such as `warmup_steps` and `num_chains`.
 
         Returns:
             Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
 
         Raises:
             TypeError: `num_samples` is no integer.
-            ValueError: as `VariationalBNN.fit` for data that do not fit the likelihood.
+            ValueError: the data do not fit the likelihood; a kernel or prior that `compile` does
+                not take.
         """
         if not isinstance(num_samples, int) or isinstance(num_samples, bool):
             raise TypeError(
@@ -142,26 +143,20 @@ class MCMC_BNN(SupervisedBNN):
 
     def _warn_of_setting(self, points: int) -> None:
         if am_i_wrapped():
-            warnings.warn(
+            warn(
                 "Pyro's MCMC shields its model from handlers: those around fit have no effect",
-                TyxeWarning,
-                stacklevel=3,
             )
         size = self.likelihood.dataset_size
         if points != size:
-            warnings.warn(
+            warn(
                 f"the likelihood was built with dataset_size={size}, but there are {points} "
                 f"points: each counts {size / points:.3g} times",
-                TyxeWarning,
-                stacklevel=3,
             )
         hidden = [name for name, p in self.net.named_parameters() if p.requires_grad]
         if hidden:
-            warnings.warn(
+            warn(
                 f"MCMC does not fit {', '.join(hidden)}, which the prior hides; they stay as "
                 "they came with the net",
-                TyxeWarning,
-                stacklevel=3,
             )
 
     def _chains(
@@ -186,13 +181,11 @@ class MCMC_BNN(SupervisedBNN):
         kernel, initial = functional
         return MCMC(kernel, num_samples, initial_params=initial, **options)
 
-    # ------------------------------------------------------------------ draws
-
     def get_samples(self) -> dict[str, Tensor]:
-        """Return all samples, chains one after the other: `(num_samples, ...)` by joint name.
+        """Return the samples of all chains together, `(chains * samples, ...)`, by joint name.
 
         Raises:
-            RuntimeError: there are none yet.
+            RuntimeError: there are no samples yet; all methods that need them raise this as well.
         """
         if not len(self.samples):
             raise RuntimeError(
@@ -202,7 +195,7 @@ class MCMC_BNN(SupervisedBNN):
         return {name: value.flatten(0, 1) for name, value in self.samples.items()}
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
-        """Yield samples that are spread evenly over the chains."""
+        """Yield samples that are spread evenly over all chains."""
         samples = self.get_samples()
         total = len(next(iter(samples.values())))
         for index in range(num_predictions):
@@ -210,7 +203,6 @@ class MCMC_BNN(SupervisedBNN):
             yield {name: value[position] for name, value in samples.items()}
 
     def one_draw(self) -> Values:
-        """Return one of the samples, at random."""
         samples = self.get_samples()
         position = int(torch.randint(len(next(iter(samples.values()))), ()))
         return {name: value[position] for name, value in samples.items()}
@@ -219,12 +211,18 @@ class MCMC_BNN(SupervisedBNN):
         """Return the mean of the samples."""
         return {name: value.mean(0) for name, value in self.get_samples().items()}
 
+    def gaussian_predictives(self) -> Mapping[str, Outputs]:
+        """Return none, because samples are not Gaussian."""
+        return {}
+
+    def _follow_prior(self, priors: SitePriors) -> None:
+        """Do nothing, because the samples are kept."""
+
     def to_arviz(self) -> Any:
         """Return the samples as ArviZ's `InferenceData`, for `az.summary` (r-hat, ESS) and plots.
 
         Raises:
             ImportError: ArviZ is not installed.
-            RuntimeError: there are no samples yet.
         """
         try:
             import arviz

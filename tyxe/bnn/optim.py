@@ -1,4 +1,4 @@
-"""One torch optimiser for all parameters, out of whatever the caller has."""
+"""One torch optimiser for all parameters, from a torch or Pyro optimiser, class or instance."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ def make_optimizer(
     kinds: Mapping[str, str],
     lr_multipliers: Mapping[str, float] | None = None,
 ) -> Optimizer:
-    """Return a torch optimiser over named parameters, in one group per kind.
+    """Return a torch optimiser over named parameters, in one group for each kind.
 
-    A Pyro optimiser makes one torch optimiser per parameter; here it gives its constructor and
-    arguments to one for all, which it then holds (in `optim_objs`), so that a second fit with
-    the same object goes on with the same state and its `step()` reaches the scheduler.
+    A Pyro optimiser would make a torch optimiser for each parameter. Here one for all is made with
+    its constructor and arguments, and stored in its `optim_objs`, so that a second fit with the
+    same object continues from the same state and its `step()` reaches the scheduler.
 
     Args:
         optim: a Pyro optimiser or scheduler; a torch optimiser class, or a partial of one; or an
             instance over the BNN's parameters.
-        parameters: by name.
-        kinds: `loc`, `scale` or `deterministic` by name.
-        lr_multipliers: factors on the learning rate by kind.
+        kinds: the kind of each parameter, one of `LR_KINDS`, by name.
+        lr_multipliers: factors of the learning rate, by kind.
 
     Raises:
-        TypeError: none of these.
-        ValueError: unknown kinds in `lr_multipliers`; multipliers next to an instance, or an
-            instance over other parameters.
+        TypeError: another `optim`, or LBFGS.
+        ValueError: unknown kinds, negative multipliers or any for an instance; an instance over
+            other parameters.
     """
     factors = _checked_multipliers(lr_multipliers)
     _refuse_line_search(optim)
@@ -114,10 +113,10 @@ def _by_kind(parameters: Named, kinds: Mapping[str, str]) -> dict[str, list[nn.P
 def _fused_option(
     constructor: Callable[..., Any], parameters: Named, given: Iterable[str] = ()
 ) -> dict[str, bool]:
-    """Ask for the fused kernel, a single pass, where the caller has not chosen another one."""
+    """Return the option of a fused kernel, unless the caller has chosen an implementation."""
     constructor, keywords = unwrapped(constructor)
     chosen = {*given, *keywords}
-    # Others may have to take sparse gradients, which fused kernels do not.
+    # Other optimisers may have sparse gradients, which fused kernels do not take.
     if not (isinstance(constructor, type) and issubclass(constructor, Adam | AdamW)):
         return {}
     known = inspect.signature(constructor).parameters
@@ -172,7 +171,7 @@ def _new_from_pyro(
 
 
 def _call_args(arguments: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Pyro passes a parameter's name, or its module's name and its own."""
+    """Call Pyro's function of a parameter's name, or of its module's name and its own."""
     if len(inspect.signature(arguments).parameters) == 1:
         return dict(arguments(name))
     module, _, own = name.rpartition(".")
@@ -203,12 +202,12 @@ def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all gradients together, in one pass over them."""
+    """Return the norm of all gradients together."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    # A sum of squares overflows in half precision; float32 and wider stay what they are.
+    # A sum of squares overflows in half precision.
     wide = [g if g.element_size() >= 4 else g.float() for g in gradients]
     if all(g.device.type == "cpu" and g.is_contiguous() for g in wide):
-        # Twice as fast as norms on a CPU; elsewhere all norms are one kernel.
+        # Twice as fast as norms on a CPU; on other devices all norms are one kernel.
         wide = [g.view(-1) for g in wide]
         squares = [torch.dot(g, g) for g in wide]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())

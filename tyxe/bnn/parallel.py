@@ -1,8 +1,7 @@
-"""One objective in several processes: a part of every batch each, and averaged gradients."""
+"""Fits in several processes, each with a part of every batch, whose gradients are averaged."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
-from tyxe.errors import TyxeWarning
+from tyxe.errors import warn
+from tyxe.util import Inputs
 
 __all__ = ["Objective", "Parallel", "Processes", "shuffle_anew"]
 
@@ -21,15 +21,10 @@ Parallel = Callable[[nn.Module], DistributedDataParallel]
 
 
 class Objective(nn.Module):
-    """A draw's loss `(beta KL - data) / N / draws` as a module, so that another can wrap it.
+    """The loss of one draw, `(beta KL - data) / N / num_particles`, as a module to be wrapped.
 
-    Args:
-        bnn: a `SupervisedBNN` with a `guide` program next to its `model`.
-        closed_form_kl: use closed forms of the KL where they exist.
-        num_particles: draws that are averaged.
-
-    Attributes:
-        terms: of the latest forward; whoever reads them takes them out, graph and all.
+    `bnn` is a `SupervisedBNN` with a `guide` program. `terms` are those of the latest forward, with
+    their graph, until `take_terms` removes them.
     """
 
     def __init__(self, bnn: Any, closed_form_kl: bool, num_particles: int) -> None:
@@ -38,8 +33,8 @@ class Objective(nn.Module):
         self.closed_form_kl, self.num_particles = closed_form_kl, num_particles
         self.terms: ElboTerms | None = None
 
-    def forward(self, inputs: Any, targets: Tensor, beta: float) -> Tensor:
-        """Return one draw's part of the loss, nats per data point."""
+    def forward(self, inputs: Inputs, targets: Tensor, beta: float) -> Tensor:
+        """Return one draw's part of the loss, in nats per data point."""
         self.terms = terms = elbo_terms(
             self.bnn.model,
             self.bnn.guide,
@@ -51,26 +46,20 @@ class Objective(nn.Module):
         return (beta * terms.kl - terms.data) * scale
 
     def take_terms(self) -> ElboTerms:
-        """Return the terms of the latest forward, and forget them."""
+        """Return the terms of the latest forward, and remove them."""
         terms, self.terms = self.terms, None
         assert terms is not None
         return terms
 
 
 class Processes:
-    r"""The processes of one fit: this one alone, or the group that averages its gradients.
+    """The processes of one fit: this one alone, or the group that averages its gradients.
 
-    With `R` processes, each of which has `b` points of a batch, the likelihood's plate scales by
-    `N / b`, and the average of the gradients is that of
-    `beta KL - N / (R b) sum_n log p(y_n | f(x_n, w))` [T 4.6]: the KL counts once, and the data
-    are scaled by the whole batch. That takes the same `b` everywhere, which is checked.
-
-    Args:
-        objective: what is wrapped.
-        parallel: `DistributedDataParallel` or a partial of it; None for this process alone.
-
-    Raises:
-        TypeError: `parallel` is something else.
+    With `R` processes of `b` points each, the likelihood's plate scales by `N / b`, and the average
+    of the gradients is that of `beta KL - N / (R b) sum_n log p(y_n | f(x_n, w))` [T 4.6], with
+    the KL once and the data term scaled by the whole batch. All processes need the same `b`, which
+    is checked. `parallel` is `DistributedDataParallel`, a partial of it, or None; anything else is
+    a TypeError.
     """
 
     def __init__(self, objective: Objective, parallel: Parallel | None) -> None:
@@ -89,14 +78,13 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that reports."""
+        """Whether this is the process that shows progress."""
         return self._group is None or torch.distributed.get_rank(self._group) == 0
 
     def in_step(self, batches: Iterable[tuple[Any, Tensor]]) -> Iterator[tuple[Any, Tensor]]:
         """Yield this process's batches, as long as all processes have one of the same size.
 
-        Raises:
-            ValueError: they have not; in all processes, before the step.
+        Different sizes or numbers of batches are a ValueError in all processes, before the step.
         """
         if self._group is None:
             yield from batches
@@ -136,30 +124,22 @@ class Processes:
 
 
 def _is_builder(given: Any) -> bool:
-    # An instance is callable as well, but on a batch.
+    # A module is callable as well, but with a batch.
     return callable(given) and not isinstance(given, nn.Module)
 
 
 def shuffle_anew(loader: Any, epoch: int, averaged: bool) -> None:
-    """Tell a loader's `DistributedSampler`, if it has one, which epoch it is.
+    """Set the epoch, counted from 0, of a loader's `DistributedSampler`, if it has one.
 
-    Args:
-        loader: of the training data.
-        epoch: counted from 0.
-        averaged: the gradients of all processes are.
-
-    Warns:
-        TyxeWarning: the sampler gives this process a part of the data, and nothing averages.
+    Warn if the sampler yields a part of the data, and gradients are not `averaged`.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return
     sampler.set_epoch(epoch)
     if sampler.num_replicas > 1 and not averaged:
-        warnings.warn(
+        warn(
             f"the loader has a part of the data, one of {sampler.num_replicas}, but no gradients "
             "are averaged over processes: VariationalBNN.fit takes "
             "parallel=DistributedDataParallel",
-            TyxeWarning,
-            stacklevel=4,
         )

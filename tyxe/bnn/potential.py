@@ -1,4 +1,4 @@
-"""The negative log joint as a plain function, for kernels that differentiate it many times."""
+"""The negative log joint as a plain function, and kernels of Pyro on it."""
 
 from __future__ import annotations
 
@@ -21,65 +21,31 @@ from torch.nn.functional import mse_loss
 
 from tyxe.bnn.compiled import CompiledFunction
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.distributions import is_real
+from tyxe.distributions import ParamBlocks
+from tyxe.distributions.moments import is_real
 from tyxe.likelihoods import HomoskedasticGaussian
-from tyxe.likelihoods.base import at_least_float32
-from tyxe.util import call_with, unwrapped
+from tyxe.util import Inputs, at_least_float32, call_with, unwrapped
 
-__all__ = ["FlatKernel", "Layout", "Potential", "functional_kernel"]
+__all__ = ["FlatKernel", "Potential", "functional_kernel"]
 
-# What a kernel's builder may ask of the model that a plain function does not offer.
+# Options of a kernel that need a model instead of a plain function.
 _NEEDS_MODEL = {"jit_compile", "transforms", "max_plate_nesting"}
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
-class Layout:
-    """Tensors by site as one vector, and back.
-
-    Sites are in the order of their names, as in the blocks of Pyro's mass matrix: a momentum for
-    the vector is then the same random numbers as momenta for the sites.
-
-    Args:
-        shapes: by site.
-
-    Example:
-        >>> layout = Layout({"b": Size([2, 1]), "a": Size([])})
-        >>> flat = layout.flatten({"b": torch.ones(2, 1), "a": torch.tensor(5.0)})
-        >>> flat
-        tensor([5., 1., 1.])
-        >>> layout.split(flat)["b"].shape
-        torch.Size([2, 1])
-    """
-
-    def __init__(self, shapes: Mapping[str, Size]) -> None:
-        self.names = sorted(shapes)
-        self.shapes = [shapes[name] for name in self.names]
-        self.sizes = [shape.numel() for shape in self.shapes]
-
-    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return all sites in one vector."""
-        return torch.cat([values[name].reshape(-1) for name in self.names])
-
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the sites as views of the vector."""
-        parts = zip(self.names, torch.split_with_sizes(flat, self.sizes), self.shapes, strict=True)
-        # A view that changes nothing is still a node of the graph.
-        return {n: part if len(shape) == 1 else part.view(shape) for n, part, shape in parts}
-
-
 class Potential:
     """`-log p(D | w) - log p(w)`, in nats, as a function of unconstrained values by site.
 
-    Equal to what Pyro derives from `bnn.model`, without a trace: from the same priors, the same
-    net and the same likelihood. All values are one vector inside, so that its gradient is one
-    tensor, and the Normal priors of all sites are one dot product.
+    It equals the potential that Pyro derives from `bnn.model`, but needs no trace. Inside, all
+    values are one vector, so that the gradient is one tensor, and the Normal priors of all sites
+    are one dot product.
 
     Args:
-        bnn: its priors have to be distributions (no hierarchical ones).
-        inputs: all inputs, as a batch.
-        targets: all targets.
-        transforms: maps each site's values to unconstrained ones.
+        bnn: a BNN whose priors are distributions, not hierarchical.
+        inputs: all inputs, as one batch.
+        targets: all targets, in the same order.
+        transforms: maps from each site's values to unconstrained ones.
 
     Example:
         >>> import torch, tyxe, pyro.distributions as dist
@@ -96,7 +62,7 @@ class Potential:
     def __init__(
         self,
         bnn: SupervisedBNN,
-        inputs: Any,
+        inputs: Inputs,
         targets: Tensor,
         transforms: Mapping[str, td.Transform],
     ) -> None:
@@ -105,9 +71,12 @@ class Potential:
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
         self._scale = bnn.likelihood.dataset_size / len(targets)
         priors = self._priors()
-        # The identity need not be applied to each site at each step.
+        # Without those of real supports, which are the identity.
         self.transforms = {n: transforms[n] for n, p in priors.items() if not is_real(p.support)}
-        self.layout = Layout({name: self._shape(name, prior) for name, prior in priors.items()})
+        # Sorted by name, as in Pyro's mass matrix, so that the momentum of the vector is drawn from
+        # the same random numbers as momenta of the sites.
+        shapes = {name: self._shape(name, priors[name]) for name in sorted(priors)}
+        self.blocks = ParamBlocks.of_sites(shapes)
         self._joints = bnn.net_prior.joints()
         coupled = {name for joint in self._joints for name in joint.names}
         self._others = {
@@ -118,14 +87,14 @@ class Potential:
 
     def __call__(self, unconstrained: Mapping[str, Tensor]) -> Tensor:
         """Return the potential energy."""
-        return self.at(self.layout.flatten(unconstrained))
+        return self.at(self.blocks.flatten(unconstrained))
 
     def at(self, flat: Tensor) -> Tensor:
         """Return the potential energy at a vector of unconstrained values."""
-        values = self.layout.split(flat)
+        values = self.blocks.unflatten(flat)
         terms = self._constrain(values)
         terms += [prior.log_prob(values[name]).sum() for name, prior in self._others.items()]
-        terms += [joint.log_prob(joint.join(values)) for joint in self._joints]
+        terms += [joint.log_prob(joint.flatten(values)) for joint in self._joints]
         latents = {name: values[joint] for name, joint in self._latents.items()}
         predictions = at_least_float32(self.bnn.run_net(values, self.inputs))
         residual = flat if self._loc is None else flat - self._loc
@@ -143,7 +112,7 @@ class Potential:
         return torch.addcdiv(constant, distance, variance, value=-0.5)
 
     def _noise_terms(self, like: Tensor, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The normalising constant of all targets, and the variance."""
+        """Return the normalising constant of all targets, and the variance."""
         likelihood = self.bnn.likelihood
         assert isinstance(likelihood, HomoskedasticGaussian)
         scale = likelihood.scale_of(latents, like).to(like.dtype)
@@ -160,13 +129,13 @@ class Potential:
 
     @torch.no_grad()
     def _prepare_likelihood(self, targets: Tensor) -> None:
-        """Check the targets once, at the net's own values; form what is the same at each call."""
+        """Check the targets at the net's own values, and compute what is the same in each call."""
         likelihood = self.bnn.likelihood
         predictions = at_least_float32(call_with(self.bnn.net, self.inputs))
-        with pyro.validation_enabled(False):  # those values may be anything; shapes count
+        with pyro.validation_enabled(False):  # only shapes matter at the net's own values
             likelihood.log_likelihood(predictions, targets, "sum")
         self.targets = likelihood.prepare_targets(predictions, targets)
-        # Gaussian noise of one size is a distance; its constants are known unless it is inferred.
+        # With one Gaussian noise, the log-likelihood is a distance and constants.
         self._noise: tuple[Tensor, Tensor] | None = None
         self._one_noise = (
             type(likelihood) is HomoskedasticGaussian
@@ -177,26 +146,27 @@ class Potential:
             self._noise = self._noise_terms(predictions, {})
 
     def _prepare_normals(self, priors: Mapping[str, Any]) -> None:
-        """Collect `sum_i precision_i (w_i - loc_i)^2 + constant`; other sites have precision 0."""
+        """Prepare `sum_i precision_i (w_i - loc_i)^2 + constant`; other sites have precision 0."""
         like = next(self.bnn.parameters())
         locs, precisions = {}, {}
         self._constant = like.new_zeros(())
-        for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
+        for block in self.blocks:
+            name, shape = block.name, self._shape(block.name, priors[block.name])
             locs[name] = precisions[name] = like.new_zeros(shape)
             normal = _normal(priors[name])
             if normal is not None:
                 locs[name], precisions[name] = normal.loc, 0.5 / normal.scale.square()
                 self._constant = self._constant + (normal.scale.log() + LOG_SQRT_2PI).sum()
-        loc, precision = self.layout.flatten(locs), self.layout.flatten(precisions)
+        loc, precision = self.blocks.flatten(locs), self.blocks.flatten(precisions)
         self._loc = loc if bool(loc.any()) else None
-        # One number for all, and a vector only where they differ.
+        # A number where all precisions are the same, else a vector.
         self._precision = precision[0]
         self._relative = None
         if bool((precision != precision[0]).any()):
             self._precision, self._relative = torch.ones_like(precision[0]), precision
 
     def _constrain(self, values: dict[str, Tensor]) -> list[Tensor]:
-        """Put constrained values into their places; return the logs of the Jacobians."""
+        """Replace values by constrained ones, in place, and return the logs of the Jacobians."""
         log_jacobians = []
         for name, transform in self.transforms.items():
             given = values[name]
@@ -206,14 +176,14 @@ class Potential:
 
 
 def _normal(distribution: Any) -> td.Normal | None:
-    """The Normal of which a distribution is independent copies, or None."""
+    """Return the Normal inside of `Independent`s, or None for other distributions."""
     while isinstance(distribution, td.Independent):
         distribution = distribution.base_dist
     return distribution if isinstance(distribution, td.Normal) else None
 
 
 def _unvalidated(distribution: Any) -> Any:
-    """A copy that takes values as they are: transforms bring them into the support."""
+    """Return a copy without validation, because transforms bring values into the support."""
     distribution = copy.copy(distribution)
     distribution._validate_args = False
     if isinstance(distribution, td.Independent | td.TransformedDistribution):
@@ -239,27 +209,21 @@ class _AtFlat:
 class _AtSites:
     """A function of a vector as a function of all sites."""
 
-    def __init__(self, layout: Layout, function: Callable[[Tensor], Tensor]) -> None:
-        self.layout, self.function = layout, function
+    def __init__(self, blocks: ParamBlocks, function: Callable[[Tensor], Tensor]) -> None:
+        self.blocks, self.function = blocks, function
 
     def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
-        return self.function(self.layout.flatten(values))
+        return self.function(self.blocks.flatten(values))
 
 
 _OWN = {"kernel", "potential_fn", "transforms", "model", "initial_params", "_initial"}
 
 
 class FlatKernel(MCMCKernel):
-    """HMC or NUTS on one vector, which looks like a kernel on sites from outside.
+    """HMC or NUTS on one vector, with the interface of a kernel on sites.
 
-    The kernel inside does a step's arithmetic once and not for each site. Random numbers are the
-    same as on sites.
-
-    Args:
-        builder: makes the kernel from a `potential_fn`.
-        potential: of the sites' values.
-        function: `potential.at`, or a compiled form of it.
-        transforms: by site, for Pyro's `MCMC`.
+    The arithmetic of a step is done once instead of once for each site, with the same random
+    numbers. `function` is `potential.at`, or a compiled form of it.
     """
 
     def __init__(
@@ -275,13 +239,13 @@ class FlatKernel(MCMCKernel):
         self._initial: Mapping[str, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        # Step size, mass matrix and so on, for hooks and whoever inspects `mcmc.kernel`.
+        # Step size, mass matrix and so on, for hooks and for users of `mcmc.kernel`.
         if name == "kernel":
-            raise AttributeError(name)  # not yet there, while unpickling
+            raise AttributeError(name)  # it is missing while unpickling
         return getattr(self.kernel, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A hook that changes the step size means that of the kernel which runs.
+        # Hooks that change the step size have to change that of the kernel inside.
         own = name in _OWN or "kernel" not in self.__dict__
         if own:
             object.__setattr__(self, name, value)
@@ -289,13 +253,13 @@ class FlatKernel(MCMCKernel):
             setattr(self.kernel, name, value)
 
     @property
-    def layout(self) -> Layout:
-        """How the sites lie in the vector."""
-        return self.potential_fn.layout
+    def blocks(self) -> ParamBlocks:
+        """The layout of the sites in the vector."""
+        return self.potential_fn.blocks
 
     @property
     def initial_params(self) -> Mapping[str, Tensor] | None:
-        """Where the chain starts, by site."""
+        """The start values of the chain, by site."""
         return self._initial
 
     @initial_params.setter
@@ -304,19 +268,19 @@ class FlatKernel(MCMCKernel):
 
     @property
     def inverse_mass_matrix(self) -> dict[tuple[str, ...], Tensor]:
-        """The inverse mass matrix, by block of sites."""
+        """The inverse mass matrix, under the names of all sites."""
         (matrix,) = self.kernel.inverse_mass_matrix.values()
-        return {tuple(self.layout.names): matrix}
+        return {tuple(self.blocks.sites): matrix}
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         assert self._initial is not None
         _drop_idle_device_mode()
-        self.kernel.initial_params = {FLAT: self.layout.flatten(self._initial)}
+        self.kernel.initial_params = {FLAT: self.blocks.flatten(self._initial)}
         self.kernel.setup(warmup_steps, *args, **kwargs)
 
     def sample(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        flat = self.kernel.sample({FLAT: self.layout.flatten(params)})[FLAT]
-        return self.layout.split(flat)
+        flat = self.kernel.sample({FLAT: self.blocks.flatten(params)})[FLAT]
+        return self.blocks.unflatten(flat)
 
     def cleanup(self) -> None:
         self.kernel.cleanup()
@@ -329,10 +293,9 @@ class FlatKernel(MCMCKernel):
 
 
 def _drop_idle_device_mode() -> None:
-    """Undo what Pyro does at the start of a chain's process.
+    """Undo that Pyro sets torch's default device, to what it is, at the start of a chain's process.
 
-    It sets torch's default device to what it is already, and every call of torch then passes
-    through a mode: steps of small nets take half as long again.
+    Every call of torch would pass through a mode, and steps of small nets take half as long again.
     """
     if multiprocessing.parent_process() and torch.get_default_device().type == "cpu":
         torch.set_default_device(None)
@@ -345,19 +308,11 @@ def functional_kernel(
     num_chains: int,
     compiled: bool = False,
 ) -> tuple[Any, dict[str, Tensor]] | None:
-    """Build a kernel on the plain potential, with starting points as Pyro would choose them.
+    """Return a kernel on the plain potential, and start values as Pyro would choose them.
 
-    Args:
-        builder: as `MCMC_BNN` got it.
-        bnn: whose weights are sampled.
-        data: all inputs and all targets.
-        num_chains: starting points are stacked for more than one.
-        compiled: compile the potential and its gradient.
-
-    Returns:
-        The kernel and its initial parameters; None where the general way through the model is
-        needed: a builder that is no class or partial of HMC or NUTS, or asks for what only a
-        model has; hierarchical priors; a handler around the call.
+    Start values of several chains are stacked. The result is None where Pyro's model is needed: for
+    a builder that is no class or partial of HMC or NUTS, or has options that need a model; for
+    hierarchical priors; and inside of handlers.
     """
     constructor, options = unwrapped(builder)
     plain = isinstance(constructor, type) and issubclass(constructor, HMC)
@@ -371,8 +326,8 @@ def functional_kernel(
     initial, _, transforms, _ = initialize_model(bnn.model, data, num_chains=num_chains, **start)
     potential = Potential(bnn, *data, transforms)
     function = CompiledFunction(potential.at) if compiled else potential.at
-    # Blocks of a mass matrix name sites, and another class may look at them.
+    # A list of blocks for the mass matrix names sites, and subclasses may use them.
     if constructor in (HMC, NUTS) and isinstance(options.get("full_mass", False), bool):
         return FlatKernel(builder, potential, function, transforms), initial
-    by_site = _AtSites(potential.layout, function)
+    by_site = _AtSites(potential.blocks, function)
     return builder(potential_fn=by_site, transforms=transforms), initial

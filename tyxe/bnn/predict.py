@@ -1,9 +1,8 @@
-"""Prediction and evaluation of every wrapper that draws weights with a likelihood."""
+"""Prediction and evaluation, for all wrappers with a likelihood."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,41 +13,37 @@ from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.batches import batches_to_predict, check_has_targets, concatenated, is_loader
-from tyxe.bnn.linearized import (
-    PREDICTIVES,
-    Outputs,
-    linearized_evaluations,
-    linearized_predictions,
-)
 from tyxe.curvature import Linearization
 from tyxe.likelihoods import Likelihood
-from tyxe.likelihoods.base import at_least_float32, reduce_points
-from tyxe.poutine import draws_are_lazy, masked_pointwise
+from tyxe.likelihoods.base import reduce_points
+from tyxe.poutine.draw import draws_are_lazy
+from tyxe.poutine.selective import masked_pointwise
+from tyxe.predictive.gaussian import Outputs, check_link, predict_from_gaussian
+from tyxe.predictive.links import sample_outputs
 from tyxe.priors import Prior
-from tyxe.util import call_with
+from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.util import Inputs, at_least_float32, call_with
 
 __all__ = ["SupervisedBNN"]
 
 Values = dict[str, Tensor]
 
-# A loop over draws beats vmap on CPUs but for the smallest nets; see docs/benchmarks.md.
+# Draws at a time under torch.vmap, which is slower than a loop on CPUs except for small nets.
 VMAP_CHUNK = 8
+# Smallest number of samples of Gaussian outputs, which are cheap.
+FEWEST_SAMPLES = 100
 
 
 class SupervisedBNN(BNN):
-    """A BNN with a likelihood: base of those that predict and evaluate.
+    """Base of BNNs with a likelihood, which predict and evaluate.
 
-    A subclass implements `draws`, `one_draw` and `mean_values`.
+    A subclass implements `draws`, `one_draw`, `mean_values` and `gaussian_predictives`.
 
     Args:
-        net: as in `BNN`.
-        prior: as in `BNN`.
-        likelihood: one from `tyxe.likelihoods`; a copy is kept.
-        name: as in `BNN`.
+        likelihood: a likelihood of `tyxe.likelihoods`, which is copied.
 
     Raises:
-        TypeError: as in `BNN`; or no likelihood.
-        ValueError: as in `BNN`.
+        TypeError: not a likelihood.
     """
 
     def __init__(
@@ -66,39 +61,39 @@ class SupervisedBNN(BNN):
     def draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws from the posterior: a value for each site, by joint name.
 
-        A draw's tensors may be overwritten by the next.
+        The tensors of one draw may be overwritten by the next.
         """
 
     @abstractmethod
     def mean_values(self) -> Values:
-        """Return the posterior's centre: a value for each site, by joint name."""
+        """Return the posterior's centre, such as its mean: a value for each site, by joint name."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the net's output for one draw from the posterior, in the mode the BNN is in."""
+        """Return the net's output for one draw from the posterior, in its present mode."""
         with self.substituted(self.one_draw()):
             return self.net(*inputs, **kwargs)
 
     def to_module(self, sample: bool = False) -> nn.Module:
-        """Return a plain net, of the class that came in, at the posterior's centre or one draw.
+        """Return a plain net of the given class at the posterior's centre.
 
         Args:
-            sample: one draw instead of the centre.
+            sample: return the net at one draw instead.
         """
         with torch.no_grad():
             values = self.one_draw() if sample else self.mean_values()
         return self.net_at(values)
 
-    def model(self, inputs: Any, obs: Tensor | None = None) -> Any:
+    def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
         """The joint model (a Pyro program): weights from the prior, the net, the likelihood.
 
         Args:
-            inputs: a batch of inputs: a tensor, a tuple of arguments, a mapping of keywords.
-            obs: targets; sampled where None.
+            inputs: a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+            obs: targets; None to sample them.
 
         Returns:
             The net's output.
         """
-        # Handlers of the observed site may differentiate the net, and run parts of it again.
+        # Also around the likelihood, as handlers of the observed site may run the net again.
         with self.substituted(self.net_prior()):
             predictions = call_with(self.net, inputs)
             self.likelihood(predictions, obs)
@@ -111,7 +106,7 @@ class SupervisedBNN(BNN):
         """Return a single draw from the posterior."""
 
     def _latents(self, draws: list[Values]) -> dict[str, Tensor]:
-        """The likelihood's own variables, stacked over draws."""
+        """Return the likelihood's own variables, stacked over draws, by their own names."""
         names = {
             name: f"{self.likelihood.prefix}.{name}" for name in self.likelihood.latent_priors()
         }
@@ -123,9 +118,9 @@ class SupervisedBNN(BNN):
         return {name: v for name, v in values.items() if name not in self._slots}
 
     def _stacked_outputs(
-        self, inputs: Any, num_predictions: int, vectorize: bool | None
+        self, inputs: Inputs, num_predictions: int, vectorize: bool | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Outputs of all draws on one batch, `(S, n, ...)`, and the likelihood's variables."""
+        """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables."""
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
         if vectorize and self._slots:
             return self._vmapped_outputs(draws, inputs)
@@ -136,7 +131,7 @@ class SupervisedBNN(BNN):
         return torch.stack(outputs), self._latents(kept)
 
     def _vmapped_outputs(
-        self, draws: Iterator[Values], inputs: Any
+        self, draws: Iterator[Values], inputs: Inputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, kept = [], []
         while chunk := [values for _, values in zip(range(VMAP_CHUNK), draws, strict=False)]:
@@ -164,34 +159,32 @@ class SupervisedBNN(BNN):
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
 
-        The draws of weights are the same for every row, and for a given seed the same whatever
-        `batch_size` and `vectorize` are (unless a handler samples inside the net).
+        All rows have the same draws of weights, and a seed gives the same draws for any
+        `batch_size` and `vectorize`, unless a handler samples inside the net.
 
         Args:
-            inputs: the net's arguments, or one loader of batches in their place.
+            inputs: the net's arguments, or one loader of batches.
             num_predictions: number of draws; 0 predicts once, at the posterior's centre.
-            aggregate: combine the draws by the likelihood; `False` returns them all.
-            vectorize: run draws in chunks under `torch.vmap`, for nets that it takes; the
-                default is a loop, which was measured to be faster on CPUs.
-            batch_size: rows that go through the net at a time. Samples of Gaussian outputs
-                (`"glm"` with `link="mc"`, or not aggregated) are drawn for each row anew, so they
-                are others for another `batch_size`, within their standard error.
-            predictive: `"bnn"`, the above, or `"glm"`, the net linearised about the posterior's
-                centre, for Gaussian posteriors [GLM 3]: outputs are Gaussian, and
-                `num_predictions` counts samples of them (aggregated, 100 are taken at least; 0
-                is the centre here too). The default is `"bnn"`, for a `LaplaceBNN` `"glm"`; it
-                has `"gp"` besides, see `fit_gp`. A function from inputs to mean and covariance
-                of outputs takes the place of either.
+            aggregate: combine the draws by the likelihood; `False` returns all of them.
+            vectorize: run draws in chunks under `torch.vmap` where the net allows it; the default
+                is a loop, which is faster on CPUs except for small nets.
+            batch_size: number of rows that go through the net at a time. Samples of Gaussian
+                outputs are drawn for each row, and so depend on it.
+            predictive: `"bnn"`, by draws of weights; or `"glm"`, by the net linearised about the
+                centre of a Gaussian posterior [GLM 3], where outputs are Gaussian and
+                `num_predictions` counts samples of them, at least 100 if aggregated. The default
+                is `"bnn"`, or `"glm"` for a `LaplaceBNN`, which has `"gp"` as well, after `fit_gp`.
+                A function from inputs to mean and covariance of outputs is another choice.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose
             softmax is the mean of the probabilities; `(mean, scale)` for a homoskedastic
-            Gaussian), or the net's raw outputs `(num_predictions, n, ...)`.
+            Gaussian), or the net's outputs, `(num_predictions, n, ...)`.
 
         Raises:
             TypeError: `"glm"` for a posterior that is not Gaussian.
-            ValueError: a negative number of draws; `vectorize=True` within a handler that
+            ValueError: a negative number of draws; `vectorize=True` inside of a handler that
                 samples inside the net; an unknown predictive or link.
 
         Example:
@@ -204,22 +197,22 @@ class SupervisedBNN(BNN):
         """
         _check_count(num_predictions)
         batches = batches_to_predict(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
-        with self._predicting():
-            gaussian = self._gaussian(predictive, num_predictions)
-            if gaussian is not None:
-                parts = linearized_predictions(
-                    self, gaussian, batches, link, num_predictions, aggregate
-                )
-            else:
+        gaussian = self._gaussian(predictive, num_predictions, link)
+        with self.predicting():
+            if gaussian is None:
                 parts = [
                     self._aggregated(outputs, latents) if aggregate else outputs
                     for outputs, latents, _ in self._outputs(batches, num_predictions, vectorize)
                 ]
+            elif aggregate:
+                parts = [self._by_link(gaussian(x), link, num_predictions) for x, _ in batches]
+            else:
+                parts = [_output_samples(gaussian(x), num_predictions) for x, _ in batches]
         return concatenated(parts, 0 if aggregate else 1)
 
     def evaluate(
         self,
-        input_data: Any,
+        input_data: Inputs,
         y: Tensor | None = None,
         num_predictions: int = 1,
         aggregate: bool = True,
@@ -232,57 +225,71 @@ class SupervisedBNN(BNN):
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood on data with targets.
 
-        The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats.
+        The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats; for
+        Gaussian outputs it is that of the aggregated prediction. Arguments and errors that are not
+        listed are those of `predict`.
 
         Args:
-            input_data: a batch of inputs, or a loader (or list) of `(inputs, targets)`.
-            y: targets; left out with a loader.
-            num_predictions: number of draws; 0 evaluates at the posterior's centre.
-            aggregate: combine the draws; `False` returns a row for each.
-            reduction: over points: `"sum"`, `"mean"` or `"none"`.
-            vectorize: as in `predict`.
-            batch_size: as in `predict`.
-            predictive: as in `predict`; `"glm"` evaluates the aggregated prediction.
-            link: as in `predict`.
+            input_data: a batch of inputs, or a loader or list of `(inputs, targets)`.
+            y: targets of a batch; None with a loader.
+            aggregate: combine the draws; `False` returns a row for each, and has no effect for
+                Gaussian outputs.
+            reduction: reduction over points: `"sum"`, `"mean"` or `"none"`.
 
         Returns:
             `(error, log_likelihood)`; the error counts misclassifications or sums squares.
 
         Raises:
-            ValueError: targets missing, or of another shape than the predictions.
+            ValueError: targets are missing, or have another shape than the predictions; an unknown
+                reduction.
         """
         _check_count(num_predictions)
         if y is None and isinstance(input_data, list):
-            input_data = iter(input_data)  # as in fit, where a list is a loader
+            input_data = iter(input_data)  # a list is a loader, as in `fit`
         if (y is None) != is_loader(input_data):
             raise ValueError(
                 "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
                 "loader of pairs"
             )
         reduce_points(torch.zeros(1), reduction)
-        name = self.likelihood.data_name
-        errors, log_likelihoods = [], []
         batches = batches_to_predict(input_data, y, batch_size)
-        gaussian = self._gaussian(predictive, num_predictions)
-        if gaussian is not None:
-            with self._predicting():
-                error, log_likelihood = linearized_evaluations(
-                    self, gaussian, batches, link, num_predictions
-                )
-            return reduce_points(error, reduction), reduce_points(log_likelihood, reduction)
-        with self._predicting():
-            for outputs, latents, targets in self._outputs(batches, num_predictions, vectorize):
-                check_has_targets(targets)
-                rows = masked_pointwise(name, torch.arange(len(targets), device=outputs.device))
-                if len(rows) < len(targets):
-                    outputs, targets = outputs[:, rows], targets[rows]
-                error, log_likelihood = self._scores(outputs, latents, targets, aggregate)
-                errors.append(error)
-                log_likelihoods.append(log_likelihood)
+        gaussian = self._gaussian(predictive, num_predictions, link)
+        with self.predicting():
+            if gaussian is None:
+                found = self._outputs(batches, num_predictions, vectorize)
+                each = [self._scores(*one, aggregate) for one in found]
+            else:
+                each = [
+                    self._gaussian_scores(gaussian, x, y, link, num_predictions) for x, y in batches
+                ]
+        errors, log_likelihoods = zip(*each, strict=True)
         return (
             reduce_points(torch.cat(errors, -1), reduction),
             reduce_points(torch.cat(log_likelihoods, -1), reduction),
         )
+
+    def _by_link(self, gaussian: tuple[Tensor, Tensor], link: str, count: int) -> Any:
+        samples = max(count, FEWEST_SAMPLES) if count else 0
+        return predict_from_gaussian(
+            self.likelihood, *gaussian, link, samples, self.point_latents()
+        )
+
+    def _gaussian_scores(
+        self, gaussian: Outputs, inputs: Inputs, targets: Tensor, link: str, count: int
+    ) -> tuple[Tensor, Tensor]:
+        rows, latents = self._rows_that_count(targets), self.point_latents()
+        prediction = self._by_link(gaussian(inputs), link, count)
+        if len(rows) < len(targets):
+            parts = prediction if isinstance(prediction, tuple) else (prediction,)
+            kept = tuple(part[rows] for part in parts)
+            prediction, targets = (kept if len(kept) > 1 else kept[0]), targets[rows]
+        log_likelihood = self.likelihood.log_likelihood(prediction, targets, "none", latents)
+        return self.likelihood.error(prediction, targets), log_likelihood
+
+    def _rows_that_count(self, targets: Tensor) -> Tensor:
+        check_has_targets(targets)
+        rows = torch.arange(len(targets), device=targets.device)
+        return masked_pointwise(self.likelihood.data_name, rows)
 
     def _aggregated(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> Any:
         return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -290,7 +297,9 @@ class SupervisedBNN(BNN):
     def _scores(
         self, outputs: Tensor, latents: Mapping[str, Tensor], targets: Tensor, aggregate: bool
     ) -> tuple[Tensor, Tensor]:
-        likelihood = self.likelihood
+        likelihood, rows = self.likelihood, self._rows_that_count(targets)
+        if len(rows) < len(targets):
+            outputs, targets = outputs[:, rows.to(outputs.device)], targets[rows]
         if not len(targets):  # all of the batch is masked
             none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
             return none, none
@@ -310,24 +319,35 @@ class SupervisedBNN(BNN):
     # ------------------------------------------------------------------ the linearised net
 
     default_predictive = "bnn"
-    predictives = PREDICTIVES
 
-    def _gaussian(self, predictive: str | Outputs | None, count: int) -> Outputs | None:
-        """From inputs to Gaussian outputs, or None where the net itself is run."""
+    @abstractmethod
+    def gaussian_predictives(self) -> Mapping[str, Outputs]:
+        """Return the posterior's predictives with Gaussian outputs, such as `"glm"`, by name."""
+
+    def linearize(self, inputs: Inputs) -> Linearization:
+        """Linearise the net about the posterior's centre, on one batch."""
+        values = self.mean_values()
+        return Linearization(self.net, self.substituted, values, inputs, self.site_shapes())
+
+    def _gaussian(self, predictive: str | Outputs | None, count: int, link: str) -> Outputs | None:
+        """Return a function from inputs to Gaussian outputs, or None to run the net itself."""
         chosen = self.default_predictive if predictive is None else predictive
-        if not isinstance(chosen, str):
-            return chosen
         if chosen == "bnn":
             return None
-        if chosen not in self.predictives:
-            expected = " or ".join(map(repr, ("bnn", *self.predictives)))
+        check_link(link)
+        if not isinstance(chosen, str):
+            return chosen
+        known = self.gaussian_predictives()
+        if chosen == "glm" and not known:
+            raise TypeError(
+                f"{type(self).__name__} has no Gaussian posterior to linearise about: predict with "
+                "predictive='bnn', or use tyxe.LaplaceBNN or a Normal guide"
+            )
+        if chosen not in known:
+            expected = " or ".join(map(repr, ("bnn", *known)))
             raise ValueError(f"predictive is {chosen!r}; expected {expected}")
-        # The centre needs no covariance, and so no curvature either.
-        return functools.partial(self.predictives[chosen], self) if count else None
-
-    def site_names(self) -> list[str]:
-        """Return the joint names of the net's sites."""
-        return list(self._slots)
+        # A prediction at the centre needs no covariance.
+        return known[chosen] if count else None
 
     def point_latents(self) -> dict[str, Tensor]:
         """Return the centre of the likelihood's own variables, by their own names."""
@@ -337,22 +357,9 @@ class SupervisedBNN(BNN):
             name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)
         }
 
-    def output_covariance(self, linear: Linearization) -> Tensor:
-        """Return `J Sigma J^T` of the outputs' last dimension, `(n, ..., C, C)`.
-
-        Args:
-            linear: the net linearised on a batch.
-
-        Raises:
-            TypeError: the posterior is not Gaussian.
-        """
-        raise TypeError(
-            f"{type(self).__name__} has no Gaussian posterior to linearise about: predict with "
-            "predictive='bnn', or use tyxe.LaplaceBNN or a Normal guide"
-        )
-
     @contextmanager
-    def _predicting(self) -> Iterator[None]:
+    def predicting(self) -> Iterator[None]:
+        """Run the net in eval mode and without gradients, and restore its modes at the end."""
         with modes_restored(self), torch.no_grad():
             self.eval()
             yield
@@ -360,33 +367,25 @@ class SupervisedBNN(BNN):
     def _outputs(
         self, batches: Iterable[tuple[Any, Any]], num_predictions: int, vectorize: bool | None
     ) -> Iterator[tuple[Tensor, dict[str, Tensor], Any]]:
-        """Yield outputs of the same draws on each batch: the generator is set back in between."""
-        device = next(self.parameters()).device
-        draws, after = _rng_state(device), None
+        """Yield outputs of the same draws on each batch, setting the generators back in between."""
+        draws, after = torch_rng(), None
         for inputs, targets in batches:
-            # The loader has random numbers of its own, which go on where they were.
-            loader = _rng_state(device)
-            # Where a handler samples inside the net, noise has to differ between data points.
-            _set_rng_state(after if after is not None and draws_are_lazy() else draws, device)
+            # The loader's own random numbers must not repeat.
+            loader = torch_rng()
+            # Where a handler samples inside the net, its noise must differ between data points.
+            set_torch_rng(after if after is not None and draws_are_lazy() else draws)
             outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
-            after = _rng_state(device)
+            after = torch_rng()
             yield outputs, latents, targets
-            _set_rng_state(loader, device)
+            set_torch_rng(loader)
         if after is not None:
-            _set_rng_state(after, device)
+            set_torch_rng(after)
+
+
+def _output_samples(gaussian: tuple[Tensor, Tensor], count: int) -> Tensor:
+    return sample_outputs(*gaussian, count) if count else gaussian[0][None]
 
 
 def _check_count(num_predictions: int) -> None:
     if num_predictions < 0:
         raise ValueError(f"num_predictions is {num_predictions}; expected 0 or more")
-
-
-def _rng_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), cuda
-
-
-def _set_rng_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

@@ -1,4 +1,4 @@
-"""A drop-in for a layer or net in anybody's training loop."""
+"""A Bayesian module for training loops in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from tyxe.bnn.elbo import check_gradients, elbo_terms
 from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
 from tyxe.priors import Prior
+from tyxe.priors.sites import SitePriors
 
 __all__ = ["PytorchBNN"]
 
 
 class PytorchBNN(BNN):
-    """A module whose weights are drawn anew at every forward; the loss is the caller's.
+    """A module that draws its weights in every forward, for a loss and training loop of your own.
+
+    Arguments that are not listed are those of `BNN`.
 
     Args:
-        net: any module; it is copied.
-        prior: one of `tyxe.priors`.
-        guide_builder: as `net_guide_builder` of `VariationalBNN`; left out where the prior hides
-            everything.
-        name: prefix of the site names.
+        guide_builder: makes the guide from the prior's program, such as `tyxe.guides.AutoNormal`;
+            None where the prior hides everything.
         closed_form_kl: use closed forms of the KL where they exist.
 
     Attributes:
-        cached_kl_loss: KL of the guide from the prior at the latest forward, in nats; add it
-            to a loss summed over the data set, or a fraction of it to a mini-batch's.
+        cached_kl_loss: KL of the guide from the prior at the latest forward, in nats; add it to a
+            loss summed over the data set, or a fraction of it to that of a mini-batch.
 
     Raises:
-        TypeError: as in `BNN`.
-        ValueError: as in `VariationalBNN`.
+        ValueError: sites without a guide, or a guide without sites.
 
     Example:
         >>> import pyro.distributions as dist, tyxe
@@ -84,7 +83,7 @@ class PytorchBNN(BNN):
         self.cached_kl_loss = terms.kl
         if not self._holding:
             return terms.values
-        # A lazy draw would meet each forward with new noise: what is held is its value.
+        # The values of lazy draws, which would take new noise in each forward.
         self._held = {n: v.value() if isinstance(v, Draw) else v for n, v in terms.values.items()}
         check_gradients(terms.values)
         return self._held
@@ -99,7 +98,7 @@ class PytorchBNN(BNN):
 
     @contextmanager
     def hold_sample(self) -> Iterator[PytorchBNN]:
-        """Use one draw for all forwards inside: for the chunks of one image, say.
+        """Use one draw for all forwards inside, such as for the chunks of one image.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -121,13 +120,13 @@ class PytorchBNN(BNN):
                 self._held = None
 
     def pytorch_parameters(self, *inputs: Any) -> list[nn.Parameter]:
-        """Return all trainable parameters; `parameters()` serves as well (TyXe's spelling)."""
+        """Return all trainable parameters, under TyXe's name; `parameters()` works as well."""
         return [p for p in self.parameters() if p.requires_grad]
 
     def predict(self, *inputs: Any, num_predictions: int = 1) -> Tensor:
         """Return the outputs of several draws, `(num_predictions, ...)`.
 
-        The net runs in eval mode and without gradients; `cached_kl_loss` stays as it is.
+        The net runs in eval mode and without gradients; `cached_kl_loss` is not changed.
         """
         kl = self.cached_kl_loss
         try:
@@ -138,7 +137,7 @@ class PytorchBNN(BNN):
             self.cached_kl_loss = kl
 
     def to_module(self, sample: bool = False) -> nn.Module:
-        """Return a plain net at the posterior's centre, or at one draw."""
+        """Return a plain net at the posterior's centre, or with `sample` at one draw."""
         if self.net_guide is None:
             return self.net_at({})
         with torch.no_grad():
@@ -147,6 +146,9 @@ class PytorchBNN(BNN):
             trace = poutine.trace(self.guide).get_trace()
         return self.net_at({n: trace.nodes[n]["value"] for n in trace.stochastic_nodes})
 
+    def _follow_prior(self, priors: SitePriors) -> None:
+        """Do nothing, because only the KL depends on the prior."""
+
     def __getstate__(self) -> dict[str, Any]:
-        # A KL that carries a graph can neither be copied nor pickled.
+        # A KL with a graph can neither be copied nor pickled.
         return {**self.__dict__, "cached_kl_loss": self.cached_kl_loss.detach(), "_held": None}

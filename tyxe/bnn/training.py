@@ -1,8 +1,7 @@
-"""The training loop's parts: one step, one epoch."""
+"""The steps and epochs of a fit."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
-from tyxe.errors import TyxeWarning
-from tyxe.poutine import announce_objective
+from tyxe.errors import warn
+from tyxe.poutine.variational_laplace import announce_epoch
+from tyxe.util import Inputs
 
 __all__ = ["FitOptions", "Trainer", "progress_bar"]
 
@@ -37,7 +37,7 @@ _WITH_STATISTICS = (
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How the objective is weighted and estimated; see `VariationalBNN.fit`."""
+    """The arguments of `VariationalBNN.fit` of the same names."""
 
     beta: float | Callable[[int], float] = 1.0
     clip_norm: float | None = None
@@ -52,22 +52,15 @@ class FitOptions:
 
 
 def progress_bar(items: range, what: str, unit: str, progress: bool | None) -> Any:
-    """Iterate with a bar: on a terminal, or as asked."""
+    """Return an iterator over items with a bar, by default on a terminal only."""
     disable = None if progress is None else not progress
     return tqdm(items, desc=what, unit=unit, disable=disable)
 
 
 class Trainer:
-    """One fit: an optimiser over a BNN's trainable parameters, and the step that it makes.
+    """One fit of a `SupervisedBNN` with a `guide` program: optimiser, steps and epochs.
 
-    Args:
-        bnn: a `SupervisedBNN` with a `guide` program next to its `model`.
-        optim: as in `VariationalBNN.fit`.
-        options: as in `VariationalBNN.fit`.
-
-    Raises:
-        TypeError: `parallel` is no `DistributedDataParallel`.
-        ValueError: the BNN has no trainable parameters.
+    The optimiser is over the BNN's trainable parameters; without any, this is a ValueError.
     """
 
     def __init__(self, bnn: Any, optim: Any, options: FitOptions) -> None:
@@ -81,13 +74,14 @@ class Trainer:
         self._pyro_clip = pyro_clipping(optim)
         self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
         self.processes = Processes(self.objective, options.parallel)
-        # A forward changes these before its loss is known to be finite.
+        # Statistics that a forward changes before its loss is known to be finite.
         norms = [module for module in bnn.net.modules() if isinstance(module, _WITH_STATISTICS)]
         self._statistics = [b for module in norms for b in module.buffers(recurse=False)]
         self._checked = self._warned = False
+        self.steps = 0
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
-        """Count epochs, with a bar on a terminal."""
+        """Yield `count` epochs from the first, with a bar in the reporting process."""
         shown = progress if self.processes.first else False
         self._bar = progress_bar(range(first, first + count), "fit", "epoch", shown)
         yield from self._bar
@@ -95,7 +89,7 @@ class Trainer:
     def run_epoch(self, loader: Iterable[Any], epoch: int, device: Any, history: History) -> None:
         """Make a step for each batch, and append the epoch's averages to the history."""
         beta = self.options.beta_at(epoch)
-        announce_objective(self.bnn.net, beta)
+        announce_epoch(self.bnn.net, beta)
         data: Any = 0.0
         kl: Any = 0.0
         points = 0
@@ -103,7 +97,7 @@ class Trainer:
         for inputs, targets in self.processes.in_step(batches_of(loader, device)):
             if not self._checked:
                 check_first_batch(self.bnn, self.bnn.one_draw, inputs, targets)
-            # Pyro validates shapes in the first step; later ones need not pay for it again.
+            # Pyro validates shapes in the first step only, to save the time.
             with pyro.validation_enabled(not self._checked):
                 terms = self.step(inputs, targets, beta)
             self._checked = True
@@ -120,23 +114,20 @@ class Trainer:
 
     def _warn_of_size(self, points: int) -> None:
         size = self.bnn.likelihood.dataset_size
-        # Few points an epoch may be meant, far too few are not.
+        # Somewhat fewer points in an epoch may be intended, as with a sampler.
         if points and not size / 20 <= points <= size and not self._warned:
             self._warned = True
             much = "little" if points > size else "much"
-            warnings.warn(
+            warn(
                 f"an epoch had {points} points, but the likelihood was built with dataset_size="
                 f"{size}, so the data count for too {much} against the KL",
-                TyxeWarning,
-                stacklevel=4,
             )
 
-    def step(self, inputs: Any, targets: Tensor, beta: float) -> ElboTerms:
+    def step(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
         """Make one step on a batch.
 
-        Raises:
-            RuntimeError: loss or gradient is not finite; the parameters, and the statistics of
-                normalising layers, are left as they were.
+        A loss or gradient that is not finite is a RuntimeError, and changes neither parameters nor
+        statistics of normalising layers.
         """
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -154,11 +145,12 @@ class Trainer:
         if self._pyro_clip is not None:
             self._pyro_clip(p for p in parameters if p.grad is not None)
         self.optimizer.step()
+        self.steps += 1
         return terms
 
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
-        """Leave no gradient, and the statistics of norms as they were, if something goes wrong."""
+        """After an exception, restore the statistics of norms and drop the gradients."""
         before = [buffer.clone() for buffer in self._statistics]
         try:
             yield
@@ -168,11 +160,11 @@ class Trainer:
                 buffer.copy_(value)
             raise
 
-    def _particle(self, inputs: Any, targets: Tensor, beta: float) -> ElboTerms:
+    def _particle(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
         """Add one draw's gradient of `(beta kl - data) / N / particles`."""
         loss = self.processes.objective(inputs, targets, beta)
         terms = self.objective.take_terms()
-        # Checkpointed nets run again during backward, and must meet the same draws.
+        # Activation checkpoints run the net again in the backward, with the same draws.
         with self.bnn.substituted(terms.values):
             loss.backward()
         return terms

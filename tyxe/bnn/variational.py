@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import modes_restored, prior_fixed, set_train_mode
+from tyxe.bnn.checkpoint import Checkpoint
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
+from tyxe.bnn.glm import glm_outputs
 from tyxe.bnn.history import History
-from tyxe.bnn.linearized import guide_covariance
 from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.bnn.state import Checkpoint
 from tyxe.bnn.training import FitOptions, Trainer
-from tyxe.curvature import Linearization, covariance_through, functional_covariance
 from tyxe.guides import Guide, PyroGuide
 from tyxe.likelihoods import Likelihood
-from tyxe.linalg import BlockDiagonal, Diagonal
+from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
+from tyxe.priors.sites import SitePriors
+from tyxe.util import Inputs
 
 __all__ = ["VariationalBNN"]
 
@@ -30,21 +31,19 @@ GuideBuilder = Callable[[Callable[..., Any]], Any]
 
 
 class VariationalBNN(SupervisedBNN):
-    r"""Any net with a variational posterior over its weights.
+    """Any net with a variational posterior over its weights.
+
+    Arguments that are not listed are those of `BNN` and `SupervisedBNN`.
 
     Args:
-        net: any module; it is copied, and the copy keeps its class, forward and hooks.
-        prior: which parameters are random, one of `tyxe.priors`.
-        likelihood: one of `tyxe.likelihoods`.
         net_guide_builder: makes the guide from the prior's program: `tyxe.guides.AutoNormal`, a
-            `functools.partial` of it, or a class of `pyro.infer.autoguide` (`AutoDelta` is MAP).
-            Left out where the prior hides everything (maximum likelihood).
-        likelihood_guide_builder: likewise for the likelihood's own variables, where it has any.
-        name: prefix of all site names.
+            `functools.partial` of it, or a class of `pyro.infer.autoguide` (`AutoDelta` is MAP);
+            None for maximum likelihood, where the prior hides everything.
+        likelihood_guide_builder: makes the guide of the likelihood's own variables; None where it
+            has none.
 
     Raises:
-        TypeError: a part of another kind than expected.
-        ValueError: a net without parameters; a guide without sites, or sites without a guide.
+        ValueError: a guide without sites, or sites without a guide.
 
     Example:
         >>> import pyro, pyro.distributions as dist, tyxe
@@ -89,20 +88,20 @@ class VariationalBNN(SupervisedBNN):
 
     # ------------------------------------------------------------------ programs
 
-    def guide(self, inputs: Any = None, obs: Tensor | None = None) -> Values:
-        """The posterior (a Pyro program): a draw for each site; the batch is not looked at."""
+    def guide(self, inputs: Inputs = None, obs: Tensor | None = None) -> Values:
+        """The posterior (a Pyro program): a draw for each site; the batch is not used."""
         return {name: value for part in self._guides() for name, value in part().items()}
 
     def _guides(self) -> list[Guide | PyroGuide]:
         return [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
 
     def guided_forward(self, *inputs: Any, guide_tr: Any = None) -> Any:
-        """Return the net's output for one draw of the guide, or for that of a guide's trace."""
+        """Return the net's output for one draw of the guide, or for the values of its trace."""
         trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
         return self.run_net(_values_of(trace), inputs)
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
-        """Yield draws of the guide, whose posterior is formed once for all of them."""
+        """Yield draws of the guide, whose posterior is computed once for all of them."""
         programs = [
             functools.partial(part.sample_from, part.posterior())
             if isinstance(part, Guide)
@@ -116,29 +115,18 @@ class VariationalBNN(SupervisedBNN):
             yield _values_of(trace.trace)
 
     def one_draw(self) -> Values:
-        """Return a single draw of the guide."""
         return next(iter(self.draws(1)))
 
     def mean_values(self) -> Values:
         """Return the guide's median, which for Normal posteriors is the mean."""
         return {name: value for part in self._guides() for name, value in part.median().items()}
 
-    def output_covariance(self, linear: Linearization) -> Tensor:
-        """Return `J Sigma J^T`, `(n, ..., C, C)`, for a Normal guide.
+    def gaussian_predictives(self) -> Mapping[str, Outputs]:
+        """Return `"glm"`, which needs a Normal guide."""
+        return {"glm": lambda inputs: glm_outputs(self.net_guide, self.linearize(inputs))}
 
-        Args:
-            linear: the net linearised on a batch.
-
-        Raises:
-            TypeError: the guide is no Normal.
-        """
-        covariance = guide_covariance(self.net_guide, linear.groups)
-        # A pruned weight has no variance, hence no precision.
-        if not isinstance(covariance, Diagonal) or not bool(covariance.entries.all()):
-            return covariance_through(linear, covariance)
-        precisions = covariance.inverse_diagonal().split([g.size for g in linear.groups])
-        blocks = {g.name: Diagonal(p) for g, p in zip(linear.groups, precisions, strict=True)}
-        return functional_covariance(linear, BlockDiagonal(blocks))
+    def _follow_prior(self, priors: SitePriors) -> None:
+        """Do nothing, because only the objective depends on the prior."""
 
     # ------------------------------------------------------------------ fit
 
@@ -158,41 +146,39 @@ class VariationalBNN(SupervisedBNN):
         progress: bool | None = None,
         parallel: Parallel | None = None,
     ) -> History:
-        r"""Fit guide, deterministic parameters and the likelihood's variables by the ELBO.
+        """Fit the guide, deterministic parameters and the likelihood's variables by the ELBO.
 
-        Follows the gradient of `(beta KL - E_q log p(D | w)) / N`, nats per data point, so that
-        learning rates mean what they mean for the plain net.
+        The objective is `(beta KL - E_q log p(D | w)) / N`, in nats per data point, so that
+        learning rates mean the same as for the plain net.
 
         Args:
-            data_loader: yields `(inputs, targets)`; inputs are a tensor, a tuple of arguments
-                or a mapping of keyword arguments. Iterated over once an epoch.
-            optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an
-                instance over `bnn.parameters()`. A scheduler is stepped by the caller, in
-                `callback`.
-            num_epochs: how often to go through the loader.
-            callback: `callback(bnn, epoch, loss)` after each epoch; training stops when it
-                returns True.
-            num_particles: draws averaged in a step.
+            data_loader: yields `(inputs, targets)`, where inputs are a tensor, a tuple of arguments
+                or a mapping of keyword arguments.
+            optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an instance
+                over `bnn.parameters()`. Schedulers have to be stepped in `callback`.
+            num_epochs: number of passes through the loader.
+            callback: called as `callback(bnn, epoch, loss)` after each epoch; training stops when
+                it returns True.
+            num_particles: number of draws that are averaged in a step.
             closed_form_kl: use closed forms of the KL where they exist.
-            device: batches are moved there.
+            device: device that batches are moved to.
             beta: weight of the KL, or a function of the epoch that returns it.
-            clip_norm: the gradient's norm is clipped to it.
-            lr_multipliers: factors on the learning rate by kind of parameter, such as
+            clip_norm: largest norm of the gradient, above which it is scaled down.
+            lr_multipliers: factors of the learning rate by kind of parameter, such as
                 `{"scale": 10}`; the kinds are `loc`, `scale` and `deterministic`.
             progress: show a bar; by default on a terminal only.
-            parallel: `torch.nn.parallel.DistributedDataParallel`, or a partial of it, where this
-                is one of several processes, each of whose loaders yields its part of every batch.
+            parallel: `torch.nn.parallel.DistributedDataParallel` or a partial of it, to fit in
+                several processes, each with a loader of its part of every batch.
 
         Returns:
-            Loss, data term and KL of every epoch, in nats for the whole data set.
+            Loss, expected log-likelihood and KL of each epoch, in nats for the whole data set.
 
         Raises:
-            TypeError: arguments swapped, or of a wrong type.
-            ValueError: an empty loader, one of another structure, targets that do not fit the
-                likelihood, a batch larger than `dataset_size`; processes with batches of
-                different sizes.
-            RuntimeError: the loss or its gradient is not finite; the parameters are those
-                before the step.
+            TypeError: arguments are swapped, or of a wrong type.
+            ValueError: the loader is empty, or yields something else; targets do not fit the
+                likelihood; a batch is larger than `dataset_size`, or differs between processes.
+            RuntimeError: the loss or its gradient is not finite; the parameters are those before
+                the step.
         """
         check_fit_arguments(optim, num_epochs, num_particles)
         check_options(beta, clip_norm)
@@ -219,9 +205,9 @@ class VariationalBNN(SupervisedBNN):
     # ------------------------------------------------------------------ state
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return everything that training needs to go on: state dict, optimiser, epoch, seed.
+        """Return what a fit needs to continue: state dict, optimiser, epoch and random state.
 
-        Safe for `torch.load(..., weights_only=True)`.
+        It can be loaded by `torch.load(..., weights_only=True)`.
 
         Example:
             >>> import io, pyro.distributions as dist, tyxe
@@ -242,22 +228,22 @@ class VariationalBNN(SupervisedBNN):
         return (self._pending or taken).as_dict(self.state_dict())
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take a checkpoint; the next `fit` goes on from it, epoch count and schedule included.
+        """Load a checkpoint, from which the next `fit` continues, with its epochs and schedule.
 
         Raises:
-            RuntimeError: it is that of another architecture, or no checkpoint; nothing is changed.
+            RuntimeError: it does not fit this BNN, or is no checkpoint; nothing is changed.
         """
         pending = Checkpoint.from_dict(checkpoint)
         self.load_state_dict(checkpoint["bnn"])
         self._pending = pending
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy starts its own training; what the optimiser knows belongs to the original.
+        # Without the optimiser, whose state belongs to the parameters of the original.
         return {**self.__dict__, "optimizer": None, "_scheduler": None, "_epochs_done": 0}
 
 
 class _LikelihoodProgram:
-    """The program of the likelihood's own variables, as guides are built from it."""
+    """The program of the likelihood's own variables, from which their guide is built."""
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
@@ -284,6 +270,6 @@ def _build(
 
 
 def _values_of(trace: Any) -> Values:
-    # Not what a guide draws its sites from, which would be kept for every draw.
+    # Without auxiliary variables of the guide, whose memory every draw would keep.
     nodes = ((name, trace.nodes[name]) for name in trace.stochastic_nodes)
     return {name: node["value"] for name, node in nodes if not node["infer"].get("is_auxiliary")}

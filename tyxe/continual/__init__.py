@@ -1,27 +1,12 @@
-"""Continual learning: tasks one after the other, the posterior of one the prior of the next."""
+"""Continual learning: tasks in sequence, where the posterior of one is the prior of the next."""
 
-from tyxe.continual.coresets import (
-    CORESETS,
-    coreset_indices,
-    k_center,
-    random_points,
-    restored,
-    split_coreset,
-)
+from tyxe.continual.coresets import coreset_indices, restored, split_coreset
 from tyxe.continual.heads import Heads
-from tyxe.continual.intelligence import SynapticIntelligence, path_importance
+from tyxe.continual.intelligence import SynapticIntelligence
 from tyxe.continual.loop import TaskLoop, posterior_to_prior
-from tyxe.continual.metrics import (
-    average_accuracy,
-    backward_transfer,
-    forgetting,
-    forward_transfer,
-)
-from tyxe.continual.penalties import GaussianPenalty
+from tyxe.continual.metrics import average_accuracy, backward_transfer, forgetting, forward_transfer
 
 __all__ = [
-    "CORESETS",
-    "GaussianPenalty",
     "Heads",
     "SynapticIntelligence",
     "TaskLoop",
@@ -30,10 +15,7 @@ __all__ = [
     "coreset_indices",
     "forgetting",
     "forward_transfer",
-    "k_center",
-    "path_importance",
     "posterior_to_prior",
-    "random_points",
     "restored",
     "split_coreset",
 ]

@@ -1,4 +1,4 @@
-"""A few points of each task kept out of its training, and used before a prediction."""
+"""Coresets: a few points of each task, kept out of its training for use before a prediction."""
 
 from __future__ import annotations
 
@@ -17,50 +17,29 @@ Pair = tuple[Tensor, Tensor]
 
 
 def random_points(inputs: Tensor, size: int) -> Tensor:
-    """Return indices of random points, `(size,)`.
-
-    Args:
-        inputs: `(n, ...)`.
-        size: how many.
-
-    Example:
-        >>> random_points(torch.zeros(5, 2), 3).shape
-        torch.Size([3])
-    """
+    """Return indices of random points, `(size,)`."""
     return torch.randperm(len(inputs), device=inputs.device)[:size]
 
 
 def k_center(inputs: Tensor, size: int) -> Tensor:
-    """Return indices of points that cover the others: each the farthest from those before it.
+    """Return indices, `(size,)`, of points that cover the others, starting from a random one.
 
-    The first is random. The largest distance of any point to the nearest of them is at most twice
-    the smallest that so many points can have. Costs `n * size` distances.
-
-    Args:
-        inputs: `(n, ...)`; distances are Euclidean.
-        size: how many.
-
-    Returns:
-        Indices `(size,)`, all different.
+    Each is the point farthest from those before it, in Euclidean distance. The largest distance of
+    any point to the nearest of them is at most twice the smallest that is possible. It takes
+    `n * size` distances.
 
     Reference:
         Gonzalez (1985), Clustering to minimize the maximum intercluster distance; Nguyen et al.
         (2018), Variational continual learning, 3.
-
-    Example:
-        >>> points = torch.tensor([[0.0], [0.1], [5.0], [5.1], [10.0]])
-        >>> chosen = k_center(points, 3)
-        >>> sorted(points[chosen, 0].round().tolist())
-        [0.0, 5.0, 10.0]
     """
     points = inputs.reshape(len(inputs), -1)
-    # Differences of bytes would wrap around.
+    # Differences of unsigned bytes would wrap around.
     points = points if points.is_floating_point() else points.float()
     chosen = [int(torch.randint(len(points), ()))]
     nearest = points.new_full((len(points),), torch.inf)
     while len(chosen) < size:
         nearest = nearest.minimum((points - points[chosen[-1]]).square().sum(-1))
-        # Points that coincide with chosen ones are at zero too, and none is taken twice.
+        # Below zero, the distance of points that coincide with a chosen one: none is chosen twice.
         nearest[chosen[-1]] = -1.0
         chosen.append(int(nearest.argmax()))
     return torch.tensor(chosen, device=inputs.device)
@@ -76,15 +55,15 @@ def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor
     """Choose a coreset.
 
     Args:
-        inputs: those of a task, `(n, ...)`.
+        inputs: the inputs of a task, `(n, ...)`.
         size: number of points.
-        method: `"random"` or `"k-center"`.
+        method: `"random"`, or `"k-center"`: each point is the one farthest from those before it.
 
     Returns:
         Indices, `(size,)`.
 
     Raises:
-        ValueError: an unknown method; no points, or not fewer than the task has.
+        ValueError: an unknown method; a size below 1, or not below that of the task.
 
     Example:
         >>> len(coreset_indices(torch.randn(20, 3), 4, "k-center").unique())
@@ -105,10 +84,10 @@ def split_coreset(data: Pair, indices: Tensor) -> tuple[Pair, Pair]:
 
     Args:
         data: inputs `(n, ...)` and targets `(n, ...)`.
-        indices: as from `coreset_indices`.
+        indices: of the coreset, from `coreset_indices`.
 
     Returns:
-        The coreset, and what is left, in its order.
+        The coreset, and the other points in their order.
 
     Example:
         >>> x, y = torch.arange(4.0)[:, None], torch.arange(4)
@@ -124,15 +103,15 @@ def split_coreset(data: Pair, indices: Tensor) -> tuple[Pair, Pair]:
 
 @contextmanager
 def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
-    """Undo at the end what happens inside to a BNN's state, and to its heads.
+    """Restore the state of a BNN, and of its heads, at the end.
 
-    For what is done for one prediction alone, such as a fit to coresets.
+    For changes that serve one prediction only, such as a fit to coresets.
 
     Args:
-        bnn: any wrapper; kept are its parameters, buffers and prior, and its own settings, such as
-            `multiplier` of a `LaplaceBNN` or the epochs that a `VariationalBNN` has done. An
-            optimiser that steps inside keeps its steps: fit with one of its own.
-        heads: of the same BNN.
+        bnn: any wrapper. Its parameters, buffers and prior are restored, and its own settings, such
+            as the options of a `LaplaceBNN` or the number of epochs of a `VariationalBNN`. An
+            optimiser is not: fit with a new one inside.
+        heads: heads of the same BNN.
 
     Raises:
         ValueError: the heads are of another BNN.
@@ -161,7 +140,7 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        # First: what is loaded forms a posterior by them.
+        # First, because loading builds a posterior from them.
         vars(bnn).update(attributes)
         bnn.net_prior.restore(priors)
         bnn.load_state_dict(state)

@@ -1,9 +1,8 @@
-"""Parts of a net that belong to one task, kept while another task has their place."""
+"""Parts of a net of which every task has its own, such as output layers."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from types import TracebackType
@@ -15,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from tyxe.bnn import BNN
 from tyxe.bnn.base import modes_restored, set_train_mode
-from tyxe.errors import TyxeWarning
+from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
 
 __all__ = ["Heads"]
@@ -27,10 +26,9 @@ Values = dict[str, Tensor]
 class Heads:
     """Parts of a BNN's net of which every task has its own, outside the prior.
 
-    There is one head in the net; the values of the others are kept here. Switching writes values
-    in place, so optimisers and references to the parameters stay good. Parameters and buffers of
-    the parts are switched alike. Warns of norms outside the parts, whose running statistics all
-    tasks would share.
+    The net holds the head of one task, and this object the values of the others. Switching copies
+    parameters and buffers in place, so that optimisers and references to them remain valid. A
+    warning names norms outside the parts, because all tasks would share their running statistics.
 
     Args:
         bnn: any wrapper, built with a prior that hides the parts.
@@ -38,8 +36,8 @@ class Heads:
 
     Raises:
         TypeError: no BNN, or no list of names.
-        ValueError: the net has no such part, the part has no parameters, or it has a site of the
-            prior.
+        ValueError: the net has no such part, the part has no parameters or buffers, or one of its
+            parameters is a site of the prior.
 
     Example:
         >>> import pyro.distributions as dist, tyxe
@@ -64,7 +62,7 @@ class Heads:
         if not isinstance(bnn, BNN):
             raise TypeError(f"bnn is a {type(bnn).__name__}; expected a BNN of tyxe")
         self._bnn = bnn
-        # Not the tensors: moving a BNN replaces its buffers.
+        # Places and not tensors, because moving a BNN replaces its buffers.
         self._places = _places_of(bnn, _names_in(modules))
         self._warn_of_norms()
         self._start = self._taken()
@@ -82,15 +80,11 @@ class Heads:
         return list(self._kept)
 
     def parameter_names(self) -> list[str]:
-        """Return the names, in `bnn.net`, of all that is switched."""
+        """Return the names, in `bnn.net`, of all parameters and buffers that are switched."""
         return list(self._places)
 
     def check_of(self, bnn: BNN) -> None:
-        """Raise unless these are heads of a BNN.
-
-        Raises:
-            ValueError: they are those of another.
-        """
+        """Raise a ValueError if the heads are those of another BNN."""
         if self._bnn is not bnn:
             raise ValueError(
                 "the heads are those of another BNN, and would be switched there: build them of "
@@ -100,11 +94,8 @@ class Heads:
     def start(self, task: Task) -> None:
         """Give a new task a head, with the values that the net came with: the same for every task.
 
-        Args:
-            task: its name or number.
-
         Raises:
-            ValueError: it has a head already.
+            ValueError: the task has a head already.
         """
         if task in self._kept:
             raise ValueError(f"task {task!r} has a head already: go on with it by use({task!r})")
@@ -114,9 +105,6 @@ class Heads:
 
     def use(self, task: Task) -> _Switched:
         """Put a task's head into the net; as a context manager, only inside the `with`.
-
-        Args:
-            task: its name or number.
 
         Raises:
             ValueError: the task has no head.
@@ -139,7 +127,7 @@ class Heads:
         return {"current": self._current, "start": copy.deepcopy(self._start), "tasks": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the heads of another object for the same net; the current one goes into the net.
+        """Load the heads of another object for the same net, and put the current one into the net.
 
         Raises:
             ValueError: they are of other parts or shapes; nothing is changed.
@@ -157,19 +145,15 @@ class Heads:
         current = state["current"]
         self._put(current, self._start if current is None else self._kept[current])
 
-    # ------------------------------------------------------------------ values
-
     def _warn_of_norms(self) -> None:
         own = {id(module) for module, _ in self._places.values()}
         shared = [name for name, norm in _gathering_norms(self._bnn) if id(norm) not in own]
         if shared:
-            warnings.warn(
+            warn(
                 f"the running statistics of {', '.join(shared)} are shared by all tasks and will "
                 "be those of the last: let each task have its own, "
                 f"Heads(bnn, modules=[..., {', '.join(map(repr, shared))}]), hidden from the "
                 f"prior, hide_modules=[..., {', '.join(map(repr, shared))}]",
-                TyxeWarning,
-                stacklevel=3,
             )
 
     def _tensors(self) -> Values:
@@ -190,7 +174,7 @@ class Heads:
 
 
 class _Switched:
-    """What `use` returns: leaving it puts the head back that was there before."""
+    """The result of `use`, which restores the head before it on exit."""
 
     def __init__(self, heads: Heads, before: Task | None) -> None:
         self._heads, self._before = heads, before
@@ -222,7 +206,7 @@ def _names_in(modules: Iterable[str]) -> list[str]:
 
 
 def _gathering_norms(bnn: BNN) -> list[tuple[str, _NormBase]]:
-    """The norms whose running statistics a fit would change, with their names in the net."""
+    """Return the norms whose running statistics a fit would change, with their names in the net."""
     with modes_restored(bnn):
         if not any(module.training for module in bnn.modules()):
             set_train_mode(bnn)  # as a fit does
@@ -237,7 +221,7 @@ def _gathering_norms(bnn: BNN) -> list[tuple[str, _NormBase]]:
 
 
 def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Where the parameters and buffers of the parts that globs name are, by name in the net."""
+    """Return the owners of all parameters and buffers of the named parts, by name in the net."""
     parts = {name for name, _ in bnn.net.named_modules() if name}
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in parts):
@@ -259,7 +243,7 @@ def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _check_outside_prior(bnn: BNN, found: Mapping[str, Tensor]) -> None:
-    # By identity: a tied parameter has several names, and the prior knows the first.
+    # By identity: a tied parameter has several names, and its site only the first.
     sites = {id(bnn.net.get_parameter(name)): name for name in pyro_sample_sites(bnn.net)}
     for name, tensor in found.items():
         if id(tensor) in sites:

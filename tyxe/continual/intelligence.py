@@ -1,9 +1,8 @@
-"""Synaptic intelligence: weights are held by what they gained on the way."""
+"""Synaptic intelligence: a penalty on weights that have reduced the loss of earlier tasks."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from tyxe.bnn import BNN
 from tyxe.continual.heads import Heads
 from tyxe.continual.penalties import GaussianPenalty
-from tyxe.errors import TyxeWarning
+from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
 
 __all__ = ["SynapticIntelligence", "path_importance"]
@@ -24,36 +23,28 @@ __all__ = ["SynapticIntelligence", "path_importance"]
 def path_importance(omega: Tensor, displacement: Tensor, xi: float) -> Tensor:
     """Return what a task adds to `Omega`: `max(0, omega) / (Delta^2 + xi)`.
 
-    Args:
-        omega: `-sum g dw` over the task's steps.
-        displacement: `Delta`, from the task's first weights to its last.
-        xi: keeps the quotient finite; positive.
-
-    Reference:
-        Zenke, Poole, Ganguli (2017), Continual learning through synaptic intelligence, eq. 5.
-
-    Example:
-        >>> path_importance(torch.tensor([0.5, -1.0]), torch.tensor([2.0, 2.0]), 1.0)
-        tensor([0.1000, 0.0000])
+    `omega` is `-sum g dw` over the task's steps, and `Delta` the displacement from the task's first
+    weights to its last.
     """
     return omega.clamp(min=0) / (displacement.square() + xi)
 
 
 class SynapticIntelligence:
-    r"""The penalty `c sum Omega (w - w*)^2`, with `Omega` gathered while the net is trained.
+    r"""The penalty `c sum Omega (w - w*)^2`, with `Omega` summed up while the net is trained.
 
-    `omega = -sum_steps g dw` is what a weight's steps took off the loss, with `g` the gradient of
-    the task's loss alone. The loss is the *mean* over data (nats a point), as `fit` has it, and so
-    `c` is relative to that; as a prior on a sum over `N` points it would be a Normal with precision
-    `2 c N Omega`. For maximum likelihood: the weights must be no sites.
+    A task adds `max(0, omega) / (Delta^2 + xi)` to a weight's `Omega`, where `Delta` is how far the
+    weight has moved, and `omega = -sum_steps g dw` how much its steps have reduced the loss; `g` is
+    the gradient of the task's loss alone. This loss is the *mean* over data (nats per point), as
+    in `fit`, and `c` is relative to it: for a sum over `N` points the penalty corresponds to a
+    Normal prior of precision `2 c N Omega`. It is for maximum likelihood: no weight may be a site.
 
     `watch` each optimiser once, fit with it, and `update` at a task's end.
 
     Args:
         bnn: a wrapper whose prior hides everything.
-        c: strength.
-        xi: see `path_importance`.
-        heads: parts that every task has of its own, not held.
+        c: strength of the penalty.
+        xi: keeps the quotient finite; positive.
+        heads: parts of which every task has its own, which are not penalised.
 
     Raises:
         ValueError: the BNN has sites; `c` or `xi` is not positive.
@@ -108,13 +99,10 @@ class SynapticIntelligence:
         )
 
     def watch(self, optimizer: Optimizer) -> Optimizer:
-        """Add the penalty's gradient to every step of an optimiser, and note what steps gain.
+        """Add the penalty's gradient to every step of an optimiser, and sum up `omega`.
 
-        The penalty is that of the tasks ended by then, so an optimiser may serve one task or all.
-        Where `fit` clips gradients, it is the task's gradient alone.
-
-        Args:
-            optimizer: over the BNN's parameters.
+        The penalty is that of the tasks ended so far, so an optimiser may serve one task or all.
+        Where `fit` clips gradients, it clips the task's gradient alone.
 
         Returns:
             The optimiser.
@@ -148,16 +136,14 @@ class SynapticIntelligence:
         return optimizer
 
     def update(self) -> None:
-        """End a task: what it gained counts from now on, and its weights are `w*`.
+        """End a task: its `omega` is added to the penalty, and its weights become `w*`.
 
-        Warns where no step of a watched optimiser has been noted since the last update.
+        Warns if no step of a watched optimiser was recorded since the last update.
         """
         if not any(bool(omega.any()) for omega in self._omega.values()):
-            warnings.warn(
+            warn(
                 "no step of a watched optimiser was noted since the last update, so this task's "
                 "weights are not held: fit with intelligence.watch(optimizer)",
-                TyxeWarning,
-                stacklevel=2,
             )
         now = self._values()
         for name, value in now.items():
@@ -176,7 +162,7 @@ class SynapticIntelligence:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take what `state_dict` returned; optimisers that are watched stay so.
+        """Load what `state_dict` returned; optimisers that are watched stay so.
 
         Raises:
             ValueError: it is of other parameters or shapes; nothing is changed.

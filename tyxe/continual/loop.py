@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tyxe.bnn import BNN, MCMC_BNN
 from tyxe.continual.heads import Heads, Task
-from tyxe.continual.random_state import random_state, set_random_state
 from tyxe.priors import DictPrior
+from tyxe.rng import random_state, set_random_state
 from tyxe.util import pyro_sample_sites
 
 __all__ = ["Stateful", "TaskLoop", "posterior_to_prior"]
@@ -25,19 +25,19 @@ _KEYS = {"tasks", "done", "accuracy", "bnn", "heads", "parts", "rng"}
 
 
 class Stateful(Protocol):
-    """What can be saved with a loop: anything with these two methods."""
+    """An object whose state can be saved with a loop."""
 
     def state_dict(self) -> Any:
         """Return plain containers of tensors and numbers."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take what `state_dict` returned."""
+        """Load what `state_dict` returned."""
 
 
 def posterior_to_prior(bnn: Any) -> None:
-    """Make the posterior of a BNN its prior: the four lines, for a guide that has them.
+    """Make the posterior of a BNN its prior.
 
-    A BNN without sites (maximum likelihood) is left as it is.
+    A BNN without sites (maximum likelihood) stays as it is.
 
     Args:
         bnn: a wrapper with `net_guide`.
@@ -73,10 +73,10 @@ class TaskLoop:
     r"""For each task: fit, update, evaluate on all tasks seen. Stops and resumes between tasks.
 
     The accuracy matrix `A` has `A[t, i]`, the score on task `i` after `t + 1` tasks; it is NaN
-    for `i > t`, but for `A[t, t + 1]` with `ahead`: the score on the next task before its fit.
+    for `i > t`, except for `A[t, t + 1]` with `ahead`: the score on the next task before its fit.
 
-    Where a call raises, the next `run` goes on with it, or from the checkpoint: no task is fitted
-    again under the posterior of its own data.
+    If a call raises, the next `run` continues with that call, or from the checkpoint, so that no
+    task is fitted again under the posterior of its own data.
 
     Args:
         bnn: any wrapper.
@@ -86,8 +86,7 @@ class TaskLoop:
         update: `update(task)` after the fit; by default the posterior becomes the prior.
         heads: switched to the task before each of these calls, and started for new tasks.
         ahead: score each task before its fit as well, for `forward_transfer`.
-        parts: whatever else has to be saved, by name: penalties, coresets, an optimiser that serves
-            all tasks.
+        parts: other objects to save, by name: penalties, coresets, an optimiser for all tasks.
 
     Raises:
         TypeError: a string in place of the tasks, or a task that is neither string nor integer.
@@ -123,7 +122,7 @@ class TaskLoop:
             raise TypeError(f"tasks is {tasks!r}; expected a list of names or numbers")
         self.tasks = list(tasks)
         for task in self.tasks:
-            # Subclasses, such as NumPy's, can be saved and not loaded.
+            # Subclasses, such as NumPy's, can be saved but not loaded.
             if type(task) not in (str, int):
                 raise TypeError(
                     f"tasks has {task!r}, a {type(task).__name__}; expected names or numbers, str "
@@ -138,7 +137,7 @@ class TaskLoop:
         self.heads, self.ahead = heads, ahead
         self.parts = dict(parts or {})
         self.done = 0
-        self._steps_done = 0  # of the task at hand
+        self._steps_done = 0  # of the present task
         self.accuracy = torch.full((len(self.tasks),) * 2, math.nan)
 
     def run(
@@ -149,15 +148,15 @@ class TaskLoop:
         """Learn the tasks that are left.
 
         Args:
-            checkpoint: a file: read if it is there, and written after each task.
+            checkpoint: a file, which is read if it exists, and written after each task.
             callback: `callback(task, scores)` after each, with the scores on all tasks seen; the
-                loop stops when it returns True, and goes on with the next `run`.
+                loop stops if it returns True, and continues with the next `run`.
 
         Returns:
             The accuracy matrix, `(tasks, tasks)`.
 
         Raises:
-            ValueError: the checkpoint is of other tasks, or of another order; the file is none.
+            ValueError: the file is no checkpoint, or one of other tasks or of another order.
         """
         path = None if checkpoint is None else Path(checkpoint)
         if path is not None and path.exists():
@@ -172,7 +171,7 @@ class TaskLoop:
 
     def _learn(self, task: Task) -> Tensor:
         if self.heads is not None:
-            # A task that was interrupted in this process has started the head already.
+            # A task that was interrupted in this process has a head already.
             (self.heads.use if task in self.heads.tasks else self.heads.start)(task)
         # A second fit under the posterior of the first would count the data twice.
         for step in (self._look_ahead, self.fit, self.update, self._look_back)[self._steps_done :]:
@@ -199,10 +198,10 @@ class TaskLoop:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the tasks left depend on, safe for `torch.load(weights_only=True)`.
+        """Return all that the remaining tasks depend on, safe for `torch.load(weights_only=True)`.
 
-        BNN with its prior, heads, scores, further parts, and the state of the random generators:
-        PyTorch's, NumPy's and Python's global ones.
+        These are the BNN with its prior, heads, scores, further parts, and the states of the global
+        random generators of PyTorch, NumPy and Python.
         """
         return {
             "tasks": list(self.tasks),
@@ -211,20 +210,19 @@ class TaskLoop:
             "accuracy": self.accuracy.clone(),
             "bnn": copy.deepcopy(self.bnn.state_dict()),
             "heads": None if self.heads is None else self.heads.state_dict(),
-            # An optimiser steps the tensors of its state in place.
+            # Copied, because an optimiser changes the tensors of its state in place.
             "parts": {n: copy.deepcopy(part.state_dict()) for n, part in self.parts.items()},
             **random_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loop stopped; BNN, heads and parts are overwritten.
+        """Continue where another loop stopped; BNN, heads and parts are overwritten.
 
         This loop may have more tasks, after those of the other.
 
         Raises:
-            ValueError: the state is of other tasks or another order, or of other parts; nothing
-                is changed, as by any error.
-            RuntimeError: it is that of another BNN.
+            ValueError: the state is of other tasks or another order, or of other parts.
+            RuntimeError: it is that of another BNN. No error leaves anything changed.
         """
         learned = list(state["tasks"])
         if self.tasks[: len(learned)] != learned:
@@ -253,7 +251,7 @@ class TaskLoop:
         for name, part in self.parts.items():
             part.load_state_dict(copy.deepcopy(state["parts"][name]))
         self.done, size = state["done"], len(state["tasks"])
-        self._steps_done = state.get("steps", 0)  # older states are all between tasks
+        self._steps_done = state.get("steps", 0)  # older states were all saved between tasks
         self.accuracy = torch.full_like(self.accuracy, math.nan)
         self.accuracy[:size, :size] = state["accuracy"]
         set_random_state(state)
@@ -261,11 +259,11 @@ class TaskLoop:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        # BNN, heads and parts take what they load to where they are.
+        # BNN, heads and parts move what they load to their own devices.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # of many kinds, by what is in the file
+    except Exception as error:  # the kind depends on what is in the file
         raise ValueError(f"{path} cannot be read as a checkpoint of a TaskLoop: {error}") from error
     if not (isinstance(state, dict) and state.keys() >= _KEYS):
         raise ValueError(f"{path} is no checkpoint of a TaskLoop: give another file")
@@ -273,7 +271,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """Write a file as a whole: a run that is killed while writing leaves the old one."""
+    """Write a file as a whole: a run that is killed while writing leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     torch.save(state, partial)

@@ -1,4 +1,4 @@
-"""What a matrix of accuracies says: average, forgetting, transfer."""
+"""Summaries of a matrix of accuracies: average, forgetting, transfer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def average_accuracy(accuracy: Tensor) -> Tensor:
     r"""Return the mean accuracy over the tasks seen, after each task: `1/(t+1) sum_{i<=t} A[t, i]`.
 
     Args:
-        accuracy: `A[t, i]`, on task `i` after `t + 1` tasks, `(..., T, T)`, as `TaskLoop` has it;
-            entries above the diagonal are not looked at.
+        accuracy: `A[t, i]`, on task `i` after `t + 1` tasks, `(..., T, T)`, from `TaskLoop`;
+            entries above the diagonal are ignored.
 
     Returns:
         `(..., T)`; NaN for tasks still to come.
 
     Raises:
-        TypeError, ValueError: as all functions here, if `accuracy` is no square matrix of
-            floating-point numbers.
+        TypeError: `accuracy` is no floating-point tensor.
+        ValueError: it is no square matrix.
 
     Reference:
         [T] fig. 5.4.
@@ -34,12 +34,10 @@ def average_accuracy(accuracy: Tensor) -> Tensor:
 
 
 def forgetting(accuracy: Tensor) -> Tensor:
-    r"""Return what earlier tasks have lost since their best, after each task.
+    r"""Return how much accuracy earlier tasks have lost since their best, after each task.
 
-    `F_t = 1/t sum_{i<t} (max_{i<=l<t} A[l, i] - A[t, i])`, negative where they gained.
-
-    Args:
-        accuracy: as in `average_accuracy`.
+    `F_t = 1/t sum_{i<t} (max_{i<=l<t} A[l, i] - A[t, i])`, negative where they have gained. The
+    matrix and its errors are those of `average_accuracy`.
 
     Returns:
         `(..., T)`; 0 after the first task.
@@ -60,10 +58,10 @@ def forgetting(accuracy: Tensor) -> Tensor:
 
 
 def backward_transfer(accuracy: Tensor) -> Tensor:
-    r"""Return what learning all tasks did to the earlier ones: `mean_{i<T} A[T, i] - A[i, i]`.
+    r"""Return the change of tasks' accuracy since their own fit: `mean_{i<T} A[T, i] - A[i, i]`.
 
     Args:
-        accuracy: as in `average_accuracy`, of two tasks at least.
+        accuracy: the matrix of `average_accuracy`, of two tasks at least.
 
     Returns:
         `(...)`; negative where tasks were forgotten.
@@ -80,11 +78,11 @@ def backward_transfer(accuracy: Tensor) -> Tensor:
 
 
 def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
-    r"""Return what earlier tasks gave the next one before its fit: `mean_{i>0} A[i-1, i] - b_i`.
+    r"""Return the gain of a task from earlier ones before its fit: `mean_{i>0} A[i-1, i] - b_i`.
 
     Args:
-        accuracy: as in `average_accuracy`, with the entries above the diagonal that
-            `TaskLoop(..., ahead=True)` measures.
+        accuracy: the matrix of `average_accuracy`, `(..., T, T)`, with the entries above the
+            diagonal that `TaskLoop(..., ahead=True)` measures.
         baseline: accuracy on each task of the net before any training, `(T,)`.
 
     Returns:

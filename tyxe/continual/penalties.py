@@ -15,11 +15,8 @@ __all__ = ["GaussianPenalty"]
 class GaussianPenalty:
     r"""`1/2 sum_i lambda_i (w_i - m_i)^2`: minus the log-density of a Normal, up to a constant.
 
-    Whether it counts against a sum or a mean over data is up to who adds it.
-
-    Args:
-        means: `m`, by name.
-        precisions: `lambda`, by name, in the means' shapes.
+    `means` are `m` and `precisions` `lambda`, by name. The caller decides whether to add the
+    penalty to a sum or to a mean over data.
 
     Raises:
         ValueError: names or shapes differ; a negative precision.
@@ -44,11 +41,7 @@ class GaussianPenalty:
                 raise ValueError(f"the precision of {name!r} is negative; expected 0 or more")
 
     def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the penalty, differentiable in the values.
-
-        Args:
-            values: weights by name.
-        """
+        """Return the penalty of weights by name, differentiable in them."""
         squares = [
             (self.precisions[name] * (values[name] - mean).square()).sum()
             for name, mean in self.means.items()

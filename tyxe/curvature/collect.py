@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import math
+import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tyxe.curvature.accumulate import ACCUMULATORS, Accumulator, KroneckerAccumulator
-from tyxe.curvature.layout import Layout
+from tyxe.curvature.accumulators import ACCUMULATORS, Accumulator, KroneckerAccumulator
+from tyxe.curvature.layer_calls import BatchDims
 from tyxe.curvature.linearize import Linearization, full_precision
-from tyxe.distributions import Group
+from tyxe.distributions import ParamBlocks
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
 from tyxe.linalg import BlockDiagonal
-from tyxe.poutine import masked_pointwise
+from tyxe.poutine.selective import masked_pointwise
 
-__all__ = ["CURVATURES", "Curvature", "check_groups", "collect_curvature"]
+__all__ = ["CURVATURES", "Curvature", "check_blocks", "collect_curvature"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Curvature:
-    """The curvature at one value of the sites, for the whole data set.
+    """The curvature at one value of the sites, scaled to the whole data set.
 
     Attributes:
-        operator: `sum_n J_n^T H_n J_n`, a block for each group (or one block, `"all"`).
-        groups: which weights the blocks hold, in their order.
-        log_likelihood: of all points at that value, nats.
-        error: of all points, as the likelihood measures it.
-        num_targets: elements of all targets.
+        operator: `sum_n J_n^T H_n J_n`, with a block for each of `blocks`, or one, `"all"`.
+        blocks: the sites and weights that the rows belong to.
+        log_likelihood: log-likelihood of all points at that value, in nats; a tensor where it is
+            differentiable in a noise.
+        error: the likelihood's error, summed over all points.
+        num_targets: number of elements of all targets.
+        key: identifies this curvature in posteriors that hold it, as their `absorbed`.
     """
 
     operator: BlockDiagonal
-    groups: list[Group]
-    log_likelihood: float
+    blocks: ParamBlocks
+    log_likelihood: float | Tensor
     error: float
     num_targets: float
+    key: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is the curvature of no data, such as one that a prior has absorbed."""
+        return not self.num_targets
+
+    def emptied(self) -> Curvature:
+        """Return a curvature of no data, as it is left when a prior has absorbed this one."""
+        operator = self.operator.scaled(0.0)
+        return Curvature(operator, self.blocks, 0.0, 0.0, 0.0, ~self.key)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Curvature:
+        """Return the curvature with a function of each of its operator's tensors."""
+        return dataclasses.replace(self, operator=self.operator.map(function))
 
 
 def _ggn(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
@@ -66,72 +86,62 @@ def collect_curvature(
     structure: str = "kron",
     curvature: str = "ggn",
     reduce: bool = False,
-    check: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Curvature:
-    r"""Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
-
-    `"ggn"`: the output Hessian, summed exactly over all its columns; `"fisher"`: one sampled label
-    a point, `r r^T` in its place; `"empirical"`: the true labels' [T 3.1, GLM 2]. `"full"` is the
-    matrix, `"diag"` its diagonal, `"kron"` one Kronecker product for each linear map: the exact
-    block for one point without weight sharing [T 3.5], and the product of the factors' averages
-    over several [T 3.11, GLM A.2].
+    """Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
 
     Args:
         linearize: linearises the net on a batch.
-        likelihood: whose curvature.
         batches: pairs of inputs and targets.
-        structure: `"full"`, `"diag"` or `"kron"`.
-        curvature: `"ggn"`, `"fisher"` or `"empirical"`.
-        reduce: for `"kron"`, sum over positions that share weights before the product, instead of
-            taking each as a point of its own.
-        check: looks at outputs and targets of a batch, and raises if they do not fit.
+        structure: `"full"`, the matrix; `"diag"`, its diagonal; or `"kron"`, one Kronecker product
+            for each linear map: the exact block for one point without weight sharing [T 3.5], the
+            product of the factors' averages for more [T 3.11, GLM A.2].
+        curvature: `"ggn"`, with the output Hessian as `H_n`; `"fisher"`, with `r r^T` of one
+            sampled label for each point; or `"empirical"`, with the true labels [T 3.1, GLM 2].
+        reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
+            each position counts as a data point.
 
     Raises:
-        ValueError: no batch; batches for which the net uses its sites differently, or a mask of
-            points; the curvature is not finite.
+        ValueError: there is no batch; outputs and targets do not fit the likelihood; batches for
+            which the net uses its sites differently; a mask of points; the curvature is not finite.
     """
     accumulator: Accumulator | None = None
     points, sums = 0, torch.zeros(3, dtype=torch.float64)
-    layouts: list[Layout | None] | None = None
+    batch_dims: list[BatchDims | None] | None = None
     for inputs, targets in batches:
         linear = linearize(inputs)
         outputs = linear.outputs.detach()
-        if check is not None:
-            check(outputs, targets)
+        likelihood.check_batch(outputs, targets)
         if accumulator is None:
             accumulator = _accumulator(structure, linear, reduce)
-        layouts = linear.find_layouts(layouts)
-        check_groups(accumulator.groups, linear.groups)
+        batch_dims = linear.find_batch_dims(batch_dims)
+        check_blocks(accumulator.blocks, linear.blocks)
         _check_unmasked(likelihood, outputs)
         with full_precision(outputs):
             for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
-                accumulator.add(linear.rows(column), first=index == 0)
+                accumulator.add(linear.gradients(column), first=index == 0)
         points += len(targets)
         sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
-    _check_finite(accumulator)
     scale = likelihood.dataset_size / points
+    key = _key_of(accumulator, sums * scale)
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
-    return Curvature(operator, accumulator.groups, *(sums * scale).tolist())
+    log_likelihood, error, num_targets = (sums * scale).tolist()
+    return Curvature(operator, accumulator.blocks, log_likelihood, error, num_targets, key)
 
 
 def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Log-likelihood, error and number of targets of a batch."""
+    """Return log-likelihood, error and number of targets of a batch, `(3,)`."""
     log_likelihood = likelihood.log_likelihood(outputs, targets, "sum")
     error = likelihood.error(outputs, targets, "sum")
     return torch.tensor([float(log_likelihood), float(error), targets.numel()], dtype=torch.float64)
 
 
-def check_groups(known: list[Group], found: list[Group]) -> None:
-    """Raise if a net uses its sites in another way than it did: their order would be another.
-
-    Raises:
-        ValueError: it does.
-    """
+def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
+    """Raise a ValueError if a net's blocks differ from those known, and so the order of weights."""
     if known != found:
-        sites = [group.name for group in found if group not in known]
+        sites = [block.name for block in found if block not in known.blocks]
         raise ValueError(
             f"the net uses {', '.join(map(repr, sites))} in other ways than for another batch, so "
             "that their curvatures do not add up; hide these sites from the prior, or give the net "
@@ -151,14 +161,20 @@ def _check_unmasked(likelihood: Likelihood, outputs: Tensor) -> None:
 def _accumulator(structure: str, linear: Linearization, reduce: bool) -> Accumulator:
     kind = ACCUMULATORS[structure]
     if kind is KroneckerAccumulator:
-        return KroneckerAccumulator(linear.groups, linear.outputs, reduce)
-    return kind(linear.groups, linear.outputs)
+        return KroneckerAccumulator(linear.blocks, linear.outputs, reduce)
+    return kind(linear.blocks, linear.outputs)
 
 
-def _check_finite(accumulator: Accumulator) -> None:
+def _key_of(accumulator: Accumulator, numbers: Tensor) -> int:
+    """Return a hash of the sums, or raise where they are not finite."""
+    digest = hashlib.blake2b(digest_size=7)
     for name, tensor in accumulator.sums():
-        if not bool(tensor.isfinite().all()):
+        total = float(tensor.sum(dtype=torch.float64))
+        digest.update(struct.pack("d", total))
+        if not math.isfinite(total):
             raise ValueError(
                 f"the curvature of {name!r} is not finite: look at the inputs and the fitted net, "
                 "or use float32 where it is in half precision"
             )
+    digest.update(struct.pack("3d", *numbers.tolist()))
+    return int.from_bytes(digest.digest(), "big")

@@ -14,95 +14,86 @@ from torch import Size, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
-from tyxe.curvature.groups import find_groups, inputs_of
-from tyxe.curvature.layout import (
-    PLAIN,
-    Layout,
-    is_plain,
-    laid_out,
-    layout_of,
-    own_layout,
-    some_points,
+from tyxe.curvature.layer_calls import (
+    POINTS_FIRST,
+    BatchDims,
+    LayerCall,
+    LayerCallRecorder,
+    alternating_points,
+    find_batch_dims,
+    find_blocks,
+    inputs_of,
+    positions,
 )
 from tyxe.curvature.memory import check_memory
-from tyxe.curvature.per_point import (
-    Objective,
-    Substituted,
-    looped_gradients,
-    vectorized_gradients,
-)
-from tyxe.curvature.uses import Use, UseRecorder, positions
-from tyxe.distributions import Group, LinearGroup
-from tyxe.distributions.normal import wide
+from tyxe.curvature.per_point import Substituted, looped_gradients, vectorized_gradients
+from tyxe.distributions import ParamBlocks
+from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
+from tyxe.util import Inputs, at_least_float32, call_with
 
 __all__ = [
-    "FactoredRows",
+    "DenseGradients",
     "Linearization",
-    "PlainRows",
-    "Rows",
+    "OuterProductGradients",
+    "PointGradients",
     "check_is_tensor",
     "full_precision",
-    "linearized",
 ]
 
-RunNet = Callable[[Mapping[str, Tensor], Any], Tensor]
-# Nets that torch.vmap has refused: it is not tried for every column of every batch.
+# Nets that torch.vmap does not take, so that it is not tried again for each column and batch.
 _NOT_VECTORIZED: WeakSet[nn.Module] = WeakSet()
-
-PerPoint = Callable[[Objective, Mapping[str, Tensor], Any, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class FactoredRows:
-    """Gradients of one cotangent in a linear group: `sum_t g_nt a_nt^T` for each point.
+class OuterProductGradients:
+    """Gradients of one cotangent in a linear block: `sum_r g_nr a_nr^T` for each point.
 
     Attributes:
-        a: what the weights multiply, `(n, R, groups, columns)`.
-        g: the gradient in the map's output, `(n, R, groups, outputs)`.
+        a: the map's inputs, `(n, R, groups, columns)`, with a one for the bias.
+        g: the gradients in the map's outputs, `(n, R, groups, outputs)`.
     """
 
     a: Tensor
     g: Tensor
 
     def dense(self) -> Tensor:
-        """Return the gradients themselves, `(n, P)`."""
+        """Return the gradients, `(n, P)`."""
         return torch.einsum("nrgo,nrgi->ngoi", self.g, self.a).flatten(1)
 
 
 @dataclass(frozen=True)
-class PlainRows:
-    """Gradients of one cotangent in a group without factors, `(n, P)`."""
+class DenseGradients:
+    """Gradients of one cotangent in a block without factors, `(n, P)`."""
 
     matrix: Tensor
 
     def dense(self) -> Tensor:
-        """Return the gradients themselves, `(n, P)`."""
+        """Return the gradients, `(n, P)`."""
         return self.matrix
 
 
-Rows = FactoredRows | PlainRows
+PointGradients = OuterProductGradients | DenseGradients
 
 
 class Linearization:
-    """The forward on one batch, and the gradients of its outputs point by point.
+    """A forward on one batch, and the gradients of its outputs for each data point.
 
-    In a linear map used once or at several positions, the gradient of a point is a sum of outer
-    products of an input and a pre-activation gradient, and one backward has them for all points:
-    the points of a batch must not influence each other (so BatchNorm runs in eval mode). Other
-    sites take a gradient for each point.
+    The gradient of a point in a linear map is a sum over positions of outer products of inputs and
+    pre-activation gradients, which one backward computes for all points. The points of a batch must
+    not influence each other, so BatchNorm has to be in eval mode. Other sites take one gradient for
+    each point.
 
     Args:
-        run_net: runs the net with values in its sites' places.
-        values: of the sites, by name.
+        net: a net, whose parameters are not changed.
+        substituted: puts values in the sites' places, in the forward and in backwards that run
+            parts of it again, as activation checkpoints do.
+        values: the values of all sites, by name.
         inputs: a batch.
-        shapes: of the sites that are asked for.
-        per_point: takes gradients point by point, where there are no factors.
-        substituted: puts values in the sites' places, for parts of the net that run again in the
-            backward (activation checkpoints).
+        shapes: the shapes of the sites whose gradients are taken.
 
     Attributes:
-        outputs: the net's, in float32 at least, `(n, ...)`.
-        groups: of the sites, in their order.
+        outputs: the net's outputs, `(n, ...)`, in float32 at least.
+        blocks: the blocks of the sites.
 
     Raises:
         TypeError: the net returns no tensor.
@@ -110,104 +101,121 @@ class Linearization:
 
     def __init__(
         self,
-        run_net: RunNet,
-        values: Mapping[str, Tensor],
-        inputs: Any,
-        shapes: Mapping[str, Size],
-        per_point: PerPoint,
+        net: nn.Module,
         substituted: Substituted,
+        values: Mapping[str, Tensor],
+        inputs: Inputs,
+        shapes: Mapping[str, Size],
     ) -> None:
-        self._per_point, self._substituted = per_point, substituted
-        self._run_net, self._values, self._inputs = run_net, values, inputs
-        with torch.enable_grad(), UseRecorder() as recorder:
-            raw = run_net(values, inputs)
+        self._net, self._substituted = net, substituted
+        self._values, self._inputs = values, inputs
+        with torch.enable_grad(), LayerCallRecorder() as recorder, self._frozen_at(values):
+            raw = call_with(net, inputs)
             check_is_tensor(raw)
-            self.outputs = wide(raw)
+            self.outputs = at_least_float32(raw)
         self._node = raw.grad_fn
         self._autocast = _autocast_like(raw)
         self.points = raw.shape[:1].numel()
-        self.groups = find_groups(shapes, recorder.uses, recorder.elsewhere)
-        self._recorded = recorder.uses
-        self._located: dict[str, list[Use]] | None = None
+        self.blocks = find_blocks(shapes, recorder.calls, recorder.elsewhere)
+        self._recorded = recorder.calls
+        self._located: dict[str, list[LayerCall]] | None = None
 
-    def find_layouts(self, known: list[Layout | None] | None = None) -> list[Layout | None]:
-        """Find where each map holds the points, but where it is known; None where it did not show.
+    @contextmanager
+    def _frozen_at(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        with _frozen(self._net), self._substituted(values):
+            yield
+
+    # ------------------------------------------------------------------ where the points are
+
+    def find_batch_dims(
+        self, known: list[BatchDims | None] | None = None
+    ) -> list[BatchDims | None]:
+        """Return where each map holds the points, or None where this batch does not show it.
 
         Args:
-            known: what another batch has found.
+            known: the result for another batch; only what it leaves open is looked for.
 
         Raises:
-            ValueError: a map does not keep the points apart.
+            ValueError: the points influence each other in a map.
         """
         count = len(self._recorded)
-        found: list[Layout | None] = [None] * count
+        found: list[BatchDims | None] = [None] * count
         if known is not None and len(known) == count:
             found = list(known)
         asked = [
-            index for index, use in enumerate(self._recorded) if self._is_open(use, found[index])
+            index for index, call in enumerate(self._recorded) if self._is_open(call, found[index])
         ]
-        uses = [self._recorded[index] for index in asked]
-        # Where the points may be elsewhere, those that were not asked are asked as well.
-        plain = all(is_plain(use, self.points) for use in uses)
-        queries = [some_points(self.outputs.detach(), first) for first in range(1 if plain else 2)]
-        gradients = [list(self._gradients(uses, query)) for query, _ in queries if uses]
-        layouts = [
-            own_layout(use) if layout in (None, PLAIN) else layout
-            for use, layout in zip(self._recorded, found, strict=True)
+        calls = [self._recorded[index] for index in asked]
+        # Where a map may hold the points elsewhere, the other half of them is queried as well.
+        first = all(call.has_points_first(self.points) for call in calls)
+        queries = [alternating_points(self.outputs.detach(), n) for n in range(1 if first else 2)]
+        gradients = [list(self._gradients(calls, query)) for query, _ in queries if calls]
+        dims = [
+            call.batch_dims if one in (None, POINTS_FIRST) else one
+            for call, one in zip(self._recorded, found, strict=True)
         ]
-        for index, use, *each in zip(asked, uses, *gradients, strict=True):
+        for index, call, *each in zip(asked, calls, *gradients, strict=True):
             answers = [(g, which) for g, (_, which) in zip(each, queries, strict=True)]
-            layouts[index], found[index] = layout_of(use, self.points, answers)
-        self._located = _by_group(self.groups, [*map(laid_out, self._recorded, layouts)])
+            dims[index], found[index] = find_batch_dims(call, self.points, answers)
+        located = [call.with_batch_dims(d) for call, d in zip(self._recorded, dims, strict=True)]
+        self._located = _by_block(self.blocks, located)
         return found
 
-    def _is_open(self, use: Use, known: Layout | None) -> bool:
-        if self.points < 2 or self._is_last(use):
+    def _is_open(self, call: LayerCall, known: BatchDims | None) -> bool:
+        if self.points < 2 or self._is_last(call):
             return False
-        return known is None or (known == PLAIN and not is_plain(use, self.points))
+        return known is None or (known == POINTS_FIRST and not call.has_points_first(self.points))
 
     @property
-    def _uses(self) -> dict[str, list[Use]]:
+    def _calls(self) -> dict[str, list[LayerCall]]:
         if self._located is None:
-            self.find_layouts()
+            self.find_batch_dims()
         assert self._located is not None
         return self._located
 
+    # ------------------------------------------------------------------ gradients
+
     @functools.cached_property
     def _a(self) -> dict[str, Tensor]:
-        # Not before the outputs were looked at: those of another number of points have no factors.
-        return {name: self._inputs_of(name) for name in self._uses}
+        # Not in the constructor, so that callers can refuse outputs of a wrong number of points.
+        linear = [block for block in self.blocks if isinstance(block, LinearBlock)]
+        return {block.name: self._inputs_of(block) for block in linear}
 
-    def _inputs_of(self, name: str) -> Tensor:
-        (group,) = [g for g in self.groups if g.name == name]
-        assert isinstance(group, LinearGroup)
-        parts = [wide(inputs_of(group, use, self.points)) for use in self._uses[name]]
-        return _joined(parts).detach()
+    def _inputs_of(self, block: LinearBlock) -> Tensor:
+        calls = self._calls[block.name]
+        parts = [at_least_float32(inputs_of(block, call, self.points)) for call in calls]
+        return _cat(parts).detach()
 
-    def rows(self, cotangent: Tensor) -> dict[str, Rows]:
-        """Return, for each group, the gradient of every point's `cotangent . outputs`.
+    def gradients(self, cotangent: Tensor) -> dict[str, PointGradients]:
+        """Return the gradient of each point's `cotangent . outputs` in each block, by its name.
 
         Args:
-            cotangent: of the outputs' shape.
-        """
-        found = self._gradients([use for uses in self._uses.values() for use in uses], cotangent)
-        rows: dict[str, Rows] = {}
-        for group in self.groups:
-            if isinstance(group, LinearGroup):
-                uses = self._uses[group.name]
-                g = _joined([positions(wide(next(found)), u, self.points) for u in uses])
-                rows[group.name] = FactoredRows(self._a[group.name], g)
-        rest = [group for group in self.groups if group.name not in rows]
-        rows.update(self._plain_rows(rest, cotangent))
-        return {group.name: rows[group.name] for group in self.groups}
+            cotangent: a cotangent of the outputs' shape, `(n, ...)`.
 
-    def _gradients(self, uses: list[Use], cotangent: Tensor) -> Iterator[Tensor]:
-        """The gradient in each map's output."""
-        at = [use.probe for use in uses if not self._is_last(use)]
+        Raises:
+            ValueError: the gradients of sites without factors take too much memory.
+        """
+        calls = [call for calls in self._calls.values() for call in calls]
+        each = self._gradients(calls, cotangent)
+        found: dict[str, PointGradients] = {}
+        for block in self.blocks:
+            if isinstance(block, LinearBlock):
+                parts = [
+                    positions(at_least_float32(next(each)), call, self.points)
+                    for call in self._calls[block.name]
+                ]
+                found[block.name] = OuterProductGradients(self._a[block.name], _cat(parts))
+        rest = [block for block in self.blocks if block.name not in found]
+        found.update(self._dense_gradients(rest, cotangent))
+        return {name: found[name] for name in self.blocks.names}
+
+    def _gradients(self, calls: list[LayerCall], cotangent: Tensor) -> Iterator[Tensor]:
+        """Yield the gradient in the output of each map."""
+        at = [call.probe for call in calls if not self._is_last(call)]
         grads: tuple[Tensor | None, ...] = (None,) * len(at)
         if at and self.outputs.requires_grad:
-            # An activation checkpoint runs again, and is to save what it has saved.
-            with UseRecorder(), self._substituted(self._values):
+            # Activation checkpoints run again, and must save the same tensors as in the forward.
+            with LayerCallRecorder(), self._frozen_at(self._values):
                 grads = torch.autograd.grad(
                     self.outputs,
                     at,
@@ -216,126 +224,70 @@ class Linearization:
                     allow_unused=True,
                 )
         found = iter(grads)
-        for use in uses:
-            grad = cotangent if self._is_last(use) else next(found)
-            yield torch.zeros_like(use.probe) if grad is None else grad
+        for call in calls:
+            grad = cotangent if self._is_last(call) else next(found)
+            yield torch.zeros_like(call.probe) if grad is None else grad
 
-    def _is_last(self, use: Use) -> bool:
-        """Whether the map's output is the net's, so that there is nothing to differentiate."""
-        return use.node is not None and use.node is self._node
+    def _is_last(self, call: LayerCall) -> bool:
+        """Say whether the map's output is the net's, so that its gradient is the cotangent."""
+        return call.node is not None and call.node is self._node
 
-    def _plain_rows(self, groups: list[Group], cotangent: Tensor) -> dict[str, Rows]:
-        sites = {site: self._values[site].detach() for group in groups for site in group.sites}
+    def _dense_gradients(
+        self, blocks: list[ParamBlock], cotangent: Tensor
+    ) -> dict[str, PointGradients]:
+        sites = {site: self._values[site].detach() for block in blocks for site in block.sites}
         if not sites:
             return {}
         check_memory(
             f"the gradients of {self.points} points in {', '.join(sites)}",
-            self.points * sum(wide(site).nbytes for site in sites.values()),
+            self.points * sum(at_least_float32(site).nbytes for site in sites.values()),
             "take smaller batches, or hide these sites from the prior",
         )
-
-        def objective(sites: Mapping[str, Tensor], row: Any, weight: Tensor) -> Tensor:
-            # PyTorch's fused attention kernels, which torch.vmap does not take, stand aside: the
-            # transformer's while any mode is active.
-            with BaseTorchFunctionMode(), sdpa_kernel(SDPBackend.MATH), self._autocast():
-                outputs = self._run_net({**self._values, **sites}, row)
-            return (outputs[0] * weight).sum()
-
-        found = self._per_point(objective, sites, self._inputs, cotangent)
+        found = self._per_point(sites, cotangent)
         return {
-            group.name: PlainRows(wide(torch.cat([found[s].flatten(1) for s in group.sites], 1)))
-            for group in groups
+            block.name: DenseGradients(
+                at_least_float32(torch.cat([found[site].flatten(1) for site in block.sites], 1))
+            )
+            for block in blocks
         }
 
+    def _per_point(self, sites: Mapping[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
+        """Return the gradients of each point by itself, `(n, *shape)` by site."""
 
-def _autocast_like(output: Tensor) -> Callable[[], AbstractContextManager[Any]]:
-    """What runs the net again as it has run now."""
-    kind = output.device.type
-    return functools.partial(
-        torch.autocast,
-        kind,
-        dtype=torch.get_autocast_dtype(kind),
-        enabled=torch.is_autocast_enabled(kind),
-    )
+        def of_point(sites: Mapping[str, Tensor], row: Inputs, weight: Tensor) -> Tensor:
+            # torch.vmap does not take fused attention kernels. Any active mode turns off the one of
+            # PyTorch's transformer.
+            plain = BaseTorchFunctionMode(), sdpa_kernel(SDPBackend.MATH), self._autocast()
+            with plain[0], plain[1], plain[2], self._substituted({**self._values, **sites}):
+                outputs = call_with(self._net, row)
+            return (outputs[0] * weight).sum()
 
-
-def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Let nothing be computed in half precision, as the net may be: sums are no place for it.
-
-    Args:
-        tensor: on the device in question.
-    """
-    return torch.autocast(tensor.device.type, enabled=False)
-
-
-def check_is_tensor(outputs: Any) -> None:
-    """Raise unless a net's output can be observed as it is.
-
-    Raises:
-        TypeError: it is a tuple, a mapping, ...
-    """
-    if not isinstance(outputs, Tensor):
-        raise TypeError(
-            f"the net returns a {type(outputs).__name__}; the likelihood needs a tensor: wrap the "
-            "net in a module that returns the one to be observed, or use PytorchBNN with a loss "
-            "of your own"
-        )
-
-
-def linearized(
-    net: nn.Module,
-    run_net: RunNet,
-    values: Mapping[str, Tensor],
-    inputs: Any,
-    shapes: Mapping[str, Size],
-    substituted: Substituted,
-) -> Linearization:
-    """Linearise a net on a batch, in the way that its modules allow.
-
-    Args:
-        net: the net itself.
-        run_net: as in `Linearization`, like all that follow.
-        values: of the sites.
-        inputs: a batch.
-        shapes: of the sites that are asked for.
-        substituted: puts values in the sites' places.
-    """
-
-    def run_frozen(values: Mapping[str, Tensor], inputs: Any) -> Tensor:
-        with _frozen(net):
-            return run_net(values, inputs)
-
-    def per_point(
-        objective: Objective, sites: Mapping[str, Tensor], inputs: Any, cotangent: Tensor
-    ) -> dict[str, Tensor]:
-        # Inside of torch.vmap nothing can be frozen any more.
+        net = self._net
+        # Here, because parameters cannot be frozen inside of torch.vmap.
         with _frozen(net):
             if net not in _NOT_VECTORIZED:
                 try:
-                    return vectorized_gradients(objective, sites, inputs, cotangent)
+                    return vectorized_gradients(of_point, sites, self._inputs, cotangent)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError:
-                    # Fused recurrent kernels, writes into fresh buffers, hooks of saved tensors:
-                    # what torch.func does not take. An error of the net's own comes again.
+                    # torch.func does not take fused recurrent kernels, writes into new buffers and
+                    # hooks of saved tensors. The loop raises errors of the net itself again.
                     pass
             found = looped_gradients(
-                objective, sites, inputs, cotangent, lambda at: substituted({**values, **at})
+                of_point,
+                sites,
+                self._inputs,
+                cotangent,
+                lambda at: self._substituted({**self._values, **at}),
             )
             _NOT_VECTORIZED.add(net)
             return found
 
-    @contextmanager
-    def substituted_frozen(values: Mapping[str, Tensor]) -> Iterator[None]:
-        with _frozen(net), substituted(values):
-            yield
-
-    return Linearization(run_frozen, values, inputs, shapes, per_point, substituted_frozen)
-
 
 @contextmanager
 def _frozen(net: nn.Module) -> Iterator[None]:
-    """Let no parameter require a gradient: a graph then starts at the first site."""
+    """Freeze all parameters, so that the graph starts at the first site."""
     trainable = [p for p in net.parameters() if p.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)
@@ -346,16 +298,42 @@ def _frozen(net: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Positions of all uses; a single one is not copied."""
+def _cat(parts: list[Tensor]) -> Tensor:
+    """Concatenate the positions of all calls, without a copy of a single one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _by_group(groups: list[Group], uses: list[Use]) -> dict[str, list[Use]]:
-    owner = {site: g.name for g in groups if isinstance(g, LinearGroup) for site in g.sites}
-    found: dict[str, list[Use]] = {g.name: [] for g in groups if isinstance(g, LinearGroup)}
-    for use in uses:
-        names = {owner[site] for site in use.sites if site in owner}
-        for name in names:
-            found[name].append(use)
+def _by_block(blocks: ParamBlocks, calls: list[LayerCall]) -> dict[str, list[LayerCall]]:
+    linear = [block for block in blocks if isinstance(block, LinearBlock)]
+    owner = {site: block.name for block in linear for site in block.sites}
+    found: dict[str, list[LayerCall]] = {block.name: [] for block in linear}
+    for call in calls:
+        for name in {owner[site] for site in call.sites if site in owner}:
+            found[name].append(call)
     return found
+
+
+def _autocast_like(output: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+    """Return autocast with the settings that are active now."""
+    kind = output.device.type
+    return functools.partial(
+        torch.autocast,
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+    )
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off on a tensor's device, for sums that half precision would spoil."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def check_is_tensor(outputs: Any) -> None:
+    """Raise a TypeError unless a net's output is a tensor."""
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"the net returns a {type(outputs).__name__}; the likelihood needs a tensor: wrap the "
+            "net in a module that returns the one to be observed, or use PytorchBNN with a loss "
+            "of your own"
+        )

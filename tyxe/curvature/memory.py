@@ -1,25 +1,17 @@
-"""What does not fit into memory, refused before it is allocated."""
+"""Checks of the memory that an object needs, before it is allocated."""
 
 from __future__ import annotations
 
-from tyxe.linalg import dense_bytes
+from tyxe.linalg.checks import dense_bytes
 
 __all__ = ["check_memory", "check_size"]
 
-# Bytes that one thing may take: a matrix, a layer's factors, the Jacobians of all data.
+# Largest number of bytes for one object: a matrix, a layer's factors, the Jacobians of all data.
 MEMORY_LIMIT = 8 * 2**30
 
 
 def check_memory(what: str, needed: int, instead: str) -> None:
-    """Raise for what takes too much memory.
-
-    Args:
-        what: is to be allocated.
-        needed: bytes that it takes.
-        instead: what else to do.
-
-    Raises:
-        ValueError: they are more than `MEMORY_LIMIT`.
+    """Raise a ValueError if `what` takes more than `MEMORY_LIMIT` bytes, with advice in `instead`.
 
     Example:
         >>> check_memory("a matrix", 2**34, "keep its diagonal")
@@ -34,15 +26,7 @@ def check_memory(what: str, needed: int, instead: str) -> None:
 
 
 def check_size(structure: str, size: int) -> None:
-    """Raise for a structure over too many weights.
-
-    Args:
-        structure: of a curvature.
-        size: number of weights.
-
-    Raises:
-        ValueError: it is the whole matrix, and does not fit.
-    """
+    """Raise a ValueError for the structure `"full"` over too many weights, `size`."""
     if structure == "full":
         check_memory(
             f'structure "full" over {size:,} weights',

@@ -1,89 +1,28 @@
-"""What the rest of the package needs to know of distributions, open by registration."""
+"""Distributions over sites, and their moments by registration."""
 
-from tyxe.distributions.groups import (
-    Group,
-    LinearGroup,
-    PlainGroup,
-    group_from_state,
-    group_state,
-    joined,
-    separated,
-)
+import tyxe.distributions.joint_normal_kl  # noqa: F401  (registers its KLs)
 from tyxe.distributions.inducing import InducingWeights
-from tyxe.distributions.inducing_hierarchy import HierarchicalInducing
-from tyxe.distributions.joint import JointDistribution, JointMarginal, SiteProduct
-from tyxe.distributions.joint_normal import GaussianJoint, JointNormal
-from tyxe.distributions.joint_normal_kl import normal_moments
-from tyxe.distributions.joint_outline import joint_from_outline, joint_outline
-from tyxe.distributions.joint_part import JointPart
-from tyxe.distributions.moments import (
-    center,
-    deviation,
-    elementwise,
-    independent_moments,
-    is_discrete,
-    is_factorized,
-    is_real,
-    known_entropy,
-    same_support,
-)
+from tyxe.distributions.joint import IndependentSites, JointDistribution, JointMarginal
+from tyxe.distributions.joint_normal import JointNormal
+from tyxe.distributions.moments import center, deviation, independent_moments, known_entropy
 from tyxe.distributions.normal import FactorizedNormal
-from tyxe.distributions.normal_kl import factorized_normal_kl, joins, joint_kl, log_density
-from tyxe.distributions.normal_product import NormalProduct, product_of
-from tyxe.distributions.packed import PackedSamples, PackedSigns
+from tyxe.distributions.param_blocks import ParamBlocks
 from tyxe.distributions.pruned import PrunedNormal
-from tyxe.distributions.shifted import Shifted
-from tyxe.distributions.signed_bernoulli import (
-    RelaxedSignedBernoulli,
-    SignedBernoulli,
-    SignedBetaBernoulli,
-    Signs,
-)
-from tyxe.distributions.stored import StoredDistribution, detached
+from tyxe.distributions.signed_bernoulli import SignedBernoulli, SignedBetaBernoulli
 
 __all__ = [
     "FactorizedNormal",
-    "GaussianJoint",
-    "Group",
-    "HierarchicalInducing",
+    "IndependentSites",
     "InducingWeights",
     "JointDistribution",
     "JointMarginal",
     "JointNormal",
-    "JointPart",
-    "LinearGroup",
-    "NormalProduct",
-    "PackedSamples",
-    "PackedSigns",
-    "PlainGroup",
+    "ParamBlocks",
     "PrunedNormal",
-    "RelaxedSignedBernoulli",
-    "Shifted",
     "SignedBernoulli",
     "SignedBetaBernoulli",
-    "Signs",
-    "SiteProduct",
-    "StoredDistribution",
     "center",
-    "detached",
     "deviation",
-    "elementwise",
-    "factorized_normal_kl",
-    "group_from_state",
-    "group_state",
     "independent_moments",
-    "is_discrete",
-    "is_factorized",
-    "is_real",
-    "joined",
-    "joins",
-    "joint_from_outline",
-    "joint_kl",
-    "joint_outline",
     "known_entropy",
-    "log_density",
-    "normal_moments",
-    "product_of",
-    "same_support",
-    "separated",
 ]

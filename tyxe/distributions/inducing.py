@@ -1,9 +1,10 @@
-"""Weights of a layer given few inducing weights: the posterior of [T 4.2]."""
+"""Weights of a layer given few inducing weights [T 4.2]."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyro.distributions as dist
@@ -14,28 +15,50 @@ from torch import Size, Tensor
 from tyxe.distributions.inducing_density import DensityBlock, density_block, mixture_log_density
 from tyxe.distributions.inducing_formulas import Side, conditional_divergence, matheron, precise
 from tyxe.distributions.inducing_u import InducingU, SampleShape
-from tyxe.distributions.joint import JointDistribution, SiteProduct
-from tyxe.distributions.layer_matrix import LayerMatrix
+from tyxe.distributions.joint import IndependentSites, JointDistribution
 from tyxe.distributions.normal_kl import known_numbers
+from tyxe.distributions.param_blocks import LinearBlock
 
-__all__ = ["InducingWeights", "has_prior_of", "isotropic_scale"]
+__all__ = ["InducingWeights", "LayerPrior", "has_prior_of", "isotropic_scale"]
+
+
+@dataclass(frozen=True)
+class LayerPrior:
+    """`N(0, s^2)` over a layer's matrix, with one `s` in `scales` for each of the block's sites.
+
+    The block has the flattened weight, and the bias as its last column.
+    """
+
+    block: LinearBlock
+    scales: tuple[float, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.block.outputs, self.block.columns
+
+    def scale_of_columns(self, like: Tensor) -> float | Tensor:
+        """Return `s` by column, or one number if all are equal."""
+        if len(set(self.scales)) == 1:
+            return self.scales[0]
+        weight, bias = self.scales
+        return torch.cat([like.new_full((self.block.fan_in,), weight), like.new_full((1,), bias)])
 
 
 class InducingWeights(JointDistribution):
     r"""A layer's weights given inducing weights `U ~ q(U)`, whose prior is `N(0, s^2)`.
 
     `q(W|U) = N(s Z_r^T Psi_r^-1 U Psi_c^-1 Z_c, lambda^2 Cov[W|U])` [T 4.28, C.2], drawn by the
-    extended Matheron rule [T 4.31]. All factors are formed before it: any number of draws costs
-    no Cholesky. Its KL from the prior is that over `W` and `U` together, `R(lambda) + KL[q(U)
-    || p(U)]`, an upper bound of that over `W`; densities are those of `W`, `U` integrated out.
+    extended Matheron rule [T 4.31]. Its factors are computed beforehand, so that draws need no
+    Cholesky. Its KL from the prior is that over `W` and `U` together, `R(lambda) + KL[q(U) ||
+    p(U)]`, an upper bound of that over `W`; densities are those of `W`, with `U` integrated out.
 
     Args:
         u: the distribution of the whitened `U_w = C_r^-1 U C_c^-T`, `(M_r, M_c)`.
-        rows: see `inducing_side`.
-        columns: likewise.
+        rows: factors of the rows, from `inducing_side`.
+        columns: factors of the columns, from `inducing_side`.
         conditional_scale: `lambda`; None makes `W` a function of `U`, and leaves `R` out.
-        layer: names, shapes and `s` of its sites.
-        weight: of `R` in the KL, 1 but for the function-space form [T 4.40].
+        layer: the layer's sites and their prior scales `s`.
+        weight: of `R` in the KL; less than 1 in the function-space form [T 4.40].
 
     Reference:
         [T] 4.2 and appendix C.
@@ -45,7 +68,7 @@ class InducingWeights(JointDistribution):
         >>> from tyxe.distributions.inducing_u import DiagonalU
         >>> side = inducing_side(torch.ones(1, 2), torch.zeros(1))
         >>> u = DiagonalU(torch.zeros(1, 1), torch.zeros(1, 1))
-        >>> layer = LayerMatrix("net.weight", Size([2, 2]), weight_scale=3.0)
+        >>> layer = LayerPrior(LinearBlock("net.weight", None, Size([2, 2])), (3.0,))
         >>> q = InducingWeights(u, side, side, torch.tensor(1.0), layer)  # this is the prior
         >>> q.variance.round(), q.kl_from_prior()
         (tensor([[9., 9.],
@@ -58,15 +81,15 @@ class InducingWeights(JointDistribution):
         rows: Side,
         columns: Side,
         conditional_scale: Tensor | None,
-        layer: LayerMatrix,
+        layer: LayerPrior,
         weight: float = 1.0,
     ) -> None:
         self.u, self.layer, self.weight = u, layer, weight
-        # One by one: what moves and copies a distribution's tensors looks into no named tuple.
+        # One by one, because `BufferedDistribution` does not look into named tuples.
         self.row_basis, self.row_residual, self.row_tril = rows
         self.column_basis, self.column_residual, self.column_tril = columns
         self.conditional_scale = conditional_scale
-        super().__init__(layer.names, Size(layer.shape))
+        super().__init__(tuple(layer.block.sites), Size(layer.shape))
 
     @property
     def rows(self) -> Side:
@@ -78,23 +101,21 @@ class InducingWeights(JointDistribution):
         """The factors of the columns."""
         return Side(self.column_basis, self.column_residual, self.column_tril)
 
-    def separate(self, value: Tensor) -> dict[str, Tensor]:
-        return self.layer.separate(value)
+    def unflatten(self, value: Tensor) -> dict[str, Tensor]:
+        return self.layer.block.to_values(value.flatten(-2))
 
-    def join(self, values: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([self.layer.as_columns(n, values[n]) for n in self.names], -1)
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        return self.layer.block.to_vector(values).view(self.layer.shape)
 
     def _scale(self) -> float | Tensor:
         return self.layer.scale_of_columns(self.row_basis)
 
     @property
     def mean(self) -> Tensor:
-        """Elementwise mean."""
         return self.row_basis @ self.u.mean @ self.column_basis.mT * self._scale()
 
     @property
     def variance(self) -> Tensor:
-        """Elementwise variance."""
         variance = self.u.variance_through(self.row_basis, self.column_basis)
         if self.conditional_scale is not None:
             explained = torch.outer(
@@ -105,7 +126,6 @@ class InducingWeights(JointDistribution):
         return variance * (scale * scale)
 
     def rsample(self, sample_shape: SampleShape = ()) -> Tensor:
-        """Draw `U`, then `W`, with gradients."""
         return self.sample_given(self.u.rsample(sample_shape))
 
     def sample_given(self, u: Tensor) -> Tensor:
@@ -117,15 +137,13 @@ class InducingWeights(JointDistribution):
         noise = [self.conditional_scale * u.new_empty((*batch, *s)).normal_() for s in shapes]
         left = matheron(self.rows, self.columns, u, (noise[0], noise[1], noise[2]))
         scale = self._scale()
-        if isinstance(scale, float) and not batch:  # the usual case, in one pass
+        if isinstance(scale, float) and not batch:  # the most frequent case, in one pass
             right = self.column_basis.mT
             return torch.addmm(noise[0], left, right, beta=scale, alpha=scale)
         return (noise[0] + left @ self.column_basis.mT) * scale
 
-    # ------------------------------------------------------------------ divergence
-
     def conditional_kl(self) -> Tensor:
-        """Return the weighted `R(lambda)`."""
+        """Return the weighted `R(lambda)`, in nats."""
         if self.conditional_scale is None:
             return self.row_basis.new_zeros(())
         count = math.prod(self.layer.shape)
@@ -135,19 +153,17 @@ class InducingWeights(JointDistribution):
         """Return `R(lambda) + KL[q(U) || p(U)]`, in nats."""
         return self.conditional_kl() + self.u.kl(None, None)
 
-    # ------------------------------------------------------------------ densities
-
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-density of the matrix; costs the cube of `M_r M_c`."""
+        """Return the log-density of the matrix, in time cubic in `M_r M_c`."""
         means, covariance = self.u.components()
         return mixture_log_density([self.density_block(value, means)], covariance).to(value.dtype)
 
     def marginal_log_prob(self, name: str, value: Tensor) -> Tensor:
         means, covariance = self.u.components()
-        matrix, which = self.layer.as_columns(name, value), self.layer.columns_of(name)
-        return mixture_log_density([self.density_block(matrix, means, which)], covariance).to(
-            value.dtype
-        )
+        batch = value.shape[: value.dim() - len(self.site_shapes[name])]
+        matrix = value.reshape(*batch, self.layer.shape[0], -1)
+        part = self.density_block(matrix, means, self.layer.block.columns_of(name))
+        return mixture_log_density([part], covariance).to(value.dtype)
 
     def density_block(
         self, value: Tensor, means: Tensor, which: slice = slice(None)
@@ -155,12 +171,12 @@ class InducingWeights(JointDistribution):
         """Return the layer's part of a density.
 
         Args:
-            value: of some columns, `(..., rows, columns)`.
+            value: values of the columns `which`, `(..., rows, columns)`.
             means: of `U`'s components, `(K, M_r M_c)`.
             which: these columns; all by default.
 
         Raises:
-            ValueError: no conditional scale, and so no density.
+            ValueError: there is no conditional scale, and so no density.
         """
         if self.conditional_scale is None:
             raise ValueError(
@@ -176,18 +192,8 @@ class InducingWeights(JointDistribution):
         return density_block(difference, self.rows, self.columns, which, both)
 
 
-# --------------------------------------------------------------------------- prior
-
-
 def isotropic_scale(prior: Any) -> float | None:
-    """Return the standard deviation of a zero-mean Normal with the same one everywhere, or None.
-
-    Example:
-        >>> isotropic_scale(dist.Normal(0.0, 2.0).expand([3]).to_event(1))
-        2.0
-        >>> isotropic_scale(dist.Normal(1.0, 2.0).expand([3]).to_event(1)) is None
-        True
-    """
+    """Return the standard deviation that a zero-mean Normal has everywhere, or None."""
     normal = prior.base_dist if isinstance(prior, dist.Independent) else prior
     if not isinstance(normal, td.Normal) or normal.loc.requires_grad or normal.scale.requires_grad:
         return None
@@ -199,18 +205,20 @@ def isotropic_scale(prior: Any) -> float | None:
     return first.item() if same else None
 
 
-def has_prior_of(q: InducingWeights, p: SiteProduct) -> bool:
-    """Say whether the sites' priors are those that the inducing weights are of."""
-    expected = q.layer.prior_scales
-    found = {name: isotropic_scale(p.priors.get(name)) for name in expected}
-    return all(
-        scale is not None and math.isclose(scale, expected[name], rel_tol=1e-6)
-        for name, scale in found.items()
-    )
+def has_prior_of(q: InducingWeights, p: IndependentSites) -> bool:
+    """Say whether the sites have the priors that `q` was built for."""
+
+    def has(name: str, expected: float) -> bool:
+        prior: Any = p.distributions.get(name)
+        scale = isotropic_scale(prior)
+        # The prior may have been moved to another dtype, which rounds its scale.
+        return scale is not None and scale == prior.mean.new_tensor(expected).item()
+
+    return all(has(name, scale) for name, scale in zip(q.names, q.layer.scales, strict=True))
 
 
-@td.register_kl(InducingWeights, SiteProduct)
-def _kl_inducing_prior(q: InducingWeights, p: SiteProduct) -> Tensor:
+@td.register_kl(InducingWeights, IndependentSites)
+def _kl_inducing_prior(q: InducingWeights, p: IndependentSites) -> Tensor:
     if not has_prior_of(q, p):
-        raise NotImplementedError  # left to the densities of the weights
+        raise NotImplementedError  # the KL is then estimated from densities of the weights
     return q.kl_from_prior()

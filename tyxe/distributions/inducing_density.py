@@ -15,15 +15,15 @@ __all__ = ["DensityBlock", "density_block", "mixture_log_density"]
 
 
 class DensityBlock(NamedTuple):
-    r"""A layer's part of the density `N(B mu, lambda^2 (I - B B^T) + B S B^T)` of its weights.
+    """A layer's part of the density `N(B mu, lambda^2 (I - B B^T) + B S B^T)` of its weights.
 
     Attributes:
         square: `|v|^2`, `v = (w - B mu) / lambda`, by component.
         projected: `B^T v`.
         gram: `B^T B`.
-        unexplained: `I - B^T B`, formed without the difference.
+        unexplained: `I - B^T B`, computed without the difference.
         scale: `lambda`.
-        log_normalizer: logarithm of `(2 pi)^(d/2)` and of the weights' scales.
+        log_normalizer: logarithm of `(2 pi)^(d/2)` times the weights' scales.
     """
 
     square: Tensor
@@ -35,14 +35,11 @@ class DensityBlock(NamedTuple):
 
 
 def mixture_log_density(blocks: Sequence[DensityBlock], covariance: Tensor) -> Tensor:
-    r"""Return the log-density of the weights of layers whose inducing weights are Gaussian.
+    """Return the log-density of the weights of layers whose inducing weights are Gaussian.
 
-    With `T = S/lambda^2 - I`: `det(I + B T B^T) = det(I + T B^T B)`, and `v^T (I + B T B^T)^-1 v
-    = |v|^2 - (B^T v)^T (I + T B^T B)^-1 T B^T v`. Several components are mixed evenly.
-
-    Args:
-        blocks: of the layers.
-        covariance: `S` of all their inducing weights, in the blocks' order.
+    With `T = S/lambda^2 - I`: `det(I + B T B^T) = det(I + T B^T B)`, and
+    `v^T (I + B T B^T)^-1 v = |v|^2 - (B^T v)^T (I + T B^T B)^-1 T B^T v`. `covariance` is the `S`
+    of all inducing weights, in the order of the blocks. Components have equal weights.
     """
     inverse_scale = torch.cat([(1 / b.scale).expand(len(b.gram)) for b in blocks])
     scaled = inverse_scale[:, None] * covariance.to(inverse_scale) * inverse_scale
@@ -60,21 +57,17 @@ def mixture_log_density(blocks: Sequence[DensityBlock], covariance: Tensor) -> T
 def density_block(
     difference: Tensor, rows: Side, columns: Side, which: slice, scales: tuple[Tensor, Tensor]
 ) -> DensityBlock:
-    """Return the part of a layer, or of some of its columns.
+    """Return the part of a layer, or of its columns `which`, in a density.
 
-    Args:
-        difference: `W / s` less its means, `(..., K, rows, columns)`.
-        rows: factors of the layer's rows.
-        columns: factors of all of its columns.
-        which: the columns that the density is over.
-        scales: `lambda`, and `s` by column.
+    `difference` is `W / s` less its means, `(..., K, rows, columns)`; `columns` has the factors of
+    all columns; `scales` are `lambda`, and `s` by column.
     """
     b_r, h_r, b_c, h_c = map(precise, (*rows[:2], *columns[:2]))
     (scale, prior_scales), own, others = map(precise, scales), b_c[which], b_c.clone()
     others[which] = 0.0
     deviation = difference / scale
     row_gram, identity = b_r.mT @ b_r, torch.eye(len(h_c)).to(h_c)
-    # I - B^T B is that of the rows, and what the rows explain and these columns do not.
+    # I - B^T B = (I - B_r^T B_r) x I + B_r^T B_r x (I - B_o^T B_o), with B_o of these columns.
     unexplained = torch.kron(h_r @ h_r.mT, identity) + torch.kron(
         row_gram, h_c @ h_c.mT + others.mT @ others
     )

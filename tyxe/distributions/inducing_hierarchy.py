@@ -1,4 +1,4 @@
-"""Inducing weights of all layers, given those of one matrix above them [T 4.2.2.3]."""
+"""Layers whose inducing weights have inducing weights themselves, in one matrix [T 4.2.2.3]."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Size, Tensor
 from tyxe.distributions.inducing import InducingWeights, has_prior_of
 from tyxe.distributions.inducing_density import mixture_log_density
 from tyxe.distributions.inducing_u import InducingU, SampleShape
-from tyxe.distributions.joint import JointDistribution, SiteProduct
+from tyxe.distributions.joint import IndependentSites, JointDistribution
 
 __all__ = ["HierarchicalInducing", "StackedU"]
 
 
 def _stack_components(stack: InducingWeights) -> tuple[Tensor, Tensor]:
-    """Means `(K, n)` and covariance of all elements of a stack, row by row."""
+    """Return means `(K, n)` and covariance of all elements of a stack, row by row."""
     means, covariance = stack.u.components()
     basis = torch.kron(stack.row_basis, stack.column_basis)
     total = basis @ covariance @ basis.mT
@@ -28,13 +28,7 @@ def _stack_components(stack: InducingWeights) -> tuple[Tensor, Tensor]:
 
 
 class StackedU(InducingU):
-    """Some rows of a stack of whitened inducing weights: one layer's.
-
-    Args:
-        stack: the distribution of all rows.
-        start: the first row.
-        stop: the row after the last.
-    """
+    """One layer's whitened inducing weights: the rows from `start` to `stop` of a stack."""
 
     def __init__(self, stack: InducingWeights, start: int, stop: int) -> None:
         self.stack, self.start, self.stop = stack, start, stop
@@ -72,14 +66,11 @@ class StackedU(InducingU):
 
 
 class HierarchicalInducing(JointDistribution):
-    r"""The weights of all layers, whose whitened inducing weights are weights of a stack.
+    """The weights of all layers, whose whitened inducing weights are the weights of a stack.
 
-    `U_1, ..., U_L`, one upon the other, have inducing weights of their own, one global matrix
-    `G ~ q(G)`: `KL = sum_l R(lambda_l) + R(lambda_G) + KL[q(G) || p(G)]`.
-
-    Args:
-        layers: each with a `StackedU` of the stack, in its order.
-        stack: the distribution of `U_1, ..., U_L` given `G`; its prior is `N(0, 1)`.
+    The stacked `U_1, ..., U_L` have one global matrix `G ~ q(G)` as their inducing weights, and the
+    prior `N(0, 1)`: `KL = sum_l R(lambda_l) + R(lambda_G) + KL[q(G) || p(G)]`. Each layer has a
+    `StackedU` of the stack, in its order.
 
     Reference:
         [T] 4.2.2.3.
@@ -90,7 +81,7 @@ class HierarchicalInducing(JointDistribution):
         names = tuple(name for layer in layers for name in layer.names)
         super().__init__(names, Size((sum(layer.event_shape.numel() for layer in layers),)))
 
-    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def _cat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.flatten(-2) for part in parts], -1)
 
     def _matrices(self, value: Tensor) -> list[Tensor]:
@@ -100,31 +91,28 @@ class HierarchicalInducing(JointDistribution):
             for part, layer in zip(parts, self.layers, strict=True)
         ]
 
-    def separate(self, value: Tensor) -> dict[str, Tensor]:
+    def unflatten(self, value: Tensor) -> dict[str, Tensor]:
         parts = zip(self.layers, self._matrices(value), strict=True)
-        return {n: v for layer, part in parts for n, v in layer.separate(part).items()}
+        return {n: v for layer, part in parts for n, v in layer.unflatten(part).items()}
 
-    def join(self, values: Mapping[str, Tensor]) -> Tensor:
-        return self._joined([layer.join(values) for layer in self.layers])
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        return self._cat([layer.flatten(values) for layer in self.layers])
 
     @property
     def mean(self) -> Tensor:
-        """Elementwise mean."""
-        return self._joined([layer.mean for layer in self.layers])
+        return self._cat([layer.mean for layer in self.layers])
 
     @property
     def variance(self) -> Tensor:
-        """Elementwise variance."""
-        return self._joined([layer.variance for layer in self.layers])
+        return self._cat([layer.variance for layer in self.layers])
 
     def _rows(self) -> list[int]:
         return [layer.u.event_shape[0] for layer in self.layers]
 
     def rsample(self, sample_shape: SampleShape = ()) -> Tensor:
-        """Draw `G`, the stack, and every layer, with gradients."""
         parts = self.stack.rsample(sample_shape).split(self._rows(), -2)
         drawn = [layer.sample_given(u) for layer, u in zip(self.layers, parts, strict=True)]
-        return self._joined(drawn)
+        return self._cat(drawn)
 
     def kl_from_prior(self) -> Tensor:
         """Return the KL over weights and all inducing weights, in nats."""
@@ -132,7 +120,7 @@ class HierarchicalInducing(JointDistribution):
         return conditional + self.stack.kl_from_prior()
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-density; costs the cube of the number of all inducing weights."""
+        """Return the log-density, in time cubic in the number of all inducing weights."""
         means, covariance = _stack_components(self.stack)
         own = means.split([layer.u.event_shape.numel() for layer in self.layers], -1)
         parts = zip(self.layers, self._matrices(value), own, strict=True)
@@ -144,8 +132,8 @@ class HierarchicalInducing(JointDistribution):
         return layer.marginal_log_prob(name, value)
 
 
-@td.register_kl(HierarchicalInducing, SiteProduct)
-def _kl_hierarchy_prior(q: HierarchicalInducing, p: SiteProduct) -> Tensor:
+@td.register_kl(HierarchicalInducing, IndependentSites)
+def _kl_hierarchy_prior(q: HierarchicalInducing, p: IndependentSites) -> Tensor:
     if not all(has_prior_of(layer, p) for layer in q.layers):
         raise NotImplementedError
     return q.kl_from_prior()

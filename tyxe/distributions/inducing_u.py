@@ -1,4 +1,4 @@
-"""Posteriors of inducing weights: what `q(U)` may be."""
+"""Families of posteriors `q(U)` of inducing weights."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ __all__ = [
 
 SampleShape = Size | list[int] | tuple[int, ...]
 
-# Columns of a covariance's root that are mapped at a time.
+# Columns of a covariance's root that are mapped at a time, to limit memory.
 _CHUNK = 256
 
 
 class InducingU(td.Distribution, ABC):
-    """A distribution over matrices `U` of inducing weights, `(M_r, M_c)`.
-
-    Vectors of its elements run row by row.
-    """
+    """A distribution over matrices `U` of inducing weights, `(M_r, M_c)`, flattened row by row."""
 
     arg_constraints = {}  # noqa: RUF012  (torch's own declaration)
     has_rsample = True
@@ -75,11 +72,7 @@ def _squared(matrix: Tensor | None) -> Tensor | None:
 
 
 class GaussianU(InducingU):
-    """Base of those that are Normal.
-
-    Args:
-        loc: means, `(M_r, M_c)`.
-    """
+    """Base of Normal `q(U)`, with means `loc`, `(M_r, M_c)`."""
 
     def __init__(self, loc: Tensor) -> None:
         self.loc = loc
@@ -94,10 +87,7 @@ class GaussianU(InducingU):
         """Return half the log-determinant of the covariance `S`."""
 
     def kl(self, row_tril: Tensor | None, column_tril: Tensor | None) -> Tensor:
-        r"""Return the KL from `MN(0, C_r C_r^T, C_c C_c^T)`, in nats; None is the identity.
-
-        `1/2 (E |C_r^-1 U C_c^-T|^2 - M_r M_c) + M_c log|C_r| + M_r log|C_c| - 1/2 log|S|`.
-        """
+        """`1/2 (E |C_r^-1 U C_c^-T|^2 - M_r M_c) + M_c log|C_r| + M_r log|C_c| - 1/2 log|S|`."""
         mean = _whiten(self.loc, row_tril, column_tril)
         inverses = [None if tril is None else _inverse(tril) for tril in (row_tril, column_tril)]
         spread = self.variance_through(*inverses).sum()
@@ -109,12 +99,7 @@ class GaussianU(InducingU):
 
 
 class DiagonalU(GaussianU):
-    """Independent Normals (FFG-U).
-
-    Args:
-        loc: means, `(M_r, M_c)`.
-        log_scale: logarithms of the standard deviations, of that shape.
-    """
+    """Independent Normals (FFG-U); means and log-scales are `(M_r, M_c)`."""
 
     def __init__(self, loc: Tensor, log_scale: Tensor) -> None:
         self.log_scale = log_scale
@@ -135,12 +120,7 @@ class DiagonalU(GaussianU):
 
 
 class FullU(GaussianU):
-    """A Normal with a full covariance (FCG-U).
-
-    Args:
-        loc: means, `(M_r, M_c)`.
-        scale_tril: Cholesky factor of the covariance, `(M_r M_c, M_r M_c)`.
-    """
+    """A Normal with a full covariance (FCG-U), whose Cholesky factor is `(M_r M_c, M_r M_c)`."""
 
     def __init__(self, loc: Tensor, scale_tril: Tensor) -> None:
         self.scale_tril = scale_tril
@@ -167,13 +147,7 @@ class FullU(GaussianU):
 
 
 class MatrixU(GaussianU):
-    """A matrix normal, `MN(loc, T_r T_r^T, T_c T_c^T)`.
-
-    Args:
-        loc: means, `(M_r, M_c)`.
-        row_scale_tril: `T_r`, `(M_r, M_r)`.
-        column_scale_tril: `T_c`, `(M_c, M_c)`.
-    """
+    """A matrix normal, `MN(loc, T_r T_r^T, T_c T_c^T)`."""
 
     def __init__(self, loc: Tensor, row_scale_tril: Tensor, column_scale_tril: Tensor) -> None:
         self.row_scale_tril, self.column_scale_tril = row_scale_tril, column_scale_tril
@@ -203,31 +177,20 @@ class MatrixU(GaussianU):
 
 
 class Turn:
-    """Which member of an ensemble comes first, the same in every layer.
-
-    Args:
-        first: its number; drawn when it is first asked for, if None.
-        size: number of members.
-    """
+    """The member of an ensemble that comes first in all layers; drawn at the first use, if None."""
 
     def __init__(self, first: int | None, size: int) -> None:
         self._first, self.size = first, size
 
     @property
     def first(self) -> int:
-        """The number of the first member."""
         if self._first is None:
             self._first = int(torch.randint(self.size, ()))
         return self._first
 
 
 class EnsembleU(InducingU):
-    """Equally likely points; its draws go through them in turn, and its KL is left out.
-
-    Args:
-        members: the points, `(K, M_r, M_c)`.
-        turn: which comes first; at random by default.
-    """
+    """Equally likely points `(K, M_r, M_c)`; draws take them in turn, and the KL is left out."""
 
     def __init__(self, members: Tensor, turn: Turn | None = None) -> None:
         self.members = members
@@ -260,13 +223,7 @@ class EnsembleU(InducingU):
 
 
 class WhitenedU(InducingU):
-    """`C_r^-1 U C_c^-T` for a `U` with the prior `MN(0, C_r C_r^T, C_c C_c^T)`.
-
-    Args:
-        base: the distribution of `U`.
-        row_tril: `C_r`.
-        column_tril: `C_c`.
-    """
+    """`C_r^-1 U C_c^-T` for a `U` with the prior `MN(0, C_r C_r^T, C_c C_c^T)`."""
 
     def __init__(self, base: InducingU, row_tril: Tensor, column_tril: Tensor) -> None:
         self.base, self.row_tril, self.column_tril = base, row_tril, column_tril

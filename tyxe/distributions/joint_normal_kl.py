@@ -1,4 +1,4 @@
-"""KL divergences in which a Normal over several sites takes part, all in closed form."""
+"""Closed-form KL divergences from and to a Normal over several sites."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.distributions as td
 from pyro import distributions as dist
 from torch import Tensor
 
-from tyxe.distributions.groups import joined
-from tyxe.distributions.joint import SiteProduct
+from tyxe.distributions.joint import IndependentSites
 from tyxe.distributions.joint_normal import GaussianJoint, JointNormal, quadratic
-from tyxe.distributions.normal import FactorizedNormal, wide
-from tyxe.linalg import trace_of_solve
+from tyxe.distributions.normal import FactorizedNormal
+from tyxe.linalg.trace import trace_of_solve
+from tyxe.util import at_least_float32
 
 __all__ = ["normal_moments"]
 
@@ -21,37 +21,32 @@ HALF_LOG_2PI_E = 0.5 * (math.log(2 * math.pi) + 1)
 
 
 def normal_moments(q: td.Distribution) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return mean, variance and log-scale of independent Normals over one site, or None.
-
-    Example:
-        >>> normal_moments(dist.Normal(torch.zeros(1), torch.ones(1)).to_event(1))
-        (tensor([0.]), tensor([1.]), tensor([0.]))
-    """
+    """Return mean, variance and log-scale of independent Normals over one site, or None."""
     if isinstance(q, FactorizedNormal):
         return q.loc, q.variance, q.log_scale
     while isinstance(q, td.Independent):
         q = q.base_dist
     if not isinstance(q, td.Normal):
         return None
-    scale = wide(q.scale)
+    scale = at_least_float32(q.scale)
     return q.loc, scale.square(), scale.log()
 
 
-@td.register_kl(SiteProduct, GaussianJoint)
-def _kl_product_joint(q: SiteProduct, p: GaussianJoint) -> Tensor:
+@td.register_kl(IndependentSites, GaussianJoint)
+def _kl_product_joint(q: IndependentSites, p: GaussianJoint) -> Tensor:
     """`sum_t 1/2 [diag(A_t) . v + (mu - m_t)^T A_t (mu - m_t)]`, less entropy and normaliser."""
-    if set(q.priors) != set(p.names):
+    if set(q.distributions) != set(p.names):
         raise NotImplementedError
-    points = {name: one for name, one in q.priors.items() if isinstance(one, dist.Delta)}
-    if len(points) == len(q.priors):
+    points = {name: one for name, one in q.distributions.items() if isinstance(one, dist.Delta)}
+    if len(points) == len(q.distributions):
         log_density = torch.stack([one.log_density.sum() for one in points.values()]).sum()
-        return log_density - p.log_prob(p.join({name: one.v for name, one in points.items()}))
-    moments = {name: normal_moments(one) for name, one in q.priors.items()}
+        return log_density - p.log_prob(p.flatten({name: one.v for name, one in points.items()}))
+    moments = {name: normal_moments(one) for name, one in q.distributions.items()}
     known = {name: found for name, found in moments.items() if found is not None}
     if len(known) < len(moments):
         raise NotImplementedError
-    mean, variance = (p.join({n: found[i] for n, found in known.items()}) for i in (0, 1))
-    entropy = torch.stack([wide(found[2]).sum() for found in known.values()]).sum()
+    mean, variance = (p.flatten({n: found[i] for n, found in known.items()}) for i in (0, 1))
+    entropy = torch.stack([at_least_float32(found[2]).sum() for found in known.values()]).sum()
     entropy = entropy + mean.numel() * HALF_LOG_2PI_E
     energies = [quadratic(a, mean - m) + a.diagonal() @ variance for m, a in p.terms]
     return torch.stack(energies).sum() / 2 - p.log_normalizer - entropy
@@ -59,21 +54,21 @@ def _kl_product_joint(q: SiteProduct, p: GaussianJoint) -> Tensor:
 
 @td.register_kl(JointNormal, GaussianJoint)
 def _kl_joint_joint(q: JointNormal, p: GaussianJoint) -> Tensor:
-    """`sum_t 1/2 [tr(A_t Lambda^-1) + (mu - m_t)^T A_t (mu - m_t)]`, less the same."""
-    if q.groups != p.groups:
+    """`sum_t 1/2 [tr(A_t Lambda^-1) + (mu - m_t)^T A_t (mu - m_t)]`, less entropy, normaliser."""
+    if q.blocks != p.blocks:
         raise NotImplementedError
     energies = [quadratic(a, q.loc - m) + trace_of_solve(a, q.precision) for m, a in p.terms]
     return torch.stack(energies).sum() / 2 - p.log_normalizer - _entropy(q)
 
 
-@td.register_kl(JointNormal, SiteProduct)
-def _kl_joint_product(q: JointNormal, p: SiteProduct) -> Tensor:
-    """From Normals per site it takes the variances of the joint one."""
-    moments = {name: normal_moments(one) for name, one in p.priors.items()}
+@td.register_kl(JointNormal, IndependentSites)
+def _kl_joint_product(q: JointNormal, p: IndependentSites) -> Tensor:
+    """`sum 1/2 (v + (mu - m)^2) / s^2 + log s + 1/2 log 2 pi`, less entropy, `v` the variances."""
+    moments = {name: normal_moments(one) for name, one in p.distributions.items()}
     known = {name: found for name, found in moments.items() if found is not None}
-    if set(p.priors) != set(q.names) or len(known) < len(moments):
+    if set(p.distributions) != set(q.names) or len(known) < len(moments):
         raise NotImplementedError
-    vectors = [joined(q.groups, {n: found[i] for n, found in known.items()}) for i in range(3)]
+    vectors = [q.blocks.flatten({n: found[i] for n, found in known.items()}) for i in range(3)]
     mean, variance, log_scale = (vector.to(q.loc.dtype) for vector in vectors)
     energy = ((q.variance + (q.loc - mean).square()) / variance).sum() / 2 + log_scale.sum()
     return energy + q.loc.numel() * (HALF_LOG_2PI_E - 0.5) - _entropy(q)

@@ -1,17 +1,18 @@
 """Moments of posteriors whose elements are independent, by registration.
 
-A handler that replaces a draw by moments asks here. A distribution that is not registered is
-never treated: its draws are used as they are.
+Handlers that replace a draw by moments call these functions. Draws of a distribution that is not
+registered are used as they are.
 """
 
 from __future__ import annotations
 
 from functools import singledispatch
 
-import torch
 import torch.distributions as td
 from torch import Tensor
 from torch.distributions import constraints
+
+from tyxe.util import at_least_float32
 
 __all__ = [
     "center",
@@ -34,7 +35,7 @@ def independent_moments(distribution: td.Distribution) -> tuple[Tensor, Tensor] 
     moments: exactly for independent Normals, by the central limit theorem for others.
 
     Args:
-        distribution: the posterior of one site, of event shape that of the weight.
+        distribution: the posterior of one site, whose event shape is that of the weight.
 
     Example:
         >>> import torch
@@ -54,16 +55,15 @@ def _(distribution: td.Independent[td.Distribution]) -> tuple[Tensor, Tensor] | 
 @independent_moments.register
 def _(distribution: td.Normal) -> tuple[Tensor, Tensor]:
     # The square of a small scale underflows in half precision.
-    scale = distribution.scale
-    return distribution.loc, scale.to(torch.promote_types(scale.dtype, torch.float32)).square()
+    return distribution.loc, at_least_float32(distribution.scale).square()
 
 
 @singledispatch
 def center(distribution: td.Distribution) -> Tensor | None:
     """Return the centre about which independent elements are symmetric, or None.
 
-    This is what flipout needs: a random flip of the sign of `w - center` leaves the marginal
-    law of every element as it is.
+    Flipout needs it: to flip the sign of `w - center` at random does not change the marginal
+    distribution of an element.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ def _(distribution: td.Uniform) -> Tensor:
 def deviation(distribution: td.Distribution) -> Tensor:
     """Draw `w - center`, for a distribution with a centre.
 
-    Register a type that can draw it in fewer passes than by the difference.
+    Register a type that can draw it more cheaply than as a difference.
 
     Example:
         >>> import torch
@@ -113,7 +113,9 @@ def deviation(distribution: td.Distribution) -> Tensor:
 
 @singledispatch
 def known_entropy(distribution: td.Distribution) -> Tensor | None:
-    """Return a posterior's entropy where its KL has a closed entropy and a sampled rest, or None.
+    """Return the closed-form entropy of a posterior whose cross-entropy is to be sampled, or None.
+
+    Register a posterior without a closed-form KL: only the other term of its KL is then estimated.
 
     Example:
         >>> import torch
@@ -124,12 +126,7 @@ def known_entropy(distribution: td.Distribution) -> Tensor | None:
 
 
 def elementwise(support: constraints.Constraint) -> constraints.Constraint:
-    """Return the constraint that a support puts on each element.
-
-    Example:
-        >>> elementwise(constraints.independent(constraints.positive, 2))
-        GreaterThan(lower_bound=0.0)
-    """
+    """Return the constraint that a support puts on each element."""
     while isinstance(support, _Independent):
         support = support.base_constraint
     return support
@@ -139,25 +136,14 @@ _Independent = type(constraints.independent(constraints.real, 1))
 
 
 def is_discrete(support: constraints.Constraint | None) -> bool:
-    """Say whether a support is one of separate values.
-
-    Example:
-        >>> is_discrete(constraints.boolean), is_discrete(constraints.real)
-        (True, False)
-    """
+    """Say whether a support is discrete; no support is not."""
     return support is not None and bool(support.is_discrete)
 
 
 def same_support(one: constraints.Constraint | None, other: constraints.Constraint | None) -> bool:
     """Say whether a posterior over one support can have a prior over another.
 
-    Continuous ones have to be real both or constrained both, discrete ones have to be equal.
-
-    Example:
-        >>> same_support(constraints.positive, constraints.unit_interval)
-        True
-        >>> same_support(constraints.positive, constraints.boolean)
-        False
+    Continuous supports have to be both real or both constrained, discrete ones have to be equal.
     """
     if one is not None and other is not None and (one.is_discrete or other.is_discrete):
         return bool(elementwise(one) == elementwise(other))
@@ -165,22 +151,11 @@ def same_support(one: constraints.Constraint | None, other: constraints.Constrai
 
 
 def is_real(support: constraints.Constraint | None) -> bool:
-    """Say whether a support is unconstrained, elementwise.
-
-    Example:
-        >>> is_real(constraints.independent(constraints.real, 1)), is_real(constraints.positive)
-        (True, False)
-    """
+    """Say whether a support is unconstrained, elementwise."""
     real = type(constraints.real)  # copies and pickles of a support are other objects
     return isinstance(support, real) or isinstance(getattr(support, "base_constraint", None), real)
 
 
 def is_factorized(distribution: td.Distribution) -> bool:
-    """Say whether any handler can treat draws of this distribution.
-
-    Example:
-        >>> import torch
-        >>> is_factorized(td.MultivariateNormal(torch.zeros(2), torch.eye(2)))
-        False
-    """
+    """Say whether some handler can replace draws of this distribution."""
     return center(distribution) is not None or independent_moments(distribution) is not None

@@ -1,4 +1,4 @@
-"""Independent Normals over a whole tensor, without the passes over it that nobody needs."""
+"""Independent Normals over a whole tensor, computed in few passes over it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from tyxe.distributions.moments import center, deviation, independent_moments
+from tyxe.util import at_least_float32
 
-__all__ = ["FactorizedNormal", "wide"]
+__all__ = ["FactorizedNormal"]
 
 
 class FactorizedNormal(dist.Independent):
     """`prod_i N(w_i; loc_i, exp(log_scale_i)^2)` as one event.
 
-    It is an ordinary `Independent(Normal)` to everybody else. Here scale and variance are formed
-    once, if anybody asks, draws take one pass, and the KL needs no logarithm.
+    Other code can use it as an `Independent(Normal)`. Scale and variance are computed once, when
+    they are first used; a draw takes one pass, and the KL needs no logarithm.
 
     Args:
         loc: means, of any shape.
@@ -32,11 +33,11 @@ class FactorizedNormal(dist.Independent):
     """
 
     has_rsample = True
-    # Properties that would form the scale.
+    # Validation would compute the scale.
     _validate_args = False
 
     def __init__(self, loc: Tensor, log_scale: Tensor) -> None:
-        # Not that of Independent, which wants the scale.
+        # Not the constructor of Independent, which needs the scale.
         td.Distribution.__init__(self, torch.Size(), loc.shape, validate_args=False)
         self.reinterpreted_batch_ndims = loc.dim()
         self.loc, self.log_scale = loc, log_scale
@@ -50,12 +51,10 @@ class FactorizedNormal(dist.Independent):
 
     @property
     def support(self) -> constraints.Constraint:
-        """All real values."""
         return constraints.independent(constraints.real, self.reinterpreted_batch_ndims)
 
     @property
     def mean(self) -> Tensor:
-        """Elementwise mean."""
         return self.loc
 
     @property
@@ -70,28 +69,26 @@ class FactorizedNormal(dist.Independent):
 
     @property
     def variance(self) -> Tensor:
-        """Elementwise variance."""
         if self._variance is not None:
             return self._variance
         # The square of a small scale underflows in half precision.
-        log_scale = wide(self.log_scale)
+        log_scale = at_least_float32(self.log_scale)
         variance = (log_scale + log_scale).exp_()
         if self._has_all_gradients(variance):
             self._variance = variance
         return variance
 
     def _has_all_gradients(self, formed: Tensor) -> bool:
-        # What is formed under no_grad must not be kept for those who want gradients.
+        # A tensor computed under no_grad must not be cached where gradients are needed.
         return formed.requires_grad or not self.log_scale.requires_grad
 
     def scale_or_variance(self) -> tuple[Tensor, bool]:
-        """Return what has been formed already, and whether it is the variance."""
+        """Return the one of scale and variance that is known, and whether it is the variance."""
         if self._scale is None and self._variance is not None:
             return self._variance, True
         return self.scale, False
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        """Draw with gradients."""
         loc = self.loc
         noise = torch.randn(
             torch.Size(sample_shape) + loc.shape, dtype=loc.dtype, device=loc.device
@@ -99,7 +96,6 @@ class FactorizedNormal(dist.Independent):
         return torch.addcmul(loc, self.scale, noise)
 
     def sample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        """Draw without gradients."""
         with torch.no_grad():
             return self.rsample(sample_shape)
 
@@ -109,13 +105,7 @@ class FactorizedNormal(dist.Independent):
         return normal.to_event(self.reinterpreted_batch_ndims)
 
     def expand(self, batch_shape: torch.Size, _instance: object = None) -> dist.Independent:
-        """Return independent copies."""
         return dist.Independent(self.base_dist, self.reinterpreted_batch_ndims).expand(batch_shape)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @independent_moments.register

@@ -1,4 +1,4 @@
-"""KL divergences of factorised Normals, without passes that nobody needs."""
+"""KL divergences of factorised Normals, in few passes over the tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.distributions as td
 from pyro import distributions as dist
 from torch import Tensor
 
-from tyxe.distributions.functorch import in_function_transform
-from tyxe.distributions.normal import FactorizedNormal, wide
+from tyxe.distributions.normal import FactorizedNormal
+from tyxe.util import at_least_float32, in_function_transform
 
-__all__ = ["factorized_normal_kl", "joins", "joint_kl", "log_density"]
+__all__ = ["factorized_normal_kl", "fusable", "fused_kl", "log_density"]
 
 
 def _scalar(tensor: Tensor) -> Tensor | None:
-    """The one number that a tensor repeats without storing it again, or None."""
+    """Return the one number that an expanded tensor repeats, or None."""
     if tensor.dim() == 0:
         return tensor
     if any(stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -32,12 +32,12 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return torch.dot(flat, flat)
 
 
-# Scales beyond, whose squares leave float32, are left to the general formula.
+# Squares of smaller scales (and of scales above the inverse) are outside of float32's range.
 _SMALLEST = 1e-18
 
 
 class ToOneNormal(NamedTuple):
-    """Mean and scale of a Normal that repeats one of each."""
+    """Mean and scale of a Normal that has the same for all elements."""
 
     loc: float
     scale: float
@@ -47,15 +47,13 @@ class ToOneNormal(NamedTuple):
         return loc - self.loc if self.loc else loc
 
 
-class _JointKL(torch.autograd.Function):
+class _FusedKL(torch.autograd.Function):
     """The KL of many tensors, each to a Normal with one mean and one scale, as a single node.
 
-    Each tensor is read once on the way forward, and a gradient that is the same for all elements
-    is never written out. It may be differentiated twice: what it saves keeps its graph.
-
-    Args:
-        terms: for each tensor the other Normal, and whether its variances are there.
-        tensors: all means, then all log-scales, then all scales or variances.
+    `terms` has for each tensor the other Normal, and whether its variances are given; `tensors` are
+    all means, then all log-scales, then all scales or variances. The forward pass reads each tensor
+    once, and the backward pass does not store a gradient that is the same for all elements. It may
+    be differentiated twice, because the saved tensors keep their graph.
     """
 
     @staticmethod
@@ -64,7 +62,7 @@ class _JointKL(torch.autograd.Function):
         locs, log_scales, spreads = (tensors[i * count : (i + 1) * count] for i in range(3))
         ctx.terms = terms
         ctx.save_for_backward(*tensors)
-        # By the priors' scales: mostly one for all, and each operation on a number counts.
+        # Summed by the priors' scales, of which there are few: each operation on a number costs.
         squares: dict[float, Any] = {}
         rest: Any = 0.0
         constant = 0.0
@@ -101,7 +99,7 @@ class _JointKL(torch.autograd.Function):
 
 
 class _Known(NamedTuple):
-    """What is known of a Normal, with the tensors that it was read from."""
+    """The numbers of a Normal, with the tensors that they were read from and their versions."""
 
     loc: Tensor
     scale: Tensor
@@ -113,16 +111,15 @@ class _Known(NamedTuple):
         return same and self.versions == (loc._version, scale._version)
 
 
-# Reading a number off an accelerator in every step would stop it. A change in place is noticed by
-# the tensors' versions, which is to say not where it went through `.data`.
+# Reading a number in every step would wait for the accelerator. Changes in place are noticed by the
+# tensors' versions, except for those made through `.data`.
 _KNOWN: weakref.WeakKeyDictionary[td.Normal, _Known] = weakref.WeakKeyDictionary()
 
 
 def known_numbers(normal: td.Normal) -> ToOneNormal | None:
-    """Mean and scale of a Normal that repeats one of each, or None."""
+    """Return mean and scale of a Normal that has the same for all elements, or None."""
     loc, scale = normal.loc, normal.scale
-    # Tensors of other classes, or without storage, may have no numbers; nobody counts the changes
-    # of those made in inference mode.
+    # Tensor subclasses and meta tensors may have no numbers, and inference tensors no versions.
     if any(type(t) is not Tensor or t.is_meta or t.is_inference() for t in (loc, scale)):
         return None
     known = _KNOWN.get(normal)
@@ -140,16 +137,11 @@ def _read(loc: Tensor, scale: Tensor) -> ToOneNormal | None:
     return found if _SMALLEST <= found.scale <= 1 / _SMALLEST else None
 
 
-def joins(q: td.Distribution, p: Any) -> ToOneNormal | None:
-    """Return the second of a pair as `joint_kl` takes it, or None where the pair is none for it.
+def fusable(q: td.Distribution, p: Any) -> ToOneNormal | None:
+    """Return the mean and scale of `p` for `fused_kl`, or None where that does not apply.
 
-    The first has to be a `FactorizedNormal`, the second independent Normals of one fixed mean and
-    scale, in one dtype of full precision, with none of torch.func's transforms at work.
-
-    Example:
-        >>> q = FactorizedNormal(torch.zeros(2), torch.zeros(2))
-        >>> joins(q, dist.Normal(0.0, 2.0).expand([2]).to_event(1))
-        ToOneNormal(loc=0.0, scale=2.0)
+    `q` has to be a `FactorizedNormal`, and `p` independent Normals of one constant mean and scale,
+    in one dtype of full precision and outside of torch.func's transforms.
     """
     if not isinstance(q, FactorizedNormal) or q.log_scale.dtype != q.loc.dtype:
         return None
@@ -157,7 +149,7 @@ def joins(q: td.Distribution, p: Any) -> ToOneNormal | None:
 
 
 def _one_normal(p: Any, like: Tensor) -> ToOneNormal | None:
-    """The mean and scale that a distribution repeats over a tensor's shape, or None."""
+    """Return the mean and scale that a distribution repeats over a tensor's shape, or None."""
     if not _is_one_event(p, like.shape) or in_function_transform():
         return None
     normal = p.base_dist
@@ -174,17 +166,7 @@ def _is_one_event(p: Any, shape: torch.Size) -> bool:
 
 
 def log_density(p: td.Distribution, value: Tensor) -> Tensor:
-    """Return `log p(value)`, in one pass where `p` repeats one Normal over the value's shape.
-
-    Args:
-        p: any distribution.
-        value: a point.
-
-    Example:
-        >>> p = dist.Normal(0.0, 1.0).expand([2]).to_event(1)
-        >>> log_density(p, torch.ones(2)), p.log_prob(torch.ones(2))
-        (tensor(-2.8379), tensor(-2.8379))
-    """
+    """Return `log p(value)`, in one pass if `p` repeats one Normal over the value's shape."""
     one = _one_normal(p, value)
     if one is None:
         return p.log_prob(value)
@@ -192,49 +174,34 @@ def log_density(p: td.Distribution, value: Tensor) -> Tensor:
     return _sum_of_squares(one.centered(value)) * (-0.5 / one.scale**2) - constant
 
 
-def joint_kl(pairs: Sequence[tuple[FactorizedNormal, ToOneNormal]]) -> Tensor:
-    """Return the sum of the KLs of pairs, in nats.
-
-    Args:
-        pairs: each with what `joins` returned for it.
-
-    Example:
-        >>> q = FactorizedNormal(torch.ones(2), torch.zeros(2))
-        >>> p = joins(q, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        >>> joint_kl([(q, p), (q, p)])
-        tensor(2.)
-    """
+def fused_kl(pairs: Sequence[tuple[FactorizedNormal, ToOneNormal]]) -> Tensor:
+    """Return the sum of the KLs of pairs, in nats, from what `fusable` returned for each."""
     spreads, have_variances = zip(*(q.scale_or_variance() for q, _ in pairs), strict=True)
     terms = [(p, has) for (_, p), has in zip(pairs, have_variances, strict=True)]
     locs, log_scales = [q.loc for q, _ in pairs], [q.log_scale for q, _ in pairs]
-    kl: Tensor = _JointKL.apply(terms, *locs, *log_scales, *spreads)
+    kl: Tensor = _FusedKL.apply(terms, *locs, *log_scales, *spreads)
     return kl
 
 
 def factorized_normal_kl(q: FactorizedNormal, loc: Tensor, scale: Tensor) -> Tensor:
-    r"""Return the KL from a factorised Normal to another, summed over elements, in nats.
+    """Return the KL from a factorised Normal to another, summed over elements, in nats.
 
-    `sum 1/2 [(sigma^2 + (mu - m)^2)/s^2 - 1] + log s - log sigma` [VL 11].
-
-    Args:
-        q: the first.
-        loc: means `m` of the second, of `q`'s shape.
-        scale: standard deviations `s` of the second.
-
-    Example:
-        >>> q = FactorizedNormal(torch.ones(2), torch.zeros(2))
-        >>> factorized_normal_kl(q, torch.zeros(2), torch.ones(2))
-        tensor(1.)
+    `sum 1/2 [(sigma^2 + (mu - m)^2)/s^2 - 1] + log s - log sigma` [VL 11], `m` and `s` of `q`'s
+    shape.
     """
-    quadratic = (((wide(q.loc) - loc).square() + q.variance) / wide(scale).square()).sum()
-    return (quadratic - q.loc.numel()) / 2 + (wide(scale).log() - wide(q.log_scale)).sum()
+    quadratic = (
+        ((at_least_float32(q.loc) - loc).square() + q.variance) / at_least_float32(scale).square()
+    ).sum()
+    return (quadratic - q.loc.numel()) / 2 + (
+        at_least_float32(scale).log() - at_least_float32(q.log_scale)
+    ).sum()
 
 
 @td.register_kl(FactorizedNormal, dist.Independent)
 def _kl_factorized_independent(q: FactorizedNormal, p: dist.Independent) -> Tensor:
-    one = joins(q, p)
+    one = fusable(q, p)
     if one is not None:
-        return joint_kl([(q, one)])
+        return fused_kl([(q, one)])
     if _is_one_event(p, q.event_shape):
         return factorized_normal_kl(q, p.base_dist.loc, p.base_dist.scale)
     plain = dist.Independent(q.base_dist, q.reinterpreted_batch_ndims, validate_args=False)

@@ -1,4 +1,4 @@
-"""Samples of weights of two values, at a bit for each."""
+"""Samples of weights of two values, stored with one bit per weight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ _BYTE = 8
 
 @dataclass(frozen=True)
 class PackedSigns:
-    """Samples of one tensor whose elements are `-scale` or `scale`.
+    """`S` samples of one tensor of `P` elements, each of which is `-scale` or `scale`.
 
-    Attributes:
-        bits: `(S, ceil(P / 8))` bytes, the first element in the lowest bit.
-        shape: of one sample, `P` elements.
-        scale: the positive value.
-        dtype: of the values.
+    `bits` has the shape `(S, ceil(P / 8))`, with the first element of a byte in its lowest bit.
 
     Example:
         >>> values = torch.tensor([[1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]])
@@ -68,7 +64,7 @@ class PackedSigns:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the samples take."""
+        """The number of bytes that the samples take."""
         return self.bits.numel()
 
 
@@ -78,10 +74,7 @@ def _places(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Samples of all sites of a net: iterate over them for values by site.
-
-    Attributes:
-        sites: the samples by the site's name in the joint model, as many for each.
+    """Samples of all sites of a net, by their names in the joint model; iterate for values by site.
 
     Example:
         >>> import tyxe
@@ -108,5 +101,5 @@ class PackedSamples:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the samples take."""
+        """The number of bytes that the samples take."""
         return sum(packed.num_bytes for packed in self.sites.values())

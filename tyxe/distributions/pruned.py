@@ -1,27 +1,28 @@
-"""Independent Normals some of which are fixed at zero."""
+"""Independent Normals with some elements fixed at zero."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
-from torch.distributions import constraints
 
+from tyxe.distributions.joint import OneEvent
 from tyxe.distributions.moments import center, independent_moments
-from tyxe.distributions.normal import FactorizedNormal, wide
+from tyxe.distributions.normal import FactorizedNormal
+from tyxe.util import at_least_float32
 
 __all__ = ["PrunedNormal"]
 
 
-class PrunedNormal(dist.TorchDistribution):
-    """A factorised Normal whose masked elements are zero, and count in no density or KL.
+class PrunedNormal(OneEvent):
+    """A factorised Normal whose pruned elements are zero, and left out of densities and KLs.
 
     Args:
         base: the Normal before pruning.
-        kept: boolean, of its shape.
+        kept: boolean, of its shape: the elements that are not pruned.
 
     Example:
         >>> base = FactorizedNormal(torch.ones(2), torch.zeros(2))
@@ -29,42 +30,27 @@ class PrunedNormal(dist.TorchDistribution):
         tensor([1., 0.])
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-    support = constraints.real
-    has_rsample = True
-
     def __init__(self, base: FactorizedNormal, kept: Tensor) -> None:
         self.base, self.kept = base, kept
         super().__init__(torch.Size(), base.event_shape, validate_args=False)
 
-    def expand(self, batch_shape: torch.Size, _instance: object = None) -> PrunedNormal:
-        """Return the distribution itself; it has no batch dimensions to expand."""
-        if tuple(batch_shape):
-            raise NotImplementedError("a pruned Normal is one event")
-        return self
-
     @property
     def mean(self) -> Tensor:
-        """Elementwise mean."""
         return self.base.loc * self.kept
 
     @property
     def variance(self) -> Tensor:
-        """Elementwise variance."""
         return self.base.variance * self.kept
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        """Draw with gradients."""
         draw: Tensor = self.base.rsample(sample_shape)
         return draw * self.kept
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log-density of what is kept."""
         logs = self.base.base_dist.log_prob(value) * self.kept
         return logs.flatten(-self.kept.dim()).sum(-1) if self.kept.dim() else logs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrunedNormal:
-        """Copy the parameters."""
         base = FactorizedNormal(self.base.loc.clone(), self.base.log_scale.clone())
         return PrunedNormal(base, self.kept.clone())
 
@@ -85,7 +71,7 @@ def _kl_pruned_independent(q: PrunedNormal, p: dist.Independent) -> Tensor:
     normal = p.base_dist
     if not isinstance(normal, td.Normal) or p.batch_shape or p.event_shape != q.event_shape:
         raise NotImplementedError
-    loc, scale = normal.loc, wide(normal.scale)
-    quadratic = ((wide(q.base.loc) - loc).square() + q.base.variance) / scale.square()
-    each = (quadratic - 1) / 2 + scale.log() - wide(q.base.log_scale)
+    loc, scale = normal.loc, at_least_float32(normal.scale)
+    quadratic = ((at_least_float32(q.base.loc) - loc).square() + q.base.variance) / scale.square()
+    each = (quadratic - 1) / 2 + scale.log() - at_least_float32(q.base.log_scale)
     return (each * q.kept).sum()

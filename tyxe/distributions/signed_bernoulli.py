@@ -1,4 +1,4 @@
-"""Weights of two values: their distribution, its relaxation, and a prior on its probabilities."""
+"""Weights of two values: their distribution, its relaxation, and a prior of its probabilities."""
 
 from __future__ import annotations
 
@@ -14,24 +14,16 @@ from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all, clamp_probs
 from torch.nn.functional import logsigmoid
 
+from tyxe.distributions.buffered import unexpanded
 from tyxe.distributions.moments import independent_moments
-from tyxe.distributions.normal import wide
-from tyxe.distributions.stored import unexpanded
 from tyxe.distributions.two_values import two_value_kl, two_value_moments
+from tyxe.util import at_least_float32
 
 __all__ = ["RelaxedSignedBernoulli", "SignedBernoulli", "SignedBetaBernoulli", "Signs"]
 
 
 class Signs(constraints.Constraint):
-    """The two values `-scale` and `scale`.
-
-    Args:
-        scale: the positive one.
-
-    Example:
-        >>> Signs(0.5).check(torch.tensor([-0.5, 0.5, 1.0, 0.0]))
-        tensor([ True,  True, False, False])
-    """
+    """The support of the two values `-scale` and `scale`."""
 
     is_discrete = True
     event_dim = 0
@@ -40,7 +32,6 @@ class Signs(constraints.Constraint):
         self.scale = scale
 
     def check(self, value: Tensor) -> Tensor:
-        """Say which elements are one of the two values."""
         return value.abs() == self.scale
 
     def __eq__(self, other: object) -> bool:
@@ -60,14 +51,15 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 class SignedBernoulli(dist.TorchDistribution):
     r"""A weight of two values: `P(w = s) = sigmoid(phi)`, else `w = -s`.
 
-    Mean `s tanh(phi / 2)`, variance `4 s^2 sigmoid(phi) sigmoid(-phi)`, which does not round to 0
-    at `phi = 40`, as `4 pi (1 - pi)` does. A draw has no gradient; sums of many such
-    weights are Gaussian by the central limit theorem, and `local_reparameterization` samples those.
+    The mean is `s tanh(phi / 2)`, the variance `4 s^2 sigmoid(phi) sigmoid(-phi)` (in float32 at
+    least), which does not round to 0 at `phi = 40`, as `4 pi (1 - pi)` does. A draw has no
+    gradient; sums of many such weights are Gaussian by the central limit theorem, and
+    `local_reparameterization` samples those.
 
     Args:
         logits: `phi`, of any shape.
         scale: `s`; 1 by default, `1 / sqrt(fan_in)` for outputs of unit scale.
-        validate_args: as for any distribution.
+        validate_args: whether to check logits and values, as in `torch.distributions`.
 
     Raises:
         ValueError: a scale that is not positive.
@@ -95,8 +87,7 @@ class SignedBernoulli(dist.TorchDistribution):
         super().__init__(self.logits.shape, validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: object = None) -> SignedBernoulli:
-        """Return independent copies."""
-        # A copy keeps whatever a subclass adds.
+        # A copy, because it keeps the attributes that a subclass adds.
         new = copy.copy(self)
         new.logits = self.logits.expand(batch_shape)
         td.Distribution.__init__(new, torch.Size(batch_shape), validate_args=False)
@@ -104,7 +95,6 @@ class SignedBernoulli(dist.TorchDistribution):
 
     @constraints.dependent_property(is_discrete=True, event_dim=0)
     def support(self) -> constraints.Constraint:
-        """The two values."""
         return Signs(self.scale)
 
     @property
@@ -114,63 +104,50 @@ class SignedBernoulli(dist.TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """`s tanh(phi / 2)`."""
         return _scaled(torch.tanh(self.logits / 2), self.scale)
 
     @property
     def mode(self) -> Tensor:
-        """The likelier value, which is also the median; the positive one of two equals."""
+        """The more probable value, which is also the median; the positive one if they are equal."""
         positive = torch.full_like(self.logits, self.scale)
         return torch.where(self.logits < 0, -positive, positive)
 
     @property
     def variance(self) -> Tensor:
-        """`4 s^2 sigmoid(phi) sigmoid(-phi)`, in float32 at least."""
-        phi = wide(self.logits)
+        phi = at_least_float32(self.logits)
         return torch.sigmoid(phi) * torch.sigmoid(-phi) * (4 * self.scale**2)
 
     def sample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        """Draw one of the two values, without gradients."""
         with torch.no_grad():
             probs = self.probs.expand(self._extended_shape(torch.Size(sample_shape)))
             positive = torch.rand_like(probs) < probs
             return positive.to(probs.dtype).mul_(2 * self.scale).sub_(self.scale)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return `log sigmoid(phi)` or `log sigmoid(-phi)`; minus infinity off the support."""
+        """Return `log sigmoid(phi)` or `log sigmoid(-phi)`; minus infinity outside the support."""
         if self._validate_args:
             self._validate_sample(value)
         inside = logsigmoid(value.sign() * self.logits)
         return torch.where(Signs(self.scale).check(value), inside, -math.inf)
 
     def entropy(self) -> Tensor:
-        """Return the entropy, in nats."""
         phi = self.logits
         negative = torch.sigmoid(phi) * logsigmoid(phi) + torch.sigmoid(-phi) * logsigmoid(-phi)
         return -negative
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """Return both values, along a new first dimension."""
         ones = [1] * len(self.batch_shape)
         values = self.logits.new_tensor([-self.scale, self.scale]).reshape(2, *ones)
         return values.expand(2, *self.batch_shape) if expand else values
 
 
 class RelaxedSignedBernoulli(SignedBernoulli):
-    r"""A `SignedBernoulli` whose differentiable draws lie between the two values.
+    """A `SignedBernoulli` whose differentiable draws lie between the two values.
 
-    `w = s tanh((phi + L) / (2 T))` with `L` logistic; the draw's sign is an exact draw, and as the
-    temperature `T` goes to 0 so is the draw. Moments, log-probabilities and KL remain those of
-    the two values, so an ELBO with these draws is biased, the less the colder they are.
-
-    Args:
-        logits: as in `SignedBernoulli`.
-        temperature: `T`.
-        scale: as in `SignedBernoulli`.
-        validate_args: as in `SignedBernoulli`.
-
-    Raises:
-        ValueError: a temperature or scale that is not positive.
+    `w = s tanh((phi + L) / (2 T))` with `L` logistic. The sign of a draw is an exact draw, and so
+    is the draw itself as the temperature `T` goes to 0. Moments, log-probabilities and KL remain
+    those of the two values, so an ELBO with these draws is biased, the less the lower the
+    temperature.
 
     Reference:
         Maddison, Mnih, Teh, The concrete distribution, 2017, eq. 14.
@@ -198,7 +175,6 @@ class RelaxedSignedBernoulli(SignedBernoulli):
         super().__init__(logits, scale, validate_args)
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        """Draw a value between the two, with gradients."""
         shape = self._extended_shape(torch.Size(sample_shape))
         uniform = clamp_probs(torch.rand(shape, dtype=self.logits.dtype, device=self.logits.device))
         noisy = self.logits + uniform.log() - (-uniform).log1p()
@@ -209,14 +185,13 @@ class SignedBetaBernoulli(SignedBernoulli):
     r"""Two values whose probability `pi` has the prior `Beta(1 + delta, 1 + delta)`.
 
     As a distribution of `w` alone both values are equally likely. As a prior of a
-    `SignedBernoulli` posterior it weighs that posterior's *probabilities*: what is registered in
-    the KL's place is `-delta log pi (1 - pi)`, minus the log-density of `pi` up to a constant. The
-    objective is then maximum a posteriori in `pi`, and not a bound on the evidence.
+    `SignedBernoulli` posterior it regularises that posterior's *probabilities*: instead of a KL,
+    `-delta log pi (1 - pi)` is registered, minus the log-density of `pi` up to a constant. The
+    objective is then maximum a posteriori in `pi`, and not a bound on the evidence. The other
+    arguments are those of `SignedBernoulli`.
 
     Args:
-        delta: 0 for no regulariser at all; larger values keep probabilities away from 0 and 1.
-        scale: as in `SignedBernoulli`.
-        validate_args: as in `SignedBernoulli`.
+        delta: 0 for no regulariser; larger values keep probabilities away from 0 and 1.
 
     Raises:
         ValueError: a delta that is negative, or a scale that is not positive.
@@ -233,7 +208,7 @@ class SignedBetaBernoulli(SignedBernoulli):
     def __init__(self, delta: float, scale: float = 1.0, validate_args: bool | None = None) -> None:
         if not 0 <= delta < math.inf:
             raise ValueError(f"delta is {delta}; expected 0 or more")
-        # A tensor, so that it is saved and loaded with what holds the distribution.
+        # A tensor, so that a module that holds the distribution saves and loads it.
         self.delta = torch.tensor(float(delta), dtype=torch.float64)
         super().__init__(0.0, scale, validate_args)
 
@@ -241,7 +216,7 @@ class SignedBetaBernoulli(SignedBernoulli):
 @independent_moments.register
 def _(distribution: SignedBernoulli) -> tuple[Tensor, Tensor]:
     # By the central limit theorem [T 4.3, alg. 1].
-    mean, variance = two_value_moments(wide(distribution.logits), distribution.scale)
+    mean, variance = two_value_moments(at_least_float32(distribution.logits), distribution.scale)
     return mean.to(distribution.logits.dtype), variance
 
 

@@ -1,8 +1,9 @@
 """Moments and KL of weights of two values in few passes, each as one node of the graph.
 
-With the probability of the less likely value, `e = sigmoid(-|phi|)`, nothing cancels: `e` is
-`(1 - |mean|) / 2`, the variance `4 e (1 - e)`, and minus the logarithm of the likelier value's
-probability is `-log1p(-e)`. Autograd would differentiate `|phi|` at 0 as 0; the nodes know better.
+They are computed from the probability of the less likely value, `e = sigmoid(-|phi|)`, so that
+nothing cancels: `e` is `(1 - |mean|) / 2`, the variance `4 e (1 - e)`, and minus the logarithm of
+the likelier value's probability `-log1p(-e)`. Autograd would take 0 for the derivative of `|phi|`
+at 0; the nodes' own gradients are correct there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tyxe.distributions.functorch import in_function_transform
+from tyxe.util import in_function_transform
 
 __all__ = ["two_value_kl", "two_value_moments"]
 
@@ -43,11 +44,11 @@ class _Moments(torch.autograd.Function):
 
 
 class _KL(torch.autograd.Function):
-    """The KL for fixed logits of the second; may be differentiated twice in those of the first.
+    """The KL for constant logits of the second; may be differentiated twice in those of the first.
 
     With `t = |phi|` and `u = sign(phi) phi0` it is `log sigmoid(t) - log sigmoid(u) - e (t - u)`,
-    and `log sigmoid(u) = min(u, 0) + log sigmoid(|phi0|)`, whose last term is one number where all
-    logits of the second are.
+    and `log sigmoid(u) = min(u, 0) + log sigmoid(|phi0|)`, whose last term is a single number if
+    `phi0` is.
     """
 
     @staticmethod
@@ -73,16 +74,7 @@ def _as_one_node(*tensors: Tensor) -> bool:
 
 
 def two_value_moments(phi: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    r"""Return mean and variance of weights of `-s` and `s`.
-
-    Args:
-        phi: logits of `s`, in float32 at least.
-        scale: `s`.
-
-    Example:
-        >>> two_value_moments(torch.zeros(2), 0.5)
-        (tensor([0., 0.]), tensor([0.2500, 0.2500]))
-    """
+    """Return mean and variance of weights `-s` and `s` with logits `phi`, in float32 at least."""
     if _as_one_node(phi):
         moments: tuple[Tensor, Tensor] = _Moments.apply(phi, scale)
         return moments
@@ -91,26 +83,18 @@ def two_value_moments(phi: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def two_value_kl(phi: Tensor, phi0: Tensor) -> Tensor:
-    r"""Return the KL of weights with logits `phi` from weights with logits `phi0`, in nats.
+    """Return the KL of weights with logits `phi` from weights with logits `phi0`, in nats.
 
     `sigmoid(phi) (sp(-phi0) - sp(-phi)) + sigmoid(-phi) (sp(phi0) - sp(phi))`, with `sp` the
-    softplus [T listing B.2].
-
-    Args:
-        phi: of any shape.
-        phi0: of a shape that broadcasts with it.
-
-    Example:
-        >>> two_value_kl(torch.tensor([0.0, 100.0]), torch.zeros(1))
-        tensor([0.0000, 0.6931])
+    softplus [T listing B.2]; `phi0` broadcasts to the shape of `phi`.
     """
     fits = torch.broadcast_shapes(phi.shape, phi0.shape) == phi.shape and phi.dtype == phi0.dtype
     if fits and not phi0.requires_grad and _as_one_node(phi, phi0):
         kl: Tensor = _KL.apply(phi, phi0)
         return kl
-    # With sp(x) = x + sp(-x) this is sp(-phi0) - sp(-phi) - sigmoid(-phi) (phi - phi0), with half
-    # of the passes, where nothing cancels if phi > 0: so both signs are turned where it is not.
+    # With sp(x) = x + sp(-x) this is sp(-phi0) - sp(-phi) - sigmoid(-phi) (phi - phi0), which takes
+    # half of the passes. Nothing cancels if phi > 0, so that both signs are turned if phi < 0.
     sign = torch.copysign(torch.ones_like(phi), phi.detach())
     turned, turned0 = sign * phi, sign * phi0
-    # PyTorch's softplus is the identity above 20, logsigmoid(x) = -sp(-x) is not.
+    # PyTorch's softplus is the identity above 20; logsigmoid(x) = -sp(-x) is exact.
     return logsigmoid(turned) - logsigmoid(turned0) - torch.sigmoid(-turned) * (turned - turned0)

@@ -1,6 +1,6 @@
 """Posteriors over the sites of a net."""
 
-from tyxe.guides.base import Guide, Site
+from tyxe.guides.base import Guide
 from tyxe.guides.bernoulli import AutoBernoulli
 from tyxe.guides.inducing import AutoInducing, InducingOptions
 from tyxe.guides.init import (
@@ -19,7 +19,7 @@ from tyxe.guides.init import (
 from tyxe.guides.normal import AutoNormal, MeanField
 from tyxe.guides.prune import parameter_count, prune_, prune_inducing_
 from tyxe.guides.pyro_guide import PyroGuide
-from tyxe.guides.radial import AutoRadial, Radial
+from tyxe.guides.radial import AutoRadial
 
 __all__ = [
     "AutoBernoulli",
@@ -31,8 +31,6 @@ __all__ = [
     "MeanField",
     "PretrainedInitializer",
     "PyroGuide",
-    "Radial",
-    "Site",
     "init_to_constant",
     "init_to_median",
     "init_to_normal",

@@ -1,4 +1,4 @@
-"""What a guide is: distributions over sites, from which a Pyro program follows."""
+"""The base class of guides: distributions over sites, and the Pyro program that samples them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch.distributions as td
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from tyxe.distributions import JointDistribution, JointMarginal, detached, is_real
+from tyxe.distributions import JointDistribution, JointMarginal
+from tyxe.distributions.buffered import detached
+from tyxe.distributions.moments import is_real
 from tyxe.util import resolve_site_name
 
 __all__ = ["Guide", "Site", "detached_together", "site_named", "sites_of"]
@@ -25,11 +27,8 @@ __all__ = ["Guide", "Site", "detached_together", "site_named", "sites_of"]
 class Site:
     """One latent variable of the program that a guide is built from.
 
-    Attributes:
-        name: its name in the joint model, such as `net.0.weight`.
-        own_name: its name in the net, such as `0.weight`.
-        shape: of its values.
-        support: the constraint its values satisfy.
+    `name` is its name in the joint model, such as `net.0.weight`, and `own_name` its name in the
+    net, such as `0.weight`.
     """
 
     name: str
@@ -46,10 +45,10 @@ class Site:
 def sites_of(
     module: Callable[..., Any], takes_discrete: bool = False
 ) -> tuple[list[Site], dict[str, dict[str, Any]]]:
-    """Run a program once and list its latent variables, with their Pyro messages by name.
+    """Run a program once and return its latent variables, with their Pyro messages by name.
 
     Raises:
-        ValueError: it has none, or a discrete one that is not taken.
+        ValueError: it has none, or has a discrete one and `takes_discrete` is False.
     """
     prefix = getattr(module, "prefix", "")
     with torch.no_grad():
@@ -74,11 +73,7 @@ def sites_of(
 
 
 def site_named(sites: Iterable[Site], name: str) -> Site:
-    """Return the site of a name, in either spelling.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the site of a name, with or without the joint model's prefix; raise if none has it."""
     known = {site.own_name: site for site in sites}
     joint = {site.name: site for site in known.values()}
     return joint[name] if name in joint else known[resolve_site_name(name, known)]
@@ -87,8 +82,8 @@ def site_named(sites: Iterable[Site], name: str) -> Site:
 class Guide(nn.Module, ABC):
     """Base of guides that hold distributions over sites.
 
-    A subclass sets its parameters up in the constructor and implements `site_distribution`, and
-    `joints` where its posterior couples sites; the rest, down to the Pyro program, follows.
+    A subclass sets up its parameters in the constructor and implements `site_distribution`, and
+    `joints` where its posterior couples sites. The Pyro program and all else follow from these.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
@@ -106,16 +101,16 @@ class Guide(nn.Module, ABC):
 
     @abstractmethod
     def site_distribution(self, site: Site) -> td.Distribution:
-        """Return the posterior of a site that no joint one holds, over values of its shape."""
+        """Return the posterior of a site outside of `joints`, over values of the site's shape."""
 
     def joints(self) -> Iterable[JointDistribution]:
-        """Return the posteriors that hold several sites at once; none unless implemented."""
+        """Return the posteriors that couple several sites; none by default."""
         return ()
 
     def posterior(self) -> dict[str, td.Distribution]:
         """Return the posterior of every site by its name in the joint model, with gradients.
 
-        That of a site in a joint posterior is its marginal, which knows the joint one.
+        A site of one of the `joints` has a `JointMarginal` of it.
         """
         joint = {name: q for q in self.joints() for name in q.names}
         return {
@@ -131,7 +126,7 @@ class Guide(nn.Module, ABC):
 
     @staticmethod
     def sample_from(posterior: Mapping[str, td.Distribution]) -> dict[str, Tensor]:
-        """Sample every site from a posterior formed before: for several draws from one."""
+        """Sample every site from what `posterior` returned, so that several draws can share it."""
         parts: dict[str, Tensor] = {}
         values = {}
         for name, q in posterior.items():
@@ -147,7 +142,7 @@ class Guide(nn.Module, ABC):
         """Return the median of every site, by its name in the joint model."""
         posterior = self.posterior()
         medians = {
-            # Of two values the likelier one is the median.
+            # The median of two values is the more probable one.
             site.name: posterior[site.name].mode
             if site.support.is_discrete
             else _median(posterior[site.name])
@@ -161,15 +156,15 @@ class Guide(nn.Module, ABC):
     def get_detached_distributions(
         self, site_names: Iterable[str] | None = None
     ) -> dict[str, td.Distribution]:
-        """Return posteriors that share no storage or gradient with the guide: priors to be.
+        """Return posteriors that share no storage or gradient with the guide, for use as priors.
 
         Args:
-            site_names: which sites, in either spelling; all by default.
+            site_names: sites by their name in the net or in the joint model; all by default.
 
         Returns:
-            Distributions by the names asked for (the net's own by default), for `DictPrior`. Those
-            of coupled sites are marginals that know one copy of their joint posterior, which is
-            what a `DictPrior` of all of them means.
+            Distributions by the names given (the net's own by default), for `DictPrior`. Coupled
+            sites have marginals of one copy of their joint posterior; a `DictPrior` has to have all
+            of them.
 
         Raises:
             ValueError: a name that is no site.
@@ -190,37 +185,29 @@ class Guide(nn.Module, ABC):
 
     @property
     def kind(self) -> str:
-        """What has to be the same for a state dict to mean the same; saved with it."""
+        """The class and the options that tell how to read a state dict, in which they are saved."""
         return type(self).__name__
 
     def get_extra_state(self) -> str:
-        """Return the guide's kind."""
         return self.kind
 
     def set_extra_state(self, state: str) -> None:
-        """Compare the kinds.
+        """Check that the state has this guide's `kind`.
 
         Raises:
-            RuntimeError: the state is that of a guide which reads its parameters differently.
+            RuntimeError: the state is of a guide that reads its parameters differently.
         """
         if state != self.kind:
             other = state if isinstance(state, str) else "that of another kind of BNN"
             raise RuntimeError(f"the guide is {self.kind} here and {other} in the state dict")
 
     def __getstate__(self) -> dict[str, Any]:
-        # The messages hold the prior's objects and serve the constructor only.
+        # The messages hold the prior's objects, and only the constructor uses them.
         return {**self.__dict__, "messages": {}}
 
 
 def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.Distribution]:
-    """Detach distributions by site, each joint one once for all its marginals.
-
-    Args:
-        posterior: by site.
-
-    Returns:
-        Copies, by the same names.
-    """
+    """Return detached copies of distributions; marginals of one joint distribution share a copy."""
     joints: dict[int, JointDistribution] = {}
     found: dict[str, td.Distribution] = {}
     for name, q in posterior.items():
@@ -236,7 +223,7 @@ def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.
 
 
 def _sample_joint(q: JointDistribution) -> dict[str, Tensor]:
-    return q.separate(pyro.sample(q.name, q, infer={"is_auxiliary": True}))
+    return q.unflatten(pyro.sample(q.name, q, infer={"is_auxiliary": True}))
 
 
 def _median(q: td.Distribution) -> Tensor:

@@ -10,20 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from tyxe.distributions import (
-    PackedSamples,
-    PackedSigns,
-    RelaxedSignedBernoulli,
-    SignedBernoulli,
-    Signs,
-    elementwise,
-)
+from tyxe.distributions import SignedBernoulli
+from tyxe.distributions.moments import elementwise
+from tyxe.distributions.packed import PackedSamples, PackedSigns
+from tyxe.distributions.signed_bernoulli import RelaxedSignedBernoulli, Signs
 from tyxe.guides.base import Guide, Site
 from tyxe.util import SiteTensors
 
 __all__ = ["AutoBernoulli"]
 
-# A mean of 1 would be an infinite logit, and one close to it has next to no gradient.
+# A mean of 1 has an infinite logit, and close to 1 the gradient vanishes.
 LARGEST_MEAN = 0.99
 
 
@@ -31,21 +27,21 @@ class AutoBernoulli(Guide):
     r"""Independent weights of two values, one logit each.
 
     `q(w) = prod_i SignedBernoulli(w_i; phi_i, s)`. The two values are those of each site's prior:
-    `tyxe.priors.BinaryPrior(...)`, or any prior with `SignedBernoulli` distributions; it also
-    chooses the regulariser (the KL, or the Beta-Bernoulli one), and hides what is to stay
+    `tyxe.priors.BinaryPrior(...)`, or any prior with `SignedBernoulli` distributions; the prior
+    also chooses the regulariser (the KL, or the Beta-Bernoulli one) and which parameters stay
     deterministic. A draw has no gradient: train under `tyxe.poutine.local_reparameterization()`,
     where sums of weights are Gaussian by the central limit theorem. Predictions outside of it use
-    draws of the two values, and `num_predictions=0` the likelier ones.
+    draws of the two values; with `num_predictions=0`, the more probable of the two.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
-        init: where means start: `"pretrained"`, at the values that the net came with, or an
+        init: weights `w` to start from: `"pretrained"`, the values that the net came with, or an
             initialiser such as `PretrainedInitializer.from_net(net)`.
-        init_gain: None makes means the weights `w` that `init` gives, by
-            `phi = 2 atanh(clip(w / s))`; a number `c` makes `phi = c w / s` of them.
-        relaxed: temperature of concrete draws, which have a gradient, for weights that no linear
-            map consumes, or for training without the handler; see `RelaxedSignedBernoulli`.
-            They are drawn where gradients are recorded, and predictions are of two values still.
+        init_gain: None starts the means at `w`, by `phi = 2 atanh(clip(w / s))`; a number `c`
+            starts the logits at `phi = c w / s`.
+        relaxed: temperature of concrete draws, which have a gradient, for weights that are not
+            used in linear maps, or for training without the handler. Draws are relaxed only while
+            gradients are recorded.
 
     Raises:
         ValueError: a site whose prior has other values; an unknown `init`, or one of another
@@ -92,12 +88,10 @@ class AutoBernoulli(Guide):
 
     @property
     def kind(self) -> str:
-        """The class and the positive values, without which logits cannot be read."""
         values = sorted({f"{scale:.6g}" for scale in self.scales.values()})
         return f"{type(self).__name__}({', '.join(values)})"
 
     def site_distribution(self, site: Site) -> SignedBernoulli:
-        """Return the posterior of a site: with relaxed draws where those are asked for."""
         logits, scale = self.logits[site.own_name], self.scales[site.own_name]
         if self.relaxed is not None and torch.is_grad_enabled():
             q: Any = RelaxedSignedBernoulli(logits, self.relaxed, scale, validate_args=False)
@@ -106,21 +100,18 @@ class AutoBernoulli(Guide):
         return q.to_event(logits.dim())
 
     def get_logits(self, site_name: str) -> Tensor:
-        """Return the logits of a site, in either spelling of its name."""
+        """Return the logits of a site, by its name in the net or in the joint model."""
         return self.logits[self._own(site_name).own_name]
 
     @torch.no_grad()
     def pack(self, num_samples: int) -> PackedSamples:
-        """Draw samples, and keep them at a bit for each weight.
-
-        Args:
-            num_samples: how many.
+        """Draw samples and store them with one bit per weight.
 
         Returns:
-            The samples, to iterate over for values by site: `bnn.run_net(values, x)`.
+            The samples; iterating over them yields values by site, for `bnn.run_net(values, x)`.
 
         Raises:
-            ValueError: fewer than one.
+            ValueError: `num_samples` is less than one.
         """
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
@@ -167,7 +158,7 @@ def _start(init: str | Callable[[Any], Tensor], site: Site, message: Any) -> Ten
 
 
 def _logits(ratio: Tensor, gain: float | None) -> Tensor:
-    """Logits of given means, in units of the scale; or, with a gain, multiples of them."""
+    """Return the logits of means divided by the scale, or with a gain, multiples of them."""
     if gain is not None:
         return gain * ratio
     return 2 * torch.atanh(ratio.clamp(-LARGEST_MEAN, LARGEST_MEAN))

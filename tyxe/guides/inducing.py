@@ -12,11 +12,13 @@ import torch
 import torch.distributions as td
 from torch import Tensor
 
-from tyxe.distributions import HierarchicalInducing, InducingWeights, JointDistribution
+from tyxe.distributions.inducing import InducingWeights, LayerPrior
 from tyxe.distributions.inducing_formulas import Side, inducing_side
-from tyxe.distributions.inducing_hierarchy import StackedU
+from tyxe.distributions.inducing_hierarchy import HierarchicalInducing, StackedU
 from tyxe.distributions.inducing_u import InducingU, WhitenedU
-from tyxe.distributions.layer_matrix import LayerMatrix
+from tyxe.distributions.joint import JointDistribution
+from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.errors import check_known
 from tyxe.guides.base import Guide, Site
 from tyxe.guides.inducing_sizes import InducingLayer, Size, inducing_layers
 from tyxe.guides.inducing_u import Q_INDUCING, FamilyOptions
@@ -26,27 +28,30 @@ from tyxe.util import SiteTensors, resolve_site_name
 
 __all__ = ["AutoInducing", "InducingOptions"]
 
-# The stack of all layers' inducing weights, where there is one, among the layers by name.
+# The name, among those of layers, of the matrix that stacks all layers' inducing weights.
 GLOBAL = "inducing_weights"
 
 
 @dataclass(frozen=True)
 class InducingOptions:
-    """The finer points of `AutoInducing`, which takes each as a keyword too.
+    """Options of `AutoInducing`, which also takes each of them as a keyword.
 
     Attributes:
-        ensemble_size: members of `q_inducing="ensemble"`.
+        ensemble_size: members of `q_inducing="ensemble"`; with 1, a point estimate of `U`.
         whitened: `q` is over `U_w = C_r^-1 U C_c^-T`, whose prior is `N(0, 1)`.
-        init_lambda: where the scale of the conditional posterior starts.
+        init_lambda: start of the scale of the conditional posterior.
         max_lambda: its cap; 0 makes weights a function of `U` (and leaves `R(lambda)` out).
-        init_scale_u: where standard deviations of `U` start.
-        max_scale_u: their cap. A point is `q_inducing="ensemble"` with `ensemble_size=1`.
-        init_residual: where `D` starts.
+        init_scale_u: start of the standard deviations of `U`.
+        max_scale_u: their cap.
+        init_residual: start of `D`, in the prior covariance `Z Z^T + D^2` of `U`.
         ensemble_spread: standard deviation of the noise between members at the start.
-        everywhere: every layer gets inducing weights of exactly the sizes given.
+        everywhere: give inducing weights of exactly these sizes to every layer.
         hierarchical: `(rows, columns)` of one global matrix above the stacked `U` of all layers.
         dataset_size: weigh `R(lambda)` by `min(1, N / columns)`, the function-space form.
         mean_field: builds the guide of the sites without inducing weights.
+
+    Raises:
+        ValueError: a number out of range, or `hierarchical` inducing weights that are not whitened.
     """
 
     ensemble_size: int = 5
@@ -63,11 +68,6 @@ class InducingOptions:
     mean_field: Callable[[Callable[..., Any]], Any] = AutoNormal
 
     def __post_init__(self) -> None:
-        """Check what stands for itself.
-
-        Raises:
-            ValueError: a number out of range.
-        """
         for name in ("ensemble_size", "dataset_size"):
             value = getattr(self, name)
             if value is not None and not value >= 1:
@@ -83,36 +83,37 @@ class InducingOptions:
 
     @property
     def family(self) -> FamilyOptions:
-        """What the families of `q(U)` read."""
+        """The options of the families of `q(U)`."""
         return FamilyOptions(
             self.init_scale_u, self.max_scale_u, self.ensemble_size, self.ensemble_spread
         )
 
 
 class AutoInducing(Guide):
-    r"""Few inducing weights `U` for each layer, and weights `W` given them by the prior's algebra.
+    r"""A posterior over few inducing weights `U` per layer, from which the prior gives `W`.
 
     `q(W) = int q(W|U) q(U) dU`, `q(W|U) = N(E[W|U], lambda^2 Cov[W|U])`, `KL = R(lambda) +
     KL[q(U) || p(U)]`. A layer with `d_r x d_c` weights (a bias is one more column) has `M_r (d_r +
-    1) + M_c (d_c + 1) + 1` parameters and those of `q(U)`. A number or fraction is at most the
-    layer's own size, and a layer stays mean field where it would need as many parameters as that
-    does, `2 d_r d_c`, or more; so do all sites that are no matrices.
+    1) + M_c (d_c + 1) + 1` parameters and those of `q(U)`. Sizes are capped at the layer's own. A
+    layer stays mean field where inducing weights would need no fewer parameters than its mean
+    field, `2 d_r d_c`; so do all sites that are no matrices.
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
-        inducing_rows: `M_r`: a number, a fraction of the layer's rows (a float), or either by the
-            weight's name; there, None leaves a layer mean field, and a number is used whatever it
-            costs.
-        inducing_cols: `M_c`, likewise.
+        inducing_rows: `M_r`: a number, a fraction of the layer's rows (a float), or a mapping from
+            weights' names to either. In a mapping None leaves a layer mean field, and a number is
+            used even where it needs more parameters.
+        inducing_cols: `M_c`, in the same forms.
         q_inducing: `"diagonal"` (FFG-U), `"full"` (FCG-U), `"matrix"` (a matrix normal) or
             `"ensemble"`: points, of which a training step uses one and predictions all in turn.
-        options: the rest; or by keyword:
-        keywords: fields of `InducingOptions`: `ensemble_size`, `whitened`, `max_lambda`, ...
+        options: all else.
+        keywords: fields of `InducingOptions`, instead of `options`.
 
     Raises:
         TypeError: sizes that are no numbers; an unknown keyword.
-        ValueError: as in `Guide`; sizes out of range or missing; an unknown `q_inducing`; a prior
-            that is not a zero-mean Normal with one standard deviation for each site.
+        ValueError: the program has no sites; sizes out of range or missing; an unknown
+            `q_inducing`; a prior that is not a zero-mean Normal with one standard deviation for
+            each site.
 
     Reference:
         [T] 4.2; Ritter, Kukla, Zhang, Li, Sparse uncertainty representation in deep learning with
@@ -141,9 +142,7 @@ class AutoInducing(Guide):
         if options is not None and keywords:
             raise TypeError(f"{', '.join(keywords)} given besides options; put all into one")
         self.options = InducingOptions(**keywords) if options is None else options
-        if q_inducing not in Q_INDUCING:
-            expected = ", ".join(map(repr, Q_INDUCING))
-            raise ValueError(f"q_inducing is {q_inducing!r}; expected one of {expected}")
+        check_known("q_inducing", q_inducing, Q_INDUCING)
         self.q_inducing = q_inducing
         family, size = Q_INDUCING[q_inducing], self.options.ensemble_size
         self.layers = inducing_layers(
@@ -157,11 +156,11 @@ class AutoInducing(Guide):
         self._init_maps([*self.layers, *self._stack])
         tops = self._stack or self.layers
         self.u = family({layer.name: self._start(layer) for layer in tops}, self.options.family)
-        held = {name for layer in self.layers for name in layer.matrix.names}
+        held = {name for layer in self.layers for name in layer.prior.block.sites}
         rest = _Subset(module, held)
         has_rest = any(site.name not in held for site in self.sites)
         self.rest = _check_rest(self.options.mean_field(rest)) if has_rest else None
-        # A builder may be a function without a name, which cannot be pickled.
+        # A builder may be a lambda, which cannot be pickled.
         self.options = replace(self.options, mean_field=AutoNormal)
         self.messages = {}
 
@@ -171,7 +170,7 @@ class AutoInducing(Guide):
         maps: list[dict[str, Tensor]] = [{}, {}]
         for layer in layers:
             for side, m, d in zip(
-                maps, (layer.rows, layer.columns), layer.matrix.shape, strict=True
+                maps, (layer.rows, layer.columns), layer.prior.shape, strict=True
             ):
                 side[layer.name] = torch.randn(m, d).to(layer.like) / math.sqrt(m)
         log_d = math.log(options.init_residual)
@@ -184,11 +183,11 @@ class AutoInducing(Guide):
             unconstrained = uncapped(start, options.max_lambda, ("init_lambda", "max_lambda"))
             lambdas = {layer.name: unconstrained.to(layer.like) for layer in layers}
         self.conditional_scales = SiteTensors(lambdas)
-        # Masks of what `prune_inducing_` has left of the maps.
+        # Masks of the entries that `prune_inducing_` has kept.
         self.kept_rows, self.kept_columns = SiteTensors({}, None), SiteTensors({}, None)
 
     def _start(self, layer: InducingLayer) -> Tensor:
-        """The mean of `q(U)`: whitened, a draw of its prior."""
+        """Return the start of the mean of `q(U)`: a draw from the prior."""
         start = torch.randn(layer.rows, layer.columns).to(layer.like)
         if self.options.whitened:
             return start
@@ -198,7 +197,6 @@ class AutoInducing(Guide):
 
     @property
     def kind(self) -> str:
-        """All without which parameters cannot be read."""
         o = self.options
         return (
             f"{type(self).__name__}({self.q_inducing}, whitened={o.whitened}, "
@@ -206,12 +204,12 @@ class AutoInducing(Guide):
         )
 
     def map(self, name: str, side: int) -> Tensor:
-        """Return `Z` of a layer's rows (0) or columns (1), less what is pruned."""
+        """Return `Z` of a layer's rows (0) or columns (1), with pruned entries zero."""
         maps, kept = ((self.row_maps, self.kept_rows), (self.column_maps, self.kept_columns))[side]
         return maps[name] * kept[name] if name in kept else maps[name]
 
     def side(self, name: str, side: int) -> Side:
-        """Return the factors of a layer's rows (0) or columns (1)."""
+        """Return the factors of `Z Z^T + D^2` for a layer's rows (0) or columns (1)."""
         return inducing_side(
             self.map(name, side), (self.row_scales, self.column_scales)[side][name]
         )
@@ -220,7 +218,7 @@ class AutoInducing(Guide):
         """Return the scale of a layer's conditional posterior, by its weight's name.
 
         Raises:
-            ValueError: the site is no weight with inducing weights.
+            ValueError: the site has no inducing weights, or is a bias.
         """
         found = self._lambda(resolve_site_name(site_name, self.row_maps))
         return torch.zeros(()) if found is None else found
@@ -234,9 +232,9 @@ class AutoInducing(Guide):
         self, layer: InducingLayer, u: InducingU, rows: Side, columns: Side
     ) -> InducingWeights:
         size = None if layer.name == GLOBAL else self.options.dataset_size
-        weight = 1.0 if size is None else min(1.0, size / layer.matrix.shape[1])
+        weight = 1.0 if size is None else min(1.0, size / layer.prior.shape[1])
         scale = self._lambda(layer.name)
-        return InducingWeights(u, rows, columns, scale, layer.matrix, weight)
+        return InducingWeights(u, rows, columns, scale, layer.prior, weight)
 
     def joints(self) -> Iterable[JointDistribution]:
         us = self.u.distributions()
@@ -273,7 +271,7 @@ class AutoInducing(Guide):
 def _stack_of(
     layers: list[InducingLayer], hierarchical: tuple[int, int] | None
 ) -> list[InducingLayer]:
-    """The layer whose weights are the inducing weights of all others, if there is to be one."""
+    """Return the layer, if any, whose weights are the inducing weights of all others."""
     if hierarchical is None:
         return []
     columns = {layer.columns for layer in layers}
@@ -288,8 +286,8 @@ def _stack_of(
         raise ValueError(
             f"hierarchical is {hierarchical}; expected from 1 to the stack's size {tuple(shape)}"
         )
-    matrix = LayerMatrix(GLOBAL, shape, 1.0)
-    return [InducingLayer(GLOBAL, matrix, *hierarchical, layers[0].like)]
+    prior = LayerPrior(LinearBlock(GLOBAL, None, shape), (1.0,))
+    return [InducingLayer(GLOBAL, prior, *hierarchical, layers[0].like)]
 
 
 class _Subset:

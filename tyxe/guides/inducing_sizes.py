@@ -1,4 +1,4 @@
-"""Which layers get inducing weights, and how many."""
+"""The layers that get inducing weights, and the number of these."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from typing import Any
 
 from torch import Tensor
 
-from tyxe.distributions.inducing import isotropic_scale
-from tyxe.distributions.layer_matrix import LayerMatrix
+from tyxe.distributions.inducing import LayerPrior, isotropic_scale
+from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.guides.base import Site
 from tyxe.util import resolve_site_name
 
 __all__ = ["InducingLayer", "Size", "find_layers", "inducing_layers"]
 
 Size = int | float | Mapping[str, int | float | None]
-Sites = Mapping[str, Site]
 Messages = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class InducingLayer:
-    """A layer with inducing weights.
+    """A layer with `rows x columns` inducing weights, by its weight's own name.
 
-    Attributes:
-        name: the weight's own name.
-        matrix: its sites.
-        rows: `M_r`.
-        columns: `M_c`.
-        like: a tensor of the dtype and device that its parameters start with.
+    `like` has the dtype and device that its parameters start with.
     """
 
     name: str
-    matrix: LayerMatrix
+    prior: LayerPrior
     rows: int
     columns: int
     like: Tensor
@@ -42,11 +36,7 @@ class InducingLayer:
 def find_layers(sites: Iterable[Site], messages: Messages) -> dict[str, tuple[Site, Site | None]]:
     """Return the net's weights of two dimensions or more, each with its bias if that is a site.
 
-    The rows of a transposed convolution's matrix are its inputs, so its bias stands apart.
-
-    Args:
-        sites: of the guide.
-        messages: their Pyro messages.
+    The rows of a transposed convolution's matrix are its inputs, so its bias is not part of it.
     """
     own = {site.own_name: site for site in sites}
     found = {}
@@ -68,19 +58,9 @@ def inducing_layers(
     everywhere: bool,
     count_u: Callable[[int, int], int],
 ) -> list[InducingLayer]:
-    """Return the layers that get inducing weights.
+    """Return the layers that get inducing weights; sizes and errors are those of `AutoInducing`.
 
-    Args:
-        sites: of the guide.
-        messages: their Pyro messages.
-        sizes: numbers of rows and of columns of `U`, as `AutoInducing` takes them.
-        everywhere: every layer, with the sizes as they are.
-        count_u: number of parameters of `q(U)`.
-
-    Raises:
-        TypeError: a size that is no number.
-        ValueError: a size out of range, or none for a layer; a prior that is not a zero-mean Normal
-            with one standard deviation; no layer that gains.
+    `count_u` gives the number of parameters of `q(U)` from its rows and columns.
     """
     found = find_layers(sites, messages)
     known = [
@@ -97,8 +77,8 @@ def inducing_layers(
         cost = rows * (shape[0] + 1) + columns * (shape[1] + 1) + 1 + count_u(rows, columns)
         if given or cost < 2 * shape[0] * shape[1]:
             like = messages[weight.name]["value"].new_empty(0)
-            matrix = _matrix(weight, bias, messages)
-            layers.append(InducingLayer(name, matrix, rows, columns, like))
+            prior = _layer_prior(weight, bias, messages)
+            layers.append(InducingLayer(name, prior, rows, columns, like))
     if not layers:
         raise ValueError(
             f"with inducing_rows={sizes[0]} and inducing_cols={sizes[1]} no layer has fewer "
@@ -109,7 +89,7 @@ def inducing_layers(
 
 
 class _ByLayer:
-    """A size as it was given: the same for all layers, or by layer."""
+    """A size as the user gave it, for all layers or by layer."""
 
     def __init__(self, size: Size, argument: str, layers: list[str], everywhere: bool) -> None:
         self.argument, self.everywhere = argument, everywhere
@@ -126,7 +106,7 @@ class _ByLayer:
             self.sizes = given
 
     def of(self, name: str, full: int) -> int | None:
-        """Return the size of a layer that has `full` rows (or columns)."""
+        """Return the size for a layer that has `full` rows (or columns); None for mean field."""
         size = self.sizes[name]
         if size is None and self.is_mapping:
             return None
@@ -148,12 +128,11 @@ class _ByLayer:
         return full
 
 
-def _matrix(weight: Site, bias: Site | None, messages: Messages) -> LayerMatrix:
+def _layer_prior(weight: Site, bias: Site | None, messages: Messages) -> LayerPrior:
     sites = [weight] if bias is None else [weight, bias]
-    scales = [_prior_scale(site, messages[site.name]["fn"]) for site in sites]
-    if bias is None:
-        return LayerMatrix(weight.name, weight.shape, scales[0])
-    return LayerMatrix(weight.name, weight.shape, scales[0], bias.name, scales[1])
+    scales = tuple(_prior_scale(site, messages[site.name]["fn"]) for site in sites)
+    block = LinearBlock(weight.name, None if bias is None else bias.name, weight.shape)
+    return LayerPrior(block, scales)
 
 
 def _prior_scale(site: Site, prior: Any) -> float:

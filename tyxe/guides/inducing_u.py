@@ -1,4 +1,4 @@
-"""The parameters of `q(U)`, for all layers of a guide: a small class per family."""
+"""The parameters of `q(U)` for all layers of a guide, with one class per family."""
 
 from __future__ import annotations
 
@@ -26,14 +26,7 @@ __all__ = ["Q_INDUCING", "FamilyOptions", "InducingFamily"]
 
 @dataclass(frozen=True)
 class FamilyOptions:
-    """How `q(U)` starts.
-
-    Attributes:
-        init_scale_u: standard deviations.
-        max_scale_u: their cap.
-        ensemble_size: number of members.
-        ensemble_spread: standard deviation of the noise that tells members apart.
-    """
+    """The start of `q(U)`, by the fields of `InducingOptions`."""
 
     init_scale_u: float
     max_scale_u: float | None
@@ -52,12 +45,7 @@ class FamilyOptions:
 
 
 class InducingFamily(nn.Module, ABC):
-    """Base of the families of `q(U)`.
-
-    Args:
-        starts: means to start at, `(M_r, M_c)` by layer.
-        options: the rest.
-    """
+    """Base of the families of `q(U)`; the means start at `starts`, `(M_r, M_c)` by layer."""
 
     def __init__(self, starts: Mapping[str, Tensor], options: FamilyOptions) -> None:
         super().__init__()
@@ -70,7 +58,7 @@ class InducingFamily(nn.Module, ABC):
     @staticmethod
     @abstractmethod
     def count(rows: int, columns: int, ensemble_size: int) -> int:
-        """Return the number of parameters of one layer."""
+        """Return the number of parameters of one layer's `q(U)`."""
 
 
 class DiagonalFamily(InducingFamily):
@@ -91,7 +79,7 @@ class DiagonalFamily(InducingFamily):
 
 
 def _unit_rows(packed: Tensor, size: int) -> Tensor:
-    """The Cholesky factor of a correlation matrix, of the entries below its diagonal."""
+    """Return the Cholesky factor of a correlation matrix from the entries below its diagonal."""
     rows, columns = torch.tril_indices(size, size, -1, device=packed.device)
     identity = torch.eye(size, dtype=packed.dtype, device=packed.device)
     factor = identity.index_put((rows, columns), packed)
@@ -127,7 +115,7 @@ class FullFamily(InducingFamily):
 
 
 class MatrixFamily(InducingFamily):
-    """A matrix normal: one covariance of rows and one of columns; the cap is on the product."""
+    """A matrix normal with a covariance of rows and one of columns; the cap is on their product."""
 
     def __init__(self, starts: Mapping[str, Tensor], options: FamilyOptions) -> None:
         super().__init__(starts, options)
@@ -155,7 +143,7 @@ class MatrixFamily(InducingFamily):
 
 
 class EnsembleFamily(InducingFamily):
-    """Points, each of which is a net: in training one after the other, once it has its gradient."""
+    """Points; a training step uses one, and the next one has its turn after a backward pass."""
 
     def __init__(self, starts: Mapping[str, Tensor], options: FamilyOptions) -> None:
         super().__init__(starts, options)
@@ -165,7 +153,7 @@ class EnsembleFamily(InducingFamily):
             members[name] = start + options.ensemble_spread * noise
         self.locs = SiteTensors(members)
         self._next = self._taken = 0
-        self._watched: tuple[Tensor, ...] = ()  # a tuple: bare, it would be a parameter twice
+        self._watched: tuple[Tensor, ...] = ()  # in a tuple, so as not to be registered again
 
     def distributions(self) -> dict[str, InducingU]:
         turn = self._turn()
@@ -184,7 +172,7 @@ class EnsembleFamily(InducingFamily):
         return Turn(self._next, self.options.ensemble_size)
 
     def _watch(self, parameter: Tensor) -> None:
-        # Here and not in the constructor: copies, and a state dict that is assigned, bring others.
+        # Not in the constructor, because copies and assigned state dicts bring other parameters.
         if not (self._watched and self._watched[0] is parameter):
             parameter.register_post_accumulate_grad_hook(self._go_on)
             self._watched = (parameter,)
@@ -193,11 +181,10 @@ class EnsembleFamily(InducingFamily):
         self._next = (self._taken + 1) % self.options.ensemble_size
 
     def get_extra_state(self) -> int:
-        """Return whose turn it is: a resumed fit goes on as if it had not stopped."""
+        """Return the next member, so that a resumed fit continues with it."""
         return self._next
 
     def set_extra_state(self, state: int) -> None:
-        """Take it back."""
         self._next = state
 
     def __getstate__(self) -> dict[str, Any]:

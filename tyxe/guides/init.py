@@ -1,4 +1,4 @@
-"""Where a guide's means and scales start.
+"""Starts of a guide's means and scales.
 
 An initialiser is a function of a site's Pyro message: `site["name"]`, `site["fn"]` (its prior)
 and, for sites of a net, `site["infer"]["fans"]` and `site["infer"]["own_value"]` (the value that
@@ -16,7 +16,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
-from tyxe.util import std_from_fans
+from tyxe.util import site_spellings, std_from_fans
 
 __all__ = [
     "PretrainedInitializer",
@@ -37,7 +37,7 @@ Message = Mapping[str, Any]
 
 
 def _outline(site: Message) -> Tensor:
-    """A tensor of the site's shape and dtype: Pyro's autoguides ask before there is a value."""
+    """Return a tensor of the site's shape and dtype; Pyro's autoguides have no value yet."""
     value = site.get("value")
     drawn: Tensor = site["fn"].sample() if value is None else value
     return drawn.detach()
@@ -70,11 +70,7 @@ def init_to_sample(site: Message | None = None) -> Any:
 
 
 def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
-    """Start at the prior's median: its closed form where there is one, else of samples.
-
-    Args:
-        site: the site's message.
-        num_samples: how many samples the median is taken of, without closed form.
+    """Start at the prior's median, or at that of `num_samples` samples without a closed form.
 
     Example:
         >>> prior = td.Independent(td.Laplace(torch.ones(2), torch.ones(2)), 1)
@@ -96,20 +92,7 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
 
 
 def layerwise_std(site: Message, method: str, nonlinearity: str = "relu") -> float:
-    """Return the standard deviation that a layer-wise method gives a site.
-
-    Args:
-        site: the message of a site of a net.
-        method: `"radford"`, `"xavier"` or `"kaiming"`.
-        nonlinearity: for kaiming's gain.
-
-    Raises:
-        ValueError: an unknown method, or a site that belongs to no layer.
-
-    Example:
-        >>> layerwise_std({"infer": {"fans": (25.0, 10.0)}}, "radford")
-        0.2
-    """
+    """Return the standard deviation that a method of `calculate_prior_std` gives to a site."""
     fans = site["infer"].get("fans")
     if fans is None:
         raise ValueError(
@@ -125,7 +108,7 @@ def init_to_normal(site: Message | None = None, mean: float = 0.0, std: float | 
     Args:
         site: the site's message.
         mean: of the Normal.
-        std: its standard deviation, or a layer-wise method that gives it.
+        std: its standard deviation, or the layer-wise method that gives it.
     """
     if site is None:
         return _partial(init_to_normal, mean=mean, std=std)
@@ -174,29 +157,21 @@ class PretrainedInitializer:
 
     @classmethod
     def from_net(cls, net: nn.Module, prefix: str = "net") -> PretrainedInitializer:
-        """Take the values of a net's parameters.
-
-        Args:
-            net: the net.
-            prefix: put before the names, as in the joint model.
-        """
+        """Take the values of a net's parameters, by their names after `prefix` and a dot."""
         before = f"{prefix}." if prefix else ""
-        # A tied parameter has several names; its site bears the first.
+        # All names of a tied parameter: its site has one of them.
         named = net.named_parameters(remove_duplicate=False)
         return cls({before + name: value for name, value in named})
 
     def __call__(self, site: Message) -> Tensor:
         """Return the value of a site."""
         name = site["name"]
-        own = name.partition("net.")[2]
-        for spelled in (name, own, f"net.{own}", f"net.{name}"):
-            if spelled in self.values:
-                value = self.values[spelled]
-                break
-        else:
+        known = [s for s in (*site_spellings(name), f"net.{name}") if s in self.values]
+        if not known:
             raise ValueError(
                 f"there is no pre-trained value for {name!r}; there are {', '.join(self.values)}"
             )
+        value = self.values[known[0]]
         outline = _outline(site)
         if value.shape != outline.shape:
             raise ValueError(
@@ -207,12 +182,9 @@ class PretrainedInitializer:
 
 
 def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
-    r"""Start standard deviations at `log sigma = log s + log_ratio`, `s` the prior's.
+    r"""Start standard deviations at `log sigma = log s + log_ratio`, where `s` is the prior's.
 
-    An `init_scale` for `AutoNormal`. Variational Laplace starts at -3 [GR 5].
-
-    Args:
-        log_ratio: added to the logarithm.
+    The result is an `init_scale` for `AutoNormal`. Variational Laplace starts at -3 [GR 5].
 
     Raises:
         ValueError: when called: the prior has no finite standard deviation.

@@ -24,23 +24,24 @@ InitScale = float | str | Mapping[str, float | Tensor] | Callable[[Any], float |
 
 
 class MeanField(Guide):
-    r"""Base of guides with a mean and a scale per weight, and nothing between weights.
+    r"""Base of guides with a mean and a scale per weight, and no other parameters.
 
     The scale is `exp(r)`, or `c sigmoid(r)` under a cap `c`: smooth, so that a scale near its
-    cap still has a gradient, and equal to `exp(r)` up to a constant far below it.
+    cap still has a gradient, and proportional to `exp(r)` far below it. On a constrained support
+    (the scales of a hierarchical prior) mean and scale are those before `biject_to(support)`.
 
     Args:
-        module: as in `Guide`.
-        init_loc_fn: where means start, see `tyxe.guides.init`.
-        init_scale: where standard deviations start: a number, numbers or tensors by site, a
-            layer-wise method (`"radford"`, `"xavier"`, `"kaiming"`), or a function of the site's
-            message.
-        train_loc: fit means too; with `False` they stay where they start.
-        train_scale: fit standard deviations too.
-        max_guide_scale: cap on standard deviations.
+        module: the program that samples the sites from their prior; a BNN passes its own.
+        init_loc_fn: gives the start of a site's means: `init_to_median` of the prior,
+            `PretrainedInitializer.from_net(net)`, `init_to_normal_radford`, ...
+        init_scale: start of the scales: a number, numbers or tensors by site, a layer-wise method
+            (`"radford"`, `"xavier"`, `"kaiming"`), or a function of the site's message.
+        train_loc: with `False` means stay where they start.
+        train_scale: with `False` scales stay where they start.
+        max_guide_scale: upper bound of the scales.
 
     Raises:
-        ValueError: as in `Guide`; a scale that is not positive, or not below its cap.
+        ValueError: the program has no sites; a scale that is not positive or not below its cap.
     """
 
     def __init__(
@@ -73,13 +74,12 @@ class MeanField(Guide):
             )
         self.locs = SiteTensors(locs, trainable=train_loc)
         self.unconstrained_scales = SiteTensors(scales, trainable=train_scale)
-        # Masks of what `prune_` has left, by site.
+        # Masks of the weights that `prune_` has kept, by site.
         self.kept = SiteTensors({}, trainable=None)
         self.messages = {}
 
     @property
     def kind(self) -> str:
-        """The class and the cap, without which scales cannot be read."""
         return f"{type(self).__name__}(max_guide_scale={self.max_guide_scale})"
 
     def _unconstrain(self, scale: Tensor) -> Tensor:
@@ -97,7 +97,6 @@ class MeanField(Guide):
         return self._log_scale(self._own(site_name).own_name).exp()
 
     def site_distribution(self, site: Site) -> td.Distribution:
-        """Return the posterior of a site, mapped onto its support."""
         base = self.base_distribution(self.locs[site.own_name], self._log_scale(site.own_name))
         if isinstance(base, FactorizedNormal) and site.own_name in self.kept:
             return PrunedNormal(base, self.kept[site.own_name])
@@ -107,26 +106,14 @@ class MeanField(Guide):
 
     @abstractmethod
     def base_distribution(self, loc: Tensor, log_scale: Tensor) -> td.Distribution:
-        """Return the distribution of mean and log-scale, every dimension in its event."""
+        """Return the distribution of this mean and log-scale, with all dimensions in its event."""
 
 
 class AutoNormal(MeanField):
     r"""Independent Normals, one mean and one standard deviation per weight.
 
-    `q(w) = prod_i N(w_i; loc_i, scale_i^2)`; sites with a constrained support (the scales of a
-    hierarchical prior) are Normal before `biject_to(support)`.
-
-    Args:
-        module: the program that samples the sites from their prior; a BNN passes its own.
-        init_loc_fn: where means start: `init_to_median` of the prior,
-            `PretrainedInitializer.from_net(net)`, `init_to_normal_radford`, ...
-        init_scale: where standard deviations start; 1e-4 next to a trained net [T 5].
-        train_loc: fit means too; `False` fits standard deviations about given means.
-        train_scale: fit standard deviations too.
-        max_guide_scale: cap on standard deviations; 0.1 for ResNets [T 5].
-
-    Raises:
-        ValueError: the program has no sites; a scale that is not positive or not below its cap.
+    `q(w) = prod_i N(w_i; loc_i, scale_i^2)`. Arguments and errors are those of `MeanField`; [T 5]
+    takes `init_scale=1e-4` about the means of a trained net, and `max_guide_scale=0.1` for ResNets.
 
     Reference:
         [T] 5.1.2.

@@ -1,4 +1,4 @@
-"""Dropping parameters of a fitted guide; what is left may be fitted on."""
+"""Pruning of a fitted guide, which may be fitted further afterwards."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["parameter_count", "prune_", "prune_inducing_"]
 
 
 def prune_(guide: AutoNormal, keep: float) -> None:
-    r"""Fix weights of a mean field at zero, those of smallest `|mean| / sd`, biases apart.
+    r"""Fix the weights with the smallest `|mean| / sd` of a mean field at zero, biases excepted.
 
-    The masks stay fixed when the guide is fitted on, with a new optimiser. They are in its
-    `state_dict`; a fresh guide takes that after `prune_(guide, keep=1.0)`.
+    The masks stay fixed when the guide is fitted further, with a new optimiser. They are part of
+    its `state_dict`, which a fresh guide loads after `prune_(guide, keep=1.0)`.
 
     Args:
-        guide: in place.
-        keep: share of all weights of two dimensions or more that is left.
+        guide: changed in place.
+        keep: share to keep of all elements of weights of two dimensions or more.
 
     Raises:
         TypeError: another kind of guide.
-        ValueError: a share that is not above 0 and up to 1, or more than an earlier call has left.
+        ValueError: a share outside (0, 1], or larger than an earlier call has left.
 
     Reference:
         Graves, Practical variational inference for neural networks, 2011, 5.4; [T] 4.2.4.8.
@@ -50,15 +50,15 @@ def prune_(guide: AutoNormal, keep: float) -> None:
 def prune_inducing_(guide: AutoInducing, keep: float) -> None:
     r"""Drop the entries of the maps `Z_r`, `Z_c` of smallest magnitude.
 
-    As in `prune_`, masks stay fixed and are in the `state_dict`.
+    Masks are kept as `prune_` keeps them.
 
     Args:
-        guide: in place.
-        keep: share of all entries that is left.
+        guide: changed in place.
+        keep: share of all entries to keep.
 
     Raises:
         TypeError: another kind of guide.
-        ValueError: as in `prune_`.
+        ValueError: a share outside (0, 1], or larger than an earlier call has left.
 
     Reference:
         [T] 4.2.4.8.
@@ -83,13 +83,10 @@ def prune_inducing_(guide: AutoInducing, keep: float) -> None:
 
 
 def parameter_count(guide: nn.Module) -> int:
-    """Return the number of a guide's parameters that are left to store.
+    """Return the number of a guide's parameters that have to be stored after pruning.
 
-    A pruned weight of a mean field saves its mean and its standard deviation, a pruned entry of a
-    map itself.
-
-    Args:
-        guide: any module; pruned or not.
+    A pruned weight of a mean field reduces it by two (mean and standard deviation), a pruned entry
+    of a map by one. Any module can be counted.
     """
     total = sum(parameter.numel() for parameter in guide.parameters())
     for part in guide.modules():
@@ -109,16 +106,11 @@ Part = tuple[Mapping[str, Tensor], SiteTensors, SiteTensors]
 
 @torch.no_grad()
 def _prune(parts: Sequence[Part], keep: float) -> None:
-    """Keep the elements of highest score, and set the others of the tensors to zero.
-
-    Args:
-        parts: scores by name, the tensors that they are of, and where masks go.
-        keep: share of all elements.
-    """
+    """Keep the share of highest-scoring elements, and set the others of the tensors to zero."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep is {keep!r}; expected the share that is left, above 0 and up to 1")
     scores = [
-        # Below every score: what is gone does not come back.
+        # Below every score, so that pruned elements stay pruned.
         torch.where(kept[name], score, -1.0) if name in kept else score
         for part, _, kept in parts
         for name, score in part.items()

@@ -1,4 +1,4 @@
-"""Any Pyro guide in a guide's place."""
+"""Pyro guides as parts of a BNN."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor, nn
 
-from tyxe.distributions import is_real
+from tyxe.distributions import JointNormal
+from tyxe.distributions.moments import is_real
 from tyxe.guides.base import Guide, detached_together
-from tyxe.guides.pyro_joint import independent_sites, joint_normal
+from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
 from tyxe.util import resolve_site_name
 
 __all__ = ["PyroGuide"]
 
 
 class PyroGuide(nn.Module):
-    """Hold a Pyro autoguide, or any module that is a guide, as a part of a BNN.
+    """A Pyro autoguide, or any module that is a Pyro guide, as a part of a BNN.
 
-    The guide is set up at once, without data, and its parameters live in the module and not in
-    Pyro's global store: each call runs under `module_local_params`. `net_guide_builder` wraps
-    what it gets in this class by itself.
+    The guide is set up at once, without data. Its parameters live in the module and not in Pyro's
+    global store, because each call runs under `module_local_params`. A BNN puts the result of its
+    `net_guide_builder` into this class unless it is a `Guide`.
 
     Args:
         guide: the guide, built on `module`.
@@ -50,7 +51,7 @@ class PyroGuide(nn.Module):
         """Call a guide's builder on a program, and wrap the guide unless it is one of ours.
 
         Raises:
-            TypeError: the builder returned no module: a function's `pyro.param` would live in
+            TypeError: the builder returned no module. The `pyro.param` of a function would be in
                 Pyro's global store, where no BNN trains it.
         """
         if isinstance(builder, nn.Module):
@@ -80,13 +81,22 @@ class PyroGuide(nn.Module):
             self.guide()
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Run the guide (a Pyro program); the batch is not passed, sites do not depend on it."""
-        with pyro.settings.context(module_local_params=True):
-            joint = joint_normal(self.guide)
-            if joint is None:
+        """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
+        joint = self.joint_normal()
+        if joint is None:
+            with pyro.settings.context(module_local_params=True):
                 return self.guide() or {}
-        # The same variables as Pyro's, and a KL in closed form.
+        # The same variables as in Pyro's guide, but with a KL in closed form.
         return Guide.sample_from({name: joint.marginal(name) for name in joint.names})
+
+    def joint_normal(self) -> JointNormal | None:
+        """Return the posterior, with gradients, of a guide that is one Normal over all sites."""
+        with pyro.settings.context(module_local_params=True):
+            return joint_normal(self.guide)
+
+    def constrained_sites(self) -> dict[str, Any]:
+        """Return, by joint name, the supports of sites that the guide maps its Normals onto."""
+        return constrained_sites(self.guide)
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -107,12 +117,12 @@ class PyroGuide(nn.Module):
     ) -> dict[str, td.Distribution]:
         """Return posteriors per site, where the guide has one, as `Guide` does.
 
-        Those of a guide that is a Normal over all sites are the marginals of one copy of it.
+        If the guide is one Normal over all sites, they are marginals of one copy of it.
 
         Raises:
-            TypeError: the guide couples its sites otherwise, or is no autoguide.
+            TypeError: the guide couples its sites in another way, or is no autoguide.
         """
-        posterior = dict(self._posterior())
+        posterior = self.site_posteriors()
         sites = {name.removeprefix(self.prefix): name for name in posterior}
         names = list(sites) if site_names is None else list(site_names)
         own = [name.removeprefix(self.prefix) for name in names]
@@ -121,12 +131,17 @@ class PyroGuide(nn.Module):
         return {name: found[site] for name, site in asked.items()}
 
     @torch.no_grad()
-    def _posterior(self) -> Mapping[str, td.Distribution]:
-        """The posterior of each site by its name in the joint model."""
-        with pyro.settings.context(module_local_params=True):
-            joint, sites = joint_normal(self.guide), independent_sites(self.guide)
+    def site_posteriors(self) -> Mapping[str, td.Distribution]:
+        """Return the posterior of each site by its name in the joint model.
+
+        Raises:
+            TypeError: the guide couples its sites in another way, or is no autoguide.
+        """
+        joint = self.joint_normal()
         if joint is not None:
             return {name: joint.marginal(name) for name in joint.names}
+        with pyro.settings.context(module_local_params=True):
+            sites = independent_sites(self.guide)
         if sites is not None:
             return sites
         if isinstance(self.guide, AutoContinuous) or not isinstance(self.guide, AutoGuide):
@@ -134,14 +149,14 @@ class PyroGuide(nn.Module):
                 f"{type(self.guide).__name__} has no distribution per site; use "
                 "tyxe.guides.AutoNormal where a posterior is to become a prior"
             )
-        return dict(self._site_posteriors(self.guide))
+        return dict(self._traced_posteriors(self.guide))
 
-    def _site_posteriors(self, guide: AutoGuide) -> Iterator[tuple[str, td.Distribution]]:
+    def _traced_posteriors(self, guide: AutoGuide) -> Iterator[tuple[str, td.Distribution]]:
         nodes = poutine.trace(self).get_trace().nodes
         for name, node in nodes.items():
             if node["type"] != "sample" or node["infer"].get("is_auxiliary"):
                 continue
-            # AutoNormal's own sites are deltas at draws of these.
+            # The sites of Pyro's AutoNormal are deltas at draws of `..._unconstrained`.
             base = nodes.get(f"{name}_unconstrained")
             if base is None:
                 yield name, node["fn"]
@@ -152,8 +167,8 @@ class PyroGuide(nn.Module):
                 )
 
     def parameter_kinds(self) -> Mapping[str, str]:
-        """Return the kind of each parameter by name, from Pyro's words for them."""
-        # Second comes Pyro's word, as in guide.scales.net.0.weight; what follows names the site.
+        """Return the kind of each parameter by name, `loc` or `scale`, from Pyro's names."""
+        # In guide.scales.net.0.weight Pyro's word comes second, and then the site's name.
         words = {name: name.split(".")[1] for name, _ in self.named_parameters() if "." in name}
         spread = ("scale", "cov_factor", "cov_diag")
         return {

@@ -1,4 +1,4 @@
-"""The radial guide: a custom guide in few lines."""
+"""The radial guide, an example of a custom guide."""
 
 from __future__ import annotations
 
@@ -11,59 +11,40 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from tyxe.distributions import known_entropy
+from tyxe.distributions.joint import OneEvent
 from tyxe.guides.normal import MeanField
 
 __all__ = ["AutoRadial", "Radial"]
 
 
-class Radial(dist.TorchDistribution):
-    r"""A direction uniform on the sphere times a half-normal radius, scaled and shifted.
+class Radial(OneEvent):
+    """A direction uniform on the sphere times a half-normal radius, scaled and shifted.
 
     `w = loc + scale * (e / |e|) * |r|` with `e ~ N(0, I_P)` and `r ~ N(0, 1)`, over all `P`
-    elements at once. Each element has variance `scale^2 / P`.
-
-    Args:
-        loc: any shape; all its dimensions form one event.
-        scale: of the same shape, positive.
+    elements at once, which form one event. Each element has variance `scale^2 / P`.
 
     Reference:
         Farquhar, Osborne, Gal, Radial Bayesian neural networks, 2020, eq. 4.
-
-    Example:
-        >>> _ = torch.manual_seed(0)
-        >>> Radial(torch.zeros(400), torch.ones(400)).rsample().norm() < 4
-        tensor(True)
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {
         "loc": constraints.real,
         "scale": constraints.positive,
     }
-    support = constraints.real
-    has_rsample = True
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
         self.loc, self.scale = loc, scale
         super().__init__(torch.Size(), loc.shape, validate_args=False)
 
-    def expand(self, batch_shape: torch.Size, _instance: object = None) -> Radial:
-        """Return the distribution itself; it has no batch dimensions to expand."""
-        if tuple(batch_shape):
-            raise NotImplementedError("a radial distribution is one joint event")
-        return self
-
     @property
     def mean(self) -> Tensor:
-        """The centre."""
         return self.loc
 
     @property
     def variance(self) -> Tensor:
-        """Elementwise variance, `scale^2 / P`."""
         return self.scale.square() / self.loc.numel()
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        """Draw with gradients."""
         shape = torch.Size(sample_shape) + self._event_shape
         direction = self.loc.new_empty(shape).normal_()
         flat = direction.flatten(len(sample_shape)) if self._event_shape else direction[..., None]
@@ -81,19 +62,23 @@ class Radial(dist.TorchDistribution):
         dims = tuple(range(value.dim() - len(self._event_shape), value.dim()))
         scaled = (value - self.loc) / self.scale
         squared = scaled.square().sum(dims) if dims else scaled.square()
-        area = math.log(2.0) + count / 2 * math.log(math.pi) - math.lgamma(count / 2)
         radial = 0.5 * math.log(2 / math.pi) - squared / 2
-        # One element has no direction to spread over; at its centre the log would be infinite.
+        # With one element this term is zero, but at the centre it would be 0 times infinity.
         spread = (count - 1) / 2 * squared.log() if count > 1 else 0.0
-        return radial - area - spread - self.scale.log().sum()
+        return radial - _log_area(count) - spread - self.scale.log().sum()
 
     def entropy(self) -> Tensor:
-        r"""Return `sum log scale` plus a constant of the number of elements."""
         count = self.loc.numel()
-        area = math.log(2.0) + count / 2 * math.log(math.pi) - math.lgamma(count / 2)
         mean_log_radius = (torch.digamma(torch.tensor(0.5)).item() + math.log(2.0)) / 2
-        constant = 0.5 * math.log(math.pi * math.e / 2) + area + (count - 1) * mean_log_radius
+        constant = (
+            0.5 * math.log(math.pi * math.e / 2) + _log_area(count) + (count - 1) * mean_log_radius
+        )
         return self.scale.log().sum() + constant
+
+
+def _log_area(count: int) -> float:
+    """The log of the area of the unit sphere in so many dimensions."""
+    return math.log(2.0) + count / 2 * math.log(math.pi) - math.lgamma(count / 2)
 
 
 @known_entropy.register
@@ -104,16 +89,10 @@ def _(distribution: Radial) -> Tensor:
 class AutoRadial(MeanField):
     """The radial posterior, one joint direction and radius per site.
 
-    Mean-field Normals in many dimensions keep away from their mean; here the typical distance
-    from it does not grow with the number of weights.
-
-    Args:
-        module: the program that samples the sites from their prior; a BNN passes its own.
-        init_loc_fn: as in `AutoNormal`, like all that follow.
-        init_scale: the radius in units of each weight.
-        train_loc: fit means too.
-        train_scale: fit scales too.
-        max_guide_scale: cap on scales.
+    Draws of a mean-field Normal in many dimensions are far from its mean; here their typical
+    distance does not grow with the number of weights. Arguments and errors are those of
+    `MeanField`; a scale is that of the radius, so that each of a site's `P` weights has the
+    standard deviation `scale / sqrt(P)`.
 
     Reference:
         Farquhar, Osborne, Gal, Radial Bayesian neural networks, 2020.

@@ -1,4 +1,4 @@
-"""Positive parameters, with or without a cap, as unconstrained ones."""
+"""Unconstrained parameters of positive scales, with or without a cap."""
 
 from __future__ import annotations
 
@@ -12,19 +12,9 @@ __all__ = ["capped_log", "uncapped"]
 
 
 def uncapped(scale: Tensor, cap: float | None, names: tuple[str, str]) -> Tensor:
-    """Return the unconstrained `r` of a scale: `exp(r)`, or `c sigmoid(r)` under a cap `c`.
+    """Return `r` with `scale = exp(r)`, or `scale = c sigmoid(r)` under a cap `c`, in float64.
 
-    Args:
-        scale: positive numbers below the cap.
-        cap: the largest scale, or None.
-        names: of the two arguments, for errors.
-
-    Raises:
-        ValueError: a scale that is not positive, or not below the cap.
-
-    Example:
-        >>> uncapped(torch.tensor([1.0]), 2.0, ("init_scale", "max_guide_scale"))
-        tensor([0.], dtype=torch.float64)
+    `names` are those of the two arguments in the message if a scale is not in range.
     """
     scale = scale.double()
     if not bool((scale > 0).all()):
@@ -38,10 +28,5 @@ def uncapped(scale: Tensor, cap: float | None, names: tuple[str, str]) -> Tensor
 
 
 def capped_log(unconstrained: Tensor, cap: float | None) -> Tensor:
-    """Return the logarithm of the scale: smooth, so that one near its cap still has a gradient.
-
-    Example:
-        >>> capped_log(torch.zeros(1), 2.0)
-        tensor([0.])
-    """
+    """Return the logarithm of the scale: `r`, or under a cap `log(c sigmoid(r))`."""
     return unconstrained if cap is None else logsigmoid(unconstrained) + math.log(cap)

@@ -1,15 +1,9 @@
-"""How predictions and targets meet: the observed site, its errors, samples and aggregates."""
+"""Likelihoods: the observed site, its errors, samples, aggregates and curvature."""
 
 from tyxe.likelihoods.base import Likelihood
 from tyxe.likelihoods.discrete import Bernoulli, Categorical
 from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
-from tyxe.likelihoods.output_hessian import (
-    SqrtColumns,
-    output_hessian,
-    output_hessian_sqrt,
-    sampled_gradient,
-    true_gradient,
-)
+from tyxe.likelihoods.output_hessian import output_hessian, output_hessian_sqrt
 from tyxe.likelihoods.poisson import Poisson
 
 __all__ = [
@@ -19,9 +13,6 @@ __all__ = [
     "HomoskedasticGaussian",
     "Likelihood",
     "Poisson",
-    "SqrtColumns",
     "output_hessian",
     "output_hessian_sqrt",
-    "sampled_gradient",
-    "true_gradient",
 ]

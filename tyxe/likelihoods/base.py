@@ -1,4 +1,4 @@
-"""What a likelihood is: a Pyro program on predictions and targets, and what follows from it."""
+"""The base class of likelihoods: a Pyro program on predictions and targets."""
 
 from __future__ import annotations
 
@@ -13,37 +13,25 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
-__all__ = ["Likelihood", "at_least_float32", "reduce_points"]
+from tyxe.poutine.selective import masked_pointwise
+from tyxe.util import at_least_float32
+
+__all__ = ["Likelihood", "mean_of", "reduce_points"]
 
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
 
 
 def reduce_points(values: Tensor, reduction: str) -> Tensor:
-    """Reduce numbers per data point in the last dimension.
-
-    Args:
-        values: `(..., n)`.
-        reduction: `"sum"`, `"mean"` or `"none"`.
+    """Reduce numbers per data point, `(..., n)`, by `"sum"`, `"mean"` or `"none"` over the points.
 
     Raises:
         ValueError: another reduction.
-
-    Example:
-        >>> reduce_points(torch.tensor([1.0, 3.0]), "mean")
-        tensor(2.)
     """
     if reduction == "none":
         return values
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction is {reduction!r}; expected 'sum', 'mean' or 'none'")
     return values.sum(-1) if reduction == "sum" else values.mean(-1)
-
-
-def at_least_float32(predictions: Predictions) -> Predictions:
-    """Return predictions in float32 at least: sums over a data set overflow half precision."""
-    if isinstance(predictions, tuple):
-        return tuple(at_least_float32(part) for part in predictions)
-    return predictions.to(torch.promote_types(predictions.dtype, torch.float32))
 
 
 class Likelihood(nn.Module, ABC):
@@ -57,7 +45,7 @@ class Likelihood(nn.Module, ABC):
     and may override `prepare_targets` and `latent_priors`.
 
     Args:
-        dataset_size: number of data points `N` that a whole epoch sees.
+        dataset_size: number `N` of data points in an epoch.
         event_dim: number of trailing dimensions of the predictive distribution that form one
             event.
         name: prefix of the sites.
@@ -127,7 +115,7 @@ class Likelihood(nn.Module, ABC):
         return {}
 
     def check_targets(self, predictions: Tensor, targets: Tensor) -> None:
-        """Raise one clear error if the targets cannot have come from this likelihood."""
+        """Raise an error if targets do not fit the predictions or lie outside the support."""
         self.check_predictions(predictions)
         predictions = at_least_float32(predictions)
         self._distribution_for(predictions, targets)
@@ -139,8 +127,29 @@ class Likelihood(nn.Module, ABC):
                 f", but they range from {targets.min().item()} to {targets.max().item()}"
             )
 
+    def check_batch(self, predictions: Tensor, targets: Tensor) -> None:
+        """Check the targets of a batch, and that it has no more points than the data set.
+
+        Points that `selective_mask` excludes are not checked: their labels may be -1 or NaN. Where
+        the net's output is not finite no target is checked; other code reports that.
+
+        Raises:
+            ValueError: more points than `dataset_size`, or targets that do not fit.
+        """
+        rows = masked_pointwise(self.data_name, torch.arange(len(targets)))
+        if len(rows) > self.dataset_size:
+            raise ValueError(
+                f"the batch has {len(rows)} points, but the likelihood was built with "
+                f"dataset_size={self.dataset_size}; pass the number of training points"
+            )
+        if len(rows) < len(targets):
+            rows = rows.to(targets.device)
+            predictions, targets = predictions[rows], targets[rows]
+        if len(targets) and bool(predictions.isfinite().all()):
+            self.check_targets(predictions, targets)
+
     def check_predictions(self, predictions: Tensor) -> None:
-        """Raise, or warn, if the net's output is no parametrisation of this likelihood."""
+        """Raise or warn if the net's output cannot parametrise this likelihood."""
 
     @staticmethod
     def _range(support: Any) -> str:
@@ -151,7 +160,7 @@ class Likelihood(nn.Module, ABC):
     # ------------------------------------------------------------------ the Pyro program
 
     def sample_latents(self) -> dict[str, Tensor]:
-        """Sample the likelihood's own variables: the program from which its guide is built."""
+        """Sample the likelihood's own variables; its guide is built from this program."""
         return {
             name: pyro.sample(f"{self.prefix}.{name}", prior)
             for name, prior in self.latent_priors().items()
@@ -169,7 +178,7 @@ class Likelihood(nn.Module, ABC):
         """
         latents = self.sample_latents()
         distribution, obs = self._distribution_for(predictions, obs, latents)
-        # Only the length matters to the plate; it is the rows' count, whatever their content.
+        # The plate only uses the length of `subsample`, which is the number of rows.
         rows = range(distribution.batch_shape[0])
         with pyro.plate(f"{self.prefix}.plate", self.dataset_size, subsample=rows, dim=-1):
             value: Tensor = pyro.sample(self.data_name, distribution, obs=obs)
@@ -181,7 +190,7 @@ class Likelihood(nn.Module, ABC):
         targets: Tensor | None,
         latents: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, Tensor | None]:
-        """The distribution with data points as its only batch dimension, and fitting targets."""
+        """Return the distribution with points as its only batch dimension, and its targets."""
         predictions = at_least_float32(predictions)
         distribution = self.predictive_distribution(predictions, latents)
         if targets is not None:
@@ -190,7 +199,7 @@ class Likelihood(nn.Module, ABC):
             if targets.shape != expected:
                 raise ValueError(
                     _shape_message(
-                        type(self).__name__, expected, targets.shape, _shape_of(predictions)
+                        type(self).__name__, expected, targets.shape, mean_of(predictions).shape
                     )
                 )
         extra = len(distribution.batch_shape) - 1
@@ -230,7 +239,7 @@ class Likelihood(nn.Module, ABC):
         targets: Tensor,
         latents: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return `log 1/S sum_s p(y_n | f_s(x_n))` per point: probabilities averaged, then the log.
+        """Return `log 1/S sum_s p(y_n | f_s(x_n))` for each point, in nats.
 
         Args:
             predictions: `(S, n, ...)`, the net's outputs for S draws.
@@ -248,7 +257,8 @@ class Likelihood(nn.Module, ABC):
     def error(self, predictions: Predictions, targets: Tensor, reduction: str = "none") -> Tensor:
         """Return the error of predictions, each point's dimensions summed.
 
-        Misclassifications (a count) for discrete likelihoods, squared errors for others.
+        For discrete likelihoods this is the number of misclassifications, for others the squared
+        error.
         """
         self._distribution_for(predictions, targets)
         predictions = at_least_float32(predictions)
@@ -266,9 +276,10 @@ class Likelihood(nn.Module, ABC):
         return self.predictive_distribution(predictions, latents).sample(torch.Size(sample_shape))
 
 
-def _shape_of(predictions: Predictions) -> torch.Size:
-    shape: torch.Size = (predictions[0] if isinstance(predictions, tuple) else predictions).shape
-    return shape
+def mean_of(predictions: Predictions) -> Tensor:
+    """Return the mean, where predictions are a mean and something more."""
+    mean: Tensor = predictions[0] if isinstance(predictions, tuple) else predictions
+    return mean
 
 
 def _shape_message(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 
 import pyro.distributions as dist
@@ -12,8 +11,9 @@ import torch.distributions as td
 from torch import Tensor
 from torch.nn.functional import logsigmoid, nll_loss
 
-from tyxe.errors import TyxeWarning
-from tyxe.likelihoods.base import Likelihood, at_least_float32
+from tyxe.errors import warn
+from tyxe.likelihoods.base import Likelihood
+from tyxe.util import at_least_float32
 
 __all__ = ["Bernoulli", "Categorical"]
 
@@ -22,17 +22,14 @@ class Categorical(Likelihood):
     """One of `C` classes; predictions are class logits `(n, ..., C)`, targets integers `(n, ...)`.
 
     Aggregated predictions are logits too: the log of the mean probabilities (probabilities for
-    `logit_predictions=False`).
+    `logit_predictions=False`). The other arguments are those of `Likelihood`.
 
     Args:
-        dataset_size: as in `Likelihood`.
         logit_predictions: the net returns logits; probabilities for `False`.
-        event_dim: as in `Likelihood`.
-        name: as in `Likelihood`.
 
     Raises:
-        TypeError: as in `Likelihood`; or targets that are not integers.
-        ValueError: as in `Likelihood`; or a target outside `0 ... C - 1`.
+        TypeError: targets that are not integers.
+        ValueError: a target outside `0 ... C - 1`.
 
     Example:
         >>> import torch
@@ -55,13 +52,11 @@ class Categorical(Likelihood):
     def predictive_distribution(
         self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
     ) -> dist.Distribution:
-        """Return the distribution over classes in the last dimension."""
         if self.logit_predictions:
             return _LogitCategorical(predictions).to_event(self.event_dim)
         return dist.Categorical(probs=predictions, validate_args=False).to_event(self.event_dim)
 
     def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Take integers of any kind."""
         if targets.is_floating_point():
             one_hot = targets.shape == predictions.shape
             call = "targets.argmax(-1)" if one_hot else "targets.long()"
@@ -69,38 +64,35 @@ class Categorical(Likelihood):
         return targets.long()
 
     def check_predictions(self, predictions: Tensor) -> None:
-        """Tell logits from probabilities, of several classes."""
         if not predictions.dim():
             raise ValueError(
                 "Categorical got one number from the net; expected a value of each class for each "
                 "point, (n, ..., C): the net may sum or average over the batch"
             )
-        # Each probability is rounded in half precision, by a part of itself.
+        # bfloat16 rounds probabilities by more than 1e-3.
         tolerance = max(1e-3, torch.finfo(predictions.dtype).eps)
         sums = at_least_float32(predictions).sum(-1)
         distributions = bool((predictions >= 0).all() & ((sums - 1).abs() < tolerance).all())
         _check_kind(self.logit_predictions, distributions)
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return 1 where the most probable class is not the target."""
         return (predictions.argmax(-1) != targets).to(predictions.dtype)
 
     def aggregate_predictions(
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Average probabilities over draws."""
         if not self.logit_predictions:
             return predictions.mean(dim)
         log_probs = predictions.log_softmax(-1)
         return log_probs.logsumexp(dim) - math.log(predictions.shape[dim])
 
 
-# The loss leaves out points of one label, which is -100 unless it is told another.
+# `nll_loss` ignores points of one label, -100 by default; no target is ever this one.
 _NO_LABEL = -(2**62)
 
 
 class _LogitCategorical(dist.Categorical):
-    """A Categorical whose log-probabilities take the two fused kernels of the cross-entropy."""
+    """A Categorical whose `log_prob` runs the two fused kernels of the cross-entropy."""
 
     def __init__(self, logits: Tensor) -> None:
         self._param = self.logits = logits.log_softmax(-1)
@@ -125,17 +117,13 @@ class Bernoulli(Likelihood):
     """Binary labels; predictions are logits `(n, ...)`, one for each target.
 
     Aggregated predictions are logits of the mean probability (probabilities for
-    `logit_predictions=False`).
+    `logit_predictions=False`). The other arguments are those of `Likelihood`.
 
     Args:
-        dataset_size: as in `Likelihood`.
         logit_predictions: the net returns logits; probabilities for `False`.
-        event_dim: as in `Likelihood`.
-        name: as in `Likelihood`.
 
     Raises:
-        TypeError: as in `Likelihood`.
-        ValueError: as in `Likelihood`; or a target other than 0 and 1.
+        ValueError: a target other than 0 and 1.
 
     Example:
         >>> import torch
@@ -157,27 +145,24 @@ class Bernoulli(Likelihood):
     def predictive_distribution(
         self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
     ) -> dist.Distribution:
-        """Return independent Bernoullis."""
         given = {"logits" if self.logit_predictions else "probs": predictions}
         return dist.Bernoulli(**given, validate_args=False).to_event(self.event_dim)
 
     def check_predictions(self, predictions: Tensor) -> None:
-        """Tell logits from probabilities, where they cannot be."""
+        """Raise if a probability is outside [0, 1]; any number may be a logit."""
         if not self.logit_predictions:
             _check_kind(False, bool(((predictions >= 0) & (predictions <= 1)).all()))
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return 1 where the more probable label is not the target."""
         threshold = 0.0 if self.logit_predictions else 0.5
         return ((predictions > threshold) != (targets > 0.5)).to(predictions.dtype)
 
     def aggregate_predictions(
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Average probabilities over draws."""
         if not self.logit_predictions:
             return predictions.mean(dim)
-        # The logit of the mean is the difference of two log-mean-exps; both stay finite.
+        # The difference of two log-mean-exps stays finite where the mean rounds to 0 or 1.
         return logsigmoid(predictions).logsumexp(dim) - logsigmoid(-predictions).logsumexp(dim)
 
 
@@ -187,9 +172,7 @@ def _check_kind(expects_logits: bool, are_probabilities: bool) -> None:
             "the net's output is no probabilities; it looks like logits: use logit_predictions=True"
         )
     if expects_logits and are_probabilities:
-        warnings.warn(
+        warn(
             "the net's output looks like probabilities, but is taken for logits: drop the net's "
             "softmax, or use logit_predictions=False",
-            TyxeWarning,
-            stacklevel=7,
         )

@@ -1,10 +1,9 @@
-"""Gaussian noise of one size, or of a predicted one."""
+"""Gaussian likelihoods, with one noise scale or with a predicted one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -12,8 +11,8 @@ import torch.distributions as td
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from tyxe.distributions import StoredDistribution
-from tyxe.likelihoods.base import Likelihood, Predictions
+from tyxe.distributions.buffered import BufferedDistribution
+from tyxe.likelihoods.base import Likelihood, Predictions, mean_of
 
 __all__ = ["HeteroskedasticGaussian", "HomoskedasticGaussian"]
 
@@ -21,21 +20,17 @@ __all__ = ["HeteroskedasticGaussian", "HomoskedasticGaussian"]
 class HomoskedasticGaussian(Likelihood):
     """Gaussian noise of one scale for all points; predictions are means `(n, ...)`.
 
-    Aggregated predictions are `(mean, scale)`, the first two moments of the mixture over draws,
-    noise included.
+    Aggregated predictions are `(mean, scale)`, mean and standard deviation of the mixture over
+    draws, noise included. The other arguments are those of `Likelihood`.
 
     Args:
-        dataset_size: as in `Likelihood`.
         scale: standard deviation of the noise: a positive number, a tensor that broadcasts
             against one point's prediction, or a distribution: then it is a site,
             `likelihood.scale`, to be inferred (give the BNN a `likelihood_guide_builder`).
-        precision: `1 / scale^2`, alternatively.
-        event_dim: as in `Likelihood`.
-        name: as in `Likelihood`.
+        precision: `1 / scale^2`, given instead of `scale`.
 
     Raises:
-        TypeError: as in `Likelihood`.
-        ValueError: as in `Likelihood`; both or neither of scale and precision; not positive.
+        ValueError: both or neither of scale and precision; a number that is not positive.
 
     Example:
         >>> likelihood = HomoskedasticGaussian(100, scale=0.3)
@@ -60,15 +55,16 @@ class HomoskedasticGaussian(Likelihood):
             )
         self.parameter = "scale" if precision is None else "precision"
         given = scale if precision is None else precision
-        self.noise_prior = StoredDistribution(given) if isinstance(given, td.Distribution) else None
-        # A number is kept as such, so that a float64 net meets it unrounded.
+        self.noise_prior = (
+            BufferedDistribution(given) if isinstance(given, td.Distribution) else None
+        )
+        # Kept as a number, so that a float64 net gets it unrounded.
         self._number = float(given) if isinstance(given, Real) else None
         if self.noise_prior is None and not bool((torch.as_tensor(given) > 0).all()):
             raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
         self.register_buffer("noise", given.detach().clone() if isinstance(given, Tensor) else None)
 
     def latent_priors(self) -> dict[str, td.Distribution]:
-        """Return the prior of the scale or precision, where it is to be inferred."""
         if self.noise_prior is None:
             return {}
         return {self.parameter: self.noise_prior.distribution}
@@ -90,7 +86,7 @@ class HomoskedasticGaussian(Likelihood):
 
         Args:
             latents: a value of the inferred variable; its prior's mean where missing.
-            like: whose dtype and device a number takes; the default's where missing.
+            like: a tensor with the dtype and device that a number is returned in.
         """
         if self._number is not None:
             like = torch.empty(()) if like is None else like
@@ -107,7 +103,6 @@ class HomoskedasticGaussian(Likelihood):
     def predictive_distribution(
         self, predictions: Predictions, latents: Mapping[str, Tensor] | None = None
     ) -> dist.Distribution:
-        """Return a Normal about the predictions (or the aggregated Normal itself)."""
         if isinstance(predictions, tuple):
             loc, scale = predictions
         else:
@@ -116,13 +111,11 @@ class HomoskedasticGaussian(Likelihood):
         return dist.Normal(loc, scale.expand_as(loc), validate_args=False).to_event(event_dim)
 
     def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
-        """Return squared errors of the mean."""
-        return (_mean_of(predictions) - targets).square()
+        return (mean_of(predictions) - targets).square()
 
     def aggregate_predictions(
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation of the mixture: spread of draws plus noise."""
         noise = self.scale_of(latents, predictions).square()
         if self.noise_prior is not None and latents:
             noise = noise.mean(0)
@@ -135,17 +128,14 @@ class HeteroskedasticGaussian(Likelihood):
 
     Predictions `(n, ..., 2 d)` hold means in the first half of the last dimension and scales in
     the second (through a softplus unless `positive_scale`); targets are `(n, ..., d)`. Aggregated
-    predictions have the same layout and hold the first two moments of the mixture over draws.
+    predictions have the same layout and hold mean and standard deviation of the mixture over
+    draws. The other arguments are those of `Likelihood`.
 
     Args:
-        dataset_size: as in `Likelihood`.
-        positive_scale: the net's second half is already positive.
-        event_dim: as in `Likelihood`.
-        name: as in `Likelihood`.
+        positive_scale: the second half of the net's output is already positive.
 
     Raises:
-        TypeError: as in `Likelihood`.
-        ValueError: as in `Likelihood`; or predictions whose last dimension is odd.
+        ValueError: predictions whose last dimension is odd.
 
     Example:
         >>> likelihood = HeteroskedasticGaussian(100, positive_scale=True)
@@ -175,26 +165,18 @@ class HeteroskedasticGaussian(Likelihood):
     def predictive_distribution(
         self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
     ) -> dist.Distribution:
-        """Return Normals with predicted means and scales."""
         loc, scale = self._split(predictions)
         return dist.Normal(loc, scale, validate_args=False).to_event(self.event_dim)
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return squared errors of the mean."""
         return (self._split(predictions)[0] - targets).square()
 
     def aggregate_predictions(
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Return the mixture's mean and scale, laid out as the net lays them out."""
         loc, scale = self._split(predictions)
         total = (loc.var(dim, correction=0) + scale.square().mean(dim)).sqrt()
         if not self.positive_scale:
             # The inverse of softplus: x + log(1 - exp(-x)).
             total = total + torch.log(-torch.expm1(-total))
         return torch.cat([loc.mean(dim), total], dim=-1)
-
-
-def _mean_of(predictions: Any) -> Tensor:
-    mean: Tensor = predictions[0] if isinstance(predictions, tuple) else predictions
-    return mean

@@ -19,10 +19,11 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from tyxe.likelihoods.base import Likelihood, at_least_float32
+from tyxe.likelihoods.base import Likelihood
 from tyxe.likelihoods.discrete import Bernoulli, Categorical
 from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
 from tyxe.likelihoods.poisson import Poisson
+from tyxe.util import at_least_float32
 
 __all__ = [
     "SqrtColumns",
@@ -39,11 +40,11 @@ Latents = Mapping[str, Tensor]
 def output_hessian(
     likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
 ) -> Tensor:
-    r"""Return the blocks of each point's output Hessian `H_n`.
+    """Return the blocks of each point's output Hessian `H_n`.
 
     Categorical logits `diag(p) - p p^T`; Bernoulli logits `p (1 - p)`; Gaussian `1 / sigma^2`;
     Poisson log-rates `exp(f)`. Fisher information: class probabilities `diag(1/p) - 1 1^T` and
-    binary ones `1 / (p (1 - p))`, with `p` kept off 0 and 1 by one rounding as in
+    binary ones `1 / (p (1 - p))`, with `p` clamped to `[eps, 1 - eps]` of its dtype as in
     `log_likelihood`; a predicted `(mean, scale)` has `1 / sigma^2` and
     `2 (dsigma/df)^2 / sigma^2`, and no coupling between the two.
 
@@ -129,17 +130,12 @@ def _(
 
 @dataclass(frozen=True)
 class SqrtColumns:
-    r"""The columns `s` of a square root of output Hessians, `H_n = sum_s s_n s_n^T`.
+    """The columns `s` of a square root of output Hessians, `H_n = sum_s s_n s_n^T`.
 
-    Each is a cotangent for autograd: the GGN of a point is `sum_s (J^T s)(J^T s)^T`. Columns are
-    made one at a time while iterating; `len()` counts them. Every position has columns of its own,
-    which are zero at all other positions: `R` times `rank` in all.
-
-    Args:
-        shape: of the predictions, `(n, ...)`.
-        num_positions: number `R` of positions of a point.
-        rank: number of columns of a position's block.
-        block_column: from `k` to column `k` of every block, `(n, R, C)`.
+    Each has the shape `(n, ...)` of the predictions and is a cotangent for autograd: the GGN of a
+    point is `sum_s (J^T s)(J^T s)^T`. Columns are computed one at a time while iterating; `len()`
+    counts them. Each of the `R` positions has `rank` columns of its own, which are zero at all
+    other positions; `block_column(k)` returns column `k` of every block, `(n, R, C)`.
 
     Example:
         >>> columns = output_hessian_sqrt(Bernoulli(100), torch.zeros(1, 2))
@@ -176,18 +172,10 @@ def output_hessian_sqrt(
     with `q_k = sum_{i > k} p_i`, column `k` is `sqrt(p_k q_k / q_{k-1})` times
     `e_k - sum_{i > k} (p_i / q_k) e_i`; in class probabilities, the same divided by `p`. Neither
     the blocks nor a difference `1 - p` is formed. Other blocks are square-rooted through their
-    eigenvectors, as they may be singular.
-
-    Args:
-        likelihood: as in `output_hessian`.
-        predictions: as in `output_hessian`.
-        latents: as in `output_hessian`.
+    eigenvectors, as they may be singular. Arguments and errors are those of `output_hessian`.
 
     Returns:
         The columns, each of the predictions' shape, in float32 at least.
-
-    Raises:
-        TypeError: as in `output_hessian`.
 
     References:
         Tanabe & Sagae (1992), An exact Cholesky decomposition of the variance-covariance matrix
@@ -212,24 +200,11 @@ def output_hessian_sqrt(
 def sampled_gradient(
     likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
 ) -> Tensor:
-    r"""Draw `y ~ p(y|f)` for every point and return `r = d log p(y|f) / df`.
+    """Draw `y ~ p(y|f)` for every point and return `r = d log p(y|f) / df`, detached.
 
     `E r r^T` is the Fisher information: one draw replaces the sum over the columns of
-    `output_hessian_sqrt`. Works for every likelihood, registered or not.
-
-    Args:
-        likelihood: whose targets are drawn, with torch's generator.
-        predictions: the net's outputs `(n, ...)`.
-        latents: values of the likelihood's own variables; point values where missing.
-
-    Returns:
-        Gradients of the predictions' shape, in float32 at least, detached.
-
-    Example:
-        >>> _ = torch.manual_seed(0)
-        >>> sampled_gradient(Bernoulli(100), torch.zeros(2, 3)).abs()
-        tensor([[0.5000, 0.5000, 0.5000],
-                [0.5000, 0.5000, 0.5000]])
+    `output_hessian_sqrt`. Works for every likelihood, registered or not. The gradients have the
+    predictions' shape `(n, ...)`, in float32 at least.
     """
     targets = likelihood.sample(at_least_float32(predictions.detach()), latents=latents)
     return true_gradient(likelihood, predictions, targets, latents)
@@ -241,21 +216,10 @@ def true_gradient(
     targets: Tensor,
     latents: Latents | None = None,
 ) -> Tensor:
-    r"""Return `r_n = d log p(y_n|f_n) / df_n` at given targets.
+    """Return `r_n = d log p(y_n|f_n) / df_n` at given targets, detached.
 
-    The residual of MAP training, and the `r` of the empirical Fisher `sum_n J^T r r^T J`.
-
-    Args:
-        likelihood: gives `log p`.
-        predictions: the net's outputs `(n, ...)`.
-        targets: in their natural shape and dtype.
-        latents: values of the likelihood's own variables; point values where missing.
-
-    Returns:
-        Gradients of the predictions' shape, in float32 at least, detached.
-
-    Raises:
-        ValueError: the targets' shape does not fit.
+    This is the residual of MAP training, and the `r` of the empirical Fisher `sum_n J^T r r^T J`.
+    The gradients have the predictions' shape `(n, ...)`, in float32 at least.
 
     Example:
         >>> true_gradient(Poisson(100), torch.zeros(2), torch.tensor([0.0, 3.0]))
@@ -272,7 +236,7 @@ def true_gradient(
 
 
 def _uncoupled(values: Tensor) -> Tensor:
-    """Blocks of one output each, `(n, R, 1, 1)`, from one number for every output."""
+    """Return blocks of one output each, `(n, R, 1, 1)`, from one number for every output."""
     return values.reshape(len(values), math.prod(values.shape[1:]), 1, 1)
 
 
@@ -282,7 +246,7 @@ def _inside(probs: Tensor) -> Tensor:
 
 
 def _class_probs(likelihood: Categorical, predictions: Tensor) -> Tensor:
-    """Class probabilities at each position, `(n, R, C)`."""
+    """Return class probabilities at each position, `(n, R, C)`."""
     outputs = at_least_float32(predictions)
     probs = outputs.softmax(-1) if likelihood.logit_predictions else _inside(outputs)
     return probs.reshape(len(probs), math.prod(probs.shape[1:-1]), probs.shape[-1])
@@ -301,14 +265,11 @@ def _categorical_sqrt(likelihood: Categorical, predictions: Tensor) -> SqrtColum
 
 
 def multinomial_cholesky_column(probs: Tensor, tails: Tensor, k: int) -> Tensor:
-    """Return column `k` of the Cholesky factor of `diag(p) - p p^T`; see `output_hessian_sqrt`.
+    """Return column `k` of the Cholesky factor of `diag(p) - p p^T`, `(..., C)`.
 
-    Args:
-        probs: `p`, `(..., C)`.
-        tails: `sum_{i >= k} p_i` for each `k`, `(..., C)`.
-        k: from 0 to `C - 2`.
+    `output_hessian_sqrt` has the formula; `tails` holds `sum_{i >= k} p_i` for each `k`.
     """
-    # Where a tail underflows to zero, so do the probabilities above it.
+    # Where a tail underflows to zero, its probabilities are zero too: 0 / tiny, not 0 / 0.
     tails = tails.clamp_min(torch.finfo(tails.dtype).tiny)
     p, q, before = probs[..., k, None], tails[..., k + 1, None], tails[..., k, None]
     scale = (p * (q / before)).sqrt()

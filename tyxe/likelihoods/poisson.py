@@ -1,4 +1,4 @@
-"""Counts."""
+"""The likelihood of counts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,10 @@ __all__ = ["Poisson"]
 class Poisson(Likelihood):
     """Counts with a log link: predictions are log-rates `(n, ...)`, one for each target.
 
-    Aggregated predictions are the log of the mean rate.
-
-    Args:
-        dataset_size: as in `Likelihood`.
-        event_dim: as in `Likelihood`.
-        name: as in `Likelihood`.
+    Aggregated predictions are the log of the mean rate. Arguments are those of `Likelihood`.
 
     Raises:
-        TypeError: as in `Likelihood`.
-        ValueError: as in `Likelihood`; or a target that is negative or no whole number.
+        ValueError: a target that is negative or no whole number.
 
     Example:
         >>> import torch
@@ -42,15 +36,12 @@ class Poisson(Likelihood):
     def predictive_distribution(
         self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
     ) -> dist.Distribution:
-        """Return Poissons of rate `exp(predictions)`."""
         return dist.Poisson(predictions.exp(), validate_args=False).to_event(self.event_dim)
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return squared errors of the mean count."""
         return (predictions.exp() - targets).square()
 
     def aggregate_predictions(
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Average rates over draws."""
         return predictions.logsumexp(dim) - math.log(predictions.shape[dim])

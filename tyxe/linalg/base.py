@@ -1,4 +1,4 @@
-"""The protocol of symmetric positive semi-definite matrices that are known by their structure."""
+"""The protocol of symmetric positive semi-definite matrices with a known structure."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ OperatorT = TypeVar("OperatorT", bound="Operator")
 class Operator(ABC):
     r"""A symmetric positive semi-definite `P x P` matrix `A`, in float32 or float64.
 
-    It acts on the last dimension of its arguments, of size `P`; dimensions before it are batch.
-    A curvature without a prior may be singular: it multiplies, and takes a scale and a diagonal;
-    what needs an inverse asks for `A` to be positive definite. As the precision of a Gaussian,
-    `A^-1 = S S^T` is the covariance; every structure knows one root `S`, its `inverse_sqrt`.
+    It acts on the last dimension of its arguments, of size `P`; dimensions before it are batch
+    dimensions. A curvature without a prior may be singular: products, scales and diagonals are
+    available all the same, and methods that need an inverse raise. As the precision of a Gaussian,
+    `A^-1 = S S^T` is the covariance; every structure has one root `S`, its `inverse_sqrt`.
 
-    Operators never change: `scaled`, `add_diagonal`, `to` and `detach` return new ones, and
-    everything is differentiable in the scale and the diagonal. What is costly is computed at
-    most once. Copies, pickles and saved states hold tensors without their gradients' history.
+    Operators are immutable: `scaled`, `add_diagonal`, `to` and `detach` return new ones, and all
+    results are differentiable in the scale and the diagonal. Factorisations are computed once.
+    Copies, pickles and saved states hold tensors without their gradients' history.
 
-    A structure is a frozen dataclass whose fields are tensors (or operators, by name or one); it
-    implements the methods without docstrings of their own, and `_matmul`, `_quadratic`,
-    `_inverse_sqrt`, `_whiten`, `_scaled` and `_add_diagonal`, whose arguments are checked here.
+    Vectors of another size are a ValueError, vectors of another type a TypeError.
+
+    A structure is a frozen dataclass whose fields are tensors, operators or mappings of operators.
+    It implements the abstract methods; arguments of those with an underscore are checked here.
 
     Example:
         >>> from tyxe.linalg import Dense
@@ -59,12 +60,12 @@ class Operator(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of every tensor inside."""
+        """The type of all tensors inside."""
         return self._first_tensor().dtype
 
     @property
     def device(self) -> torch.device:
-        """Where every tensor inside is."""
+        """The device of all tensors inside."""
         return self._first_tensor().device
 
     @property
@@ -75,22 +76,14 @@ class Operator(ABC):
     # ------------------------------------------------------------------ products and parts of A
 
     def matmul(self, x: Tensor) -> Tensor:
-        """Return `A x`, also spelled `A @ x`.
-
-        Args:
-            x: vectors `(..., P)`.
-        """
+        """Return `A x` for vectors `x`, `(..., P)`; also spelled `A @ x`."""
         return self._matmul(check_vectors(x, self))
 
     def __matmul__(self, x: Tensor) -> Tensor:
         return self.matmul(x)
 
     def quadratic(self, x: Tensor) -> Tensor:
-        """Return `x^T A x`, of shape `(...)`.
-
-        Args:
-            x: vectors `(..., P)`.
-        """
+        """Return `x^T A x`, `(...)`, for vectors `x`, `(..., P)`."""
         return self._quadratic(check_vectors(x, self))
 
     @abstractmethod
@@ -99,7 +92,7 @@ class Operator(ABC):
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """Return the matrix itself, `(P, P)`; see `dense_bytes` for what it takes."""
+        """Return the matrix, `(P, P)`, of `P^2` elements."""
 
     # ------------------------------------------------------------------ the inverse
 
@@ -108,7 +101,7 @@ class Operator(ABC):
         """Return `log det A`, a tensor without dimensions.
 
         Raises:
-            ValueError: `A` is not positive definite (so for every method from here to `sample`).
+            ValueError: `A` is not positive definite; so do all methods from here to `sample`.
         """
 
     @abstractmethod
@@ -116,29 +109,21 @@ class Operator(ABC):
         """Return the diagonal of `A^-1`, `(P,)`: the marginal variances under precision `A`."""
 
     def inverse_sqrt(self, z: Tensor) -> Tensor:
-        """Return `S z`, where `S S^T = A^-1`: standard normal `z` becomes a draw of precision `A`.
+        """Return `S z` for vectors `z`, `(..., P)`, where `S S^T = A^-1`.
 
-        Args:
-            z: vectors `(..., P)`.
+        For standard normal `z` this is a draw of precision `A`.
         """
         return self._inverse_sqrt(check_vectors(z, self))
 
     def whiten(self, x: Tensor) -> Tensor:
-        """Return `S^T x`, the transpose of `inverse_sqrt`.
+        """Return `S^T x` for vectors `x`, `(..., P)`: the transpose of `inverse_sqrt`.
 
         `whiten(x) @ whiten(y).mT` is the covariance of `x w` and `y w` for `w` of precision `A`.
-
-        Args:
-            x: vectors `(..., P)`.
         """
         return self._whiten(check_vectors(x, self))
 
     def solve(self, x: Tensor) -> Tensor:
-        """Return `A^-1 x = S S^T x`.
-
-        Args:
-            x: vectors `(..., P)`.
-        """
+        """Return `A^-1 x = S S^T x` for vectors `x`, `(..., P)`."""
         return self._inverse_sqrt(self.whiten(x))
 
     def inverse_quadratic(self, x: Tensor) -> Tensor:
@@ -180,6 +165,9 @@ class Operator(ABC):
 
         Args:
             c: a number or a tensor without dimensions, finite and not negative.
+
+        Raises:
+            ValueError: it is no such number.
         """
         scale = like(c, self)
         if scale.dim() != 0:
@@ -188,14 +176,14 @@ class Operator(ABC):
         return self._scaled(scale)
 
     def add_diagonal(self: OperatorT, d: float | Tensor) -> OperatorT:
-        """Return `A + diag(d)`, of the same structure: the posterior precision, `d` the prior's.
+        """Return `A + diag(d)`, of the same structure, such as a posterior precision.
 
         Args:
             d: a number or a tensor without dimensions, for `d I`, or the diagonal, `(P,)`; finite
                 and not negative.
 
         Raises:
-            ValueError: the structure takes only `d I` (Kronecker).
+            ValueError: it is no such diagonal, or the structure takes only `d I` (Kronecker).
         """
         diagonal = like(d, self)
         if diagonal.dim() and diagonal.shape != (self.size,):
@@ -209,7 +197,7 @@ class Operator(ABC):
         """Return the operator on another device or in another precision, as `Tensor.to`."""
         moved = self.map(lambda tensor: tensor.to(*args, **kwargs))
         check_dtype(moved.dtype, type(self).__name__)
-        # As for tensors, and what has been factored so far is not lost.
+        # As `Tensor.to` does, and factorisations are kept.
         same = (moved.dtype, moved.device) == (self.dtype, self.device)
         return self if same else moved
 
@@ -218,11 +206,7 @@ class Operator(ABC):
         return self.map(Tensor.detach)
 
     def map(self: OperatorT, function: Callable[[Tensor], Tensor]) -> OperatorT:
-        """Return the operator whose tensors are a function of this one's.
-
-        Args:
-            function: takes and returns a tensor.
-        """
+        """Return the operator with a function of each of its tensors in their places."""
         return self._like(**{name: _map(function, value) for name, value in self._fields().items()})
 
     # ------------------------------------------------------------------ what a structure implements
@@ -266,7 +250,7 @@ class Operator(ABC):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither what is computed nor its graph: the one is cheap to lose, the other not to copy.
+        # Without factorisations, which can be computed again, and without the graph of gradients.
         return self.detach()._fields()
 
     def __repr__(self) -> str:

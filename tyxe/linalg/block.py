@@ -22,11 +22,11 @@ class BlockDiagonal(Operator):
     """Named blocks over the parts of one vector, in their order; `S` has the blocks' roots.
 
     Args:
-        blocks: an operator for each name, not none; blocks may be block-diagonal themselves.
+        blocks: at least one operator, by name; blocks may be block-diagonal themselves.
 
     Raises:
-        ValueError: there is no block, or two differ in type or device. An error inside a block,
-            here and in every method, carries its name.
+        ValueError: there is no block, or two differ in type or device. Errors of a block's methods
+            have the block's name in their message.
 
     Example:
         >>> from tyxe.linalg import Dense, Diagonal
@@ -42,7 +42,7 @@ class BlockDiagonal(Operator):
     blocks: Mapping[str, Operator]
 
     def __post_init__(self) -> None:
-        # The caller's mapping may change later, and the order of this one is the vector's.
+        # A copy, because the caller may change the mapping.
         object.__setattr__(self, "blocks", dict(self.blocks))
         if not self.blocks:
             raise ValueError("a block-diagonal operator has at least one block")
@@ -60,11 +60,7 @@ class BlockDiagonal(Operator):
         return sum(self.sizes.values())
 
     def split(self, x: Tensor) -> dict[str, Tensor]:
-        """Return the parts `(..., size of the block)` of vectors `(..., P)`, of any type, by name.
-
-        Args:
-            x: vectors.
-        """
+        """Return the blocks' parts of vectors `(..., P)`, of any type, by name."""
         if x.shape[-1:] != (self.size,):
             raise ValueError(
                 f"blocks of {self.size} elements in all cannot split a tensor of shape "
@@ -72,16 +68,13 @@ class BlockDiagonal(Operator):
             )
         return dict(zip(self.blocks, x.split(list(self.sizes.values()), -1), strict=True))
 
-    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return vectors `(..., P)` from their parts by name, in any order: what `split` undoes.
-
-        Args:
-            parts: `(..., size of the block)` for each block.
+    def cat(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return vectors `(..., P)` from their parts by name, the inverse of `split`.
 
         Example:
             >>> from tyxe.linalg import Diagonal
             >>> blocks = BlockDiagonal({"a": Diagonal(torch.ones(1)), "b": Diagonal(torch.ones(2))})
-            >>> blocks.join({"b": torch.zeros(2), "a": torch.ones(1)})
+            >>> blocks.cat({"b": torch.zeros(2), "a": torch.ones(1)})
             tensor([1., 0., 0.])
         """
         given = {name: part.shape[-1:].numel() for name, part in parts.items()}
@@ -95,7 +88,10 @@ class BlockDiagonal(Operator):
         """Return the operator with a diagonal added to each block, such as a precision per layer.
 
         Args:
-            diagonals: for every block what its `add_diagonal` takes.
+            diagonals: a number or a diagonal for every block.
+
+        Raises:
+            ValueError: the names are not those of the blocks.
 
         Example:
             >>> from tyxe.linalg import Diagonal
@@ -111,14 +107,14 @@ class BlockDiagonal(Operator):
         return self._like(blocks=added)
 
     def _matmul(self, x: Tensor) -> Tensor:
-        return self.join(self._each(lambda block, part: block.matmul(part), self.split(x)))
+        return self.cat(self._each(lambda block, part: block.matmul(part), self.split(x)))
 
     def _quadratic(self, x: Tensor) -> Tensor:
         terms = self._each(lambda block, part: block.quadratic(part), self.split(x))
         return torch.stack(list(terms.values())).sum(0)
 
     def diagonal(self) -> Tensor:
-        return self.join(self._each(lambda block: block.diagonal()))
+        return self.cat(self._each(lambda block: block.diagonal()))
 
     def to_dense(self) -> Tensor:
         return torch.block_diag(*self._each(lambda block: block.to_dense()).values())
@@ -127,13 +123,13 @@ class BlockDiagonal(Operator):
         return torch.stack(list(self._each(lambda block: block.logdet()).values())).sum()
 
     def inverse_diagonal(self) -> Tensor:
-        return self.join(self._each(lambda block: block.inverse_diagonal()))
+        return self.cat(self._each(lambda block: block.inverse_diagonal()))
 
     def _inverse_sqrt(self, z: Tensor) -> Tensor:
-        return self.join(self._each(lambda block, part: block.inverse_sqrt(part), self.split(z)))
+        return self.cat(self._each(lambda block, part: block.inverse_sqrt(part), self.split(z)))
 
     def _whiten(self, x: Tensor) -> Tensor:
-        return self.join(self._each(lambda block, part: block.whiten(part), self.split(x)))
+        return self.cat(self._each(lambda block, part: block.whiten(part), self.split(x)))
 
     def _scaled(self: BlockDiagonalT, c: Tensor) -> BlockDiagonalT:
         return self._like(blocks=self._each(lambda block: block.scaled(c)))
@@ -142,7 +138,7 @@ class BlockDiagonal(Operator):
         return self.add_diagonals(self.split(d) if d.dim() else dict.fromkeys(self.blocks, d))
 
     def _each(self, function: Callable[..., Any], *arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a function of every block and its arguments, by name."""
+        """Call a function with every block and its arguments, and return the results by name."""
         results = {}
         for name, block in self.blocks.items():
             try:

@@ -1,4 +1,4 @@
-"""What operators ask of their arguments, said when it is broken."""
+"""Checks of the arguments and fields of operators."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "SMALL",
     "NotPositiveDefiniteError",
     "check_dtype",
     "check_field",
@@ -17,17 +18,21 @@ __all__ = [
     "check_positive_definite",
     "check_rows",
     "check_same_kind",
+    "check_small",
     "check_symmetric",
     "check_vectors",
     "cholesky",
+    "dense_bytes",
     "like",
 ]
 
 DTYPES = (torch.float32, torch.float64)
+# Rows up to which a dense matrix is factorised for an operator without an inverse of its own.
+SMALL = 4096
 
 
 class NotPositiveDefiniteError(ValueError):
-    """A matrix that is to be a precision has an eigenvalue that is not positive.
+    """A matrix that is used as a precision has an eigenvalue that is not positive.
 
     Example:
         >>> import tyxe
@@ -40,7 +45,7 @@ class NotPositiveDefiniteError(ValueError):
 
 
 class _Sized(Protocol):
-    """What the checks know of an operator."""
+    """The properties of an operator that the checks use."""
 
     @property
     def size(self) -> int: ...
@@ -50,9 +55,6 @@ class _Sized(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-
-
-# --------------------------------------------------------------------------- arguments
 
 
 def like(value: float | Tensor, operator: _Sized) -> Tensor:
@@ -85,11 +87,8 @@ def check_rows(x: Tensor, operator: _Sized) -> Tensor:
     return check_vectors(x, operator)
 
 
-# --------------------------------------------------------------------------- fields
-
-
 def check_dtype(dtype: torch.dtype, what: str) -> None:
-    """Raise unless factorisations exist in this type."""
+    """Raise unless matrices of this type can be factorised."""
     if dtype not in DTYPES:
         raise TypeError(
             f"{what} is in {dtype}, where matrices cannot be factorised; "
@@ -98,13 +97,7 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 def check_field(tensor: Tensor, what: str, *shape: int | None) -> Tensor:
-    """Return a tensor if it is real, finite and of a shape, None standing for any size.
-
-    Example:
-        >>> check_field(torch.ones(2, 3), "the factor", None, 2)
-        Traceback (most recent call last):
-        ValueError: the factor has shape (2, 3); expected (*, 2)
-    """
+    """Return a tensor if it is real, finite and of a shape, where None stands for any size."""
     matches = tensor.dim() == len(shape) and all(
         expected in (None, size) for size, expected in zip(tensor.shape, shape, strict=True)
     )
@@ -160,7 +153,7 @@ def check_symmetric(matrix: Tensor, what: str) -> Tensor:
         return matrix
     with torch.no_grad():
         difference = (matrix - matrix.mT).abs().max()
-        # A sum of outer products, taken in another order, is off by far less than this.
+        # Rounding in a sum of outer products is far below this.
         if difference > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().max():
             raise ValueError(
                 f"{what} is not symmetric: elements (i, j) and (j, i) differ by up to "
@@ -169,13 +162,10 @@ def check_symmetric(matrix: Tensor, what: str) -> Tensor:
     return matrix
 
 
-# --------------------------------------------------------------------------- definiteness
-
-
 def check_positive_definite(eigenvalues: Tensor, what: str) -> Tensor:
-    """Return eigenvalues, or numbers as small as the smallest of them, that are positive."""
+    """Return eigenvalues, or numbers in their place, if all are positive."""
     least, _ = _range(eigenvalues)
-    # Not `least <= 0`, which NaN is not.
+    # Not `least <= 0`, which is false for NaN.
     if eigenvalues.numel() and not least > 0:
         raise NotPositiveDefiniteError(
             f"{what} is not positive definite: its smallest eigenvalue is {least:.3g}; "
@@ -185,16 +175,7 @@ def check_positive_definite(eigenvalues: Tensor, what: str) -> Tensor:
 
 
 def cholesky(matrix: Tensor, what: str) -> Tensor:
-    """Return the lower Cholesky factor.
-
-    Raises:
-        NotPositiveDefiniteError: with the smallest eigenvalue in the message.
-
-    Example:
-        >>> cholesky(torch.ones(2, 2) - torch.eye(2), "the precision")
-        Traceback (most recent call last):
-        tyxe.linalg.checks.NotPositiveDefiniteError: the precision is not positive definite: its ...
-    """
+    """Return the lower Cholesky factor, or raise with the smallest eigenvalue in the message."""
     lower, info = torch.linalg.cholesky_ex(matrix)
     if not info.any():
         return lower
@@ -207,3 +188,16 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
         )
     check_positive_definite(least, what)
     return lower
+
+
+def dense_bytes(size: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return how many bytes a dense `size x size` matrix takes."""
+    return size * size * dtype.itemsize
+
+
+def check_small(what: str, size: int, instead: str) -> None:
+    """Raise if an operator has too many rows for a dense matrix, with advice in `instead`."""
+    if size > SMALL:
+        raise ValueError(
+            f"{what} takes a dense matrix, and {size:,} rows are more than {SMALL:,}: {instead}"
+        )

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tyxe.linalg.base import Operator
+from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import check_symmetric, cholesky
-from tyxe.linalg.cost import factorization
+from tyxe.linalg.triangular import solve_rows
 
 __all__ = ["Dense"]
 
@@ -19,11 +20,11 @@ DenseT = TypeVar("DenseT", bound="Dense")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Operator):
-    """A matrix held as it is, with its Cholesky factor `A = L L^T` once it is needed; `S = L^-T`.
+    """A matrix and, where it is needed, its Cholesky factor `A = L L^T`; `S = L^-T`.
 
-    Every change of scale or diagonal costs a new factorisation. Where only `c A + tau I` is of
-    interest, for many `c` and `tau`, `Kronecker.from_factors(torch.ones(1, 1), A)` is the same
-    matrix by its eigenvectors, and each of them diagonal work.
+    Every change of scale or diagonal costs a new factorisation. For many matrices `c A + tau I`,
+    `Kronecker.from_factors(torch.ones(1, 1), A)` is cheaper: it has the same matrix by its
+    eigenvectors, which all of them share.
 
     Args:
         matrix: `(P, P)`, symmetric positive semi-definite.
@@ -68,10 +69,10 @@ class Dense(Operator):
         return torch.cholesky_inverse(self._lower).diagonal()
 
     def _inverse_sqrt(self, z: Tensor) -> Tensor:
-        return _solve_rows(self._lower, z, upper=False)
+        return solve_rows(self._lower, z, upper=False)
 
     def _whiten(self, x: Tensor) -> Tensor:
-        return _solve_rows(self._lower.mT, x, upper=True)
+        return solve_rows(self._lower.mT, x, upper=True)
 
     @factorization
     def _inverse_root(self) -> Tensor:
@@ -79,9 +80,9 @@ class Dense(Operator):
         return self._whiten(identity)
 
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
-        """Return `inverse_quadratic` of the rows `J_c = vec(g_c a^T)`, which are never formed.
+        """Return `inverse_quadratic` of the rows `J_c = vec(g_c a^T)`, without forming them.
 
-        The root `S`, of which each row takes sums with the same `a`, is formed once.
+        The root `S` is computed once, and multiplied by `a` before `g`.
 
         Args:
             a: inputs of the map, `(..., in)`.
@@ -114,9 +115,3 @@ class Dense(Operator):
     def _add_diagonal(self: DenseT, d: Tensor) -> DenseT:
         total = self.matrix.diagonal() + d
         return self._like(matrix=self.matrix.diagonal_scatter(total))
-
-
-def _solve_rows(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
-    """Return `x T^-1` for row vectors `x`, a batch of them as one matrix."""
-    rows = x.reshape(-1, x.shape[-1])
-    return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False).reshape(x.shape)

@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from tyxe.linalg.base import Operator
+from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import check_field, check_non_negative, check_positive_definite
-from tyxe.linalg.cost import factorization
 
 __all__ = ["Diagonal"]
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tyxe.linalg.base import Operator
-from tyxe.linalg.cost import check_small, factorization
+from tyxe.linalg.caching import factorization
+from tyxe.linalg.checks import check_small
 from tyxe.linalg.dense import Dense
 from tyxe.linalg.triangular import Cholesky
 
@@ -25,20 +26,10 @@ Root = Callable[[Tensor, bool], Tensor]
 
 @functools.singledispatch
 def root(operator: Operator) -> Root:
-    """Return products with a root `R` of an operator, `R R^T = A`.
+    """Return products with a root `R` of an operator `A = R R^T`, positive definite.
 
-    Register a structure that knows one. Any other takes `R = A S`, since `S S^T = A^-1`.
-
-    Args:
-        operator: `A`, positive definite.
-
-    Returns:
-        A function of vectors `(..., P)` and of whether to multiply by the transpose.
-
-    Example:
-        >>> from tyxe.linalg import Diagonal
-        >>> root(Diagonal(torch.tensor([4.0, 9.0])))(torch.ones(2), False)
-        tensor([2., 3.])
+    Register a structure that has one. All others take `R = A S`, since `S S^T = A^-1`. The result
+    is a function of vectors `(..., P)` and of whether to multiply by the transpose.
     """
 
     def multiply(z: Tensor, transposed: bool) -> Tensor:
@@ -56,13 +47,13 @@ def _(operator: Cholesky) -> Root:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inverse(Operator):
-    """`A = B^-1`: the precision of a Normal whose covariance `B` is what is known.
+    """`A = B^-1`: the precision of a Normal with a known covariance `B`.
 
-    Every method is another one of `B`, at that one's cost; `S` is a `root` of `B`. A diagonal is
-    added densely, up to some thousands of rows.
+    Every method calls the opposite one of `B`; `S` is a root of `B`. Adding a diagonal takes a
+    dense matrix, which has at most 4,096 rows.
 
     Args:
-        operator: `B`, positive definite once anything is asked for.
+        operator: `B`, positive definite.
 
     Example:
         >>> from tyxe.linalg import LowRank

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe.linalg.base import Operator
+from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import (
     check_field,
     check_non_negative,
@@ -16,7 +17,6 @@ from tyxe.linalg.checks import (
     check_same_kind,
     check_symmetric,
 )
-from tyxe.linalg.cost import factorization
 from tyxe.linalg.kron_formulas import (
     clipped_eigh,
     kron_diagonal,
@@ -26,7 +26,7 @@ from tyxe.linalg.kron_formulas import (
     kron_variance,
 )
 
-__all__ = ["Kronecker"]
+__all__ = ["Kronecker", "is_one_number"]
 
 KroneckerT = TypeVar("KroneckerT", bound="Kronecker")
 
@@ -37,16 +37,16 @@ class Kronecker(Operator):
 
     It acts on row-major `vec(X)` of matrices `X: (out, in)`, such as weights. With
     `G = U_g diag(d_g) U_g^T` and `A' = U_a diag(d_a) U_a^T`, the eigenvalues are
-    `E = scale * d_g d_a^T + shift` [GLM A.3] and `S vec(Z) = vec(U_g [Z / sqrt(E)] U_a^T)`: scale,
-    diagonal and log-determinant are work on `(out, in)`, and nothing `P x P` is formed.
+    `E = scale * d_g d_a^T + shift` [GLM A.3] and `S vec(Z) = vec(U_g [Z / sqrt(E)] U_a^T)`. Scale,
+    diagonal and log-determinant take time of `out * in`, and no `P x P` matrix is formed.
 
     Args:
-        out_basis: `U_g`, eigenvectors in columns.
-        in_basis: `U_a`, likewise.
+        out_basis: `U_g`, `(out, out)`, eigenvectors in columns.
+        in_basis: `U_a`, `(in, in)`, eigenvectors in columns.
         out_eigenvalues: `d_g`, `(out,)`, not negative.
         in_eigenvalues: `d_a`, `(in,)`, not negative.
         scale: a tensor without dimensions, not negative.
-        shift: likewise.
+        shift: a tensor without dimensions, not negative.
 
     Raises:
         ValueError: shapes that do not fit, elements not finite, or negative eigenvalues.
@@ -91,9 +91,9 @@ class Kronecker(Operator):
         factor of deficient rank.
 
         Args:
-            out_factor: `(out, out)`, symmetric positive semi-definite, such as `E[g]`.
-            in_factor: `(in, in)`, likewise, such as `E[a a^T]`.
-            scale: what multiplies the product, such as the number of points.
+            out_factor: `(out, out)`, symmetric positive semi-definite, such as `E[g g^T]`.
+            in_factor: `(in, in)`, symmetric positive semi-definite, such as `E[a a^T]`.
+            scale: multiplies the product, such as the number of points.
 
         Raises:
             ValueError: a factor is not square, finite, symmetric or positive semi-definite.
@@ -117,10 +117,10 @@ class Kronecker(Operator):
     def damped(self: KroneckerT) -> KroneckerT:
         """Return the product with its shift spread over the factors [T 3.41].
 
-        `(sqrt(scale) G + sqrt(shift) I) kron (sqrt(scale) A' + sqrt(shift) I)`: the terms
-        `sqrt(scale * shift) (d_g + d_a)` come on top, so that a posterior is more concentrated.
-        It depends on how a constant is shared out between the factors: [T 3.41] has averages
-        over points for both and their number for the scale.
+        `(sqrt(scale) G + sqrt(shift) I) kron (sqrt(scale) A' + sqrt(shift) I)`: this adds
+        `sqrt(scale * shift) (d_g + d_a)` to the eigenvalues, so that a posterior is more
+        concentrated. The result depends on how constants are divided between factors and scale: in
+        [T 3.41] both factors are averages over points, and the scale is the number of points.
 
         Example:
             >>> product = Kronecker.from_factors(torch.eye(1), torch.eye(1), scale=4.0)
@@ -136,11 +136,11 @@ class Kronecker(Operator):
         )
 
     def averaged(self: KroneckerT, other: KroneckerT) -> KroneckerT:
-        """Return one product in the place of a sum of two, without a gradient [T 3.60].
+        """Return one product that approximates the sum of two, without a gradient [T 3.60].
 
-        Factors are averaged by the scales, which add up, and so do the shifts. It is the sum where
-        the factors are equal. They have to be averages themselves, with the number of points for
-        the scale: then the average is that over all points, also of tasks of different size.
+        Factors are averaged with the scales as weights; scales and shifts are added. The result is
+        exact where the factors are equal. If the factors are averages over points and the scales
+        numbers of points, the result has the averages over all points.
 
         Args:
             other: a product of the same shape.
@@ -152,7 +152,7 @@ class Kronecker(Operator):
             tensor([[8.]])
         """
         scale = self.scale + other.scale
-        # Two that say nothing: any factors do.
+        # With scales of zero any factors are right.
         share = self.scale / scale if scale > 0 else scale
         pairs = zip(self._factors, other._factors, strict=True)
         factors = [share * mine + (1 - share) * theirs for mine, theirs in pairs]
@@ -172,7 +172,7 @@ class Kronecker(Operator):
 
     @factorization
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """`G` and `A'` themselves."""
+        """`G` and `A'`."""
         out_factor = (self.out_basis * self.out_eigenvalues) @ self.out_basis.mT
         return out_factor, (self.in_basis * self.in_eigenvalues) @ self.in_basis.mT
 
@@ -187,7 +187,7 @@ class Kronecker(Operator):
 
     @factorization
     def _positive(self) -> Tensor:
-        # The eigenvalues of the product itself are >= 0: with a prior there is nothing to look at.
+        # The product's own eigenvalues are >= 0, so that a positive shift needs no check.
         if not self.shift.item() > 0:
             check_positive_definite(self.eigenvalues, "the Kronecker product")
         return self.eigenvalues
@@ -203,7 +203,7 @@ class Kronecker(Operator):
         return kron_rotate(x, self.out_basis, self.in_basis).flatten(-2)
 
     def _matmul(self, x: Tensor) -> Tensor:
-        # Half the work of going through the eigenbases.
+        # Half the work of multiplying in the eigenbases.
         product = kron_rotate(x.unflatten(-1, self.shape), *self._factors).flatten(-2)
         return self.scale * product + self.shift * x
 
@@ -239,9 +239,9 @@ class Kronecker(Operator):
         return (self._rotate(x) / self._root).flatten(-2)
 
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
-        """Return `inverse_quadratic` of the rows `J_c = vec(g_c a^T)`, which are never formed.
+        """Return `inverse_quadratic` of the rows `J_c = vec(g_c a^T)`, without forming them.
 
-        So are the Jacobians of a net in the weight of a linear map that it uses once.
+        The Jacobians of a net in the weight of a linear map that it uses once have this form.
 
         Args:
             a: inputs of the map, `(..., in)`.
@@ -269,7 +269,7 @@ class Kronecker(Operator):
     def inverse_quadratic_summed(self, a: Tensor, g: Tensor) -> Tensor:
         """Return `inverse_quadratic` of the rows `J_c = sum_r vec(g_cr a_r^T)`.
 
-        So are the Jacobians of a net in a weight that it uses at `R` positions.
+        The Jacobians of a net in a weight that it uses at `R` positions have this form.
 
         Args:
             a: inputs of the map, `(..., R, in)`.
@@ -300,11 +300,29 @@ class Kronecker(Operator):
         return self._like(scale=c * self.scale, shift=c * self.shift)
 
     def _add_diagonal(self: KroneckerT, d: Tensor) -> KroneckerT:
-        if d.dim() != 0:
+        number = self._number(d) if d.dim() else d
+        # A search adds many prior precisions to one curvature: they share its products.
+        return self._like(shift=self.shift + number, _products=self._products)
+
+    def _number(self, d: Tensor) -> Tensor:
+        """Return the one number of a constant diagonal, with a gradient in each of its elements.
+
+        An element's share of the gradient is that of its variance, which is exact for `logdet`.
+        """
+        if not is_one_number(d):
             raise ValueError(
                 "a Kronecker product takes one number for its whole diagonal: its eigenbases are "
                 "lost under any other. Give all weights of the block one prior precision, or use "
                 'structure "full" or "diag"'
             )
-        # One curvature meets a hundred prior precisions: what they have in common goes along.
-        return self._like(shift=self.shift + d, _products=self._products)
+        number = d[0].detach()
+        if not (d.requires_grad and torch.is_grad_enabled()):
+            return number
+        variances = self._add_diagonal(number).inverse_diagonal().detach()
+        return number + (d - d.detach()) @ (variances / variances.sum())
+
+
+def is_one_number(d: Tensor) -> bool:
+    """Say whether all elements of a diagonal are one number."""
+    least, largest = d.detach().aminmax()
+    return bool(least == largest)

@@ -1,4 +1,4 @@
-"""A diagonal matrix plus one of low rank."""
+"""A diagonal matrix plus a matrix of low rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe.linalg.base import Operator
+from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import (
     check_field,
     check_non_negative,
@@ -16,7 +17,6 @@ from tyxe.linalg.checks import (
     check_same_kind,
     cholesky,
 )
-from tyxe.linalg.cost import factorization
 
 __all__ = ["LowRank", "capacitance_cholesky", "low_rank_root"]
 
@@ -24,34 +24,17 @@ LowRankT = TypeVar("LowRankT", bound="LowRank")
 
 
 def capacitance_cholesky(v: Tensor) -> Tensor:
-    """Return the lower `L` of `L L^T = I + V^T V`, the matrix whose determinant is `I + V V^T`'s.
-
-    Args:
-        v: `(P, R)`.
-
-    Example:
-        >>> capacitance_cholesky(torch.tensor([[2.0], [2.0]]))
-        tensor([[3.]])
-    """
+    """Return the lower `L` of `L L^T = I + V^T V`, `(R, R)`, for `V`, `(P, R)`."""
     identity = torch.eye(v.shape[-1], dtype=v.dtype, device=v.device)
     return cholesky(identity + v.mT @ v, "the low-rank part plus its diagonal")
 
 
 def low_rank_root(lower: Tensor) -> Tensor:
-    r"""Return `K = L^-T (I + L)^-1`, with which `I - V K V^T` is a root of `(I + V V^T)^-1`.
+    """Return `K = L^-T (I + L)^-1`, with which `I - V K V^T` is a root of `(I + V V^T)^-1`.
 
     With `L L^T = I + V^T V` and `K = L^-T J`, the product of the root and its transpose is
     `I - V [K + K^T - K (L L^T - I) K^T] V^T`. The bracket is the `(L L^T)^-1` of Woodbury's
-    formula if and only if `(I - J L) (I - J L)^T = J J^T`: so for `I - J L = J`.
-
-    Args:
-        lower: `L`, `(R, R)`.
-
-    Example:
-        >>> v = torch.tensor([[2.0], [2.0]])
-        >>> root = torch.eye(2) - v @ low_rank_root(capacitance_cholesky(v)) @ v.mT
-        >>> torch.allclose(root @ root.mT, (torch.eye(2) + v @ v.mT).inverse(), atol=1e-6)
-        True
+    formula if and only if `(I - J L) (I - J L)^T = J J^T`, which holds for `I - J L = J`.
     """
     identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(identity + lower, identity, upper=False)
@@ -60,10 +43,10 @@ def low_rank_root(lower: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LowRank(Operator):
-    """`A = D + U U^T`, at the cost of `P R` for products and `P R^2 + R^3` once for the inverse.
+    """`A = D + U U^T`, in time `P R` for products and `P R^2 + R^3` once for the inverse.
 
-    With `V = D^-1/2 U`, `S = D^-1/2 (I - V K V^T)`, `K` of `low_rank_root`: exact, and a draw
-    takes `P` numbers of noise as everywhere. `D` may hold zeros until an inverse is asked for.
+    With `V = D^-1/2 U` the root is `S = D^-1/2 (I - V K V^T)`, where `L L^T = I + V^T V` and
+    `K = L^-T (I + L)^-1`. `D` may have zeros where no inverse is needed.
 
     Args:
         entries: the diagonal of `D`, `(P,)`, not negative.

@@ -1,4 +1,4 @@
-"""Operators as flat dictionaries of tensors, to be saved beside a module's."""
+"""Operators as flat dictionaries of tensors, to be saved with a module's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from tyxe.linalg.low_rank import LowRank
 from tyxe.linalg.sum import Sum
 from tyxe.linalg.triangular import Cholesky
 
-__all__ = ["STRUCTURES", "operator_from_state", "operator_state"]
+__all__ = ["STATE_NAMES", "operator_from_state", "operator_state"]
 
-# What a state calls the structures whose fields are tensors. Add a class of your own under a name
-# of its own.
-STRUCTURES: dict[str, type[Operator]] = {
+# Names of structures in states. Add a class of your own, whose fields are tensors, under a new one.
+STATE_NAMES: dict[str, type[Operator]] = {
     "dense": Dense,
     "diagonal": Diagonal,
     "low_rank": LowRank,
@@ -30,12 +29,12 @@ STRUCTURES: dict[str, type[Operator]] = {
 }
 
 
-# A quoted name has neither of these.
+# Quoted names have neither of these characters.
 _TERM, _INVERSE = "+", "!"
 
 
 def _parts(operator: Operator) -> dict[str, Operator] | None:
-    """The operators that one is made of, by what stands before the slash, or None."""
+    """Return the operators inside one by the part of their key before the slash, or None."""
     if isinstance(operator, BlockDiagonal):
         return {quote(name, safe=""): block for name, block in operator.blocks.items()}
     if isinstance(operator, Sum):
@@ -53,14 +52,8 @@ def _made_of(parts: dict[str, Operator]) -> Operator:
 def operator_state(operator: Operator) -> dict[str, Tensor]:
     """Return an operator as tensors by name, detached; `operator_from_state` is the inverse.
 
-    The keys are `structure.field`, and within a block `block/structure.field`, a term `+term/...`,
-    an inverse `!/...`.
-
-    Args:
-        operator: any structure of the table `STRUCTURES`, or blocks of them.
-
-    Raises:
-        TypeError: its class is not in the table.
+    The keys are `structure.field`, and for a block `block/structure.field`, for a term
+    `+term/...` and for an inverse `!/...`. A class that is not in `STATE_NAMES` is a TypeError.
 
     Example:
         >>> import torch
@@ -74,29 +67,21 @@ def operator_state(operator: Operator) -> dict[str, Tensor]:
             for name, part in parts.items()
             for key, tensor in operator_state(part).items()
         }
-    names = {structure: name for name, structure in STRUCTURES.items()}
+    names = {structure: name for name, structure in STATE_NAMES.items()}
     if type(operator) not in names:
         raise TypeError(
             f"{type(operator).__name__} has no name in a state: give it one in "
-            "tyxe.linalg.STRUCTURES"
+            "tyxe.linalg.state.STATE_NAMES"
         )
     prefix = names[type(operator)]
     return {f"{prefix}.{name}": value for name, value in operator.detach()._fields().items()}
 
 
 def operator_from_state(state: Mapping[str, Tensor]) -> Operator:
-    """Return the operator of a state.
-
-    Args:
-        state: what `operator_state` returned.
+    """Return the operator whose `operator_state` this is.
 
     Raises:
-        ValueError: it is empty, lacks a field, or names a structure that is not in the table.
-
-    Example:
-        >>> import torch
-        >>> operator_from_state({"diagonal.entries": torch.ones(2)})
-        Diagonal(size=2, dtype=torch.float32, device=cpu)
+        ValueError: it is empty, lacks a field, or names a structure that is not in `STATE_NAMES`.
     """
     if any("/" in key for key in state):
         parts: dict[str, dict[str, Tensor]] = {}
@@ -105,13 +90,13 @@ def operator_from_state(state: Mapping[str, Tensor]) -> Operator:
             parts.setdefault(name, {})[rest] = tensor
         return _made_of({name: operator_from_state(part) for name, part in parts.items()})
     structures = {key.partition(".")[0] for key in state}
-    if len(structures) != 1 or not structures <= set(STRUCTURES):
+    if len(structures) != 1 or not structures <= set(STATE_NAMES):
         raise ValueError(
             f"a state of one operator has keys such as 'dense.matrix', of one structure out of "
-            f"{', '.join(STRUCTURES)}; got {sorted(state)}"
+            f"{', '.join(STATE_NAMES)}; got {sorted(state)}"
         )
     fields = {key.partition(".")[2]: tensor for key, tensor in state.items()}
-    structure = STRUCTURES[structures.pop()]
+    structure = STATE_NAMES[structures.pop()]
     if set(fields) != set(structure.__dataclass_fields__):
         expected = ", ".join(structure.__dataclass_fields__)
         raise ValueError(f"{structure.__name__} has the fields {expected}; got {sorted(fields)}")

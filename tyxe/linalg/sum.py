@@ -1,4 +1,4 @@
-"""A sum of operators that no structure holds, and the sums that some do."""
+"""Sums of operators: of the structure of the terms where they allow it, else a `Sum`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tyxe.linalg.base import Operator
 from tyxe.linalg.block import BlockDiagonal
-from tyxe.linalg.checks import check_same_kind
-from tyxe.linalg.cost import SMALL, check_small, factorization
+from tyxe.linalg.caching import factorization
+from tyxe.linalg.checks import SMALL, check_same_kind, check_small
 from tyxe.linalg.dense import Dense
 from tyxe.linalg.diagonal import Diagonal
-from tyxe.linalg.kronecker import Kronecker
+from tyxe.linalg.kronecker import Kronecker, is_one_number
 from tyxe.linalg.low_rank import LowRank
 
 __all__ = ["Sum", "average", "invertible", "is_diagonal", "plus"]
@@ -25,18 +25,18 @@ SumT = TypeVar("SumT", bound="Sum")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(Operator):
-    """`A = A_1 + A_2 + ...`, each as it is: one Kronecker product for each task [T 3.59].
+    """`A = A_1 + A_2 + ...`, as separate terms: one Kronecker product for each task [T 3.59].
 
-    Products, quadratic forms and the diagonal cost what those of the terms cost, and nothing
-    `P x P` is formed. A sum of Kronecker products has no root: what needs an inverse is taken from
-    the dense matrix, once, up to some thousands of rows.
+    Products, quadratic forms and the diagonal are sums of those of the terms, without a `P x P`
+    matrix. A sum of Kronecker products has no root of its own: methods that need an inverse
+    factorise the dense matrix, once and up to 4,096 rows.
 
     Args:
-        terms: operators of one size by name, not none.
+        terms: at least one operator, by name, all of one size.
 
     Raises:
-        ValueError: there is no term, or two differ in size, type or device; where an inverse is
-            asked for, the sum is too large.
+        ValueError: there is no term, or two differ in size, type or device; from methods that
+            need an inverse, the sum is too large.
 
     Reference:
         [T] eq. 3.59, 3.63.
@@ -116,7 +116,7 @@ class Sum(Operator):
 
 
 def _with_term(terms: Mapping[str, Operator], new: Operator) -> dict[str, Operator]:
-    """Terms with one more, or with a diagonal added to the one that is there."""
+    """Return terms with one more; a diagonal is added to a diagonal term if there is one."""
     if isinstance(new, Diagonal):
         for name, term in terms.items():
             if isinstance(term, Diagonal):
@@ -125,57 +125,54 @@ def _with_term(terms: Mapping[str, Operator], new: Operator) -> dict[str, Operat
 
 
 def invertible(operator: Operator) -> bool:
-    """Say whether an operator offers what needs an inverse, at its size.
-
-    Example:
-        >>> large = Kronecker.from_factors(torch.eye(100), torch.eye(100))
-        >>> invertible(large), invertible(Sum({"0": large, "1": large}))
-        (True, False)
-    """
+    """Say whether the methods of an operator that need an inverse work at its size."""
     if isinstance(operator, BlockDiagonal):
         return all(map(invertible, operator.blocks.values()))
     return not isinstance(operator, Sum) or operator.size <= SMALL
 
 
 def is_diagonal(operator: Operator) -> bool:
-    """Say whether an operator couples nothing.
-
-    Example:
-        >>> is_diagonal(BlockDiagonal({"a": Diagonal(torch.ones(2))}))
-        True
-    """
+    """Say whether an operator is diagonal by its structure."""
     if isinstance(operator, BlockDiagonal):
         return all(map(is_diagonal, operator.blocks.values()))
     return isinstance(operator, Diagonal)
 
 
-# What takes any diagonal and stays what it is.
+# Structures to which any diagonal can be added.
 _TAKES_DIAGONAL = (Diagonal, Dense, LowRank, Sum)
 
 
+def _plus_diagonal(operator: Operator, entries: Tensor) -> Operator | None:
+    """Return an operator of the same structure with a diagonal added, or None if there is none."""
+    if isinstance(operator, BlockDiagonal):
+        parts = operator.split(entries)
+        pairs = ((name, block, parts[name]) for name, block in operator.blocks.items())
+        return BlockDiagonal({name: plus(block, Diagonal(part)) for name, block, part in pairs})
+    if isinstance(operator, _TAKES_DIAGONAL):
+        return operator.add_diagonal(entries)
+    if isinstance(operator, Kronecker) and is_one_number(entries):
+        # With gradients, each element of the diagonal has its share.
+        return operator.add_diagonal(entries if entries.requires_grad else entries[0])
+    return None
+
+
 def plus(a: Operator, b: Operator) -> Operator:
-    """Return `A + B`: block by block, by the structure that holds both, else as a `Sum`.
+    """Return `A + B`: block by block, in the structure of one of them if possible, else as a `Sum`.
 
-    Args:
-        a: an operator.
-        b: another of its size.
-
-    Raises:
-        ValueError: they differ in size, type or device.
-
-    Example:
-        >>> plus(Diagonal(torch.ones(2)), Diagonal(torch.ones(2))).diagonal()
-        tensor([2., 2.])
+    A Kronecker product can add a diagonal of one number; with any other the result is a `Sum`.
+    Operators that differ in size, type or device are a ValueError.
     """
     if isinstance(a, BlockDiagonal) and isinstance(b, BlockDiagonal) and a.sizes == b.sizes:
         pairs = zip(a.blocks.items(), b.blocks.values(), strict=True)
         return BlockDiagonal({name: plus(block, other) for (name, block), other in pairs})
     for one, other in ((a, b), (b, a)):
+        if is_diagonal(one):
+            found = _plus_diagonal(other, one.diagonal())
+            if found is not None:
+                return found
         if isinstance(one, BlockDiagonal) and len(one.blocks) == 1:
             ((name, block),) = one.blocks.items()
             return BlockDiagonal({name: plus(block, other)})
-        if isinstance(one, Diagonal) and isinstance(other, _TAKES_DIAGONAL):
-            return other.add_diagonal(one.entries)
         if isinstance(one, Dense):
             check_same_kind(one, other, "the terms")
             return Dense(one.matrix + other.to_dense())
@@ -188,19 +185,10 @@ def plus(a: Operator, b: Operator) -> Operator:
 
 
 def average(a: Operator, b: Operator) -> Operator:
-    """Return what stands for `A + B` with one Kronecker product in the place of two [T 3.60].
+    """Return an approximation of `A + B` with one Kronecker product for every two [T 3.60].
 
-    The sum of products becomes the product of the factors' averages; what is no product is added
-    as by `plus`.
-
-    Args:
-        a: an operator.
-        b: another, of the same blocks.
-
-    Example:
-        >>> first = Kronecker.from_factors(torch.eye(2), torch.eye(3), scale=10.0)
-        >>> average(first, first.scaled(3.0)).diagonal()[0]
-        tensor(40.)
+    The sum of two products becomes the product of their averaged factors; other operators are added
+    by `plus`.
     """
     if isinstance(a, BlockDiagonal) and isinstance(b, BlockDiagonal) and a.sizes == b.sizes:
         pairs = zip(a.blocks.items(), b.blocks.values(), strict=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tyxe.linalg.base import Operator
 from tyxe.linalg.block import BlockDiagonal
-from tyxe.linalg.cost import SMALL
+from tyxe.linalg.checks import SMALL
 from tyxe.linalg.diagonal import Diagonal
 from tyxe.linalg.inverse import Inverse
 from tyxe.linalg.kronecker import Kronecker
@@ -21,19 +21,11 @@ __all__ = ["trace_of_solve"]
 def trace_of_solve(a: Operator, b: Operator) -> Tensor:
     """Return `tr(A B^-1)`, the expectation of `w^T A w` for `w` of precision `B`.
 
-    Without a dense matrix where one of the two is diagonal, both are Kronecker products, or `B` is
-    the inverse of a covariance of low rank or of a Cholesky factor, and so by blocks and terms.
-
-    Args:
-        a: an operator.
-        b: another of its size, positive definite.
+    No dense matrix is formed where one of the two is diagonal, both are Kronecker products, or `B`
+    is the inverse of a covariance of low rank or of a Cholesky factor; blocks and terms are summed.
 
     Raises:
-        NotImplementedError: it takes a dense matrix, of more than some thousands of rows.
-
-    Example:
-        >>> trace_of_solve(Diagonal(torch.tensor([2.0, 6.0])), Diagonal(torch.tensor([1.0, 2.0])))
-        tensor(5.)
+        NotImplementedError: it needs a dense matrix of more than 4,096 rows.
     """
     if isinstance(a, Sum):
         return torch.stack([trace_of_solve(term, b) for term in a.terms.values()]).sum()
@@ -50,7 +42,7 @@ def trace_of_solve(a: Operator, b: Operator) -> Tensor:
 
 
 def _kronecker_trace(a: Kronecker, b: Kronecker) -> Tensor:
-    """In the eigenbases of `B` its inverse is diagonal, and `A` is needed on the diagonal only."""
+    """Return the trace in the eigenbases of `B`, where only the diagonal of `A` is needed."""
     out_rotation, in_rotation = b.out_basis.mT @ a.out_basis, b.in_basis.mT @ a.in_basis
     out_diagonal = out_rotation.square() @ a.out_eigenvalues
     in_diagonal = in_rotation.square() @ a.in_eigenvalues
@@ -59,7 +51,7 @@ def _kronecker_trace(a: Kronecker, b: Kronecker) -> Tensor:
 
 
 def _covariance_trace(a: Operator, b: Operator) -> Tensor:
-    """`sum_r c_r^T A c_r` over the columns of a root of the covariance."""
+    """Return `sum_r c_r^T A c_r` over the columns of a root of the covariance."""
     covariance = b.operator if isinstance(b, Inverse) else None
     if isinstance(covariance, LowRank):
         return a.diagonal() @ covariance.entries + a.quadratic(covariance.factor.mT).sum()

@@ -1,4 +1,4 @@
-"""A matrix known by its Cholesky factor."""
+"""A matrix given by its Cholesky factor."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from tyxe.linalg.base import Operator
+from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import check_field, check_positive_definite, cholesky
-from tyxe.linalg.cost import factorization
 
-__all__ = ["Cholesky"]
+__all__ = ["Cholesky", "solve_rows"]
 
 CholeskyT = TypeVar("CholeskyT", bound="Cholesky")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cholesky(Operator):
-    """`A = L L^T`, which is not formed; `S = L^-T`.
+    """`A = L L^T` by its factor; `S = L^-T`.
 
-    Its `Inverse` is the precision of a Normal that is known by the factor of its covariance.
+    Its `Inverse` is the precision of a Normal whose covariance has the factor `L`.
 
     Args:
-        lower: `L`, `(P, P)`; what is above its diagonal is not looked at.
+        lower: `L`, `(P, P)`; elements above its diagonal are ignored.
 
     Raises:
         ValueError: it is not square, or not finite.
@@ -72,10 +72,10 @@ class Cholesky(Operator):
         return torch.linalg.solve_triangular(self._positive, identity, upper=False).square().sum(0)
 
     def _inverse_sqrt(self, z: Tensor) -> Tensor:
-        return _solve_rows(self._positive, z, upper=False)
+        return solve_rows(self._positive, z, upper=False)
 
     def _whiten(self, x: Tensor) -> Tensor:
-        return _solve_rows(self._positive.mT, x, upper=True)
+        return solve_rows(self._positive.mT, x, upper=True)
 
     def _scaled(self: CholeskyT, c: Tensor) -> CholeskyT:
         return self._like(lower=c.sqrt() * self.lower)
@@ -85,7 +85,7 @@ class Cholesky(Operator):
         return self._like(lower=cholesky(total, "the sum with a diagonal"))
 
 
-def _solve_rows(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
-    """Return `x T^-1` for row vectors `x`, a batch of them as one matrix."""
+def solve_rows(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
+    """Return `x T^-1` for row vectors `x`, with all batch dimensions as rows of one matrix."""
     rows = x.reshape(-1, x.shape[-1])
     return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False).reshape(x.shape)

@@ -5,13 +5,13 @@ Classification metrics take class probabilities of shape `(n, C)` and integer ta
 `(n, ...)`, and average over every entry. Results are 0-d tensors on the inputs' device unless a
 function says otherwise; float16 and bfloat16 are computed, and returned, in float32.
 
-Every function checks its inputs and raises `TypeError` for what is no floating-point (targets of
-classes: integer) tensor, and `ValueError` for NaNs, empty inputs, shapes or devices that do not
-match, rows of probabilities that are negative or do not sum to one, and classes out of range.
+Every function checks its inputs. It raises `TypeError` for inputs that are no floating-point
+tensors (for classes: no integer tensors), and `ValueError` for NaNs, empty inputs, shapes or
+devices that do not match, rows of probabilities that are negative or do not sum to one, classes out
+of range, and scores that are no vectors.
 """
 
 from tyxe.metrics.classification import (
-    CalibrationCurve,
     accuracy,
     brier_score,
     calibration_curve,
@@ -23,7 +23,6 @@ from tyxe.metrics.detection import ood_aupr, ood_auroc
 from tyxe.metrics.regression import crps_gaussian, gaussian_nll, interval_coverage, rmse
 
 __all__ = [
-    "CalibrationCurve",
     "accuracy",
     "brier_score",
     "calibration_curve",

@@ -1,4 +1,4 @@
-"""Checks of inputs, shared by all metrics: one clear error each."""
+"""Checks of inputs that all metrics share."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def check_real(name: str, value: Tensor) -> Tensor:
 
 
 def check_probs(probs: Tensor) -> Tensor:
-    """Return class probabilities, if they are `(n, C)` and rows sum to one."""
+    """Return class probabilities if they are `(n, C)` and their rows sum to one."""
     checked = check_real("probs", probs)
     if probs.dim() != 2 or probs.shape[-1] < 2:
         raise ValueError(
@@ -82,13 +82,13 @@ def _check_targets(targets: Tensor, probs: Tensor) -> Tensor:
 
 
 def check_classified(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities and targets, if they fit each other."""
+    """Return probabilities and targets if they fit each other."""
     probs = check_probs(probs)
     return probs, _check_targets(targets, probs)
 
 
 def check_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores of both kinds of points in one dtype, if they are vectors."""
+    """Return scores of both kinds of points in one dtype if they are vectors."""
     for name, scores in (("in_scores", in_scores), ("out_scores", out_scores)):
         if check_real(name, scores).dim() != 1:
             raise ValueError(
@@ -102,7 +102,7 @@ def check_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]
 
 
 def check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return means and targets in one dtype, if they have one shape."""
+    """Return means and targets in one dtype if they have one shape."""
     mean, targets = check_real("mean", mean), check_real("targets", targets)
     if mean.dim() == 0:
         raise ValueError("`mean` has shape (), expected (n, ...): pass mean.unsqueeze(0)")
@@ -111,7 +111,7 @@ def check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_scale(scale: Tensor | float, mean: Tensor) -> Tensor:
-    """Return standard deviations, if they are positive and fit the means."""
+    """Return standard deviations if they are positive and fit the means."""
     if isinstance(scale, int | float):
         scale = torch.tensor(float(scale), dtype=mean.dtype)
     scale = check_real("scale", scale)
@@ -148,6 +148,6 @@ def _check_device(name: str, value: Tensor, other_name: str, other: Tensor) -> N
 
 
 def _promoted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in their common dtype, float32 at least."""
+    """Return both in their common dtype, float32 at least."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return a.to(dtype), b.to(dtype)

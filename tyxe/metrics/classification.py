@@ -45,10 +45,6 @@ def nll(probs: Tensor, targets: Tensor) -> Tensor:
     Returns:
         A 0-d tensor, non-negative.
 
-    Raises:
-        TypeError: for targets that are not integer, or probabilities that are not floating point.
-        ValueError: for anything else the module's docstring lists.
-
     Example:
         >>> nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1]))
         tensor(0.4904)
@@ -68,9 +64,6 @@ def accuracy(probs: Tensor, targets: Tensor) -> Tensor:
 
     Returns:
         A 0-d tensor in `[0, 1]`.
-
-    Raises:
-        TypeError, ValueError: as in `nll`.
 
     Example:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
@@ -92,9 +85,6 @@ def brier_score(probs: Tensor, targets: Tensor) -> Tensor:
 
     Returns:
         A 0-d tensor in `[0, 2]`.
-
-    Raises:
-        TypeError, ValueError: as in `nll`.
 
     References:
         Brier (1950), Verification of forecasts expressed in terms of probability.
@@ -123,7 +113,7 @@ def calibration_curve(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Cal
         A `CalibrationCurve` of `k <= num_bins` bins.
 
     Raises:
-        TypeError, ValueError: as in `nll`; also if `num_bins` is below one.
+        ValueError: `num_bins` is below one.
 
     References:
         Guo et al. (2017), On calibration of modern neural networks, section 2.
@@ -142,7 +132,7 @@ def calibration_curve(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Cal
     correct = predicted == targets
     counts = _bin_sums(torch.ones_like(bins), bins, num_bins)
     filled = counts > 0
-    # float64: single precision loses digits in sums over many points
+    # in float64, because single precision loses digits in sums over many points
     sums = torch.stack([_bin_sums(v.double(), bins, num_bins) for v in (confidence, correct)])
     means = (sums[:, filled] / counts[filled]).to(probs.dtype)
     return CalibrationCurve(means[0], means[1], counts[filled])
@@ -162,7 +152,7 @@ def expected_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 1
         A 0-d tensor in `[0, 1]`.
 
     Raises:
-        TypeError, ValueError: as in `calibration_curve`.
+        ValueError: `num_bins` is below one.
 
     References:
         Guo et al. (2017), On calibration of modern neural networks, eq. 3.
@@ -187,9 +177,6 @@ def predictive_entropy(probs: Tensor) -> Tensor:
 
     Returns:
         Entropies, shape `(n,)`.
-
-    Raises:
-        TypeError, ValueError: as in `nll`.
 
     Example:
         >>> predictive_entropy(torch.tensor([[0.5, 0.5], [0.0, 1.0]]))

@@ -1,4 +1,4 @@
-"""Telling out-of-distribution points from others by a score."""
+"""Scores of detectors of out-of-distribution points."""
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> Tensor:
     Returns:
         A 0-d tensor in `[0, 1]`; 0.5 is chance.
 
-    Raises:
-        TypeError: for scores that are not floating-point tensors.
-        ValueError: for scores that are empty, not of rank one, NaN or on two devices.
-
     References:
         Hendrycks and Gimpel (2017), A baseline for detecting misclassified and
         out-of-distribution examples.
@@ -37,7 +33,7 @@ def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> Tensor:
     sorted_out = out_scores.sort().values
     below = torch.searchsorted(sorted_out, in_scores)
     not_above = torch.searchsorted(sorted_out, in_scores, right=True)
-    # integers up to the division: the sum is exact, ties count half of two
+    # integers until the division, so that the sum is exact; ties count half
     doubled = (below + not_above).sum()
     return (doubled.double() / (2 * len(in_scores) * len(out_scores))).to(in_scores.dtype)
 
@@ -54,9 +50,6 @@ def ood_aupr(in_scores: Tensor, out_scores: Tensor) -> Tensor:
 
     Returns:
         A 0-d tensor in `(0, 1]`.
-
-    Raises:
-        TypeError, ValueError: as in `ood_auroc`.
 
     Example:
         >>> ood_aupr(torch.tensor([0.9, 0.6]), torch.tensor([0.7, 0.5]))

@@ -23,10 +23,6 @@ def rmse(mean: Tensor, targets: Tensor) -> Tensor:
     Returns:
         A 0-d tensor, non-negative.
 
-    Raises:
-        TypeError: for inputs that are not floating-point tensors.
-        ValueError: for inputs that are empty, NaN, or of different shapes or devices.
-
     Example:
         >>> rmse(torch.tensor([0.0, 0.0]), torch.tensor([3.0, 4.0]))
         tensor(3.5355)
@@ -49,7 +45,7 @@ def gaussian_nll(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tensor
         A 0-d tensor.
 
     Raises:
-        TypeError, ValueError: as in `rmse`; also if a scale is not positive and finite.
+        ValueError: a scale is not positive and finite.
 
     Example:
         >>> gaussian_nll(torch.zeros(2), 1.0, torch.zeros(2))
@@ -74,7 +70,7 @@ def crps_gaussian(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tenso
         A 0-d tensor, non-negative.
 
     Raises:
-        TypeError, ValueError: as in `gaussian_nll`.
+        ValueError: a scale is not positive and finite.
 
     References:
         Gneiting and Raftery (2007), Strictly proper scoring rules, prediction, and estimation,
@@ -86,7 +82,7 @@ def crps_gaussian(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tenso
     """
     z, scale = _standardize(mean, scale, targets)
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    # 2 Phi(z) - 1, without cancellation at small z
+    # 2 Phi(z) - 1 without cancellation at small z
     central = torch.erf(z / math.sqrt(2))
     return (scale * (z * central + 2 * density - 1 / math.sqrt(math.pi))).mean()
 
@@ -108,7 +104,7 @@ def interval_coverage(
         A 0-d tensor in `[0, 1]`.
 
     Raises:
-        TypeError, ValueError: as in `gaussian_nll`; also if `level` is not in `(0, 1)`.
+        ValueError: `level` is not in `(0, 1)`, or a scale is not positive and finite.
 
     Example:
         >>> interval_coverage(torch.zeros(4), 1.0, torch.tensor([-1.0, 0.0, 1.0, 3.0]))
@@ -122,7 +118,7 @@ def interval_coverage(
 
 
 def _standardize(mean: Tensor, scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`z = (y - mu) / sigma` and `sigma`, checked."""
+    """Return `z = (y - mu) / sigma` and `sigma`, checked."""
     mean, targets = check_regression(mean, targets)
     scale = check_scale(scale, mean)
     return (targets - mean) / scale, scale

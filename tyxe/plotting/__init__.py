@@ -1,10 +1,10 @@
 """Figures: bands, calibration, predictive entropy, scores, training curves, accuracy over tasks.
 
-Needs the optional extra `plot` (matplotlib). Every function but `calibration_and_entropy` draws on
-`ax`, or on a new figure's axes when it is None, and returns the axes; none shows or saves anything.
+They need the optional extra `plot` (matplotlib), and raise `ImportError` without it. Every function
+but `calibration_and_entropy` draws on `ax`, or on a new figure's axes when it is None, and returns
+the axes; none shows or saves anything. Inputs are checked as in `tyxe.metrics`, with its errors.
 """
 
-from tyxe.plotting.axes import PALETTE
 from tyxe.plotting.classification import (
     calibration_and_entropy,
     calibration_curve,
@@ -13,11 +13,9 @@ from tyxe.plotting.classification import (
 )
 from tyxe.plotting.regression import predictive_band
 from tyxe.plotting.tasks import accuracy_over_tasks
-from tyxe.plotting.training import HistoryLike, history
+from tyxe.plotting.training import history
 
 __all__ = [
-    "PALETTE",
-    "HistoryLike",
     "accuracy_over_tasks",
     "calibration_and_entropy",
     "calibration_curve",

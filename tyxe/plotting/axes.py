@@ -1,4 +1,4 @@
-"""What all figures share: colours, axes, and tensors as vectors."""
+"""Colours, axes, and tensors as vectors, for all figures."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MARKERS", "PALETTE", "axes", "flat", "pyplot"]
 
-# Okabe and Ito (2008) without its yellow, which vanishes on white, then three of Paul Tol's
+# Okabe and Ito (2008) without its yellow, which is hard to see on white, then three of Paul Tol's
 PALETTE = (
     "#0072B2",
     "#D55E00",
@@ -28,11 +28,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return matplotlib's pyplot, or raise an ImportError that says how to install it."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

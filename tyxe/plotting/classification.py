@@ -39,8 +39,8 @@ def calibration_curve(
         ax: axes to draw on; None makes a figure.
         label: name of the method; the legend says `label (ECE 1.2 %)`.
         num_bins: number of equal-width bins of the maximal probability.
-        min_count: bins with fewer points are left out of the curve (not of the ECE): the
-            accuracy of two points says nothing.
+        min_count: bins with fewer points are left out of the curve (not of the ECE), because
+            their accuracy is too uncertain.
         color: colour of the curve; None takes the axes' next.
         marker: matplotlib's name of the marker.
 
@@ -48,8 +48,7 @@ def calibration_curve(
         The axes.
 
     Raises:
-        ImportError: if matplotlib is missing.
-        TypeError, ValueError: as in `tyxe.metrics.calibration_curve`.
+        ValueError: `num_bins` is below one.
 
     References:
         Guo et al. (2017), On calibration of modern neural networks, figure 1.
@@ -91,7 +90,7 @@ def entropy_ecdf(
     r"""Draw the empirical distribution function of predictive entropies.
 
     `F(h) = 1/n sum_i 1[h_i <= h]`. By convention solid for test and dashed for
-    out-of-distribution points: the further right a dashed curve, the better it is told apart.
+    out-of-distribution points: the further right a dashed curve, the better their detection.
 
     Args:
         entropy: entropies in nats, shape `(n,)`, from `tyxe.metrics.predictive_entropy`.
@@ -103,11 +102,6 @@ def entropy_ecdf(
 
     Returns:
         The axes.
-
-    Raises:
-        ImportError: if matplotlib is missing.
-        TypeError: if `entropy` is no floating-point tensor.
-        ValueError: if `entropy` is not `(n,)`, is empty or NaN.
 
     Example:
         >>> ax = entropy_ecdf(torch.tensor([0.2, 0.1]), label="test")
@@ -154,10 +148,6 @@ def ood_histogram(
     Returns:
         The axes.
 
-    Raises:
-        ImportError: if matplotlib is missing.
-        TypeError, ValueError: as in `tyxe.metrics.ood_auroc`.
-
     Example:
         >>> ax = ood_histogram(torch.tensor([0.9, 0.8]), torch.tensor([0.5, 0.6]))
         >>> ax.get_legend().get_title().get_text()
@@ -195,22 +185,21 @@ def calibration_and_entropy(
 ) -> "Figure":
     r"""Draw methods side by side: calibration, and entropy on test and unfamiliar data.
 
-    Left `calibration_curve` of each method; right `entropy_ecdf`, solid on the test set, dashed
-    out of distribution. One colour and marker per method, shared by both panels.
+    On the left `calibration_curve` of each method; on the right `entropy_ecdf`, solid on the test
+    set and dashed out of distribution. Both panels use one colour and marker per method.
 
     Args:
         results: for each method's name `(probs, targets, ood_probs)`: class probabilities of the
             test set `(n, C)`, its targets `(n,)`, and the probabilities of out-of-distribution
             points `(m, C)`, or None to leave them out.
         num_bins: number of equal-width bins of the maximal probability.
-        min_count: as in `calibration_curve`.
+        min_count: bins with fewer points are left out of the calibration curve.
 
     Returns:
         The figure, of two axes.
 
     Raises:
-        ImportError: if matplotlib is missing.
-        TypeError, ValueError: as in `tyxe.metrics.calibration_curve`; also without results.
+        ValueError: there are no results, or `num_bins` is below one.
 
     References:
         Ritter and Karaletsos (2022), TyXe: Pyro-based Bayesian neural nets for PyTorch.
@@ -253,7 +242,7 @@ def _draw_methods(
 
 
 def _outside_legends(figure: "Figure", left: "Axes", right: "Axes") -> None:
-    """Methods below both panels and line styles above the right one, clear of every curve."""
+    """Put methods below both panels and line styles above the right one, clear of every curve."""
     handles, labels = left.get_legend_handles_labels()
     left.legend().remove()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)

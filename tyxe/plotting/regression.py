@@ -44,9 +44,7 @@ def predictive_band(
         The axes.
 
     Raises:
-        ImportError: if matplotlib is missing.
-        TypeError: for inputs that are not floating-point tensors.
-        ValueError: if lengths do not match, or inputs are empty or NaN.
+        ValueError: lengths do not match.
 
     Example:
         >>> x = torch.linspace(-1, 1, 50)
@@ -69,7 +67,7 @@ def predictive_band(
     if points is not None:
         ax.plot(*points, "o", color="black", markersize=3.5, label="data", zorder=5)
     ax.set(xlabel="x", ylabel="y")
-    # the bands fill the axes: the legend has to be readable on top of them
+    # the bands fill the axes, and the legend has to be readable on top of them
     ax.legend(framealpha=0.8, edgecolor="none", fontsize="small")
     return ax
 

@@ -1,4 +1,4 @@
-"""Accuracy while tasks are learned one after the other."""
+"""Accuracy while tasks are learned in sequence."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -18,21 +18,20 @@ __all__ = ["accuracy_over_tasks"]
 def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None) -> "Axes":
     r"""Draw the mean accuracy over the tasks seen, after each task, for several methods.
 
-    The mean over runs, and a bar of two standard errors of it up and down where there are several.
+    Each curve is the mean over runs, with bars of two standard errors up and down if there are
+    several.
 
     Args:
         results: for each method's name the accuracies `A[r, t, i]` of run `r` on task `i` after
             `t + 1` tasks, `(runs, T, T)`, or `(T, T)` for one run. Entries above the diagonal are
-            not looked at. Last rows of NaN are tasks to come: none is drawn before all runs had it.
+            ignored. Last rows of NaN are tasks to come; a task is drawn if all runs have finished.
         ax: axes to draw on; None makes a figure.
 
     Returns:
         The axes.
 
     Raises:
-        ImportError: if matplotlib is missing.
-        TypeError: for accuracies that are no floating-point tensors.
-        ValueError: without results; for accuracies of another shape, or without a finished task, or
+        ValueError: there are no results; accuracies of another shape, without a finished task, or
             with NaN among those of finished ones.
 
     References:
@@ -70,7 +69,7 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
 
 
 def _over_tasks(name: str, accuracy: Tensor) -> Tensor:
-    """The mean over the tasks seen, `(runs, tasks finished)`, in float64 on the CPU."""
+    """Return the mean over the tasks seen, `(runs, tasks finished)`, in float64 on the CPU."""
     label = f"results[{name!r}]"
     check_real(label, accuracy.nan_to_num() if isinstance(accuracy, Tensor) else accuracy)
     if accuracy.dim() not in (2, 3) or accuracy.shape[-1] != accuracy.shape[-2]:
@@ -89,7 +88,7 @@ def _over_tasks(name: str, accuracy: Tensor) -> Tensor:
 
 
 def _finished(lower: Tensor) -> int:
-    """How many tasks all runs have finished; those to come have nothing but NaN."""
+    """Return how many tasks all runs have finished; rows of later ones are all NaN."""
     tasks = lower.shape[-1]
     to_come = (lower.isnan().sum(-1) == torch.arange(1, tasks + 1)).any(0)
     return tasks - int(to_come.flip(0).int().cumprod(0).sum())

@@ -12,7 +12,7 @@ __all__ = ["HistoryLike", "history"]
 
 
 class HistoryLike(Protocol):
-    """What `history` draws: one number an epoch, in nats, such as `fit` returns."""
+    """The lists that `history` draws, of one number per epoch, in nats, such as `fit` returns."""
 
     @property
     def loss(self) -> Sequence[float]:
@@ -30,18 +30,15 @@ class HistoryLike(Protocol):
 def history(history: HistoryLike, ax: "Axes | None" = None) -> "Axes":
     r"""Draw the training curves of a fit: loss, negative log-likelihood and KL.
 
-    `loss = beta * kl - log_likelihood`: the log-likelihood is drawn with its sign turned, so that
+    `loss = beta * kl - log_likelihood`: the log-likelihood is drawn with the opposite sign, so that
     the other two add up to the loss at `beta = 1`.
 
     Args:
-        history: what `fit` returned, or anything with its three lists of one number an epoch.
+        history: what `fit` returned, or any object with its three lists of one number per epoch.
         ax: axes to draw on; None makes a figure.
 
     Returns:
         The axes.
-
-    Raises:
-        ImportError: if matplotlib is missing.
 
     Example:
         >>> from types import SimpleNamespace

@@ -1,38 +1,40 @@
-"""A draw from a site's posterior that is not made until something asks for its value.
+"""A draw from a site's posterior that is made only when an operation needs its value.
 
-A `Draw` stands in a parameter's place while the net runs. A linear map that consumes it raises
-one event (see `linear_map`), which a handler may answer from the posterior's moments; then the
-value is never drawn. Every other operation gets the value, drawn once for all uses, so a mean
-never passes for a draw; a linear map that comes after it gets that value too. Views that only
-rearrange elements (`split`, `chunk`, `transpose`, ...) give draws again, whose moments are
-rearranged alike.
+A `Draw` stands in a parameter's place while the net runs. A linear map that uses it raises one
+event (see `linear_map`), which a handler may answer from the posterior's moments; then the value
+is never drawn. Every other operation gets the value, drawn once for all uses, so that a mean is
+never taken for a draw; linear maps that come after it get that value too. Views that only
+rearrange elements (`split`, `chunk`, `transpose`, ...) are draws again, whose moments are
+rearranged in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributions as td
 from pyro.poutine.runtime import effectful
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tyxe.distributions import center, deviation, independent_moments
 
-__all__ = ["Draw", "draws_are_lazy", "place"]
+__all__ = ["Draw", "Places", "draws_are_lazy", "substitute_site", "substituted"]
 
 View = Callable[[Tensor], Tensor]
+# Of each site by joint name: the modules, and the names under which they hold the parameter.
+Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 
 
 class _Source:
-    """One site's posterior with what has been asked of it so far, shared by all its views.
+    """One site's posterior with what has been computed of it so far, shared by all its views.
 
-    What is asked for first inside a checkpointed part of a net is known already when that part
-    runs again. So it is computed as if outside: with its own random numbers, its own gradient
-    mode, and out of sight of the checkpoint's record of saved tensors.
+    A checkpointed part of a net runs twice, and in the second run the results of the first are
+    known. They are therefore computed independently of the checkpoint: with a seed and a gradient
+    mode of their own, and without its hooks for saved tensors.
     """
 
     def __init__(
@@ -44,8 +46,8 @@ class _Source:
     ) -> None:
         self.name = name
         self.distribution = distribution
-        # Set once an operation other than a linear map has read the value: from then on only the
-        # value is consistent with what the net has computed, or has written into it.
+        # Set once an operation other than a linear map has read the value, or written into it: from
+        # then on only the value is consistent with what the net has computed.
         self.value_only = distribution is None
         self._value = value
         self._deviation: Tensor | None = None
@@ -72,7 +74,7 @@ class _Source:
 
     @property
     def deviation(self) -> Tensor:
-        """The same draw less its centre."""
+        """The value less the centre."""
         if self._deviation is None:
             assert self.distribution is not None
             with self._as_if_outside(), _seeded(self._seed, _representative(self.distribution)):
@@ -102,7 +104,7 @@ class _Source:
         return middle
 
     def _as_if_outside(self) -> AbstractContextManager[None]:
-        # Mostly nobody watches: no hooks, and within torch.func's transforms none are allowed.
+        # Mostly there are no hooks; and within torch.func's transforms none may be set.
         watched = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if watched is None and torch.is_grad_enabled() == self._grad:
             return nullcontext()
@@ -122,7 +124,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _seeded(seed: Tensor | None, like: Tensor) -> Iterator[None]:
-    """Seed the generator of a tensor's device, and set it back."""
+    """Seed the generator of a tensor's device, and restore its state afterwards."""
     assert seed is not None
     with torch.random.fork_rng([like.device] if like.is_cuda else []):
         generator = torch.default_generator
@@ -155,7 +157,6 @@ class Draw(Tensor):
     def __new__(
         cls, name: str, distribution: td.Distribution | None, value: Tensor | None = None
     ) -> Draw:
-        """Make a wrapper without storage; see the class."""
         if value is not None:
             source = _Source(name, distribution, value)
             return cls._make(source, (), value.shape, value.dtype, value.device)
@@ -166,12 +167,7 @@ class Draw(Tensor):
 
     @classmethod
     def where_treatable(cls, name: str, distribution: td.Distribution) -> Draw | None:
-        """Return a draw, or None where no handler could use its centre or moments.
-
-        Args:
-            name: as in the class.
-            distribution: as in the class.
-        """
+        """Return a draw, or None if the distribution has neither a centre nor moments."""
         like: Tensor | None = center(distribution)
         moments = None if like is not None else independent_moments(distribution)
         if moments is not None:
@@ -242,15 +238,13 @@ class Draw(Tensor):
         return tensor
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Describe the draw without making it."""
         return f"Draw({self.name_of_site!r}, shape={tuple(self.shape)}, drawn={self.was_drawn})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy the value: a copy of a draw is no longer lazy."""
+        """Copy the value: a copy of a draw is not lazy."""
         return self.value().detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the value."""
         return self.value().detach().__reduce_ex__(protocol)
 
     @classmethod
@@ -261,7 +255,7 @@ class Draw(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Send an operation to its rule: metadata, view, registered map, or the plain value."""
+        """Handle metadata, views and functions with a rule; call all others with the value."""
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -280,7 +274,7 @@ class Draw(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse: below autograd the value could be had, but not its gradient."""
+        """Raise: below autograd the value would have no gradient."""
         raise RuntimeError(
             f"{func} met a lazily drawn weight where PyTorch no longer records gradients "
             "(scripted code, or a C++ extension); leave the handler for this net, or hide the "
@@ -303,12 +297,12 @@ def _representative(distribution: td.Distribution) -> Tensor:
     return middle
 
 
-# Rules for functions that do more than read a value: the linear maps register theirs.
+# Rules for functions that do more than read a value, such as linear maps.
 RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def _getters(*names: str) -> list[Callable[..., Any]]:
-    """The functions that PyTorch reports when a property of a tensor is read."""
+    """Return the functions that PyTorch reports when properties of a tensor are read."""
     return [getattr(Tensor, name).__get__ for name in names]
 
 
@@ -343,7 +337,7 @@ VIEWS = {
 
 
 def _only_rearranges(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    # Indexing by a tensor or a list may repeat elements, which would then not be independent.
+    # Indexing with a tensor or a list may repeat elements, which are then not independent.
     index = args[0] if func is Tensor.__getitem__ else ()
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, int | slice | type(None) | type(...)) for part in parts)
@@ -373,7 +367,7 @@ def _use_value(draw: Draw, func: Callable[..., Any]) -> Tensor:
 
 
 def use_values(tree: Any, func: Callable[..., Any]) -> Any:
-    """Put values in the places of all draws in nested arguments, telling handlers of each."""
+    """Replace draws in nested arguments by their values, with a message to handlers for each."""
     if isinstance(tree, Draw):
         tree._source.value_only = True
         return _use_value(tree, func)
@@ -384,9 +378,37 @@ def use_values(tree: Any, func: Callable[..., Any]) -> Any:
     return tree
 
 
-@effectful(type="place")
-def place(name: str, value: Tensor) -> Tensor:
-    """Return what stands in a site's place while the net runs; handlers may wrap it."""
+@contextmanager
+def substituted(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put values, given by joint name, in the places of sites until the end.
+
+    Raises:
+        ValueError: a site has no value.
+    """
+    before = [
+        (module._parameters, attribute, module._parameters[attribute])
+        for slots in places.values()
+        for module, attribute in slots
+    ]
+    try:
+        for name, slots in places.items():
+            if name not in values:
+                raise ValueError(
+                    f"there is no draw for site {name!r}; the guide gives "
+                    f"{', '.join(values) or 'none'}"
+                )
+            value = substitute_site(name, values[name])
+            for module, attribute in slots:
+                module._parameters[attribute] = value
+        yield
+    finally:
+        for parameters, attribute, original in before:
+            parameters[attribute] = original
+
+
+@effectful(type="substitute_site")
+def substitute_site(name: str, value: Tensor) -> Tensor:
+    """Return the tensor that the net uses for a site; handlers may replace it by a draw."""
     return value
 
 

@@ -1,17 +1,16 @@
 """The one interception of linear maps.
 
 `linear`, `conv1d/2d/3d`, their transposed forms, `x @ w` with a matrix, and the projections
-inside attention all end in one event, a `LinearMap`, sent through Pyro's handler stack as a
-message of type `linear_map`. The innermost handler that can answer does; with none the map is
-computed at the drawn values.
+inside attention all raise one event, a `LinearMap`, as a message of type `linear_map` on Pyro's
+stack of handlers. The innermost handler that can answer it does; without one the map is computed
+at the drawn values.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +18,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import effectful
+from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
-from tyxe.errors import TyxeWarning
+from tyxe.errors import warn
 from tyxe.poutine.draw import RULES, Draw, use_values
 
 __all__ = ["LinearMap", "LinearMapMessenger"]
@@ -43,10 +42,10 @@ class LinearMap:
         bias: the bias, a draw, a plain tensor or None.
         spatial_dims: number of trailing spatial dimensions (0 for `linear`).
         batch_dim: which dimension of a batched input counts data points.
-        rows_of_points_are_apart: a linear map inside attention has flattened (sequence, batch), so
-            that a data point's rows are as far apart as there are points.
-        args: hyperparameters that came after weight and bias, as the map takes them.
-        kwargs: those that came by name.
+        rows_of_points_are_apart: whether rows are (sequence, batch) flattened, as inside attention,
+            so that the rows of one of `n` points are `n` apart.
+        args: positional hyperparameters after weight and bias.
+        kwargs: hyperparameters by name.
     """
 
     kind: str
@@ -62,7 +61,7 @@ class LinearMap:
 
     @property
     def draws(self) -> list[Draw]:
-        """The draws that the map consumes."""
+        """The draws that the map uses."""
         return [part for part in (self.weight, self.bias) if isinstance(part, Draw)]
 
     def at_values(self) -> Tensor:
@@ -72,6 +71,50 @@ class LinearMap:
         )
         assert weight is not None
         return self.function(self.input, weight, bias)
+
+    def windows(self) -> Tensor:
+        """Return a view of the input under the kernel, `(..., C, *kernel, *positions)`.
+
+        For convolutions that are not transposed.
+        """
+        dims = self.spatial_dims
+        kernel = self.weight.shape[-dims:]
+        positional = zip(("stride", "padding", "dilation"), self.args, strict=False)
+        named = {**dict(positional), **self.kwargs}
+        stride, dilation = (_each(named.get(name, 1), dims) for name in ("stride", "dilation"))
+        x = F.pad(self.input.detach(), _pads(named.get("padding", 0), kernel, dilation))
+        covered = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+        counts = [
+            (size - cover) // step + 1
+            for size, cover, step in zip(x.shape[-dims:], covered, stride, strict=True)
+        ]
+        steps = x.stride()
+        along_kernel = [s * d for s, d in zip(steps[-dims:], dilation, strict=True)]
+        along_output = [s * step for s, step in zip(steps[-dims:], stride, strict=True)]
+        return x.as_strided(
+            (*x.shape[:-dims], *kernel, *counts), (*steps[:-dims], *along_kernel, *along_output)
+        )
+
+
+def _each(number: int | Sequence[int], dims: int) -> list[int]:
+    """Return one number for each spatial dimension, however PyTorch was given them."""
+    numbers = [number] if isinstance(number, int) else list(number)
+    return numbers * dims if len(numbers) == 1 else numbers
+
+
+def _pads(
+    padding: int | str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Return the argument of `F.pad`: the last dimension first, before and after."""
+    if padding == "same":
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    elif padding == "valid":
+        pairs = [(0, 0)] * len(kernel)
+    else:
+        assert not isinstance(padding, str)
+        pairs = [(pad, pad) for pad in _each(padding, len(kernel))]
+    return [pad for pair in reversed(pairs) for pad in pair]
 
 
 @effectful(type="linear_map")
@@ -94,7 +137,7 @@ def _raise_event(
         return result
 
     x = use_values(x, func)
-    # Attention flattens (sequence, batch) before its last projection: every row is then its own.
+    # Attention flattens (sequence, batch) before its last projection.
     batch_dim = _batch_dim if x.dim() == 3 else 0
     apart = _batch_dim == 1 and x.dim() == 2
     return _linear_map(
@@ -131,7 +174,7 @@ RULES[Tensor.__rmatmul__] = lambda self, other: _matmul_rule(other, self)
 
 @functools.cache
 def _open_attention() -> Callable[..., Any]:
-    """PyTorch's attention function, made to run its body instead of asking us again."""
+    """Return PyTorch's attention function without its own dispatch to `__torch_function__`."""
     original = F.multi_head_attention_forward
     answers_no = {"has_torch_function": lambda arguments: False}
     return types.FunctionType(
@@ -165,11 +208,11 @@ RULES[F.multi_head_attention_forward] = _attention_rule
 
 
 class LinearMapMessenger(Messenger):
-    """Base of the handlers that change how linear maps are sampled.
+    """Base of handlers that change how linear maps are sampled.
 
     While it is active, samples of sites whose posterior factorises are lazy (`Draw`). A subclass
-    implements `answer`. On leaving, a warning names the sites whose posterior it could have
-    treated but which some other operation consumed.
+    implements `answer`. On exit, a warning names the sites that it could have treated but that some
+    other operation used.
     """
 
     name = ""
@@ -184,7 +227,7 @@ class LinearMapMessenger(Messenger):
         """Return the map's output, or None to leave the event to the next handler."""
         raise NotImplementedError
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if msg["done"] or msg["is_observed"] or msg["value"] is not None:
             return
         if msg["infer"].get("is_auxiliary") or msg["fn"].batch_shape:
@@ -194,15 +237,15 @@ class LinearMapMessenger(Messenger):
         if draw is not None:
             msg["value"], msg["done"] = draw, True
 
-    def _pyro_lazy(self, msg: Any) -> None:
+    def _pyro_lazy(self, msg: Message) -> None:
         msg["value"] = True
 
-    def _pyro_place(self, msg: Any) -> None:
+    def _pyro_substitute_site(self, msg: Message) -> None:
         name, value = msg["args"]
         if msg["value"] is None and not isinstance(value, Draw):
             msg["value"] = Draw(name, None, value)
 
-    def _pyro_linear_map(self, msg: Any) -> None:
+    def _pyro_linear_map(self, msg: Message) -> None:
         if msg["done"]:
             return
         output = self.answer(msg["args"][0])
@@ -211,13 +254,13 @@ class LinearMapMessenger(Messenger):
             msg["value"], msg["done"] = output, True
             msg["infer"]["treatment"] = self.treatment
 
-    def _pyro_post_draw_value(self, msg: Any) -> None:
+    def _pyro_post_draw_value(self, msg: Message) -> None:
         draw, func = msg["args"]
         if draw._source.distribution is not None:
             self._missed.setdefault(draw.name_of_site, getattr(func, "__name__", str(func)))
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
-        """Warn of the sites that went past the handler, unless an error is on its way."""
+        """Warn of sites that were sampled plainly, unless there is an error."""
         result = super().__exit__(exc_type, exc_value, traceback)
         missed, had_no_effect = self._missed, self._met and not self._answered
         self._missed, self._met, self._answered = {}, False, False
@@ -226,17 +269,13 @@ class LinearMapMessenger(Messenger):
         name = self.name
         if missed:
             listed = ", ".join(f"{site} (used by {func})" for site, func in missed.items())
-            warnings.warn(
+            warn(
                 f"{name} treats linear maps only; these sites were sampled plainly: {listed}. "
                 "tyxe.poutine.report() lists every site",
-                TyxeWarning,
-                stacklevel=2,
             )
         elif had_no_effect:
-            warnings.warn(
+            warn(
                 f"{name} had no effect: no site met inside it has a posterior that factorises "
                 "(a guide such as tyxe.guides.AutoNormal has one) and enters a linear map",
-                TyxeWarning,
-                stacklevel=2,
             )
         return result

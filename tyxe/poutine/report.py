@@ -1,13 +1,15 @@
-"""What became of every site: a table of which linear maps were reparameterised."""
+"""A table of how each site was used: which linear maps were reparameterised."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import Message
 
 from tyxe.poutine.draw import Draw
+from tyxe.util import site_spellings
 
 __all__ = ["Report", "report"]
 
@@ -17,7 +19,7 @@ class Row(NamedTuple):
 
     Attributes:
         site: the site's name in the joint model.
-        map: the kind of linear map, or the function that took the value.
+        map: the kind of linear map, or the function that used the value.
         treatment: `moments`, `flipped`, `mean`, `drawn`, or `never used`.
     """
 
@@ -27,7 +29,7 @@ class Row(NamedTuple):
 
 
 class Report(Messenger):
-    """Collect, while active, how each site of a net was used; iterate over it for the rows."""
+    """The uses of each site of a net while it is active; iterate over it for the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,42 +37,42 @@ class Report(Messenger):
         self._placed: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[Row]:
-        """Yield the rows, each use once, unused sites last."""
+        """Yield each use once, and unused sites last."""
         yield from self._rows
         used = {row.site for row in self._rows}
         yield from (Row(site, "", "never used") for site in self._placed if site not in used)
 
     def __str__(self) -> str:
-        """Render the rows as a table of three columns."""
+        """Return the rows as a table of three columns."""
         rows = [Row("site", "map", "treatment"), *self]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
 
     def treatments(self, site: str) -> set[str]:
-        """Return how one site was treated, in either spelling of its name."""
-        return {row.treatment for row in self if row.site in (site, f"net.{site}")}
+        """Return how one site was treated, by its name in the net or in the joint model."""
+        return {row.treatment for row in self if site in site_spellings(row.site)}
 
-    def _pyro_post_place(self, msg: Any) -> None:
+    def _pyro_post_substitute_site(self, msg: Message) -> None:
         name = msg["args"][0]
         self._placed[name] = None
         if not isinstance(msg["value"], Draw):
             msg["value"] = Draw(name, None, msg["value"])
 
-    def _pyro_post_linear_map(self, msg: Any) -> None:
+    def _pyro_post_linear_map(self, msg: Message) -> None:
         event = msg["args"][0]
         treatment = msg["infer"].get("treatment", "drawn")
         for draw in event.draws:
             self._rows[Row(draw.name_of_site, event.kind, treatment)] = None
 
-    def _pyro_post_draw_value(self, msg: Any) -> None:
+    def _pyro_post_draw_value(self, msg: Message) -> None:
         draw, func = msg["args"]
         name = getattr(func, "__name__", str(func))
         self._rows[Row(draw.name_of_site, name, "drawn")] = None
 
 
 def report() -> Report:
-    """List, for everything run inside, how each site met its linear maps.
+    """List, for all that is run inside, how each site was used.
 
     Returns:
         A context manager whose target is the report: iterate over it for rows of

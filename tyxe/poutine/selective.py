@@ -1,72 +1,59 @@
-"""Let some of the data, or some of the sites, count less."""
+"""Handlers that mask data points and scale sites."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import effectful
+from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
-from tyxe.errors import TyxeWarning
+from tyxe.errors import warn
+from tyxe.util import site_spellings
 
 __all__ = ["masked_pointwise", "selective_mask", "selective_scale"]
 
 
 @effectful(type="pointwise")
 def masked_pointwise(site: str, values: Tensor) -> Tensor:
-    """Return numbers per data point of an observed site, less the points that a mask leaves out.
-
-    Args:
-        site: name of the observed site, such as `likelihood.data`.
-        values: `(..., n)`, one number per data point in the last dimension.
-
-    Example:
-        >>> with selective_mask(mask=torch.tensor([True, False]), expose=["likelihood.data"]):
-        ...     masked_pointwise("likelihood.data", torch.tensor([1.0, 2.0]))
-        tensor([1.])
-    """
+    """Return numbers per data point of an observed site, `(..., n)`, without masked points."""
     return values
 
 
 class _Selective(Messenger):
-    """What both share: the exposed names, in either spelling, and whether they were met."""
+    """Base of both handlers: the exposed names, and whether each of them was met."""
 
     def __init__(self, expose: Sequence[str]) -> None:
         super().__init__()
         if isinstance(expose, str):
             raise TypeError(f"expose is the string {expose!r}; pass a list: expose=[{expose!r}]")
+        self._expose = frozenset(expose)
         self._unmet = set(expose)
-        self._names = {name: name for name in expose} | {f"net.{name}": name for name in expose}
 
     def _exposes(self, name: str) -> bool:
-        # What comes before `net.` is the name of a BNN; what comes after it may be called so too.
-        own = name if name.startswith("net.") else name[name.find(".net.") + 1 :]
-        spelled = self._names.get(name, self._names.get(own))
-        self._unmet.discard(spelled or "")
-        return spelled is not None
+        asked = self._expose.intersection(site_spellings(name))
+        self._unmet -= asked
+        return bool(asked)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
         result = super().__exit__(exc_type, exc_value, traceback)
         if self._unmet and exc_type is None:
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} exposed {', '.join(sorted(self._unmet))}, "
                 "but no site of that name was sampled inside it",
-                TyxeWarning,
-                stacklevel=2,
             )
         return result
 
 
 class selective_mask(_Selective):
-    """Let only some data points count.
+    """Count only the data points of a mask.
 
     Inside, log-probabilities of the exposed sites count where the mask is true, and the plate's
-    scale becomes `N / mask.sum()`, `N` being the likelihood's `dataset_size`, the number of
-    labelled points. Training and evaluating so equals dropping the other rows after the net.
+    scale becomes `N / mask.sum()`, where `N` is the likelihood's `dataset_size`, the number of
+    labelled points. Training and evaluation are the same as if the other rows were removed from
+    the net's output and from the targets.
 
     Args:
         mask: boolean tensor `(n,)`, one entry per row of the batch.
@@ -106,7 +93,7 @@ class selective_mask(_Selective):
                 "give one entry for each row of the batch"
             )
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if not self._exposes(msg["name"]):
             return
         if isinstance(msg["mask"], Tensor):
@@ -118,18 +105,18 @@ class selective_mask(_Selective):
             msg["value"] = self._without_masked(msg["value"], msg["fn"])
         else:
             msg["mask"] = self.mask
-        # The plate scales by N / rows; a batch in which nothing counts has no data term.
+        # The plate scales by N / rows; without any point that counts there is no data term.
         msg["scale"] = msg["scale"] * (rows / self._count if self._count else 0.0)
 
     def _without_masked(self, value: Tensor, fn: Any) -> Tensor:
-        """Overwrite rows that do not count, whose labels may be -1 or NaN, by one that does."""
+        """Overwrite masked rows, whose labels may be -1 or NaN, by one that counts."""
         if not self._count:
             return torch.as_tensor(fn.sample())
         mask = self.mask.to(value.device)
         rows = torch.arange(len(mask), device=value.device)
         return value.index_select(len(fn.batch_shape) - 1, rows.where(mask, mask.int().argmax()))
 
-    def _pyro_post_pointwise(self, msg: Any) -> None:
+    def _pyro_post_pointwise(self, msg: Message) -> None:
         site, values = msg["args"]
         if self._exposes(site):
             self._check_rows(site, values.shape[-1])
@@ -141,7 +128,7 @@ class selective_scale(_Selective):
 
     Args:
         scale: the factor, positive.
-        expose: names of the sites, in the net's own spelling or the joint model's.
+        expose: names of the sites in the net or in the joint model.
 
     Raises:
         TypeError: `expose` is a string.
@@ -161,6 +148,6 @@ class selective_scale(_Selective):
             raise ValueError(f"scale is {scale}; expected a positive number")
         self.scale = scale
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if self._exposes(msg["name"]):
             msg["scale"] = msg["scale"] * self.scale

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from weakref import WeakSet
 
@@ -10,17 +9,17 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import effectful
+from pyro.poutine.runtime import Message, effectful
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tyxe.distributions import FactorizedNormal, Shifted, independent_moments
-from tyxe.errors import TyxeWarning
-from tyxe.poutine.data_curvature import CURVATURES, Expansion, Hessian
+from tyxe.distributions import FactorizedNormal, independent_moments
+from tyxe.errors import check_known, warn
 from tyxe.poutine.draw import Draw, draws_are_lazy
-from tyxe.poutine.kinks import kinks_of
+from tyxe.poutine.nonsmooth import nonsmooth_functions
+from tyxe.poutine.second_order import SECOND_ORDER_TERMS, Expansion, Hessian, Shifted
 
-__all__ = ["VariationalLaplaceMessenger", "announce_objective", "variational_laplace"]
+__all__ = ["VariationalLaplaceMessenger", "announce_epoch", "variational_laplace"]
 
 CONFLICT = (
     "variational_laplace runs the net at its guide's means, and another handler around it samples "
@@ -28,44 +27,33 @@ CONFLICT = (
 )
 
 
-@effectful(type="objective")
-def announce_objective(net: nn.Module, kl_weight: float) -> None:
-    """Tell handlers, before an epoch, which net is trained and how much the KL counts.
-
-    Args:
-        net: the net.
-        kl_weight: `beta`.
-    """
+@effectful(type="epoch")
+def announce_epoch(net: nn.Module, kl_weight: float) -> None:
+    """Tell handlers, before an epoch, which net is trained and the weight `beta` of the KL."""
 
 
 class VariationalLaplaceMessenger(Messenger):
-    """Run nets at their guide's means, and add the curvature to the data term; see the function."""
+    """The handler of `variational_laplace`."""
 
     def __init__(self, curvature: str = "fisher") -> None:
         super().__init__()
-        if curvature not in CURVATURES:
-            known = ", ".join(map(repr, CURVATURES))
-            raise ValueError(f"curvature is {curvature!r}; expected one of {known}")
-        self.curvature = CURVATURES[curvature]()
+        check_known("curvature", curvature, SECOND_ORDER_TERMS)
+        self.curvature = SECOND_ORDER_TERMS[curvature]()
         self._forget()
 
     def _forget(self) -> None:
-        # What was drawn here, so that another handler's draws are known.
+        # Draws made here, to tell them from those of another handler.
         self._made: WeakSet[Any] = WeakSet()
         self._unfit: dict[str, str] = {}
         self._sites: dict[str, Expansion] = {}
         self._priors: dict[str, Any] = {}
         self._is_used = self._ran = self._met_data = False
-        self._looked_for_kinks = self._warned_of_growth = False
+        self._looked_for_nonsmooth = self._warned_of_growth = False
         self._net: nn.Module | None = None
         self._kl_weight = 1.0
 
     def __enter__(self) -> VariationalLaplaceMessenger:
-        """Go onto Pyro's stack.
-
-        Raises:
-            RuntimeError: another handler that samples inside the net is active.
-        """
+        """Raise if another handler that samples inside the net is active."""
         if draws_are_lazy():
             raise RuntimeError(CONFLICT)
         # Fused attention has no second derivative.
@@ -75,31 +63,29 @@ class VariationalLaplaceMessenger(Messenger):
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
-        """Leave everything as it was; warn if nothing was expanded."""
+        """Warn if no data were met."""
         result = super().__exit__(exc_type, exc_value, traceback)
         self._attention.__exit__(exc_type, exc_value, traceback)
         had_no_data = self._ran and not self._met_data
         self._forget()
         if had_no_data and exc_type is None:
-            warnings.warn(
+            warn(
                 "variational_laplace ran a net at its guide's means, but met no data: it belongs "
                 "around fit. Predict outside of it; num_predictions=0 is the mean network",
-                TyxeWarning,
-                stacklevel=2,
             )
         return result
 
     # ------------------------------------------------------------------ the net at its means
 
-    def _pyro_lazy(self, msg: Any) -> None:
+    def _pyro_lazy(self, msg: Message) -> None:
         msg["value"], msg["done"] = True, True
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if msg["is_observed"] or msg["infer"].get("is_auxiliary"):
             return
         name, fn = msg["name"], msg["fn"]
         if msg["done"] or msg["value"] is not None:
-            # The model's side of a site that the guide has drawn.
+            # The model's prior of a site that the guide has drawn.
             self._priors[name] = fn
         elif _is_normal(fn):
             draw = Draw(name, fn)
@@ -109,7 +95,7 @@ class VariationalLaplaceMessenger(Messenger):
         else:
             self._unfit[name] = type(fn).__name__
 
-    def _pyro_place(self, msg: Any) -> None:
+    def _pyro_substitute_site(self, msg: Message) -> None:
         name, value = msg["args"]
         if name in self._unfit:
             net = name[: name.find("net.") + len("net.")]
@@ -125,25 +111,25 @@ class VariationalLaplaceMessenger(Messenger):
             raise RuntimeError(CONFLICT)
         fn = value._source.distribution
         loc, variance = _moments(fn)
-        # What is at its mean belongs to one run of the model.
+        # After the likelihood has used the means, a new run of the model begins.
         self._sites = {} if self._is_used else self._sites
         self._ran, self._is_used = True, False
         mean = loc if loc.requires_grad else loc.detach().requires_grad_()
         self._sites[name] = Expansion(name, mean, variance)
         msg["args"] = (name, mean)
 
-    def _pyro_linear_map(self, msg: Any) -> None:
-        # Raised only where a report puts draws in the places of means.
+    def _pyro_linear_map(self, msg: Message) -> None:
+        # Only `report` puts draws in the places of means.
         msg["infer"]["treatment"] = "mean"
 
     # ------------------------------------------------------------------ the data at the means
 
-    def _pyro_objective(self, msg: Any) -> None:
+    def _pyro_epoch(self, msg: Message) -> None:
         net, self._kl_weight = msg["args"]
         if net is not self._net:
-            self._net, self._looked_for_kinks, self._warned_of_growth = net, False, False
+            self._net, self._looked_for_nonsmooth, self._warned_of_growth = net, False, False
 
-    def _pyro_post_sample(self, msg: Any) -> None:
+    def _pyro_post_sample(self, msg: Message) -> None:
         if not msg["is_observed"] or not self._sites or not _has_data(msg["fn"]):
             return
         self._is_used = self._met_data = True
@@ -157,16 +143,16 @@ class VariationalLaplaceMessenger(Messenger):
         log_prob = fn.log_prob(msg["value"])
         self._check_finite(terms, log_prob)
         rows = _counted(mask, fn.batch_shape)
-        # Shared by the rows that count, so that their mask and the plate's scale apply to it.
+        # Divided among the rows that count, so that mask and plate scale apply to it.
         msg["fn"] = Shifted(fn, terms.sum() / max(rows, 1))
-        if not self._looked_for_kinks:
-            self._looked_for_kinks = True
-            _warn_of_kinks(log_prob, self._net)
+        if not self._looked_for_nonsmooth:
+            self._looked_for_nonsmooth = True
+            _warn_of_nonsmooth(log_prob, self._net)
         if isinstance(self.curvature, Hessian):
             self._warn_of_growth(self.curvature.diagonals, msg["scale"])
 
     def _check_finite(self, terms: Tensor, log_prob: Tensor) -> None:
-        # Where the data themselves are not, whoever computes the loss says so.
+        # If the log-likelihood itself is not finite, the code that computes the loss reports it.
         if bool(terms.sum().isfinite()) or not bool(log_prob.isfinite().all()):
             return
         names = [n for n, one in zip(self._sites, terms, strict=True) if not bool(one.isfinite())]
@@ -177,7 +163,7 @@ class VariationalLaplaceMessenger(Messenger):
         )
 
     def _warn_of_growth(self, diagonals: dict[str, Tensor], scale: Any) -> None:
-        """Warn where the expansion gains more from a variance than the KL takes [VL 23]."""
+        """Warn where the expansion gains more from a larger variance than the KL costs [VL 23]."""
         for name, diagonal in {} if self._warned_of_growth else diagonals.items():
             prior = self._priors.get(name)
             moments = None if prior is None else independent_moments(prior)
@@ -186,13 +172,11 @@ class VariationalLaplaceMessenger(Messenger):
                 grows = int((scale * diagonal * moments[1] >= self._kl_weight).sum())
             if grows:
                 self._warned_of_growth = True
-                warnings.warn(
+                warn(
                     f"the log-likelihood curves upwards at {grows} weights of {name!r} by more "
                     "than the KL curves down, so that their variances grow without bound under "
                     'curvature="hessian": start from trained means, cap the scales '
                     '(max_guide_scale), or use curvature="fisher"',
-                    TyxeWarning,
-                    stacklevel=2,
                 )
 
 
@@ -203,15 +187,15 @@ def _moments(fn: td.Distribution | None) -> tuple[Tensor, Tensor]:
 
 
 def _is_normal(fn: td.Distribution) -> bool:
-    """Whether it is one event of independent Normals."""
+    """Say whether a distribution is one event of independent Normals."""
     if isinstance(fn, FactorizedNormal):
-        return True  # asked first: its `base_dist` would form the scale, which nobody needs
+        return True  # checked first, because its `base_dist` would compute the scale
     base = fn.base_dist if isinstance(fn, td.Independent) else fn
     return isinstance(base, td.Normal) and not fn.batch_shape
 
 
 def _has_data(fn: td.Distribution) -> bool:
-    """Whether an observed site has a density: `pyro.deterministic` and `factor` have none."""
+    """Say whether an observed site has a density; `pyro.deterministic` and `factor` have none."""
     while isinstance(fn, td.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     return not isinstance(fn, dist.Delta | dist.Unit)
@@ -221,46 +205,43 @@ def _counted(mask: Any, rows: torch.Size) -> int:
     return int(mask.expand(rows).sum()) if isinstance(mask, Tensor) else rows.numel()
 
 
-def _warn_of_kinks(log_prob: Tensor, net: nn.Module | None) -> None:
-    """Warn of functions that are linear in pieces, whose kinks the penalty's gradient misses."""
-    found = kinks_of(log_prob, net)
+def _warn_of_nonsmooth(log_prob: Tensor, net: nn.Module | None) -> None:
+    """Warn of piecewise linear functions, whose kinks the gradient of the curvature misses."""
+    found = nonsmooth_functions(log_prob, net)
     if found:
-        warnings.warn(
+        warn(
             "variational_laplace differentiates the net twice, and these are linear in pieces: "
             f"{', '.join(found)}. Their kinks bend the log-likelihood too, which the gradient of "
             "the curvature does not see. Use smooth ones before training: for modules "
             "tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus), for functions a change of "
             "the forward (or of an argument such as activation=), and average pooling",
-            TyxeWarning,
-            stacklevel=2,
         )
 
 
 def variational_laplace(curvature: str = "fisher") -> VariationalLaplaceMessenger:
-    r"""Fit a Normal guide without sampling a weight: expand the ELBO about its means.
+    r"""Fit a Normal guide without sampling weights, by an expansion of the ELBO about its means.
 
     To second order, `E_q log p(y | w) = log p(y | mu) + 1/2 sum_l sigma_l^2 d^2 log p / dmu_l^2`,
-    for q with means `mu` and variances `sigma^2` that does not couple weights. Around `fit`, the
-    net runs once a step, at the means, and the second term joins the data term, scaled with it:
+    for independent weights with means `mu` and variances `sigma^2`. Around `fit`, the net runs once
+    per step, at the means, and the second term is added to the data term and scaled with it:
 
-    - `"fisher"`: `-1/2 sum_l sigma_l^2 gt_l^2`, `gt` the gradient of the batch's summed
-      log-likelihood at labels drawn from the model [VL 28, 29]. Unbiased for the Fisher
-      information, never positive, one more backward pass.
-    - `"hessian"`: the exact diagonal at the true labels [VL 18]; a backward pass for each weight,
-      so for small nets; where it is positive a variance may grow without bound (a warning says
-      so).
-    - `"empirical"`: the gradient at the true labels [VL 26], which adds the squared mean of the
-      gradient: worse, here for comparison.
+    - `"fisher"`: `-1/2 sum_l sigma_l^2 gt_l^2`, where `gt` is the gradient of the batch's summed
+      log-likelihood at labels drawn from the model [VL 28, 29]. It is unbiased for the Fisher
+      information, never positive, and takes one more backward pass.
+    - `"hessian"`: the exact diagonal at the true labels [VL 18]. It takes a backward pass for each
+      weight, so it is for small nets. Where it is positive a variance may grow without bound, of
+      which there is a warning.
+    - `"empirical"`: the gradient at the true labels [VL 26], for comparison. It is biased, by the
+      squared mean of the gradient.
 
-    All other parts are as they were: the KL and `beta`, masks and scales, `num_particles` (draws of
-    labels), the likelihood's own variables, which are drawn. The gradient goes through the
-    curvature, so activations should have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`,
-    `nn.Tanh`); a warning names those that have none. Fused attention is replaced by its plain form
-    inside.
+    All else stays the same: the KL and `beta`, masks and scales, `num_particles` (draws of labels),
+    draws of the likelihood's own variables. The curvature is differentiated, so activations should
+    have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`, `nn.Tanh`); a warning names those
+    that have none. Inside, fused attention is replaced by its plain form.
 
     Adam moves a parameter by no more than its learning rate in a step: start scales at
     `init_scale=tyxe.guides.scale_below_prior()` and give them `lr_multipliers={"scale": 10}`, or
-    they are where they started when training ends [VL 5.2].
+    they hardly change during training [VL 5.2].
 
     Args:
         curvature: `"fisher"`, `"hessian"` or `"empirical"`.
@@ -269,11 +250,11 @@ def variational_laplace(curvature: str = "fisher") -> VariationalLaplaceMessenge
         A context manager and decorator.
 
     Raises:
-        ValueError: another curvature; with `"hessian"`, a net too large for it.
-        TypeError: in `fit`, a guide with other posteriors than independent Normals, or a
-            likelihood that draws no labels.
-        RuntimeError: within another handler that samples the same sites; gradients are off; the
-            curvature is not finite.
+        ValueError: another curvature; with `"hessian"`, a net that is too large for it.
+        TypeError: in `fit`, posteriors that are no independent Normals, or a likelihood that
+            cannot draw labels.
+        RuntimeError: another handler samples the same sites; gradients are off; the curvature is
+            not finite.
 
     References:
         [VL] 4, eq. 18-29; [GR] 4.

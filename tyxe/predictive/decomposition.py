@@ -1,7 +1,7 @@
-r"""How much of a prediction's uncertainty is noise, and how much is not knowing the weights.
+"""The two parts of a prediction's uncertainty: noise, and uncertainty about the weights.
 
-*Aleatoric*: what would be left with the weights known, on average over the posterior. *Epistemic*:
-how far the predictions of single draws lie apart. The two add up to the total.
+*Aleatoric* uncertainty is what would remain if the weights were known, on average over the
+posterior; *epistemic* is the spread of the predictions of single draws. They add up to the total.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VarianceDecomposition(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """The sum of both."""
+        """The variance of the target, the sum of both."""
         return self.aleatoric + self.epistemic
 
 
@@ -82,7 +82,7 @@ def variance_decomposition(probs: Tensor) -> VarianceDecomposition:
     probs = _check_probs(probs)
     mean = probs.mean(0)
     aleatoric = torch.diag_embed(mean) - _mean_outer(probs)
-    # Centred first: the difference of two nearly equal matrices loses digits.
+    # Centred first, because the difference of two nearly equal matrices loses digits.
     return VarianceDecomposition(aleatoric, _mean_outer(probs - mean))
 
 
@@ -96,8 +96,8 @@ def entropy_decomposition(probs: Tensor) -> EntropyDecomposition:
         Three numbers for each prediction, `(n, ...)`, non-negative.
 
     Raises:
-        TypeError: as in `variance_decomposition`.
-        ValueError: as in `variance_decomposition`.
+        TypeError: probabilities that are not floating point.
+        ValueError: probabilities that do not sum to one.
 
     References:
         [GLM] section 4; Depeweg et al. (2018), Decomposition of uncertainty in Bayesian deep
@@ -133,7 +133,8 @@ def regression_decomposition(
         ValueError: a negative noise variance; shapes that do not fit.
 
     References:
-        Depeweg et al. (2018), as in `entropy_decomposition`, eq. 10.
+        Depeweg et al. (2018), Decomposition of uncertainty in Bayesian deep learning for efficient
+        and risk-sensitive learning, eq. 10.
 
     Example:
         >>> regression_decomposition(torch.tensor([[1.0], [3.0]]), 0.25).total
@@ -155,7 +156,7 @@ def regression_decomposition(
 
 
 def _mean_outer(values: Tensor) -> Tensor:
-    """`1/S sum_s v_s v_s^T` at each position, without the outer product of every draw."""
+    """Return `1/S sum_s v_s v_s^T` at each position, without the outer product of every draw."""
     columns = values.movedim(0, -1)
     return columns @ columns.mT / len(values)
 

@@ -9,31 +9,30 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature import Linearization
-from tyxe.curvature.covariance import one_hot
-from tyxe.curvature.linearize import FactoredRows, Rows, full_precision
+from tyxe.curvature.linearize import (
+    OuterProductGradients,
+    PointGradients,
+    full_precision,
+)
+from tyxe.curvature.output_covariance import one_hot
 
 __all__ = ["Features", "Part", "output_features"]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The features of one group of weights: `g`, or the outer products `g_nk a_n^T`.
+    """The features of one block of weights: `g`, `(n, K, p)`, or outer products `g_nk a_n^T`.
 
-    Attributes:
-        g: `(n, K, p)`, or of a linear map's outputs `(n, K, o)`.
-        a: of its inputs, `(n, i)`, where the products are not formed.
+    The products have `g`, `(n, K, o)`, of a linear map's outputs and `a`, `(n, i)`, of its inputs.
     """
 
     g: Tensor
     a: Tensor | None = None
 
     def kernel(self, other: Part) -> Tensor:
-        """Return the inner products `(n, K, m, L)`, summed in float64.
+        """Return the inner products `(n, K, m, L)` with the same block's features at other points.
 
-        The predictive is a small difference of them.
-
-        Args:
-            other: the same group's features at other points.
+        They are summed in float64, because the predictive is a small difference of them.
         """
         products = torch.einsum("nkp,mlp->nkml", self.g.double(), other.g.double())
         if self.a is None or other.a is None:
@@ -49,37 +48,18 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Gradients of outputs times the prior's standard deviations, `J P0^-1/2`, `(n, K, P)`.
-
-    Attributes:
-        parts: one for each group of weights.
-
-    Example:
-        >>> jacobian = torch.tensor([[[1.0, 2.0]]])  # one point, one output, two weights
-        >>> features = Features.from_jacobian(jacobian, torch.tensor([1.0, 4.0]))
-        >>> features.kernel(features).item()  # 1 / 1 + 4 / 4
-        2.0
-    """
+    """Gradients of outputs times the prior's standard deviations, `J P0^-1/2`, `(n, K, P)`."""
 
     parts: tuple[Part, ...]
 
     @classmethod
     def from_jacobian(cls, jacobian: Tensor, prior_precision: Tensor) -> Features:
-        """Return the features of a Jacobian.
-
-        Args:
-            jacobian: of all outputs of each point, `(n, K, P)`.
-            prior_precision: the diagonal of `P0`, `(P,)`.
-        """
+        """Return the features of a Jacobian, `(n, K, P)`, for the diagonal of `P0`, `(P,)`."""
         return cls((Part(jacobian * prior_precision.rsqrt()),))
 
     @classmethod
-    def joined(cls, pieces: Sequence[Features]) -> Features:
-        """Return the features of all points of some batches.
-
-        Args:
-            pieces: of each batch.
-        """
+    def cat(cls, pieces: Sequence[Features]) -> Features:
+        """Return the features of all points of some batches."""
         return cls(
             tuple(_concatenated(parts) for parts in zip(*(p.parts for p in pieces), strict=True))
         )
@@ -93,19 +73,11 @@ class Features:
         return self.parts[0].g.shape[1]
 
     def mixed(self, root: Tensor) -> Features:
-        """Return `S^T J P0^-1/2`, `(n, s, P)`.
-
-        Args:
-            root: `S` of each point, `(n, K, s)`.
-        """
+        """Return `S^T J P0^-1/2`, `(n, s, P)`, for a root `S` of each point, `(n, K, s)`."""
         return Features(tuple(Part(root.to(p.g).mT @ p.g, p.a) for p in self.parts))
 
     def kernel(self, other: Features) -> Tensor:
-        """Return `J P0^-1 J'^T` of every pair of points, `(n, K, m, L)` in float64.
-
-        Args:
-            other: of the same net.
-        """
+        """Return `J P0^-1 J'^T` of every pair of points, `(n, K, m, L)` in float64."""
         total = self.parts[0].kernel(other.parts[0])
         for mine, theirs in zip(self.parts[1:], other.parts[1:], strict=True):
             total += mine.kernel(theirs)
@@ -119,28 +91,22 @@ class Features:
 def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
     """Return the features of a linearised net; those of linear maps stay outer products.
 
-    Args:
-        linear: the net on a batch.
-        prior_precision: the diagonal of `P0` in the order of the net's groups, `(P,)`.
+    `prior_precision` is the diagonal of `P0`, `(P,)`, in the order of the net's blocks.
     """
     indices = range(linear.outputs[0].numel())
     with full_precision(linear.outputs):
-        rows = [linear.rows(one) for one in one_hot(linear.outputs, indices)]
-    sds = prior_precision.rsqrt().split([group.size for group in linear.groups])
-    return Features(
-        tuple(
-            _part([row[group.name] for row in rows], sd)
-            for group, sd in zip(linear.groups, sds, strict=True)
-        )
-    )
+        rows = [linear.gradients(one) for one in one_hot(linear.outputs, indices)]
+    sds = prior_precision.rsqrt().split(linear.blocks.sizes)
+    parts = zip(linear.blocks.names, sds, strict=True)
+    return Features(tuple(_part([row[name] for row in rows], sd) for name, sd in parts))
 
 
-def _part(rows: list[Rows], sd: Tensor) -> Part:
+def _part(rows: list[PointGradients], sd: Tensor) -> Part:
     first = rows[0]
-    if isinstance(first, FactoredRows) and first.a.shape[1:3] == (1, 1):
+    if isinstance(first, OuterProductGradients) and first.a.shape[1:3] == (1, 1):
         by_input = sd.view(-1, first.a.shape[-1])
         if bool((by_input == by_input[0]).all()):
-            g = [row.g[:, 0, 0] for row in rows if isinstance(row, FactoredRows)]
+            g = [row.g[:, 0, 0] for row in rows if isinstance(row, OuterProductGradients)]
             return Part(torch.stack(g, 1), first.a[:, 0, 0] * by_input[0])
     return Part(torch.stack([row.dense() for row in rows], 1) * sd)
 

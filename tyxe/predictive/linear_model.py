@@ -1,4 +1,4 @@
-"""The linearised net over a data set: a generalised linear model, concave for most likelihoods."""
+"""The linearised net over a data set, a generalised linear model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tyxe.likelihoods import Likelihood, output_hessian, true_gradient
+from tyxe.likelihoods import Likelihood, output_hessian
+from tyxe.likelihoods.output_hessian import true_gradient
 from tyxe.linalg import Dense, Diagonal, Operator
 
 __all__ = ["CHUNK", "STRUCTURES", "LinearModel"]
 
 STRUCTURES: dict[str, Callable[[Tensor], Operator]] = {"full": Dense, "diag": Diagonal}
 
-# Numbers that a product of Jacobians holds at a time.
+# Numbers that a product with Jacobians has at a time, to limit memory.
 CHUNK = 2**24
-# And where every one of them is used but once: what stays in the processor's cache.
+# The same where each number is used once: few enough for the processor's cache.
 CACHED = 2**17
 
 
@@ -31,9 +32,9 @@ class LinearModel:
         loc: `w0`, `(P,)`.
         prior_mean: `m0`, `(P,)`.
         prior_precision: the diagonal of `P0`, `(P,)`.
-        likelihood: has a registered output Hessian.
+        likelihood: one with a registered output Hessian.
         targets: `(N, ...)`.
-        weight: of the log-likelihood, as where the data stand for more.
+        weight: of the log-likelihood; above 1 where the data are a part of all.
     """
 
     jacobian: Tensor
@@ -46,59 +47,32 @@ class LinearModel:
     weight: float = 1.0
 
     def predict(self, w: Tensor) -> Tensor:
-        """Return `f_lin(x_n, w)`, `(N, ...)`.
-
-        Args:
-            w: `(P,)`.
-        """
+        """Return `f_lin(x_n, w)`, `(N, ...)`, for weights `(P,)`."""
         return self.outputs + (self.jacobian @ (w - self.loc)).view_as(self.outputs)
 
     def log_joint(self, w: Tensor) -> Tensor:
-        """Return `sum_n log p(y_n | f_lin(x_n, w)) + log p(w)`, up to a constant.
-
-        Args:
-            w: `(P,)`.
-        """
+        """Return `sum_n log p(y_n | f_lin(x_n, w)) + log p(w)` in nats, up to a constant."""
         fit = self.likelihood.log_likelihood(self.predict(w), self.targets, "sum")
         return self.weight * fit - (self.prior_precision * (w - self.prior_mean).square()).sum() / 2
 
     def gradient(self, w: Tensor, residuals: Tensor) -> Tensor:
-        """Return `sum_n J_n^T r_n - P0 (w - m0)`, `(P,)`.
-
-        Args:
-            w: `(P,)`.
-            residuals: `r`, `(N, K)`; see `local`.
-        """
+        """Return `sum_n J_n^T r_n - P0 (w - m0)`, `(P,)`, with the residuals `r` of `local`."""
         fit = residuals.reshape(-1) @ self.jacobian.flatten(0, 1)
         return self.weight * fit - self.prior_precision * (w - self.prior_mean)
 
     def local(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `r_n = d log p(y_n|f_n) / df_n`, `(N, K)`, and `H_n`, blocks `(N, R, C, C)`.
-
-        Args:
-            outputs: `f`, `(N, ...)`.
-        """
+        """Return `r_n = d log p(y_n|f_n) / df_n`, `(N, K)`, and `H_n`, blocks `(N, R, C, C)`."""
         residuals = true_gradient(self.likelihood, outputs, self.targets)
         return residuals.reshape(len(outputs), -1), output_hessian(self.likelihood, outputs)
 
     def curvature_matmul(self, blocks: Tensor, w: Tensor) -> Tensor:
-        """Return `(sum_n J_n^T H_n J_n + P0) w`, without the matrix.
-
-        Args:
-            blocks: `H`, `(N, R, C, C)`.
-            w: `(P,)`.
-        """
+        """Return `(sum_n J_n^T H_n J_n + P0) w` for blocks `H`, `(N, R, C, C)`, as products."""
         products = (self.jacobian @ w).reshape(blocks.shape[:-1]).unsqueeze(-1)
         fit = (blocks @ products).reshape(-1) @ self.jacobian.flatten(0, 1)
         return self.weight * fit + self.prior_precision * w
 
     def curvature(self, blocks: Tensor, structure: str) -> Tensor:
-        """Return `sum_n J_n^T H_n J_n + P0`: the matrix, or its diagonal.
-
-        Args:
-            blocks: `H`, `(N, R, C, C)`.
-            structure: `"full"` or `"diag"`.
-        """
+        """Return `sum_n J_n^T H_n J_n + P0` for structure "full", or its diagonal for "diag"."""
         return self._matrix(blocks) if structure == "full" else self._diagonal(blocks)
 
     def _matrix(self, blocks: Tensor) -> Tensor:
@@ -116,11 +90,7 @@ class LinearModel:
         return self.prior_precision + self.weight * total
 
     def output_covariance(self, precision: Operator) -> Tensor:
-        """Return `J_n Lambda^-1 J_n^T` of each point, `(N, K, K)`.
-
-        Args:
-            precision: `Lambda`.
-        """
+        """Return `J_n Lambda^-1 J_n^T` of each point, `(N, K, K)`, for a precision `Lambda`."""
         pieces = self.jacobian.split(self._rows(CHUNK))
         return torch.cat([precision.inverse_quadratic(j) for j in pieces])
 

@@ -1,77 +1,67 @@
-r"""From Gaussian outputs to class probabilities: `E[softmax(f)]` and `E[sigmoid(f)]`.
+"""Links from Gaussian outputs to class probabilities, `E[softmax(f)]` and `E[sigmoid(f)]`.
 
-A link takes the mean and the covariance of the outputs `f ~ N(mean, covariance)` and approximates
-the probabilities that they give on average [GLM 3]. `CLASS_LINKS` are for class logits, which come
-with a covariance between classes at each position; `BINARY_LINKS` for outputs that are logits each
-on their own, which come with a variance each.
+A link approximates the mean probabilities for outputs `f ~ N(mean, covariance)` [GLM 3].
+`CLASS_LINKS` take class logits with a covariance of the classes at each position, and return
+log-probabilities. `BINARY_LINKS` take separate logits with a variance for each, and return logits.
+Both results stay finite where a probability rounds to zero.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tyxe.errors import TyxeWarning
+from tyxe.errors import warn
+from tyxe.util import at_least_float32
 
 __all__ = [
     "BINARY_LINKS",
-    "BINARY_LOGITS",
     "CLASS_LINKS",
-    "CLASS_LOGITS",
     "Link",
-    "bridge",
     "bridge_log_concentration",
-    "mc",
-    "mc_binary",
-    "probit",
-    "probit_binary",
+    "log_bridge",
+    "log_mc",
+    "log_probit",
+    "logit_mc",
+    "logit_probit",
     "sample_outputs",
 ]
 
 Link = Callable[[Tensor, Tensor, int], Tensor]
 
 NUM_SAMPLES = 100
-# Numbers drawn at once: enough to keep the machine busy, bounded for outputs per pixel.
+# Numbers drawn at a time, which bounds the memory for large outputs such as one for each pixel.
 CHUNK = 2**22
 
 
 # --------------------------------------------------------------------------- class logits
 
 
-def mc(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
-    r"""Average class probabilities over samples: `1/S sum_s softmax(f_s)`, `f_s ~ N(mean, cov)`.
+def log_mc(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
+    """Average class probabilities over samples: `log 1/S sum_s softmax(f_s)`, `f_s ~ N(m, cov)`.
 
-    Unbiased; the standard error falls as `1/sqrt(S)`. Samples come from torch's generator.
+    The average is unbiased before the logarithm, and its standard error falls as `1/sqrt(S)`.
 
     Args:
         mean: mean of the class logits, `(n, ..., C)`.
         covariance: their covariance at each position, `(n, ..., C, C)`; it may be singular.
-        num_samples: number `S` of samples; the links in closed form take it and need none.
+        num_samples: number `S` of samples from torch's generator; links in closed form ignore it.
 
     Returns:
-        Class probabilities `(n, ..., C)`, in float32 at least.
+        Log-probabilities of the classes, `(n, ..., C)`, in float32 at least.
 
     Raises:
-        ValueError: shapes that do not fit; no samples.
-
-    References:
-        [GLM] section 3.
+        ValueError: the shapes do not fit, or `num_samples` is below 1.
 
     Example:
         >>> _ = torch.manual_seed(0)
-        >>> mc(torch.tensor([[2.0, 0.0]]), torch.zeros(1, 2, 2), num_samples=3)
+        >>> log_mc(torch.tensor([[2.0, 0.0]]), torch.zeros(1, 2, 2), num_samples=3).exp()
         tensor([[0.8808, 0.1192]])
     """
-    return _log_mc(mean, covariance, num_samples).exp()
-
-
-def _log_mc(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
-    # In logarithms, so that a class which no sample expects has a finite one.
     mean, covariance = _check_classes(mean, covariance)
     root = _root(covariance)
     parts = [
@@ -81,85 +71,47 @@ def _log_mc(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
     return torch.stack(parts).logsumexp(0) - math.log(num_samples)
 
 
-def probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
-    r"""Scale logits by their standard deviations: `softmax(f / sqrt(1 + pi/8 diag(cov)))`.
+def log_probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
+    """Scale logits by their standard deviations: `log softmax(f / sqrt(1 + pi/8 diag(cov)))`.
 
-    Args:
-        mean: as in `mc`.
-        covariance: as in `mc`.
-        num_samples: not used.
+    The shapes are those of `log_mc`.
 
-    Returns:
-        As `mc`.
-
-    Raises:
-        ValueError: shapes that do not fit.
-
-    References:
+    Reference:
         [GLM] section 3; MacKay (1992), The evidence framework applied to classification networks.
 
     Example:
-        >>> probit(torch.tensor([[2.0, 0.0]]), 8 * torch.eye(2).unsqueeze(0))
+        >>> log_probit(torch.tensor([[2.0, 0.0]]), 8 * torch.eye(2).unsqueeze(0)).exp()
         tensor([[0.7277, 0.2723]])
     """
-    return _log_probit(mean, covariance, num_samples).exp()
-
-
-def _log_probit(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
     mean, covariance = _check_classes(mean, covariance)
     return _shrunk(mean, covariance.diagonal(dim1=-2, dim2=-1)).log_softmax(-1)
 
 
-def bridge(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
-    r"""Match a Dirichlet to the logits and return its mean `alpha / sum(alpha)`.
+def log_bridge(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
+    """Match a Dirichlet to the logits and return the log of its mean, `alpha / sum(alpha)`.
 
-    Rough at large variance, and as the logits' common part is fixed by conditioning on a sum of
-    zero, adding a constant to all logits leaves the result as it is only where the rows of the
-    covariance have equal sums.
+    The approximation is rough at large variances. The logits are conditioned on a sum of zero, so
+    adding a constant to all of them leaves the result unchanged only where the rows of the
+    covariance have equal sums. The shapes are those of `log_mc`.
 
-    Args:
-        mean: as in `mc`.
-        covariance: as in `mc`.
-        num_samples: not used.
-
-    Returns:
-        As `mc`.
-
-    Raises:
-        ValueError: shapes that do not fit.
-
-    References:
+    Reference:
         Hobbhahn, Kristiadi & Hennig (2022), Fast predictive uncertainty for classification with
         Bayesian deep networks.
 
     Example:
-        >>> bridge(torch.tensor([[2.0, 0.0, 0.0]]), torch.eye(3).unsqueeze(0))
+        >>> log_bridge(torch.tensor([[2.0, 0.0, 0.0]]), torch.eye(3).unsqueeze(0)).exp()
         tensor([[0.6464, 0.1768, 0.1768]])
     """
-    return _log_bridge(mean, covariance, num_samples).exp()
-
-
-def _log_bridge(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
     return bridge_log_concentration(mean, covariance).log_softmax(-1)
 
 
 def bridge_log_concentration(mean: Tensor, covariance: Tensor) -> Tensor:
-    r"""Return `log alpha` of the Laplace bridge's Dirichlet.
+    """Return `log alpha`, `(n, ..., C)`, of the Laplace bridge's Dirichlet.
 
-    On the plane of logits with sum zero, `mu' = mu - Sigma 1 (1^T mu) / (1^T Sigma 1)` and
-    `Sigma' = Sigma - Sigma 1 1^T Sigma / (1^T Sigma 1)` (a Gaussian that has no variance along `1`
-    is only centred), `alpha_i = 1/Sigma'_ii (1 - 2/C + exp(mu'_i)/C^2 sum_k exp(-mu'_k))`. The
-    logarithm, because logits far apart overflow `alpha`.
-
-    Args:
-        mean: as in `mc`.
-        covariance: as in `mc`.
-
-    Returns:
-        Logarithms of concentrations, `(n, ..., C)`.
-
-    Raises:
-        ValueError: shapes that do not fit.
+    `alpha_i = 1/Sigma'_ii (1 - 2/C + exp(mu'_i)/C^2 sum_k exp(-mu'_k))`, with the logits
+    conditioned on a sum of zero: `mu' = mu - Sigma 1 (1^T mu) / (1^T Sigma 1)` and
+    `Sigma' = Sigma - Sigma 1 1^T Sigma / (1^T Sigma 1)`. A Gaussian without variance along `1` is
+    only centred. `alpha` itself overflows for logits far apart.
 
     Example:
         >>> bridge_log_concentration(torch.zeros(1, 3), torch.eye(3).unsqueeze(0)).exp()
@@ -178,48 +130,42 @@ def zero_sum_projection(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tenso
     limits = torch.finfo(mean.dtype)
     rows = covariance.sum(-1)
     total = rows.sum(-1, keepdim=True)
-    # A sum of C^2 numbers below its own rounding is zero: its direction is noise.
+    # A sum of C^2 numbers below its own rounding is noise, and counts as zero.
     rounding = mean.shape[-1] * limits.eps * covariance.abs().sum((-2, -1)).unsqueeze(-1)
     free = total > rounding
     weights = torch.where(free, rows / torch.where(free, total, 1), 1 / mean.shape[-1])
     mu = mean - weights * mean.sum(-1, keepdim=True)
     before = covariance.diagonal(dim1=-2, dim2=-1)
     after = before - weights * rows
-    # What is left of a variance by cancellation, or of none, is not below this.
+    # Cancellation leaves no variance below its rounding, and a variance of zero has no logarithm.
     return mu, torch.maximum(after, limits.eps * before).clamp_min(limits.tiny)
 
 
-# The logarithms, which stay finite where a probability rounds to zero.
-CLASS_LOGITS: dict[str, Link] = {"mc": _log_mc, "probit": _log_probit, "bridge": _log_bridge}
-CLASS_LINKS: dict[str, Link] = {"mc": mc, "probit": probit, "bridge": bridge}
+CLASS_LINKS: dict[str, Link] = {"mc": log_mc, "probit": log_probit, "bridge": log_bridge}
 
 
 # --------------------------------------------------------------------------- binary logits
 
 
-def mc_binary(mean: Tensor, variance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
-    r"""Average probabilities over samples: `1/S sum_s sigmoid(f_s)`, `f_s ~ N(mean, variance)`.
+def logit_mc(mean: Tensor, variance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
+    """Average probabilities over samples: `1/S sum_s sigmoid(f_s)`, `f_s ~ N(mean, variance)`.
 
     Args:
         mean: mean of each logit, `(n, ...)`.
         variance: its variance, `(n, ...)`.
-        num_samples: number `S` of samples; the links in closed form take it and need none.
+        num_samples: number `S` of samples from torch's generator; links in closed form ignore it.
 
     Returns:
-        Probabilities `(n, ...)`, in float32 at least.
+        Logits of the probabilities, `(n, ...)`, in float32 at least.
 
     Raises:
-        ValueError: shapes that do not fit; no samples.
+        ValueError: the shapes do not fit, or `num_samples` is below 1.
 
     Example:
         >>> _ = torch.manual_seed(0)
-        >>> mc_binary(torch.tensor([2.0]), torch.zeros(1), num_samples=3)
+        >>> logit_mc(torch.tensor([2.0]), torch.zeros(1), num_samples=3).sigmoid()
         tensor([0.8808])
     """
-    return _logit_mc(mean, variance, num_samples).sigmoid()
-
-
-def _logit_mc(mean: Tensor, variance: Tensor, num_samples: int) -> Tensor:
     mean, variance = _check_binary(mean, variance)
     scale = variance.clamp_min(0).sqrt()
     sums = []
@@ -231,41 +177,25 @@ def _logit_mc(mean: Tensor, variance: Tensor, num_samples: int) -> Tensor:
     return log_yes - log_no
 
 
-def probit_binary(mean: Tensor, variance: Tensor, num_samples: int = 0) -> Tensor:
-    r"""Scale each logit by its standard deviation: `sigmoid(f / sqrt(1 + pi/8 v))`.
+def logit_probit(mean: Tensor, variance: Tensor, num_samples: int = 0) -> Tensor:
+    """Scale each logit by its standard deviation: `f / sqrt(1 + pi/8 v)`.
 
-    It is also the binary bridge: with two classes the variances of the zero-sum logits are equal,
-    cancel from `alpha / sum(alpha)`, and leave `sigmoid(f)` whatever the uncertainty.
-
-    Args:
-        mean: as in `mc_binary`.
-        variance: as in `mc_binary`.
-        num_samples: not used.
-
-    Returns:
-        As `mc_binary`.
-
-    Raises:
-        ValueError: shapes that do not fit.
+    It stands for `"bridge"` as well: with two classes the variances of the zero-sum logits cancel
+    from `alpha / sum(alpha)`, which is `sigmoid(f)` whatever the uncertainty. The shapes are those
+    of `logit_mc`.
 
     Example:
-        >>> probit_binary(torch.tensor([2.0]), torch.tensor([8.0]))
+        >>> logit_probit(torch.tensor([2.0]), torch.tensor([8.0])).sigmoid()
         tensor([0.7277])
     """
-    return _logit_probit(mean, variance, num_samples).sigmoid()
-
-
-def _logit_probit(mean: Tensor, variance: Tensor, num_samples: int) -> Tensor:
     return _shrunk(*_check_binary(mean, variance))
 
 
-# The same as logits, which stay finite where a probability rounds to zero or one.
-BINARY_LOGITS: dict[str, Link] = {
-    "mc": _logit_mc,
-    "probit": _logit_probit,
-    "bridge": _logit_probit,
+BINARY_LINKS: dict[str, Link] = {
+    "mc": logit_mc,
+    "probit": logit_probit,
+    "bridge": logit_probit,
 }
-BINARY_LINKS: dict[str, Link] = {"mc": mc_binary, "probit": probit_binary, "bridge": probit_binary}
 
 
 # --------------------------------------------------------------------------- pieces
@@ -274,24 +204,23 @@ BINARY_LINKS: dict[str, Link] = {"mc": mc_binary, "probit": probit_binary, "brid
 def sample_outputs(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
     """Draw outputs from `N(mean, covariance)`, independently at every position.
 
-    A functional covariance is often singular, where Cholesky's factorisation stops; such matrices
-    are factorised through their eigenvectors, eigenvalues that rounding made negative set to zero.
-    Nothing is ever added to a covariance.
+    Singular covariances are factorised by their eigenvectors, where eigenvalues that are negative
+    by rounding count as zero. No jitter is added.
 
     Args:
-        mean: `(n, ..., C)`; or `(n,)`, of nets with one output for a point.
-        covariance: `(n, ..., C, C)`; or `(n, 1, 1)`.
+        mean: `(n, ..., C)`, or `(n,)` for nets with one output for a point.
+        covariance: `(n, ..., C, C)`, or `(n, 1, 1)`.
         num_samples: number `S` of samples.
 
     Returns:
         Samples `(S, *mean.shape)`, in float32 at least.
 
     Raises:
-        ValueError: shapes that do not fit; no samples.
+        ValueError: the shapes do not fit, or `num_samples` is below 1.
 
     Example:
         >>> _ = torch.manual_seed(0)
-        >>> together = torch.ones(1, 2, 2)  # two outputs that are one
+        >>> together = torch.ones(1, 2, 2)  # perfectly correlated outputs
         >>> a, b = sample_outputs(torch.zeros(1, 2), together, 5).unbind(-1)
         >>> torch.allclose(a, b)
         True
@@ -324,11 +253,9 @@ def _root(covariance: Tensor) -> Tensor:
 def _warn_indefinite(eigenvalues: Tensor) -> None:
     smallest, largest = eigenvalues[..., 0], eigenvalues.abs().amax(-1)
     if bool((smallest < -math.sqrt(torch.finfo(smallest.dtype).eps) * largest).any()):
-        warnings.warn(
+        warn(
             f"a covariance of outputs has the eigenvalue {float(smallest.min()):.3g}, too negative "
             "for rounding; it counts as zero: compute the covariance in float64",
-            TyxeWarning,
-            stacklevel=4,
         )
 
 
@@ -337,7 +264,7 @@ def _shrunk(mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def _sizes(mean: Tensor, num_samples: int) -> Iterator[int]:
-    """Yield how many samples to draw at once."""
+    """Yield the numbers of samples to draw at a time."""
     _check_count(num_samples)
     chunk = max(1, CHUNK // max(1, mean.numel()))
     for start in range(0, num_samples, chunk):
@@ -368,5 +295,5 @@ def _check_binary(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _promoted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    return a.to(dtype), b.to(dtype)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return at_least_float32(a.to(dtype)), at_least_float32(b.to(dtype))

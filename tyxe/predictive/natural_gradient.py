@@ -5,9 +5,9 @@ Laplace approximation about `w0` has
 
     `Lambda = P0 + J^T D J`,    `mu = m0 + c (w0 - m0) + P0^-1 J^T a`,
 
-with `D` block-diagonal like the output Hessians, a number `c`, and `a` of as many elements as all
-points have outputs. With the kernel `K = J P0^-1 J^T` a step then costs nothing in `P` but one
-product with `J`, for a draw: where there are fewer outputs than weights that is the way to go.
+with `D` block-diagonal like the output Hessians, a number `c`, and `a` with an element for each
+output of each point. With the kernel `K = J P0^-1 J^T` the only cost of a step that grows with `P`
+is a product with `J` for the draws. This is cheaper where there are fewer outputs than weights.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tyxe.linalg import LowRank, Operator
 from tyxe.linalg.checks import check_finite
-from tyxe.predictive.conditioned import ConditionedKernel
 from tyxe.predictive.features import Features, Part
 from tyxe.predictive.linear_model import CHUNK, STRUCTURES, LinearModel
 from tyxe.predictive.links import sample_outputs
+from tyxe.predictive.matheron import ConditionedKernel
 
 __all__ = ["Iterate", "OutputIterate", "Posterior", "WeightIterate", "started"]
 
@@ -32,11 +32,7 @@ Posterior = tuple[Tensor, Operator]
 
 
 class Iterate(ABC):
-    """A Gaussian `N(mu, Lambda^-1)` over a linearised net's weights, and what a step takes of it.
-
-    Attributes:
-        model: the linearised net.
-    """
+    """A Gaussian `N(mu, Lambda^-1)` over a linearised net's weights, and its next steps."""
 
     model: LinearModel
 
@@ -46,28 +42,21 @@ class Iterate(ABC):
 
     @abstractmethod
     def moved(self, residuals: Tensor, blocks: Tensor, rate: float) -> Iterate | None:
-        """Return the Gaussian after a step, or None where that is not finite.
+        """Return the Gaussian after a step of rate `rho`, or None if that is not finite.
 
-        Args:
-            residuals: `E[r]`, `(N, K)`; see `LinearModel.local`.
-            blocks: `E[H]`, `(N, R, C, C)`.
-            rate: `rho`.
+        The step takes expectations of what `LinearModel.local` returns: `residuals` `E[r]`,
+        `(N, K)`, and `blocks` `E[H]`, `(N, R, C, C)`.
         """
 
     def joint_draws(self, num: int) -> Iterator[Tensor]:
-        """Yield outputs `(N, ...)` of draws of the weights, the same for all points.
+        """Yield outputs `(N, ...)` of draws of the weights, which are the same for all points.
 
-        Args:
-            num: how many, every other one the mirror image of the one before.
+        Every second draw is the mirror image of the one before.
         """
         return _mirrored(self._center(), self._joint_deviations, num)
 
     def pointwise_draws(self, num: int) -> Iterator[Tensor]:
-        """Yield outputs `(N, ...)`, drawn for each point on its own.
-
-        Args:
-            num: as in `joint_draws`.
-        """
+        """Yield outputs `(N, ...)` drawn for each point separately, every second a mirror image."""
         covariance = self._output_covariance()
         zeros = covariance.new_zeros(covariance.shape[:-1])
         return _mirrored(self._center(), lambda half: sample_outputs(zeros, covariance, half), num)
@@ -92,14 +81,9 @@ def _mirrored(center: Tensor, draw: Callable[[int], Tensor], num: int) -> Iterat
 
 
 def started(model: LinearModel, structure: str) -> Iterate:
-    """Return the Laplace approximation about `w0`, over outputs where they are fewer than weights.
-
-    Args:
-        model: the linearised net.
-        structure: of `Lambda`, `"full"` or `"diag"`.
-    """
+    """Return the Laplace approximation about `w0`, over outputs if they are fewer than weights."""
     fewer = model.jacobian[..., 0].numel() < model.jacobian.shape[-1]
-    # Without a prior on every weight there is no kernel.
+    # The kernel needs a prior on every weight.
     if structure == "full" and fewer and bool((model.prior_precision > 0).all()):
         return OutputIterate.start(model)
     blocks = model.local(model.outputs)[1]
@@ -107,19 +91,9 @@ def started(model: LinearModel, structure: str) -> Iterate:
     return WeightIterate(model, structure, model.loc, precision)
 
 
-# --------------------------------------------------------------------------- over weights
-
-
 @dataclass(frozen=True, eq=False)
 class WeightIterate(Iterate):
-    """A Gaussian by `mu` and `Lambda` themselves.
-
-    Attributes:
-        model: the linearised net.
-        structure: `"full"` or `"diag"`.
-        mean: `mu`, `(P,)`.
-        precision: `Lambda`.
-    """
+    """A Gaussian given by `mu`, `(P,)`, and `Lambda`, of structure "full" or "diag"."""
 
     model: LinearModel
     structure: str
@@ -150,20 +124,17 @@ class WeightIterate(Iterate):
         return self.model.output_covariance(self.precision)
 
 
-# --------------------------------------------------------------------------- over outputs
-
-
 @dataclass(frozen=True, eq=False)
 class OutputIterate(Iterate):
-    r"""A Gaussian by `D`, `c` and `a`; see the top of this file.
+    r"""A Gaussian given by `D`, `c` and `a` of the module's docstring.
 
     With the model's weight `l`, `u = l E[r] - a` and `b = J (w0 - m0)` a step is
 
         `D <- (1 - rho) D + rho l E[H]`,    `c <- (1 - rho) c`,
         `a <- a + rho (u - G (K u - c b))`,
 
-    `G` of `ConditionedKernel` for the new `D` and the old `c`; the outputs at the mean are
-    `f + (c - 1) b + K a`. All of it is in float64: covariances are small differences.
+    with the `G` of `ConditionedKernel` for the new `D`, and the old `c`. The outputs at the mean
+    are `f + (c - 1) b + K a`. All is in float64, because covariances are small differences.
 
     Attributes:
         model: the linearised net.
@@ -181,11 +152,7 @@ class OutputIterate(Iterate):
 
     @classmethod
     def start(cls, model: LinearModel) -> OutputIterate:
-        """Return the Laplace approximation about `w0`.
-
-        Args:
-            model: the linearised net, its `P0` positive.
-        """
+        """Return the Laplace approximation about `w0`; `P0` has to be positive."""
         offset = model.jacobian.flatten(0, 1) @ (model.loc - model.prior_mean)
         kernel = check_finite(_kernel(model), "the kernel of the outputs")
         hessians = model.weight * model.local(model.outputs.double())[1]

@@ -1,26 +1,25 @@
-r"""Inference inside the linearised net, a generalised linear model [GLM 3.3].
+"""Inference inside the linearised net, a generalised linear model [GLM 3.3].
 
 With `f_lin(x, w) = f(x, w0) + J(x) (w - w0)` the log joint is concave for the usual likelihoods,
-and the Gaussian that the curvature at `w0` gave is only a start: `refine_laplace` goes to the
-model's own mode, `refine_variational` to its best Gaussian.
+and the Gaussian of the curvature at `w0` is only a start: `refine_laplace` finds the model's own
+mode, `refine_variational` a Gaussian near its best one.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from tyxe.errors import TyxeWarning
+from tyxe.errors import check_known, warn
 from tyxe.linalg import Operator
 from tyxe.predictive.linear_model import STRUCTURES, LinearModel
 from tyxe.predictive.natural_gradient import Iterate, Posterior, started
 
 __all__ = ["EXPECTATIONS", "Posterior", "refine_laplace", "refine_variational"]
 
-# From a model and a Gaussian to draws of its outputs.
+# From a model, a mean, a precision and a number of draws to outputs.
 Draws = Callable[[LinearModel, Tensor, Operator, int], Iterator[Tensor]]
 
 EXPECTATIONS: dict[str, Callable[[Iterate, int], Iterator[Tensor]]] = {
@@ -35,14 +34,15 @@ def refine_laplace(
 ) -> Posterior:
     r"""Return the Laplace approximation of the linearised model.
 
-    The mode `w*` of `sum_n log p(y_n | f_lin(x_n, w)) + log p(w)` by Newton's method, conjugate
-    gradients solving for its steps; then `sum_n J_n^T H_n J_n + P0` with `H_n` at `f_lin(x_n, w*)`.
+    The mode `w*` of `sum_n log p(y_n | f_lin(x_n, w)) + log p(w)` by Newton's method, with steps
+    from conjugate gradients; then `sum_n J_n^T H_n J_n + P0` with `H_n` at `f_lin(x_n, w*)`.
 
     Args:
         model: the linearised model.
         structure: of the precision, `"full"` or `"diag"`; the mode is the same.
-        num_steps: of Newton's method, at most.
-        tolerance: stop at steps that promise half so many nats, or less than rounding leaves.
+        num_steps: largest number of Newton's steps.
+        tolerance: stop where a step would gain less than half of this, in nats, or less than the
+            log joint's rounding.
 
     Returns:
         `w*`, `(P,)`, and the precision.
@@ -77,17 +77,15 @@ def refine_laplace(
         if float(step @ gradient) < max(tolerance, _rounding(model, w)):
             break
     else:
-        warnings.warn(
+        warn(
             f"refine: Newton's method has not converged in num_steps={num_steps}",
-            TyxeWarning,
-            stacklevel=3,
         )
     _, blocks = model.local(model.predict(w))
     return w, STRUCTURES[structure](model.curvature(blocks, structure))
 
 
 def _newton_step(model: LinearModel, blocks: Tensor, gradient: Tensor) -> Tensor:
-    """Solve `(G + P0) d = gradient`, the more exactly the closer to the mode."""
+    """Solve `(G + P0) d = gradient` by conjugate gradients, more exactly closer to the mode."""
     inverse = model.curvature(blocks, "diag").reciprocal()
     decrement = float(gradient @ (inverse * gradient))
     tolerance = max(min(0.1, decrement**0.5), 10 * torch.finfo(gradient.dtype).eps)
@@ -107,7 +105,7 @@ def _newton_step(model: LinearModel, blocks: Tensor, gradient: Tensor) -> Tensor
 
 
 def _along(model: LinearModel, w: Tensor, step: Tensor, slope: float) -> Tensor | None:
-    """Halve a step until the log joint rises; None where no step does."""
+    """Return `w` after the longest of the halved steps for which the log joint rises, or None."""
     before, rounding = float(model.log_joint(w)), 8 * _rounding(model, w)
     length = 1.0
     while length > 1e-6:
@@ -119,7 +117,7 @@ def _along(model: LinearModel, w: Tensor, step: Tensor, slope: float) -> Tensor 
 
 
 def _rounding(model: LinearModel, w: Tensor) -> float:
-    """What the log joint can resolve, nats."""
+    """Return the rounding error of the log joint, in nats."""
     return torch.finfo(w.dtype).eps * abs(float(model.log_joint(w)))
 
 
@@ -137,12 +135,12 @@ def refine_variational(
 
     `Lambda <- (1 - rho) Lambda + rho (sum_n J_n^T E_q[H_n] J_n + P0)`,
     `mu <- mu + rho Lambda^-1 (sum_n J_n^T E_q[r_n] - P0 (mu - m0))`, from the Laplace approximation
-    about `w0`. A diagonal `Lambda` takes the diagonal of the bracket, and a small rate: 1 can
-    diverge where inputs are correlated.
+    about `w0`. A diagonal `Lambda` takes the diagonal of the bracket, and needs a small rate: with
+    1 it can diverge where inputs are correlated.
 
     Where all points together have fewer outputs than there are weights, a full `Lambda` is not
-    formed: a step then takes the cube of the number of outputs and not of weights. That is the
-    same Gaussian, but other random numbers than over weights: a seed repeats either, not both.
+    formed, and a step takes time cubic in the number of outputs instead of weights. The Gaussian is
+    the same, but not the random numbers for a given seed.
 
     Args:
         model: the linearised model.
@@ -150,23 +148,23 @@ def refine_variational(
         rate: `rho`, above 0 and at most 1.
         num_steps: number of updates.
         num_draws: for each expectation, from torch's generator, in pairs of a draw and its mirror
-            image (a mean that is linear in the draw is then exact).
-        expectation: what is drawn: `"weights"`, the same for all points; `"outputs"` of each point
-            on its own, less noisy at the price of their covariance in each step; or a function of
-            model, mean, precision and `num_draws` that yields outputs `(N, ...)`.
+            image (expectations of functions that are linear in the draw are then exact).
+        expectation: what is drawn: `"weights"`, the same for all points; `"outputs"`, for each
+            point separately, which is less noisy but needs their covariance in each step; or a
+            function of model, mean, precision and `num_draws` that yields outputs `(N, ...)`.
 
     Returns:
         `mu`, `(P,)`, and `Lambda`; a full one is `LowRank` where outputs are fewer, else `Dense`.
 
     Raises:
         ValueError: an unknown structure or expectation; a rate out of range; no draws.
-        RuntimeError: it has diverged.
+        RuntimeError: the steps diverge.
 
     References:
         [GLM] section 3.3; Khan & Rue (2023), The Bayesian learning rule.
 
     Example:
-        A straight line through the origin under unit noise, of which one step of rate 1 is exact:
+        A straight line through the origin with unit noise, where one step of rate 1 is exact:
 
         >>> import tyxe
         >>> x = torch.tensor([[-1.0], [1.0], [2.0]])
@@ -207,7 +205,5 @@ def _check_expectation(
         raise ValueError(f"num_draws is {num_draws}; expected at least 1")
     if not isinstance(expectation, str):
         return lambda iterate, num: expectation(iterate.model, *iterate.posterior(), num)
-    if expectation not in EXPECTATIONS:
-        known = ", ".join(map(repr, EXPECTATIONS))
-        raise ValueError(f"expectation is {expectation!r}; expected one of {known}")
+    check_known("expectation", expectation, EXPECTATIONS)
     return EXPECTATIONS[expectation]

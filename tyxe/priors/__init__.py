@@ -5,8 +5,6 @@ from tyxe.priors.binary import BinaryPrior
 from tyxe.priors.iid import IIDPrior
 from tyxe.priors.layerwise import LayerwiseNormalPrior
 from tyxe.priors.mapping import DictPrior, LambdaPrior
-from tyxe.priors.selection import Selection
-from tyxe.priors.sites import SitePriors
 
 __all__ = [
     "BinaryPrior",
@@ -15,6 +13,4 @@ __all__ = [
     "LambdaPrior",
     "LayerwiseNormalPrior",
     "Prior",
-    "Selection",
-    "SitePriors",
 ]

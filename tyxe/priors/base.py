@@ -1,4 +1,4 @@
-"""What a prior is: a selection of parameters and a distribution for each."""
+"""The base class of priors: a selection of parameters and a distribution for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributions as td
 from torch import nn
 
-from tyxe.distributions import same_support
+from tyxe.distributions.moments import same_support
 from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePrior, SitePriors
 from tyxe.util import SITE_PRIORS
@@ -22,15 +22,20 @@ __all__ = ["Prior"]
 class Prior(ABC):
     """A prior over the parameters of any net.
 
-    A subclass implements `prior_dist`. Keyword arguments choose the parameters that become
-    sites; the rest stay ordinary parameters, trained by maximum likelihood.
+    A subclass implements `prior_dist`. Rules choose the parameters that become sites; the rest stay
+    ordinary parameters, trained by maximum likelihood. With no rule every trainable parameter is a
+    site. Any `expose` rule narrows the sites to what it names; `hide` rules then take away.
+    Parameters that the net itself froze (`requires_grad=False`) are sites only if an `expose` rule
+    names them. A tied parameter is named by any of its places.
 
     Args:
-        expose_all: see `Selection`, as for all that follow.
-        hide_all: hide every parameter: maximum likelihood.
-        rules: `hide`, `expose`, `hide_modules`, `expose_modules`, `hide_module_types`,
-            `expose_module_types`, `hide_parameters`, `expose_parameters`, `hide_fn`,
-            `expose_fn`.
+        expose_all: `False` without any rule hides everything; next to rules it changes nothing.
+        hide_all: hide every parameter, which is maximum likelihood.
+        rules: any of `hide`, `expose` (full names or globs such as `"layer4.*"`),
+            `{hide,expose}_modules` (modules, or their names or globs; with all that is inside),
+            `{hide,expose}_module_types` (classes), `{hide,expose}_parameters` (last parts of
+            names, such as `"bias"`), `{hide,expose}_fn` (`fn(module, name) -> bool`, with
+            the full name).
 
     Raises:
         TypeError: an unknown rule, or one of a wrong type.
@@ -70,7 +75,7 @@ class Prior(ABC):
         return priors
 
     def _check_entries(self, net: nn.Module, sites: Iterable[str]) -> None:
-        """Raise if the prior was given anything for names that mean nothing to the net."""
+        """Raise if the prior has entries that name no parameter of the net."""
         return
 
     def _checked(
@@ -109,6 +114,14 @@ class Prior(ABC):
         recorded: SitePriors | None = net.__dict__.get(SITE_PRIORS)
         if recorded is None:
             raise ValueError("the net has no sites; call prior.apply_(net) first")
+        recorded.adopt(self.replacing(recorded, net))
+
+    def replacing(self, recorded: SitePriors, net: nn.Module) -> SitePriors:
+        """Return the priors that `update_` gives to the recorded sites of a net.
+
+        Raises:
+            ValueError: this prior does not fit one of the sites.
+        """
         parameters = dict(net.named_parameters())
         priors = {}
         for name in recorded.names():
@@ -119,11 +132,11 @@ class Prior(ABC):
         for name, old in recorded.priors():
             _check_replaces(name, old, priors[name])
         self._check_entries(net, priors)
-        recorded.update(priors, parameters)
+        return SitePriors(priors, net, recorded.prefix)
 
 
 class _AsEvent:
-    """A hierarchical prior whose distribution is brought to the parameter's shape."""
+    """A hierarchical prior whose distribution gets the parameter's shape as its event shape."""
 
     def __init__(
         self, function: Callable[[], td.Distribution], name: str, shape: torch.Size
@@ -141,7 +154,7 @@ def _without_events(distribution: td.Distribution) -> td.Distribution:
 
 
 def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:
-    """A guide is built for the variables and supports that it met first."""
+    """Raise unless a prior has the variables and the support for which the guide was built."""
     kinds = [isinstance(prior, td.Distribution) for prior in (old, new)]
     same = kinds[0] == kinds[1]
     if isinstance(old, td.Distribution) and isinstance(new, td.Distribution):
@@ -154,11 +167,7 @@ def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:
 
 
 def as_event(prior: td.Distribution, name: str, shape: torch.Size) -> td.Distribution:
-    """Make every dimension of a prior an event dimension, after checking its shape.
-
-    Raises:
-        ValueError: the shape is not the parameter's.
-    """
+    """Make every dimension of a prior an event dimension; raise if its shape does not fit."""
     if prior.batch_shape + prior.event_shape != shape:
         raise ValueError(
             f"the prior of {name!r} has shape {tuple(prior.batch_shape + prior.event_shape)}, "

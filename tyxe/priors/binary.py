@@ -22,13 +22,11 @@ class BinaryPrior(Prior):
         delta: None for the plain prior, whose KL is `log 2` less the posterior's entropy; a number
             for the Beta-Bernoulli regulariser, `-delta log pi (1 - pi)`, see
             `SignedBetaBernoulli`: a MAP objective in the probabilities, and not a bound.
-        scale: the values are `-scale` and `scale`: a number, or a layer-wise method as in
-            `LayerwiseNormalPrior`; `"radford"` is `1 / sqrt(fan_in)`, which is to multiply
-            every layer's output by that.
-        expose_all: as in `Prior`.
-        hide_all: as in `Prior`.
-        rules: as in `Prior`. Biases and norms stay deterministic by
-            `expose_parameters=["weight"], hide_module_types=[nn.BatchNorm2d]`.
+        scale: the values are `-scale` and `scale`: a number, or a layer-wise method of
+            `LayerwiseNormalPrior`; `"radford"` is `1 / sqrt(fan_in)`, which has the same effect
+            as multiplying every layer's output by it.
+        rules: those of `Prior`. `expose_parameters=["weight"],
+            hide_module_types=[nn.BatchNorm2d]` keeps biases and norms deterministic.
 
     Raises:
         ValueError: a negative delta, a scale that is not positive or an unknown method.
@@ -66,5 +64,4 @@ class BinaryPrior(Prior):
         return calculate_prior_std(self.scale, weight, module)
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
-        """Expand the two values of the parameter's layer to its shape."""
         return self._of_scale(self._scale_of(name, module)).expand(param.shape)

@@ -15,11 +15,10 @@ __all__ = ["IIDPrior"]
 class IIDPrior(Prior):
     """The same scalar distribution, independently for every weight.
 
+    Selection rules are those of `Prior`.
+
     Args:
         distribution: a distribution over scalars, such as `dist.Normal(0, 1)`.
-        expose_all: as in `Prior`.
-        hide_all: as in `Prior`.
-        rules: as in `Prior`.
 
     Raises:
         TypeError: not a distribution.
@@ -54,5 +53,4 @@ class IIDPrior(Prior):
         self.distribution = distribution
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
-        """Expand the distribution to the parameter's shape."""
         return self.distribution.expand(param.shape)

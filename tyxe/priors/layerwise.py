@@ -15,17 +15,14 @@ __all__ = ["LayerwiseNormalPrior"]
 
 
 class LayerwiseNormalPrior(Prior):
-    r"""Zero-mean Normals with standard deviations as initialisation schemes have them.
+    r"""Zero-mean Normals with the standard deviations of initialisation schemes.
 
     `radford`: `1 / sqrt(fan_in)`; `xavier`: `sqrt(2 / (fan_in + fan_out))`; `kaiming`:
-    `gain / sqrt(fan_in)`. A bias takes its layer's fans.
+    `gain / sqrt(fan_in)`. A bias takes its layer's fans. Selection rules are those of `Prior`.
 
     Args:
         method: `"radford"`, `"xavier"` or `"kaiming"`.
-        nonlinearity: for kaiming's gain, as in `torch.nn.init.calculate_gain`.
-        expose_all: as in `Prior`.
-        hide_all: as in `Prior`.
-        rules: as in `Prior`.
+        nonlinearity: whose gain `kaiming` takes, by its name in `torch.nn.init.calculate_gain`.
 
     Raises:
         ValueError: an unknown method.
@@ -53,7 +50,6 @@ class LayerwiseNormalPrior(Prior):
         self.nonlinearity = nonlinearity
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
-        """Scale a Normal by the fans of the parameter's layer."""
         weight = layer_weight(module, name.rpartition(".")[2])
         std = calculate_prior_std(self.method, weight, module, self.nonlinearity)
         return dist.Normal(0.0, std).expand(param.shape)

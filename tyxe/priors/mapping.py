@@ -19,16 +19,15 @@ __all__ = ["DictPrior", "LambdaPrior"]
 class DictPrior(Prior):
     """A distribution for each parameter, by name: how a posterior becomes the next prior.
 
+    Selection rules are those of `Prior`.
+
     Args:
         dist_dict: distributions by the parameter's name in the net, or with `net.` before it.
-        expose_all: as in `Prior`.
-        hide_all: as in `Prior`.
-        rules: as in `Prior`.
 
     Raises:
         TypeError: not a mapping.
-        ValueError: when it meets a net: a parameter without entry, or an entry of another shape, or
-            one that means no site of the net and no parameter that the rules here leave aside.
+        ValueError: when applied to a net: a parameter has no entry, an entry has another shape, or
+            an entry names neither a site of the net nor a parameter that the rules hide.
 
     Example:
         >>> import pyro.distributions as dist
@@ -53,7 +52,6 @@ class DictPrior(Prior):
         self.dist_dict = dict(dist_dict)
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
-        """Look the parameter's name up."""
         try:
             return self.dist_dict[resolve_site_name(name, self.dist_dict)]
         except ValueError:
@@ -66,7 +64,7 @@ class DictPrior(Prior):
         known = list(sites)
         if not (others := [entry for entry in self.dist_dict if not _names_one(entry, known)]):
             return
-        # Entries that the prior's own rules leave aside do no harm.
+        # Entries for parameters that the prior's own rules hide are allowed.
         exposed = {parameter.name for parameter in self.selection.of(net)} - set(known)
         aside = [n for p in parameters_of(net) if p.name not in exposed for n in p.names]
         for entry in others:
@@ -89,13 +87,12 @@ def _names_one(entry: str, known: list[str]) -> bool:
 class LambdaPrior(Prior):
     """A distribution for each parameter, by a function.
 
+    Selection rules are those of `Prior`.
+
     Args:
         fn: `fn(name, module, param)` returns a distribution of the parameter's shape, or a
             function without arguments that makes Pyro statements and returns one: a hierarchical
             prior. Names of its own statements get the net's prefix.
-        expose_all: as in `Prior`.
-        hide_all: as in `Prior`.
-        rules: as in `Prior`.
 
     Raises:
         TypeError: not callable.
@@ -129,5 +126,4 @@ class LambdaPrior(Prior):
         self.fn = fn
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:
-        """Call the function."""
         return self.fn(name, module, param)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,7 +12,6 @@ from torch import nn
 __all__ = ["Parameter", "Selection", "parameters_of"]
 
 Place = tuple[nn.Module, str]
-Predicate = Callable[[nn.Module, str], bool]
 
 RULES = ("", "modules", "module_types", "parameters", "fn")
 
@@ -21,11 +20,7 @@ RULES = ("", "modules", "module_types", "parameters", "fn")
 class Parameter:
     """One parameter of a net, with every place that holds it (several where it is tied).
 
-    Attributes:
-        name: its first name in the net, such as `0.weight`.
-        tensor: the parameter.
-        places: `(module, attribute)` pairs.
-        names: the full name at each place.
+    `places` are `(module, attribute)` pairs, `names` the full names there, and `name` the first.
     """
 
     name: str
@@ -57,25 +52,7 @@ def parameters_of(net: nn.Module) -> list[Parameter]:
 
 
 class Selection:
-    """The hide and expose rules of a prior.
-
-    With no rule every trainable parameter is a site. Any `expose` rule narrows the sites to what
-    it names; `hide` rules then take away. Parameters that the net itself froze
-    (`requires_grad=False`) are sites only if an `expose` rule names them. A tied parameter is
-    named by any of its places.
-
-    Args:
-        expose_all: `False` without any rule hides everything; next to rules it changes nothing.
-        hide_all: hide everything (maximum likelihood).
-        rules: any of `hide`, `expose` (full names or globs such as `"layer4.*"`),
-            `{hide,expose}_modules` (modules, or their names or globs; with all that is inside),
-            `{hide,expose}_module_types` (classes), `{hide,expose}_parameters` (last parts of
-            names, such as `"bias"`), `{hide,expose}_fn` (`fn(module, name) -> bool`, with
-            the full name).
-
-    Raises:
-        TypeError: an unknown rule, or a rule of a wrong type.
-        ValueError: rules that contradict each other.
+    """The hide and expose rules of a `Prior`, which documents them.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))

@@ -8,15 +8,13 @@ from typing import Any
 import pyro
 import torch.distributions as td
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import Message
 from torch import Tensor, nn
 
-from tyxe.distributions import (
-    JointDistribution,
-    JointMarginal,
-    JointPart,
-    StoredDistribution,
-    joint_from_outline,
-)
+from tyxe.distributions import JointDistribution, JointMarginal
+from tyxe.distributions.buffered import BufferedDistribution
+from tyxe.distributions.joint import JointSite
+from tyxe.distributions.joint_state import joint_from_state
 from tyxe.util import fan_in_fan_out, layer_weight
 
 __all__ = ["SitePrior", "SitePriors"]
@@ -25,19 +23,19 @@ SitePrior = td.Distribution | Callable[[], td.Distribution]
 
 
 class _Prefixed(Messenger):
-    """Give the statements of a hierarchical prior their place in the joint model."""
+    """Give the statements of a hierarchical prior the net's prefix in the joint model."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if not msg["name"].startswith(self.prefix):
             msg["name"] = self.prefix + msg["name"]
 
 
 class _Hierarchical(nn.Module):
-    """A prior that is a function of Pyro statements; a module among them moves along."""
+    """A prior that is a function of Pyro statements; if it is a module, a submodule."""
 
     def __init__(self, function: Callable[[], td.Distribution]) -> None:
         super().__init__()
@@ -47,22 +45,10 @@ class _Hierarchical(nn.Module):
 
 
 class SitePriors(nn.Module):
-    """The sites of a net with their priors.
+    """The sites of a net with their priors: a module and a Pyro program.
 
-    Calling it is a Pyro program: each site is sampled under `prefix` + its name in the net, and
-    the values are returned by those names. Guides are built from it.
-
-    Args:
-        priors: a distribution for each site, or a function of Pyro statements that returns one.
-        net: the net that owns the sites.
-        prefix: what the joint model puts before a site's name.
-
-    Example:
-        >>> import tyxe, pyro.distributions as dist
-        >>> net, prior = nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1))
-        >>> priors = SitePriors(prior.sites(net), net)
-        >>> list(priors())
-        ['net.weight', 'net.bias']
+    Calling it samples each site under `prefix` + its name in the net, and returns the values by
+    those names. Guides are built from it.
     """
 
     def __init__(
@@ -80,12 +66,10 @@ class SitePriors(nn.Module):
         self.update(priors, parameters)
 
     def update(self, priors: Mapping[str, SitePrior], like: Mapping[str, Tensor]) -> None:
-        """Replace the priors of all sites.
+        """Replace the priors of all sites, in the dtypes and on the devices of the tensors `like`.
 
-        Args:
-            priors: one entry for each site. Marginals of one joint distribution are that
-                distribution, if all of them are there.
-            like: tensors by site, whose dtype and device the priors take.
+        Marginals of one joint distribution are stored as that distribution, if all of them are
+        there.
 
         Raises:
             ValueError: some sites of a joint distribution, and not others.
@@ -102,21 +86,27 @@ class SitePriors(nn.Module):
             units.append((name, numbers[key]))
         self._units, self._entries = units, nn.ModuleList(entries)
 
+    def adopt(self, other: SitePriors) -> None:
+        """Take the priors that another object has for the same sites."""
+        self.restore(other.snapshot())
+
     def snapshot(self) -> Any:
-        """Return what `restore` takes to undo an `update`."""
+        """Return what `restore` takes to undo a change."""
         return self._units, self._entries
 
     def restore(self, snapshot: Any) -> None:
-        """Undo every `update` since a `snapshot`."""
+        """Undo every change since a `snapshot`."""
         self._units, self._entries = snapshot
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Take the kind of a Gaussian over several sites from the state, before its numbers."""
+        """Build the joint Gaussians that the state describes before their numbers are loaded."""
         start = f"{prefix}_entries."
         found: dict[str, JointDistribution] = {}
         for key, extra in state_dict.items():
-            if key.startswith(start) and key.endswith("._extra_state") and isinstance(extra, dict):
-                joint = joint_from_outline(extra["outline"])
+            if not (key.startswith(start) and key.endswith("._extra_state")):
+                continue
+            if isinstance(extra, dict) and "outline" in extra:
+                joint = joint_from_state(extra["outline"])
                 found |= {name.removeprefix(self.prefix): joint for name in joint.names}
         if found and set(found) <= set(self.names()):
             own = dict(self.priors())
@@ -132,7 +122,7 @@ class SitePriors(nn.Module):
         return [name for name, _ in self._units]
 
     def priors(self) -> Iterator[tuple[str, SitePrior]]:
-        """Yield each site's name in the net and its prior: of a joint one, the marginal."""
+        """Yield each site's name in the net and its prior; for a joint prior, the marginal."""
         for name, number in self._units:
             prior = self._prior(number)
             if isinstance(prior, JointDistribution):
@@ -147,7 +137,7 @@ class SitePriors(nn.Module):
 
     def _prior(self, number: int) -> SitePrior:
         entry = self._entries[number]
-        if isinstance(entry, StoredDistribution):
+        if isinstance(entry, BufferedDistribution):
             return entry.distribution
         assert isinstance(entry, _Hierarchical)
         return entry.function
@@ -175,7 +165,7 @@ class SitePriors(nn.Module):
 
 
 class _Run:
-    """One draw of a joint prior, made if any of its sites is sampled."""
+    """One draw of a joint prior, made at the first of its sites that is sampled."""
 
     def __init__(self, joint: JointDistribution) -> None:
         self.joint = joint
@@ -186,13 +176,13 @@ class _Run:
             self._drawn = self.joint.rsample()
         return self._drawn
 
-    def part(self, name: str, values: Mapping[str, Tensor]) -> JointPart:
+    def part(self, name: str, values: Mapping[str, Tensor]) -> JointSite:
         earlier = {site: values[site] for site in self.joint.names if site in values}
-        return JointPart(self.joint, name, self.draw, earlier)
+        return JointSite(self.joint, name, self.draw, earlier)
 
 
 def _joints_of(priors: Mapping[str, SitePrior], prefix: str) -> dict[str, JointDistribution]:
-    """The joint distributions of the sites that have one; raise unless they are there whole."""
+    """Return the joint distribution of every site that has one; raise if it lacks some sites."""
     given: dict[int, dict[str, str]] = {}
     found: dict[str, JointDistribution] = {}
     for name, prior in priors.items():
@@ -217,5 +207,5 @@ def _joints_of(priors: Mapping[str, SitePrior], prefix: str) -> dict[str, JointD
 
 def _store(prior: SitePrior, like: Tensor) -> nn.Module:
     if isinstance(prior, td.Distribution):
-        return StoredDistribution(prior, like)
+        return BufferedDistribution(prior, like)
     return _Hierarchical(prior)

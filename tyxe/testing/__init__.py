@@ -1,7 +1,7 @@
-"""What every part has to keep to, as functions that assert it: run them on parts of your own.
+"""Contract suites: functions that assert what the package relies on for each kind of part.
 
-A part that passes works with every other part. The tables hold the package's own parts, each as
-a function that makes one; a new class adds a line.
+Run them on parts of your own: a part that passes works with every other part. The tables hold the
+package's own parts, each as a function that makes one; a new class adds a line.
 
 Example:
     >>> import functools, tyxe

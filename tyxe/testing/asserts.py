@@ -1,4 +1,4 @@
-"""Assertions that say what was expected of whom."""
+"""Assertions whose messages name the rule that is broken."""
 
 from __future__ import annotations
 
@@ -10,32 +10,21 @@ from torch import Tensor
 
 __all__ = ["assert_close", "assert_raises", "assert_within"]
 
-# A standard normal exceeds this with probability 2e-9: enough for thousands of comparisons.
+# A standard normal exceeds this with probability 2e-9, which allows thousands of comparisons.
 STANDARD_ERRORS = 6.0
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, rtol: float = 1e-9) -> None:
-    """Assert equality up to rounding in float64.
-
-    Args:
-        actual: what the part returned.
-        expected: what the contract asks for.
-        what: says which rule this is.
-        rtol: relative tolerance; also the absolute one.
-    """
+    """Assert equality to a relative and absolute tolerance, of rounding in float64 by default."""
     torch.testing.assert_close(
         actual, expected, rtol=rtol, atol=rtol, msg=lambda details: f"{what}: {details}"
     )
 
 
 def assert_within(actual: Tensor, expected: Tensor, error: Tensor, what: str) -> None:
-    """Assert that estimates are as near to the truth as their standard errors allow.
+    """Assert that estimates agree with their expectations to within their standard errors.
 
-    Args:
-        actual: Monte Carlo estimates.
-        expected: what they estimate.
-        error: their standard errors; where one is 0 the estimate has to be exact.
-        what: says which rule this is.
+    Where a standard error is 0 the estimate has to be exact.
     """
     allowed = STANDARD_ERRORS * error + 1e-6 * expected.abs().clamp_min(1e-6)
     excess = ((actual - expected).abs() / allowed).max().item()
@@ -46,13 +35,7 @@ def assert_within(actual: Tensor, expected: Tensor, error: Tensor, what: str) ->
 
 
 def assert_raises(error: type[Exception], function: Callable[[], Any], what: str) -> None:
-    """Assert that a call raises an error of one kind.
-
-    Args:
-        error: the kind.
-        function: makes the call.
-        what: says which rule this is.
-    """
+    """Assert that a call raises an error of one kind."""
     try:
         function()
     except error:

@@ -15,9 +15,10 @@ import torch
 from pyro.infer import autoguide
 from torch import Tensor, nn
 
-from tyxe.distributions import is_discrete
+from tyxe.distributions.moments import is_discrete
 from tyxe.guides import AutoNormal, AutoRadial, Guide, PyroGuide
-from tyxe.priors import DictPrior, IIDPrior, SitePriors
+from tyxe.priors import DictPrior, IIDPrior
+from tyxe.priors.sites import SitePriors
 from tyxe.testing.asserts import assert_close, assert_raises
 
 __all__ = ["GUIDES", "check_guide"]
@@ -26,7 +27,7 @@ AnyGuide = Guide | PyroGuide
 Builder = Callable[[Callable[..., Any]], Any]
 
 
-def _last_layer_low_rank(module: Callable[..., Any]) -> Any:
+def _low_rank(module: Callable[..., Any]) -> Any:
     return autoguide.AutoLowRankMultivariateNormal(module, rank=2)
 
 
@@ -40,7 +41,7 @@ GUIDES: dict[str, Builder] = {
     "pyro AutoNormal": autoguide.AutoNormal,
     "pyro AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
     "pyro AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
-    "pyro AutoLowRankMultivariateNormal": _last_layer_low_rank,
+    "pyro AutoLowRankMultivariateNormal": _low_rank,
 }
 
 
@@ -48,7 +49,7 @@ def check_guide(builder: Builder, program: SitePriors | None = None) -> None:
     """Assert that a guide is a module, a Pyro program and a posterior over the same sites.
 
     Args:
-        builder: what a BNN takes as its `net_guide_builder`.
+        builder: a BNN's `net_guide_builder`.
         program: the sites and their priors, in float64; those of a small net by default.
 
     Raises:
@@ -63,7 +64,7 @@ def check_guide(builder: Builder, program: SitePriors | None = None) -> None:
     guide = PyroGuide.build(builder, program)
     _disturb(guide)
     _check_program(guide, program)
-    # A draw of one of two values has no gradient; handlers give one to what is made of it.
+    # Discrete draws have no gradient; only the outputs of handlers do.
     if not _has_discrete_sites(program):
         _check_draws_differentiable(guide)
     _check_copies(guide, functools.partial(PyroGuide.build, builder, program))
@@ -75,7 +76,7 @@ def check_guide(builder: Builder, program: SitePriors | None = None) -> None:
 
 
 def _disturb(guide: AnyGuide) -> None:
-    """Move every parameter from where it starts: all means at 0 hide errors."""
+    """Move every parameter from its start, because means of 0 hide errors."""
     with torch.no_grad():
         for parameter in guide.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -194,7 +195,7 @@ def _check_detached(guide: AnyGuide, program: SitePriors) -> None:
     try:
         found = guide.get_detached_distributions()
     except TypeError:
-        # Allowed to a guide that couples its sites, which has no distribution for each.
+        # A guide that couples its sites has no distribution for each, and may raise.
         assert not isinstance(guide, Guide), "a Guide has a distribution for each site"
         return
     own = [name.removeprefix(program.prefix) for name in _joint_names(program)]

@@ -34,7 +34,7 @@ class _Interrupted(Exception):
 
 
 def check_handler(factory: Callable[[], Any]) -> None:
-    """Assert that a handler changes how a net's outputs are drawn, and not their first moments.
+    """Assert that a handler changes how outputs are drawn, and keeps their first two moments.
 
     Args:
         factory: makes the handler.
@@ -55,7 +55,7 @@ def check_handler(factory: Callable[[], Any]) -> None:
 
 
 def _example() -> tuple[VariationalBNN, Tensor]:
-    """A net whose outputs have the same law for every point, however its rows are drawn."""
+    """Return a net and inputs; each output has the same distribution under every handler."""
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     bnn = VariationalBNN(
         net,
@@ -138,7 +138,7 @@ def _check_without_sites(factory: Callable[[], Any], inputs: Tensor) -> None:
     prior = IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
     bnn = VariationalBNN(net, prior, HomoskedasticGaussian(4, scale=1.0))
     with warnings.catch_warnings():
-        # That it had nothing to do may be said, or not.
+        # A handler may warn that it had no effect.
         warnings.simplefilter("ignore", TyxeWarning)
         with factory():
             outputs = _outputs(bnn, inputs)[0]

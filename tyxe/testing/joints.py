@@ -11,36 +11,27 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
-from tyxe.distributions import (
-    JointNormal,
-    LinearGroup,
-    PlainGroup,
-    SiteProduct,
-    StoredDistribution,
-    detached,
-)
+from tyxe.distributions import IndependentSites, JointNormal, ParamBlocks
+from tyxe.distributions.buffered import BufferedDistribution, detached
+from tyxe.distributions.param_blocks import LinearBlock, SiteBlock
 from tyxe.linalg import BlockDiagonal, Cholesky, Dense, Diagonal, Inverse, Kronecker, LowRank, Sum
 from tyxe.testing.asserts import assert_close
+from tyxe.testing.tensors import random_gram, random_tensor
 
 __all__ = ["JOINTS", "check_joint"]
 
-# A transposed convolution in groups, and a vector: twelve weights and two biases, and three.
-GROUPS = (LinearGroup("w", "b", Size([2, 1, 3, 2]), 2, True), PlainGroup("s", Size([3])))
+# A grouped transposed convolution (twelve weights and two biases) and a vector of three.
+BLOCKS = ParamBlocks(
+    (LinearBlock("w", "b", Size([2, 1, 3, 2]), 2, True), SiteBlock("s", Size([3])))
+)
 SIZE = 17
 
 
-def _tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _gram(size: int, seed: int = 0) -> Tensor:
-    rows = _tensor(2 * size, size, seed=seed)
-    return rows.mT @ rows / size
-
-
 def _blocks(seed: int = 0) -> BlockDiagonal:
-    product = Kronecker.from_factors(_gram(2, seed), _gram(7, seed + 1)).add_diagonal(0.5)
-    return BlockDiagonal({"w": product, "s": Diagonal(0.1 + _tensor(3, seed=seed).square())})
+    product = Kronecker.from_factors(
+        random_gram(2, 4, seed), random_gram(7, 14, seed + 1)
+    ).add_diagonal(0.5)
+    return BlockDiagonal({"w": product, "s": Diagonal(0.1 + random_tensor(3, seed=seed).square())})
 
 
 def _with_sum() -> BlockDiagonal:
@@ -50,21 +41,24 @@ def _with_sum() -> BlockDiagonal:
 
 
 def _joint(precision: object, seed: int = 3) -> JointNormal:
-    return JointNormal(GROUPS, _tensor(SIZE, seed=seed), precision)  # type: ignore[arg-type]
+    return JointNormal(BLOCKS, random_tensor(SIZE, seed=seed), precision)  # type: ignore[arg-type]
 
 
-# Each makes a Gaussian over the sites of `GROUPS`.
+# Each function makes a Gaussian over the sites of `BLOCKS`.
 JOINTS: dict[str, Callable[[], JointNormal]] = {
-    "Dense": lambda: _joint(Dense(_gram(SIZE))),
+    "Dense": lambda: _joint(Dense(random_gram(SIZE, 2 * SIZE))),
     "blocks": lambda: _joint(_blocks(), 4),
     "blocks, others": lambda: _joint(_blocks(7), 5),
     "Sum": lambda: _joint(_with_sum(), 6),
-    "Diagonal": lambda: _joint(Diagonal(0.1 + _tensor(SIZE).square())),
+    "Diagonal": lambda: _joint(Diagonal(0.1 + random_tensor(SIZE).square())),
     "covariance": lambda: _joint(
-        Inverse(Cholesky(_tensor(SIZE, SIZE).tril() + 4 * torch.eye(SIZE, dtype=torch.float64))), 8
+        Inverse(
+            Cholesky(random_tensor(SIZE, SIZE).tril() + 4 * torch.eye(SIZE, dtype=torch.float64))
+        ),
+        8,
     ),
     "covariance of low rank": lambda: _joint(
-        Inverse(LowRank(0.1 + _tensor(SIZE).square(), _tensor(SIZE, 3))), 9
+        Inverse(LowRank(0.1 + random_tensor(SIZE).square(), random_tensor(SIZE, 3))), 9
     ),
 }
 
@@ -110,11 +104,11 @@ def _check_density(joint: JointNormal, dense: td.MultivariateNormal, value: Tens
 
 
 def _check_sites(joint: JointNormal, dense: td.MultivariateNormal, value: Tensor) -> None:
-    parts = joint.separate(value)
+    parts = joint.unflatten(value)
     assert tuple(parts) == joint.names, f"the sites are {tuple(parts)}, not {joint.names}"
-    one = joint.join({name: part[0] for name, part in parts.items()})
-    assert torch.equal(one, value[0]), "join does not undo separate"
-    positions = joint.separate(torch.arange(joint.event_shape.numel()))
+    one = joint.flatten({name: part[0] for name, part in parts.items()})
+    assert torch.equal(one, value[0]), "flatten does not undo unflatten"
+    positions = joint.unflatten(torch.arange(joint.event_shape.numel()))
     for name, part in parts.items():
         which = positions[name].flatten()
         covariance = dense.covariance_matrix[which][:, which]
@@ -129,8 +123,8 @@ def _check_sites(joint: JointNormal, dense: td.MultivariateNormal, value: Tensor
 
 def _check_copies(joint: JointNormal, value: Tensor) -> None:
     expected = joint.log_prob(value)
-    stored = StoredDistribution(joint)
-    again = StoredDistribution(joint)
+    stored = BufferedDistribution(joint)
+    again = BufferedDistribution(joint)
     with torch.no_grad():
         for buffer in again.buffers():
             buffer.mul_(1.5)
@@ -149,10 +143,10 @@ def _check_copies(joint: JointNormal, value: Tensor) -> None:
 
 
 def _check_kl_with_sites(joint: JointNormal, dense: td.MultivariateNormal) -> None:
-    """Against independent Normals of the sites, on either side."""
-    loc, scale = _tensor(SIZE, seed=11), 0.3 + _tensor(SIZE, seed=12).square()
-    locs, scales = joint.separate(loc), joint.separate(scale)
-    product = SiteProduct(
+    """Compare the KL from and to independent Normals of the sites."""
+    loc, scale = random_tensor(SIZE, seed=11), 0.3 + random_tensor(SIZE, seed=12).square()
+    locs, scales = joint.unflatten(loc), joint.unflatten(scale)
+    product = IndependentSites(
         {n: dist.Normal(locs[n], scales[n]).to_event(locs[n].dim()) for n in joint.names}
     )
     other = td.MultivariateNormal(loc, scale_tril=scale.diag())

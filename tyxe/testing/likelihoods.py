@@ -34,10 +34,10 @@ class LikelihoodCase:
     """A likelihood with predictions and targets to check it on.
 
     Attributes:
-        build: makes it for a `dataset_size`.
+        build: makes the likelihood for a `dataset_size`.
         output_shape: shape of the net's output for one point.
         target_shape: shape of one point's target.
-        matches_variance: aggregation keeps the variance of the mixture, not its mean alone.
+        matches_variance: aggregation keeps the variance of the mixture, and not only its mean.
     """
 
     build: Callable[[Any], Likelihood]
@@ -46,7 +46,6 @@ class LikelihoodCase:
     matches_variance: bool = True
 
 
-# A function of the dataset's size for each, and the shapes of one point.
 LIKELIHOODS: dict[str, LikelihoodCase] = {
     "Bernoulli": LikelihoodCase(Bernoulli),
     "Bernoulli, column": LikelihoodCase(Bernoulli, (1,), (1,)),
@@ -76,10 +75,10 @@ LIKELIHOODS: dict[str, LikelihoodCase] = {
 
 
 def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int = 7) -> None:
-    """Assert that a likelihood is one density, whichever way it is asked for.
+    """Assert that all methods of a likelihood agree on one density.
 
     Args:
-        case: the likelihood, and the shapes that belong to it.
+        case: the likelihood and its shapes.
         num_points: number of data points.
         num_draws: number of draws to aggregate.
 

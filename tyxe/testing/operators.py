@@ -22,10 +22,10 @@ from tyxe.linalg import (
     LowRank,
     Operator,
     Sum,
-    operator_from_state,
-    operator_state,
 )
+from tyxe.linalg.state import operator_from_state, operator_state
 from tyxe.testing.asserts import assert_close, assert_raises
+from tyxe.testing.tensors import random_gram, random_tensor
 
 __all__ = ["OPERATORS", "check_operator"]
 
@@ -33,44 +33,37 @@ TOLERANCE = 1e-10
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (0,))
 
 
-def _tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def _gram(size: int, rank: int, seed: int = 0) -> Tensor:
-    rows = _tensor(rank, size, seed=seed)
-    return rows.mT @ rows / rank
-
-
 def _kronecker(rows: int = 3, columns: int = 4, rank: int = 2) -> Kronecker:
-    out_factor, in_factor = _gram(rows, rank, seed=1), _gram(columns, rank, seed=2)
+    out_factor, in_factor = random_gram(rows, rank, seed=1), random_gram(columns, rank, seed=2)
     return Kronecker.from_factors(out_factor, in_factor, scale=5.0).add_diagonal(0.5)
 
 
 def _blocks() -> BlockDiagonal:
-    heads = BlockDiagonal({"a/b": _kronecker(2, 3), "": Diagonal(1 + _tensor(2).square())})
-    return BlockDiagonal({"0.weight": Dense(_gram(4, 9)), "heads": heads})
+    heads = BlockDiagonal({"a/b": _kronecker(2, 3), "": Diagonal(1 + random_tensor(2).square())})
+    return BlockDiagonal({"0.weight": Dense(random_gram(4, 9)), "heads": heads})
 
 
-# Each makes a positive definite operator.
+# Each function makes a positive definite operator.
 OPERATORS: dict[str, Callable[[], Operator]] = {
-    "Dense": lambda: Dense(_gram(5, 9)),
-    "Diagonal": lambda: Diagonal(0.1 + _tensor(5).square()),
-    "LowRank": lambda: LowRank(0.1 + _tensor(6).square(), _tensor(6, 2)),
-    "LowRank, more columns than rows": lambda: LowRank(0.1 + _tensor(3).square(), _tensor(3, 5)),
-    "LowRank, rank 0": lambda: LowRank(0.1 + _tensor(3).square(), _tensor(3, 0)),
+    "Dense": lambda: Dense(random_gram(5, 9)),
+    "Diagonal": lambda: Diagonal(0.1 + random_tensor(5).square()),
+    "LowRank": lambda: LowRank(0.1 + random_tensor(6).square(), random_tensor(6, 2)),
+    "LowRank, more columns than rows": lambda: LowRank(
+        0.1 + random_tensor(3).square(), random_tensor(3, 5)
+    ),
+    "LowRank, rank 0": lambda: LowRank(0.1 + random_tensor(3).square(), random_tensor(3, 0)),
     "Kronecker": _kronecker,
     "Kronecker, full rank": lambda: _kronecker(4, 2, rank=9),
     "Kronecker, one output": lambda: _kronecker(1, 5),
     "Kronecker, damped": lambda: _kronecker().damped(),
     "Kronecker, averaged": lambda: _kronecker(rank=9).averaged(_kronecker()),
-    "Cholesky": lambda: Cholesky(_tensor(4, 4) + 3 * torch.eye(4, dtype=torch.float64)),
-    "Inverse of Dense": lambda: Inverse(Dense(_gram(4, 9))),
+    "Cholesky": lambda: Cholesky(random_tensor(4, 4) + 3 * torch.eye(4, dtype=torch.float64)),
+    "Inverse of Dense": lambda: Inverse(Dense(random_gram(4, 9))),
     "Inverse of Cholesky": lambda: Inverse(OPERATORS["Cholesky"]()),
     "Inverse of LowRank": lambda: Inverse(OPERATORS["LowRank"]()),
     "Sum of Kronecker": lambda: Sum({"a/b": _kronecker(), "": _kronecker(rank=9)}),
     "Sum of structures": lambda: Sum(
-        {"d": Diagonal(0.1 + _tensor(6).square()), "i": Inverse(OPERATORS["LowRank"]())}
+        {"d": Diagonal(0.1 + random_tensor(6).square()), "i": Inverse(OPERATORS["LowRank"]())}
     ),
     "BlockDiagonal": _blocks,
     "BlockDiagonal of sums": lambda: BlockDiagonal({"+": OPERATORS["Sum of Kronecker"]()}),
@@ -108,7 +101,7 @@ def check_operator(make: Callable[[], Operator]) -> None:
 
 
 def _vectors(operator: Operator, *batch: int) -> Tensor:
-    return _tensor(*batch, operator.size, seed=3).to(operator.device)
+    return random_tensor(*batch, operator.size, seed=3).to(operator.device)
 
 
 def _number(operator: Operator, value: float) -> Tensor:
@@ -183,7 +176,7 @@ def _check_add_diagonal(operator: Operator, dense: Tensor) -> None:
     if isinstance(total, Operator):
         _check_derived(total, operator, dense + vector.diag(), "add_diagonal of a vector")
     else:
-        # A structure may refuse a vector, but says which ones take it.
+        # A structure may refuse a vector, but its error names those that take it.
         for structure in ('"full"', '"diag"'):
             assert structure in total, f"refusing a diagonal has to name {structure}: {total}"
     too_long, matrix = torch.ones(operator.size + 1), torch.ones(2, operator.size)
@@ -215,7 +208,7 @@ def _saved(operator: Operator) -> Operator:
 
 
 def _check_copies(operator: Operator) -> None:
-    # What is cached, and what carries a gradient, is not to stand in the way.
+    # Cached factorisations and gradients must not prevent a copy.
     derived = operator.scaled(_number(operator, 2.0))
     derived.logdet()
     copies = {

@@ -11,17 +11,11 @@ import torch
 import torch.distributions as td
 from torch import nn
 
-from tyxe.distributions import JointNormal, PlainGroup, SignedBernoulli, is_discrete
+from tyxe.distributions import JointNormal, ParamBlocks, SignedBernoulli
+from tyxe.distributions.moments import is_discrete
 from tyxe.linalg import LowRank
-from tyxe.priors import (
-    BinaryPrior,
-    DictPrior,
-    IIDPrior,
-    LambdaPrior,
-    LayerwiseNormalPrior,
-    Prior,
-    SitePriors,
-)
+from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior
+from tyxe.priors.sites import SitePriors
 from tyxe.testing.asserts import assert_close
 from tyxe.util import pyro_sample_sites
 
@@ -46,14 +40,14 @@ def _by_name() -> Prior:
 
 
 def _joint_normal() -> Prior:
-    groups = [PlainGroup(f"net.{n}", p.shape) for n, p in example_net().named_parameters()]
-    size = sum(group.size for group in groups)
-    precision = LowRank(torch.ones(size), torch.ones(size, 1) / size)
-    joint = JointNormal(groups, torch.zeros(size), precision)
+    shapes = {f"net.{name}": p.shape for name, p in example_net().named_parameters()}
+    blocks = ParamBlocks.of_sites(shapes)
+    precision = LowRank(torch.ones(blocks.size), torch.ones(blocks.size, 1) / blocks.size)
+    joint = JointNormal(blocks, torch.zeros(blocks.size), precision)
     return DictPrior({name: joint.marginal(name) for name in joint.names}, expose=["*"])
 
 
-# Each makes a prior that fits `example_net()`.
+# Each function makes a prior that fits `example_net()`.
 PRIORS: dict[str, Callable[[], Prior]] = {
     "IIDPrior": lambda: IIDPrior(dist.Normal(0.0, 1.0)),
     "IIDPrior, heavy tails": lambda: IIDPrior(dist.StudentT(3.0, 0.0, 1.0)),
@@ -77,7 +71,7 @@ PRIORS: dict[str, Callable[[], Prior]] = {
 
 
 def check_prior(prior: Prior, net: nn.Module | None = None) -> None:
-    """Assert that a prior chooses parameters, fits them, and leaves the net alone.
+    """Assert that a prior chooses parameters, fits them, and does not change the net.
 
     Args:
         prior: any prior.
@@ -145,7 +139,7 @@ def _check_update(prior: Prior, net: nn.Module) -> None:
     applied = copy.deepcopy(net)
     sites = prior.sites(net)
     rules = {"expose": list(sites)} if sites else {"hide_all": True}
-    # Discrete priors replace none but those over the same values.
+    # A discrete prior only replaces one over the same values.
     discrete = any(
         isinstance(site, td.Distribution) and is_discrete(site.support) for site in sites.values()
     )

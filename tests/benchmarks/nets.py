@@ -1,0 +1,19 @@
+"""The benchmarks' nets in their smallest sizes, in float64."""
+
+import torch
+from torch import nn
+
+from tests.benchmarks.places import Helper
+
+
+def small_net(name: str, helper: Helper) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return the MLP or the ResNet of smoke tests, with a batch and its labels."""
+    nets = helper("_nets")
+    if name == "mlp":
+        return nets.mlp(True).double(), *in_double(nets.vectors(6, True))
+    return nets.resnet18(True).double(), *in_double(nets.images(4, True))
+
+
+def in_double(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch with its inputs in float64."""
+    return pair[0].double(), pair[1]

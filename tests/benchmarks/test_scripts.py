@@ -1,0 +1,119 @@
+"""Benchmarks run and write what they promise."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.benchmarks.places import BENCHMARKS, ROOT, Helper, RunScript
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
+CASES = {
+    "training_step": ["mlp", "resnet18"],
+    "binary_step": ["mlp"],
+    "stages": ["plain-sampling", "local-reparameterisation", "flipout"],
+    "prediction": ["mlp", "resnet18"],
+    "mcmc": ["regression"],
+    "ess": ["regression"],
+    "memory": ["mlp", "resnet18", "growth"],
+    "startup": ["import", "resnet50"],
+    "particles": ["mlp", "tiny"],
+    "compile": ["mlp"],
+    "laplace": ["curvature", "evidence", "predictive"],
+    "continual_penalty": ["kron-sum", "kron-modes", "kron-average", "diag"],
+    "variational_laplace_step": ["mlp", "resnet18"],
+    "inducing": ["step", "predict"],
+    "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
+}
+# Compiling the ResNet takes the library through the same code for seconds more.
+LEFT_OUT = {"compile": ["--case", "mlp"]}
+# Those in which nothing is written by hand: the plain net is the only yardstick.
+WITHOUT_LIMITS = {"startup", "gpu"}
+
+
+def test_every_script_is_tested() -> None:
+    assert sorted(CASES) == SCRIPTS
+
+
+def assert_summary(numbers: dict[str, float]) -> None:
+    assert set(numbers) == {"median", "q1", "q3"}
+    assert 0 < numbers["q1"] <= numbers["median"] <= numbers["q3"] < math.inf
+
+
+# What the compiler says of code that it leaves as it is.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_smoke_test_runs_every_case_and_writes_its_results(
+    name: str, run_script: RunScript, tmp_path: Path
+) -> None:
+    path = tmp_path / "new" / "results.json"
+    run_script(name, "--smoke-test", "--threads", "1", "--json", str(path), *LEFT_OUT.get(name, ()))
+    results = json.loads(path.read_text())
+    assert results["benchmark"] == name
+    environment = results["environment"]
+    assert set(environment["versions"]) == {"python", "torch", "pyro", "tyxe"}
+    assert set(environment["machine"]) - {"gpu"} == {"cpu", "cores", "system"}
+    assert environment["threads"] == 1
+    assert environment["smoke_test"] is True
+    assert environment["command"].startswith(f"python benchmarks/{name}.py --smoke-test")
+    assert [case["name"] for case in results["cases"]] == CASES[name]
+    for case in results["cases"]:
+        rows = {row["name"]: row for row in case["contestants"]}
+        assert {"plain", "ours"} <= {row["who"] for row in rows.values()}
+        assert "fails" not in str(case.get("findings"))
+        for row in rows.values():
+            assert_summary(row[case["quantity"]["name"]])
+            assert_summary(row["to_plain"])
+            assert row.get("plain", case["contestants"][0]["name"]) in rows
+            assert ("to_limit" in row) == ("limit" in row)
+            if "limit" in row:
+                assert row["limit"] in rows
+                assert_summary(row["to_limit"])
+    everybody = [row for case in results["cases"] for row in case["contestants"]]
+    assert (name in WITHOUT_LIMITS) == all(row["who"] != "by hand" for row in everybody)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be measured")
+def test_the_gpu_script_says_that_there_is_none(
+    run_script: RunScript, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_script("gpu", "--json", str(tmp_path / "results.json"))
+    assert ended.value.code == 0
+    message = "benchmarks/gpu.py: no CUDA device here, so nothing was measured\n"
+    assert capsys.readouterr().out == message
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_case_is_refused_with_the_known_ones(run_script: RunScript) -> None:
+    with pytest.raises(SystemExit, match="the cases are regression"):
+        run_script("mcmc", "--smoke-test", "--case", "mlp")
+
+
+def test_the_page_is_what_the_results_say(run_script: RunScript) -> None:
+    before = PAGE.read_text()
+    run_script("_tables", "--check")
+    assert PAGE.read_text() == before
+
+
+def test_a_script_is_a_command(tmp_path: Path) -> None:
+    """In a process of its own, which imports no more than the script itself."""
+    path = tmp_path / "results.json"
+    command = [sys.executable, BENCHMARKS / "binary_step.py", "--smoke-test", "--json", path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(path.read_text())["benchmark"] == "binary_step"
+    assert "Bernoulli, ours" in done.stdout
+
+
+def test_a_stage_of_start_up_runs_in_an_interpreter_of_its_own(helper: Helper) -> None:
+    startup = helper("startup")
+    startup.fresh("import sys\nassert 'torch' not in sys.modules")
+    with pytest.raises(subprocess.CalledProcessError):
+        startup.fresh("raise SystemExit(1)")

@@ -1,0 +1,265 @@
+"""Parts and priors that do not fit: one clear error each, and no half change."""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal
+from pyro.infer.mcmc import HMC, NUTS
+from torch import nn
+
+import tyxe
+from tests.oracles.rejections import ADAM, LIKELIHOOD, PRIOR, N, X, Y, make, net, rejects
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+
+class NoParameters(nn.Module):
+    def forward(self, x):
+        return x
+
+
+HIDE_ALL = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+
+
+CONSTRUCTORS = {
+    "no module": (
+        lambda: tyxe.VariationalBNN(3, PRIOR, LIKELIHOOD, AutoNormal),
+        TypeError,
+        "net is a int; expected a torch.nn.Module",
+    ),
+    "no prior": (
+        lambda: tyxe.VariationalBNN(net(), dist.Normal(0, 1), LIKELIHOOD, AutoNormal),
+        TypeError,
+        r"prior is a Normal; expected one from tyxe.priors, such as",
+    ),
+    "no likelihood": (
+        lambda: tyxe.VariationalBNN(net(), PRIOR, AutoNormal),
+        TypeError,
+        r"likelihood is a (ABCMeta|type); expected one from tyxe.likelihoods",
+    ),
+    "prior and likelihood swapped": (
+        lambda: tyxe.VariationalBNN(net(), LIKELIHOOD, PRIOR, AutoNormal),
+        TypeError,
+        "likelihood is a IIDPrior; expected one from tyxe.likelihoods",
+    ),
+    "a net without parameters": (
+        lambda: tyxe.VariationalBNN(NoParameters(), PRIOR, LIKELIHOOD, AutoNormal),
+        ValueError,
+        "NoParameters has no parameters, so nothing can be inferred",
+    ),
+    "all hidden, with a guide": (
+        lambda: make(prior=HIDE_ALL),
+        ValueError,
+        r"the prior exposes no variables, so the net_guide_builder has nothing to do: leave it out",
+    ),
+    "some exposed, without a guide": (
+        lambda: make(guide=None),
+        ValueError,
+        r"the prior exposes variables, but there is no net_guide_builder: pass tyxe.guides.AutoN",
+    ),
+    "inferred noise without a guide": (
+        lambda: make(likelihood=HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 1.0))),
+        ValueError,
+        "the likelihood has variables, but there is no likelihood_guide_builder",
+    ),
+    "a likelihood's guide without variables": (
+        lambda: tyxe.VariationalBNN(net(), PRIOR, LIKELIHOOD, AutoNormal, AutoNormal),
+        ValueError,
+        "the likelihood has no variables, so the likelihood_guide_builder has nothing to do",
+    ),
+    "a guide's builder that builds none": (
+        lambda: make(guide=lambda module: 3),
+        TypeError,
+        r"the guide's builder returned a int; expected a module that holds its parameters",
+    ),
+    "a builder of a plain function": (
+        lambda: make(guide=lambda module: lambda *args: pyro.param("loc", torch.zeros(2))),
+        TypeError,
+        r"the guide's builder returned a function; expected a module that holds its parameters",
+    ),
+    "a guide that is built already": (
+        lambda: make(guide=make().net_guide),
+        TypeError,
+        "builder is a AutoNormal already built; pass its class, or a functools.partial of it",
+    ),
+    "a Pyro guide that is built already": (
+        lambda: make(guide=AutoDiagonalNormal(lambda: pyro.sample("w", dist.Normal(0, 1)))),
+        TypeError,
+        "builder is a AutoDiagonalNormal already built",
+    ),
+    "a kernel for a guide": (
+        lambda: make(guide=NUTS),
+        TypeError,
+        r"NUTS is a kernel; use it with tyxe\.MCMC_BNN",
+    ),
+    "a kernel for a guide, for PyTorch": (
+        lambda: tyxe.PytorchBNN(net(), PRIOR, HMC),
+        TypeError,
+        r"HMC is a kernel; use it with tyxe\.MCMC_BNN",
+    ),
+    "a guide for a kernel": (
+        lambda: tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, AutoNormal),
+        TypeError,
+        r"AutoNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
+    "a Pyro guide for a kernel": (
+        lambda: tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, AutoDiagonalNormal),
+        TypeError,
+        r"AutoDiagonalNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
+    "a partial of a guide for a kernel": (
+        lambda: tyxe.MCMC_BNN(
+            net(), PRIOR, LIKELIHOOD, functools.partial(AutoNormal, init_scale=0.1)
+        ),
+        TypeError,
+        r"AutoNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
+    "a partial of a kernel for a guide": (
+        lambda: make(guide=functools.partial(HMC, step_size=0.1)),
+        TypeError,
+        r"HMC is a kernel; use it with tyxe\.MCMC_BNN",
+    ),
+    "a net in place of pre-trained values": (
+        lambda: tyxe.guides.PretrainedInitializer(net()),
+        TypeError,
+        r"values is a net; use PretrainedInitializer\.from_net\(net\)",
+    ),
+    "all hidden, with a guide, for PyTorch": (
+        lambda: tyxe.PytorchBNN(net(), HIDE_ALL, AutoNormal),
+        ValueError,
+        "the prior exposes no parameters, so the guide has nothing to do",
+    ),
+    "no guide for PyTorch": (
+        lambda: tyxe.PytorchBNN(net(), PRIOR),
+        ValueError,
+        "there is no guide_builder: pass tyxe.gu",
+    ),
+    "all hidden for MCMC": (
+        lambda: tyxe.MCMC_BNN(net(), HIDE_ALL, LIKELIHOOD, NUTS),
+        ValueError,
+        "the prior exposes no parameters, so there is nothing to sample",
+    ),
+    "no kernel": (
+        lambda: tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, 3),
+        TypeError,
+        "kernel_builder is a int; expected a kernel class such as pyro.infer.mcmc.NUTS",
+    ),
+    "no dataset_size": (
+        lambda: Categorical(),
+        TypeError,
+        r"dataset_size is None; Categorical needs the number of training points: Categorical\(",
+    ),
+    "a likelihood's scale in dataset_size's place": (
+        lambda: HomoskedasticGaussian(0.1),
+        TypeError,
+        "dataset_size is 0.1; HomoskedasticGaussian",
+    ),
+    "dataset_size of zero": (
+        lambda: Categorical(0),
+        ValueError,
+        "dataset_size is 0; expected a positive number",
+    ),
+    "hide_all and expose": (
+        lambda: tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True, expose=["0.weight"]),
+        ValueError,
+        "hide_all=True contradicts expose",
+    ),
+    "hidden and exposed": (
+        lambda: make(
+            prior=tyxe.priors.IIDPrior(dist.Normal(0, 1), hide=["0.weight"], expose=["0.*"])
+        ),
+        ValueError,
+        "hide and expose both name '0.weight'",
+    ),
+    "a rule that is unknown": (
+        lambda: tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_layers=["0"]),
+        TypeError,
+        "unknown rule 'hide_layers'; the rules are hide, hide_modules",
+    ),
+    "a name that the net does not have": (
+        lambda: make(prior=tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["7.weight"])),
+        ValueError,
+        r"expose names '7.weight', which the net does not have; it has 0.weight, 0.b",
+    ),
+    "a module of another net": (
+        lambda: make(prior=tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_modules=[nn.Linear(2, 4)])),
+        ValueError,
+        "hide_modules names a Linear module, which the net does not have",
+    ),
+    "a mapping with missing names": (
+        lambda: make(prior=tyxe.priors.DictPrior({"0.weight": dist.Normal(0, 1).expand([4, 2])})),
+        ValueError,
+        r"no entry for '0.bias'; it has 0.weight. Add one, or hide the parameter",
+    ),
+    "a mapping with misshapen entries": (
+        lambda: make(
+            nn.Linear(2, 1),
+            tyxe.priors.DictPrior(
+                {"weight": dist.Normal(0, 1).expand([2, 1]), "bias": dist.Normal(0, 1).expand([1])}
+            ),
+        ),
+        ValueError,
+        r"'weight' has shape \(2, 1\), but the parameter has shape \(1, 2\); expand",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTORS)
+def test_constructors_reject(case):
+    build, error, message = CONSTRUCTORS[case]
+    rng = torch.get_rng_state()
+    with pytest.raises(error, match=message) as caught:
+        build()
+    # The user's own mistake and not a chain of inner ones.
+    assert caught.value.__cause__ is None
+    assert len(pyro.get_param_store()) == 0
+    assert isinstance(rng, torch.Tensor)
+
+
+def test_a_failed_constructor_leaves_net_and_prior_usable():
+    module = net()
+    keys = sorted(vars(module))
+    with pytest.raises(ValueError, match="no entry for"):
+        make(module, tyxe.priors.DictPrior({}))
+    assert sorted(vars(module)) == keys
+    assert all(p.requires_grad for p in module.parameters())
+    make(module)
+
+
+@pytest.mark.parametrize(
+    ("prior", "error", "message"),
+    [
+        (
+            tyxe.priors.DictPrior({"0.weight": dist.Normal(0, 1).expand([4, 2])}),
+            ValueError,
+            "no entry",
+        ),
+        (
+            tyxe.priors.LambdaPrior(lambda name, module, param: dist.Normal(0, 1)),
+            ValueError,
+            r"'0.weight' has shape \(\), but the parameter has shape \(4, 2\)",
+        ),
+        (tyxe.priors.LambdaPrior(lambda name, module, param: 3), TypeError, "'0.weight' is a int"),
+        (dist.Normal(0, 1), TypeError, r"prior is a Normal; expected one from tyxe.priors"),
+    ],
+)
+def test_update_prior_rejects(prior, error, message):
+    bnn = make()
+    old, priors = bnn.prior, list(bnn.net_prior.priors())
+    rejects(bnn, error, message, lambda: bnn.update_prior(prior))
+    assert bnn.prior is old
+    assert [(n, p) for n, p in bnn.net_prior.priors()] == priors
+
+
+def test_a_prior_of_another_support_is_refused():
+    bnn = make()
+    old, priors = bnn.prior, list(bnn.net_prior.priors())
+    positive = tyxe.priors.IIDPrior(dist.HalfNormal(1.0))
+    message = "new prior of '0.weight' has other variables or another support than the old one"
+    rejects(bnn, ValueError, message, lambda: bnn.update_prior(positive))
+    assert bnn.prior is old
+    assert list(bnn.net_prior.priors()) == priors
+    bnn.fit([(X, Y)], ADAM, 1)

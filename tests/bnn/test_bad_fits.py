@@ -1,0 +1,310 @@
+"""Mistakes in `fit`: one clear error each, with what was given and what mends it."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from pyro.infer.mcmc import HMC
+from torch import nn
+
+import tyxe
+from tests.oracles.rejections import ADAM, LABELS, LIKELIHOOD, PRIOR, N, X, Y, make, net, rejects
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroskedasticGaussian,
+    Poisson,
+)
+
+ARGUMENTS = {
+    "swapped": (
+        ([(X, Y)], 10, ADAM),
+        {},
+        TypeError,
+        r"num_epochs is a partial.*fit\(data_loader, optim, num_",
+    ),
+    "swapped, an instance": (
+        ([(X, Y)], 10, torch.optim.Adam([torch.zeros(1, requires_grad=True)])),
+        {},
+        TypeError,
+        r"num_epochs is a Adam; expected an integer; the order is fit",
+    ),
+    "num_epochs no integer": (
+        ([(X, Y)], ADAM, 2.5),
+        {},
+        TypeError,
+        "num_epochs is 2.5; expected an",
+    ),
+    "num_epochs negative": (([(X, Y)], ADAM, -1), {}, ValueError, "num_epochs is -1"),
+    "no particles": (
+        ([(X, Y)], ADAM, 1),
+        {"num_particles": 0},
+        ValueError,
+        "num_particles 0; expected at least",
+    ),
+    "optim a string": (
+        ([(X, Y)], "adam", 1),
+        {},
+        TypeError,
+        r"optim is a str; expected a Pyro optimiser such as",
+    ),
+    "optim makes no optimiser": (
+        ([(X, Y)], lambda parameters: 3, 1),
+        {},
+        TypeError,
+        "optim made a int; expected a torch opt",
+    ),
+    "optimiser of another net": (
+        ([(X, Y)], torch.optim.Adam(nn.Linear(2, 1).parameters()), 1),
+        {},
+        ValueError,
+        r"holds none of this BNN's parameters; build it on bnn.parameters\(\)",
+    ),
+    "unknown kind": (
+        ([(X, Y)], ADAM, 1),
+        {"lr_multipliers": {"mean": 2.0}},
+        ValueError,
+        r"lr_multipliers names 'mean'; the kinds are loc, scale, deterministic",
+    ),
+    "a loader that cannot be iterated over": (
+        (3, ADAM, 1),
+        {},
+        TypeError,
+        r"data_loader is a int; expected an iterable of \(inputs, tar",
+    ),
+    "an empty loader": (([], ADAM, 1), {}, ValueError, "loader is empty: it yields no batch"),
+    "a tensor": ((X, ADAM, 1), {}, ValueError, r"the loader yields a Tensor; expected pairs"),
+    "one batch instead of a loader": (
+        ((X, Y), ADAM, 1),
+        {},
+        ValueError,
+        r"the loader yields a Tensor; expected pairs \(inputs, t",
+    ),
+    "inputs without targets": (
+        ([(X,)], ADAM, 1),
+        {},
+        ValueError,
+        r"yields a tuple of 1 elements; expected pairs",
+    ),
+    "arguments not grouped": (
+        ([(X, X, Y)], ADAM, 1),
+        {},
+        ValueError,
+        r"a tuple of 3 elements; .* \(\(x1, x2\), y\)",
+    ),
+    "a mapping": (
+        ([{"x": X, "y": Y}], ADAM, 1),
+        {},
+        ValueError,
+        r"yields a mapping with keys x, y; expected",
+    ),
+    "targets that are no tensor": (
+        ([(X, Y.tolist())], ADAM, 1),
+        {},
+        ValueError,
+        r"targets of type list; expected pairs",
+    ),
+    "a larger batch than the data set": (
+        ([(torch.randn(9, 2), torch.randn(9, 1))], ADAM, 1),
+        {},
+        ValueError,
+        r"batch has 9 points, but the likelihood was built with dataset_size=8; pass the number",
+    ),
+    "targets that would broadcast": (
+        ([(X, Y.squeeze(-1))], ADAM, 1),
+        {},
+        ValueError,
+        r"targets of shape \(8,\) for predictions of shape \(8, 1\); pass targets.unsqueeze\(-1\)",
+    ),
+    "fewer targets than inputs": (
+        ([(X, Y[:5])], ADAM, 1),
+        {},
+        ValueError,
+        r"targets of shape \(5, 1\).*shape \(8, 1\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_fit_rejects(case):
+    args, options, error, message = ARGUMENTS[case]
+    bnn = make()
+    rejects(bnn, error, message, lambda: bnn.fit(*args, **options))
+    with tyxe.poutine.local_reparameterization():
+        bnn.fit([(X, Y)], ADAM, 1, beta=0.0)  # nothing is left broken
+
+
+def test_multipliers_next_to_an_instance():
+    bnn = make()
+    optimizer = torch.optim.Adam(bnn.parameters())
+    rejects(
+        bnn,
+        ValueError,
+        r"lr_multipliers needs an optimiser that fit sets up; pass the class",
+        lambda: bnn.fit([(X, Y)], optimizer, 1, lr_multipliers={"scale": 10}),
+    )
+
+
+def test_nothing_to_fit():
+    frozen = functools.partial(AutoNormal, train_loc=False, train_scale=False)
+    bnn = make(guide=frozen)
+    rejects(
+        bnn,
+        ValueError,
+        "nothing to fit: no parameter of the BNN requires a gradient",
+        lambda: bnn.fit([(X, Y)], ADAM, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        torch.optim.LBFGS,
+        functools.partial(torch.optim.LBFGS, lr=0.1),
+        "instance",
+    ],
+)
+def test_an_optimiser_that_needs_a_closure(optim):
+    bnn = make()
+    if optim == "instance":
+        optim = torch.optim.LBFGS(bnn.parameters())
+    rejects(bnn, TypeError, r"LBFGS.*closure", lambda: bnn.fit([(X, Y)], optim, 1))
+
+
+TARGETS = {
+    "a class too many": (
+        Categorical(N),
+        3,
+        LABELS + 1,
+        ValueError,
+        r"outside the support of Categorical.* 1 to 3",
+    ),
+    "labels of floats": (
+        Categorical(N),
+        3,
+        LABELS.float(),
+        TypeError,
+        r"targets of torch.float32; pass targets.long",
+    ),
+    "one-hot labels": (
+        Categorical(N),
+        3,
+        torch.eye(3)[LABELS].long(),
+        ValueError,
+        r"targets of shape \(8, 3\)",
+    ),
+    "binary labels of minus one": (
+        Bernoulli(N),
+        1,
+        2 * (LABELS[:, None] > 0).long() - 1,
+        ValueError,
+        "outside the support",
+    ),
+    "negative counts": (
+        Poisson(N),
+        1,
+        LABELS[:, None] - 1,
+        ValueError,
+        "outside the support of Poisson",
+    ),
+    "an odd number of outputs": (
+        HeteroskedasticGaussian(N),
+        3,
+        Y,
+        ValueError,
+        r"shape \(8, 3\); expected \(n, ..., 2 d\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_fit_rejects_targets(case):
+    likelihood, outputs, targets, error, message = TARGETS[case]
+    bnn = make(nn.Linear(2, outputs), likelihood=likelihood)
+    rejects(bnn, error, message, lambda: bnn.fit([(X, targets)], ADAM, 1))
+
+
+def mcmc():
+    return tyxe.MCMC_BNN(
+        net(), PRIOR, LIKELIHOOD, functools.partial(HMC, step_size=0.01, num_steps=2)
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bnn: bnn.predict(X),
+        lambda bnn: bnn.predict(X, num_predictions=0),
+        lambda bnn: bnn.evaluate(X, Y),
+        lambda bnn: bnn.to_module(),
+        lambda bnn: bnn.get_samples(),
+        lambda bnn: bnn.to_arviz(),
+    ],
+)
+def test_mcmc_before_fitting(call):
+    if call.__code__.co_names == ("to_arviz",):
+        pytest.importorskip("arviz", reason="needs the extra `mcmc`")
+    bnn = mcmc()
+    rejects(
+        bnn,
+        RuntimeError,
+        r"no samples yet; call fit\(data_loader, num_samples\)",
+        lambda: call(bnn),
+    )
+
+
+MCMC_FITS = {
+    "an optimiser in num_samples' place": (([(X, Y)], ADAM), TypeError, "num_samples is a partial"),
+    "an empty loader": (([], 2), ValueError, "loader is empty"),
+    "no pairs": (([X], 2), ValueError, "the loader yields a Tensor; expected pairs"),
+    "targets that would broadcast": (([(X, Y[:, 0])], 2), ValueError, "targets.unsqueeze"),
+    "too many points": (([(X, Y), (X, Y)], 2), ValueError, "has 16 points.*dataset_size=8"),
+}
+
+
+@pytest.mark.parametrize("case", MCMC_FITS)
+def test_mcmc_fit_rejects(case):
+    args, error, message = MCMC_FITS[case]
+    bnn = mcmc()
+    rejects(bnn, error, message, lambda: bnn.fit(*args, disable_progbar=True))
+    bnn.fit([(X, Y)], 2, warmup_steps=1, disable_progbar=True)
+    samples = copy.deepcopy(bnn.get_samples())
+    rejects(bnn, error, message, lambda: bnn.fit(*args, disable_progbar=True))
+    assert all(torch.equal(bnn.get_samples()[n], v) for n, v in samples.items())
+
+
+def test_masks_of_wrong_kind():
+    with pytest.raises(TypeError, match=r"expected a boolean tensor: pass mask.bool\(\)"):
+        tyxe.poutine.selective_mask(mask=torch.ones(N), expose=["likelihood.data"])
+    with pytest.raises(TypeError, match=r"expose is the string 'likelihood.data'; pass a list"):
+        tyxe.poutine.selective_mask(mask=torch.ones(N).bool(), expose="likelihood.data")
+    bnn = make()
+    short = tyxe.poutine.selective_mask(mask=torch.ones(3).bool(), expose=["likelihood.data"])
+
+    def fit():
+        with short:
+            bnn.fit([(X, Y)], ADAM, 1)
+
+    rejects(bnn, ValueError, r"the mask has 3 entries, but likelihood.data has 8 rows", fit)
+
+
+OPTIONS = {
+    "beta": ({"beta": -1}, "beta is -1; expected 0 or more, or a function of the epoch"),
+    "beta, not a number": ({"beta": float("nan")}, "beta is nan; expected 0 or more"),
+    "clip_norm": ({"clip_norm": -1}, "clip_norm is -1; expected a positive number"),
+    "clip_norm of zero": ({"clip_norm": 0.0}, "clip_norm is 0.0; expected a positive number"),
+    "lr_multipliers": (
+        {"lr_multipliers": {"scale": -2.0}},
+        r"lr_multipliers\['scale'\] is -2.0; expected 0 or more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_fit_rejects_options(case):
+    options, message = OPTIONS[case]
+    bnn = make()
+    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], ADAM, 1, **options))
+    assert bnn.optimizer is None

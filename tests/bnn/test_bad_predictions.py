@@ -1,0 +1,113 @@
+"""Mistakes in `predict` and `evaluate`, and probabilities where logits belong."""
+
+import functools
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import tyxe
+from tests.oracles.rejections import (
+    ADAM,
+    LABELS,
+    N,
+    X,
+    Y,
+    assert_unchanged,
+    make,
+    rejects,
+    snapshot,
+)
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Bernoulli, Categorical
+
+EVALUATIONS = {
+    "inputs alone": (
+        (X,),
+        {},
+        r"needs targets, once: evaluate\(inputs, y\), or evaluate\(loader\)",
+    ),
+    "a loader and targets": ((DataLoader(X, batch_size=4), Y), {}, "needs targets, once"),
+    "a loader of inputs": (
+        (DataLoader(X, batch_size=4),),
+        {},
+        r"the loader yields no targets; evaluate needs \(inputs, y\)",
+    ),
+    "no rows at a time": ((X, Y), {"batch_size": 0}, "batch_size is 0; expected a positive number"),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_evaluate_rejects(case):
+    args, options, message = EVALUATIONS[case]
+    bnn = make()
+    before = snapshot(bnn)
+    with pytest.raises(ValueError, match=message) as caught:
+        bnn.evaluate(*args, **options)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    # A DataLoader draws a seed when it is iterated over, so the generator may have gone on.
+    assert_unchanged(bnn, (*before[:3], torch.get_rng_state()))
+
+
+def test_predict_rejects_no_rows_at_a_time():
+    bnn = make()
+    message = "batch_size is 0; expected a positive number of rows"
+    rejects(bnn, ValueError, message, lambda: bnn.predict(X, batch_size=0))
+
+
+def logits_or_probabilities(likelihood, outputs, softmax):
+    module = nn.Sequential(nn.Linear(2, outputs), *softmax)
+    with torch.no_grad():
+        module[0].weight.mul_(5.0)
+    centre = tyxe.guides.PretrainedInitializer.from_net(module)
+    return make(
+        module, likelihood=likelihood, guide=functools.partial(AutoNormal, init_loc_fn=centre)
+    )
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets"),
+    [(Categorical, 3, LABELS), (Bernoulli, 1, (LABELS > 0).float()[:, None])],
+)
+def test_logits_for_probabilities_are_refused(likelihood, outputs, targets):
+    bnn = logits_or_probabilities(likelihood(N, logit_predictions=False), outputs, [])
+    message = "it looks like logits: use logit_predictions=True"
+    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, targets)], ADAM, 1))
+
+
+def test_probabilities_for_logits_are_warned_of():
+    bnn = logits_or_probabilities(Categorical(N), 3, [nn.Softmax(-1)])
+    with pytest.warns(tyxe.TyxeWarning, match="drop the net's softmax, or use logit_pr") as caught:
+        bnn.fit([(X, LABELS)], ADAM, 2)
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_kind_of_prediction_where_it_belongs_is_silent():
+    probabilities = Categorical(N, logit_predictions=False)
+    cases = [(probabilities, [nn.Softmax(-1)]), (Categorical(N), [])]
+    for likelihood, last in cases:  # warnings are errors
+        history = logits_or_probabilities(likelihood, 3, last).fit([(X, LABELS)], ADAM, 1)
+        assert len(history.loss) == 1
+
+
+def test_a_net_that_sums_over_the_batch_is_told_of():
+    class Summed(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum()
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    likelihood = tyxe.likelihoods.Categorical(4)
+    bnn = tyxe.VariationalBNN(Summed(2, 3), prior, likelihood, tyxe.guides.AutoNormal)
+    with pytest.raises(ValueError, match=r"one number from the net; expected .* sum or average"):
+        bnn.fit([(torch.randn(4, 2), torch.zeros(4).long())], torch.optim.Adam, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_one_hot_labels_are_told_of_argmax(dtype):
+    bnn = make(nn.Linear(2, 3), likelihood=Categorical(N))
+    one_hot = nn.functional.one_hot(LABELS, 3).to(dtype)
+    error = TypeError if dtype.is_floating_point else ValueError
+    rejects(bnn, error, r"targets\.argmax\(-1\)", lambda: bnn.fit([(X, one_hot)], ADAM, 1))

@@ -1,0 +1,303 @@
+"""Inference against what can be computed by hand: conjugate regression, MAP, maximum likelihood."""
+
+import copy
+import functools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tests.oracles.conjugate import (
+    JOINT_SITE,
+    MEAN_FIELD_SITES,
+    NOISE,
+    PRIOR_STD,
+    D,
+    N,
+    SigmaPoints,
+    exact_elbo,
+    linear_bnn,
+    maximise,
+    noise_elbo,
+    precision_and_mean,
+    regression,
+)
+from tyxe.bnn import elbo_terms
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+
+def assert_is_the_mean_field_optimum(bnn, precision, mean, tolerance):
+    guide = bnn.net_guide
+    loc = torch.cat([guide.get_loc("weight").flatten(), guide.get_loc("bias")]).detach()
+    scale = torch.cat([guide.get_scale("weight").flatten(), guide.get_scale("bias")]).detach()
+    torch.testing.assert_close(loc, mean, rtol=0, atol=tolerance)
+    torch.testing.assert_close(scale**-2, precision.diagonal(), rtol=tolerance, atol=0)
+
+
+def test_mean_field_optimum_is_mean_and_inverse_diagonal():
+    x, y = regression()
+    precision, mean = precision_and_mean(x, y)
+    bnn = linear_bnn(AutoNormal)
+    maximise(bnn, SigmaPoints(MEAN_FIELD_SITES), x, y)
+    assert_is_the_mean_field_optimum(bnn, precision, mean, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_fit_finds_the_mean_field_optimum():
+    # Through `fit` itself: its num_particles average over exactly one round of the points, so
+    # that it descends on the exact objective. Momentum 0.85 contracts by sqrt(0.85) a step.
+    x, y = regression()
+    precision, mean = precision_and_mean(x, y)
+    bnn = linear_bnn(AutoNormal)
+    optim = pyro.optim.SGD({"lr": 0.3, "momentum": 0.85})
+    points = SigmaPoints(MEAN_FIELD_SITES)
+    with points:
+        history = bnn.fit([(x, y)], optim, 220, num_particles=2 * points.total)
+        elbo = exact_elbo(bnn, points, x, y).item()
+    assert_is_the_mean_field_optimum(bnn, precision, mean, 1e-5)
+    assert history.loss[-1] == pytest.approx(-elbo, rel=1e-6)
+
+
+def test_mini_batches_have_the_full_optimum():
+    # The average gradient over the batches, weighted by S / N, vanishes at the full optimum.
+    x, y = regression()
+    precision, mean = precision_and_mean(x, y)
+    bnn = linear_bnn(AutoNormal)
+    with torch.no_grad():
+        bnn.net_guide.locs["weight"].copy_(mean[:D].reshape(1, D))
+        bnn.net_guide.locs["bias"].copy_(mean[D:])
+        scale = precision.diagonal().rsqrt()
+        bnn.net_guide.unconstrained_scales["weight"].copy_(scale[:D].log().reshape(1, D))
+        bnn.net_guide.unconstrained_scales["bias"].copy_(scale[D:].log())
+    points = SigmaPoints(MEAN_FIELD_SITES)
+    with points:
+        for rows in (slice(0, 7), slice(7, 12)):
+            weight = len(x[rows]) / N
+            (-weight * exact_elbo(bnn, points, x[rows], y[rows])).backward()
+            if rows.start == 0:
+                assert max(p.grad.abs().max() for p in bnn.parameters() if p.requires_grad) > 1e-3
+    for name, parameter in bnn.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(
+                parameter.grad, torch.zeros_like(parameter), rtol=0, atol=1e-9, msg=name
+            )
+
+
+def test_multivariate_guide_is_the_exact_posterior():
+    x, y = regression()
+    precision, mean = precision_and_mean(x, y)
+    bnn = linear_bnn(AutoMultivariateNormal)
+    points = SigmaPoints(JOINT_SITE)
+    maximise(bnn, points, x, y)
+    posterior = bnn.net_guide.guide.get_posterior()
+    torch.testing.assert_close(posterior.mean.detach(), mean, rtol=0, atol=1e-6)
+    covariance = posterior.covariance_matrix.detach()
+    torch.testing.assert_close(covariance, torch.linalg.inv(precision), rtol=1e-5, atol=1e-8)
+    # The bound is tight: it is the evidence itself.
+    design = torch.cat([x, torch.ones(N, 1).double()], 1)
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(N).double(),
+        NOISE**2 * torch.eye(N).double() + PRIOR_STD**2 * design @ design.T,
+    )
+    with points:
+        elbo = exact_elbo(bnn, points, x, y).item()
+    assert elbo == pytest.approx(marginal.log_prob(y.squeeze(-1)).item(), abs=1e-6)
+
+
+def test_predictive_moments_are_those_of_the_posterior():
+    x, y = regression()
+    bnn = linear_bnn(AutoNormal)
+    maximise(bnn, SigmaPoints(MEAN_FIELD_SITES), x, y)
+    guide, new = bnn.net_guide, torch.randn(5, D).double()
+    weight_var = guide.get_scale("weight").detach().square()
+    variance = new.square() @ weight_var.T + guide.get_scale("bias").detach().square()
+    expected = new @ guide.get_loc("weight").detach().T + guide.get_loc("bias").detach()
+    draws = 4000
+    mean, scale = bnn.predict(new, num_predictions=draws)
+    error = (variance / draws).sqrt()
+    assert bool(((mean - expected).abs() < 4 * error).all())
+    # A variance estimate from S Gaussian draws has relative standard error sqrt(2 / S).
+    total = variance + NOISE**2
+    assert bool(((scale**2 - total).abs() < 4 * variance * math.sqrt(2 / draws)).all())
+    torch.testing.assert_close(bnn.predict(new, num_predictions=0)[0], expected)
+
+
+def test_inferred_noise_scale_has_the_optimum_of_the_closed_form():
+    x, y = regression()
+    free = [torch.zeros(D + 1), torch.full((D + 1,), -2.0), torch.tensor(-1.0), torch.tensor(-2.0)]
+    free = [value.double().requires_grad_() for value in free]
+    optimizer = torch.optim.LBFGS(free, max_iter=300, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = -noise_elbo(*free, x, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    m_w, r_w, m_s, r_s = (value.detach() for value in free)
+
+    bnn = linear_bnn(
+        AutoNormal,
+        likelihood=HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
+        likelihood_guide=AutoNormal,
+    )
+    with torch.no_grad():
+        for guide, loc, log_scale in (
+            (
+                bnn.net_guide,
+                {"weight": m_w[:D], "bias": m_w[D:]},
+                {"weight": r_w[:D], "bias": r_w[D:]},
+            ),
+            (bnn.likelihood_guide, {"scale": m_s}, {"scale": r_s}),
+        ):
+            for name in loc:
+                guide.locs[name].copy_(loc[name].reshape(guide.locs[name].shape))
+                target = guide.unconstrained_scales[name]
+                target.copy_(log_scale[name].reshape(target.shape))
+
+    trainable = [p for p in bnn.parameters() if p.requires_grad]
+    elbos, gradients = [], []
+    for _ in range(800):
+        terms = elbo_terms(bnn.model, bnn.guide, x, y)
+        loss = terms.kl - terms.data
+        elbos.append(-loss.detach())
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, trainable)]))
+    elbos, gradients = torch.stack(elbos), torch.stack(gradients)
+    error = elbos.std() / math.sqrt(len(elbos))
+    assert abs(elbos.mean() - noise_elbo(*(v.detach() for v in free), x, y)) < 4 * error
+    errors = gradients.std(0) / math.sqrt(len(gradients))
+    assert bool((gradients.mean(0).abs() < 4 * errors).all())
+    # The test can fail: away from the optimum the mean gradient is many standard errors.
+    with torch.no_grad():
+        bnn.likelihood_guide.locs["scale"].add_(0.3)
+    terms = [elbo_terms(bnn.model, bnn.guide, x, y) for _ in range(80)]
+    loss = sum(t.kl - t.data for t in terms) / len(terms)
+    moved = torch.autograd.grad(loss, bnn.likelihood_guide.locs["scale"])[0]
+    assert abs(moved) > 1.0
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_fit_infers_the_noise_scale():
+    x = torch.randn(200, D).double()
+    y = x.sum(-1, keepdim=True) + 0.2 * torch.randn(200, 1).double()
+    bnn = linear_bnn(
+        AutoNormal,
+        likelihood=HomoskedasticGaussian(200, scale=dist.LogNormal(0.0, 1.0)),
+        likelihood_guide=AutoNormal,
+    )
+    bnn.fit([(x, y)], pyro.optim.Adam({"lr": 0.05}), 400)
+    # log sigma has posterior standard deviation about 1 / sqrt(2 N) = 0.05.
+    inferred = bnn.likelihood_guide.median()["likelihood.scale"].item()
+    residual = (y - bnn.predict(x, num_predictions=0)[0]).square().mean().sqrt().item()
+    assert math.log(inferred) == pytest.approx(math.log(residual), abs=0.1)
+    assert inferred == pytest.approx(0.2, rel=4 * 0.05)
+    _, scale = bnn.predict(x, num_predictions=16)
+    assert scale.mean().item() == pytest.approx(inferred, rel=0.15)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        functools.partial(torch.optim.Adam, lr=0.05),
+    ],
+)
+def test_map_is_ascent_on_the_log_joint(optimizer):
+    x, y = torch.randn(9, 2).double(), torch.randint(0, 3, (9,))
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    start = tyxe.guides.PretrainedInitializer.from_net(net)
+    bnn = tyxe.VariationalBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+        Categorical(18),
+        functools.partial(AutoDelta, init_loc_fn=start),
+    )
+    loader = [(x[:5], y[:5]), (x[5:], y[5:])]
+    bnn.fit(loader, optimizer, 10)
+
+    by_hand = optimizer(net.parameters())
+    for _ in range(10):
+        for inputs, targets in loader:
+            log_prior = sum(dist.Normal(0.0, 1.0).log_prob(p).sum() for p in net.parameters())
+            mean_loss = nn.functional.cross_entropy(net(inputs), targets)
+            by_hand.zero_grad()
+            (mean_loss - log_prior / 18).backward()
+            by_hand.step()
+    values = bnn.net_guide.median()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(values[f"net.{name}"], parameter.detach(), rtol=1e-9, atol=1e-11)
+
+
+def test_map_of_conjugate_regression_is_the_posterior_mode():
+    x, y = regression()
+    _, mean = precision_and_mean(x, y)
+    bnn = linear_bnn(AutoDelta)
+    optimizer = torch.optim.LBFGS(bnn.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        terms = elbo_terms(bnn.model, bnn.guide, x, y)
+        (terms.kl - terms.data).backward()
+        return terms.kl - terms.data
+
+    optimizer.step(closure)
+    median = bnn.net_guide.median()
+    found = torch.cat([median["net.weight"].flatten(), median["net.bias"]])
+    torch.testing.assert_close(found, mean, rtol=0, atol=1e-6)
+
+
+def conv_net():
+    # No bias before BatchNorm: its gradient is pure rounding, which Adam would amplify.
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(4 * 4, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
+        functools.partial(torch.optim.Adam, lr=0.01),
+    ],
+)
+def test_maximum_likelihood_is_plain_training_step_for_step(optimizer):
+    net = conv_net().double()
+    plain = copy.deepcopy(net)
+    x, y = torch.randn(10, 1, 4, 4).double(), torch.randint(0, 3, (10,))
+    loader = [(x[:6], y[:6]), (x[6:], y[6:])]
+    bnn = tyxe.VariationalBNN(
+        net, tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True), Categorical(10)
+    )
+    pyro.set_rng_seed(1)
+    history = bnn.fit(loader, optimizer, 5)
+
+    pyro.set_rng_seed(1)
+    by_hand, losses = optimizer(plain.parameters()), []
+    for _ in range(5):
+        total = 0.0
+        for inputs, targets in loader:
+            by_hand.zero_grad()
+            loss = nn.functional.cross_entropy(plain(inputs), targets)
+            loss.backward()
+            by_hand.step()
+            total += loss.item() * len(targets)
+        losses.append(total)
+    trained = bnn.net.state_dict()
+    assert trained.keys() == plain.state_dict().keys()  # BatchNorm's statistics among them
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-9, atol=1e-11, msg=name)
+    assert history.loss == pytest.approx(losses, rel=1e-9)
+    assert history.kl == [0.0] * 5

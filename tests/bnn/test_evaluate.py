@@ -1,0 +1,152 @@
+"""`evaluate` and aggregated predictions against the metrics by hand."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+from tests.oracles.predictions import (
+    GUIDE,
+    LIKELIHOODS,
+    NORMAL,
+    N,
+    S,
+    inputs,
+    log_mean_exp,
+    make,
+    net,
+    seeded,
+)
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import HomoskedasticGaussian
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("how", [{}, {"batch_size": 4}, {"vectorize": True}, "loader"])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_evaluate_is_the_computation_by_hand(name, how, reduction):
+    likelihood, outputs, y, by_hand = LIKELIHOODS[name]
+    bnn, x = make(net(outputs), likelihood), inputs()
+    raw = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
+    reduce = {"sum": torch.sum, "mean": torch.mean, "none": lambda t: t}[reduction]
+    expected = tuple(reduce(values) for values in by_hand(raw, y))
+    options = {"num_predictions": S, "reduction": reduction}
+    if how == "loader":
+        loader = DataLoader(TensorDataset(x, y), batch_size=4)
+        found = seeded(bnn.evaluate, loader, **options)
+    else:
+        found = seeded(bnn.evaluate, x, y, **options, **how)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # scale 0.4 in float32
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_evaluate_without_aggregation_has_a_row_for_each_draw(name):
+    likelihood, outputs, y, by_hand = LIKELIHOODS[name]
+    bnn, x = make(net(outputs), likelihood), inputs()
+    raw = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
+    error, log_likelihood = seeded(
+        bnn.evaluate, x, y, num_predictions=S, aggregate=False, reduction="none", batch_size=4
+    )
+    assert error.shape == log_likelihood.shape == (S, N)
+    each = [by_hand(raw[s : s + 1], y) for s in range(S)]
+    torch.testing.assert_close(error, torch.stack([e for e, _ in each]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        log_likelihood, torch.stack([value for _, value in each]), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_aggregated_predictions_are_the_likelihoods_own_parameters():
+    raw = {}
+    for name, (likelihood, outputs, *_) in LIKELIHOODS.items():
+        bnn = make(net(outputs), likelihood)
+        raw[name] = (
+            seeded(bnn.predict, inputs(), num_predictions=S, aggregate=False),
+            seeded(bnn.predict, inputs(), num_predictions=S, batch_size=4),
+        )
+    draws, found = raw["Categorical"]
+    torch.testing.assert_close(found.softmax(-1), draws.softmax(-1).mean(0))
+    draws, found = raw["Bernoulli"]
+    torch.testing.assert_close(found.sigmoid(), draws.sigmoid().mean(0))
+    draws, found = raw["Poisson"]
+    torch.testing.assert_close(found.exp(), draws.exp().mean(0))
+    draws, (mean, scale) = raw["HomoskedasticGaussian"]
+    torch.testing.assert_close(mean, draws.mean(0))
+    torch.testing.assert_close(scale**2, draws.var(0, correction=0) + 0.16, rtol=1e-6, atol=1e-6)
+    draws, found = raw["HeteroskedasticGaussian"]
+    loc, noise = draws[..., :1], nn.functional.softplus(draws[..., 1:]).square()
+    total = loc.var(0, correction=0) + noise.mean(0)
+    torch.testing.assert_close(found[..., :1], loc.mean(0))
+    torch.testing.assert_close(nn.functional.softplus(found[..., 1:]).square(), total)
+
+
+def test_inferred_noise_is_drawn_with_the_weights():
+    likelihood = HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
+    bnn = make(net(1), likelihood, likelihood_guide=GUIDE)
+    x, y = inputs(), torch.arange(1.0 * N)[:, None].double() / N
+    raw = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
+    pyro.set_rng_seed(5)
+    scales = torch.stack([bnn.guide()["likelihood.scale"] for _ in range(S)]).detach()
+    assert len(set(scales.tolist())) == S
+    mean, scale = seeded(bnn.predict, x, num_predictions=S, batch_size=4)
+    expected = raw.var(0, correction=0) + scales.square().mean()
+    torch.testing.assert_close(scale**2, expected)
+    torch.testing.assert_close(mean, raw.mean(0))
+    each = dist.Normal(raw, scales[:, None, None]).log_prob(y).sum(-1)
+    _, log_likelihood = seeded(bnn.evaluate, x, y, num_predictions=S, reduction="none")
+    torch.testing.assert_close(log_likelihood, log_mean_exp(each))
+
+
+def test_masked_points_are_left_out_of_the_metrics():
+    bnn, x, y = make(), inputs(), torch.arange(N) % 3
+    mask = torch.arange(N) % 2 == 0
+    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+        masked = seeded(bnn.evaluate, x, y, num_predictions=S, reduction="mean")
+    dropped = seeded(bnn.evaluate, x[mask], y[mask], num_predictions=S, reduction="mean")
+    torch.testing.assert_close(masked, dropped, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((inputs(),), {}, "needs targets"),
+        ((inputs(), torch.zeros(N).long()), {"reduction": "median"}, "reduction is 'median'"),
+        ((inputs(), torch.zeros(N, 1).long()), {}, "squeeze"),
+        ((inputs(), torch.zeros(N).long()), {"num_predictions": -2}, "num_predictions is -2"),
+    ],
+)
+def test_evaluate_rejects(args, options, message):
+    bnn = make()
+    with pytest.raises(ValueError, match=message):
+        bnn.evaluate(*args, **options)
+    assert bnn.training
+
+
+class Rounded(nn.Module):
+    def __init__(self, dtype, then):
+        super().__init__()
+        self.layer, self.dtype, self.then = nn.Linear(2, 1), dtype, then
+
+    def forward(self, x):
+        return self.layer(x).to(self.dtype).to(self.then)
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_evaluation_of_half_predictions_does_not_overflow(dtype, aggregate):
+    x, y = torch.randn(3000, 2), torch.full((3000, 1), 20.0)
+
+    def evaluate(then):
+        likelihood = HomoskedasticGaussian(3000, scale=0.5)
+        module = Rounded(dtype, then)
+        module.load_state_dict({"layer.weight": torch.ones(1, 2), "layer.bias": torch.zeros(1)})
+        bnn = tyxe.VariationalBNN(module, NORMAL, likelihood, AutoNormal)
+        return seeded(bnn.evaluate, x, y, num_predictions=4, aggregate=aggregate)
+
+    found, expected = evaluate(dtype), evaluate(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert bool((one.abs() > 1e6).all())
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -1,0 +1,340 @@
+"""`fit`: its objective, callbacks, modes and progress."""
+
+import functools
+import io
+import sys
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+from tests.oracles.fits import ADAM, PRIOR, X, Y, assert_equal, make, trainable
+from tyxe.bnn import elbo_terms
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+
+def step_gradient(**options):
+    """The gradient that one step of SGD follows."""
+    bnn = make()
+    start = trainable(bnn)
+    pyro.set_rng_seed(7)
+    bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=1.0), 1, **options)
+    return {n: start[n] - v for n, v in trainable(bnn).items()}
+
+
+def gradient_by_hand(beta=1.0, closed_form_kl=True, particles=1):
+    bnn = make()
+    pyro.set_rng_seed(7)
+    loss = 0.0
+    for _ in range(particles):
+        terms = elbo_terms(bnn.model, bnn.guide, X, Y, closed_form_kl=closed_form_kl)
+        loss = loss + (beta * terms.kl - terms.data) / 10 / particles
+    loss.backward()
+    return {n: p.grad for n, p in bnn.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("clip", [{"clip_norm": 1e-2}, {"clip_value": 1e-3}])
+def test_pyro_clip_args_clip_each_parameter(clip):
+    bnn = make()
+    start = trainable(bnn)
+    pyro.set_rng_seed(7)
+    bnn.fit([(X, Y)], pyro.optim.SGD({"lr": 1.0}, clip), 1)
+    for name, gradient in gradient_by_hand().items():
+        if "clip_norm" in clip:
+            expected = gradient * min(1.0, 1e-2 / gradient.norm().item())
+        else:
+            expected = gradient.clamp(-1e-3, 1e-3)
+        moved = start[name] - trainable(bnn)[name]
+        # A difference of parameters of size 1 in float32.
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "by_hand"),
+    [
+        ({}, {}),
+        ({"beta": 0.25}, {"beta": 0.25}),
+        ({"beta": 0}, {"beta": 0.0}),
+        ({"beta": lambda epoch: 0.5 + epoch}, {"beta": 0.5}),
+        ({"closed_form_kl": False}, {"closed_form_kl": False}),
+        ({"num_particles": 5}, {"particles": 5}),
+        (
+            {"num_particles": 3, "closed_form_kl": False, "beta": 2.0},
+            {"particles": 3, "closed_form_kl": False, "beta": 2.0},
+        ),
+    ],
+)
+def test_a_step_follows_the_gradient_per_point(options, by_hand):
+    assert_equal(step_gradient(**options), gradient_by_hand(**by_hand), rtol=1e-4, atol=1e-5)
+
+
+def test_schedule_of_beta_sees_epochs_and_history_the_unweighted_kl():
+    bnn, seen = make(), []
+
+    def schedule(epoch):
+        seen.append(epoch)
+        return epoch / 4
+
+    history = bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.0), 4, beta=schedule)
+    assert seen == [0, 1, 2, 3]
+    assert len(set(history.kl)) == 1
+    for epoch in range(4):
+        loss = epoch / 4 * history.kl[epoch] - history.log_likelihood[epoch]
+        assert history.loss[epoch] == pytest.approx(loss, rel=1e-9)
+
+
+def test_history_of_particles_is_their_mean():
+    bnn = make()
+    pyro.set_rng_seed(7)
+    frozen = functools.partial(torch.optim.SGD, lr=0.0)
+    history = bnn.fit([(X, Y)], frozen, 1, num_particles=4, closed_form_kl=False)
+    bnn = make()
+    pyro.set_rng_seed(7)
+    terms = [elbo_terms(bnn.model, bnn.guide, X, Y, closed_form_kl=False) for _ in range(4)]
+    assert history.kl[0] == pytest.approx(sum(t.kl.item() for t in terms) / 4, rel=1e-5)
+    assert history.log_likelihood[0] == pytest.approx(
+        sum(t.data.item() for t in terms) / 4, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(("answer", "epochs"), [(True, 2), (None, 5), (False, 5)])
+def test_callback_stops_on_true(answer, epochs):
+    bnn, seen = make(), []
+
+    def callback(self, epoch, loss):
+        assert self is bnn
+        assert self.training
+        seen.append((epoch, loss))
+        return answer if epoch == 1 else None
+
+    history = bnn.fit([(X, Y)], ADAM, 5, callback)
+    assert [epoch for epoch, _ in seen] == list(range(epochs))
+    assert [loss for _, loss in seen] == history.loss
+
+
+class Boom(Exception):
+    pass
+
+
+ENDINGS = {"normal": None, "an error": Boom, "Ctrl-C": KeyboardInterrupt}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("modes", ["train", "eval", "mixed"])
+def test_modes_come_back_whatever_the_end(modes, ending):
+    bnn = make()
+    bnn.train(modes != "eval")
+    if modes == "mixed":
+        bnn.net[1].eval()  # a BatchNorm with frozen statistics
+    before = {name: module.training for name, module in bnn.named_modules()}
+    seen = []
+
+    def callback(bnn, epoch, loss):
+        seen.append({name: module.training for name, module in bnn.named_modules()})
+        if ENDINGS[ending] is not None:
+            raise ENDINGS[ending]
+        bnn.eval()  # a callback that evaluates
+
+    if ENDINGS[ending] is None:
+        bnn.fit([(X, Y)], ADAM, 1, callback)
+    else:
+        with pytest.raises(ENDINGS[ending]):
+            bnn.fit([(X, Y)], ADAM, 3, callback)
+    assert {name: module.training for name, module in bnn.named_modules()} == before
+    if modes == "mixed":
+        assert seen[0] == before
+        assert bnn.net[1].running_mean.abs().sum() == 0
+    else:
+        assert all(seen[0].values())
+        assert bnn.net[1].running_mean.abs().sum() > 0
+
+
+def test_handlers_around_fit_are_left_as_they_were():
+    depth = len(pyro.poutine.runtime._PYRO_STACK)
+    bnn = make()
+
+    def callback(*_):
+        raise Boom
+
+    with pytest.raises(Boom), tyxe.poutine.local_reparameterization():
+        bnn.fit([(X, Y)], ADAM, 1, callback)
+    assert len(pyro.poutine.runtime._PYRO_STACK) == depth
+    assert all(isinstance(p, nn.Parameter) for p in bnn.net.parameters())
+
+
+def test_validation_and_module_local_params_do_not_leak():
+    settings = pyro.settings.get()
+    with pyro.validation_enabled(False):
+        inside = pyro.settings.get()
+        make(guide=AutoDiagonalNormal).fit([(X, Y)], ADAM, 2)
+        assert pyro.settings.get() == inside
+    make(guide=AutoDiagonalNormal).fit([(X, Y)], ADAM, 2)
+    assert pyro.settings.get() == settings
+    assert len(pyro.get_param_store()) == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("terminal", "progress", "shown"),
+    [
+        (False, None, False),
+        (True, None, True),
+        (True, False, False),
+        (False, True, True),
+    ],
+)
+def test_bar_is_for_terminals(monkeypatch, terminal, progress, shown):
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    bnn = make()
+    bnn.fit([(X, Y)], ADAM, 2, progress=progress)
+    assert ("fit" in stream.getvalue()) == shown
+    if shown:
+        assert "loss=" in stream.getvalue()
+
+
+def test_nothing_is_printed(capfd):
+    make().fit([(X, Y)], ADAM, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_zero_epochs_change_nothing():
+    bnn = make()
+    before = trainable(bnn)
+    history = bnn.fit([(X, Y)], ADAM, 0)
+    assert history.loss == []
+    assert_equal(trainable(bnn), before)
+
+
+def test_same_seed_same_run_and_another_another():
+    def run(seed):
+        bnn = make()
+        pyro.set_rng_seed(seed)
+        bnn.fit(DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True), ADAM, 2)
+        return trainable(bnn)
+
+    assert_equal(run(1), run(1))
+    assert not torch.equal(run(1)["net_guide.locs.0.weight"], run(2)["net_guide.locs.0.weight"])
+
+
+@pytest.mark.parametrize("train", [{"train_loc": False}, {"train_scale": False}])
+def test_what_a_guide_does_not_train_stays(train):
+    bnn = make(guide=functools.partial(AutoNormal, init_loc_fn=tyxe.guides.init_to_sample, **train))
+    before = {n: p.detach().clone() for n, p in bnn.named_parameters()}
+    bnn.fit([(X, Y)], ADAM, 2)
+    stays = "net_guide.locs" if "train_loc" in train else "net_guide.unconstrained_scales"
+    for name, value in bnn.named_parameters():
+        site = name.removeprefix("net.") in bnn.net_prior.names()
+        assert torch.equal(value, before[name]) == (name.startswith(stays) or site), name
+
+
+def test_the_loss_goes_down():
+    x = torch.linspace(-1, 1, 40)[:, None]
+    y = torch.sin(3 * x)
+    net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1))
+    bnn = make(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        likelihood=HomoskedasticGaussian(40, scale=0.1),
+        guide=functools.partial(
+            AutoNormal, init_loc_fn=tyxe.guides.init_to_normal_radford, init_scale=0.01
+        ),
+    )
+    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.02), 300)
+    assert history.loss[-1] < 0.2 * history.loss[0]
+    error, _ = bnn.evaluate(x, y, num_predictions=8, reduction="mean")
+    assert error < 0.05
+
+
+class Rounded(nn.Sequential):
+    """A net whose output is in another precision, as under autocast."""
+
+    def __init__(self, dtype, then=None):
+        super().__init__(nn.Linear(2, 3))
+        self.dtype, self.then = dtype, then or dtype
+
+    def forward(self, x):
+        return super().forward(x).to(self.dtype).to(self.then)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("likelihood", [Categorical, HomoskedasticGaussian])
+def test_data_term_of_half_predictions_is_summed_in_single_precision(likelihood, dtype):
+    x, labels = torch.randn(128, 2), torch.randint(0, 3, (128,))
+    if likelihood is Categorical:
+        given, y = Categorical(60_000), labels
+    else:
+        given, y = HomoskedasticGaussian(60_000, scale=0.3), nn.functional.one_hot(labels).float()
+
+    def history(module):
+        bnn = make(module, PRIOR, likelihood=given)
+        pyro.set_rng_seed(7)
+        return bnn.fit([(x, y)], ADAM, 2)
+
+    seed = torch.get_rng_state()
+    found = history(Rounded(dtype))
+    torch.set_rng_state(seed)
+    assert found == history(Rounded(dtype, torch.float32))
+    # More nats than a half can hold; a NaN or infinity would have stopped the fit.
+    assert all(value < -50_000 for value in found.log_likelihood)
+
+
+class KeepsNorms(nn.Sequential):
+    """The usual recipe for fine-tuning: statistics of the norms stay."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        return self
+
+
+@pytest.mark.parametrize("mode_before", ["train", "eval"])
+def test_a_net_that_keeps_its_norms_in_eval_mode_keeps_them(mode_before):
+    bnn = make(KeepsNorms(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3)))
+    assert [part.training for part in bnn.net] == [True, False, True, True]
+    getattr(bnn, mode_before)()
+    bnn.fit([(X, Y)], ADAM, 2)
+    assert bnn.net[1].num_batches_tracked == 0
+    assert torch.equal(bnn.net[1].running_mean, torch.zeros(4))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_frozen_parts_keep_their_modes(training):
+    frozen = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout()).requires_grad_(False)
+    net = nn.Sequential(frozen, nn.Dropout(), nn.Linear(4, 3)).eval()
+    frozen.train(training)
+    bnn = make(net, PRIOR)
+    assert [part.training for part in bnn.net[0].modules()] == [training] * 4
+    assert [part.training for part in (bnn.net, bnn.net[1], bnn.net[2])] == [True] * 3
+    bnn.fit([(X, Y)], ADAM, 2)
+    assert (bnn.net[0][1].num_batches_tracked == 0) == (not training)
+
+
+def test_a_part_whose_parameters_are_sites_is_not_frozen():
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    bnn = make(net.requires_grad_(False), tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["*"]))
+    assert all(part.training for part in bnn.modules())
+
+
+def test_a_net_in_eval_mode_is_trained_in_train_mode_and_exported_in_eval_mode():
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval())
+    assert all(part.training for part in bnn.modules())
+    bnn.fit([(X, Y)], ADAM, 2)
+    assert bnn.net[1].num_batches_tracked == 2
+    for sample in (False, True):
+        assert not any(part.training for part in bnn.to_module(sample).modules())
+    assert all(part.training for part in bnn.modules())

@@ -1,0 +1,256 @@
+"""Priors over several sites at once: programs, potentials, closed forms, bad input."""
+
+import copy
+import functools
+import pickle
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn as nn
+from pyro.infer import Trace_ELBO
+from pyro.infer.mcmc import NUTS
+from pyro.infer.mcmc.util import initialize_model
+
+import tyxe
+from tests.oracles.joints import (
+    EXACT,
+    INDUCING,
+    NOISE,
+    SPREAD,
+    four_lines,
+    joint_prior,
+    normal_prior,
+    small_net,
+    vcl,
+)
+from tyxe.bnn.elbo import elbo_terms
+from tyxe.bnn.potential import Potential
+from tyxe.distributions import (
+    JointNormal,
+    ParamBlocks,
+)
+from tyxe.distributions.joint import JointSite
+from tyxe.distributions.param_blocks import SiteBlock
+from tyxe.linalg import Diagonal
+from tyxe.priors import DictPrior
+from tyxe.priors.sites import SitePriors
+from tyxe.testing import GUIDES
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def test_the_program_samples_sites_one_by_one_from_one_draw():
+    net = small_net()
+    joint, prior = joint_prior(net)
+    program = SitePriors(prior.sites(net), net)
+    trace = poutine.trace(program).get_trace()
+    values = {name: trace.nodes[name]["value"] for name in joint.names}
+    assert all(isinstance(trace.nodes[name]["fn"], JointSite) for name in joint.names)
+    torch.testing.assert_close(trace.log_prob_sum(), joint.log_prob(joint.flatten(values)), **EXACT)
+    # Conditioning and replay put other values in: the density is that of those.
+    other = joint.unflatten(torch.randn(joint.event_shape))
+    conditioned = poutine.trace(poutine.condition(program, other)).get_trace()
+    expected = joint.log_prob(joint.flatten(other))
+    torch.testing.assert_close(conditioned.log_prob_sum(), expected, **EXACT)
+    draws = torch.stack([joint.flatten(program()) for _ in range(4000)])
+    covariance = torch.linalg.inv(joint.precision.to_dense())
+    error = torch.cov(draws.T) - covariance
+    limit = 6 * covariance.diagonal().max() / 4000**0.5
+    assert error.abs().max() < limit
+    pickle.loads(pickle.dumps(trace.nodes["net.0.bias"]["fn"]))
+
+
+@pytest.mark.parametrize(
+    "guide", ["AutoNormal", "AutoRadial", "pyro AutoNormal", "pyro AutoMultivariateNormal"]
+)
+def test_the_elbo_without_closed_forms_is_pyros(guide):
+    net = small_net()
+    bnn = vcl(GUIDES[guide], net)
+    bnn.update_prior(joint_prior(net)[1])
+    x, y = torch.randn(5, 2), torch.randn(5, 1)
+    torch.manual_seed(3)
+    terms = elbo_terms(bnn.model, bnn.guide, x, y, closed_form_kl=False)
+    torch.manual_seed(3)
+    expected = Trace_ELBO().differentiable_loss(bnn.model, bnn.guide, x, y)
+    torch.testing.assert_close(terms.kl - terms.data, expected, **EXACT)
+
+
+@pytest.mark.parametrize("guide", ["AutoNormal", "pyro AutoMultivariateNormal"])
+def test_closed_forms_are_what_draws_average_to(guide):
+    net = small_net()
+    bnn = vcl(GUIDES[guide], net)
+    bnn.update_prior(joint_prior(net)[1])
+    with torch.no_grad():
+        exact = [float(elbo_terms(bnn.net_prior, bnn.net_guide).kl) for _ in range(2)]
+        kls = torch.stack(
+            [elbo_terms(bnn.net_prior, bnn.net_guide, closed_form_kl=False).kl for _ in range(600)]
+        )
+    assert exact[0] == pytest.approx(exact[1], rel=1e-12)  # not drawn
+    assert abs(float(kls.mean()) - exact[0]) < 4 * float(kls.std()) / 600**0.5
+
+
+def test_a_posterior_per_layer_with_a_prior_over_all_layers():
+    # Of several joint posteriors under one joint prior the KL is estimated at the draw.
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4))
+    bnn = vcl(INDUCING["AutoInducing, diagonal"], net)
+    joint, prior = joint_prior(net)
+    bnn.update_prior(prior)
+    torch.manual_seed(3)
+    kl = elbo_terms(bnn.net_prior, bnn.net_guide).kl
+    torch.manual_seed(3)
+    trace = poutine.trace(bnn.net_guide).get_trace()
+    values = {name: trace.nodes[name]["value"] for name in joint.names}
+    expected = trace.log_prob_sum() - joint.log_prob(joint.flatten(values))
+    torch.testing.assert_close(kl, expected, **EXACT)
+
+
+def test_no_weight_is_drawn_where_the_kl_has_a_closed_form():
+    net = small_net()
+    bnn = vcl(GUIDES["AutoNormal"], net)
+    bnn.update_prior(joint_prior(net)[1])
+    with tyxe.poutine.local_reparameterization():
+        terms = elbo_terms(bnn.model, bnn.guide, torch.randn(5, 2), torch.randn(5, 1))
+        assert not any(draw.was_drawn for draw in terms.values.values())
+        drawn = elbo_terms(
+            bnn.model, bnn.guide, torch.randn(5, 2), torch.randn(5, 1), closed_form_kl=False
+        )
+        assert all(draw.was_drawn for draw in drawn.values.values())
+
+
+def test_the_potential_of_mcmc_is_that_of_the_model():
+    net = small_net()
+    joint, prior = joint_prior(net)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    bnn = tyxe.MCMC_BNN(net, prior, likelihood, NUTS)
+    data = torch.randn(5, 2), torch.randn(5, 1)
+    values = joint.unflatten(torch.randn(joint.event_shape))
+    _, potential, transforms, _ = initialize_model(bnn.model, data)
+    torch.testing.assert_close(
+        Potential(bnn, *data, transforms)(values), potential(values), **EXACT
+    )
+    bnn.fit([data], 3, warmup_steps=2, disable_progbar=True)
+
+
+def test_a_new_bnn_may_start_with_a_joint_prior():
+    net = small_net()
+    joint, prior = joint_prior(net)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    below = tyxe.guides.scale_below_prior(0.0)
+    builder = functools.partial(tyxe.guides.AutoNormal, init_scale=below)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, builder)
+    means = joint.unflatten(joint.mean)
+    scales = joint.unflatten(joint.variance.sqrt())
+    for name, q in bnn.net_guide.get_detached_distributions().items():
+        torch.testing.assert_close(q.mean, means[f"net.{name}"])
+        torch.testing.assert_close(q.stddev, scales[f"net.{name}"])
+    other = copy.deepcopy(bnn)
+    other.load_state_dict(bnn.state_dict())
+    assert other.float().net_prior.joints()[0].loc.dtype == torch.float32
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_guide_may_be_built_on_a_joint_prior(guide):
+    net = small_net()
+    _, prior = joint_prior(net)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    data = [(torch.randn(5, 2), torch.randn(5, 1))]
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, GUIDES[guide])
+    history = bnn.fit(data, torch.optim.Adam, 1, progress=False)
+    assert torch.isfinite(torch.tensor(history.loss[0]))
+    if guide in SPREAD:
+        four_lines(bnn)
+
+
+def rejects(bnn, prior, error, match):
+    before = [id(entry) for entry in bnn.net_prior._entries]
+    held = bnn.prior
+    with pytest.raises(error, match=match):
+        bnn.update_prior(prior)
+    assert [id(entry) for entry in bnn.net_prior._entries] == before
+    assert bnn.prior is held
+
+
+def test_some_sites_of_a_joint_prior_name_the_missing_ones():
+    net = small_net()
+    bnn = vcl(GUIDES["AutoNormal"], net)
+    joint, prior = joint_prior(net)
+    some = {**prior.dist_dict, "net.2.bias": dist.Normal(0.0, 1.0).expand([1])}
+    rejects(bnn, DictPrior(some), ValueError, r"2\.weight have it, and net\.2\.bias not")
+    larger = JointNormal(
+        ParamBlocks((*joint.blocks, SiteBlock("net.4.bias", torch.Size([1])))),
+        torch.zeros(14),
+        Diagonal(torch.ones(14)),
+    )
+    rejects(
+        bnn,
+        DictPrior({name: larger.marginal(name) for name in joint.names}),
+        ValueError,
+        r"and net\.4\.bias not. Ask for all of them: get_detached_distributions",
+    )
+
+
+def test_joint_posteriors_of_other_sites_or_shapes_are_refused():
+    bnn = vcl(GUIDES["AutoNormal"], small_net())
+    other = vcl(net=nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+    posterior = other.net_guide.get_detached_distributions()
+    rejects(bnn, DictPrior(posterior), ValueError, r"'0\.weight' has shape \(4, 2\), but the param")
+    one = vcl(net=nn.Linear(2, 1)).net_guide.get_detached_distributions()
+    rejects(bnn, DictPrior(one), ValueError, r"no entry for '0\.weight'; it has weight, bias")
+    joint, prior = joint_prior(small_net())
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    named = tyxe.VariationalBNN(
+        small_net(), normal_prior(), likelihood, tyxe.guides.AutoNormal, name="a"
+    )
+    by_own_name = {n.removeprefix("net."): joint.marginal(n) for n in joint.names}
+    rejects(named, DictPrior(by_own_name), ValueError, r"'a\.net\.0\.weight' is that of 'net\.0")
+    swapped = {n.removeprefix("net."): q for n, q in prior.dist_dict.items()}
+    square = vcl(GUIDES["AutoNormal"], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    joint, _ = joint_prior(square.net)
+    swapped = {n.removeprefix("net."): joint.marginal(n) for n in joint.names}
+    swapped["0.weight"], swapped["1.weight"] = swapped["1.weight"], swapped["0.weight"]
+    rejects(square, DictPrior(swapped), ValueError, "give the marginals by their own names")
+
+
+@pytest.mark.parametrize("kind", ["variational", "laplace"])
+def test_no_prior_update_within_a_fit(kind):
+    net, data = small_net(), [(torch.randn(5, 2), torch.randn(5, 1))]
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    if kind == "laplace":
+        bnn = tyxe.LaplaceBNN(net, normal_prior(), likelihood)
+    else:
+        bnn = tyxe.VariationalBNN(net, normal_prior(), likelihood, tyxe.guides.AutoNormal)
+    copies = []
+
+    def callback(bnn, epoch, loss):
+        copies.append(copy.deepcopy(bnn))
+        rejects(bnn, normal_prior(), RuntimeError, "cannot be updated within a fit")
+
+    bnn.fit(data, torch.optim.Adam, 2, callback=callback, progress=False)
+    assert len(copies) == 2
+    # After it, and in a copy that a callback made, it can.
+    for one in (bnn, *copies):
+        one.update_prior(normal_prior())
+
+    def fails(bnn, epoch, loss):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bnn.fit(data, torch.optim.Adam, 2, callback=fails, progress=False)
+    bnn.update_prior(normal_prior())
+
+
+def test_one_site_of_a_joint_prior_cannot_be_scaled():
+    net = small_net()
+    bnn = vcl(GUIDES["AutoNormal"], net)
+    bnn.update_prior(joint_prior(net)[1])
+    with (
+        pytest.raises(ValueError, match="cannot be scaled one by one: expose all of them"),
+        tyxe.poutine.selective_scale(scale=0.5, expose=["0.weight"]),
+    ):
+        elbo_terms(bnn.net_prior, bnn.net_guide)
+    full = elbo_terms(bnn.net_prior, bnn.net_guide).kl.item()
+    names = list(bnn.net_prior.names())
+    with tyxe.poutine.selective_scale(scale=0.5, expose=names):
+        assert elbo_terms(bnn.net_prior, bnn.net_guide).kl.item() == pytest.approx(full / 2)

@@ -1,0 +1,188 @@
+"""Fitting, saving and reassigning a Laplace approximation."""
+
+import copy
+import functools
+import io
+import math
+import pickle
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.laplace import ADAM, STRUCTURES, classifier, regression
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def test_fit_finds_the_mode_and_its_curvature():
+    bnn, x, y, _, precision, mean = regression()
+    start = tyxe.LaplaceBNN(nn.Linear(3, 1), bnn.prior, bnn.likelihood, structure="full")
+    history = start.fit([(x, y)], functools.partial(torch.optim.Adam, lr=5e-2), 1500)
+    found = start.mean_values()
+    torch.testing.assert_close(found["net.weight"], mean[:3].mT, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        start.net_guide.precision.to_dense(), precision, rtol=1e-9, atol=1e-8
+    )
+    prior = td.Normal(0.0, 1.3)
+    density = sum(prior.log_prob(value).sum() for value in found.values())
+    assert math.isclose(history.kl[-1], -float(density), rel_tol=1e-4)
+
+
+def test_augmented_passes_are_averaged():
+    bnn, x, y = classifier("full", num_passes=3)
+    once, _, _ = classifier("full")
+    for one in (bnn, once):
+        one.fit_curvature([(x[:7], y[:7]), (x[7:], y[7:])])
+    torch.testing.assert_close(
+        bnn.state.curvature.operator.to_dense(), once.state.curvature.operator.to_dense()
+    )
+
+
+def test_the_last_layer_alone():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(15, 3), torch.randint(0, 3, (15,))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), expose_all=False, expose_modules=[net[2]])
+    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(15), structure="full")
+    bnn.fit_curvature([(x, y)])
+    assert bnn.net_guide.precision.size == 15
+    features = net[:2](x).detach()
+    probs = net(x).softmax(-1).detach()
+    hessian = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]
+    a = torch.cat([features, torch.ones(15, 1)], 1)
+    expected = torch.einsum("ncd,ni,nj->cidj", hessian, a, a).reshape(15, 15) + torch.eye(15)
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_saved_and_loaded(structure):
+    bnn, x, y = classifier(structure)
+    bnn.fit([(x, y)], ADAM, 3)
+    torch.save(bnn.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    other, _, _ = classifier(structure)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for copied in (other, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        torch.testing.assert_close(
+            copied.predict(x, link="probit"), bnn.predict(x, link="probit"), rtol=1e-10, atol=1e-12
+        )
+        torch.testing.assert_close(copied.log_marginal_likelihood(), bnn.log_marginal_likelihood())
+
+
+def test_another_precision_and_a_plain_net():
+    bnn, x, y = classifier()
+    bnn.fit([(x, y)], ADAM, 3)
+    net = bnn.to_module()
+    torch.testing.assert_close(net(x), bnn.linearize(x).outputs)
+    single = bnn.float()
+    found = single.predict(x.float(), link="probit")
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("saved", "built"), [(a, b) for a in STRUCTURES for b in STRUCTURES if a != b]
+)
+@pytest.mark.parametrize("fitted", [True, False])
+def test_a_state_of_another_structure_is_refused(saved, built, fitted):
+    other, x, y = classifier(saved)
+    other.fit([(x, y)], ADAM, 3)
+    bnn, _, _ = classifier(built)
+    if fitted:
+        bnn.fit_curvature([(x, y)])
+    before = bnn.state.precision().to_dense() if fitted else None
+    values = bnn.mean_values()
+    message = f"curvature of structure='{saved}', but this BNN.*build it with structure='{saved}'"
+    with pytest.raises(RuntimeError, match=message):
+        bnn.load_state_dict(other.state_dict())
+    assert (bnn.net_guide.state is not None) == fitted
+    if fitted:
+        assert torch.equal(bnn.state.precision().to_dense(), before)
+    assert all(torch.equal(bnn.mean_values()[name], value) for name, value in values.items())
+    # The way out that the message names.
+    again = tyxe.LaplaceBNN(other.to_module(), other.prior, other.likelihood, structure=built)
+    again.fit_curvature([(x, y)])
+    again.load_state_dict(again.state_dict())
+
+
+def test_a_state_without_a_curvature_fits_every_structure():
+    kron, x, y = classifier("kron")
+    full, _, _ = classifier("full")
+    full.fit_curvature([(x, y)])
+    full.load_state_dict(kron.state_dict())
+    assert full.net_guide.state is None
+
+
+def test_without_linear_maps_the_diagonal_is_the_kronecker_structure():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    x, y = torch.randn(5, 3), torch.zeros(5).long()
+    bnns = [
+        tyxe.LaplaceBNN(nn.LayerNorm(3), prior, tyxe.likelihoods.Categorical(5), structure=each)
+        for each in ("kron", "diag")
+    ]
+    bnns[0].fit_curvature([(x, y)])
+    bnns[1].load_state_dict(bnns[0].state_dict())
+    torch.testing.assert_close(bnns[1].predict(x, link="probit"), bnns[0].predict(x, link="probit"))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_temperature_assigned_after_the_fit(structure):
+    bnn, x, y = classifier(structure)
+    bnn.fit_curvature([(x, y)])
+    bnn.fit_gp([(x, y)])
+    bnn.predict(x, predictive="gp", link="probit")
+    bnn.temperature = 0.3
+    built, _, _ = classifier(structure, temperature=0.3)
+    built.fit_curvature([(x, y)])
+    built.fit_gp([(x, y)])
+    for predictive in ("glm", "gp"):
+        torch.testing.assert_close(
+            bnn.predict(x, predictive=predictive, link="probit"),
+            built.predict(x, predictive=predictive, link="probit"),
+            rtol=1e-10,
+            atol=1e-12,
+        )
+    torch.testing.assert_close(bnn.log_marginal_likelihood(), built.log_marginal_likelihood())
+    with pytest.raises(ValueError, match=r"temperature is -1.0; expected a positive number"):
+        bnn.temperature = -1.0
+    assert bnn.temperature == 0.3
+    copied = pickle.loads(pickle.dumps(bnn))
+    assert copied.temperature == 0.3
+
+
+def test_damping_assigned_after_the_fit():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    bnn.damping = True
+    built, _, _ = classifier(damping=True)
+    built.fit_curvature([(x, y)])
+    torch.testing.assert_close(
+        bnn.net_guide.precision.to_dense(), built.net_guide.precision.to_dense()
+    )
+
+
+def test_a_temperature_assigned_before_the_fit():
+    bnn, x, y = classifier()
+    bnn.temperature = 0.3
+    bnn.fit([(x, y)], ADAM, 3)
+    built, _, _ = classifier(temperature=0.3)
+    built.fit([(x, y)], ADAM, 3)
+    torch.testing.assert_close(bnn.predict(x, link="probit"), built.predict(x, link="probit"))
+
+
+def test_masked_points():
+    bnn, x, y = classifier()
+    mask = torch.arange(15) < 6
+    with (
+        tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]),
+        pytest.raises(ValueError, match=r"selective_mask has no effect on the curvature"),
+    ):
+        bnn.fit_curvature([(x, y)])
+    bnn.fit_curvature([(x, y)])
+    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+        masked = bnn.evaluate(x, y, link="probit", reduction="none")
+    left = bnn.evaluate(x[:6], y[:6], link="probit", reduction="none")
+    torch.testing.assert_close(masked, left)

@@ -1,0 +1,194 @@
+"""Mistakes with a Laplace approximation: one clear error each, before memory is taken."""
+
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.laplace import classifier
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def test_curvature_before_use():
+    bnn, x, _ = classifier()
+    for call in (
+        lambda: bnn.predict(x),
+        lambda: bnn.predict(x, predictive="bnn"),
+        bnn.log_marginal_likelihood,
+        bnn.optimize_prior_precision,
+        lambda: bnn.functional_variance(x),
+    ):
+        with pytest.raises(RuntimeError, match=r"no curvature yet: call fit.*fit_curvature"):
+            call()
+    with pytest.raises(RuntimeError, match=r"no posterior yet"):
+        bnn.net_guide.get_detached_distributions()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"structure": "kfac"}, r"structure is 'kfac'; expected one of 'full', 'diag', 'kron'"),
+        ({"curvature": "hessian"}, r"curvature is 'hessian'; expected one of 'ggn'"),
+        ({"temperature": 0.0}, r"temperature is 0.0; expected a positive"),
+    ],
+)
+def test_unknown_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        classifier(**{"structure": "kron", **options})
+
+
+def test_a_matrix_too_large_is_refused_before_it_is_made():
+    net = nn.Linear(10_000, 10)
+    with pytest.raises(ValueError, match=r"take 37.3 GiB, and the limit is 8 GiB: use \"kron\""):
+        tyxe.LaplaceBNN(
+            net,
+            tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+            tyxe.likelihoods.Categorical(5),
+            structure="full",
+        )
+
+
+def test_a_curvature_that_is_not_finite_names_the_site():
+    bnn, x, y = classifier("diag")
+    x[3, 1] = math.inf
+    with pytest.raises(ValueError, match=r"'net.0.weight' is not finite"):
+        bnn.fit_curvature([(x, y)])
+
+
+def test_targets_and_noise_that_do_not_fit():
+    bnn, x, y = classifier()
+    with pytest.raises(ValueError, match=r"targets lie outside"):
+        bnn.fit_curvature([(x, y + 3)])
+    bnn.fit_curvature([(x, y)])
+    with pytest.raises(ValueError, match=r"noise is that of a HomoskedasticGaussian"):
+        bnn.log_marginal_likelihood(noise=1.0)
+    with pytest.raises(ValueError, match=r"method is 'cv'; expected 'evidence' or 'grid'"):
+        bnn.optimize_prior_precision("cv")
+    with pytest.raises(ValueError, match=r"needs held-out data"):
+        bnn.optimize_prior_precision("grid")
+    with pytest.raises(ValueError, match=r"link is 'logit'"):
+        bnn.predict(x, link="logit")
+    with pytest.raises(ValueError, match=r"predictive is 'gpp'"):
+        bnn.predict(x, predictive="gpp")
+
+
+def test_a_likelihood_with_variables_or_without_a_hessian():
+    net, prior = nn.Linear(3, 1), tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    inferred = tyxe.likelihoods.HomoskedasticGaussian(4, scale=dist.LogNormal(0.0, 1.0))
+    with pytest.raises(ValueError, match=r"without variables of its own"):
+        tyxe.LaplaceBNN(net, prior, inferred)
+
+    class Cauchy(tyxe.likelihoods.Likelihood):
+        def predictive_distribution(self, predictions, latents=None):
+            return dist.Cauchy(predictions, torch.ones_like(predictions))
+
+        def point_error(self, predictions, targets):
+            return (predictions - targets).abs()
+
+        def aggregate_predictions(self, predictions, dim=0, latents=None):
+            return predictions.median(dim).values
+
+    bnn = tyxe.LaplaceBNN(net, prior, Cauchy(4))
+    with pytest.raises(TypeError, match=r"no output Hessian is registered for Cauchy"):
+        bnn.fit_curvature([(torch.randn(4, 3), torch.randn(4, 1))])
+
+
+def test_a_net_that_returns_no_tensor():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(Pair(3, 2), prior, tyxe.likelihoods.Categorical(4))
+    with pytest.raises(TypeError, match=r"the net returns a tuple; the likelihood needs a tensor"):
+        bnn.fit_curvature([(torch.randn(4, 3), torch.zeros(4).long())])
+    assert bnn.net_guide.state is None
+
+
+@pytest.mark.parametrize("change", [torch.flatten, lambda outputs: outputs[:3]])
+def test_outputs_of_another_number_of_points_are_told_of(change):
+    class Changes(nn.Linear):
+        def forward(self, x):
+            return change(super().forward(x))
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(Changes(3, 2), prior, tyxe.likelihoods.Categorical(4))
+    with pytest.raises(ValueError, match=r"targets of shape"):
+        bnn.fit_curvature([(torch.randn(4, 3), torch.zeros(4).long())])
+
+
+def test_a_warning_about_the_outputs_points_at_the_call():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    net = nn.Sequential(nn.Linear(3, 2), nn.Softmax(-1))
+    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(8))
+    with pytest.warns(tyxe.TyxeWarning, match="drop the net's softmax") as caught:
+        bnn.fit_curvature([(torch.randn(8, 3), torch.zeros(8).long())])
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_a_batch_larger_than_the_data_set():
+    bnn, x, y = classifier()
+    with pytest.raises(ValueError, match=r"batch has 30 points.*dataset_size=15"):
+        bnn.fit_curvature([(x.repeat(2, 1), y.repeat(2))])
+
+
+class Switches(nn.Module):
+    """Uses its layer as a linear map for some batches, and by hand for others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        if len(x) == 6:
+            return self.layer(x)
+        return x @ self.layer.weight.T + self.layer.bias
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_net_that_uses_its_sites_differently_is_refused(structure):
+    x, y = torch.randn(12, 3), torch.randint(3, (12,))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(Switches(), prior, tyxe.likelihoods.Categorical(12), structure=structure)
+    with pytest.raises(ValueError, match=r"in other ways than for another batch"):
+        bnn.fit_curvature([(x[:6], y[:6]), (x[6:11], y[6:11])])
+    bnn.fit_curvature([(x[:6], y[:6]), (x[6:], y[6:])])
+    for call in (
+        lambda: bnn.predict(x[:5]),
+        lambda: bnn.functional_variance(x[:5], joint=True),
+        lambda: bnn.refine([(x[:6], y[:6]), (x[6:11], y[6:11])]),
+    ):
+        with pytest.raises(ValueError, match=r"in other ways than for another batch"):
+            call()
+
+
+def test_factors_too_large_are_refused_before_they_are_made():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(nn.Linear(100_000, 2), prior, tyxe.likelihoods.Categorical(2))
+    with pytest.raises(
+        ValueError, match=r"of 'net.weight', with a side of 100,001, would take 37.3"
+    ):
+        bnn.fit_curvature([(torch.zeros(2, 100_000), torch.zeros(2).long())])
+
+
+def test_gradients_too_large_are_refused_before_they_are_made(monkeypatch):
+    monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1_000)
+    net = nn.Sequential(nn.Embedding(100, 3), nn.Flatten(), nn.Linear(6, 2))
+    bnn = tyxe.LaplaceBNN(
+        net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), tyxe.likelihoods.Categorical(8)
+    )
+    batch = torch.randint(100, (8, 2)), torch.arange(8) % 2
+    with pytest.raises(ValueError, match=r"gradients of 8 points in net.0.weight .*smaller batch"):
+        bnn.fit_curvature([batch])
+
+
+def test_a_loader_without_targets_is_no_evaluation():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    for predictive in ("glm", "bnn"):
+        with pytest.raises(ValueError, match=r"yields no targets; evaluate needs"):
+            bnn.evaluate(iter([x]), predictive=predictive)

@@ -1,0 +1,352 @@
+"""`LaplaceBNN` from task to task: hand-overs, references by MCMC, state, bad input."""
+
+import copy
+import functools
+import io
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+from pyro.infer.autoguide import AutoMultivariateNormal
+from pyro.infer.mcmc import NUTS
+
+import tyxe
+from tests.oracles.streams import EXACT, NORMAL, classifier, four_lines, labels, maximize, mode
+from tyxe.distributions import JointNormal, ParamBlocks
+from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.laplace.gaussian_prior import reordered
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("accumulate", ["sum", "average"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_four_lines_leave_posterior_and_prior_the_same(structure, accumulate):
+    bnn = classifier(structure, accumulate=accumulate, curvature_weight=2.0)
+    for task in range(3):
+        bnn.fit([labels(seed=task)], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)
+        before = bnn.net_guide.precision.to_dense()
+        mean, _ = bnn.predict(labels()[0]), four_lines(bnn)
+        torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before, **EXACT)
+        kl = td.kl_divergence(bnn.state.posterior(), bnn.state.prior)
+        assert abs(float(kl)) < 1e-8
+        assert bnn.predict(labels()[0]).shape == mean.shape
+        # Twice is once: what is taken up is not taken up again.
+        four_lines(bnn)
+        torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before, **EXACT)
+
+
+def test_the_next_task_starts_at_the_means():
+    bnn = classifier()
+    bnn.fit([labels()], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)
+    before = bnn.mean_values()
+    four_lines(bnn)
+    bnn.fit([labels(seed=1)], functools.partial(torch.optim.SGD, lr=0.0), 1, progress=False)
+    for name, value in bnn.mean_values().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_multiplier_assigned_after_the_fit():
+    bnn, other = classifier(), classifier(curvature_weight=7.0)
+    for one in (bnn, other):
+        one.fit_curvature([labels()])
+    bnn.curvature_weight = 7.0
+    expected = other.net_guide.precision.to_dense()
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
+
+
+def test_another_prior_than_the_posterior_keeps_the_curvature():
+    bnn = classifier("full")
+    bnn.fit_curvature([labels()])
+    curvature = bnn.state.curvature.operator.to_dense()
+    posterior = bnn.net_guide.get_detached_distributions()
+    (joint,) = {id(q.joint): q.joint for q in posterior.values()}.values()
+    doubled = JointNormal(joint.blocks, joint.loc, joint.precision.scaled(2.0))
+    marginals = {name.removeprefix("net."): doubled.marginal(name) for name in doubled.names}
+    with pytest.warns(tyxe.TyxeWarning, match="the posterior's own"):
+        bnn.update_prior(tyxe.priors.DictPrior(marginals))
+    expected = curvature + 2 * joint.precision.to_dense()
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
+
+
+def test_structures_may_follow_one_another():
+    # A diagonal task after a full one, and back: sums are exact whatever holds them.
+    full, diag = classifier("full"), classifier("diag")
+    full.fit_curvature([labels()])
+    diag.update_prior(tyxe.priors.DictPrior(full.net_guide.get_detached_distributions()))
+    diag.fit_curvature([labels(seed=1)])
+    added = diag.state.curvature.operator.diagonal().diag()
+    expected = full.net_guide.precision.to_dense() + added
+    torch.testing.assert_close(diag.net_guide.precision.to_dense(), expected, **EXACT)
+
+
+def test_a_posterior_of_pyros_guide_is_a_prior_in_another_order():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    likelihood, prior = tyxe.likelihoods.Categorical(15), tyxe.priors.IIDPrior(NORMAL)
+    vcl = tyxe.VariationalBNN(net, prior, likelihood, AutoMultivariateNormal)
+    with torch.no_grad():
+        for parameter in vcl.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    posterior = vcl.net_guide.get_detached_distributions()
+    bnn = classifier("full", net)
+    bnn.update_prior(tyxe.priors.DictPrior(posterior))
+    bnn.fit_curvature([labels()])
+    own = bnn.state.curvature.operator.to_dense()
+    covariance = torch.linalg.inv(bnn.net_guide.precision.to_dense() - own)
+    blocks = bnn.state.curvature.blocks
+    variances = blocks.flatten({f"net.{n}": q.variance for n, q in posterior.items()})
+    torch.testing.assert_close(covariance.diagonal(), variances, rtol=1e-6, atol=1e-8)
+
+
+@pytest.fixture(scope="module")
+def two_tasks():
+    """Return a logistic regression's two tasks, and NUTS's draws given both."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.randn(120, 2, dtype=torch.double)
+        logits = x @ torch.tensor([1.0, -0.7], dtype=torch.double) + 0.3
+        y = (logits.sigmoid() > torch.rand(120)).double()[:, None]
+        net, likelihood = nn.Linear(2, 1).double(), tyxe.likelihoods.Bernoulli(120, event_dim=1)
+        mcmc = tyxe.MCMC_BNN(net, standard_normal(), likelihood, NUTS)
+        samples = mcmc.fit([(x, y)], 600, warmup_steps=200, disable_progbar=True).get_samples()
+    vectors = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
+    return list(zip(x.split(60), y.split(60), strict=True)), vectors
+
+
+def standard_normal():
+    return tyxe.priors.IIDPrior(dist.Normal(torch.zeros((), dtype=torch.double), 1.0))
+
+
+def check_against_mcmc(mean, scales, vectors):
+    # The tolerance: a quarter of a standard deviation for the skewness that a Normal ignores, and
+    # three standard errors of some 300 independent draws.
+    assert bool(((vectors.mean(0) - mean).abs() < scales * (0.25 + 3 / 300**0.5)).all())
+    ratio = vectors.std(0) / scales
+    assert bool((ratio.log().abs() < 0.1 + 3 / (2 * 300) ** 0.5).all())
+
+
+def test_laplace_over_two_tasks_against_mcmc_on_all_data(two_tasks):
+    tasks, vectors = two_tasks
+    likelihood = tyxe.likelihoods.Bernoulli(60, event_dim=1)
+    bnn = tyxe.LaplaceBNN(nn.Linear(2, 1), standard_normal(), likelihood, structure="full")
+    for x, y in tasks:
+        maximize(bnn, x, y)
+        four_lines(bnn)
+    check_against_mcmc(mode(bnn), bnn.net_guide.precision.inverse_diagonal().sqrt(), vectors)
+
+
+def test_vcl_over_two_tasks_against_mcmc_on_all_data(two_tasks):
+    tasks, vectors = two_tasks
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Bernoulli(60, event_dim=1)
+    prior, guide = standard_normal(), AutoMultivariateNormal
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 1), prior, likelihood, guide)
+    for x, y in tasks:
+        optimizer = torch.optim.Adam(bnn.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+        lower = {"callback": lambda *_, schedule=schedule: schedule.step(), "progress": False}
+        bnn.fit([(x, y)], optimizer, 150, num_particles=4, **lower)
+        four_lines(bnn)
+    (joint,) = bnn.net_prior.joints()
+    check_against_mcmc(joint.loc, joint.variance.sqrt(), vectors)
+
+
+@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("accumulate", ["sum", "average", "per_task"])
+def test_saved_copied_and_moved_between_tasks(structure, accumulate):
+    bnn = classifier(structure, accumulate=accumulate)
+    for task in range(2):
+        bnn.fit_curvature([labels(seed=task)])
+        posterior = four_lines(bnn)
+    file = io.BytesIO()
+    torch.save(bnn.state_dict(), file)
+    file.seek(0)
+    # What has the prior of a first task takes that of a later one, and not the other way round.
+    fresh = classifier(structure, accumulate=accumulate)
+    with pytest.raises(RuntimeError, match="call update_prior with that kind of prior first"):
+        copy.deepcopy(bnn).load_state_dict(fresh.state_dict())
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    for other in (fresh, copy.deepcopy(bnn)):
+        other.fit_curvature([labels(seed=2)])
+        found = four_lines(other)
+        assert sorted(found) == sorted(posterior)
+    bnn.fit_curvature([labels(seed=2)])
+    four_lines(bnn)
+    torch.testing.assert_close(
+        fresh.net_guide.precision.to_dense(), bnn.net_guide.precision.to_dense()
+    )
+    single = bnn.float()
+    (joint,) = single.net_prior.joints()
+    assert joint.precision.dtype == torch.float32
+    single.fit([(labels()[0].float(), labels()[1])], torch.optim.Adam, 1, progress=False)
+    assert single.net_guide.precision.dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_multiplier_has_to_be_positive(value):
+    with pytest.raises(ValueError, match=r"curvature_weight is .*; expected a positive number"):
+        classifier(curvature_weight=value)
+    bnn = classifier()
+    with pytest.raises(ValueError, match=r"curvature_weight is .*; expected a positive number"):
+        bnn.curvature_weight = value
+    assert bnn.curvature_weight == 1.0
+
+
+def test_unknown_accumulation():
+    with pytest.raises(ValueError, match="accumulate is 'max'; expected one of 'sum', 'average'"):
+        classifier(accumulate="max")
+
+
+def test_a_large_sum_has_no_inverse_and_names_the_average(monkeypatch):
+    monkeypatch.setattr("tyxe.linalg.checks.SMALL", 5)
+    monkeypatch.setattr("tyxe.linalg.sum.SMALL", 5)
+    bnn = classifier()
+    for task in range(2):
+        bnn.fit([labels(seed=task)], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)
+        four_lines(bnn)
+    x, _ = labels()
+    for use in (
+        lambda: bnn.predict(x),
+        lambda: bnn.predict(x, predictive="bnn"),
+        lambda: bnn.functional_variance(x),
+    ):
+        with pytest.raises(ValueError, match='accumulate="average"'):
+            use()
+    with pytest.raises(ValueError, match=r'normaliser is not known.*accumulate="average"'):
+        bnn.log_marginal_likelihood()
+    # What needs no inverse is there.
+    assert bnn.predict(x, predictive="bnn", num_predictions=0).shape == (15, 3)
+    (joint,) = bnn.net_prior.joints()
+    assert isinstance(joint, GaussianJoint)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda bnn: bnn.optimize_prior_precision(),
+        lambda bnn: bnn.log_marginal_likelihood(1.0),
+        lambda bnn: bnn.refine([labels()]),
+        lambda bnn: bnn.fit([labels()], torch.optim.Adam, 1, evidence_every=1),
+    ],
+)
+def test_what_takes_a_prior_for_each_site_says_so(use):
+    bnn = classifier()
+    bnn.fit_curvature([labels()])
+    four_lines(bnn)
+    bnn.fit_curvature([labels(seed=1)])
+    before = bnn.state_dict()
+    with pytest.raises(ValueError, match="the prior is one over all sites"):
+        use(bnn)
+    assert before.keys() == bnn.state_dict().keys()
+
+
+def test_damping_does_not_load_the_prior_of_a_second_task():
+    second = classifier()
+    second.fit_curvature([labels()])
+    four_lines(second)
+    second.fit_curvature([labels(seed=1)])
+    damped = classifier(damping=True)
+    damped.fit_curvature([labels(seed=2)])
+    before = damped.net_guide.precision.to_dense()
+    with pytest.raises(RuntimeError, match=r"left as it was; .*damping spreads .*damping=False"):
+        damped.load_state_dict(second.state_dict())
+    assert damped.net_prior.joints() == []
+    torch.testing.assert_close(damped.net_guide.precision.to_dense(), before)
+    damped.damping = False
+    damped.load_state_dict(second.state_dict())
+    torch.testing.assert_close(
+        damped.net_guide.precision.to_dense(), second.net_guide.precision.to_dense()
+    )
+
+
+@pytest.mark.parametrize("accumulated", ["curvature", "next fit"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda bnn: bnn.optimize_prior_precision(),
+        lambda bnn: bnn.optimize_prior_precision("grid", [labels()]),
+        lambda bnn: bnn.fit([labels()], torch.optim.Adam, 1, evidence_every=1),
+    ],
+)
+def test_one_number_does_not_replace_a_posterior(use, accumulated):
+    """Of a diagonal structure, whose posterior is a prior of each site like any other."""
+    bnn = classifier("diag")
+    bnn.fit_curvature([labels()])
+    four_lines(bnn)
+    if accumulated == "next fit":
+        bnn.fit_curvature([labels(seed=1)])
+    before = [prior.base_dist.scale for _, prior in bnn.net_prior.priors()]
+    with pytest.raises(ValueError, match=r"precision for each weight.*on the first task"):
+        use(bnn)
+    after = [prior.base_dist.scale for _, prior in bnn.net_prior.priors()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_damping_is_for_a_first_task():
+    bnn = classifier(damping=True)
+    bnn.fit_curvature([labels()])
+    before = bnn.net_guide.precision.to_dense()
+    posterior = bnn.net_guide.get_detached_distributions()
+    with pytest.raises(ValueError, match="set damping=False before the second task"):
+        bnn.update_prior(tyxe.priors.DictPrior(posterior))
+    assert not bnn.net_prior.joints()
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before)
+    bnn = classifier()
+    bnn.fit_curvature([labels()])
+    four_lines(bnn)
+    with pytest.raises(ValueError, match="set damping=False"):
+        bnn.damping = True
+    assert bnn.damping is False
+
+
+def test_damping_with_a_joint_prior_is_refused_before_a_fit():
+    first = classifier()
+    first.fit_curvature([labels()])
+    posterior = tyxe.priors.DictPrior(first.net_guide.get_detached_distributions())
+    second = classifier(damping=True)
+    with pytest.raises(ValueError, match="set damping=False"):
+        second.update_prior(posterior)
+    assert not second.net_prior.joints()
+    second.damping = False
+    second.update_prior(posterior)
+    with pytest.raises(ValueError, match="set damping=False"):
+        second.damping = True
+    assert second.damping is False
+
+
+def test_a_temperature_without_a_posterior_is_not_kept():
+    bnn = classifier()
+    bnn.fit_curvature([labels()])
+    before = bnn.net_guide.precision.to_dense()
+    with pytest.raises(ValueError, match="not finite"):
+        bnn.temperature = 5e-324
+    assert bnn.temperature == 1.0
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before)
+
+
+def test_a_joint_prior_that_is_no_normal_is_refused():
+    net = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
+    likelihood, prior = tyxe.likelihoods.Categorical(15), tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    builder = functools.partial(tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2)
+    posterior = tyxe.VariationalBNN(
+        net, prior, likelihood, builder
+    ).net_guide.get_detached_distributions()
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood)
+    with pytest.raises(ValueError, match=r"needs Gaussian priors.*InducingWeights over"):
+        bnn.update_prior(tyxe.priors.DictPrior(posterior))
+    assert not bnn.net_prior.joints()
+
+
+def test_orders_of_large_joint_priors_have_to_agree(monkeypatch):
+    bnn, other = classifier("full"), classifier("full")
+    bnn.fit_curvature([labels()])
+    joint = bnn.state.posterior()
+    shuffled = reordered(joint, ParamBlocks(joint.blocks.blocks[::-1]))
+    marginals = {n.removeprefix("net."): shuffled.marginal(n) for n in shuffled.names}
+    other.update_prior(tyxe.priors.DictPrior(marginals))
+    monkeypatch.setattr("tyxe.laplace.gaussian_prior.SMALL", 5)
+    with pytest.raises(ValueError, match="31 weights in another order than the curvature's"):
+        other.fit_curvature([labels()])
+    assert other.net_guide.state is None

@@ -1,0 +1,205 @@
+"""Predictions of linearised nets, for Laplace and for guides that are normal."""
+
+import copy
+import functools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+)
+
+import tyxe
+from tests.oracles.laplace import ADAM, classifier
+from tyxe.bnn.glm import glm_outputs
+from tyxe.curvature import jacobian
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def test_glm_by_outputs_is_glm_by_weights():
+    bnn, x, y = classifier("full")
+    bnn.fit_curvature([(x, y)])
+    linear = bnn.linearize(x)
+    rows, blocks = jacobian(linear), bnn.state.curvature.blocks
+    centre = blocks.flatten(bnn.mean_values())
+    count = 4_000
+    deviations = bnn.net_guide.precision.sample((count,))
+    outputs = linear.outputs.detach() + torch.einsum("ncp,sp->snc", rows, deviations)
+    by_weights = outputs.softmax(-1)
+    found = bnn.predict(x, num_predictions=count).exp()
+    error = by_weights.std(0) * math.sqrt(2 / count)
+    assert centre.shape == deviations.shape[1:]
+    assert bool(((found - by_weights.mean(0)).abs() <= 6 * error + 1e-12).all())
+
+
+@pytest.mark.parametrize("link", ["mc", "probit", "bridge"])
+def test_links_give_class_probabilities(link):
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    probs = bnn.predict(x, link=link).exp()
+    torch.testing.assert_close(probs.sum(-1), torch.ones(15))
+    error, log_likelihood = bnn.evaluate(x, y, link=link, reduction="none")
+    if link != "mc":  # which draws anew
+        torch.testing.assert_close(log_likelihood.exp(), probs.gather(1, y[:, None])[:, 0])
+    assert error.shape == (15,)
+
+
+def small(guide):
+    """A regression whose posterior is not at its start."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 3)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
+    bnn.fit([(x, x[:, :2])], ADAM, 5)
+    return bnn, x
+
+
+def check_predictions(bnn, x, covariance):
+    """Compare `predict` with the Gaussian of the outputs and the noise."""
+    mean, scale = bnn.predict(x, predictive="glm")
+    variance = covariance.diagonal(dim1=1, dim2=2) + 0.25
+    torch.testing.assert_close(scale, variance.sqrt())
+    torch.testing.assert_close(mean, bnn.predict(x, num_predictions=0)[0])
+
+
+def test_the_linearised_predictive_of_a_mean_field_guide():
+    bnn, x = small(tyxe.guides.AutoNormal)
+    linear = bnn.linearize(x)
+    _, found = glm_outputs(bnn.net_guide, linear)
+    centre = bnn.mean_values()
+    draws = torch.stack(
+        [
+            linear.blocks.flatten({k: values[k] - v for k, v in centre.items()}).detach()
+            for values in bnn.draws(4_000)
+        ]
+    )
+    sampled = torch.einsum("ncp,sp->snc", jacobian(linear), draws)
+    products = torch.einsum("snc,snd->sncd", sampled, sampled)
+    error = products.std(0) / math.sqrt(4_000)
+    assert bool(((products.mean(0) - found).abs() <= 6 * error).all())
+    check_predictions(bnn, x, found)
+
+
+PYROS = {
+    "diagonal": AutoDiagonalNormal,
+    "low rank": functools.partial(AutoLowRankMultivariateNormal, rank=2),
+    "full": AutoMultivariateNormal,
+}
+
+
+@pytest.mark.parametrize("name", PYROS)
+def test_the_linearised_predictive_of_a_normal_over_all_sites_has_its_covariance(name):
+    bnn, x = small(PYROS[name])
+    guide = bnn.net_guide.guide
+    posterior = guide.get_posterior()
+    covariance = getattr(posterior, "covariance_matrix", None)
+    if covariance is None:  # of an Independent
+        covariance = posterior.variance.diag()
+    linear = bnn.linearize(x)
+    places = torch.arange(len(covariance), dtype=covariance.dtype)
+    unpacked = {site["name"]: part for site, part in guide._unpack_latent(places)}
+    order = linear.blocks.flatten(unpacked).long()
+    rows = jacobian(linear)
+    _, found = glm_outputs(bnn.net_guide, linear)
+    expected = rows @ covariance[order][:, order] @ rows.mT
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    check_predictions(bnn, x, found)
+
+
+@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoMultivariateNormal])
+def test_a_transformed_normal_is_no_normal(guide):
+    prior = tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
+    bnn = tyxe.VariationalBNN(nn.Linear(1, 1), prior, likelihood, guide)
+    with pytest.raises(TypeError, match=r"'net.weight' is no Normal, but one transformed"):
+        bnn.predict(torch.ones(4, 1), predictive="glm")
+
+
+def test_glm_needs_a_gaussian():
+    x, y = torch.randn(4, 1), torch.randn(4, 1)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
+    kernel = functools.partial(pyro.infer.mcmc.HMC, step_size=0.1, num_steps=2)
+    chain = tyxe.MCMC_BNN(nn.Linear(1, 1), prior, likelihood, kernel)
+    chain.fit([(x, y)], 2, warmup_steps=1, disable_progbar=True)
+    with pytest.raises(TypeError, match=r"MCMC_BNN has no Gaussian posterior"):
+        chain.predict(x, predictive="glm")
+    radial = tyxe.VariationalBNN(nn.Linear(1, 1), prior, likelihood, tyxe.guides.AutoRadial)
+    with pytest.raises(TypeError, match=r"'net.weight' is no Normal"):
+        radial.predict(x, predictive="glm")
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_subset_of_gp_moves_with_the_net(used):
+    bnn, x, y = classifier("full")
+    single = copy.deepcopy(bnn).float()
+    x32 = x.float()
+    single.fit_curvature([(x32, y)])
+    single.fit_gp([(x32, y)])
+    if used:
+        single.predict(x32, predictive="gp", link="probit")
+    single.to(torch.float64)
+    found = single.predict(x32.double(), predictive="gp", link="probit")
+    assert found.dtype == torch.float64
+    # The same net and the same data, rounded to float32, in float64 from the start.
+    exact, _, _ = classifier("full")
+    exact.load_state_dict({**exact.state_dict(), **_parameters_of(single)})
+    exact.fit_curvature([(x32.double(), y)])
+    torch.testing.assert_close(
+        found, exact.predict(x32.double(), link="probit"), rtol=1e-8, atol=1e-8
+    )
+
+
+def _parameters_of(bnn):
+    return {name: p for name, p in bnn.state_dict().items() if name.startswith("net_guide.locs")}
+
+
+@pytest.mark.parametrize("link", ["mc", "probit"])
+def test_certain_predictions_have_finite_scores(link):
+    torch.manual_seed(0)
+    x = torch.randn(8, 3).float()
+    net = nn.Linear(3, 1).float()
+    with torch.no_grad():
+        net.weight.mul_(60)
+    y = (net(x) > 0).float()
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1e-3))
+    likelihood = tyxe.likelihoods.Bernoulli(8, event_dim=1)
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood)
+    bnn.fit_curvature([(x, y)])
+    assert bnn.predict(x, link=link).isfinite().all()
+    assert bnn.evaluate(x, y, link=link)[1].isfinite()
+
+
+@pytest.mark.parametrize("predictive", ["glm", "gp", "bnn", None])
+def test_no_predictions_is_the_centre(predictive):
+    """Which needs no curvature, and nothing that is random."""
+    bnn, x, y = classifier()
+    logits = bnn.to_module()(x).detach()
+    expected = logits.log_softmax(-1)
+    for _ in range(2):
+        found = bnn.predict(x, num_predictions=0, aggregate=False, predictive=predictive)
+        torch.testing.assert_close(found, logits[None])
+        found = bnn.predict(x, num_predictions=0, predictive=predictive)
+        torch.testing.assert_close(found.log_softmax(-1), expected)
+        _, log_likelihood = bnn.evaluate(x, y, 0, reduction="none", predictive=predictive)
+        torch.testing.assert_close(log_likelihood, expected.gather(1, y[:, None])[:, 0])
+        bnn.fit_curvature([(x, y)])
+        bnn.fit_gp([(x, y)])
+
+
+def test_no_predictions_of_a_refined_posterior_is_its_centre():
+    bnn, x, y = classifier("full")
+    bnn.fit_curvature([(x, y)])
+    refined = bnn.refine([(x, y)])
+    mean = refined.outputs(x)[0]
+    found = refined.predict(x, num_predictions=0)
+    torch.testing.assert_close(found.log_softmax(-1), mean.log_softmax(-1).to(found))

@@ -1,0 +1,240 @@
+"""HMC and NUTS over weights: exact moments, chains, thinning, ArviZ."""
+
+import functools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.mcmc import HMC
+from torch import nn
+
+import tyxe
+from tests.oracles.chains import KERNELS, NOISE, N, assert_moments, data, fitted, make
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_moments_are_those_of_the_exact_posterior(kernel):
+    x, y = data()
+    design = torch.cat([x, torch.ones(N, 1).double()], 1)
+    precision = design.T @ design / NOISE**2 + torch.eye(2).double() / 1.5**2
+    mean = torch.linalg.solve(precision, design.T @ y / NOISE**2).squeeze(-1)
+    bnn = make(KERNELS[kernel])
+    mcmc = bnn.fit([(x[:7], y[:7]), (x[7:], y[7:])], 500, warmup_steps=50, disable_progbar=True)
+    samples = mcmc.get_samples()
+    assert samples.keys() == {"net.weight", "net.bias"}
+    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
+    assert_moments(stacked, mean, torch.linalg.inv(precision))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_inferred_noise_has_the_exact_posterior(kernel):
+    # Weights integrated out in closed form; the noise's marginal by quadrature over its logarithm.
+    x, y = data()
+    design = torch.cat([x, torch.ones(N, 1).double()], 1)
+    prior = dist.LogNormal(-1.0, 0.5)
+    grid = torch.linspace(-3.5, 2.0, 2001).double()
+    log_density = torch.stack(
+        [
+            torch.distributions.MultivariateNormal(
+                torch.zeros(N).double(),
+                torch.exp(2 * s) * torch.eye(N).double() + 1.5**2 * design @ design.T,
+            ).log_prob(y.squeeze(-1))
+            for s in grid
+        ]
+    ) + dist.Normal(-1.0, 0.5).log_prob(grid)
+    weights = log_density.softmax(0)
+    mean = (weights * grid).sum()
+    variance = (weights * (grid - mean).square()).sum()
+    bnn = make(KERNELS[kernel], HomoskedasticGaussian(N, scale=prior))
+    mcmc = bnn.fit([data()], 1500, warmup_steps=200, disable_progbar=True)
+    samples = mcmc.get_samples()["likelihood.scale"].log()[:, None]
+    assert_moments(samples, mean[None], variance.reshape(1, 1))
+
+
+def test_predictions_are_the_net_at_samples_spread_evenly():
+    bnn, (x, _) = fitted(40), data()
+    samples = bnn.get_samples()
+
+    def at(index):
+        return x @ samples["net.weight"][index].T + samples["net.bias"][index]
+
+    # Four of forty: the middles of four blocks of ten.
+    outputs = bnn.predict(x, num_predictions=4, aggregate=False)
+    torch.testing.assert_close(outputs, torch.stack([at(i) for i in (5, 15, 25, 35)]))
+    everything = bnn.predict(x, num_predictions=40, aggregate=False)
+    torch.testing.assert_close(everything, torch.stack([at(i) for i in range(40)]))
+    mean, scale = bnn.predict(x, num_predictions=40, batch_size=5)
+    torch.testing.assert_close(mean, everything.mean(0))
+    torch.testing.assert_close(
+        scale.square(), everything.var(0, correction=0) + NOISE**2, rtol=1e-7, atol=0
+    )
+    vmapped = bnn.predict(x, num_predictions=40, aggregate=False, vectorize=True)
+    torch.testing.assert_close(vmapped, everything)
+
+
+def test_mean_and_exported_nets():
+    bnn, (x, _) = fitted(40), data()
+    samples = bnn.get_samples()
+    exported = bnn.to_module()
+    assert type(exported) is nn.Linear
+    torch.testing.assert_close(exported.weight.detach(), samples["net.weight"].mean(0))
+    torch.testing.assert_close(
+        bnn.predict(x, num_predictions=0, aggregate=False)[0], exported(x).detach()
+    )
+    drawn = bnn.to_module(sample=True).weight.detach()
+    assert (samples["net.weight"] == drawn).flatten(1).all(1).any()
+
+
+def test_evaluate_is_the_mixture_over_samples():
+    bnn, (x, y) = fitted(30), data()
+    outputs = bnn.predict(x, num_predictions=10, aggregate=False)
+    error, log_likelihood = bnn.evaluate(x, y, num_predictions=10)
+    each = dist.Normal(outputs, NOISE).log_prob(y).sum(-1)
+    torch.testing.assert_close(log_likelihood, (each.logsumexp(0) - math.log(10)).sum())
+    torch.testing.assert_close(error, (outputs.mean(0) - y).square().sum())
+
+
+def test_likelihoods_variables_are_sampled_and_used():
+    bnn = fitted(20, likelihood=HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)))
+    (x, _), samples = data(), bnn.get_samples()
+    assert samples.keys() == {"net.weight", "net.bias", "likelihood.scale"}
+    assert bool((samples["likelihood.scale"] > 0).all())
+    outputs = bnn.predict(x, num_predictions=20, aggregate=False)
+    _, scale = bnn.predict(x, num_predictions=20)
+    expected = outputs.var(0, correction=0) + samples["likelihood.scale"].square().mean()
+    torch.testing.assert_close(scale.square(), expected)
+
+
+# Pyro warns where there are no more processors than chains.
+@pytest.mark.filterwarnings("ignore:num_chains:UserWarning")
+@pytest.mark.parametrize("context", ["spawn", "fork"])
+def test_several_chains(context):
+    bnn = make()
+    mcmc = bnn.fit(
+        [data()], 25, warmup_steps=5, num_chains=2, mp_context=context, disable_progbar=True
+    )
+    assert mcmc.get_samples()["net.weight"].shape == (50, 1, 1)
+    assert bnn.get_samples()["net.weight"].shape == (50, 1, 1)
+    assert bnn.samples["net.weight"].shape == (2, 25, 1, 1)
+    first, second = bnn.samples["net.weight"]
+    assert not torch.equal(first, second)
+    # A thinned subset takes from both.
+    middle = bnn.predict(torch.zeros(1, 1).double(), num_predictions=2, aggregate=False)
+    biases = bnn.samples["net.bias"]
+    torch.testing.assert_close(
+        middle.flatten(), torch.stack([biases[0, 12], biases[1, 12]]).flatten()
+    )
+
+
+def test_chains_stay_apart_for_arviz():
+    arviz = pytest.importorskip("arviz", reason="needs the extra `mcmc`")
+    kernel = functools.partial(HMC, step_size=0.1, num_steps=8, adapt_step_size=False)
+    bnn = make(kernel, HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)))
+    # Two chains as fit stores them, without the processes of a parallel run.
+    chains = []
+    for seed in (1, 2):
+        pyro.set_rng_seed(seed)
+        bnn.fit([data()], 100, warmup_steps=30, disable_progbar=True)
+        chains.append({name: value[0].clone() for name, value in bnn.samples.items()})
+    bnn.samples.replace({name: torch.stack([c[name] for c in chains]) for name in chains[0]})
+    inference = bnn.to_arviz()
+    assert dict(inference.posterior.sizes)["chain"] == 2
+    assert dict(inference.posterior.sizes)["draw"] == 100
+    summary = arviz.summary(inference)
+    assert len(summary) == 3
+    assert {"net.weight[0, 0]", "net.bias[0]", "likelihood.scale"} == set(summary.index)
+    assert bool((summary["ess_bulk"] > 1).all())
+    assert bool(((summary["r_hat"] > 0.9) & (summary["r_hat"] < 1.2)).all())
+    flat = bnn.get_samples()["net.weight"].flatten()
+    assert summary.loc["net.weight[0, 0]", "mean"] == pytest.approx(flat.mean().item(), abs=1e-3)
+    # What r-hat is for: chains at different places (by ranks it stays below 2 for two chains).
+    bnn.samples.replace(
+        {"net.bias": torch.randn(2, 100, 1) + torch.tensor([0.0, 9.0])[:, None, None]}
+    )
+    assert arviz.summary(bnn.to_arviz())["r_hat"].item() > 1.5
+
+
+def test_hidden_parameters_stay_and_batchnorm_is_out_of_it():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3))
+    bnn = tyxe.MCMC_BNN(
+        net, prior, Categorical(N), functools.partial(HMC, step_size=0.02, num_steps=2)
+    )
+    before = {name: value.clone() for name, value in bnn.net.state_dict().items()}
+    x, y = torch.randn(N, 2), torch.arange(N) % 3
+    with pytest.warns(tyxe.TyxeWarning, match=r"MCMC does not fit 1.weight, 1.bias"):
+        mcmc = bnn.fit([(x, y)], 5, warmup_steps=2, disable_progbar=True)
+    assert mcmc.get_samples().keys() == {"net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"}
+    assert all(torch.equal(value, before[n]) for n, value in bnn.net.state_dict().items())
+    assert all(module.training for module in bnn.modules())
+
+
+def test_a_hierarchical_prior_is_sampled_with_its_hyperparameters():
+    def prior(name, module, param):
+        def statements():
+            scale = pyro.sample(f"{name}.scale", dist.LogNormal(torch.zeros(()).double(), 1.0))
+            return dist.Normal(0.0, scale).expand(param.shape)
+
+        return statements
+
+    bnn = tyxe.MCMC_BNN(
+        nn.Linear(1, 1).double(),
+        tyxe.priors.LambdaPrior(prior),
+        HomoskedasticGaussian(N, scale=NOISE),
+        functools.partial(HMC, step_size=0.05, num_steps=3),
+    )
+    bnn.fit([data()], 8, warmup_steps=2, disable_progbar=True)
+    assert bnn.get_samples().keys() == {
+        "net.weight.scale",
+        "net.weight",
+        "net.bias.scale",
+        "net.bias",
+    }
+    assert bnn.predict(data()[0], num_predictions=3, aggregate=False).shape == (3, N, 1)
+
+
+def test_a_second_fit_replaces_the_samples():
+    bnn = fitted(10)
+    first = bnn.get_samples()["net.weight"]
+    bnn.fit([data()], 6, warmup_steps=2, disable_progbar=True)
+    assert len(first) == 10
+    assert len(bnn.get_samples()["net.weight"]) == 6
+
+
+def test_an_interrupted_fit_keeps_the_old_samples_and_modes():
+    bnn = fitted(5)
+    before = bnn.get_samples()["net.weight"].clone()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bnn.fit([data()], 5, warmup_steps=1, disable_progbar=True, hook_fn=interrupt)
+    assert torch.equal(bnn.get_samples()["net.weight"], before)
+    assert all(module.training for module in bnn.modules())
+    assert all(isinstance(p, nn.Parameter) for p in bnn.net._parameters.values())
+
+
+def test_one_batch_instead_of_a_loader():
+    bnn, (x, y) = make(), data()
+    bnn.fit((x, y), 3, batch_data=True, warmup_steps=1, disable_progbar=True)
+    assert len(bnn.get_samples()["net.weight"]) == 3
+
+
+def test_forward_draws_from_the_samples():
+    bnn, (x, _) = fitted(40), data()
+    everything = bnn.predict(x, num_predictions=40, aggregate=False)
+    drawn = torch.stack([bnn(x) for _ in range(30)])
+    distances = (drawn[:, None] - everything).abs().amax((2, 3))
+    assert bool((distances.min(1).values < 1e-12).all())
+    # Thirty times the same one of forty samples is no draw.
+    assert len(distances.argmin(1).unique()) > 5
+    nets = {bnn.to_module(sample=True).weight.item() for _ in range(30)}
+    assert nets <= set(bnn.get_samples()["net.weight"].flatten().tolist())
+    assert len(nets) > 5
+    with pytest.raises(RuntimeError, match="no samples yet"):
+        make()(x)

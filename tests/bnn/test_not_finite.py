@@ -1,0 +1,90 @@
+"""Losses, draws and gradients that are not finite stop a fit, which keeps what it had."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tests.oracles.rejections import ADAM, X, Y, make
+
+
+class Explodes(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+        self.value, self.calls = value, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        output = self.head(self.norm(self.layer(x)))
+        return output * self.value if self.training and self.calls > 3 else output
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_parameters(value):
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn, reference = (make(Explodes(value), prior) for _ in range(2))
+    reference.load_state_dict(bnn.state_dict())
+    pyro.set_rng_seed(1)
+    reference.fit([(X, Y)], ADAM, 3, beta=0.0)
+    pyro.set_rng_seed(1)
+    with pytest.raises(RuntimeError, match=r"site 'likelihood.data' is -?(nan|inf)") as error:
+        bnn.fit([(X, Y)], ADAM, 10, beta=0.0)
+    assert "parameters are those before this step" in str(error.value)
+    for name, expected in reference.state_dict().items():
+        if isinstance(expected, torch.Tensor):  # BatchNorm's statistics among them
+            torch.testing.assert_close(bnn.state_dict()[name], expected, rtol=0, atol=0, msg=name)
+    assert all(module.training for module in bnn.modules())
+
+
+def test_statistics_are_those_before_a_batch_that_is_not_finite():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), prior)
+    broken = X.clone()
+    broken[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="look for inputs or targets that are not finite"):
+        bnn.fit([(X, Y), (broken, Y)], ADAM, 1)
+    assert bnn.net[1].num_batches_tracked == 1
+    assert bool(bnn.net[1].running_mean.isfinite().all())
+    assert bool(bnn.predict(X)[0].isfinite().all())
+
+
+def test_non_finite_draws_are_named():
+    bnn = make()
+    with torch.no_grad():
+        bnn.net_guide.locs["2.weight"].fill_(float("nan"))
+    with pytest.raises(RuntimeError, match=r"non-finite draws of net\.2\.weight"):
+        bnn.fit([(X, Y)], ADAM, 1)
+
+
+def test_non_finite_kl_is_named():
+    bnn = make()
+    with torch.no_grad():
+        bnn.net_guide.locs["0.bias"].fill_(1e25)  # behind a tanh: the outputs are finite
+    before = {n: v.clone() for n, v in bnn.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"KL is not finite at net\.0\.bias\."):
+        bnn.fit([(X, Y)], ADAM, 1)
+    assert all(torch.equal(v, before[n]) for n, v in bnn.named_parameters())
+
+
+class RootOfZero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.offset = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.layer(x) + (self.offset(x) * 0).sqrt()  # finite, but its gradient is not
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    bnn = make(RootOfZero())
+    before = {n: v.clone() for n, v in bnn.named_parameters()}
+    with pytest.raises(
+        RuntimeError, match=r"gradient is not finite at net_guide\.locs\.offset\.weight"
+    ):
+        bnn.fit([(X, Y)], ADAM, 1)
+    assert all(torch.equal(v, before[n]) for n, v in bnn.named_parameters())

@@ -1,0 +1,202 @@
+"""Optimisers in every spelling: rates by kind, clipping, schedules and their state."""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal
+from torch import nn
+
+import tyxe
+from tests.oracles.fits import ADAM, X, Y, assert_equal, fitted, make, trainable
+from tyxe.bnn import elbo_terms
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import HomoskedasticGaussian
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+SAME_ADAM = {
+    "class with defaults": lambda bnn: torch.optim.Adam,
+    "partial": lambda bnn: functools.partial(torch.optim.Adam, lr=1e-3),
+    "function": lambda bnn: lambda groups: torch.optim.Adam(groups, lr=1e-3),
+    "instance": lambda bnn: torch.optim.Adam(bnn.parameters(), lr=1e-3),
+    "pyro, a dictionary": lambda bnn: pyro.optim.Adam({"lr": 1e-3}),
+    "pyro, a function of the name": lambda bnn: pyro.optim.Adam(lambda name: {"lr": 1e-3}),
+    "pyro, of module and name": lambda bnn: pyro.optim.Adam(lambda module, name: {"lr": 1e-3}),
+    "pyro, any class": lambda bnn: pyro.optim.PyroOptim(torch.optim.Adam, {"lr": 1e-3}),
+    "pyro, a constant schedule": lambda bnn: pyro.optim.ExponentialLR(
+        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 1e-3}, "gamma": 0.5}
+    ),
+}
+
+
+@pytest.mark.parametrize("optim", SAME_ADAM)
+def test_every_spelling_of_adam_is_adam(optim):
+    bnn = make()
+    start = trainable(bnn)
+    pyro.set_rng_seed(7)
+    optimizer = torch.optim.Adam([p for p in bnn.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(3):
+        for rows in (slice(0, 6), slice(6, 10)):
+            optimizer.zero_grad()
+            terms = elbo_terms(bnn.model, bnn.guide, X[rows], Y[rows])
+            ((terms.kl - terms.data) / 10).backward()
+            optimizer.step()
+    by_hand = trainable(bnn)
+    found = fitted(SAME_ADAM[optim])
+    assert_equal(found, by_hand, rtol=1e-5, atol=1e-7)
+    assert all(not torch.equal(found[name], start[name]) for name in start)
+
+
+def test_pyro_function_of_the_name_sets_rates():
+    def rates(name):
+        return {"lr": 0.0 if name.startswith("net.") else 0.1}
+
+    start, end = trainable(make()), fitted(lambda bnn: pyro.optim.Adam(rates))
+    for name in start:
+        assert torch.equal(start[name], end[name]) == name.startswith("net."), name
+
+
+def test_pyros_clipped_adam():
+    optim = pyro.optim.ClippedAdam({"lr": 0.01, "clip_norm": 1.0, "lrd": 0.9})
+    bnn = make()
+    bnn.fit([(X, Y)], optim, 3)
+    assert isinstance(bnn.optimizer, pyro.optim.clipped_adam.ClippedAdam)
+    assert bnn.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**3)
+
+
+def test_pyro_scheduler_is_stepped_by_the_caller():
+    optim = pyro.optim.ExponentialLR(
+        {"optimizer": torch.optim.SGD, "optim_args": {"lr": 0.1}, "gamma": 0.5}
+    )
+    bnn, rates = make(), []
+
+    def callback(bnn, epoch, loss):
+        rates.append(bnn.optimizer.param_groups[0]["lr"])
+        optim.step()
+
+    bnn.fit([(X, Y)], optim, 4, callback)
+    assert rates == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+
+
+def test_torch_scheduler_over_an_instance():
+    bnn, rates = make(), []
+    optimizer = torch.optim.SGD(bnn.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+    def callback(bnn, epoch, loss):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+
+    bnn.fit([(X, Y)], optimizer, 3, callback)
+    assert rates == pytest.approx([0.1, 0.01, 0.001])
+
+
+def test_clip_norm_clips_all_parameters_together():
+    bnn = make()
+    start = trainable(bnn)
+    bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=1.0), 1, clip_norm=1e-2)
+    moved = torch.cat([(v - start[n]).flatten() for n, v in trainable(bnn).items()])
+    assert moved.norm() == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_second_fit_with_a_pyro_optimiser_goes_on_with_its_state():
+    optim, bnn = pyro.optim.Adam({"lr": 0.01}), make()
+    loader = [(X, Y)]
+    bnn.fit(loader, optim, 2)
+    first = bnn.optimizer
+    bnn.fit(loader, optim, 3)
+    assert bnn.optimizer is first
+    assert {state["step"].item() for state in first.state.values()} == {5}
+
+
+def test_second_fit_with_a_class_starts_afresh():
+    bnn = make()
+    bnn.fit([(X, Y)], ADAM, 2)
+    bnn.fit([(X, Y)], ADAM, 3)
+    assert {state["step"].item() for state in bnn.optimizer.state.values()} == {3}
+
+
+def test_one_pyro_optimiser_serves_two_bnns():
+    optim, left, right = pyro.optim.Adam({"lr": 0.01}), make(), make()
+    left.fit([(X, Y)], optim, 1)
+    before = trainable(left)
+    right.fit([(X, Y)], optim, 1)
+    assert left.optimizer is not right.optimizer
+    assert_equal(trainable(left), before)
+
+
+def rates_of(bnn):
+    """The learning rate of each parameter by name."""
+    rates = {id(p): group["lr"] for group in bnn.optimizer.param_groups for p in group["params"]}
+    return {n: rates[id(p)] for n, p in bnn.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoDiagonalNormal])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1),
+        pyro.optim.SGD({"lr": 0.1}),
+        pyro.optim.SGD(lambda name: {"lr": 0.1}),
+    ],
+)
+def test_rates_by_kind(optim, guide):
+    bnn = make(guide=guide)
+    bnn.fit([(X, Y)], optim, 1, lr_multipliers={"loc": 0.5, "scale": 10, "deterministic": 2})
+    rates = rates_of(bnn)
+    kinds = {0.05: set(), 1.0: set(), 0.2: set()}
+    for name, rate in rates.items():
+        kinds[round(rate, 9)].add(name)
+    assert kinds[0.2] == {"net.1.weight", "net.1.bias"}
+    assert kinds[1.0] == {n for n in rates if "scale" in n}
+    assert kinds[0.05] == {n for n in rates if "loc" in n}
+    assert all(kinds.values())
+
+
+def test_kinds_not_named_keep_their_rate():
+    bnn = make()
+    bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.1), 1, lr_multipliers={"scale": 10})
+    for name, rate in rates_of(bnn).items():
+        assert rate == pytest.approx(1.0 if "scale" in name else 0.1), name
+
+
+def test_likelihoods_variables_have_kinds_too():
+    likelihood = HomoskedasticGaussian(10, scale=dist.LogNormal(0.0, 1.0))
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, AutoNormal, AutoNormal
+    )
+    optim = functools.partial(torch.optim.SGD, lr=0.01)
+    bnn.fit([(X, X[:, :1])], optim, 1, lr_multipliers={"scale": 10})
+    rates = rates_of(bnn)
+    assert rates["likelihood_guide.locs.scale"] == pytest.approx(0.01)
+    assert rates["likelihood_guide.unconstrained_scales.scale"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        lambda: pyro.optim.Adam({"lr": 0.01}),
+        lambda: pyro.optim.Adam(lambda name: {"lr": 0.01}),
+        lambda: pyro.optim.ExponentialLR(
+            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.01}, "gamma": 0.9}
+        ),
+    ],
+)
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_pyro_optimiser_trains_parameters_set_free_since(optim, layer):
+    hide = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_modules=["0", "1"])
+    bnn, optim = make(prior=hide), optim()
+    held = bnn.net[0] if layer == 0 else bnn.net_guide.locs
+    for parameter in held.parameters():
+        parameter.requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in held.parameters()]
+    bnn.fit([(X, Y)], optim, 1)
+    assert all(map(torch.equal, held.parameters(), before))
+    for parameter in held.parameters():
+        parameter.requires_grad_(True)
+    start = trainable(bnn)
+    bnn.fit([(X, Y)], optim, 1)
+    assert not any(torch.equal(value, start[name]) for name, value in trainable(bnn).items())

@@ -1,0 +1,320 @@
+"""Two local processes, each with half of every batch, make the step that one makes on all of it."""
+
+import functools
+import warnings
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import tyxe
+from tyxe.bnn.elbo import elbo_terms
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+from tyxe.poutine import flipout, local_reparameterization, variational_laplace
+
+N, BATCH, WORLD = 16, 8, 2
+SEED = torch.Generator().manual_seed(0)
+X = torch.randn(N, 3, generator=SEED, dtype=torch.float64)
+CLASSES = torch.randint(3, (N,), generator=SEED)
+VALUES = torch.randn(N, 1, generator=SEED, dtype=torch.float64)
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+STUDENT = tyxe.priors.IIDPrior(dist.StudentT(3.0))  # no closed form: the KL is sampled
+ML = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
+HEAD = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), expose=["2.*"])
+NORMAL = functools.partial(AutoNormal, init_scale=0.3)
+LOW_RANK = functools.partial(AutoLowRankMultivariateNormal, rank=2)
+UNIT = torch.ones((), dtype=torch.float64)
+NOISE = functools.partial(HomoskedasticGaussian, scale=dist.LogNormal(0 * UNIT, UNIT))
+
+
+def mlp(outputs, *middle):
+    return nn.Sequential(nn.Linear(3, 4), *(middle or [nn.Tanh()]), nn.Linear(4, outputs)).double()
+
+
+def make(prior=PRIOR, guide=NORMAL, likelihood=Categorical, noise=None, middle=()):
+    torch.manual_seed(0)
+    net = mlp(1 if likelihood is NOISE else 3, *middle)
+    return tyxe.VariationalBNN(net, prior, likelihood(N), guide, noise)
+
+
+def batches(targets, rank=None):
+    """What a process sees: all of each batch, or every second row of it."""
+    rows = slice(None) if rank is None else slice(rank, None, WORLD)
+    pairs = zip(X.split(BATCH), targets.split(BATCH), strict=True)
+    return [(x[rows], y[rows]) for x, y in pairs]
+
+
+# By name: how a BNN is made, and how it is fitted.
+SAME_DRAWS = {
+    "mean field": ({}, {}),
+    "sampled KL": ({"prior": STUDENT}, {}),
+    "closed form refused": ({}, {"closed_form_kl": False}),
+    "two particles": ({}, {"num_particles": 2}),
+    "beta and clipping": ({}, {"beta": lambda e: 0.5 + e, "clip_norm": 0.1}),
+    "the head, the rest deterministic": ({"prior": HEAD}, {"lr_multipliers": {"scale": 3.0}}),
+    "maximum likelihood": ({"prior": ML, "guide": None}, {}),
+    "MAP": ({"guide": AutoDelta}, {}),
+    "low rank": ({"guide": LOW_RANK}, {}),
+    "inferred noise": ({"likelihood": NOISE, "noise": NORMAL}, {}),
+}
+# These sample within the net, or normalise by batch: what a row meets depends on its process.
+OWN_DRAWS = {
+    "mean field": ({}, nullcontext),
+    "sampled KL": ({"prior": STUDENT}, nullcontext),
+    "local reparameterisation": ({}, local_reparameterization),
+    "flipout": ({}, flipout),
+    "variational Laplace": ({}, variational_laplace),  # its pseudo-labels are drawn
+    "dropout": ({"middle": (nn.Dropout(0.5),)}, nullcontext),
+    "BatchNorm": ({"middle": (nn.BatchNorm1d(4), nn.Tanh())}, nullcontext),
+}
+
+
+def parameters(module):
+    return {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
+
+
+def fit_same(name, rank, **parallel):
+    """Two epochs of two batches, each process with the same generator."""
+    parts, options = SAME_DRAWS[name]
+    bnn = make(**parts)
+    targets = VALUES if parts.get("likelihood") is NOISE else CLASSES
+    torch.manual_seed(7)
+    history = bnn.fit(batches(targets, rank), SGD, 2, **options, **parallel)
+    return parameters(bnn), vars(history)
+
+
+def step_own(name, rank, **parallel):
+    """One step, each process with its own generator."""
+    parts, handler = OWN_DRAWS[name]
+    bnn = make(**parts)
+    torch.manual_seed(7 + rank)
+    with handler():
+        bnn.fit(batches(CLASSES, rank)[:1], SGD, 1, **parallel)
+    return parameters(bnn)
+
+
+def loop(rank, wrapper):
+    """A loop of one's own, with `PytorchBNN` as a part of the net."""
+    torch.manual_seed(0)
+    bnn = tyxe.PytorchBNN(nn.Linear(4, 3).double(), PRIOR, NORMAL)
+    model = nn.Sequential(nn.Linear(3, 4).double(), nn.Tanh(), bnn)
+    forward, optimizer = wrapper(model), SGD(model.parameters())
+    torch.manual_seed(7)
+    for x, y in batches(CLASSES, rank):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(forward(x), y) + bnn.cached_kl_loss / N
+        loss.backward()
+        optimizer.step()
+    return parameters(model)
+
+
+class Objective(nn.Module):
+    """What a process trains in a loop of its own: minus the ELBO of its share of the batch."""
+
+    def __init__(self, bnn):
+        super().__init__()
+        self.bnn = bnn
+
+    def forward(self, x, y):
+        terms = elbo_terms(self.bnn.model, self.bnn.guide, x, y)
+        return terms.kl - terms.data
+
+
+def laplace_gradients(rank, wrapper):
+    """The gradients of variational Laplace, whose pseudo-labels each process draws for itself."""
+    model = wrapper(Objective(make()))
+    torch.manual_seed(7 + rank)
+    with variational_laplace():
+        model(*batches(CLASSES, rank)[0]).backward()
+    return {
+        n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def refused(loader, **parallel):
+    """The error of a fit, and whether its parameters stayed as they were."""
+    bnn = make()
+    before = parameters(bnn)
+    with pytest.raises(ValueError, match="processes") as error:
+        bnn.fit(loader, SGD, 1, **parallel)
+    after = parameters(bnn)
+    return str(error.value), all(torch.equal(before[n], after[n]) for n in before)
+
+
+def sampled(rank, **parallel):
+    """The history of PyTorch's recipe: a loader whose sampler shuffles, apart for each process."""
+    dataset = TensorDataset(X, CLASSES)
+    world = WORLD if parallel else 1
+    sampler = DistributedSampler(dataset, world, rank if parallel else 0)
+    bnn = make()
+    torch.manual_seed(7)
+    loader = DataLoader(dataset, BATCH // world, sampler=sampler)
+    return vars(bnn.fit(loader, SGD, 3, **parallel))
+
+
+def padded(rank):
+    """The warnings of a fit on 15 points, of which the sampler makes 16."""
+    dataset = TensorDataset(X[:-1], CLASSES[:-1])
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, WORLD, rank))
+    bnn = make(likelihood=lambda _: Categorical(15))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        bnn.fit(loader, SGD, 1, parallel=DistributedDataParallel)
+    return [str(warning.message) for warning in found]
+
+
+def work(rank):
+    parallel = {"parallel": DistributedDataParallel}
+    ours = batches(CLASSES, rank)
+    uneven = [(X[:4], CLASSES[:4]) if rank else (X[:3], CLASSES[:3])]
+    different = make()
+    if rank:
+        nn.init.zeros_(next(p for p in different.parameters() if p.requires_grad))
+    different.fit(ours, SGD, 0, **parallel)
+    alone = make()
+    alone.fit(ours, SGD, 1, **parallel)
+    if rank == 0:  # nothing of the first fit waits for the other process
+        alone.fit(batches(CLASSES), SGD, 1)
+    return {
+        "same": {name: fit_same(name, rank, **parallel) for name in SAME_DRAWS},
+        "own": {name: step_own(name, rank, **parallel) for name in OWN_DRAWS},
+        "loop": loop(rank, DistributedDataParallel),
+        "gradients": laplace_gradients(rank, DistributedDataParallel),
+        "sampled": sampled(rank, **parallel),
+        "padded": padded(rank),
+        "sizes": refused(uneven, **parallel),
+        "counts": refused(ours[: 2 - rank], **parallel),
+        "start": parameters(different),
+    }
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", WORLD)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    torch.save(work(rank), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory):
+    """What each of the two processes found."""
+    folder: Path = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+def assert_equal(left, right):
+    """Up to the order of sums in float64."""
+    assert left.keys() == right.keys()
+    assert left
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("name", SAME_DRAWS)
+def test_the_same_draws_make_the_step_of_one_process(found, name):
+    parameters, history = fit_same(name, None)
+    for process in found:
+        assert_equal(process["same"][name][0], parameters)
+        for term, values in process["same"][name][1].items():
+            assert values == pytest.approx(history[term], rel=1e-12)
+    assert found[0]["same"][name][1] == found[1]["same"][name][1]
+
+
+@pytest.mark.parametrize("name", OWN_DRAWS)
+def test_own_draws_make_the_average_of_the_steps(found, name):
+    """A step of SGD is linear in the gradient, so the mean of the ends is the end of the mean."""
+    ends = [step_own(name, rank) for rank in range(WORLD)]
+    mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
+    assert any(not torch.equal(ends[0][n], ends[1][n]) for n in mean)
+    for process in found:
+        assert_equal(process["own"][name], mean)
+
+
+def test_a_loop_of_ones_own(found):
+    whole = loop(None, lambda model: model)
+    for process in found:
+        assert_equal(process["loop"], whole)
+
+
+def test_the_gradients_of_an_objective_of_ones_own_are_averaged(found):
+    first, second = (laplace_gradients(rank, lambda model: model) for rank in range(WORLD))
+    mean = {n: (gradient + second[n]) / 2 for n, gradient in first.items()}
+    for process in found:
+        assert_equal(process["gradients"], mean)
+
+
+def test_pytorchs_sampler_deals_the_batches_of_one_process(found):
+    whole = sampled(0)
+    for process in found:
+        for term, values in process["sampled"].items():
+            assert values == pytest.approx(whole[term], rel=1e-12)
+
+
+def test_batches_of_other_sizes_are_refused_by_all(found):
+    for process in found:
+        message, unchanged = process["sizes"]
+        assert "3, 4 points" in message
+        assert "that 2 divides" in message
+        assert unchanged
+
+
+def test_other_numbers_of_batches_are_refused_by_all(found):
+    """Two batches against one: the first step is made, then all stop instead of one waiting."""
+    for process in found:
+        assert "no batch left" in process["counts"][0]
+
+
+def test_points_that_the_sampler_repeats_are_warned_of(found):
+    for process in found:
+        (message,) = process["padded"]
+        assert "an epoch had 16 points" in message
+        assert "dataset_size=15" in message
+
+
+def test_all_start_where_the_first_does(found):
+    assert_equal(found[1]["start"], found[0]["start"])
+    assert_equal(found[0]["start"], parameters(make()))
+
+
+def test_each_epoch_is_shuffled_anew():
+    dataset = TensorDataset(X, CLASSES)
+    sampler = DistributedSampler(dataset, 1, 0)
+    orders = []
+
+    def see(bnn, epoch, loss):
+        orders.append(list(sampler))
+
+    make().fit(DataLoader(dataset, BATCH, sampler=sampler), SGD, 2, see)
+    assert orders[0] != orders[1]
+    sampler.set_epoch(0)
+    assert orders[0] == list(sampler)
+
+
+@pytest.mark.parametrize(
+    "given", [True, lambda objective: objective, nn.Linear(1, 1)], ids=["flag", "other", "instance"]
+)
+def test_parallel_is_the_class(given):
+    with pytest.raises(TypeError, match="parallel=DistributedDataParallel"):
+        make().fit(batches(CLASSES), SGD, 1, parallel=given)
+
+
+def test_a_part_of_the_data_without_averaging_is_warned_of():
+    dataset = TensorDataset(X, CLASSES)
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, WORLD, 0))
+    with pytest.warns(tyxe.TyxeWarning, match="parallel=DistributedDataParallel"):
+        make().fit(loader, SGD, 1)

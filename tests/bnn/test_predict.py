@@ -1,0 +1,276 @@
+"""`predict`: one set of draws however the rows are cut."""
+
+import copy
+import math
+
+import pyro
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import tyxe
+from tests.oracles.predictions import N, S, inputs, make, net, seeded
+from tyxe.likelihoods import (
+    Categorical,
+    HomoskedasticGaussian,
+)
+
+HOW = {
+    "vectorize": {"vectorize": True},
+    "loop": {"vectorize": False},
+    "chunks of rows": {"batch_size": 3},
+    "one row at a time": {"batch_size": 1},
+    "vectorized chunks": {"vectorize": True, "batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+@pytest.mark.parametrize("draws", [1, 5, 19])  # fewer and more than one chunk of vmap
+@pytest.mark.parametrize("how", HOW)
+def test_numbers_depend_on_the_seed_alone(how, draws, aggregate):
+    bnn, x = make(), inputs()
+    options = {"num_predictions": draws, "aggregate": aggregate}
+    expected = seeded(bnn.predict, x, **options)
+    found = seeded(bnn.predict, x, **options, **HOW[how])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+LOADERS = {
+    "DataLoader of pairs": lambda x: DataLoader(TensorDataset(x, torch.zeros(N)), batch_size=4),
+    "DataLoader of inputs": lambda x: DataLoader(x, batch_size=4),
+    "generator": lambda x: ((part, None) for part in x.split(4)),
+    "iterator of tensors": lambda x: iter(x.split(4)),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_loader_stands_in_for_inputs(loader):
+    bnn, x = make(), inputs()
+    expected = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
+    found = seeded(bnn.predict, LOADERS[loader](x), num_predictions=S, aggregate=False)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("guide", [AutoDelta, AutoLowRankMultivariateNormal])
+def test_vmapped_is_looped_for_pyros_guides(guide):
+    bnn, x = make(guide=guide), inputs()
+    looped = seeded(bnn.predict, x, num_predictions=S, aggregate=False, vectorize=False)
+    vmapped = seeded(bnn.predict, x, num_predictions=S, aggregate=False, vectorize=True)
+    torch.testing.assert_close(vmapped, looped, rtol=1e-12, atol=1e-14)
+
+
+def test_vmapped_is_looped_for_a_convolution_with_batchnorm():
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)
+    ).double()
+    bnn, x = make(module), torch.randn(6, 1, 5, 5).double()
+    looped = seeded(bnn.predict, x, num_predictions=S, aggregate=False, vectorize=False)
+    vmapped = seeded(bnn.predict, x, num_predictions=S, aggregate=False, vectorize=True)
+    torch.testing.assert_close(vmapped, looped, rtol=1e-12, atol=1e-13)
+
+
+def test_draws_are_shared_by_rows_and_differ_among_predictions():
+    bnn = make()
+    x = inputs()[:1].expand(3, -1)
+    outputs = bnn.predict(x, num_predictions=4, aggregate=False)
+    torch.testing.assert_close(outputs[:, 0], outputs[:, 2], rtol=1e-12, atol=0)
+    assert (outputs[0] - outputs[1]).abs().min() > 0
+
+
+def test_outputs_are_the_net_at_the_guides_draws():
+    bnn, x, plain = make(), inputs(), net()
+    outputs = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
+    pyro.set_rng_seed(5)
+    for output in outputs:
+        values = {name: value.detach() for name, value in bnn.guide().items()}
+        own = {name.removeprefix("net."): value for name, value in values.items()}
+        by_hand = torch.func.functional_call(plain, own, (x,))
+        torch.testing.assert_close(output, by_hand, rtol=1e-12, atol=1e-14)
+
+
+def test_no_predictions_is_the_net_at_the_mean():
+    bnn, x = make(), inputs()
+    means = {name: bnn.net_guide.get_loc(name).detach() for name in bnn.net_prior.names()}
+    by_hand = torch.func.functional_call(net(), means, (x,))
+    raw = bnn.predict(x, num_predictions=0, aggregate=False)
+    torch.testing.assert_close(raw, by_hand[None])
+    torch.testing.assert_close(bnn.predict(x, num_predictions=0), by_hand.log_softmax(-1))
+
+
+def test_negative_number_of_draws():
+    with pytest.raises(ValueError, match="num_predictions is -1"):
+        make().predict(inputs(), num_predictions=-1)
+
+
+def test_empty_loader():
+    bnn = make()
+    with pytest.raises(ValueError, match="loader is empty"):
+        bnn.predict(iter([]))
+    with pytest.raises(ValueError, match="loader is empty"):
+        bnn.evaluate(iter([]))
+
+
+def test_handlers_are_active_in_predict():
+    bnn, x = make(), inputs()[:1].expand(3, -1)
+    with tyxe.poutine.report() as report, tyxe.poutine.local_reparameterization():
+        outputs = bnn.predict(x, num_predictions=2, aggregate=False)
+        means = bnn.predict(x, num_predictions=0, aggregate=False)
+    assert {row.treatment for row in report} == {"moments", "drawn"}  # drawn: at the mean
+    assert (outputs[:, 0] - outputs[:, 1]).abs().min() > 0  # noise of its own for each row
+    torch.testing.assert_close(means[:, 0], means[:, 1])
+    with (
+        pytest.raises(ValueError, match="vectorize=True needs drawn weights"),
+        tyxe.poutine.local_reparameterization(),
+    ):
+        bnn.predict(x, vectorize=True)
+
+
+def test_no_gradient_and_no_graph():
+    bnn = make()
+    assert not bnn.predict(inputs()).requires_grad
+    error, log_likelihood = bnn.evaluate(inputs(), torch.zeros(N).long())
+    assert not error.requires_grad
+    assert not log_likelihood.requires_grad
+
+
+def norm_net():
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("modes", ["train", "eval", "mixed"])
+def test_predict_is_in_eval_mode_and_gives_modes_back(modes):
+    bnn, x = make(norm_net().double()), inputs()
+    bnn.train(modes != "eval")
+    if modes == "mixed":
+        bnn.net[1].eval()
+    before = {name: module.training for name, module in bnn.named_modules()}
+    state = copy.deepcopy(bnn.state_dict())
+    first, second = (seeded(bnn.predict, x, num_predictions=2) for _ in range(2))
+    seeded(bnn.evaluate, x, torch.zeros(N).long())
+    assert torch.equal(first, second)  # no dropout
+    assert {name: module.training for name, module in bnn.named_modules()} == before
+    for name, value in bnn.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, state[name]), name
+
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.broken = nn.Linear(2, 3), False
+
+    def forward(self, x):
+        if self.broken:
+            raise RuntimeError("out of order")
+        return self.layer(x)
+
+
+def test_modes_and_parameters_come_back_when_the_net_raises():
+    bnn = make(Fails().double())
+    bnn.net.broken = True
+    parameters = dict(bnn.net.named_parameters())
+    for call in (bnn.predict, lambda x: bnn.evaluate(x, torch.zeros(N).long())):
+        with pytest.raises(RuntimeError, match="out of order"):
+            call(inputs())
+        assert all(module.training for module in bnn.modules())
+        assert dict(bnn.net.named_parameters()).keys() == parameters.keys()
+        assert all(p is parameters[n] for n, p in bnn.net.named_parameters())
+        assert torch.is_grad_enabled()
+
+
+class Jittered(Dataset):
+    """Data whose transform draws from torch's global generator, and keeps what it gave."""
+
+    def __init__(self):
+        self.given = []
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        x = 1.0 + torch.rand(1).double()
+        self.given.append(x)
+        return x, 0.0
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_a_loaders_randomness_goes_on_while_the_draws_are_the_same(vectorize):
+    bnn = make(nn.Linear(1, 1, bias=False), HomoskedasticGaussian(6, scale=0.1))
+    dataset = Jittered()
+    outputs = bnn.predict(
+        DataLoader(dataset, batch_size=2), num_predictions=3, aggregate=False, vectorize=vectorize
+    )
+    x = torch.stack(dataset.given)
+    assert len(x.unique()) == len(x) == 6
+    weights = outputs / x
+    torch.testing.assert_close(weights, weights[:, :1].expand_as(weights))
+    assert len(weights[:, 0].unique()) == 3
+
+
+@pytest.mark.parametrize("handler", ["local_reparameterization", "flipout"])
+def test_noise_of_a_handler_is_not_repeated_in_the_next_chunk(handler):
+    bnn = make(nn.Linear(4, 1, bias=False), HomoskedasticGaussian(6, scale=0.1))
+    x = torch.ones(6, 4).double()
+
+    def noise(**options):
+        with getattr(tyxe.poutine, handler)():
+            return bnn.predict(x, num_predictions=3, aggregate=False, **options)
+
+    for outputs in (noise(batch_size=2), noise(batch_size=1)):
+        pieces = outputs.flatten(1).T  # equal rows, of three draws
+        distances = torch.cdist(pieces, pieces)[~torch.eye(6, dtype=torch.bool)]
+        assert bool((distances > 0).all())
+
+
+def test_a_list_of_pairs_is_a_loader_as_in_fit():
+    bnn, x, y = make(), inputs(), torch.randint(3, (N,))
+    whole = seeded(bnn.evaluate, x, y, S)
+    parts = seeded(bnn.evaluate, [(x[:4], y[:4]), (x[4:], y[4:])], None, S)
+    torch.testing.assert_close(parts, whole)
+
+
+class Signed(nn.Module):
+    """Takes a tensor, a number, a flag and maybe another tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x, sign, flag, other=None):
+        assert flag == "on"
+        return sign * self.inner(x if other is None else x + other)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, N, 2 * N])
+def test_arguments_without_rows_go_into_every_piece(batch_size):
+    bnn, x = make(Signed()), inputs()
+    for arguments in ((x, -1, "on"), (x, torch.tensor(-1.0).double(), "on", x), (x, 2, "on", None)):
+        whole = seeded(bnn.predict, *arguments, num_predictions=S)
+        found = seeded(bnn.predict, *arguments, num_predictions=S, batch_size=batch_size)
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_inputs_without_one_number_of_rows_are_not_cut():
+    bnn, x = make(Signed()), inputs()
+    with pytest.raises(ValueError, match="the inputs have 10 and 11 rows; batch_size cuts"):
+        bnn.predict(x, 1, "on", x[1:], batch_size=4)
+    with pytest.raises(ValueError, match="the inputs have no rows"):
+        bnn.predict(1, batch_size=4)
+
+
+def test_samples_of_gaussian_outputs_are_others_for_other_batch_sizes():
+    """As documented: each row has samples of its own, so they agree within their error."""
+    bnn, x = make(likelihood=Categorical(N)), inputs()
+    count = 4_000
+    options = {"predictive": "glm", "num_predictions": count}
+    whole = seeded(bnn.predict, x, **options).exp()
+    pieces = seeded(bnn.predict, x, batch_size=4, **options).exp()
+    outputs = bnn.predict(x, aggregate=False, **options)
+    error = outputs.softmax(-1).std(0) * math.sqrt(2 / count)
+    assert not torch.equal(whole, pieces)
+    assert bool(((whole - pieces).abs() <= 6 * error).all())
+    for link in ("probit", "bridge"):
+        found = bnn.predict(x, predictive="glm", link=link, batch_size=4)
+        torch.testing.assert_close(found, bnn.predict(x, predictive="glm", link=link))

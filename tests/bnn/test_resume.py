@@ -1,0 +1,197 @@
+"""Checkpoints: a resumed training is the uninterrupted one."""
+
+import copy
+import functools
+import pickle
+
+import pyro
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.oracles.states import ADAM, GUIDES, assert_same_state, data, fitted, make, through_a_file
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+
+def test_checkpoint_of_another_architecture_changes_nothing():
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this VariationalBNN"):
+        bnn.load_checkpoint(make(hidden=5).checkpoint())
+    assert_same_state(bnn, before)
+    bnn.fit([data()], ADAM, 1)
+    assert {state["step"].item() for state in bnn.optimizer.state.values()} == {1}
+
+
+def shuffled():
+    return DataLoader(TensorDataset(*data()), batch_size=5, shuffle=True)
+
+
+OPTIMISERS = {
+    "torch class": lambda bnn: ADAM,
+    "torch instance": lambda bnn: torch.optim.Adam(bnn.parameters(), lr=0.01),
+    "SGD with momentum": lambda bnn: functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "pyro": lambda bnn: pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.99}),
+    "pyro, by name": lambda bnn: pyro.optim.Adam(lambda name: {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("optim", OPTIMISERS)
+@pytest.mark.parametrize("guide", ["AutoNormal", "AutoLowRankMultivariateNormal"])
+def test_a_resumed_run_is_the_uninterrupted_one(guide, optim):
+    options = {"beta": lambda epoch: min(1.0, (epoch + 1) / 4), "lr_multipliers": {"scale": 3.0}}
+    if optim == "torch instance":
+        del options["lr_multipliers"]
+
+    def start():
+        pyro.set_rng_seed(2)
+        return make(GUIDES[guide])
+
+    straight = start()
+    pyro.set_rng_seed(3)
+    whole = straight.fit(shuffled(), OPTIMISERS[optim](straight), 5, **options)
+
+    first = start()
+    pyro.set_rng_seed(3)
+    before = first.fit(shuffled(), OPTIMISERS[optim](first), 2, **options)
+    checkpoint = through_a_file(first.checkpoint())
+
+    pyro.set_rng_seed(99)  # another process
+    resumed = make(GUIDES[guide])
+    resumed.load_checkpoint(checkpoint)
+    torch.rand(7)
+    after = resumed.fit(shuffled(), OPTIMISERS[optim](resumed), 3, **options)
+    assert_same_state(straight, resumed)
+    assert before.loss + after.loss == whole.loss
+    left, right = (bnn.optimizer.state_dict() for bnn in (straight, resumed))
+    assert left["param_groups"] == right["param_groups"]
+
+
+def test_a_checkpoint_from_within_the_callback_resumes_too():
+    def start():
+        pyro.set_rng_seed(2)
+        return make()
+
+    straight, saved = start(), {}
+
+    def callback(bnn, epoch, loss):
+        if epoch == 1:
+            saved.update(through_a_file(bnn.checkpoint()))
+
+    pyro.set_rng_seed(3)
+    straight.fit(shuffled(), ADAM, 4, callback)
+    resumed = make()
+    resumed.load_checkpoint(saved)
+    epochs = []
+    resumed.fit(shuffled(), ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [2, 3]
+    assert_same_state(straight, resumed)
+
+
+def test_after_the_resumed_fit_the_next_starts_afresh():
+    bnn = fitted(epochs=2)
+    resumed = make()
+    resumed.load_checkpoint(bnn.checkpoint())
+    epochs = []
+    for _ in range(2):
+        resumed.fit([data()], ADAM, 1, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [2, 0]
+
+
+OTHERS = [
+    pyro.optim.Adam(lambda name: {"lr": 0.1}),
+    torch.optim.AdamW,
+    functools.partial(torch.optim.SGD, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_resuming_with_another_optimiser_is_an_error(other):
+    bnn = fitted()
+    resumed = make()
+    resumed.load_checkpoint(bnn.checkpoint())
+    with pytest.raises(ValueError, match=r"optimiser Adam with groups of .* go on with an optim"):
+        resumed.fit([data()], other, 1)
+    assert_same_state(resumed, bnn)
+    resumed.fit([data()], ADAM, 1)  # the checkpoint still waits
+    assert {state["step"].item() for state in resumed.optimizer.state.values()} == {4}
+
+
+def test_a_state_dict_is_no_checkpoint():
+    bnn = make()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match=r"no checkpoint: it has no bnn.*load_state_dict"):
+        bnn.load_checkpoint(fitted().state_dict())
+    assert_same_state(bnn, before)
+
+
+def test_resuming_under_an_exponential_schedule():
+    def run(bnn, epochs):
+        optim = pyro.optim.ExponentialLR(
+            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.01}, "gamma": 0.5}
+        )
+        rates = []
+
+        def callback(bnn, epoch, loss):
+            rates.append(bnn.optimizer.param_groups[0]["lr"])
+            optim.step()
+
+        bnn.fit([data()], optim, epochs, callback)
+        return rates
+
+    first, resumed = make(), make()
+    rates = run(first, 2)
+    resumed.load_checkpoint(first.checkpoint())
+    assert rates + run(resumed, 2) == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def test_a_loaded_checkpoint_is_what_checkpoint_returns():
+    taken = through_a_file(fitted().checkpoint())
+    resumed = make()
+    resumed.load_checkpoint(taken)
+    torch.rand(3)  # the generator's state is the saved one, not the present one
+    assert same(resumed.checkpoint(), taken)
+
+
+def test_a_loaded_checkpoint_waits_for_a_fit_that_works():
+    bnn = fitted()
+    taken = through_a_file(bnn.checkpoint())
+    whole = make()
+    whole.load_checkpoint(taken)
+    whole.fit([data()], ADAM, 2)
+    resumed, epochs = make(), []
+    resumed.load_checkpoint(taken)
+    with pytest.raises(ValueError, match="the loader is empty"):
+        resumed.fit([], ADAM, 1)
+    resumed.fit([data()], ADAM, 0)
+    resumed.fit([data()], ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [3, 4]
+    assert_same_state(resumed, whole)
+    assert resumed.checkpoint()["epoch"] == 5
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
+def test_a_copy_starts_a_training_of_its_own(copied):
+    bnn = fitted()
+    checkpoint = copied(bnn).checkpoint()
+    assert checkpoint["epoch"] == 0
+    assert checkpoint["optimizer"] is None
+    assert checkpoint["scheduler"] is None
+    assert bnn.checkpoint()["epoch"] == 3
+    assert bnn.checkpoint()["optimizer"] is not None
+    fresh = make()
+    fresh.load_checkpoint(checkpoint)
+    epochs = []
+    fresh.fit([data()], torch.optim.SGD, 1, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [0]

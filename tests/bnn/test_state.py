@@ -1,0 +1,313 @@
+"""Saving, copying and moving: a BNN is a module like any other."""
+
+import copy
+import functools
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+)
+from torch import nn
+
+import tyxe
+from tests.oracles.states import (
+    ADAM,
+    GUIDES,
+    NORMAL,
+    N,
+    assert_same_predictions,
+    assert_same_state,
+    data,
+    fitted,
+    make,
+    mcmc,
+    net,
+    through_a_file,
+)
+from tyxe.guides import AutoNormal, AutoRadial
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_state_dict_into_a_fresh_object(guide):
+    bnn = fitted(GUIDES[guide])
+    fresh = make(GUIDES[guide])
+    result = fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    assert result.missing_keys == []
+    assert result.unexpected_keys == []
+    assert_same_state(bnn, fresh)
+    assert_same_predictions(bnn, fresh)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
+@pytest.mark.parametrize("guide", GUIDES)
+def test_copies_are_equal_and_apart(guide, copied):
+    bnn = fitted(GUIDES[guide])
+    twin = copied(bnn)
+    assert_same_state(bnn, twin)
+    assert_same_predictions(bnn, twin)
+    before = copy.deepcopy(bnn)
+    twin.fit([data()], ADAM, 2)  # the copy trains on, the original stays
+    assert_same_state(bnn, before)
+    changed = [
+        name
+        for name, value in twin.named_parameters()
+        if value.requires_grad and not torch.equal(value, dict(bnn.named_parameters())[name])
+    ]
+    # A bias before BatchNorm has no gradient but the prior's.
+    assert len(changed) >= sum(p.requires_grad for p in bnn.parameters()) - 1
+    assert_same_predictions(twin, copy.deepcopy(twin))
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_double_moves_every_part(guide):
+    bnn = fitted(GUIDES[guide]).double()
+    for name, value in bnn.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            assert value.dtype == torch.float64, name
+    trace = pyro.poutine.trace(bnn.model).get_trace(data()[0].double())
+    for name in [*trace.stochastic_nodes, "likelihood.data"]:
+        node = trace.nodes[name]
+        if node["type"] == "sample" and "plate" not in name:
+            assert node["value"].dtype == torch.float64, name
+    x, y = (value.double() for value in data())
+    history = bnn.fit([(x, y)], ADAM, 2)
+    assert all(torch.isfinite(torch.tensor(history.loss)))
+    assert bnn.predict(x, num_predictions=2)[0].dtype == torch.float64
+
+
+def test_to_another_device_moves_every_part():
+    bnn = fitted().to("meta")
+    assert all(
+        value.is_meta for value in bnn.state_dict().values() if isinstance(value, torch.Tensor)
+    )
+    assert all(prior.mean.is_meta for _, prior in bnn.net_prior.priors())
+    assert bnn.likelihood.latent_priors()["scale"].mean.is_meta
+    assert all(posterior.mean.is_meta for posterior in bnn.net_guide.posterior().values())
+
+
+def test_two_bnns_of_one_net_never_meet():
+    shared, likelihood = net(), HomoskedasticGaussian(N, scale=0.5)
+    left, right = (
+        tyxe.VariationalBNN(shared, NORMAL, likelihood, AutoDiagonalNormal) for _ in range(2)
+    )
+    before = copy.deepcopy(right)
+    left.fit([data()], pyro.optim.Adam({"lr": 0.1}), 3)
+    assert_same_state(right, before)
+    pointers = [{p.data_ptr() for p in bnn.parameters()} for bnn in (left, right)]
+    assert not pointers[0] & pointers[1]
+    assert not pointers[0] & {p.data_ptr() for p in shared.parameters()}
+    assert len(pyro.get_param_store()) == 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+
+def test_recurrent_nets_copy_after_training():
+    bnn = tyxe.VariationalBNN(
+        Recurrent(),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        HomoskedasticGaussian(N, scale=0.5),
+        AutoNormal,
+    )
+    bnn.fit([data()], ADAM, 2)
+    for twin in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert_same_predictions(bnn, twin)
+
+
+def test_a_prior_that_became_a_posterior_loads_into_a_fresh_object():
+    bnn = fitted()
+    bnn.update_prior(tyxe.priors.DictPrior(bnn.net_guide.get_detached_distributions()))
+    bnn.fit([data()], ADAM, 2)
+    fresh = make()  # one number for all weights of a layer
+    fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    assert_same_state(bnn, fresh)
+    new = dict(fresh.net_prior.priors())
+    for name, prior in bnn.net_prior.priors():
+        assert torch.equal(new[name].mean, prior.mean)
+        assert torch.equal(new[name].variance, prior.variance)
+        assert prior.mean.unique().numel() > 1 or prior.mean.numel() == 1
+    kl = tyxe.bnn.elbo_terms(bnn.net_prior, bnn.net_guide).kl
+    assert tyxe.bnn.elbo_terms(fresh.net_prior, fresh.net_guide).kl == kl
+    # And back: a scalar prior into an object whose prior has a number for each weight.
+    fresh.load_state_dict(make().state_dict())
+    assert dict(fresh.net_prior.priors())["0.weight"].variance.unique().tolist() == [1.0]
+
+
+def test_another_kind_of_prior_is_an_error():
+    laplace = tyxe.priors.IIDPrior(dist.Laplace(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn = make()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match=r"Independent\(Normal\).*Independent\(Laplace\)"):
+        bnn.load_state_dict(make(prior=laplace).state_dict())
+    assert_same_state(bnn, before)
+
+
+WRONG = {
+    "other sizes": lambda: make(hidden=5),
+    "another guide": lambda: make(AutoDelta),
+    "another selection": lambda: make(prior=tyxe.priors.IIDPrior(dist.Normal(0, 1))),
+    "no inferred noise": lambda: tyxe.VariationalBNN(
+        net(), NORMAL, HomoskedasticGaussian(N, scale=0.1), AutoNormal
+    ),
+    "another net": lambda: tyxe.VariationalBNN(
+        nn.Linear(2, 1),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
+        AutoNormal,
+        AutoNormal,
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_state_of_another_architecture_changes_nothing(wrong):
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this VariationalBNN") as error:
+        bnn.load_state_dict(WRONG[wrong]().state_dict())
+    assert "left as it was" in str(error.value)
+    assert "same net, prior, likelihood and guide" in str(error.value)
+    assert_same_state(bnn, before)
+    assert_same_predictions(bnn, before)
+    bnn.fit([data()], ADAM, 1)  # still whole
+
+
+def test_samples_survive_the_state_dict():
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=8, warmup_steps=2, disable_progbar=True)
+    fresh = mcmc()
+    fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    assert_same_state(bnn, fresh)
+    for twin in (fresh, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert twin.get_samples().keys() == {"net.weight", "net.bias", "likelihood.scale"}
+        for name, value in bnn.get_samples().items():
+            assert torch.equal(twin.get_samples()[name], value)
+        assert_same_predictions(bnn, twin)
+    assert bnn.double().predict(data()[0].double())[0].dtype == torch.float64
+
+
+def test_failed_load_keeps_the_samples():
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
+    before = {name: value.clone() for name, value in bnn.get_samples().items()}
+    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
+        bnn.load_state_dict(make().state_dict())
+    assert bnn.get_samples().keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(bnn.get_samples()[name], value)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_pytorch_bnn_is_a_module_like_any_other(guide):
+    def build():
+        return tyxe.PytorchBNN(net(), NORMAL, GUIDES[guide])
+
+    bnn, fresh = build(), build()
+    x = data()[0]
+    (bnn(x).sum() + bnn.cached_kl_loss).backward()
+    fresh.load_state_dict(through_a_file(bnn.state_dict()))
+    for twin in (fresh, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert_same_state(bnn, twin)
+        assert_same_predictions(bnn, twin)
+
+
+def test_a_bnn_is_a_part_of_a_larger_module():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bayesian = tyxe.PytorchBNN(
+                nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)), AutoNormal
+            )
+            self.head = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.head(self.bayesian(x))
+
+    model, fresh = Model(), Model()
+    fresh.load_state_dict(through_a_file(model.state_dict()))
+    pyro.set_rng_seed(1)
+    output = model(data()[0])
+    pyro.set_rng_seed(1)
+    assert torch.equal(output, fresh(data()[0]))
+    with pytest.raises(RuntimeError):
+        fresh.load_state_dict({**model.state_dict(), "bayesian.net.weight": torch.zeros(5, 2)})
+
+
+def test_categorical_likelihood_has_no_state_to_lose():
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, Categorical(N), AutoNormal)
+    assert not [name for name in bnn.state_dict() if name.startswith("likelihood")]
+
+
+def bad_entry(key):
+    def spoil(bnn):
+        state = {**fitted().state_dict()}
+        assert key in state
+        return {**state, key: "a string"}
+
+    return spoil
+
+
+def laplace_state(bnn):
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1))
+    bnn.fit([data()], ADAM, 1)
+    return bnn.state_dict()
+
+
+MISFITS = {
+    "a string for a weight": (bad_entry("net.0.weight"), "does not fit this VariationalBNN"),
+    "a string for a mean": (bad_entry("net_guide.locs.0.weight"), "does not fit this Variatio"),
+    "a string for the prior": (bad_entry("net_prior._entries.0.base_dist__loc"), "does not fit"),
+    "a plain net": (
+        lambda bnn: net().state_dict(),
+        r"state of a plain net; .* init_loc_fn=tyxe\.guides\.PretrainedInitializer\.from_net",
+    ),
+    "a checkpoint": (lambda bnn: fitted().checkpoint(), "a checkpoint; pass it to load_checkpoint"),
+    "another cap": (
+        lambda bnn: fitted(functools.partial(AutoNormal, max_guide_scale=0.3)).state_dict(),
+        r"AutoNormal\(max_guide_scale=None\) here and AutoNormal\(max_guide_scale=0\.3\)",
+    ),
+    "a Laplace approximation": (
+        laplace_state,
+        r"the guide is AutoNormal\(.*\) here and that of another kind of BNN in the state dict",
+    ),
+    "another mean-field guide": (
+        lambda bnn: fitted(AutoRadial).state_dict(),
+        r"the guide is AutoNormal\(.*\) here and AutoRadial\(",
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_state_that_does_not_fit_changes_nothing(misfit):
+    make_state, message = MISFITS[misfit]
+    bnn = fitted()
+    before, state = copy.deepcopy(bnn), make_state(bnn)
+    with pytest.raises(RuntimeError, match=message) as caught:
+        bnn.load_state_dict(state)
+    assert caught.value.__cause__ is None
+    assert_same_state(bnn, before)
+    assert_same_predictions(bnn, before)
+    bnn.fit([data()], ADAM, 1)
+
+
+def test_samples_of_a_wrong_kind_change_nothing():
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
+        bnn.load_state_dict({**bnn.state_dict(), "samples.net.bias": "a string"})
+    assert_same_state(bnn, before)

@@ -1,0 +1,327 @@
+"""The task loop: posteriors become priors, and a resumed run is the uninterrupted one."""
+
+import copy
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal
+from pyro.infer.mcmc import NUTS
+from torch import nn
+
+import tyxe
+from tests.oracles.tasks import (
+    TASKS,
+    WRAPPERS,
+    N,
+    assert_equal,
+    data,
+    loop_of,
+    maximum_likelihood,
+    normal,
+    variational,
+)
+from tyxe.continual import Heads, TaskLoop, posterior_to_prior
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+@pytest.mark.parametrize("stop", [1, 2])
+def test_resumed_is_uninterrupted(make, stop, tmp_path):
+    torch.manual_seed(1)
+    whole = loop_of(make)
+    expected = whole.run()
+    path = tmp_path / "new" / "run.pt"
+    torch.manual_seed(1)
+    first = loop_of(make)
+    first.run(path, callback=lambda task, scores: len(scores) == stop)
+    assert first.done == stop
+    assert bool(first.accuracy[stop:].isnan().all())
+    second = loop_of(make)
+    torch.manual_seed(99)
+    learned = []
+    actual = second.run(path, callback=lambda task, scores: learned.append(task))
+    assert learned == TASKS[stop:]
+    assert torch.equal(actual.nan_to_num(-1), expected.nan_to_num(-1))
+    assert_equal(dict(second.bnn.state_dict()), dict(whole.bnn.state_dict()))
+    assert_equal(second.heads.state_dict(), whole.heads.state_dict())
+    # A finished run is read, not run again.
+    third = loop_of(make)
+    assert torch.equal(third.run(path).nan_to_num(-1), expected.nan_to_num(-1))
+
+
+def test_the_random_generators_are_resumed(tmp_path):
+    def draws():
+        return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
+
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(3)
+    np.random.randn()  # which keeps a second draw for later
+    random.gauss(0, 1)
+    loop_of(variational).run(tmp_path / "run.pt", callback=lambda task, scores: True)
+    expected = draws()
+    draws()
+    second = loop_of(variational)
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    second.load_state_dict(state)
+    assert draws() == expected
+    # A state of PyTorch's generator alone.
+    before = np.random.get_state()[1].tolist()
+    second.load_state_dict({k: v for k, v in state.items() if k not in ("numpy", "python")})
+    assert torch.rand(3).tolist() == expected[0]
+    assert np.random.get_state()[1].tolist() == before
+
+
+def test_the_posterior_becomes_the_prior():
+    loop = loop_of(variational)
+    for _ in TASKS:
+        loop.run(callback=lambda task, scores: True)
+        priors = dict(loop.bnn.net_prior.priors())
+        posteriors = loop.bnn.net_guide.get_detached_distributions()
+        assert priors.keys() == posteriors.keys() == {"body.0.weight", "body.0.bias"}
+        for name, posterior in posteriors.items():
+            assert torch.equal(priors[name].mean, posterior.mean)
+            assert torch.equal(priors[name].variance, posterior.variance)
+        kl = tyxe.bnn.elbo_terms(loop.bnn.net_prior, loop.bnn.net_guide).kl
+        assert abs(kl.item()) < 1e-5  # rounding of a sum over 20 weights in float32
+    assert loop.done == 3
+
+
+def test_draws_do_not_become_a_prior():
+    likelihood = tyxe.likelihoods.Bernoulli(N, event_dim=1)
+    bnn = tyxe.MCMC_BNN(nn.Linear(3, 1), normal(), likelihood, NUTS)
+    with pytest.raises(TypeError, match=r"MCMC_BNN has draws, and no guide.*update= to the Task"):
+        posterior_to_prior(bnn)
+
+
+def test_without_sites_there_is_no_prior_to_update():
+    bnn = maximum_likelihood()
+    before = copy.deepcopy(bnn.state_dict())
+    posterior_to_prior(bnn)
+    assert_equal(dict(bnn.state_dict()), dict(before))
+
+
+def test_the_matrix_holds_what_evaluate_returned():
+    calls = []
+
+    def evaluate(task):
+        calls.append((task, len(calls)))
+        return len(calls) / 100
+
+    bnn = variational()
+    loop = TaskLoop(bnn, TASKS, lambda task: None, evaluate, lambda task: None, ahead=True)
+    accuracy = loop.run()
+    asked = [task for task, _ in calls]
+    assert asked == ["first", "second", "first", "second", "third", "first", "second", "third"]
+    expected = [[0.01, 0.02, math.nan], [0.03, 0.04, 0.05], [0.06, 0.07, 0.08]]
+    torch.testing.assert_close(accuracy, torch.tensor(expected), equal_nan=True)
+    accuracy.zero_()
+    assert loop.accuracy[0, 0] != 0, "what is returned is a copy"
+
+
+def test_evaluation_sees_each_tasks_own_head():
+    bnn = variational()
+    heads = Heads(bnn, modules=["head"])
+    seen = []
+    TaskLoop(
+        bnn,
+        TASKS,
+        fit=lambda task: bnn.net.head[1].bias.data.fill_(TASKS.index(task)),
+        evaluate=lambda task: seen.append((task, bnn.net.head[1].bias.item())) or 0.0,
+        heads=heads,
+    ).run()
+    assert seen == [(task, i) for t in range(3) for i, task in enumerate(TASKS[: t + 1])]
+    assert heads.current == "third"
+
+
+def test_an_interrupted_fit_can_be_run_again():
+    loop, fits = loop_of(variational), []
+    fit = loop.fit
+
+    def breaks_once(task):
+        fits.append(task)
+        if fits == ["first", "second"]:
+            raise KeyboardInterrupt
+        return fit(task)
+
+    loop.fit = breaks_once
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert loop.done == 1
+    assert not bool(loop.run()[2].isnan().any())
+    assert fits == ["first", "second", "second", "third"]
+
+
+@pytest.mark.parametrize("name", ["variational", "Laplace, Kronecker", "Laplace, full"])
+@pytest.mark.parametrize("call", ["update", "evaluate"])
+@pytest.mark.parametrize("task", TASKS[:2])
+def test_what_is_done_of_a_task_is_not_done_again(name, call, task):
+    torch.manual_seed(1)
+    whole = loop_of(WRAPPERS[name], ahead=True)
+    expected = whole.run()
+    torch.manual_seed(1)
+    loop, fits = loop_of(WRAPPERS[name], ahead=True), []
+    fit, right = loop.fit, getattr(loop, call)
+
+    def counted(task):
+        fits.append(task)
+        fit(task)
+
+    def wrong(asked):
+        if task not in fits:
+            return right(asked)
+        raise TypeError
+
+    loop.fit = counted
+    setattr(loop, call, wrong)
+    with pytest.raises(TypeError):
+        loop.run()
+    assert loop.done == TASKS.index(task)
+    setattr(loop, call, right)
+    assert torch.equal(loop.run().nan_to_num(-1), expected.nan_to_num(-1))
+    assert fits == TASKS
+    assert_equal(dict(loop.bnn.state_dict()), dict(whole.bnn.state_dict()))
+
+
+def test_a_loaded_state_is_between_tasks():
+    loop, saved = loop_of(variational), loop_of(variational).state_dict()
+    evaluate, loop.evaluate = loop.evaluate, lambda task: (1.0, 2.0)
+    with pytest.raises(TypeError):
+        loop.run()
+    loop.load_state_dict(saved)
+    fits = []
+    loop.evaluate, loop.fit = evaluate, fits.append
+    loop.run()
+    assert fits == TASKS
+
+
+def test_a_state_within_a_task_knows_how_far_it_has_come():
+    """What was fitted before it was saved is not fitted again under its own posterior."""
+    loop, fits = loop_of(variational), []
+    loop.evaluate = lambda task: (1.0, 2.0)
+    with pytest.raises(TypeError):
+        loop.run()
+    other = loop_of(variational)
+    other.load_state_dict(loop.state_dict())
+    other.fit = fits.append
+    other.run()
+    assert fits == TASKS[1:]
+
+
+def test_further_parts_are_saved(tmp_path):
+    class Counter:
+        def __init__(self):
+            self.count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    first, second = Counter(), Counter()
+    first.count = 3
+    path = tmp_path / "run.pt"
+    loop_of(variational, parts={"counter": first}).run(path, lambda task, scores: True)
+    loop_of(variational, parts={"counter": second}).run(path, lambda task, scores: True)
+    assert second.count == 3
+    with pytest.raises(ValueError, match=r"has the parts \['counter', 'heads'\], this loop"):
+        loop_of(variational).run(path)
+
+
+def test_an_optimiser_of_all_tasks_is_resumed_as_a_part():
+    def make():
+        bnn = variational()
+        adam = torch.optim.Adam(bnn.parameters(), lr=1e-2)
+        return TaskLoop(
+            bnn,
+            TASKS,
+            lambda task: bnn.fit([data(task)], adam, 3),
+            lambda task: 0.0,
+            parts={"adam": adam},
+        )
+
+    torch.manual_seed(1)
+    first = make()
+    first.run(callback=lambda task, scores: True)
+    state = first.state_dict()
+    first.run()
+    for _ in range(2):  # neither the first loop nor one that goes on changes the state
+        second = make()
+        second.load_state_dict(state)
+        second.run()
+        assert_equal(dict(second.bnn.state_dict()), dict(first.bnn.state_dict()))
+
+
+def test_another_order_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    loop_of(variational).run(path, callback=lambda task, scores: True)
+    other = loop_of(variational, ["second", "first", "third"])
+    before = copy.deepcopy(other.bnn.state_dict())
+    with pytest.raises(ValueError, match="resume in the same order"):
+        other.run(path)
+    assert other.done == 0
+    assert_equal(dict(other.bnn.state_dict()), dict(before))
+
+
+def test_more_tasks_may_follow(tmp_path):
+    torch.manual_seed(1)
+    expected = (whole := loop_of(variational)).run()
+    torch.manual_seed(1)
+    path = tmp_path / "run.pt"
+    two = loop_of(variational, TASKS[:2]).run(path)
+    three = loop_of(variational)
+    actual = three.run(path)
+    assert torch.equal(actual[:2, :2].nan_to_num(-1), two.nan_to_num(-1))
+    assert torch.equal(actual.nan_to_num(-1), expected.nan_to_num(-1))
+    assert_equal(dict(three.bnn.state_dict()), dict(whole.bnn.state_dict()))
+    for tasks in (TASKS[:2], [*TASKS[1:], "first"]):
+        with pytest.raises(ValueError, match="resume in the same order"):
+            loop_of(variational, tasks).run(path)
+
+
+@pytest.mark.parametrize("written", ["empty", "text", "zip", "another state"])
+def test_a_file_that_is_no_checkpoint(written, tmp_path):
+    path = tmp_path / "run.pt"
+    if written == "another state":
+        torch.save(variational().state_dict(), path)
+    else:
+        path.write_bytes({"empty": b"", "text": b"accuracy: 0.9", "zip": b"PK\x03\x04"}[written])
+    before = path.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"run\.pt (is no|cannot be read as a) checkpoint of a TaskLoop"
+    ):
+        loop_of(variational).run(path)
+    assert path.read_bytes() == before
+
+
+def test_a_state_that_fits_the_bnn_and_not_the_heads_changes_nothing():
+    saved = loop_of(lambda: variational(AutoLowRankMultivariateNormal))
+    saved.run(callback=lambda task, scores: True)
+    other = loop_of(lambda: variational(AutoLowRankMultivariateNormal))
+    other.heads = Heads(other.bnn, modules=["head.0"])
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="the state is of heads with"):
+        other.load_state_dict(saved.state_dict())
+    after = other.state_dict()
+    assert torch.equal(before.pop("accuracy").isnan(), after.pop("accuracy").isnan())
+    assert torch.equal(before.pop("rng")[0], after.pop("rng")[0])
+    assert_equal(after, {**before, "bnn": dict(before["bnn"])})
+    assert not other.bnn.net_prior.joints()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "kind", "message"),
+    [
+        ("01", TypeError, "tasks is '01'; expected a list"),
+        ([], ValueError, "tasks is"),
+        (["a", "a"], ValueError, "tasks is"),
+        (np.arange(2), TypeError, r"tasks has .*0.*, a int64; expected .* str or int"),
+        ([1, True], TypeError, "tasks has True, a bool"),
+        ([["a"]], TypeError, r"tasks has \['a'\], a list"),
+    ],
+)
+def test_wrong_tasks(tasks, kind, message):
+    with pytest.raises(kind, match=message):
+        TaskLoop(variational(), tasks, lambda task: None, lambda task: 0.0)

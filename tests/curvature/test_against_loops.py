@@ -1,0 +1,379 @@
+"""Curvature against the naive loop over points and outputs, written out densely."""
+
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import tyxe
+from tyxe.curvature import (
+    Linearization,
+    collect_curvature,
+    functional_covariance,
+    jacobian,
+)
+from tyxe.distributions.param_blocks import LinearBlock, SiteBlock
+from tyxe.linalg import Kronecker
+
+
+class Attends(nn.Module):
+    """Self-attention, then a mean over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+class Recurs(nn.Module):
+    """An LSTM whose last state is read out."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 2, batch_first=True)
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the decoder's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.mix = nn.Linear(3, 3)
+        self.decoder = nn.Linear(3, 5, bias=False)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.decoder(self.mix(self.embedding(tokens).mean(1)).tanh())
+
+
+class Twice(nn.Module):
+    """One layer, applied twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(self.layer(x).tanh())
+
+
+def conv(*layers):
+    return nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
+
+
+def normed():
+    net = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)
+    )
+    net[1].running_mean.normal_()
+    return net
+
+
+TOKENS = torch.tensor([[0, 1, 4], [2, 2, 3], [4, 0, 1]])
+# The net, and the shape of its input (or the input).
+NETS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), (5, 3)),
+    "no bias": (
+        lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2)),
+        (5, 3),
+    ),
+    "conv1d": (lambda: conv(nn.Conv1d(2, 3, 3, stride=2, padding=1)), (3, 2, 7)),
+    "conv2d": (lambda: conv(nn.Conv2d(2, 3, 2, dilation=2)), (3, 2, 4, 4)),
+    "grouped": (lambda: conv(nn.Conv2d(4, 6, 2, groups=2)), (3, 4, 3, 3)),
+    "depthwise": (
+        lambda: conv(nn.Conv2d(3, 3, 2, groups=3, padding_mode="circular", padding=1)),
+        (3, 3, 3, 3),
+    ),
+    "conv3d": (lambda: conv(nn.Conv3d(2, 2, 2)), (3, 2, 3, 3, 3)),
+    "transposed": (
+        lambda: conv(nn.ConvTranspose2d(2, 3, 2, stride=2, padding=1, output_padding=1)),
+        (3, 2, 3, 3),
+    ),
+    "transposed grouped": (lambda: conv(nn.ConvTranspose1d(4, 2, 3, groups=2)), (3, 4, 3)),
+    "sequence": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 2)),
+        (3, 5, 3),
+    ),
+    "normed": (normed, (5, 3)),
+    "attention": (Attends, (3, 4, 4)),
+    "encoder": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True),
+            nn.Flatten(),
+            nn.Linear(12, 2),
+        ),
+        (2, 3, 4),
+    ),
+    "lstm": (Recurs, (3, 4, 3)),
+    "tied": (Tied, TOKENS),
+    "twice": (Twice, (4, 3)),
+    "pixels": (
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1)),
+        (2, 1, 3, 3),
+    ),
+}
+
+
+def made(case, points=None):
+    """A BNN over a net (or that of a name), its values, inputs, and how to linearise it."""
+    torch.manual_seed(0)
+    make, shape = NETS[case] if isinstance(case, str) else case
+    x = shape if isinstance(shape, torch.Tensor) else torch.randn(shape).double()
+    x = x if points is None else x[:points]
+    net = make().double().eval()
+    with torch.no_grad():
+        net(x)
+    bnn = tyxe.VariationalBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5),
+        tyxe.guides.AutoNormal,
+    ).eval()
+    values = {f"net.{n}": p.detach().clone() for n, p in net.named_parameters()}
+    shapes = {name: value.shape for name, value in values.items()}
+
+    def linearize(inputs):
+        return Linearization(bnn.net, bnn.substituted, values, inputs, shapes)
+
+    return bnn, values, x, linearize
+
+
+def dense_jacobian(bnn, values, x, blocks):
+    """`(n, outputs, P)`, by a loop over points and outputs."""
+    rows = []
+    for n in range(len(x)):
+        at = {name: value.clone().requires_grad_() for name, value in values.items()}
+        outputs = bnn.run_net(at, x[n : n + 1]).flatten()
+        each = []
+        for output in outputs:
+            grads = torch.autograd.grad(output, list(at.values()), retain_graph=True)
+            each.append(blocks.flatten(dict(zip(at, grads, strict=True))))
+        rows.append(torch.stack(each))
+    return torch.stack(rows)
+
+
+def curvature_of(bnn, linearize, x, structure, likelihood=None, **options):
+    likelihood = bnn.likelihood if likelihood is None else likelihood
+    with torch.no_grad():
+        shape = linearize(x).outputs.shape
+    targets = options.pop("targets", torch.zeros(shape).double())
+    return collect_curvature(linearize, likelihood, [(x, targets)], structure, **options)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_jacobians_are_those_of_the_loop(name):
+    bnn, values, x, linearize = made(name)
+    linear = linearize(x)
+    expected = dense_jacobian(bnn, values, x, linear.blocks)
+    torch.testing.assert_close(jacobian(linear), expected, rtol=1e-9, atol=1e-10)
+    back = linear.blocks.unflatten(linear.blocks.flatten(values))
+    assert set(back) == set(values)
+    for site, value in values.items():
+        assert torch.equal(back[site], value)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_full_and_diagonal_are_the_sum_over_points(name):
+    bnn, values, x, linearize = made(name)
+    blocks = linearize(x).blocks
+    rows = dense_jacobian(bnn, values, x, blocks).flatten(0, 1)
+    expected = rows.mT @ rows / 0.25
+    full = curvature_of(bnn, linearize, x, "full").operator
+    torch.testing.assert_close(full.to_dense(), expected, rtol=1e-9, atol=1e-10)
+    diagonal = curvature_of(bnn, linearize, x, "diag").operator
+    torch.testing.assert_close(diagonal.diagonal(), expected.diagonal(), rtol=1e-9, atol=1e-10)
+
+
+ONE_POSITION = ["mlp", "no bias", "normed"]
+
+
+@pytest.mark.parametrize("name", ONE_POSITION)
+def test_kronecker_blocks_of_one_point_are_exact(name):
+    bnn, values, x, linearize = made(name, points=1)
+    blocks = linearize(x).blocks
+    assert any(isinstance(group, LinearBlock) for group in blocks)
+    rows = dense_jacobian(bnn, values, x, blocks).flatten(0, 1)
+    kron = curvature_of(bnn, linearize, x, "kron")
+    start = 0
+    for group, block in zip(blocks, kron.operator.blocks.values(), strict=True):
+        part = rows[:, start : start + group.size]
+        expected = part.mT @ part / 0.25
+        if isinstance(group, SiteBlock):
+            expected = expected.diagonal().diag()
+        torch.testing.assert_close(block.to_dense(), expected, rtol=1e-8, atol=1e-9)
+        start += group.size
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Conv2d(2, 3, 2, padding=1),
+        lambda: nn.Conv2d(4, 6, 2, groups=2),
+        lambda: nn.ConvTranspose2d(4, 6, 2, groups=2),
+    ],
+)
+def test_reduced_factors_of_one_point_are_exact_where_positions_meet_in_a_sum(layer):
+    layer = layer()
+    channels = layer.in_channels
+    net = nn.Sequential(
+        layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Tanh(), nn.Linear(layer.out_channels, 3)
+    )
+    bnn, values, x, linearize = made((lambda: net, (1, channels, 4, 4)))
+    blocks = linearize(x).blocks
+    rows = dense_jacobian(bnn, values, x, blocks).flatten(0, 1)
+    kron = curvature_of(bnn, linearize, x, "kron", reduce=True)
+    block, group = kron.operator.blocks[blocks.blocks[0].name], blocks.blocks[0]
+    expected = (rows[:, : group.size].mT @ rows[:, : group.size]) / 0.25
+    if group.groups > 1:
+        size = group.size // group.groups
+        parts = [expected[i : i + size, i : i + size] for i in range(0, group.size, size)]
+        expected = torch.block_diag(*parts)
+    torch.testing.assert_close(block.to_dense(), expected, rtol=1e-8, atol=1e-9)
+
+
+def test_kronecker_is_exact_for_a_linear_layer_under_square_loss():
+    bnn, _, x, linearize = made((lambda: nn.Linear(3, 2), (7, 3)))
+    full = curvature_of(bnn, linearize, x, "full").operator.to_dense()
+    kron = curvature_of(bnn, linearize, x, "kron").operator
+    assert isinstance(kron.blocks["net.weight"], Kronecker)
+    torch.testing.assert_close(kron.to_dense(), full, rtol=1e-9, atol=1e-9)
+
+
+def test_kronecker_is_exact_per_site_for_a_deep_linear_net():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    bnn, _, x, linearize = made((lambda: net, (7, 3)))
+    full = curvature_of(bnn, linearize, x, "full").operator.to_dense()
+    kron = curvature_of(bnn, linearize, x, "kron").operator
+    start = 0
+    for block in kron.blocks.values():
+        stop = start + block.size
+        torch.testing.assert_close(
+            block.to_dense(), full[start:stop, start:stop], rtol=1e-9, atol=1e-9
+        )
+        start = stop
+
+
+def test_expanded_factors_are_exact_for_a_linear_layer_over_positions():
+    bnn, _, x, linearize = made((lambda: nn.Linear(3, 2), (4, 5, 3)))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5, event_dim=2)
+    full = curvature_of(bnn, linearize, x, "full", likelihood).operator.to_dense()
+    kron = curvature_of(bnn, linearize, x, "kron", likelihood).operator.to_dense()
+    torch.testing.assert_close(kron, full, rtol=1e-9, atol=1e-9)
+
+
+LIKELIHOODS = {
+    "categorical": lambda n: (tyxe.likelihoods.Categorical(n), torch.zeros(n).long()),
+    "bernoulli": lambda n: (tyxe.likelihoods.Bernoulli(n, event_dim=1), torch.zeros(n, 2).double()),
+    "poisson": lambda n: (tyxe.likelihoods.Poisson(n, event_dim=1), torch.zeros(n, 2).double()),
+    "heteroskedastic": lambda n: (
+        tyxe.likelihoods.HeteroskedasticGaussian(n),
+        torch.zeros(n, 1).double(),
+    ),
+}
+
+
+@pytest.mark.parametrize("which", LIKELIHOODS)
+def test_the_ggn_of_every_likelihood(which):
+    bnn, values, x, linearize = made("mlp")
+    likelihood, targets = LIKELIHOODS[which](len(x))
+    blocks = linearize(x).blocks
+    rows = dense_jacobian(bnn, values, x, blocks)
+    hessian = tyxe.likelihoods.output_hessian(likelihood, linearize(x).outputs.detach())
+    blocks = torch.stack([torch.block_diag(*one) for one in hessian])
+    expected = (rows.mT @ blocks @ rows).sum(0)
+    full = curvature_of(bnn, linearize, x, "full", likelihood, targets=targets)
+    torch.testing.assert_close(full.operator.to_dense(), expected, rtol=1e-9, atol=1e-10)
+    log_likelihood = likelihood.log_likelihood(linearize(x).outputs, targets, "sum")
+    assert math.isclose(full.log_likelihood, float(log_likelihood.detach()), rel_tol=1e-12)
+
+
+def test_the_sampled_fisher_converges_to_the_ggn():
+    bnn, _, x, linearize = made("mlp")
+    likelihood = tyxe.likelihoods.Categorical(len(x))
+    targets = torch.zeros(len(x)).long()
+    exact = curvature_of(bnn, linearize, x, "diag", likelihood, targets=targets).operator.diagonal()
+    draws = torch.stack(
+        [
+            curvature_of(
+                bnn, linearize, x, "diag", likelihood, targets=targets, curvature="fisher"
+            ).operator.diagonal()
+            for _ in range(400)
+        ]
+    )
+    error = draws.std(0) / 20
+    assert bool(((draws.mean(0) - exact).abs() <= 5 * error + 1e-12).all())
+
+
+def test_the_empirical_fisher_is_that_of_the_labels():
+    bnn, values, x, linearize = made("mlp")
+    likelihood, targets = tyxe.likelihoods.Categorical(len(x)), torch.tensor([0, 1, 1, 0, 1])
+    blocks = linearize(x).blocks
+    rows = dense_jacobian(bnn, values, x, blocks)
+    outputs = linearize(x).outputs.detach()
+    residual = F.one_hot(targets, 2) - outputs.softmax(-1)
+    scores = torch.einsum("nc,ncp->np", residual, rows)
+    full = curvature_of(
+        bnn, linearize, x, "full", likelihood, targets=targets, curvature="empirical"
+    )
+    torch.testing.assert_close(full.operator.to_dense(), scores.mT @ scores, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_batches_add_up_and_scale_to_the_data_set(structure):
+    bnn, _, x, linearize = made("mlp")
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.5)
+    targets = torch.zeros(5, 2).double()
+    whole = collect_curvature(linearize, likelihood, [(x, targets)], structure)
+    parts = [(x[:2], targets[:2]), (x[2:], targets[2:])]
+    split = collect_curvature(linearize, likelihood, parts, structure)
+    torch.testing.assert_close(
+        split.operator.to_dense(), whole.operator.to_dense(), rtol=1e-8, atol=1e-9
+    )
+    half = curvature_of(bnn, linearize, x, structure).operator.to_dense()
+    torch.testing.assert_close(whole.operator.to_dense(), 2 * half, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("name", NETS)
+def test_functional_covariance_is_the_dense_product(name, structure):
+    bnn, _, x, linearize = made(name)
+    linear = linearize(x)
+    precision = curvature_of(bnn, linearize, x, structure).operator.add_diagonal(0.7)
+    rows = jacobian(linear)
+    outputs = linear.outputs
+    classes = outputs.shape[-1]
+    dense = rows @ torch.linalg.inv(precision.to_dense()) @ rows.mT
+    blocks = dense.unflatten(1, (-1, classes)).unflatten(3, (-1, classes))
+    expected = torch.diagonal(blocks, dim1=1, dim2=3).movedim(-1, 1)
+    found = functional_covariance(linear, precision)
+    assert found.shape == (*outputs.shape, classes)
+    torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=1e-7, atol=1e-9)
+
+
+def test_what_has_factors_and_what_has_not():
+    kinds = {
+        "lstm": {"net.head.weight"},
+        "tied": {"net.mix.weight"},
+        "twice": {"net.layer.weight"},
+        "normed": {"net.0.weight", "net.4.weight"},
+        "attention": {
+            "net.attention.in_proj_weight",
+            "net.attention.out_proj.weight",
+            "net.head.weight",
+        },
+    }
+    for name, expected in kinds.items():
+        _, _, x, linearize = made(name)
+        found = {g.name for g in linearize(x).blocks if isinstance(g, LinearBlock)}
+        assert found == expected, name

@@ -1,0 +1,119 @@
+"""Where maps hold the points: in any order, in cells, and where points influence each other."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.oracles.curvature import Through, laplace
+
+KINDS_OF_ORDER = ["second", "first step", "third", "folded", "folded, points first"]
+KINDS_OF_ORDER += ["folded convolution", "encoder", "recurrent"]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_ORDER)
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_points_are_found_where_a_map_holds_them(kind, structure):
+    """As by one point after the other, for which there is no order."""
+    torch.manual_seed(0)
+    net = Through(kind)
+    x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
+    bnn = laplace(net, structure)
+    bnn.fit_curvature([(x[n : n + 1], y[n : n + 1]) for n in range(5)], progress=False)
+    expected = bnn.net_guide.precision.to_dense()
+    # A first batch of one point tells nothing of where a second has them.
+    for split in (2, 1, 4):
+        batches = [(x[:split], y[:split]), (x[split:], y[split:])]
+        bnn.fit_curvature(batches, progress=False)
+        found = bnn.net_guide.precision.to_dense()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    variance = bnn.functional_variance(x)
+    alone = torch.cat([bnn.functional_variance(x[n : n + 1]) for n in range(5)])
+    torch.testing.assert_close(variance, alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["second", "folded", "recurrent"])
+def test_a_first_batch_that_does_not_tell_where_the_points_are(kind):
+    """Its sequences are of one step: any order would do."""
+    torch.manual_seed(0)
+    short, long = torch.randn(3, 1, 3).double(), torch.randn(6, 4, 3).double()
+    y = torch.arange(9) % 2
+    bnn = laplace(Through(kind), "diag", points=9)
+    points = [*short.split(1), *long.split(1)]
+    bnn.fit_curvature([(x, y[n : n + 1]) for n, x in enumerate(points)], progress=False)
+    expected = bnn.net_guide.precision.to_dense()
+    for batches in ([(short, y[:3]), (long, y[3:])], [(long, y[3:]), (short, y[:3])]):
+        bnn.fit_curvature(batches, progress=False)
+        found = bnn.net_guide.precision.to_dense()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+def test_points_that_influence_each_other_have_no_curvature(structure):
+    class Mixed(Through):
+        def forward(self, x):
+            h = self.inner(x).tanh().sum(1)
+            return self.outer(h - h.mean(0))
+
+    bnn = laplace(Mixed(""), structure)
+    with pytest.raises(ValueError, match=r"'net\.inner\.weight'.*\(5, 4, 4\) for 5 data points"):
+        bnn.fit_curvature([(torch.randn(5, 4, 3).double(), torch.zeros(5).long())], progress=False)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("kept", [5, 3])
+def test_nodes_of_a_graph_influence_each_other(structure, kept):
+    """In a batch of all nodes, and in one of some with what they depend on."""
+
+    class Convolved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.adjacency = torch.eye(5).double() + torch.eye(5).double().roll(1, 0)
+            self.adjacency[0] = self.adjacency[:, 0] = torch.eye(5)[0]  # a node by itself
+
+        def forward(self, x):
+            h = self.first(self.adjacency @ x).tanh()
+            return self.second((self.adjacency @ h)[:kept])
+
+    data = [(torch.randn(5, 3).double(), torch.zeros(kept).long())]
+    with pytest.raises(ValueError, match=r"'net\.first\.weight'.*as nodes of a graph do"):
+        laplace(Convolved(), structure).fit_curvature(data, progress=False)
+    last = laplace(Convolved(), structure, rules={"hide_modules": ["first"]})
+    last.fit_curvature(data, progress=False)
+    assert last.functional_variance(data[0][0]).shape == (kept, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_a_cell_stepped_by_hand_is_the_layer(kind, structure):
+    """Neither has factors nor goes through torch.vmap."""
+
+    class Stepped(nn.Module):
+        def __init__(self, by_cell):
+            super().__init__()
+            self.recurrent = (
+                getattr(nn, f"{kind}Cell")(3, 2) if by_cell else getattr(nn, kind)(3, 2)
+            )
+            self.norm, self.head = nn.LayerNorm(2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            state = None
+            if isinstance(self.recurrent, nn.RNNBase):
+                h = self.recurrent(x.transpose(0, 1))[0][-1]
+            else:
+                for step in x.unbind(1):
+                    state = self.recurrent(step, state)
+                h = state[0] if kind == "LSTM" else state
+            return self.head(self.norm(h))
+
+    torch.manual_seed(0)
+    layer, cell = Stepped(False).double(), Stepped(True).double()
+    for own, other in zip(cell.parameters(), layer.parameters(), strict=True):
+        own.data.copy_(other)
+    x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
+    found = []
+    for net in (layer, cell):
+        bnn = laplace(net, structure)
+        bnn.fit_curvature([(x, y)], progress=False)
+        found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)

@@ -1,0 +1,172 @@
+"""The shortcuts of the curvature equal the long way round."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.utils.checkpoint
+
+from tests.oracles.curvature import jacobian_of, laplace
+from tyxe.curvature import accumulators, output_covariance
+
+
+class Changes(nn.Module):
+    """Changes the last map's output in place, or not at all."""
+
+    def __init__(self, factor, inplace=False):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=inplace))
+        self.head = nn.Linear(4, 2)
+        self.factor = factor
+
+    def forward(self, x):
+        outputs = self.head(self.body(x))
+        return outputs if self.factor is None else outputs.mul_(self.factor)
+
+
+@pytest.mark.parametrize("factor", [None, 3.0])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_activations_and_outputs_may_be_changed_in_place(factor, inplace):
+    torch.manual_seed(0)
+    net, x = Changes(factor, inplace).double(), torch.randn(5, 3).double()
+    bnn = laplace(net)
+    bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
+    # Weights of the first layer and bias in one matrix, row by row: compare what has no order.
+    plain = copy.deepcopy(net)
+    plain.body[1].inplace = False
+    names = [name for name, _ in net.named_parameters()]
+    rows = jacobian_of(plain, x, names)
+    probs = net(x).softmax(-1).detach()
+    hessian = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
+    expected = torch.linalg.eigvalsh((rows.mT @ hessian @ rows).sum(0))
+    found = torch.linalg.eigvalsh(bnn.state.curvature.operator.to_dense())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_last_layer_takes_no_backward_and_leaves_no_graph(monkeypatch):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    bnn = laplace(net, rules={"expose_all": False, "expose_modules": [net[2]]})
+    kept = []
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    hook = bnn.net[1].register_forward_hook(lambda _, __, out: kept.append(out.requires_grad))
+    x = torch.randn(5, 3).double()
+    bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
+    hook.remove()
+    assert kept
+    assert not any(kept)
+    hidden = [p for name, p in bnn.net.named_parameters() if name.startswith("0.")]
+    assert all(p.requires_grad for p in hidden)
+
+
+def test_hidden_parameters_are_as_before_after_an_error():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                raise RuntimeError("no more")
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(3, 4), Fails(4, 2))
+    bnn = laplace(net, rules={"expose_all": False, "expose_modules": [net[1]]})
+    with pytest.raises(RuntimeError, match="no more"):
+        bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
+    assert all(p.requires_grad for p in bnn.net[0].parameters())
+
+
+@pytest.mark.parametrize("budget", [2**24, 1])
+@pytest.mark.parametrize("curvature", ["ggn", "fisher"])
+def test_the_full_matrix_of_outer_products(monkeypatch, budget, curvature):
+    """All cotangents of a batch together, as many as fit: the same as one Jacobian at a time."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(5, 3).double()
+    batches = [(x[:2], torch.zeros(2).long()), (x[2:], torch.zeros(3).long())]
+    monkeypatch.setattr(accumulators, "BUDGET", budget)
+    torch.manual_seed(1)
+    bnn = laplace(net, curvature=curvature)
+    bnn.fit_curvature(batches, progress=False)
+    monkeypatch.setattr(accumulators, "_is_outer_product", lambda gradients: False)
+    torch.manual_seed(1)
+    slow = laplace(net, curvature=curvature)
+    slow.fit_curvature(batches, progress=False)
+    found, expected = (b.state.curvature.operator.to_dense() for b in (bnn, slow))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_covariances_come_in_chunks(monkeypatch, structure):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)).double()
+    x = torch.randn(5, 1, 4, 4).double()
+    bnn = laplace(net, structure)
+    bnn.fit_curvature([(x, torch.zeros(5).long())], progress=False)
+    whole = bnn.functional_variance(x)
+    monkeypatch.setattr(output_covariance, "CACHED_ROWS", 1)
+    monkeypatch.setattr(output_covariance, "BUDGET", 1)
+    torch.testing.assert_close(bnn.functional_variance(x), whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("net_of", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_a_trainable_part_that_is_hidden_leaves_the_rest_its_curvature(structure, net_of):
+    """A norm has no factors: its gradients are taken in a vmap, past which the head is frozen."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), net_of(4), nn.Tanh(), nn.Linear(4, 2))
+    data = [(torch.randn(5, 3).double(), torch.arange(5) % 2)]
+    dense = []
+    for hidden in ([], ["3"]):
+        bnn = laplace(copy.deepcopy(net), structure, rules={"hide_modules": hidden})
+        bnn.fit_curvature(data, progress=False)
+        assert all(p.requires_grad for name, p in bnn.net.named_parameters() if name[0] in hidden)
+        dense.append(bnn.state.curvature.operator.to_dense())
+    size = len(dense[1])
+    assert bool(dense[1].any())
+    torch.testing.assert_close(dense[1], dense[0][:size, :size], rtol=1e-12, atol=1e-12)
+
+
+def test_a_net_under_no_grad_has_no_curvature_in_it():
+    """A last map outside the graph is no shortcut: its gradient is zero."""
+
+    class Stopped(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    bnn = laplace(Stopped(3, 2))
+    bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
+    assert not bool(bnn.state.curvature.operator.to_dense().any())
+
+
+def test_every_batch_is_checked_on_the_forward_of_the_pass():
+    bnn = laplace(nn.Linear(3, 2))
+    x, y = torch.randn(5, 3).double(), torch.zeros(5).long()
+    forwards = []
+    bnn.net.register_forward_hook(lambda *_: forwards.append(1))
+    bnn.fit_curvature([(x[:3], y[:3]), (x[3:], y[3:])], progress=False)
+    assert len(forwards) == 2
+    for wrong in (y[:3] + 9, y[3:] + 9):
+        batches = [(x[:3], wrong if len(wrong) == 3 else y[:3])]
+        batches += [(x[3:], wrong if len(wrong) == 2 else y[3:])]
+        with pytest.raises(ValueError, match="targets lie outside"):
+            bnn.fit_curvature(batches, progress=False)
+    assert len(forwards) == 2 + 1 + 2
+
+
+def test_a_net_that_saves_activations_has_the_curvature_of_its_mode():
+    """What is computed anew in the backward is so at the fitted weights, not at the net's own."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            inner = nn.Sequential(*self[:-1])
+            return self[-1](torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False))
+
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3), nn.Tanh()]
+    net = nn.Sequential(*layers, nn.Linear(3, 2))
+    data = [(torch.randn(5, 3).double(), torch.arange(5) % 2)]
+    found = []
+    for kind in (nn.Sequential, Checkpointed):
+        bnn = laplace(kind(*copy.deepcopy(net)), "full")
+        bnn.fit(data, partial(torch.optim.Adam, lr=0.1), 20, progress=False)
+        found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(data[0][0])))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)

@@ -1,0 +1,241 @@
+"""Weights given inducing weights: the conditional, densities, moments, priors and sites."""
+
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+from torch import Size
+
+from tests.oracles.inducing_gaussians import (
+    D_C,
+    D_R,
+    FAMILIES,
+    LAYER,
+    SCALES,
+    SIZES,
+    close,
+    conditional,
+    dense,
+    make,
+    make_maps,
+    mixture_log_prob,
+    priors,
+    psi,
+    randn,
+)
+from tyxe.distributions import FactorizedNormal, IndependentSites, InducingWeights, JointMarginal
+from tyxe.distributions.buffered import BufferedDistribution, detached
+from tyxe.distributions.inducing import isotropic_scale
+from tyxe.distributions.inducing_formulas import conditional_divergence, inducing_side, matheron
+from tyxe.distributions.inducing_u import DiagonalU, WhitenedU
+
+# --- the conditional ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (2, 5), (5, 5), (7, 3)])
+def test_factors_of_a_side(m, d):
+    z, log_d = randn(m, d), randn(m)
+    side = inducing_side(z, log_d)
+    close(side.tril @ side.tril.mT, psi(z, log_d))
+    inverse = torch.linalg.inv(psi(z, log_d))
+    close(side.basis @ side.basis.mT, z.mT @ inverse @ z)
+    close(side.basis @ torch.linalg.inv(side.tril), z.mT @ inverse)
+    close(side.basis.mT @ side.basis + side.residual @ side.residual.mT, torch.eye(m).double())
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_matherons_rule_has_the_conditional_mean_and_covariance(sizes):
+    maps = make_maps(*sizes)
+    rows, columns = (inducing_side(*side) for side in maps)
+    gain, covariance = conditional(maps)
+    u = randn(*sizes)
+    shapes = (D_R, D_C), (D_R, sizes[1]), sizes
+
+    def draw(noise, u):
+        parts = noise.split([math.prod(s) for s in shapes])
+        e1, e2, e3 = (part.view(s) for part, s in zip(parts, shapes, strict=True))
+        return (e1 + matheron(rows, columns, u, (e1, e2, e3)) @ columns.basis.mT).reshape(-1)
+
+    noise = randn(sum(math.prod(s) for s in shapes))
+    # A draw is linear in its noise and in U: all of its law is in two Jacobians.
+    root = torch.autograd.functional.jacobian(lambda n: draw(n, u), noise)
+    close(root @ root.mT, covariance)
+    whitened = torch.linalg.solve(rows.tril, u) @ torch.linalg.inv(columns.tril).mT
+    close(draw(torch.zeros_like(noise), whitened), gain @ u.reshape(-1))
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 1.7])
+@pytest.mark.parametrize("sizes", [(2, 3), (5, 6)])
+def test_divergence_of_the_conditional(scale, sizes):
+    gain, covariance = conditional(make_maps(*sizes))
+    mean = gain @ randn(gain.shape[1])
+    q = td.MultivariateNormal(mean, scale**2 * covariance)
+    expected = td.kl_divergence(q, td.MultivariateNormal(mean, covariance))
+    found = conditional_divergence(torch.tensor(scale, dtype=torch.float64), len(mean))
+    close(found, expected)
+    assert found >= 0
+
+
+# --- the weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_prior_is_unchanged(sizes):
+    q = make("diagonal", sizes, scale=1.0)
+    standard = DiagonalU(torch.zeros(sizes).double(), torch.zeros(sizes).double())
+    q = InducingWeights(standard, q.rows, q.columns, q.conditional_scale, LAYER)
+    close(q.mean, torch.zeros(D_R, D_C).double())
+    close(q.variance.reshape(-1), SCALES**2)
+    close(q.kl_from_prior(), torch.zeros(()).double())
+    value = randn(4, D_R, D_C)
+    expected = td.Normal(0.0, SCALES).log_prob(value.flatten(1)).sum(-1)
+    close(q.log_prob(value), expected)
+    for name, part in q.unflatten(value).items():
+        columns = value[..., q.layer.block.columns_of(name)]
+        assert torch.equal(part.reshape(columns.shape), columns)
+        close(q.marginal(name).log_prob(part[0]), priors()[name].log_prob(part[0]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("whitened", [True, False])
+def test_densities_and_moments_against_the_dense_gaussian(family, sizes, whitened):
+    q = make(family, sizes, whitened=whitened)
+    means, covariance = dense(q)
+    value = q.sample()
+    close(q.log_prob(value), mixture_log_prob(means, covariance, value.reshape(-1)))
+    close(q.mean.reshape(-1), means.mean(0))
+    variance = covariance.diagonal() + means.var(0, correction=0)
+    close(q.variance.reshape(-1), variance)
+    index = torch.arange(D_R * D_C).view(D_R, D_C)
+    for name, part in q.unflatten(value).items():
+        marginal, own = q.marginal(name), index[:, q.layer.block.columns_of(name)].reshape(-1)
+        expected = mixture_log_prob(means[:, own], covariance[own][:, own], part.reshape(-1))
+        close(marginal.log_prob(part), expected)
+        close(marginal.mean.reshape(-1), means.mean(0)[own])
+        close(marginal.variance.reshape(-1), variance[own])
+        assert marginal.event_shape == part.shape == marginal.sample().shape
+        assert marginal.sample((2,)).shape == (2, *part.shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sizes", [(2, 3), (5, 6)])
+def test_moments_of_samples(family, sizes):
+    q, count = make(family, sizes), 60000  # a multiple of the members: each as often
+    samples = q.sample((count,)).flatten(1)
+    means, covariance = dense(q)
+    covariance = covariance + torch.cov(means.mT, correction=0).reshape(covariance.shape)
+    mean = means.mean(0)
+    error = (covariance.diagonal() / count).sqrt()
+    assert bool(((samples.mean(0) - mean).abs() < 6 * error).all())
+    centred = samples - mean
+    products = centred[:, :, None] * centred[:, None, :]
+    error = products.std(0) / math.sqrt(count)
+    assert bool(((products.mean(0) - covariance).abs() < 6 * error).all())
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (4, 5)])
+def test_gradients_of_draws_and_divergences(sizes):
+    (z_r, r), (z_c, c) = make_maps(*sizes)
+    inputs = [z_r, r, z_c, c, randn(*sizes), randn(*sizes), torch.tensor(0.4).double()]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+
+    def build(z_r, r, z_c, c, loc, log_scale, scale):
+        rows, columns = inducing_side(z_r, r), inducing_side(z_c, c)
+        u = WhitenedU(DiagonalU(loc, log_scale), rows.tril, columns.tril)
+        return InducingWeights(u, rows, columns, scale, LAYER)
+
+    def draw(*tensors):
+        torch.manual_seed(0)
+        return build(*tensors).rsample()
+
+    value = randn(D_R, D_C)
+    assert torch.autograd.gradcheck(draw, inputs)
+    assert torch.autograd.gradcheck(lambda *t: build(*t).kl_from_prior(), inputs)
+    assert torch.autograd.gradcheck(lambda *t: build(*t).log_prob(value), inputs)
+
+
+@pytest.mark.parametrize("m", [3, 9, 27, 40])
+def test_single_precision_stands_small_residuals(m):
+    # Psi is singular but for D^2 = 1e-6 where M reaches d: what single precision cannot factorise.
+    z, log_d = torch.randn(m, 9) / math.sqrt(m), torch.full((m,), math.log(1e-3))
+    exact, found = inducing_side(z.double(), log_d.double()), inducing_side(z, log_d)
+    for expected, actual in zip(exact, found, strict=True):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_a_function_of_their_inducing_weights():
+    q = make()
+    fixed = InducingWeights(q.u, q.rows, q.columns, None, LAYER)
+    means, _ = dense(q)
+    torch.manual_seed(0)
+    u = q.u.rsample()
+    torch.manual_seed(0)
+    scale = SCALES.view(D_R, D_C)
+    close(fixed.rsample(), q.row_basis @ u @ q.column_basis.mT * scale)
+    close(fixed.mean.reshape(-1), means[0])
+    close(fixed.kl_from_prior(), q.u.kl(None, None))
+    close(fixed.variance, q.u.variance_through(q.row_basis, q.column_basis) * scale**2)
+    with pytest.raises(ValueError, match="with max_lambda=0 weights are a function"):
+        fixed.log_prob(fixed.rsample())
+
+
+def test_the_divergence_may_be_weighted():
+    q = make()
+    half = InducingWeights(q.u, q.rows, q.columns, q.conditional_scale, LAYER, weight=0.5)
+    close(half.kl_from_prior(), q.kl_from_prior() - q.conditional_kl() / 2)
+
+
+# --- priors and sites -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other", [{"weight": 1.4}, {"bias": 1.5}, {"weight": 1.4, "bias": 0.6}], ids=str
+)
+def test_another_prior_has_no_closed_form(other):
+    with pytest.raises(NotImplementedError):
+        td.kl_divergence(make(), IndependentSites(priors(**other)))
+
+
+def test_isotropic_priors():
+    zeros, ones = torch.zeros(2, 2), torch.ones(2, 2)
+    assert isotropic_scale(dist.Normal(0.0, 0.5)) == 0.5
+    assert isotropic_scale(dist.Normal(zeros, 2 * ones).to_event(2)) == 2.0
+    assert isotropic_scale(FactorizedNormal(zeros, zeros)) == 1.0
+    for prior in (
+        dist.Normal(ones, ones).to_event(2),
+        dist.Normal(zeros, ones + torch.eye(2)).to_event(2),
+        dist.Normal(zeros, ones.clone().requires_grad_()).to_event(2),
+        dist.Laplace(zeros, ones).to_event(2),
+        dist.Normal(1.0, 1.0).expand([2]).to_event(1),
+        None,
+    ):
+        assert isotropic_scale(prior) is None
+
+
+def test_sites_of_a_joint_posterior():
+    q = make()
+    with pytest.raises(ValueError, match=r"no site 'net.wieght'; the sites are net.weight"):
+        JointMarginal(q, "net.wieght")
+    marginal = q.marginal("net.bias")
+    assert marginal.expand(Size([])) is marginal
+    with pytest.raises(NotImplementedError, match="InducingWeights is one joint event"):
+        q.expand(Size([2]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marginals_are_kept_by_modules(family):
+    q = make(family, whitened=False).marginal("net.weight")
+    value = q.sample()
+    expected = q.log_prob(value)
+    stored = BufferedDistribution(detached(q))
+    close(stored.distribution.log_prob(value), expected)
+    stored.float()
+    single = stored.distribution.log_prob(value.float())
+    torch.testing.assert_close(single.double(), expected, rtol=1e-3, atol=1e-3)
+    fresh = BufferedDistribution(make(family, whitened=False).marginal("net.weight"))
+    fresh.load_state_dict(stored.double().state_dict())
+    torch.testing.assert_close(fresh.distribution.log_prob(value), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,103 @@
+"""Normals over several sites at once: densities, KLs, sums and averages."""
+
+import itertools
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+
+from tests.oracles.joints import EXACT
+from tyxe.distributions import IndependentSites, JointNormal, ParamBlocks
+from tyxe.distributions.joint_normal import NormalProduct, product_of
+from tyxe.linalg import Diagonal, Kronecker, Sum
+from tyxe.linalg.sum import average, plus
+from tyxe.linalg.trace import trace_of_solve
+from tyxe.testing import JOINTS, OPERATORS, check_joint
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("make", JOINTS.values(), ids=JOINTS.keys())
+def test_contract(make):
+    check_joint(make)
+
+
+@pytest.mark.parametrize("p", JOINTS)
+@pytest.mark.parametrize("q", JOINTS)
+def test_the_kl_between_two_joint_normals_is_that_of_dense_ones(q, p):
+    first, second = JOINTS[q](), JOINTS[p]()
+    dense = [
+        td.MultivariateNormal(one.loc, precision_matrix=one.precision.to_dense())
+        for one in (first, second)
+    ]
+    torch.testing.assert_close(td.kl_divergence(first, second), td.kl_divergence(*dense), **EXACT)
+    if q == p:
+        assert abs(float(td.kl_divergence(first, second))) < 1e-10
+
+
+def test_a_product_of_normals_is_the_product_of_their_densities():
+    factors = [JOINTS[name]() for name in ("blocks", "blocks, others", "Diagonal")]
+    product = product_of(factors)
+    v, w = torch.randn(2, 17)
+    expected = sum(float(f.log_prob(v) - f.log_prob(w)) for f in factors)
+    for joint in (product, NormalProduct(factors)):
+        assert float(joint.log_prob(v) - joint.log_prob(w)) == pytest.approx(expected, rel=1e-9)
+    assert isinstance(product, JointNormal)
+    other = ParamBlocks.of_sites({"a": torch.Size([17])})
+    with pytest.raises(ValueError, match="over the same sites in the same order"):
+        product_of([factors[0], JointNormal(other, v, Diagonal(v**2))])
+
+
+def test_the_kl_to_a_penalty_differs_by_its_constant_only():
+    factors = [JOINTS[name]() for name in ("blocks", "blocks, others")]
+    penalty, normal = NormalProduct(factors), product_of(factors)
+    qs = [JOINTS[name]() for name in ("Dense", "covariance", "Diagonal")]
+    found = [td.kl_divergence(q, penalty) - td.kl_divergence(q, normal) for q in qs]
+    locs, scales = qs[0].unflatten(torch.randn(17)), qs[0].unflatten(torch.rand(17))
+    sites = {n: dist.Normal(loc, scales[n]).to_event(loc.dim()) for n, loc in locs.items()}
+    q = IndependentSites(sites)
+    found.append(td.kl_divergence(q, penalty) - td.kl_divergence(q, normal))
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], **EXACT)
+
+
+SAME_SIZE = ["LowRank", "Inverse of LowRank", "Sum of structures"]
+PAIRS = [*itertools.product(SAME_SIZE, SAME_SIZE), *((n, n) for n in OPERATORS)]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_sums_averages_and_traces_of_operators(first, second):
+    a, b = OPERATORS[first]().to(torch.float64), OPERATORS[second]().to(torch.float64)
+    dense = [operator.to_dense() for operator in (a, b)]
+    torch.testing.assert_close(plus(a, b).to_dense(), sum(dense), **EXACT)
+    expected = torch.trace(torch.linalg.solve(dense[1], dense[0]))
+    torch.testing.assert_close(trace_of_solve(a, b), expected, **EXACT)
+    if first == second:
+        torch.testing.assert_close(average(a, b).to_dense(), sum(dense), **EXACT)
+
+
+def test_an_average_keeps_one_product_and_a_sum_all():
+    rows = torch.randn(2, 9, 3)
+    products = [Kronecker.from_factors(r.mT @ r, torch.eye(2), scale=4.0) for r in rows]
+    assert isinstance(average(*products), Kronecker)
+    total = plus(plus(*products), products[0])
+    assert isinstance(total, Sum)
+    assert len(total.terms) == 3
+    with pytest.raises(ValueError, match="have 6 and 4 rows; a sum has terms of one size"):
+        plus(products[0], Kronecker.from_factors(torch.eye(2), torch.eye(2)))
+
+
+def test_sizes_of_a_joint_normal_have_to_fit():
+    blocks = ParamBlocks.of_sites({"w": torch.Size([3])})
+    with pytest.raises(ValueError, match="2 means for sites of 3 weights"):
+        JointNormal(blocks, torch.zeros(2), Diagonal(torch.ones(3)))
+    with pytest.raises(ValueError, match="2 rows of precision for sites of 3 weights"):
+        JointNormal(blocks, torch.zeros(3), Diagonal(torch.ones(2)))
+
+
+def test_the_density_of_one_large_site_alone_is_refused(monkeypatch):
+    monkeypatch.setattr("tyxe.distributions.joint_normal.SMALL", 2)
+    q = JOINTS["Dense"]().marginal("w")
+    with pytest.raises(ValueError, match=r"ask for that of all sites, joint\.log_prob"):
+        q.log_prob(q.mean)

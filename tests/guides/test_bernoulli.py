@@ -1,0 +1,216 @@
+"""Binary weights: contract, where logits start, priors that fit and posteriors as priors."""
+
+import copy
+import functools
+import io
+import math
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+
+from tests.oracles.binary import EXACT, data, disturb_, fit, kl_of, make, mlp, weights
+from tyxe.distributions import SignedBernoulli
+from tyxe.guides import AutoBernoulli, AutoNormal, PretrainedInitializer, init_to_zero
+from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior
+from tyxe.priors.sites import SitePriors
+from tyxe.testing import check_guide
+
+# --- contract -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        BinaryPrior(),
+        BinaryPrior(scale="radford"),
+        BinaryPrior(delta=1e-3, scale=0.5),
+        IIDPrior(SignedBernoulli(0.7)),
+    ],
+    ids=["plain", "rescaled", "beta", "iid"],
+)
+def test_contract(prior):
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    check_guide(AutoBernoulli, SitePriors(prior.sites(net), net))
+
+
+def test_state_copies_and_dtypes():
+    bnn = make(weights(scale="radford"))
+    fit(bnn)
+    torch.save(bnn.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    other = make(weights(scale="radford"))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    x, _ = data()
+    expected = bnn.predict(x, num_predictions=0)
+    for copied in (other, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert torch.equal(copied.predict(x, num_predictions=0), expected)
+    single = copy.deepcopy(bnn).float()
+    assert single.predict(x.float(), num_predictions=3).dtype == torch.float32
+    assert fit(single.double()).loss
+    with pytest.raises(RuntimeError, match=r"AutoBernoulli\(1\) here and AutoBernoulli\(0\.3535"):
+        make().load_state_dict(bnn.state_dict())
+
+
+def test_a_saved_delta_is_loaded():
+    bnn = disturb_(make(weights(delta=0.1)))
+    expected, other = kl_of(bnn), make(weights(delta=0.5))
+    other.load_state_dict(bnn.state_dict())
+    assert kl_of(other) == expected
+    assert expected > 0
+    with pytest.raises(RuntimeError, match=r"SignedBernoulli.* here and .*SignedBetaBernoulli"):
+        make().load_state_dict(bnn.state_dict())
+
+
+# --- where logits start -------------------------------------------------------------------------
+
+
+def test_means_start_at_the_nets_own_weights():
+    net = mlp()
+    bnn = make(net=net)
+    for name in ("0.weight", "3.weight"):
+        own = net.get_parameter(name)
+        q = bnn.net_guide.posterior()[f"net.{name}"]
+        torch.testing.assert_close(q.mean, own, **EXACT)
+        torch.testing.assert_close(bnn.net_guide.get_logits(name), 2 * torch.atanh(own), **EXACT)
+    rescaled = make(weights(scale="radford"), net=net)
+    q = rescaled.net_guide.posterior()["net.0.weight"]
+    assert q.base_dist.scale == 4**-0.5
+    # PyTorch draws a linear layer's weights below 1 / sqrt(fan_in), which is the scale.
+    limit = 0.99 * 4**-0.5
+    torch.testing.assert_close(q.mean, net[0].weight.clamp(-limit, limit), **EXACT)
+
+
+def test_means_start_elsewhere_on_request():
+    trained = mlp()
+    of_trained = PretrainedInitializer.from_net(trained)
+    bnn = make(guide=functools.partial(AutoBernoulli, init=of_trained))
+    mean = bnn.net_guide.posterior()["net.0.weight"].mean
+    torch.testing.assert_close(mean, trained[0].weight, **EXACT)
+    bnn = make(weights(scale=0.5), functools.partial(AutoBernoulli, init=of_trained, init_gain=3.0))
+    logits = bnn.net_guide.get_logits("net.0.weight")
+    torch.testing.assert_close(logits, 6 * trained[0].weight, **EXACT)
+    bnn = make(guide=functools.partial(AutoBernoulli, init=init_to_zero))
+    assert bnn.net_guide.get_logits("0.weight").abs().max() == 0
+
+
+def test_weights_beyond_the_values_are_clipped():
+    net = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[7.0, -1.0]]))
+    bnn = make(BinaryPrior(), net=net)
+    mean = bnn.net_guide.posterior()["net.weight"].mean
+    torch.testing.assert_close(mean, torch.tensor([[0.99, -0.99]]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"init": "trained"}, "init is 'trained'; expected 'pretrained' or an initialiser"),
+        ({"init": lambda site: torch.zeros(2)}, r"'net.0.weight' a start of shape \(2,\)"),
+        ({"init": PretrainedInitializer.from_net(nn.Linear(4, 8))}, "no pre-trained value"),
+        ({"init_gain": 0.0}, "init_gain is 0.0; expected None or a positive number"),
+        ({"relaxed": 0.0}, "relaxed is 0.0; expected None or a positive temperature"),
+    ],
+)
+def test_bad_arguments(options, match):
+    with pytest.raises(ValueError, match=match):
+        make(guide=functools.partial(AutoBernoulli, **options))
+
+
+def test_bad_packs_and_deltas():
+    with pytest.raises(ValueError, match="num_samples is 0; expected 1 or more"):
+        make().net_guide.pack(0)
+    with pytest.raises(ValueError, match=r"delta is -0\.1; expected 0 or more"):
+        BinaryPrior(delta=-0.1)
+    with pytest.raises(ValueError, match=r"scale is 0; expected a positive number"):
+        BinaryPrior(scale=0)
+    with pytest.raises(ValueError, match="method is 'fan'; expected one of 'radford'"):
+        BinaryPrior(scale="fan")
+
+
+def test_a_program_without_a_net_has_no_values_to_start_from():
+    class Noise:
+        prefix = "likelihood."
+
+        def __call__(self):
+            return {"likelihood.sign": pyro.sample("likelihood.sign", SignedBernoulli(0.0))}
+
+    with pytest.raises(ValueError, match=r"'likelihood.sign' is no parameter of a net"):
+        AutoBernoulli(Noise())
+    guide = AutoBernoulli(Noise(), init=init_to_zero)
+    assert guide.median()["likelihood.sign"].item() == 1.0
+
+
+# --- priors that do not fit ---------------------------------------------------------------------
+
+
+def test_a_prior_of_other_values_is_named():
+    message = r"prior of 'net.0.weight' has the support Real\(\), .* of two values, -s and s"
+    with pytest.raises(ValueError, match=message):
+        make(IIDPrior(dist.Normal(0.0, 1.0)))
+
+    def mixed(name, module, param):
+        return (SignedBernoulli(0.0) if name == "0.weight" else dist.Bernoulli(0.5)).expand(
+            param.shape
+        )
+
+    with pytest.raises(ValueError, match=r"prior of 'net.3.weight' has the support Boolean"):
+        make(LambdaPrior(mixed, expose_fn=lambda _, name: name in ("0.weight", "3.weight")))
+
+
+def test_other_guides_point_here():
+    with pytest.raises(ValueError, match=r"'net.0.weight' is discrete.*tyxe.guides.AutoBernoulli"):
+        make(guide=AutoNormal)
+
+
+# --- posterior to prior -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [None, 0.1])
+def test_a_posterior_that_became_the_prior_has_no_kl(delta):
+    bnn = disturb_(make(weights(delta=delta, scale="radford")))
+    posterior = bnn.net_guide.posterior()
+    if delta is None:
+        expected = sum(
+            (math.log(2) - q.base_dist.entropy()).sum().item() for q in posterior.values()
+        )
+    else:
+        expected = sum(
+            -delta * (q.base_dist.probs * (1 - q.base_dist.probs)).log().sum().item()
+            for q in posterior.values()
+        )
+    assert kl_of(bnn) == pytest.approx(expected, rel=1e-8)
+    bnn.update_prior(DictPrior(bnn.net_guide.get_detached_distributions()))
+    assert kl_of(bnn) == 0
+    disturb_(bnn)
+    assert kl_of(bnn) > 0.1
+    fit(bnn)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        BinaryPrior(scale=0.5),
+        IIDPrior(dist.Normal(0.0, 1.0)),
+        IIDPrior(dist.Bernoulli(0.5)),
+    ],
+    ids=["scale", "normal", "bernoulli"],
+)
+def test_a_prior_of_other_values_does_not_replace_it(prior):
+    bnn = make()
+    before = kl_of(bnn)
+    with pytest.raises(ValueError, match=r"new prior of '0.weight' .* another support"):
+        bnn.update_prior(prior)
+    assert kl_of(bnn) == before
+
+
+def test_the_kl_of_a_pair_is_found_by_registration():
+    q = disturb_(make()).net_guide.posterior()["net.0.weight"]
+    prior = SignedBernoulli(torch.zeros(8, 4).double()).to_event(2)
+    expected = 32 * math.log(2) - q.entropy()
+    torch.testing.assert_close(td.kl_divergence(q, prior), expected, **EXACT)

@@ -1,0 +1,88 @@
+"""Every guide of ours keeps the contract, and the contract finds the faults of others."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.programs import program
+from tyxe.guides import AutoNormal, Guide
+from tyxe.testing import GUIDES, check_guide
+
+
+@pytest.mark.parametrize("builder", GUIDES.values(), ids=GUIDES.keys())
+def test_contract(builder):
+    check_guide(builder)
+
+
+@pytest.mark.parametrize("builder", GUIDES.values(), ids=GUIDES.keys())
+def test_contract_on_positive_sites(builder):
+    # Their transforms: every guide is a density on the support.
+    check_guide(builder, program(nn.Linear(3, 2).double(), dist.Gamma(2.0, 2.0)))
+
+
+class AutoLaplace(Guide):
+    """Laplaces of scale 1."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.locs = tyxe.util.SiteTensors(
+            {site.own_name: torch.zeros(site.shape) for site in self.sites}
+        )
+
+    def site_distribution(self, site):
+        loc = self.locs[site.own_name]
+        return dist.Laplace(loc, torch.ones_like(loc)).to_event(loc.dim())
+
+
+def build_double(module):
+    return AutoLaplace(module).double()
+
+
+class Silent(AutoNormal):
+    """Draws that Pyro does not hear of."""
+
+    def forward(self, *args, **kwargs):
+        return {name: q.rsample() for name, q in self.posterior().items()}
+
+
+class Attached(AutoNormal):
+    """Distributions that move on with the guide."""
+
+    def get_detached_distributions(self, site_names=None):
+        return {site.own_name: self.site_distribution(site) for site in self.sites}
+
+
+class Unkind(AutoNormal):
+    """No kinds of parameters."""
+
+    def parameter_kinds(self):
+        return {}
+
+
+def test_contract_of_a_guide_of_ones_own():
+    check_guide(build_double)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "match"),
+    [
+        (Silent, "the guide samples"),
+        (Attached, "has a gradient"),
+        (Unkind, "parameter_kinds leaves out"),
+    ],
+)
+def test_the_contract_finds_faults(faulty, match):
+    with pytest.raises(AssertionError, match=match):
+        check_guide(faulty)
+
+
+def test_guides_need_sites():
+    with pytest.raises(ValueError, match="the prior exposes none: expose some, or pass no guide"):
+        AutoNormal(program(hide_all=True))
+
+
+def test_discrete_sites_are_refused():
+    with pytest.raises(ValueError, match=r"'net.weight' is discrete"):
+        AutoNormal(program(prior=dist.Poisson(1.0)))

@@ -1,0 +1,221 @@
+"""The inducing-weights guide: contract, sites and layers, bad arguments, parameters and caps."""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from tests.oracles.inducing import FAMILIES, SMALL, build, mlp, program, wide_net
+from tyxe.guides import AutoInducing, AutoNormal, InducingOptions
+from tyxe.priors import LambdaPrior, LayerwiseNormalPrior
+from tyxe.testing import check_guide
+
+# --- contract -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whitened", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract(family, whitened):
+    check_guide(build(q_inducing=family, whitened=whitened))
+
+
+@pytest.mark.parametrize("family", ["diagonal", "matrix"])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"inducing_rows": 4, "inducing_cols": 5},
+        {"inducing_rows": 4, "inducing_cols": 5, "whitened": False},
+        {"hierarchical": (2, 1)},
+        {"max_lambda": 0.5, "max_scale_u": 0.4},
+        {"inducing_rows": {"0.weight": 2, "2.weight": None}, "everywhere": False},
+    ],
+    ids=",".join,
+)
+def test_contract_of_sizes_caps_and_hierarchies(family, keywords):
+    check_guide(build(q_inducing=family, **keywords))
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        nn.Sequential(nn.Conv2d(3, 4, 3, groups=1), nn.Conv2d(4, 2, 3, groups=2, bias=False)),
+        nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.Linear(4, 2, bias=False)),
+        nn.Sequential(nn.Embedding(5, 3), nn.LSTM(3, 2), nn.LayerNorm([2, 2])),
+        nn.MultiheadAttention(4, 2),
+    ],
+    ids=["convolutions", "transposed", "recurrent", "attention"],
+)
+def test_contract_of_other_layers(net):
+    check_guide(build(), program(net.double()))
+
+
+def test_bias_is_the_last_column_where_rows_are_outputs():
+    net = nn.ModuleDict(
+        {"a": nn.Conv2d(3, 4, 2), "b": nn.ConvTranspose2d(3, 4, 2), "c": nn.BatchNorm1d(5)}
+    )
+    guide = AutoInducing(program(net), **SMALL)
+    names = [q.names for q in guide.joints()]
+    assert names == [("net.a.weight", "net.a.bias"), ("net.b.weight",)]
+    assert [layer.prior.shape for layer in guide.layers] == [(4, 13), (3, 16)]
+    assert {s.own_name for s in guide.rest.sites} == {"b.bias", "c.weight", "c.bias"}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "match"),
+    [
+        ({"inducing_rows": 0}, ValueError, "inducing_rows is 0 for '0.weight'; expected at least"),
+        ({"inducing_cols": -3}, ValueError, "inducing_cols is -3 for '0.weight'"),
+        ({"inducing_rows": 1.5}, ValueError, "a float is a fraction, above 0 and up to 1"),
+        ({"inducing_rows": 0.0}, ValueError, "a float is a fraction"),
+        ({"inducing_rows": float("nan")}, ValueError, "a float is a fraction"),
+        ({"inducing_rows": True}, TypeError, "expected an integer, or a fraction"),
+        ({"inducing_rows": "2"}, TypeError, "expected an integer, or a fraction"),
+        ({"inducing_rows": None}, TypeError, "expected an integer, or a fraction"),
+        ({"inducing_rows": {"0.weight": 2}}, ValueError, "inducing_rows has no size for 2.weight"),
+        ({"inducing_rows": {"1.weight": 2}}, ValueError, "no site '1.weight'; the sites are 0.we"),
+        (
+            {"inducing_cols": {"0.weight": 2, "2.weight": 5}, "everywhere": False},
+            ValueError,
+            "inducing_cols is 5 for '2.weight', which has only 4; take at most that, or say every",
+        ),
+        ({"q_inducing": "low_rank"}, ValueError, "q_inducing is 'low_rank'; expected one of 'diag"),
+        ({"ensemble_size": 0}, ValueError, "ensemble_size is 0; expected at least 1"),
+        ({"dataset_size": 0}, ValueError, "dataset_size is 0"),
+        ({"init_lambda": 0.0}, ValueError, "init_lambda is 0.0; expected positive"),
+        ({"init_lambda": 0.2, "max_lambda": 0.1}, ValueError, "is not below max_lambda 0.1"),
+        ({"max_lambda": -1.0}, ValueError, "max_lambda is -1.0; expected 0 or a positive"),
+        ({"max_scale_u": 0.0}, ValueError, "max_scale_u is 0.0; expected a positive number"),
+        ({"init_scale_u": 0.5, "max_scale_u": 0.1}, ValueError, "is not below max_scale_u 0.1"),
+        ({"hierarchical": (1, 1), "whitened": False}, ValueError, "stack whitened ones"),
+        ({"hierarchical": (5, 1)}, ValueError, r"from 1 to the stack's size \(4, 2\)"),
+        ({"hierarchical": (0, 1)}, ValueError, r"hierarchical is \(0, 1\)"),
+        (
+            {"hierarchical": (1, 1), "inducing_cols": {"0.weight": 2, "2.weight": 3}},
+            ValueError,
+            "needs as many columns; inducing_cols gives 0.weight: 2, 2.weight: 3",
+        ),
+        ({"q_induced": 3}, TypeError, "q_induced"),
+        ({"options": InducingOptions(), "max_lambda": 0.1}, TypeError, "given besides options"),
+    ],
+)
+def test_bad_arguments(keywords, error, match):
+    with pytest.raises(error, match=match):
+        AutoInducing(program(mlp()), **{**SMALL, **keywords})
+
+
+def test_the_rest_needs_a_guide_of_ours():
+    with pytest.raises(
+        TypeError, match=r"mean_field built a AutoDelta; expected one of tyxe.guide"
+    ):
+        AutoInducing(
+            program(nn.Sequential(nn.Linear(9, 9), nn.LayerNorm(9))),
+            2,
+            2,
+            mean_field=pyro.infer.autoguide.AutoDelta,
+        )
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        dist.Normal(0.1, 1.0),
+        dist.Laplace(0.0, 1.0),
+        dist.LogNormal(0.0, 1.0),
+        dist.StudentT(3.0, 0.0, 1.0),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_another_prior_is_refused_with_the_site_named(prior):
+    def by_site(name, module, param):
+        base = prior if name == "2.bias" else dist.Normal(0.0, 1.0)
+        return base.expand(param.shape)
+
+    with pytest.raises(ValueError, match=r"each site, which '2.bias' has not"):
+        AutoInducing(program(mlp(), LambdaPrior(by_site)), **SMALL)
+    sizes = {"0.weight": 2, "2.weight": None}
+    AutoInducing(program(mlp(), LambdaPrior(by_site)), sizes, 2)
+
+
+def test_priors_of_different_scales():
+    guide = AutoInducing(program(mlp().double(), LayerwiseNormalPrior("radford")), **SMALL)
+    scales = [
+        dict(zip(layer.prior.block.sites, layer.prior.scales, strict=True))
+        for layer in guide.layers
+    ]
+    assert scales[0] == pytest.approx({"net.0.weight": 2**-0.5, "net.0.bias": 2**-0.5})
+    assert scales[1] == pytest.approx({"net.2.weight": 3**-0.5, "net.2.bias": 3**-0.5})
+
+
+# --- parameters ---------------------------------------------------------------------------------
+
+
+def test_starts_caps_and_kinds():
+    guide = AutoInducing(
+        program(wide_net()),
+        4,
+        5,
+        init_lambda=0.01,
+        max_lambda=0.03,
+        max_scale_u=0.1,
+        mean_field=functools.partial(AutoNormal, init_scale=1e-4),
+    )
+    for name in ("0.weight", "net.0.weight"):
+        torch.testing.assert_close(guide.get_lambda(name), torch.tensor(0.01))
+    with pytest.raises(ValueError, match=r"no site '2.weight'; the sites are 0.weight"):
+        guide.get_lambda("2.weight")
+    torch.testing.assert_close(
+        guide.u.distributions()["0.weight"].variance_through(None, None), torch.full((4, 5), 1e-3)
+    )
+    assert guide.row_maps["0.weight"].shape == (4, 30)
+    assert guide.column_maps["0.weight"].shape == (5, 21)
+    torch.testing.assert_close(guide.column_scales["0.weight"].exp(), torch.full((5,), 1e-3))
+    kinds = guide.parameter_kinds()
+    assert {name for name, kind in kinds.items() if kind == "loc"} == {
+        "row_maps.0.weight",
+        "column_maps.0.weight",
+        "u.locs.0.weight",
+        "rest.locs.2.weight",
+        "rest.locs.2.bias",
+    }
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(20.0)
+    assert 0.029 < guide.get_lambda("0.weight") <= 0.03
+    variance = guide.u.distributions()["0.weight"].variance_through(None, None)
+    assert 0.0099 < variance.min() <= variance.max() <= 0.0100001
+
+
+@pytest.mark.parametrize("family", ["full", "matrix"])
+def test_caps_of_covariances(family):
+    guide = AutoInducing(program(wide_net()), 4, 5, q_inducing=family, max_scale_u=0.1)
+    with torch.no_grad():
+        for name, parameter in guide.u.named_parameters():
+            parameter.add_(20.0 if name.startswith("scales") else torch.randn_like(parameter))
+    variance = guide.u.distributions()["0.weight"].variance_through(None, None)
+    assert 0.0099 < variance.min() <= variance.max() <= 0.0100001
+
+
+def test_unwhitened_guides_start_at_the_same_mean():
+    guides = []
+    for whitened in (True, False):
+        torch.manual_seed(4)
+        guides.append(AutoInducing(program(wide_net().double()), 4, 5, whitened=whitened).double())
+    left, right = (guide.posterior()["net.0.weight"].mean for guide in guides)
+    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
+def test_caps_are_part_of_the_state():
+    guide = AutoInducing(program(wide_net()), 4, 5)
+    other = AutoInducing(program(wide_net()), 4, 5, max_lambda=0.1)
+    with pytest.raises(RuntimeError, match="the guide is AutoInducing"):
+        other.load_state_dict(guide.state_dict())
+
+
+def test_options_may_come_as_one():
+    options = InducingOptions(everywhere=True, max_lambda=0.1)
+    guide = AutoInducing(program(mlp()), 2, 2, options=options)
+    assert guide.options.max_lambda == 0.1
+    assert guide.rest is None

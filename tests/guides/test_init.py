@@ -1,0 +1,192 @@
+"""Initial values: their moments, medians, pre-trained ones, and what does not fit."""
+
+import functools
+import math
+import re
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+from pyro.infer import autoguide
+from scipy import stats
+
+import tyxe
+from tests.oracles.programs import program
+from tyxe.guides import (
+    AutoNormal,
+    AutoRadial,
+    PretrainedInitializer,
+    PyroGuide,
+    init_to_constant,
+    init_to_normal,
+    init_to_normal_kaiming,
+    init_to_normal_radford,
+    init_to_normal_xavier,
+    init_to_sample,
+    init_to_zero,
+)
+from tyxe.guides.init import init_to_median
+from tyxe.priors.sites import SitePriors
+from tyxe.util import fan_in_fan_out
+
+# --- initial values -------------------------------------------------------------------------------
+
+LARGE = nn.Sequential(nn.Conv2d(16, 24, 5, groups=2), nn.Linear(100, 120))
+
+
+@pytest.mark.parametrize(
+    ("initializer", "std_of"),
+    [
+        (init_to_normal_radford, lambda fan_in, fan_out: fan_in**-0.5),
+        (init_to_normal_xavier, lambda fan_in, fan_out: (2 / (fan_in + fan_out)) ** 0.5),
+        (init_to_normal_kaiming, lambda fan_in, fan_out: (2 / fan_in) ** 0.5),
+        (
+            init_to_normal_kaiming(nonlinearity="tanh"),
+            lambda fan_in, fan_out: nn.init.calculate_gain("tanh") * fan_in**-0.5,
+        ),
+        (init_to_normal(std=0.3), lambda fan_in, fan_out: 0.3),
+        (init_to_normal(), lambda fan_in, fan_out: 1.0),
+        (init_to_sample, lambda fan_in, fan_out: 1.0),
+        (init_to_sample(), lambda fan_in, fan_out: 1.0),
+    ],
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_initial_draws_have_their_standard_deviation(initializer, std_of, index):
+    guide = AutoNormal(program(LARGE), init_loc_fn=initializer)
+    loc = guide.get_loc(f"{index}.weight").detach()
+    expected = std_of(*fan_in_fan_out(LARGE[index].weight, LARGE[index]))
+    n = loc.numel()
+    assert abs(loc.mean()) < 6 * expected / math.sqrt(n)
+    assert abs(loc.std() / expected - 1) < 6 / math.sqrt(2 * n)
+    # A bias takes its layer's: pooled over both, there are enough.
+    bias = guide.get_loc(f"{index}.bias").detach() / expected
+    assert abs(bias.std() - 1) < 6 / math.sqrt(2 * len(bias))
+
+
+def test_fixed_initial_values():
+    for initializer, value in (
+        (init_to_zero, 0.0),
+        (init_to_zero(), 0.0),
+        (init_to_constant(constant=2.0), 2.0),
+    ):
+        guide = AutoNormal(program(), init_loc_fn=initializer)
+        assert guide.get_loc("weight").unique().tolist() == [value]
+    assert AutoNormal(program(), init_loc_fn=init_to_constant).get_loc("bias").unique() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prior", "median"),
+    [
+        (dist.Normal(1.5, 2.0), 1.5),
+        (dist.Laplace(-1.0, 1.0), -1.0),
+        (dist.StudentT(3.0, 0.5, 1.0), 0.5),
+        (dist.Cauchy(2.0, 1.0), 2.0),
+        (dist.LogNormal(0.7, 1.0), math.exp(0.7)),
+        (dist.HalfCauchy(1.0), 1.0),
+        (dist.Exponential(1.0), math.log(2.0)),
+    ],
+)
+def test_medians_in_closed_form(prior, median):
+    guide = AutoNormal(program(prior=prior))
+    torch.testing.assert_close(
+        guide.median()["net.weight"], torch.full((2, 3), median), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_medians_of_samples_where_there_is_no_closed_form():
+    guide = AutoNormal(
+        program(prior=dist.Gamma(4.0, 2.0)), init_loc_fn=init_to_median(num_samples=4000)
+    )
+    reference = stats.gamma(4.0, scale=0.5)
+    # The standard error of a sample median is 1 / (2 f(m) sqrt(n)).
+    error = 1 / (2 * reference.pdf(reference.median()) * math.sqrt(4000))
+    found = guide.median()["net.weight"]
+    assert bool(((found - reference.median()).abs() < 6 * error).all())
+
+
+def test_layerwise_starts_need_a_layer():
+    def prior(name, module, param):
+        return lambda: dist.Normal(
+            pyro.sample("m", dist.Normal(param.new_zeros(()), 1.0)), 1.0
+        ).expand(param.shape)
+
+    net = nn.Linear(2, 1, bias=False)
+    hierarchy = SitePriors(tyxe.priors.LambdaPrior(prior).sites(net), net)
+    with pytest.raises(ValueError, match=r"'net.m' belongs to no layer, so it has no fan-in"):
+        AutoNormal(hierarchy, init_loc_fn=init_to_normal_radford)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize("prefix", ["net", ""])
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), Tied])
+def test_pretrained_values_in_either_spelling(prefix, make):
+    net = make()
+    start = PretrainedInitializer.from_net(net, prefix=prefix)
+    guide = AutoNormal(program(make()), init_loc_fn=start)
+    for name, parameter in net.named_parameters():
+        assert torch.equal(guide.get_loc(name), parameter)
+        assert guide.get_loc(name).data_ptr() != parameter.data_ptr()
+
+
+def test_pretrained_values_follow_the_site_and_not_the_net():
+    net = nn.Linear(3, 2)
+    start = PretrainedInitializer.from_net(net.double())
+    before = start.values["net.weight"].clone()
+    with torch.no_grad():
+        net.weight.zero_()
+    guide = AutoNormal(program(nn.Linear(3, 2)), init_loc_fn=start)
+    assert guide.get_loc("weight").dtype == torch.float32
+    torch.testing.assert_close(guide.get_loc("weight").double(), before, rtol=1e-6, atol=1e-7)
+
+
+def test_pretrained_values_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"no pre-trained value for 'net.bias'; there are weight"):
+        AutoNormal(program(), init_loc_fn=PretrainedInitializer({"weight": torch.zeros(2, 3)}))
+    start = PretrainedInitializer.from_net(nn.Linear(2, 2))
+    with pytest.raises(
+        ValueError, match=r"'net.weight' has shape \(2, 2\), but the site .* \(2, 3\)"
+    ):
+        AutoNormal(program(), init_loc_fn=start)
+
+
+def test_pretrained_values_of_constrained_sites_are_values():
+    value = torch.rand(2, 3) + 0.5
+    start = PretrainedInitializer({"weight": value})
+    guide = AutoNormal(
+        program(nn.Linear(3, 2, bias=False), dist.Gamma(1.0, 1.0)), init_loc_fn=start
+    )
+    torch.testing.assert_close(guide.median()["net.weight"], value)
+
+
+@pytest.mark.parametrize(
+    "builder", [autoguide.AutoNormal, autoguide.AutoDelta, autoguide.AutoDiagonalNormal]
+)
+def test_pyros_guides_take_our_initial_values(builder):
+    net = nn.Linear(3, 2)
+    start = PretrainedInitializer.from_net(net)
+    guide = PyroGuide.build(functools.partial(builder, init_loc_fn=start), program())
+    torch.testing.assert_close(guide.median()["net.weight"], net.weight.detach())
+
+
+# --- starts that do not fit -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial])
+@pytest.mark.parametrize("start", [torch.zeros(()), torch.zeros(1, 3), torch.zeros(3, 2)])
+def test_a_start_of_another_shape_is_refused(guide, start):
+    message = re.escape(
+        f"init_loc_fn gives 'net.weight' a start of shape {tuple(start.shape)}; "
+        "the site has shape (2, 3)"
+    )
+    with pytest.raises(ValueError, match=message):
+        guide(program(), init_loc_fn=lambda site: start)

@@ -1,0 +1,159 @@
+"""Mean-field Normals: their parameters, caps of scales, densities on constrained sites."""
+
+import itertools
+import math
+import pickle
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+from scipy import integrate
+
+from tests.oracles.programs import program
+from tyxe.guides import AutoNormal, AutoRadial, init_to_constant
+
+
+def test_one_mean_and_scale_for_each_weight_in_either_spelling():
+    guide = AutoNormal(program(), init_loc_fn=init_to_constant(constant=0.5), init_scale=0.2)
+    for name in ("weight", "net.weight"):
+        assert torch.equal(guide.get_loc(name), torch.full((2, 3), 0.5))
+        torch.testing.assert_close(guide.get_scale(name), torch.full((2, 3), 0.2))
+    with pytest.raises(ValueError, match="no site 'wieght'; the sites are weight, bias"):
+        guide.get_loc("wieght")
+    q = guide.posterior()["net.weight"]
+    assert isinstance(q.base_dist, td.Normal)
+    assert guide.parameter_kinds() == {
+        "locs.weight": "loc",
+        "locs.bias": "loc",
+        "unconstrained_scales.weight": "scale",
+        "unconstrained_scales.bias": "scale",
+    }
+
+
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_what_is_not_trained_has_no_gradient(cap):
+    fixed = AutoNormal(program(), train_loc=False, max_guide_scale=cap)
+    assert [n for n, p in fixed.named_parameters() if p.requires_grad] == [
+        "unconstrained_scales.weight",
+        "unconstrained_scales.bias",
+    ]
+    fixed = AutoNormal(program(), train_scale=False, max_guide_scale=cap)
+    assert [n for n, p in fixed.named_parameters() if p.requires_grad] == [
+        "locs.weight",
+        "locs.bias",
+    ]
+
+
+def scale_of(unconstrained, cap):
+    """The scale at a value of its unconstrained parameter."""
+    guide = AutoNormal(
+        program(nn.Linear(1, 1, bias=False).double()), init_scale=1e-3, max_guide_scale=cap
+    )
+    parameter = guide.unconstrained_scales["weight"]
+    with torch.no_grad():
+        parameter.fill_(unconstrained)
+    scale = guide.get_scale("weight")
+    (gradient,) = torch.autograd.grad(scale.sum(), [parameter])
+    return scale.item(), gradient.item()
+
+
+def test_the_cap_is_smooth_and_has_a_gradient_everywhere():
+    cap = 0.3
+    grid = torch.linspace(-30.0, 12.0, 200).tolist()
+    scales, gradients = zip(*(scale_of(r, cap) for r in grid), strict=True)
+    assert all(0 < scale <= cap for scale in scales)
+    assert all(a < b for a, b in itertools.pairwise(scales))
+    assert all(gradient > 0 for gradient in gradients)
+    step = 1e-6
+    for r in (-5.0, 0.0, 3.0):
+        slope = (scale_of(r + step, cap)[0] - scale_of(r - step, cap)[0]) / (2 * step)
+        assert slope == pytest.approx(scale_of(r, cap)[1], rel=1e-7)
+    # Just below the cap the gradient is what is left of the room, not zero.
+    r = math.log(999.0)
+    assert scale_of(r, cap)[0] == pytest.approx(0.999 * cap)
+    assert scale_of(r, cap)[1] == pytest.approx(cap * 0.999 * 0.001)
+    # Far below it the scale is an exponential.
+    assert scale_of(-20.0, cap)[0] / scale_of(-21.0, cap)[0] == pytest.approx(math.e, rel=1e-6)
+
+
+@pytest.mark.parametrize("cap", [None, 0.5])
+@pytest.mark.parametrize("scale", [1e-8, 1e-4, 0.1, 0.49])
+def test_scales_start_where_they_are_told(cap, scale):
+    guide = AutoNormal(program(nn.Linear(3, 2).double()), init_scale=scale, max_guide_scale=cap)
+    torch.testing.assert_close(
+        guide.get_scale("weight").detach(), torch.full((2, 3), scale).double(), rtol=1e-6, atol=0
+    )
+
+
+def test_scales_may_start_by_site():
+    def by_fan_in(site):
+        return 0.1 * site["infer"]["fans"][0] ** -0.5
+
+    guide = AutoNormal(program(nn.Linear(4, 2)), init_scale=by_fan_in)
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(guide.get_scale(name).unique(), torch.tensor([0.05]))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"init_scale": 0.0}, "init_scale is 0.0; expected positive"),
+        ({"init_scale": -1.0}, "expected positive"),
+        ({"init_scale": float("nan")}, "expected positive"),
+        ({"init_scale": 0.5, "max_guide_scale": 0.5}, "is not below max_guide_scale 0.5"),
+        ({"init_scale": 1.0, "max_guide_scale": 0.5}, "is not below max_guide_scale 0.5"),
+    ],
+)
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial])
+def test_impossible_scales_are_refused(guide, options, match):
+    with pytest.raises(ValueError, match=match):
+        guide(program(), **options)
+
+
+@pytest.mark.parametrize(
+    "prior", [dist.LogNormal(0.0, 1.0), dist.Gamma(2.0, 1.0), dist.Beta(2.0, 2.0)]
+)
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial])
+def test_constrained_posteriors_are_densities(guide, prior):
+    guide = guide(program(nn.Linear(1, 1, bias=False).double(), prior), init_scale=0.4)
+    q = guide.posterior()["net.weight"]
+    upper = 1.0 if isinstance(prior, td.Beta) else math.inf
+    mass, _ = integrate.quad(
+        lambda w: q.log_prob(torch.full((1, 1), w, dtype=torch.float64)).exp().item(),
+        0.0,
+        upper,
+        limit=200,
+    )
+    assert mass == pytest.approx(1.0, abs=1e-6)
+
+
+def test_constrained_sites_over_several_weights_have_the_jacobian_once_each():
+    guide = AutoNormal(program(nn.Linear(3, 2).double(), dist.Gamma(2.0, 1.0)))
+    q = guide.posterior()["net.weight"]
+    value = q.sample()
+    loc, scale = guide.get_loc("weight"), guide.get_scale("weight")
+    expected = td.LogNormal(loc, scale).log_prob(value).sum()
+    torch.testing.assert_close(q.log_prob(value), expected)
+    assert q.event_shape == (2, 3)
+    torch.testing.assert_close(guide.median()["net.weight"], loc.detach().exp())
+
+
+def test_detached_distributions_stay_when_the_guide_moves_on():
+    guide = AutoNormal(program())
+    before = guide.get_detached_distributions(["weight"])["weight"]
+    mean = before.mean.clone()
+    with torch.no_grad():
+        for parameter in guide.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(before.mean, mean)
+    assert not torch.equal(guide.get_loc("weight"), mean)
+    pickle.loads(pickle.dumps(before))
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial])
+@pytest.mark.parametrize("cap", [0, -1.0, 0.0, math.nan])
+def test_a_cap_is_positive(guide, cap):
+    with pytest.raises(ValueError, match=f"max_guide_scale is {cap}; expected a positive number"):
+        guide(program(), max_guide_scale=cap)

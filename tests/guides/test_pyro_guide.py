@@ -1,0 +1,56 @@
+"""Guides of Pyro's and modules of one's own."""
+
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+from pyro.infer import autoguide
+
+from tests.oracles.programs import NORMAL, program
+from tyxe.guides import AutoNormal, PyroGuide
+from tyxe.guides.init import init_to_median
+
+
+def test_a_builder_has_to_build_a_guide():
+    with pytest.raises(TypeError, match="builder returned a int; expected a module"):
+        PyroGuide.build(lambda module: 3, program())
+
+
+@pytest.mark.parametrize("prior", [NORMAL, dist.LogNormal(0.5, 1.0)])
+def test_pyros_mean_field_guide_gives_its_posterior_and_not_a_draw(prior):
+    ours = AutoNormal(program(prior=prior), init_scale=0.2)
+    theirs = PyroGuide.build(
+        functools.partial(autoguide.AutoNormal, init_scale=0.2, init_loc_fn=init_to_median),
+        program(prior=prior),
+    )
+    expected = ours.get_detached_distributions()
+    for name, q in theirs.get_detached_distributions().items():
+        value = q.sample()
+        torch.testing.assert_close(q.log_prob(value), expected[name].log_prob(value))
+
+
+def test_a_guide_that_is_no_normal_has_no_distribution_for_one_site():
+    guide = PyroGuide.build(autoguide.AutoIAFNormal, program())
+    with pytest.raises(TypeError, match=r"no distribution per site; use tyxe.guides.AutoNormal"):
+        guide.get_detached_distributions()
+
+
+def test_any_module_is_a_guide_and_a_function_is_none():
+    net = nn.Linear(1, 1, bias=False)
+    fixed = program(net)
+
+    class Fixed(nn.Module):
+        def forward(self):
+            q = dist.Normal(torch.ones(1, 1), 0.1).to_event(2)
+            return {"net.weight": pyro.sample("net.weight", q)}
+
+    guide = PyroGuide.build(lambda module: Fixed(), fixed)
+    assert guide()["net.weight"].shape == (1, 1)
+    with pytest.raises(TypeError, match="Fixed has no median; predict with num_predictions >= 1"):
+        guide.median()
+    # A function's pyro.param would live in the global store, where nothing trains it.
+    with pytest.raises(TypeError, match="builder returned a function; expected a module"):
+        PyroGuide.build(lambda module: Fixed().forward.__func__, fixed)

@@ -1,0 +1,118 @@
+"""The radial posterior: a density with the entropy, moments and gradients that it says."""
+
+import math
+
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+from scipy import integrate
+
+from tyxe.guides.radial import Radial
+
+
+def radial(*shape):
+    loc = torch.randn(shape).double()
+    return Radial(loc, torch.rand(shape).double() + 0.5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_density_integrates_to_one_in_one_dimension(shape):
+    q = radial(*shape)
+    centre = q.loc.item()
+
+    def density(w):
+        return q.log_prob(torch.full(shape, w, dtype=torch.float64)).exp().item()
+
+    mass = sum(
+        integrate.quad(density, *ends)[0] for ends in ((-math.inf, centre), (centre, math.inf))
+    )
+    assert mass == pytest.approx(1.0, abs=1e-7)
+    # In one dimension it is the Normal, also at its centre.
+    for value in (q.sample(), q.loc):
+        expected = td.Normal(q.loc, q.scale).log_prob(value).sum()
+        torch.testing.assert_close(q.log_prob(value), expected)
+
+
+def test_the_density_integrates_to_one_in_two_dimensions():
+    q = Radial(torch.tensor([0.3, -0.2]).double(), torch.tensor([0.5, 1.5]).double())
+
+    def density(radius, angle):
+        u = torch.tensor([math.cos(angle), math.sin(angle)]).double() * radius
+        # In coordinates (w - loc) / scale the volume has the factor prod scale.
+        return q.log_prob(q.loc + q.scale * u).exp().item() * q.scale.prod().item() * radius
+
+    mass, _ = integrate.dblquad(density, 0, 2 * math.pi, 1e-12, 8, epsabs=1e-6)
+    assert mass == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (2, 1, 3)])
+def test_the_density_integrates_to_one_in_few_dimensions(shape):
+    q = radial(*shape)
+    size = q.loc.numel()
+    # The importance weights p / q of a radial law and a spherical t of the same centre are
+    # bounded near the centre by a proposal with a denser middle: a radius of |N(0, 2)|.
+    count = 40000
+    direction = torch.randn(count, size).double()
+    direction /= direction.norm(dim=-1, keepdim=True)
+    radius = 2 * torch.randn(count, 1).double().abs()
+    values = q.loc + q.scale * (direction * radius).reshape(count, *shape)
+    log_area = math.log(2) + size / 2 * math.log(math.pi) - math.lgamma(size / 2)
+    log_proposal = (
+        td.HalfNormal(torch.tensor(2.0).double()).log_prob(radius).squeeze(-1)
+        - log_area
+        - (size - 1) * radius.squeeze(-1).log()
+        - q.scale.log().sum()
+    )
+    weights = (q.log_prob(values) - log_proposal).exp()
+    assert abs(weights.mean() - 1) < 6 * weights.std() / math.sqrt(count)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (50,)])
+def test_entropy_and_moments_of_the_radial_posterior(shape):
+    q = radial(*shape)
+    samples = q.sample((20000,))
+    assert samples.shape == (20000, *shape)
+    logs = -q.log_prob(samples)
+    assert logs.shape == (20000,)
+    assert abs(logs.mean() - q.entropy()) < 6 * logs.std() / math.sqrt(len(logs))
+    torch.testing.assert_close(q.variance, q.scale.square() / q.loc.numel())
+    error = (q.variance / len(samples)).sqrt()
+    assert bool(((samples.mean(0) - q.mean).abs() < 6 * error).all())
+    squares = (samples - q.mean).square()
+    error = squares.std(0) / math.sqrt(len(samples))
+    assert bool(((squares.mean(0) - q.variance).abs() < 6 * error).all())
+    # The distance from the centre is half-normal, whatever the dimension.
+    distance = (
+        ((samples - q.loc) / q.scale).flatten(1).norm(dim=1)
+        if shape
+        else ((samples - q.loc) / q.scale).abs()
+    )
+    error = distance.std() / math.sqrt(len(samples))
+    assert abs(distance.mean() - math.sqrt(2 / math.pi)) < 6 * error
+
+
+def test_radial_directions_are_uniform():
+    q = Radial(torch.zeros(3).double(), torch.ones(3).double())
+    directions = nn.functional.normalize(q.sample((20000,)), dim=-1)
+    moments = directions.T @ directions / len(directions)
+    # Variance of a product of coordinates on the sphere is below 1/5.
+    assert bool(((moments - torch.eye(3) / 3).abs() < 6 * math.sqrt(0.2 / 20000)).all())
+
+
+def test_radial_draws_have_exact_gradients():
+    loc = torch.zeros(2, 2, dtype=torch.float64, requires_grad=True)
+    scale = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+
+    def draw(loc, scale):
+        torch.manual_seed(0)
+        return Radial(loc, scale).rsample((3,))
+
+    assert torch.autograd.gradcheck(draw, (loc, scale))
+
+    def density(loc, scale):
+        return Radial(loc, scale).log_prob(torch.arange(4.0).double().reshape(2, 2) + 0.5)
+
+    assert torch.autograd.gradcheck(density, (loc, scale))
+    with pytest.raises(NotImplementedError, match="one joint event"):
+        Radial(loc, scale).expand((2,))

@@ -1,0 +1,116 @@
+"""The Laplace posterior as a guide: its draws, damping, marginals and sites."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.laplace import classifier
+from tyxe.linalg import Kronecker
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize(
+    ("structure", "damping"), [("full", False), ("kron", False), ("kron", True), ("diag", False)]
+)
+def test_draws_have_the_posteriors_covariance(structure, damping):
+    bnn, x, y = classifier(structure, damping=damping)
+    bnn.fit_curvature([(x, y)])
+    blocks = bnn.state.curvature.blocks
+    centre = blocks.flatten(bnn.mean_values())
+    draws = torch.stack([blocks.flatten(v) - centre for v in bnn.draws(4000)])
+    covariance = torch.linalg.inv(bnn.net_guide.precision.to_dense())
+    # Whitened draws are standard normal.
+    white = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), draws.mT, upper=False)
+    moments = white @ white.mT / 4000
+    assert bool(((moments - torch.eye(len(centre))).abs() < 6 * math.sqrt(2 / 4000)).all())
+
+
+def test_damping_adds_the_cross_terms():
+    bnn, x, y = classifier(damping=True)
+    bnn.fit_curvature([(x, y)])
+    plain, _, _ = classifier()
+    plain.fit_curvature([(x, y)])
+    block = plain.state.curvature.operator.blocks["net.0.weight"]
+    assert isinstance(block, Kronecker)
+    eigenvalues = torch.linalg.eigvalsh(bnn.net_guide.precision.blocks["net.0.weight"].to_dense())
+    root = block.scale.sqrt()
+    expected = torch.outer(root * block.out_eigenvalues + 1, root * block.in_eigenvalues + 1)
+    torch.testing.assert_close(eigenvalues, expected.flatten().sort().values, rtol=1e-8, atol=1e-8)
+    assert bnn.net_guide.precision.logdet() > plain.net_guide.precision.logdet()
+
+
+def test_a_draw_is_a_pyro_program():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    trace = pyro.poutine.trace(bnn.guide).get_trace()
+    assert {"net.0.weight", "net.2.bias"} <= set(trace.nodes)
+    assert bnn(x).shape == (15, 3)
+    assert bnn.predict(x, predictive="bnn", num_predictions=4, aggregate=False).shape == (4, 15, 3)
+    assert bnn.predict(x, num_predictions=4, aggregate=False).shape == (4, 15, 3)
+
+
+def test_a_diagonal_posterior_becomes_a_prior():
+    bnn, x, y = classifier("diag")
+    bnn.fit_curvature([(x, y)])
+    posterior = bnn.net_guide.get_detached_distributions()
+    variances = bnn.state.blocks.flatten({f"net.{n}": q.variance for n, q in posterior.items()})
+    torch.testing.assert_close(variances, bnn.net_guide.precision.inverse_diagonal())
+    bnn.update_prior(tyxe.priors.DictPrior(posterior))
+    kron, _, _ = classifier("kron")
+    kron.fit_curvature([(x, y)])
+    coupled = kron.net_guide.get_detached_distributions()
+    assert len({id(q.joint) for q in coupled.values()}) == 1
+
+
+def test_a_prior_that_the_structure_does_not_take_changes_nothing():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    before = bnn.log_marginal_likelihood()
+    priors = {
+        name: dist.Normal(0.0, 2.0 if name.endswith("bias") else 1.0).expand(p.shape).to_event()
+        for name, p in bnn.net.named_parameters()
+    }
+    with pytest.raises(ValueError, match=r"different prior precisions"):
+        bnn.update_prior(tyxe.priors.DictPrior(priors))
+    assert bnn.log_marginal_likelihood() == before
+
+
+def test_a_prior_that_the_structure_does_not_take_leaves_no_half_of_a_posterior():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 3))
+    priors = {
+        name: dist.Normal(0.0, 2.0 if name.endswith("bias") else 1.0).expand(p.shape).to_event()
+        for name, p in net.named_parameters()
+    }
+    bnn = tyxe.LaplaceBNN(net, tyxe.priors.DictPrior(priors), tyxe.likelihoods.Categorical(5))
+    with pytest.raises(ValueError, match=r"different prior precisions"):
+        bnn.fit_curvature([(torch.randn(5, 3), torch.zeros(5).long())])
+    assert bnn.net_guide.state is None
+
+
+def test_priors_that_are_not_gaussian():
+    prior = tyxe.priors.IIDPrior(dist.Laplace(0.0, 1.0))
+    with pytest.raises(ValueError, match=r"'net.0.weight' is Laplace; use"):
+        classifier(prior=prior)
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    before = bnn.log_marginal_likelihood()
+    with pytest.raises(ValueError, match=r"needs Gaussian priors"):
+        bnn.update_prior(prior)
+    assert bnn.log_marginal_likelihood() == before
+
+
+def test_sites_by_either_name_of_a_named_bnn():
+    bnn, x, y = classifier("diag", name="first")
+    bnn.fit_curvature([(x, y)])
+    own = bnn.net_guide.get_detached_distributions(["0.weight"])["0.weight"]
+    joint = bnn.net_guide.get_detached_distributions(["first.net.0.weight"])
+    torch.testing.assert_close(joint["first.net.0.weight"].mean, own.mean)
+    with pytest.raises(ValueError, match=r"weigth"):
+        bnn.net_guide.get_detached_distributions(["0.weigth"])

@@ -1,0 +1,157 @@
+"""Prior precisions from the evidence, from held-out data and while training."""
+
+import copy
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.laplace import ADAM, classifier
+from tyxe.laplace.search import best_of_grid
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("per_site", [False, True])
+def test_the_prior_precision_that_maximises_the_evidence(per_site):
+    bnn, x, y = classifier("kron")
+    bnn.fit([(x, y)], ADAM, 20)
+    before = bnn.log_marginal_likelihood()
+    found = bnn.optimize_prior_precision(per_site=per_site)
+    assert bnn.log_marginal_likelihood() > before
+    values = list(found.values()) if per_site else [found]
+    assert len(values) == (2 if per_site else 1)
+    leaves = [value.log().requires_grad_() for value in values]
+    blocks = bnn.state.curvature.blocks
+    given = {
+        site: leaves[i if per_site else 0].exp() for i, g in enumerate(blocks) for site in g.sites
+    }
+    slopes = torch.autograd.grad(bnn.log_marginal_likelihood(given), leaves)
+    assert all(abs(slope) < 1e-6 for slope in slopes)
+    # The posterior and the model have followed.
+    torch.testing.assert_close(
+        bnn.log_marginal_likelihood(given), bnn.log_marginal_likelihood(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_prior_precision_by_held_out_data():
+    bnn, x, y = classifier("diag")
+    bnn.fit([(x, y)], ADAM, 20)
+    grid = [1e-2, 1.0, 100.0]
+    best = bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
+    scores = []
+    for precision in grid:
+        bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, precision**-0.5)))
+        scores.append(float(bnn.evaluate(x, y, 2000)[1]))
+    assert float(best) == pytest.approx(grid[scores.index(max(scores))])
+
+
+def test_precisions_below_the_rounding_of_the_curvature_are_passed_over():
+    """A last layer of many points in float32: the GGN has eigenvalues of zero less the rounding."""
+    torch.manual_seed(0)
+    net, count = nn.Linear(64, 10).float(), 1_200_000
+    x, y = torch.randn(100, 64).float().relu(), torch.arange(100) % 10
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(count), structure="full")
+    bnn.fit_curvature([(x, y)])
+    bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, 1e2)))
+    with pytest.raises(tyxe.linalg.NotPositiveDefiniteError):
+        bnn.evaluate(x, y)
+    assert bnn.optimize_prior_precision("grid", [(x, y)]) > 1e-4
+
+
+def test_a_search_over_a_grid_that_fails_leaves_the_prior_in_force():
+    bnn, x, y = classifier("diag")
+    bnn.fit_curvature([(x, y)])
+    saved = copy.deepcopy(bnn.state_dict())
+    bnn.optimize_prior_precision("grid", [(x, y)], grid=[3.0])
+    bnn.load_state_dict(saved)  # its prior is not the object that update_prior was given
+    for grid in ([-1.0, 1.0], []):
+        with pytest.raises(ValueError, match=r"grid is .*; expected positive numbers"):
+            bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
+    before = bnn.net_guide.precision.to_dense()
+    with pytest.raises(ValueError, match="targets of shape"):
+        bnn.optimize_prior_precision("grid", [(x, y[:, None])], grid=[1.0, 10.0])
+    scales = [prior.base_dist.scale for _, prior in bnn.net_prior.priors()]
+    assert all(bool((scale == 1).all()) for scale in scales)
+    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before)
+
+
+def test_online_evidence_changes_the_prior_while_training():
+    bnn, x, y = classifier("kron")
+    history = bnn.fit([(x, y)], ADAM, 6, evidence_every=3)
+    assert len(history.loss) == 6
+    scale = dict(bnn.net_prior.priors())["0.weight"].base_dist.scale
+    assert float(scale.mean()) != 1.0
+    assert bnn.net_guide.precision is not None
+
+
+def test_an_error_leaves_the_posterior_and_the_prior():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    before = bnn.log_marginal_likelihood()
+    with pytest.raises(ValueError, match=r"targets lie outside"):
+        bnn.fit_curvature([(x, y + 3)])
+    with pytest.raises(ValueError, match=r"targets of shape"):
+        bnn.optimize_prior_precision("grid", [(x, y[:, None])])
+    assert bnn.log_marginal_likelihood() == before
+    with pytest.raises(ValueError, match=r"not per_site"):
+        bnn.optimize_prior_precision("grid", [(x, y)], per_site=True)
+
+
+@pytest.mark.parametrize("per_site", [False, True])
+@pytest.mark.parametrize("options", [{"damping": True}, {"structure": "full"}])
+def test_evidence_without_eigenvalues_of_its_own_is_maximised_too(options, per_site):
+    """Damped, or with blocks that one matrix couples: the precision is formed at each step."""
+    bnn, x, y = classifier(**{"structure": "kron", **options})
+    bnn.fit([(x, y)], ADAM, 20)
+    found = bnn.optimize_prior_precision(per_site=per_site)
+    values = list(found.values()) if per_site else [found]
+    leaves = [value.log().requires_grad_() for value in values]
+    groups = [block.sites for block in bnn.state.curvature.blocks]
+    given = {
+        site: leaves[i if per_site else 0].exp() for i, group in enumerate(groups) for site in group
+    }
+    if "damping" not in options:  # where the rule of MacKay is that of the undamped evidence
+        slopes = torch.autograd.grad(bnn.log_marginal_likelihood(given), leaves)
+        assert all(abs(slope) < 1e-6 for slope in slopes)
+    torch.testing.assert_close(
+        bnn.log_marginal_likelihood(given), bnn.log_marginal_likelihood(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_weights_at_the_priors_mean_keep_their_precision():
+    bnn, x, y = classifier("diag")
+    with torch.no_grad():
+        for name, parameter in bnn.net_guide.named_parameters():
+            if "2" in name:
+                parameter.zero_()
+    bnn.fit_curvature([(x, y)])
+    with pytest.warns(tyxe.TyxeWarning, match="the weights of net.2.weight are at the"):
+        found = bnn.optimize_prior_precision(per_site=True)
+    assert [name for name, value in found.items() if value == 1.0] == ["2.weight"]
+
+
+def test_steps_that_have_not_converged_are_warned_of():
+    bnn, x, y = classifier("diag")
+    bnn.fit_curvature([(x, y)])
+    with pytest.warns(tyxe.TyxeWarning, match="has not converged in num_steps=1"):
+        bnn.optimize_prior_precision(num_steps=1)
+
+
+def test_a_grid_without_a_finite_score_is_refused():
+    with pytest.raises(ValueError, match="no precision of the grid gives a finite"):
+        best_of_grid([1.0, 10.0], lambda precision: math.nan)
+    assert best_of_grid(None, lambda precision: -abs(math.log(precision))) == 1.0
+
+
+def test_a_callback_stops_a_fit_with_online_evidence():
+    bnn, x, y = classifier("kron")
+    history = bnn.fit(
+        [(x, y)], ADAM, 6, evidence_every=2, callback=lambda bnn, epoch, loss: epoch == 2
+    )
+    assert len(history.loss) == 3
+    assert bnn.net_guide.state is not None

@@ -1,0 +1,317 @@
+"""`LaplaceState` alone: precision, evidence, hand-over, and that nothing of it changes."""
+
+import copy
+import dataclasses
+import pickle
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+
+import tyxe
+from tyxe.curvature import Curvature
+from tyxe.distributions import JointNormal, ParamBlocks
+from tyxe.distributions.joint_normal import NormalProduct
+from tyxe.laplace import LaplaceState
+from tyxe.laplace.gaussian_prior import (
+    factorized_prior,
+    gaussian_prior,
+    is_factorized,
+    reordered,
+)
+from tyxe.laplace.online import AbsorbingNormal, normals_of
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker
+
+pytestmark = pytest.mark.usefixtures("double")
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+NOISE = 0.5
+SHAPES = {"net.weight": torch.Size([1, 3]), "net.bias": torch.Size([1])}
+
+
+def blocks_of():
+    return ParamBlocks.of_sites(SHAPES)
+
+
+def normal(precision=2.0, loc=0.3):
+    """A prior of all four weights, given one precision or a vector of them."""
+    entries = torch.as_tensor(precision) * torch.ones(4)
+    parts = BlockDiagonal({"net.weight": Diagonal(entries[:3]), "net.bias": Diagonal(entries[3:])})
+    return JointNormal(blocks_of(), torch.full((4,), loc), parts)
+
+
+def stream():
+    """Design matrices and targets of two tasks."""
+    torch.manual_seed(0)
+    design = torch.cat([torch.randn(9, 3), torch.ones(9, 1)], 1)
+    targets = design @ torch.tensor([1.0, -0.5, 0.2, 0.4]) + NOISE * torch.randn(9)
+    return list(zip(design.split([5, 4]), targets.split([5, 4]), strict=True))
+
+
+def fitted(task, prior, **settings):
+    """The state of a linear regression, whose mode is exact."""
+    design, targets = task
+    hessian = design.mT @ design / NOISE**2
+    weight = settings.get("curvature_weight", 1.0) / settings.get("temperature", 1.0)
+    ((mean, precision),) = prior.terms
+    precision = precision.to_dense()
+    pull = weight * design.mT @ targets / NOISE**2 + precision @ mean
+    loc = torch.linalg.solve(weight * hessian + precision, pull)
+    residual = targets - design @ loc
+    log_likelihood = float(td.Normal(0.0, NOISE).log_prob(residual).sum())
+    operator = BlockDiagonal({"all": Dense(hessian)})
+    error = float(residual.square().sum())
+    curvature = Curvature(operator, prior.blocks, log_likelihood, error, len(targets), key=7)
+    return LaplaceState(loc, curvature, prior, **settings)
+
+
+def kronecker_state(prior=None, key=7, **settings):
+    """A state of one block, whose curvature is a Kronecker product."""
+    torch.manual_seed(key)
+    factors = [torch.randn(5, n) for n in (1, 4)]
+    product = Kronecker.from_factors(*(factor.mT @ factor for factor in factors))
+    blocks = blocks_of()
+    operator = BlockDiagonal({"all": product})
+    curvature = Curvature(operator, blocks, -3.0, 1.0, 5.0, key=key)
+    return LaplaceState(torch.randn(4), curvature, prior or one_block(), **settings)
+
+
+def one_block():
+    return JointNormal(blocks_of(), torch.zeros(4), BlockDiagonal({"all": Diagonal(torch.ones(4))}))
+
+
+# ------------------------------------------------------------------ precision and evidence
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight"),
+    [({}, 1.0), ({"temperature": 0.5}, 2.0), ({"curvature_weight": 3.0, "temperature": 2.0}, 1.5)],
+)
+def test_the_precision_is_the_weighted_curvature_and_the_priors(settings, weight):
+    state = kronecker_state(**settings)
+    hessian = state.curvature.operator.to_dense()
+    assert state.weight == weight
+    torch.testing.assert_close(state.precision().to_dense(), weight * hessian + torch.eye(4))
+    assert state.precision() is state.precision()
+    draws = torch.stack([state.blocks.flatten(state.sample()) for _ in range(2)])
+    assert not torch.equal(*draws)
+    torch.testing.assert_close(state.posterior().loc, state.loc)
+    torch.testing.assert_close(state.posterior().precision.to_dense(), state.precision().to_dense())
+
+
+def test_the_evidence_is_the_density_of_the_targets():
+    design, targets = task = stream()[0]
+    prior = one_normal(2.0)
+    covariance = NOISE**2 * torch.eye(5) + design @ design.mT / 2.0
+    exact = td.MultivariateNormal(design @ prior.loc, covariance).log_prob(targets)
+    torch.testing.assert_close(fitted(task, prior).evidence(), exact, **EXACT)
+
+
+def one_normal(precision, loc=0.3):
+    prior = normal(precision, loc)
+    return JointNormal(prior.blocks, prior.loc, Dense(prior.precision.to_dense()))
+
+
+def test_the_evidences_of_a_stream_are_those_of_all_its_targets():
+    first, second = stream()
+    state = fitted(first, one_normal(2.0))
+    later = fitted(second, state.next_prior())
+    design, targets = (torch.cat(parts) for parts in zip(first, second, strict=True))
+    covariance = NOISE**2 * torch.eye(9) + design @ design.mT / 2.0
+    exact = td.MultivariateNormal(design @ torch.full((4,), 0.3), covariance).log_prob(targets)
+    torch.testing.assert_close(state.evidence() + later.evidence(), exact, **EXACT)
+    together = fitted((design, targets), one_normal(2.0))
+    torch.testing.assert_close(later.loc, together.loc, **EXACT)
+    torch.testing.assert_close(
+        later.precision().to_dense(), together.precision().to_dense(), **EXACT
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}])
+def test_the_evidence_is_differentiable_in_the_prior_and_the_noise(settings):
+    state = kronecker_state(**settings)
+
+    def evidence(log_precision, loc, log_likelihood):
+        entries = log_precision.exp() * torch.ones(4)
+        prior = JointNormal(blocks_of(), loc, BlockDiagonal({"all": Diagonal(entries)}))
+        curvature = dataclasses.replace(state.curvature, log_likelihood=log_likelihood)
+        return state.replace(prior=prior, curvature=curvature).evidence()
+
+    leaves = (torch.tensor(0.4), torch.randn(4), torch.tensor(-3.0))
+    assert torch.autograd.gradcheck(evidence, tuple(leaf.requires_grad_() for leaf in leaves))
+
+
+@pytest.fixture
+def sums_have_no_inverse(monkeypatch):
+    """As those of more weights have none."""
+    monkeypatch.setattr("tyxe.linalg.sum.SMALL", 3)
+
+
+@pytest.mark.usefixtures("sums_have_no_inverse")
+def test_the_evidence_of_a_penalty_is_unknown():
+    state = kronecker_state(accumulate="per_task")
+    second = kronecker_state(state.next_prior(), key=8, accumulate="per_task")
+    third = kronecker_state(second.next_prior(), key=9, accumulate="per_task")
+    with pytest.raises(ValueError, match="normaliser is not known"):
+        third.evidence()
+
+
+# ------------------------------------------------------------------ nothing changes
+
+
+def test_a_state_is_immutable():
+    state = kronecker_state()
+    for field in dataclasses.fields(state):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(state, field.name, None)
+    before = state.precision().to_dense()
+    other = state.replace(temperature=0.5)
+    assert (state.temperature, other.temperature) == (1.0, 0.5)
+    assert torch.equal(state.precision().to_dense(), before)
+    expected = 2 * state.curvature.operator.to_dense() + torch.eye(4)
+    torch.testing.assert_close(other.precision().to_dense(), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"curvature_weight": -1.0}, "curvature_weight is -1.0"),
+        ({"accumulate": "mean"}, "accumulate is 'mean'"),
+    ],
+)
+def test_settings_are_checked_in_every_new_state(change, message):
+    with pytest.raises(ValueError, match=message):
+        kronecker_state().replace(**change)
+
+
+def test_a_map_reaches_every_tensor():
+    earlier = kronecker_state(key=8)
+    state = kronecker_state(prior=earlier.next_prior())
+    single = state.map(torch.Tensor.float)
+    parts = (single.loc, single.precision().to_dense(), single.prior.loc, single.prior.variance)
+    assert {part.dtype for part in parts} == {torch.float32}
+    assert single.prior.absorbed == state.prior.absorbed == earlier.key
+    assert state.loc.dtype == torch.float64
+
+
+# ------------------------------------------------------------------ handed over
+
+
+def of_one_gaussian():
+    return kronecker_state(), lambda state: state.next_prior()
+
+
+def of_normals():
+    """Independent weights: a Normal for each site."""
+    prior = normal()
+    operator = BlockDiagonal(
+        {name: Diagonal(torch.rand(shape.numel())) for name, shape in SHAPES.items()}
+    )
+    state = LaplaceState(
+        torch.randn(4), Curvature(operator, prior.blocks, -3.0, 1.0, 5.0, key=7), prior
+    )
+    return state, lambda state: normals_of(state.next_prior())
+
+
+def of_penalties():
+    """More than one product: a penalty about each mode."""
+    earlier = kronecker_state(key=8, accumulate="per_task")
+    state = kronecker_state(earlier.next_prior(), accumulate="per_task")
+    return state, lambda state: state.next_prior()
+
+
+HAND_OVERS = {"one Gaussian": of_one_gaussian, "Normals": of_normals, "penalties": of_penalties}
+COPIES = {
+    "itself": lambda prior: prior,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda prior: pickle.loads(pickle.dumps(prior)),
+}
+
+
+@pytest.mark.usefixtures("sums_have_no_inverse")
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+@pytest.mark.parametrize("case", HAND_OVERS.values(), ids=HAND_OVERS.keys())
+def test_the_curvature_that_a_prior_holds_is_not_added_again(case, copied):
+    state, hand_over = case()
+    prior = copied(hand_over(state))
+    if isinstance(prior, dict):
+        assert all(isinstance(each, AbsorbingNormal) for each in prior.values())
+        prior = gaussian_prior(prior, state.blocks, state.loc)
+    assert prior.absorbed == state.key
+    after = state.under(prior)
+    assert after.curvature.num_targets == 0
+    torch.testing.assert_close(after.precision().to_dense(), state.precision().to_dense())
+    assert state.curvature.num_targets == 5  # which is as it was
+    # Nor the third time, when there is no curvature any more.
+    torch.testing.assert_close(
+        after.under(after.next_prior()).precision().to_dense(), state.precision().to_dense()
+    )
+
+
+@pytest.mark.usefixtures("sums_have_no_inverse")
+def test_penalties_are_about_each_mode():
+    state, _ = of_penalties()
+    prior = state.next_prior()
+    assert isinstance(prior, NormalProduct)
+    earlier = state.prior.terms
+    (mean, operator) = prior.terms[-1]
+    assert len(prior.terms) == len(earlier) + 1
+    assert torch.equal(mean, state.loc)
+    torch.testing.assert_close(operator.to_dense(), state.curvature.operator.to_dense())
+
+
+def test_another_prior_keeps_the_curvature():
+    state = kronecker_state()
+    for prior in (one_block(), kronecker_state(key=8).next_prior()):
+        after = state.under(prior)
+        assert after.curvature is state.curvature
+        expected = state.curvature.operator.to_dense() + prior.precision.to_dense()
+        torch.testing.assert_close(after.precision().to_dense(), expected)
+
+
+def test_normals_of_several_posteriors_hold_no_curvature():
+    """A site's own tag says nothing where the others have another, or none."""
+    state, hand_over = of_normals()
+    normals = hand_over(state)
+    plain = dist.Normal(torch.zeros(1), torch.ones(1)).to_event(1)
+    other = AbsorbingNormal.of(torch.zeros(1), torch.ones(1), 8)
+    for bias in (plain, other):
+        with pytest.warns(tyxe.TyxeWarning, match="data are counted twice"):
+            prior = gaussian_prior({**normals, "net.bias": bias}, state.blocks, state.loc)
+        assert prior.absorbed is None
+        assert state.under(prior).curvature is state.curvature
+
+
+def test_a_prior_in_another_order_is_the_same_prior():
+    state = kronecker_state()
+    turned = ParamBlocks.of_sites(dict(reversed(SHAPES.items())))
+    order = torch.tensor([3, 0, 1, 2])
+    posterior = state.next_prior()
+    dense = Dense(posterior.precision.to_dense()[order][:, order])
+    after = state.under(JointNormal(turned, posterior.loc[order], dense, posterior.absorbed))
+    assert after.prior.blocks == state.blocks
+    assert after.curvature.num_targets == 0
+    torch.testing.assert_close(after.prior.loc, posterior.loc)
+    torch.testing.assert_close(after.precision().to_dense(), state.precision().to_dense())
+
+
+def test_independent_weights_in_another_order_stay_independent():
+    state, _ = of_normals()
+    posterior = state.next_prior()
+    turned = ParamBlocks.of_sites(dict(reversed(SHAPES.items())))
+    prior = reordered(posterior, turned)
+    assert is_factorized(prior)
+    assert prior.absorbed == posterior.absorbed
+    for name, value in posterior.unflatten(posterior.loc).items():
+        assert torch.equal(prior.unflatten(prior.loc)[name], value)
+    variances = (each.unflatten(each.variance) for each in (prior, posterior))
+    found, expected = variances
+    assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
+
+
+def test_a_prior_of_all_sites_is_none_of_each():
+    marginals = {name: kronecker_state().next_prior().marginal(name) for name in SHAPES}
+    with pytest.raises(ValueError, match="the prior is one over all sites"):
+        factorized_prior(marginals, blocks_of(), torch.zeros(()))

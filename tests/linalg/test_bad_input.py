@@ -1,0 +1,293 @@
+"""What operators refuse, what they say then, and what they save."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
+from tyxe.linalg.state import STATE_NAMES, operator_from_state, operator_state
+from tyxe.testing import OPERATORS, check_operator
+
+NAN, INF = float("nan"), float("inf")
+EYE = torch.eye(2)
+
+
+# --- constructors ---------------------------------------------------------------------------------
+
+REFUSED = {
+    "dense, no matrix": (lambda: Dense(torch.ones(3)), "expected \\(3, 3\\)"),
+    "dense, number": (lambda: Dense(torch.tensor(1.0)), "shape \\(\\)"),
+    "dense, not square": (lambda: Dense(torch.ones(2, 3)), "expected \\(3, 3\\)"),
+    "dense, batch": (lambda: Dense(torch.ones(2, 3, 3)), "shape \\(2, 3, 3\\)"),
+    "dense, not symmetric": (
+        lambda: Dense(torch.tensor([[1.0, 0.5], [0.0, 1.0]])),
+        "not symmetric: .* up to 0.5; symmetrise",
+    ),
+    "dense, nan": (lambda: Dense(EYE * NAN), "the matrix has 4 elements that are not finite"),
+    "diagonal, matrix": (lambda: Diagonal(EYE), "shape \\(2, 2\\); expected \\(\\*\\)"),
+    "diagonal, negative": (
+        lambda: Diagonal(torch.tensor([1.0, -2.0])),
+        "at least 0; its smallest element is -2",
+    ),
+    "diagonal, inf": (lambda: Diagonal(torch.tensor([INF])), "1 elements that are not finite"),
+    "low rank, sizes": (lambda: LowRank(torch.ones(3), torch.ones(2, 1)), "expected \\(3, \\*\\)"),
+    "low rank, vector": (lambda: LowRank(torch.ones(3), torch.ones(3)), "the factor has shape"),
+    "low rank, negative": (lambda: LowRank(-torch.ones(3), torch.ones(3, 1)), "at least 0"),
+    "low rank, nan": (lambda: LowRank(torch.ones(1), torch.tensor([[NAN]])), "the factor has 1"),
+    "low rank, dtypes": (lambda: LowRank(torch.ones(3), torch.ones(3, 1).double()), "move them"),
+    "kron, not square": (
+        lambda: Kronecker.from_factors(torch.ones(2, 3), EYE),
+        "the output factor has shape",
+    ),
+    "kron, vector": (lambda: Kronecker.from_factors(EYE, torch.ones(2)), "the input factor"),
+    "kron, nan": (
+        lambda: Kronecker.from_factors(EYE, EYE / 0),
+        "the input factor has 4 elements that are not finite",
+    ),
+    "kron, not symmetric": (
+        lambda: Kronecker.from_factors(torch.ones(2, 2).triu(), EYE),
+        "the output factor is not symmetric",
+    ),
+    "kron, indefinite": (
+        lambda: Kronecker.from_factors(EYE, torch.diag(torch.tensor([2.0, -1.0]))),
+        "the input factor is not positive semi-definite: its smallest eigenvalue is -1",
+    ),
+    "kron, dtypes": (lambda: Kronecker.from_factors(EYE, EYE.double()), "move them"),
+    "kron, scale": (lambda: Kronecker.from_factors(EYE, EYE, scale=-1.0), "the scale has to be"),
+    "kron, negative eigenvalues": (
+        lambda: Kronecker(EYE, EYE, -torch.ones(2), torch.ones(2), EYE[0, 0], EYE[0, 0]),
+        "out_eigenvalues has to be at least 0",
+    ),
+    "kron, basis": (
+        lambda: Kronecker(EYE, EYE, torch.ones(2), torch.ones(3), EYE[0, 0], EYE[0, 0]),
+        "the basis of the input factor has shape \\(2, 2\\); expected \\(3, 3\\)",
+    ),
+    "no block": (lambda: BlockDiagonal({}), "at least one block"),
+    "blocks, dtypes": (
+        lambda: BlockDiagonal({"a": Dense(EYE), "b": Dense(EYE.double())}),
+        "the blocks 'a' and 'b' are in torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_constructors_refuse(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.complex64])
+def test_types_without_factorisations(dtype):
+    for make in (
+        lambda: Dense(torch.ones(2, 2, dtype=dtype)),
+        lambda: Diagonal(torch.ones(2, dtype=dtype)),
+        lambda: Kronecker.from_factors(torch.ones(1, 1, dtype=dtype), torch.ones(1, 1)),
+    ):
+        with pytest.raises(TypeError, match=r"use \.to\(torch.float32\)"):
+            make()
+
+
+def test_rounding_is_not_asymmetry():
+    rows = torch.randn(1000, 50)
+    gram = torch.einsum("ni,nj->ij", rows, rows)
+    rounded = gram * (1 + 1e-6 * torch.randn(50, 50))
+    torch.testing.assert_close(Dense(rounded).to_dense(), gram, rtol=1e-5, atol=1e-5)
+
+
+# --- singular operators ---------------------------------------------------------------------------
+
+ZERO = torch.tensor([1.0, 0.0])
+SINGULAR = {
+    "Dense": (lambda: Dense(torch.diag(ZERO)), "smallest eigenvalue is 0"),
+    "Diagonal": (lambda: Diagonal(ZERO), "smallest eigenvalue is 0"),
+    "LowRank": (lambda: LowRank(ZERO, torch.ones(2, 1)), "diagonal under the low-rank part"),
+    "Kronecker": (
+        lambda: Kronecker.from_factors(torch.ones(1, 1), torch.diag(ZERO)),
+        "the Kronecker product is not positive definite",
+    ),
+    "BlockDiagonal": (
+        lambda: BlockDiagonal({"0.bias": Diagonal(ZERO)}),
+        "block '0.bias': the diagonal matrix is not positive definite",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), SINGULAR.values(), ids=SINGULAR.keys())
+def test_a_singular_operator_has_no_inverse_until_a_diagonal_is_added(make, message):
+    operator, x = make(), torch.ones(1, 2)
+    operator.quadratic(x), operator @ x, operator.diagonal()
+    calls = [
+        operator.logdet,
+        operator.inverse_diagonal,
+        operator.sample,
+        lambda: operator.solve(x),
+        lambda: operator.whiten(x),
+        lambda: operator.inverse_quadratic(x),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message) as error:
+            call()
+        assert "add_diagonal" in str(error.value)
+    check_operator(lambda: make().add_diagonal(0.5))
+
+
+def test_an_indefinite_dense_matrix_names_its_smallest_eigenvalue():
+    with pytest.raises(ValueError, match="smallest eigenvalue is -3; add a prior precision"):
+        Dense(torch.diag(torch.tensor([1.0, -3.0]))).logdet()
+
+
+def test_a_matrix_beyond_the_accuracy_of_its_type_says_so():
+    # Rounding decides the sign of what eigvalsh finds: either message names the remedy.
+    rows = torch.randn(2, 50)
+    nearly = Dense(1e6 * rows.mT @ rows).add_diagonal(1e-6)
+    with pytest.raises(ValueError, match="larger"):
+        nearly.logdet()
+    assert nearly.to(torch.float64).add_diagonal(1.0).logdet().isfinite()
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def test_kronecker_names_the_structures_that_take_a_diagonal():
+    product = OPERATORS["Kronecker"]()
+    vector = torch.linspace(1.0, 2.0, product.size)
+    with pytest.raises(ValueError, match=r'one number for its whole diagonal.*"full" or "diag"'):
+        product.add_diagonal(vector)
+    with pytest.raises(ValueError, match=r"block 'net\.0\.weight': a Kronecker product takes one"):
+        BlockDiagonal({"net.0.weight": product}).add_diagonal(vector)
+
+
+def test_factored_variance_refuses_other_sizes():
+    product = OPERATORS["Kronecker"]()
+    rows, columns = product.shape
+    for a, g in [
+        (torch.ones(columns + 1), torch.ones(2, rows)),
+        (torch.ones(columns), torch.ones(2, rows + 1)),
+        (torch.ones(columns), torch.ones(rows)),
+    ]:
+        with pytest.raises(ValueError, match=r"expected inputs \(\.\.\., 4\)"):
+            product.inverse_quadratic_factored(a, g)
+
+
+def test_split_and_join_are_inverse_and_refuse_other_parts():
+    blocks = OPERATORS["BlockDiagonal"]()
+    x = torch.randn(2, 3, blocks.size)
+    parts = blocks.split(x)
+    assert {name: part.shape for name, part in parts.items()} == {
+        "0.weight": (2, 3, 4),
+        "heads": (2, 3, 8),
+    }
+    assert torch.equal(blocks.cat(dict(reversed(parts.items()))), x)
+    with pytest.raises(ValueError, match="cannot split"):
+        blocks.split(x[..., 1:])
+    with pytest.raises(ValueError, match="expected parts of sizes"):
+        blocks.cat({"0.weight": parts["0.weight"]})
+    with pytest.raises(ValueError, match="expected parts of sizes"):
+        blocks.cat({"0.weight": parts["heads"], "heads": parts["0.weight"]})
+
+
+def test_diagonals_by_block_have_to_be_complete():
+    with pytest.raises(ValueError, match="expected a diagonal for each of"):
+        OPERATORS["BlockDiagonal"]().add_diagonals({"0.weight": 1.0})
+
+
+def test_operators_do_not_change():
+    operator = Diagonal(torch.ones(2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        operator.entries = torch.zeros(2)
+    operator.scaled(2.0)
+    operator.add_diagonal(2.0)
+    assert torch.equal(operator.entries, torch.ones(2))
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def test_states_are_flat_and_name_blocks_in_full():
+    state = operator_state(OPERATORS["BlockDiagonal"]())
+    assert {key.rpartition("/")[0] for key in state} == {"0.weight", "heads/a%2Fb", "heads/"}
+    assert list(operator_from_state(state).blocks["heads"].blocks) == ["a/b", ""]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "a state of one operator has keys"),
+        ({"sparse.matrix": EYE}, "one structure out of dense, diagonal"),
+        ({"dense.matrix": EYE, "diagonal.entries": EYE[0]}, "a state of one operator"),
+        ({"low_rank.entries": EYE[0]}, "LowRank has the fields entries, factor; got"),
+        ({"dense.matrix": EYE, "dense.other": EYE}, "Dense has the fields matrix; got"),
+        ({"a/dense.matrix": EYE * NAN}, "not finite"),
+    ],
+)
+def test_states_of_something_else(state, message):
+    with pytest.raises(ValueError, match=message):
+        operator_from_state(state)
+
+
+class Doubled(Diagonal):
+    """A structure of a user's own, with a fault to find."""
+
+    def logdet(self):
+        return 2 * super().logdet()
+
+
+def test_a_structure_of_ones_own_takes_a_name(monkeypatch):
+    operator = Doubled(torch.ones(2))
+    with pytest.raises(TypeError, match=r"Doubled has no name .* tyxe\.linalg\.state\.STATE_NAMES"):
+        operator_state(operator)
+    monkeypatch.setitem(STATE_NAMES, "doubled", Doubled)
+    assert list(operator_state(operator)) == ["doubled.entries"]
+    assert type(operator_from_state(operator_state(operator))) is Doubled
+
+
+def test_a_copy_shares_no_memory():
+    operator = OPERATORS["Dense"]()
+    twin = copy.deepcopy(operator)
+    twin.matrix.zero_()
+    assert operator.matrix.abs().sum() > 0
+
+
+# --- the contract finds faults --------------------------------------------------------------------
+
+
+def test_contract_finds_a_wrong_determinant():
+    with pytest.raises(AssertionError, match="logdet"):
+        check_operator(lambda: Doubled(torch.tensor([2.0, 3.0])))
+
+
+class NotARoot(Diagonal):
+    """Draws of the wrong variance."""
+
+    def _inverse_sqrt(self, z):
+        return z / self.entries
+
+
+class Unchecked(Diagonal):
+    """Takes whatever broadcasts."""
+
+    def matmul(self, x):
+        return self._matmul(x)
+
+
+class Frozen(Diagonal):
+    """Forgets that its scale has a gradient."""
+
+    def _scaled(self, c):
+        return self._like(entries=c.detach() * self.entries)
+
+
+FAULTS = {
+    "no root": (lambda: NotARoot(torch.tensor([2.0, 3.0])), "S S.T is not the inverse"),
+    "broadcasts": (lambda: Unchecked(torch.tensor([2.0])), "matmul of a wrong size"),
+    "no gradient": (lambda: Frozen(torch.tensor([2.0, 3.0])), "the gradient of logdet"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_contract_finds_faults(make, message, monkeypatch):
+    monkeypatch.setitem(STATE_NAMES, "faulty", type(make()))
+    with pytest.raises(AssertionError, match=message):
+        check_operator(make)

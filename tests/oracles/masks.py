@@ -1,0 +1,77 @@
+"""BNNs of every likelihood, masks over their data, and one step of training."""
+
+import functools
+
+import pyro.distributions as dist
+import torch
+import torch.nn as nn
+
+import tyxe
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Poisson,
+)
+from tyxe.poutine import selective_mask
+
+EXPOSE = ["likelihood.data"]
+ROWS = 6
+LIKELIHOODS = {
+    "Bernoulli": (lambda n: Bernoulli(n), 1, lambda: torch.ones(ROWS, 1)),
+    "Categorical": (lambda n: Categorical(n), 3, lambda: torch.randint(0, 3, (ROWS,))),
+    "HomoskedasticGaussian": (
+        lambda n: HomoskedasticGaussian(n, scale=0.5),
+        2,
+        lambda: torch.randn(ROWS, 2),
+    ),
+    "HomoskedasticGaussian, inferred": (
+        lambda n: HomoskedasticGaussian(n, scale=dist.LogNormal(0.0, 1.0)),
+        1,
+        lambda: torch.randn(ROWS, 1),
+    ),
+    "HeteroskedasticGaussian": (
+        lambda n: HeteroskedasticGaussian(n),
+        2,
+        lambda: torch.randn(ROWS, 1),
+    ),
+    "Poisson": (lambda n: Poisson(n), 1, lambda: torch.arange(ROWS)[:, None]),
+}
+
+
+def make(name, dataset_size):
+    torch.manual_seed(1)
+    build, outputs, targets = LIKELIHOODS[name]
+    likelihood = build(dataset_size)
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(3, outputs).double(),
+        tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+        likelihood,
+        functools.partial(
+            tyxe.guides.AutoNormal, init_loc_fn=tyxe.guides.init_to_normal, init_scale=0.3
+        ),
+        tyxe.guides.AutoNormal if likelihood.latent_priors() else None,
+    ).double()
+    y = targets()
+    return bnn, torch.randn(ROWS, 3).double(), y.double() if y.is_floating_point() else y
+
+
+def masked(mask):
+    return selective_mask(mask=mask, expose=EXPOSE)
+
+
+def fitted(bnn, x, y, **options):
+    """Loss and gradient of one step."""
+    torch.manual_seed(2)
+    history = bnn.fit([(x, y)], torch.optim.SGD(bnn.parameters(), lr=0.0), 1, **options)
+    gradient = torch.cat([p.grad.flatten() for p in bnn.parameters() if p.grad is not None])
+    numbers = [history.loss[0], history.log_likelihood[0], history.kl[0]]
+    return torch.tensor(numbers, dtype=torch.float64), gradient
+
+
+MASKS = {
+    "some": torch.tensor([True, False, True, True, False, False]),
+    "one": torch.tensor([False, False, False, False, False, True]),
+    "all": torch.ones(ROWS, dtype=torch.bool),
+}

@@ -1,0 +1,330 @@
+"""Contracts of `tyxe.plotting`: what is drawn, on which axes, under which labels."""
+
+import math
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tyxe import metrics, plotting
+
+matplotlib = pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib")
+matplotlib.use("Agg")
+plt = pytest.importorskip("matplotlib.pyplot")
+
+X = torch.linspace(-1, 1, 9)
+SCORES = torch.tensor([0.9, 0.8, 0.7, 0.4]), torch.tensor([0.5, 0.3])
+FITTED = SimpleNamespace(
+    loss=[9.0, 5.0, 4.0], log_likelihood=[-8.0, -3.0, -1.0], kl=[1.0, 2.0, 3.0]
+)
+
+
+@pytest.fixture(autouse=True)
+def closed_figures() -> Iterator[None]:
+    # doctests, which have no fixtures, may have left some open
+    plt.close("all")
+    yield
+    plt.close("all")
+
+
+def classified(num_points: int = 60, num_classes: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(num_points, num_classes, generator=generator)
+    return logits.softmax(-1), torch.randint(num_classes, (num_points,), generator=generator)
+
+
+def line(ax: "plt.Axes", label: str) -> "plt.Line2D":
+    (found,) = [line for line in ax.lines if line.get_label() == label]
+    return found
+
+
+def legend_texts(ax: "plt.Axes") -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+DRAW = {
+    "predictive_band": lambda ax=None: plotting.predictive_band(X, X, 0.1, ax),
+    "calibration_curve": lambda ax=None: plotting.calibration_curve(*classified(), ax),
+    "entropy_ecdf": lambda ax=None: plotting.entropy_ecdf(torch.rand(5), ax),
+    "ood_histogram": lambda ax=None: plotting.ood_histogram(*SCORES, ax),
+    "history": lambda ax=None: plotting.history(FITTED, ax),
+    "calibration_and_entropy": lambda: plotting.calibration_and_entropy(
+        {"a": (*classified(), None)}
+    ),
+}
+ON_AXES = [name for name in DRAW if name != "calibration_and_entropy"]
+
+
+@pytest.mark.parametrize("name", ON_AXES)
+class TestAxes:
+    def test_given_axes_are_drawn_on_and_returned(self, name: str) -> None:
+        figure, ax = plt.subplots()
+        assert DRAW[name](ax) is ax
+        assert ax.has_data()
+        assert plt.get_fignums() == [figure.number]
+
+    def test_without_axes_a_figure_is_made(self, name: str) -> None:
+        ax = DRAW[name]()
+        assert plt.get_fignums() == [ax.figure.number]
+        assert ax.has_data()
+        assert ax.get_xlabel()
+        assert ax.get_ylabel()
+
+    def test_it_renders(self, name: str) -> None:
+        canvas = DRAW[name]().figure.canvas
+        canvas.draw()
+        assert np.asarray(canvas.buffer_rgba()).std() > 0
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_missing_matplotlib_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[plot\]"'):
+        DRAW[name]()
+
+
+class TestPredictiveBand:
+    def test_bands_are_whole_scales_around_the_mean(self) -> None:
+        mean, scale = X.sin(), 0.1 + X.square()
+        ax = plotting.predictive_band(X, mean, scale, num_scales=2)
+        torch.testing.assert_close(
+            torch.tensor(line(ax, "predictive mean").get_ydata()).float(), mean
+        )
+        assert len(ax.collections) == 2
+        for k, band in zip((2, 1), ax.collections, strict=True):
+            outline = torch.as_tensor(band.get_paths()[0].vertices).float()
+            for x, m, s in zip(X, mean, scale, strict=True):
+                heights = outline[outline[:, 0] == x, 1]
+                torch.testing.assert_close(heights.max(), m + k * s)
+                torch.testing.assert_close(heights.min(), m - k * s)
+
+    def test_inputs_may_be_unordered_columns(self) -> None:
+        order = torch.randperm(len(X))
+        columns = (v[order, None] for v in (X, X.sin(), X.exp()))
+        shuffled = plotting.predictive_band(*columns, true_function=X.cos()[order])
+        ordered = plotting.predictive_band(X, X.sin(), X.exp(), true_function=X.cos())
+        for a, b in zip(shuffled.lines, ordered.lines, strict=True):
+            np.testing.assert_array_equal(a.get_xydata(), b.get_xydata())
+
+    def test_data_and_true_function(self) -> None:
+        data = (torch.tensor([0.3, -0.5]), torch.tensor([1.0, 2.0]))
+        ax = plotting.predictive_band(X, X, 0.1, train_data=data, true_function=2 * X, label="MF")
+        assert legend_texts(ax) == ["MF", "true function", "data"]
+        np.testing.assert_allclose(line(ax, "data").get_xydata(), torch.stack(data, -1).double())
+        assert line(ax, "data").get_linestyle() == "None"
+        np.testing.assert_allclose(line(ax, "true function").get_ydata(), 2 * X.double())
+
+    def test_gradients_and_half_precision_are_no_obstacle(self) -> None:
+        mean = X.bfloat16().requires_grad_()
+        ax = plotting.predictive_band(X, mean, mean.exp())
+        expected = plotting.predictive_band(X, mean.detach().float(), mean.detach().exp().float())
+        assert ax.get_ylim() == pytest.approx(expected.get_ylim())
+
+    @pytest.mark.parametrize("scale", [1, 0.5, torch.tensor(0.5), torch.full((9, 1), 0.5)])
+    def test_scale_is_one_number_or_one_per_point(self, scale: Tensor | float) -> None:
+        expected = plotting.predictive_band(
+            X, X, torch.full((9,), float(torch.as_tensor(scale).max()))
+        )
+        drawn = plotting.predictive_band(X, X, scale)
+        assert drawn.get_ylim() == pytest.approx(expected.get_ylim())
+
+    def test_arrays_are_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"`x` is of type ndarray.*torch\.as_tensor\(x\)"):
+            plotting.predictive_band(X.numpy(), X, 0.1)
+
+    @pytest.mark.parametrize(
+        ("inputs", "message"),
+        [
+            ((X, X[1:], 0.1), "`mean` has 8 points, expected 9"),
+            ((X, X, X[1:]), "`scale` has 8 points, expected 9"),
+            ((X.expand(2, 9), X, 0.1), r"`x` has shape \(2, 9\), expected \(n,\) or \(n, 1\)"),
+            ((X[:0], X[:0], 0.1), r"`x` is empty"),
+            ((X, X * math.nan, 0.1), "`mean` has 9 NaN entries"),
+            ((X, X, 0.1, (X, X[1:])), r"`train_data\[1\]` has 8 points, expected 9"),
+        ],
+    )
+    def test_bad_inputs(self, inputs: tuple[Any, ...], message: str) -> None:
+        x, mean, scale, *data = inputs
+        with pytest.raises(ValueError, match=message):
+            plotting.predictive_band(x, mean, scale, train_data=data[0] if data else None)
+        assert plt.get_fignums() == []
+
+
+class TestCalibrationCurve:
+    def test_points_are_the_metrics(self) -> None:
+        probs, targets = classified()
+        ax = plotting.calibration_curve(probs, targets, label="MF", num_bins=5)
+        curve = metrics.calibration_curve(probs, targets, num_bins=5)
+        drawn = ax.lines[-1]
+        np.testing.assert_allclose(drawn.get_xdata(), curve.confidence)
+        np.testing.assert_allclose(drawn.get_ydata(), curve.accuracy)
+
+    @pytest.mark.parametrize(("label", "text"), [("MF", "MF (ECE 25.0 %)"), ("", "ECE 25.0 %")])
+    def test_ece_is_in_the_label(self, label: str, text: str) -> None:
+        probs = torch.tensor([[0.75, 0.25]]).expand(4, 2)
+        ax = plotting.calibration_curve(probs, torch.tensor([0, 0, 1, 1]), label=label)
+        assert legend_texts(ax) == [text]
+
+    def test_curves_share_one_diagonal(self) -> None:
+        ax = plotting.calibration_curve(*classified(), label="a")
+        plotting.calibration_curve(*classified(seed=1), ax, label="b")
+        assert len(ax.lines) == 3
+        assert ax.lines[0].get_xydata().tolist() == [[0, 0], [1, 1]]
+        assert ax.lines[1].get_color() != ax.lines[2].get_color()
+
+    def test_logits_are_refused_before_a_figure_is_made(self) -> None:
+        with pytest.raises(ValueError, match=r"logits\.softmax\(-1\)"):
+            plotting.calibration_curve(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))
+        assert plt.get_fignums() == []
+
+
+class TestEntropyEcdf:
+    def test_steps_count_the_points_below(self) -> None:
+        entropy = torch.tensor([0.5, 0.1, 0.5, 1.0])
+        drawn = plotting.entropy_ecdf(entropy, max_entropy=1.5).lines[0]
+        assert drawn.get_drawstyle() == "steps-post"
+        x, y = drawn.get_xdata(), drawn.get_ydata()
+        np.testing.assert_allclose(x, [0, 0.1, 0.5, 0.5, 1.0, 1.5], rtol=1e-6)
+        np.testing.assert_allclose(y, [0, 0.25, 0.5, 0.75, 1, 1])
+        for h in (0.05, 0.3, 0.7, 1.2):
+            assert y[np.searchsorted(x, h, side="right") - 1] == (entropy <= h).float().mean()
+
+    def test_a_certain_net_jumps_to_one(self) -> None:
+        drawn = plotting.entropy_ecdf(torch.zeros(3)).lines[0]
+        assert drawn.get_ydata()[-1] == 1
+        assert set(drawn.get_xdata()) == {0}
+
+    def test_style_and_label(self) -> None:
+        ax = plotting.entropy_ecdf(torch.rand(4), label="OOD", linestyle="dashed", color="black")
+        assert legend_texts(ax) == ["OOD"]
+        assert (ax.lines[0].get_linestyle(), ax.lines[0].get_color()) == ("--", "black")
+
+    def test_without_label_there_is_no_legend(self) -> None:
+        assert plotting.entropy_ecdf(torch.rand(4)).get_legend() is None
+
+    def test_probabilities_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"`entropy` has shape \(60, 4\)"):
+            plotting.entropy_ecdf(classified()[0])
+
+
+class TestOodHistogram:
+    def test_fractions_over_shared_bins(self) -> None:
+        ax = plotting.ood_histogram(*SCORES, num_bins=6)
+        assert len(ax.patches) == 2
+        for scores, patch in zip(SCORES, ax.patches, strict=True):
+            heights, _ = np.histogram(scores, bins=6, range=(0.3, 0.9))
+            drawn = sorted({*patch.get_xy()[:, 1].round(6)})
+            assert drawn == sorted({0.0, *(heights / len(scores)).round(6)})
+            edges = patch.get_xy()[:, 0]
+            assert (edges.min(), edges.max()) == pytest.approx((0.3, 0.9))
+
+    def test_legend(self) -> None:
+        ax = plotting.ood_histogram(*SCORES, score="maximal probability")
+        assert legend_texts(ax) == ["in-distribution", "out-of-distribution"]
+        assert ax.get_legend().get_title().get_text() == "AUROC 0.875"
+        assert ax.get_xlabel() == "maximal probability"
+
+    def test_constant_scores(self) -> None:
+        ax = plotting.ood_histogram(torch.ones(3), torch.ones(2))
+        assert ax.get_legend().get_title().get_text() == "AUROC 0.500"
+
+
+class TestHistory:
+    @pytest.mark.parametrize(
+        ("label", "values"),
+        [("loss", FITTED.loss), ("negative log-likelihood", [8, 3, 1]), ("KL", FITTED.kl)],
+    )
+    def test_curves(self, label: str, values: list[float]) -> None:
+        drawn = line(plotting.history(FITTED), label)
+        assert list(drawn.get_xdata()) == [1, 2, 3]
+        assert list(drawn.get_ydata()) == values
+
+    def test_curves_differ_without_colour(self) -> None:
+        assert len({drawn.get_linestyle() for drawn in plotting.history(FITTED).lines}) == 3
+
+
+RESULTS = {
+    "MAP": (*classified(), classified(40, seed=1)[0]),
+    "MF": (*classified(seed=2), classified(30, seed=3)[0]),
+    "HMC": (*classified(seed=4), None),
+}
+
+
+class TestCalibrationAndEntropy:
+    def test_left_are_the_calibration_curves(self) -> None:
+        left, _ = plotting.calibration_and_entropy(RESULTS, num_bins=6).axes
+        assert len(left.lines) == 1 + len(RESULTS)
+        for drawn, (name, (probs, targets, _)) in zip(left.lines[1:], RESULTS.items(), strict=True):
+            curve = metrics.calibration_curve(probs, targets, num_bins=6)
+            np.testing.assert_allclose(drawn.get_ydata(), curve.accuracy)
+            ece = metrics.expected_calibration_error(probs, targets, num_bins=6)
+            assert drawn.get_label() == f"{name} (ECE {100 * ece:.1f} %)"
+
+    def test_right_are_test_solid_and_ood_dashed(self) -> None:
+        left, right = plotting.calibration_and_entropy(RESULTS).axes
+        drawn = [entry for entry in right.lines if len(entry.get_xdata())]
+        expected = [
+            (p, style, curve.get_color())
+            for (probs, _, ood), curve in zip(RESULTS.values(), left.lines[1:], strict=True)
+            for p, style in ((probs, "-"), (ood, "--"))
+            if p is not None
+        ]
+        for entry, (p, style, color) in zip(drawn, expected, strict=True):
+            entropies = metrics.predictive_entropy(p).sort().values
+            np.testing.assert_allclose(entry.get_xdata()[1:-1], entropies)
+            assert entry.get_xdata()[-1] == pytest.approx(math.log(4))
+            assert (entry.get_linestyle(), entry.get_color()) == (style, color)
+
+    def test_legends_name_methods_once_and_the_line_styles(self) -> None:
+        figure = plotting.calibration_and_entropy(RESULTS)
+        left, right = figure.axes
+        (methods,) = figure.legends
+        names = [text.get_text().split(" (ECE")[0] for text in methods.get_texts()]
+        assert names == list(RESULTS)
+        assert left.get_legend() is None
+        assert legend_texts(right) == ["test", "out-of-distribution"]
+
+    def test_legends_cover_no_axes(self) -> None:
+        figure = plotting.calibration_and_entropy(RESULTS)
+        figure.canvas.draw()
+        for legend in (figure.legends[0], figure.axes[1].get_legend()):
+            box = legend.get_window_extent()
+            # the anchors touch: one pixel of rounding
+            assert not any(
+                box.y0 + 1 < ax.bbox.y1 and ax.bbox.y0 < box.y1 - 1 for ax in figure.axes
+            )
+
+    def test_more_methods_than_colours(self) -> None:
+        results = {f"method {i}": RESULTS["MAP"] for i in range(len(plotting.axes.PALETTE) + 1)}
+        left, _ = plotting.calibration_and_entropy(results).axes
+        assert len({drawn.get_color() for drawn in left.lines[1:]}) == len(plotting.axes.PALETTE)
+
+    def test_no_results(self) -> None:
+        with pytest.raises(ValueError, match="`results` is empty, expected at least one method"):
+            plotting.calibration_and_entropy({})
+
+    @pytest.mark.parametrize("bad", [0, 2])
+    def test_a_bad_method_leaves_no_figure(self, bad: int) -> None:
+        entry = list(RESULTS["MAP"])
+        entry[bad] = entry[bad] - 3
+        with pytest.raises(ValueError, match="negative entries"):
+            plotting.calibration_and_entropy({"good": RESULTS["MF"], "bad": tuple(entry)})
+        assert plt.get_fignums() == []
+
+
+def test_calibration_curve_leaves_sparse_bins_out():
+    probs = torch.tensor([[0.9, 0.1]] * 5 + [[0.6, 0.4]])
+    targets = torch.zeros(6, dtype=torch.long)
+    ax = plotting.calibration_curve(probs, targets, min_count=2)
+    assert len(ax.lines[-1].get_xdata()) == 1
+    assert ax.lines[-1].get_xdata()[0] == pytest.approx(0.9)
+    every = plotting.calibration_curve(probs, targets)
+    assert len(every.lines[-1].get_xdata()) == 2
+    # The error is that of all bins.
+    assert every.lines[-1].get_label() == ax.lines[-1].get_label()

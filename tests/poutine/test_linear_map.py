@@ -1,0 +1,199 @@
+"""What is seen of a net's linear maps, and what the handlers leave to plain draws."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import tyxe
+from tests.oracles.events import Events
+from tests.oracles.maps import MAPS
+from tests.oracles.nets import bnn_of, posterior_moments
+from tyxe.poutine import flipout, local_reparameterization, report
+
+SAMPLED_PLAINLY = "ignore:.* sampled plainly:tyxe.TyxeWarning"
+
+
+# --- kinds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_every_map_raises_an_event_of_its_kind(name):
+    case = MAPS[name]()
+    bnn = bnn_of(case.layer)
+    with Events() as recorded, local_reparameterization(), torch.no_grad():
+        bnn.guided_forward(torch.randn(case.shape).double())
+    kind = name.split(",")[0].replace("matmul", "linear").replace("split weight", "linear")
+    assert {event.kind for event, _ in recorded.events} == {kind}
+    spatial = int(kind[-2]) if "conv" in kind else 0
+    assert {event.spatial_dims for event, _ in recorded.events} == {spatial}
+
+
+@pytest.mark.filterwarnings("ignore:.* had no effect:tyxe.TyxeWarning")
+@pytest.mark.parametrize("name", MAPS)
+def test_without_an_answer_the_map_is_computed_at_the_draw(name):
+    case = MAPS[name]()
+    bnn = bnn_of(case.layer)
+    x = torch.randn(case.shape).double()
+    with torch.no_grad():
+        with report(), local_reparameterization():
+            values = bnn.guide()
+        output = bnn.run_net(values, x)
+        plain = {name: value.value() for name, value in values.items()}
+        torch.testing.assert_close(output, bnn.run_net(plain, x), rtol=0, atol=0)
+
+
+def test_plain_nets_raise_no_events():
+    bnn = bnn_of(nn.Linear(3, 2), hide_parameters=["bias"])
+    with Events() as recorded:
+        bnn.guided_forward(torch.randn(4, 3).double())
+    assert recorded.events == []
+
+
+def test_reads_of_a_report_do_not_change_the_numbers():
+    bnn = bnn_of(nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(9, 2)))
+    x = torch.randn(3, 2, 4).double()
+    torch.manual_seed(0)
+    expected = bnn.predict(x, num_predictions=3, aggregate=False)
+    torch.manual_seed(0)
+    with report():
+        reported = bnn.predict(x, num_predictions=3, aggregate=False)
+    assert torch.equal(expected, reported)
+
+
+# --- what falls back ----------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with a linear head."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.head = kind(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Embedded(nn.Module):
+    """An embedding with a norm and a linear head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+FALLBACKS = {
+    "lstm": (lambda: Recurrent(nn.LSTM), (3, 5, 3), ["cell.weight_ih_l0", "cell.bias_hh_l0"]),
+    "gru": (lambda: Recurrent(nn.GRU), (3, 5, 3), ["cell.weight_hh_l0", "cell.bias_ih_l0"]),
+    "embedding": (Embedded, None, ["embedding.weight", "norm.weight", "norm.bias"]),
+}
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_other_layers_are_drawn_reported_and_warned_of(name, handler):
+    make, shape, plain = FALLBACKS[name]
+    bnn = bnn_of(make())
+    x = torch.randint(0, 5, (3,)) if shape is None else torch.randn(shape).double()
+    forward = handler()(bnn.guided_forward)
+    with report() as rows, pytest.warns(tyxe.TyxeWarning, match="sampled plainly") as caught:
+        output = forward(x)
+    for site in plain:
+        assert rows.treatments(site) == {"drawn"}
+        assert f"net.{site}" in str(caught[0].message)
+    for site in ("head.weight", "head.bias"):
+        assert rows.treatments(site) == {handler().treatment}
+        assert site not in str(caught[0].message)
+    output.sum().backward()
+    gradients = {n: p.grad for n, p in bnn.net_guide.named_parameters()}
+    assert all(bool((g != 0).any()) for n, g in gradients.items() if n.endswith(tuple(plain)))
+
+
+@pytest.mark.filterwarnings(SAMPLED_PLAINLY)
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_recurrent_layers_use_the_draw(name):
+    bnn = bnn_of(FALLBACKS[name][0](), hide_modules=["head"])
+    x = torch.randn(3, 5, 3).double()
+    for handler in (contextlib.nullcontext, local_reparameterization):
+        with torch.no_grad(), handler():
+            values = bnn.guide()
+            output = bnn.run_net(values, x)
+        named = {n.removeprefix("net."): v + 0 for n, v in values.items()}
+        expected = torch.func.functional_call(bnn.net, named, (x,))
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
+class TiedHead(nn.Module):
+    """A language model's embedding that is its output head, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        return self.head(hidden), self.embedding(tokens), hidden
+
+
+@pytest.mark.filterwarnings(SAMPLED_PLAINLY)
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+def test_a_weight_tied_to_an_embedding_is_one_draw_in_both_places(handler):
+    bnn = bnn_of(TiedHead())
+    assert tyxe.util.pyro_sample_sites(bnn.net) == ["embedding.weight"]
+    tokens = torch.tensor([0, 3, 3])
+    with report() as rows, torch.no_grad(), handler():
+        values = bnn.guide()
+        logits, again, hidden = bnn.run_net(values, tokens)
+    weight = values["net.embedding.weight"].value()
+    assert torch.equal(hidden, weight[tokens])
+    assert torch.equal(again, hidden)
+    torch.testing.assert_close(logits, hidden @ weight.T, rtol=1e-12, atol=1e-12)
+    assert rows.treatments("embedding.weight") == {"drawn"}
+
+
+@pytest.mark.filterwarnings(SAMPLED_PLAINLY)
+def test_the_tied_head_has_the_moments_of_the_tied_draw():
+    bnn = bnn_of(TiedHead())
+    mean, variance = posterior_moments(bnn, "embedding.weight")
+    token = torch.tensor([2])
+    # E |w|^2 = |m|^2 + sum v for the token's own logit: a fresh draw for the head has no sum v.
+    expected = mean[2].square().sum() + variance[2].sum()
+    with torch.no_grad(), local_reparameterization():
+        logits = torch.stack([bnn.guided_forward(token)[0][0, 2] for _ in range(800)])
+    assert abs(logits.mean() - expected) < 6 * logits.std() / math.sqrt(800)
+
+
+class Fresh(nn.Module):
+    """A parameter that takes part in the forward by an operation that is no linear map."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return F.linear(x, self.weight * 2)
+
+
+def test_a_scaled_weight_is_the_scaled_draw():
+    bnn = bnn_of(Fresh())
+    x = torch.randn(4, 3).double()
+
+    @local_reparameterization()
+    def forward():
+        values = bnn.guide()
+        return bnn.run_net(values, x), values["net.weight"].value()
+
+    with report() as rows, pytest.warns(tyxe.TyxeWarning, match=r"net.weight \(used by mul\)"):
+        output, weight = forward()
+    torch.testing.assert_close(output, x @ (2 * weight).T)
+    assert rows.treatments("weight") == {"drawn"}
+    assert rows.treatments("unused") == {"never used"}

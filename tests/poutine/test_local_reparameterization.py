@@ -1,0 +1,316 @@
+"""Local reparameterisation and flipout: exact moments, structure, variance."""
+
+import contextlib
+import math
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.nn as nn
+from pyro.infer.autoguide import AutoMultivariateNormal
+
+import tyxe
+from tests.oracles.events import Events
+from tests.oracles.layers import CASES, COUNT, case_of, layer_moments
+from tests.oracles.maps import jacobian_moments
+from tests.oracles.nets import bnn_of, draws, posterior_moments
+from tyxe.poutine import (
+    Draw,
+    LinearMap,
+    flipout,
+    local_reparameterization,
+    local_reparameterization_moments,
+    report,
+)
+from tyxe.testing import HANDLERS, check_handler
+from tyxe.testing.asserts import assert_within
+
+
+@pytest.mark.parametrize("factory", HANDLERS.values(), ids=HANDLERS.keys())
+def test_contract(factory):
+    check_handler(factory)
+
+
+@pytest.mark.parametrize(("name", "which"), CASES)
+def test_moments_are_those_of_the_jacobian(name, which):
+    bnn, x = case_of(name, which)
+    with Events() as recorded, torch.no_grad(), local_reparameterization():
+        bnn.guided_forward(x)
+    got = []
+    for event, _ in recorded.events:
+        parts = [
+            part.moments() if isinstance(part, Draw) else None if part is None else (part, None)
+            for part in (event.weight, event.bias)
+        ]
+        got.append(local_reparameterization_moments(event, *parts))
+    mean, variance = (torch.cat([m[i] for m in got], -1) for i in range(2))
+    expected_mean, expected_variance = layer_moments(bnn, x)
+    torch.testing.assert_close(mean, expected_mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(variance, expected_variance, rtol=1e-10, atol=1e-10)
+
+
+# Flipout's signs depend on the kind of map and its dimensions; outputs drawn from moments do not.
+FLIPPED = [c for c in CASES if c[1] == "both" or c[0] in ("linear", "conv2d")]
+DRAWN = [c for c in FLIPPED if c[0] in ("linear", "conv2d", "linear, no batch", "split weight")]
+
+
+@pytest.mark.parametrize(
+    ("handler", "name", "which"),
+    [(flipout, *c) for c in FLIPPED] + [(local_reparameterization, *c) for c in DRAWN],
+)
+def test_draws_have_the_exact_moments(handler, name, which):
+    bnn, x = case_of(name, which)
+    mean, variance = layer_moments(bnn, x)
+    outputs = draws(bnn, x, COUNT, handler())
+    assert_within(outputs.mean(0), mean, (variance / COUNT).sqrt(), "mean")
+    squares = (outputs - mean).square()
+    error = squares.std(0) / math.sqrt(COUNT)
+    assert_within(squares.mean(0), variance, error, "variance")
+
+
+def test_moments_of_a_map_without_randomness_are_the_map():
+    event = LinearMap(
+        "linear", torch.nn.functional.linear, torch.ones(1, 2), torch.ones(3, 2), None, 0, 0
+    )
+    mean, variance = local_reparameterization_moments(event, (torch.ones(3, 2), None), None)
+    assert torch.equal(mean, torch.full((1, 3), 2.0))
+    assert variance is None
+
+
+# --- structure ----------------------------------------------------------------------------------
+
+
+def test_local_reparameterization_draws_outputs_independently():
+    bnn = bnn_of(nn.Linear(3, 2))
+    row = torch.randn(3, dtype=torch.float64)
+    mean, variance = layer_moments(bnn, row.expand(1, 3))
+    rows = 20000
+    (outputs,) = draws(bnn, row.expand(rows, 3), 1, local_reparameterization())
+    z = (outputs - mean) / variance.sqrt()
+    # Neighbouring rows, and the two outputs of one row: correlations of standard error 1/sqrt(n).
+    assert abs((z[1:] * z[:-1]).mean()) < 6 / math.sqrt(2 * rows)
+    assert abs((z[:, 0] * z[:, 1]).mean()) < 6 / math.sqrt(rows)
+    # Plain draws share the weight: all rows are equal.
+    (plain,) = draws(bnn, row.expand(5, 3), 1)
+    assert torch.allclose(plain, plain[:1].expand_as(plain), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "where"),
+    [
+        (lambda: nn.Linear(3, 4, bias=False), (64, 3), (slice(None), 1)),
+        (lambda: nn.Conv1d(2, 3, 3, bias=False), (64, 2, 7), (slice(None), 1, 3)),
+        (lambda: nn.Conv2d(2, 4, 2, groups=2, bias=False), (64, 2, 3, 3), (slice(None), 0, 1, 1)),
+        (lambda: nn.ConvTranspose1d(2, 3, 3, bias=False), (64, 2, 4), (slice(None), 1, 2)),
+    ],
+    ids=["linear", "conv1d", "grouped", "transposed"],
+)
+def test_flipout_flips_the_signs_of_one_draw(layer, shape, where):
+    # One non-zero input element meets single weights: the deviations of all rows are those
+    # weights' own, up to their sign.
+    bnn = bnn_of(layer())
+    x = torch.zeros(shape, dtype=torch.float64)
+    x[where] = 1.0
+    mean, variance = layer_moments(bnn, x[:1])
+    (outputs,) = draws(bnn, x, 1, flipout())
+    deviation = outputs - mean
+    size = deviation.abs()
+    torch.testing.assert_close(size, size[:1].expand_as(size), rtol=1e-10, atol=1e-12)
+    assert bool((size[0][variance[0] > 0] > 0).all())
+    signs = deviation.sign().flatten(2) if deviation.dim() > 2 else deviation.sign()[..., None]
+    used = (variance[0].flatten(1) if variance.dim() > 2 else variance[0][:, None]) > 0
+    for channel in range(signs.shape[1]):
+        of_channel = signs[:, channel, used[channel]]
+        if of_channel.numel():
+            # Up and down over data points: never all 64 equal, by 2^-63.
+            assert bool((of_channel[:, 0] > 0).any())
+            assert bool((of_channel[:, 0] < 0).any())
+            # Constant over positions, relative to the weights' own signs.
+            relative = of_channel * of_channel[:1]
+            assert torch.equal(relative, relative[:, :1].expand_as(relative))
+
+
+def test_flipout_given_the_draw_keeps_mean_and_variance_over_signs():
+    bnn = bnn_of(nn.Linear(3, 2))
+    row = torch.randn(3, dtype=torch.float64)
+    rows = 20000
+    centre = layer_moments(bnn, row.expand(1, 3))[0]
+    eye = torch.cat([torch.eye(3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)])
+    x = torch.cat([eye, row.expand(rows, 3)])
+    (outputs,) = draws(bnn, x, 1, flipout())
+    offsets = layer_moments(bnn, eye)[0]
+    # Row i of the identity shows weight column i and the bias, with independent signs.
+    mixed = (outputs[:3] - offsets[:3]).abs()
+    bias = (outputs[3] - offsets[3]).abs()
+    errors = outputs[4:] - centre
+    assert_within(errors.mean(0), torch.zeros(2).double(), errors.std(0) / rows**0.5, "mean")
+    squares = errors.square()
+    # |w + b| or |w - b| was seen; either way |w| is one of two numbers for each input.
+    candidates = torch.stack([(mixed - bias).abs(), mixed + bias])
+    totals = torch.stack(
+        [
+            sum(row[i] ** 2 * candidates[(pick >> i) & 1, i] ** 2 for i in range(3)) + bias**2
+            for pick in range(8)
+        ]
+    )
+    distance = (totals - squares.mean(0)).abs().min(0).values
+    assert bool((distance < 6 * squares.std(0) / rows**0.5).all())
+
+
+def test_flipout_keeps_the_law_of_symmetric_posteriors():
+    # For one input the deviation is |w| times a sign: exactly Laplace for a Laplace posterior.
+    class AutoLaplace(tyxe.guides.Guide):
+        def __init__(self, module):
+            super().__init__(module)
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def site_distribution(self, site):
+            loc = torch.ones(site.shape, dtype=self.scale.dtype)
+            return dist.Laplace(loc, self.scale.expand(site.shape)).to_event(len(site.shape))
+
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(1, 1, bias=False),
+        tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+        tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0),
+        AutoLaplace,
+    )
+    outputs = draws(bnn, torch.ones(1, 1), 1500, flipout()).flatten() - 1
+    for power, moment in ((1, 0.0), (2, 2.0), (3, 0.0), (4, 24.0)):
+        sample = outputs**power
+        assert abs(sample.mean() - moment) < 6 * sample.std() / math.sqrt(len(sample))
+    with report() as rows, pytest.warns(tyxe.TyxeWarning), local_reparameterization():
+        bnn.predict(torch.ones(1, 1))
+    assert rows.treatments("weight") == {"drawn"}
+
+
+def test_the_weight_is_not_drawn():
+    bnn = bnn_of(nn.Linear(3, 2))
+    with Events() as recorded, local_reparameterization():
+        bnn.guided_forward(torch.randn(4, 3, dtype=torch.float64))
+    ((event, _),) = recorded.events
+    assert not event.weight.was_drawn
+    assert not event.bias.was_drawn
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+def test_gradients_vary_less_than_plain_ones(handler):
+    bnn = bnn_of(nn.Linear(5, 1))
+    x, y = torch.randn(64, 5).double(), torch.randn(64, 1).double()
+    parameters = list(bnn.net_guide.parameters())
+
+    def gradient_variance(active):
+        gradients = []
+        for _ in range(300):
+            with active():
+                output = bnn.guided_forward(x)
+            loss = (output - y).square().mean()
+            grads = torch.autograd.grad(loss, parameters)
+            gradients.append(torch.cat([g.flatten() for g in grads]))
+        return torch.stack(gradients).var(0)
+
+    handled, plain = gradient_variance(handler), gradient_variance(contextlib.nullcontext)
+    # A ratio of variances of 300 draws each has a standard error of some 12 %. Flipout helps the
+    # means most: squares of its one draw remain in the gradients of scales.
+    count = sum(p.numel() for p in bnn.net_guide.locs.parameters())
+    assert bool((handled[:count] < 0.5 * plain[:count]).all())
+    assert handled.sum() < 0.5 * plain.sum()
+
+
+# --- weights used twice ---------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return torch.cat([self.first(x), self.second(x)], -1)
+
+
+class Twice(nn.Module):
+    """One layer called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x):
+        return torch.cat([self.layer(x), self.layer(x)], -1)
+
+
+@pytest.mark.parametrize("net", [Tied, Twice])
+def test_each_use_of_a_weight_has_the_right_moments_and_its_own_noise(net):
+    bnn = bnn_of(net())
+    (site,) = tyxe.util.pyro_sample_sites(bnn.net)
+    x = torch.randn(2, 3).double()
+    weight = posterior_moments(bnn, site)
+    mean, variance = jacobian_moments(
+        lambda x, w, b: torch.cat([x @ w.T, x @ w.T], -1), x, weight, None
+    )
+    outputs = draws(bnn, x, COUNT, local_reparameterization())
+    assert_within(outputs.mean(0), mean, (variance / COUNT).sqrt(), "mean")
+    squares = (outputs - mean).square()
+    assert_within(squares.mean(0), variance, squares.std(0) / COUNT**0.5, "variance")
+    z = (outputs - mean) / variance.sqrt()
+    products = (z[..., 0] * z[..., 2]).mean(0)
+    assert bool((products.abs() < 6 / COUNT**0.5).all())
+    # Plain draws are the same weight in both places.
+    plain = draws(bnn, x, 3)
+    torch.testing.assert_close(plain[..., :2], plain[..., 2:], rtol=0, atol=0)
+
+
+# --- with guides that they cannot treat ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+def test_coupled_guides_are_sampled_plainly_and_said_to_be(handler):
+    bnn = bnn_of(nn.Linear(2, 1), guide=AutoMultivariateNormal)
+    x = torch.randn(3, 2).double()
+    torch.manual_seed(0)
+    plain = bnn.predict(x, num_predictions=2, aggregate=False)
+    torch.manual_seed(0)
+    with report() as rows, pytest.warns(tyxe.TyxeWarning, match="no effect"), handler():
+        handled = bnn.predict(x, num_predictions=2, aggregate=False)
+    assert torch.equal(plain, handled)
+    assert {row.treatment for row in rows} == {"drawn"}
+
+
+def test_the_innermost_handler_answers():
+    bnn = bnn_of(nn.Linear(2, 1))
+    with report() as rows, local_reparameterization(), flipout():
+        bnn.predict(torch.randn(3, 2).double())
+    assert rows.treatments("weight") == {"flipped"}
+
+
+def test_the_elbo_of_a_linear_model_has_the_same_mean_under_handlers():
+    torch.manual_seed(0)
+    bnn = bnn_of(nn.Linear(2, 1), dataset_size=6)
+    x, y = torch.randn(6, 2).double(), torch.randn(6, 1).double()
+    mean, variance = layer_moments(bnn, x)
+    noise = -0.5 * math.log(2 * math.pi) - 0.5 * ((y - mean).square() + variance)
+    for handler in (contextlib.nullcontext, local_reparameterization, flipout):
+        terms = []
+        for _ in range(300):
+            with torch.no_grad(), handler():
+                terms.append(tyxe.bnn.elbo.elbo_terms(bnn.model, bnn.guide, x, y).data)
+        values = torch.stack(terms)
+        assert abs(values.mean() - noise.sum()) < 6 * values.std() / math.sqrt(len(values))
+
+
+def test_a_trace_of_the_guide_outside_the_handler_is_untouched():
+    bnn = bnn_of(nn.Linear(2, 1))
+    trace = poutine.trace(bnn.guide).get_trace()
+    assert not isinstance(trace.nodes["net.weight"]["value"], Draw)
+
+
+def test_hidden_parameters_stay_parameters():
+    bnn = bnn_of(nn.Linear(2, 1), hide_parameters=["bias"])
+    with Events() as recorded, local_reparameterization():
+        bnn.guided_forward(torch.randn(3, 2).double())
+    ((event, _),) = recorded.events
+    assert isinstance(event.bias, nn.Parameter)

@@ -1,0 +1,308 @@
+"""Links: integrals, formulas, bounds and shapes."""
+
+import math
+
+import pytest
+import torch
+
+from tests.oracles.links import MEANS, VARIANCES, covariances, expected_sigmoid
+from tyxe.errors import TyxeWarning
+from tyxe.predictive.links import (
+    BINARY_LINKS,
+    CLASS_LINKS,
+    bridge_log_concentration,
+    log_bridge,
+    log_mc,
+    log_probit,
+    logit_mc,
+    logit_probit,
+    sample_outputs,
+)
+
+
+def mc(*gaussian):
+    return log_mc(*gaussian).exp()
+
+
+def probit(*gaussian):
+    return log_probit(*gaussian).exp()
+
+
+def bridge(*gaussian):
+    return log_bridge(*gaussian).exp()
+
+
+def mc_binary(*gaussian):
+    return logit_mc(*gaussian).sigmoid()
+
+
+def probit_binary(*gaussian):
+    return logit_probit(*gaussian).sigmoid()
+
+
+# --- mc -----------------------------------------------------------------------------------------
+
+
+def test_binary_mc_is_the_integral():
+    mean, variance = torch.meshgrid(MEANS, VARIANCES, indexing="ij")
+    num_samples = 40_000
+    scale = variance.sqrt()
+    second = expected_square_sigmoid(mean, variance)
+    exact = expected_sigmoid(mean, variance)
+    error = ((second - exact.square()).clamp_min(0) / num_samples).sqrt()
+    actual = mc_binary(mean, variance, num_samples)
+    assert bool(((actual - exact).abs() <= 4.5 * error + 1e-9).all())
+    torch.testing.assert_close(actual[scale == 0], mean[scale == 0].sigmoid())
+
+
+def expected_square_sigmoid(mean, variance):
+    z = torch.linspace(-12, 12, 20_001, dtype=torch.float64)
+    density = (-0.5 * z.square()).exp() / math.sqrt(2 * math.pi)
+    values = (mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * z).sigmoid().square()
+    return torch.trapezoid(values * density, z)
+
+
+def test_two_classes_by_mc_are_the_integral_of_their_difference():
+    mean, covariance = torch.randn(6, 2).double(), covariances(6, 2)
+    contrast = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    difference, variance = mean @ contrast, contrast @ covariance @ contrast
+    num_samples = 40_000
+    exact = expected_sigmoid(difference, variance)
+    error = (expected_square_sigmoid(difference, variance) - exact.square()) / num_samples
+    actual = mc(mean, covariance, num_samples)
+    assert bool(((actual[:, 0] - exact).abs() <= 4.5 * error.sqrt()).all())
+    torch.testing.assert_close(actual.sum(-1), torch.ones(6).double())
+
+
+def test_samples_have_the_mean_and_the_covariance():
+    mean = torch.randn(3, 4).double()
+    covariance = torch.stack([covariances(4), covariances(4, rank=2), torch.zeros(4, 4).double()])
+    num_samples = 50_000
+    samples = sample_outputs(mean, covariance, num_samples)
+    assert samples.shape == (num_samples, 3, 4)
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    error = (variances / num_samples).sqrt()
+    assert bool(((samples.mean(0) - mean).abs() <= 4.5 * error + 1e-12).all())
+    centred = samples - mean
+    actual = torch.einsum("sni,snj->nij", centred, centred) / num_samples
+    # Var(a b) = Var a Var b + Cov(a, b)^2 for Gaussians.
+    products = variances.unsqueeze(-1) * variances.unsqueeze(-2) + covariance.square()
+    assert bool(((actual - covariance).abs() <= 4.5 * (products / num_samples).sqrt()).all())
+
+
+def test_singular_covariances_leave_no_variance_in_their_null_space():
+    # Exactly singular for a softmax's functional covariance: it has none along the ones.
+    centring = torch.eye(5).double() - 1 / 5
+    covariance = centring @ covariances(7, 5) @ centring
+    samples = sample_outputs(torch.zeros(7, 5).double(), covariance, 200)
+    assert samples.sum(-1).abs().max() < 1e-6
+    singular = covariances(7, 5, rank=1)
+    samples = sample_outputs(torch.zeros(7, 5).double(), singular, 200)
+    eigenvalues = torch.linalg.eigvalsh(torch.einsum("sni,snj->nij", samples, samples))
+    assert bool((eigenvalues[:, :-1].abs() < 1e-6 * eigenvalues[:, -1:]).all())
+
+
+def test_a_covariance_that_is_none_warns():
+    indefinite = torch.diag(torch.tensor([1.0, -0.5])).unsqueeze(0)
+    with pytest.warns(TyxeWarning, match=r"eigenvalue -0\.5"):
+        samples = sample_outputs(torch.zeros(1, 2), indefinite, 10)
+    # No variance at all rather than the negative one's size.
+    assert bool((samples[..., 1] == 0).all())
+    assert bool((samples[..., 0] != 0).all())
+
+
+def test_mc_in_chunks_is_one_average(monkeypatch):
+    mean, covariance = torch.randn(3, 4).double(), covariances(3, 4)
+    monkeypatch.setattr("tyxe.predictive.links.CHUNK", 30)  # 2 of 7 samples at once
+    torch.manual_seed(3)
+    chunked = mc(mean, covariance, 7)
+    binary = mc_binary(mean, mean.square(), 7)
+    torch.manual_seed(3)
+    parts = [sample_outputs(mean, covariance, size).softmax(-1) for size in (2, 2, 2, 1)]
+    torch.testing.assert_close(chunked, torch.cat(parts).mean(0))
+    noise = torch.cat([torch.empty(size, 3, 4).double().normal_() for size in (2, 2, 2, 1)])
+    torch.testing.assert_close(binary, (mean + mean.abs() * noise).sigmoid().mean(0))
+
+
+# --- probit -------------------------------------------------------------------------------------
+
+
+def test_probit_is_its_formula():
+    mean, covariance = torch.randn(4, 3).double(), covariances(4, 3)
+    expected = torch.empty_like(mean)
+    for n in range(4):
+        scaled = [mean[n, c] / math.sqrt(1 + math.pi / 8 * covariance[n, c, c]) for c in range(3)]
+        total = sum(math.exp(f) for f in scaled)
+        expected[n] = torch.tensor([math.exp(f) / total for f in scaled], dtype=torch.float64)
+    torch.testing.assert_close(probit(mean, covariance), expected, rtol=1e-12, atol=0)
+    variance = mean.square()
+    by_hand = 1 / (1 + (-mean / (1 + math.pi / 8 * variance).sqrt()).exp())
+    torch.testing.assert_close(probit_binary(mean, variance), by_hand, rtol=1e-12, atol=0)
+
+
+def test_binary_probit_is_within_its_bound_of_the_integral():
+    # sigmoid(x) and Phi(sqrt(pi/8) x) differ by at most d; the formula replaces one by the other
+    # twice, before and after the integral that is exact for Phi.
+    x = torch.linspace(-20, 20, 200_001, dtype=torch.float64)
+    d = (x.sigmoid() - torch.special.ndtr(math.sqrt(math.pi / 8) * x)).abs().max()
+    assert d.item() == pytest.approx(0.0177, abs=5e-5)
+    mean, variance = torch.meshgrid(MEANS, VARIANCES, indexing="ij")
+    gap = (probit_binary(mean, variance) - expected_sigmoid(mean, variance)).abs()
+    assert bool((gap <= 2 * d).all())
+
+
+# --- bridge -------------------------------------------------------------------------------------
+
+
+def bridge_by_hand(mean: torch.Tensor, covariance: torch.Tensor) -> list[float]:
+    num = len(mean)
+    rows = [sum(covariance[i, k].item() for k in range(num)) for i in range(num)]
+    total = sum(rows)
+    mu = [mean[i].item() - rows[i] * mean.sum().item() / total for i in range(num)]
+    var = [covariance[i, i].item() - rows[i] ** 2 / total for i in range(num)]
+    inverse = sum(math.exp(-m) for m in mu)
+    alpha = [
+        (1 - 2 / num + math.exp(m) / num**2 * inverse) / v for m, v in zip(mu, var, strict=True)
+    ]
+    return [math.log(a) for a in alpha]
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 7])
+def test_bridge_is_its_formula(num_classes):
+    mean = torch.randn(5, num_classes).double()
+    covariance = covariances(5, num_classes)
+    expected = torch.tensor(
+        [bridge_by_hand(m, c) for m, c in zip(mean, covariance, strict=True)], dtype=torch.float64
+    )
+    log_alpha = bridge_log_concentration(mean, covariance)
+    torch.testing.assert_close(log_alpha, expected, rtol=1e-9, atol=1e-10)
+    dirichlet = torch.distributions.Dirichlet(log_alpha.exp())
+    torch.testing.assert_close(bridge(mean, covariance), dirichlet.mean)
+    torch.testing.assert_close(bridge(mean, covariance).sum(-1), torch.ones(5).double())
+
+
+def test_bridge_inverts_the_map_from_dirichlets_to_logits():
+    # The other direction: mu_k = log alpha_k - mean log alpha, with covariance
+    # diag(1/alpha) - (1/C)(1/alpha_k + 1/alpha_l) + 1/C^2 sum 1/alpha, singular along the ones.
+    alpha = torch.rand(6, 4).double() * 10 + 0.1
+    inverse = alpha.reciprocal()
+    pairs = (inverse.unsqueeze(-1) + inverse.unsqueeze(-2)) / 4
+    covariance = torch.diag_embed(inverse) - pairs + inverse.sum(-1)[:, None, None] / 16
+    mean = alpha.log() - alpha.log().mean(-1, keepdim=True)
+    actual = bridge_log_concentration(mean, covariance).exp()
+    torch.testing.assert_close(actual, alpha, rtol=1e-10, atol=0)
+    # There the sum has no variance, so a constant on all logits is only centred away.
+    torch.testing.assert_close(
+        bridge(mean + 5, covariance), alpha / alpha.sum(-1, keepdim=True), rtol=1e-10, atol=0
+    )
+
+
+def test_bridge_ignores_a_constant_where_rows_have_equal_sums():
+    mean = torch.randn(5, 3).double()
+    centring = torch.eye(3).double() - 1 / 3
+    covariance = centring @ covariances(5, 3) @ centring + 0.7
+    expected = bridge(mean, covariance)
+    torch.testing.assert_close(bridge(mean + 3, covariance), expected)
+    # The variance that the logits share is projected out.
+    torch.testing.assert_close(bridge(mean, covariance + 2), expected)
+    # Elsewhere conditioning on the sum moves the contrasts as well, as the formula says.
+    uneven = covariances(5, 3)
+    assert bool(((bridge(mean + 3, uneven) - bridge(mean, uneven)).abs() > 1e-3).any())
+
+
+def test_small_covariances_make_concentrations_large():
+    mean, covariance = torch.randn(5, 3).double(), covariances(5, 3)
+    log_alpha = bridge_log_concentration(mean, covariance)
+    for factor in (1e-3, 1e-6, 1e-12):
+        torch.testing.assert_close(
+            bridge_log_concentration(mean, factor * covariance), log_alpha - math.log(factor)
+        )
+        torch.testing.assert_close(bridge(mean, factor * covariance), bridge(mean, covariance))
+    certain = bridge(mean, torch.zeros(5, 3, 3).double())
+    isotropic = bridge(mean, torch.eye(3).double().expand(5, 3, 3))
+    torch.testing.assert_close(certain, isotropic)
+
+
+def test_bridge_is_finite_for_logits_far_apart():
+    mean = torch.tensor([[200.0, 0.0, -200.0]])
+    probs = bridge(mean, torch.eye(3).unsqueeze(0))
+    torch.testing.assert_close(probs, torch.tensor([[1.0, 0.0, 0.0]]))
+
+
+def test_binary_bridge_is_the_probit_formula_because_the_bridge_forgets_the_variance():
+    assert BINARY_LINKS["bridge"] is logit_probit
+    mean, variance = MEANS, VARIANCES.clamp_min(0.1)
+    logits = torch.stack([mean, -mean], -1) / 2
+    matrix = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
+    probs = bridge(logits, variance[:, None, None] / 4 * matrix)
+    torch.testing.assert_close(probs[:, 0], mean.sigmoid())
+
+
+# --- every link ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASS_LINKS)
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 2, 5, 3), (0, 3)])
+def test_class_links_keep_shapes_and_sum_to_one(name, shape):
+    mean, covariance = torch.randn(shape), torch.diag_embed(torch.rand(shape))
+    probs = CLASS_LINKS[name](mean, covariance, 5).exp()
+    assert probs.shape == shape
+    assert bool((probs >= 0).all())
+    torch.testing.assert_close(probs.sum(-1), torch.ones(shape[:-1]))
+
+
+@pytest.mark.parametrize("name", ["probit", "bridge"])
+def test_positions_do_not_meet(name):
+    mean, covariance = torch.randn(2, 3, 4).double(), covariances(2, 3, 4)
+    each = [CLASS_LINKS[name](mean[:, i], covariance[:, i], 0) for i in range(3)]
+    torch.testing.assert_close(CLASS_LINKS[name](mean, covariance, 0), torch.stack(each, 1))
+
+
+@pytest.mark.parametrize("name", BINARY_LINKS)
+def test_binary_links_keep_shapes(name):
+    for shape in ((4,), (4, 2), (2, 3, 3)):
+        probs = BINARY_LINKS[name](torch.randn(shape), torch.rand(shape), 5).sigmoid()
+        assert probs.shape == shape
+        assert bool(((probs >= 0) & (probs <= 1)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_links_promote_half_precision(dtype):
+    expected = torch.promote_types(dtype, torch.float32)
+    mean, variance = torch.randn(4, 3).to(dtype), torch.rand(4, 3).to(dtype)
+    for link in CLASS_LINKS.values():
+        assert link(mean, torch.diag_embed(variance), 5).dtype == expected
+    for link in BINARY_LINKS.values():
+        assert link(mean, variance, 5).dtype == expected
+    assert probit(mean, torch.diag_embed(variance).double()).dtype == torch.float64
+
+
+def test_links_without_uncertainty_are_softmax_and_sigmoid():
+    mean = torch.randn(4, 3).double()
+    certain = torch.zeros(4, 3, 3).double()
+    torch.testing.assert_close(mc(mean, certain, 3), mean.softmax(-1))
+    torch.testing.assert_close(probit(mean, certain), mean.softmax(-1))
+    for link in BINARY_LINKS.values():
+        torch.testing.assert_close(link(mean, torch.zeros(4, 3).double(), 3), mean)
+
+
+@pytest.mark.parametrize("link", CLASS_LINKS.values(), ids=CLASS_LINKS.keys())
+def test_class_links_refuse_variances(link):
+    with pytest.raises(ValueError, match=r"pass torch\.diag_embed\(variance\)"):
+        link(torch.zeros(4, 3), torch.ones(4, 3), 5)
+    with pytest.raises(ValueError, match=r"mean has shape \(4, 3\) and covariance \(1, 3, 3\)"):
+        link(torch.zeros(4, 3), torch.ones(1, 3, 3), 5)
+
+
+@pytest.mark.parametrize("link", BINARY_LINKS.values(), ids=BINARY_LINKS.keys())
+def test_binary_links_refuse_covariances(link):
+    with pytest.raises(ValueError, match=r"covariance\.diagonal\(dim1=-2, dim2=-1\)"):
+        link(torch.zeros(4, 3), torch.ones(4, 3, 3), 5)
+
+
+def test_samples_have_to_be_some():
+    for call in (mc, sample_outputs):
+        with pytest.raises(ValueError, match="num_samples is 0; expected at least 1"):
+            call(torch.zeros(4, 3), torch.eye(3).expand(4, 3, 3), 0)
+    with pytest.raises(ValueError, match="num_samples is 0; expected at least 1"):
+        mc_binary(torch.zeros(4), torch.ones(4), 0)

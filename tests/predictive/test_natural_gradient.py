@@ -1,0 +1,217 @@
+"""Steps over outputs are the steps over weights: the same Gaussian, the same law of draws."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tyxe
+from tests.oracles.linear_models import (
+    LIKELIHOODS,
+    conjugate,
+    in_single_precision,
+    made,
+    natural_gradient,
+)
+from tyxe.linalg import Dense, Diagonal, LowRank
+from tyxe.predictive import refine_variational
+from tyxe.predictive.matheron import ConditionedKernel
+from tyxe.predictive.natural_gradient import OutputIterate, WeightIterate, started
+
+TIGHT = {"rtol": 1e-8, "atol": 1e-8}
+
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def at_the_mean(model, mean, precision, num_draws):
+    yield model.predict(mean)
+
+
+def around_the_mean(model, mean, precision, num_draws):
+    """Outputs that depend on mean and precision, and on no random number."""
+    sd = model.output_covariance(precision).diagonal(dim1=1, dim2=2).sqrt()
+    for z in (-1.3, 0.4, 1.1):
+        yield model.predict(mean) + z * sd.view_as(model.outputs)
+
+
+def after_some_steps(model):
+    """An iterate whose `D`, `c` and `a` are no longer those of the start."""
+    iterate = started(model, "full")
+    for _ in range(5):
+        iterate = iterate.moved(*model.local(iterate._center()), 0.2)
+    return iterate
+
+
+# ------------------------------------------------------------------ the same Gaussian
+
+
+@pytest.mark.parametrize("draws", [at_the_mean, around_the_mean])
+@pytest.mark.parametrize("weights", [5, 80])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_fifty_steps_are_those_of_the_formula(name, weights, draws):
+    model = made(name, weights, weight=2.5)
+    mean, precision = refine_variational(model, rate=0.1, num_steps=50, expectation=draws)
+    expected_mean, expected_precision = natural_gradient(model, draws, 0.1, 50)
+    assert isinstance(precision, LowRank if weights == 80 else Dense)
+    torch.testing.assert_close(mean, expected_mean, **TIGHT)
+    torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
+    rows = model.jacobian
+    torch.testing.assert_close(
+        precision.inverse_quadratic(rows),
+        rows @ torch.linalg.inv(expected_precision) @ rows.mT,
+        **TIGHT,
+    )
+
+
+def test_linear_regression_comes_out_exact():
+    model = made("gaussian", 80, weight=0.7)
+    mean, precision = refine_variational(model, rate=0.4, num_steps=50, expectation=at_the_mean)
+    expected_mean, expected_precision = conjugate(model)
+    torch.testing.assert_close(mean, expected_mean, **TIGHT)
+    torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
+
+
+@pytest.mark.parametrize(("weights", "kind"), [(36, WeightIterate), (37, OutputIterate)])
+def test_outputs_are_chosen_where_they_are_fewer(weights, kind):
+    model = made("categorical", weights)
+    assert isinstance(started(model, "full"), kind)
+    assert isinstance(started(model, "diag"), WeightIterate)
+    assert isinstance(refine_variational(model, "diag", num_steps=1)[1], Diagonal)
+    # Without a prior on every weight there is no kernel.
+    free = dataclasses.replace(model, prior_precision=torch.eye(weights)[0])
+    assert isinstance(started(free, "full"), WeightIterate)
+
+
+# ------------------------------------------------------------------ the same draws, in law
+
+
+@pytest.mark.parametrize("weights", [5, 80])
+@pytest.mark.parametrize("name", ["categorical", "pixels", "bernoulli"])
+def test_draws_have_the_moments_of_the_posterior(name, weights):
+    model = made(name, weights, weight=2.5)
+    iterate = after_some_steps(model)
+    mean, precision = iterate.posterior()
+    rows = model.jacobian.flatten(0, 1)
+    joint = rows @ torch.linalg.inv(precision.to_dense()) @ rows.mT
+    pairs = 5000
+    kept = {
+        "joint_draws": torch.ones_like(joint, dtype=torch.bool),
+        "pointwise_draws": torch.block_diag(*torch.ones_like(model.jacobian @ model.jacobian.mT))
+        > 0,
+    }
+    for method, mask in kept.items():
+        outputs = torch.stack(list(getattr(iterate, method)(2 * pairs))).flatten(1)
+        # Mirrored pairs have the mean exactly, and a draw each of the covariance.
+        torch.testing.assert_close(outputs.mean(0), model.predict(mean).flatten(), **TIGHT)
+        deviations = outputs[::2] - outputs.mean(0)
+        found = deviations.mT @ deviations / pairs
+        expected = joint * mask
+        # The variance of x_i x_j for normal x of mean zero is S_ii S_jj + S_ij^2.
+        variances = expected.diagonal()
+        error = ((variances[:, None] * variances + expected.square()) / pairs).sqrt()
+        assert float(((found - expected).abs() / error).max()) < 5.5
+    blocks = torch.stack(list(joint.view(12, rows.shape[0] // 12, 12, -1).diagonal(dim1=0, dim2=2)))
+    torch.testing.assert_close(iterate._output_covariance(), blocks.movedim(-1, 0), **TIGHT)
+
+
+def test_mirrored_draws_come_in_pairs():
+    iterate = after_some_steps(made("categorical", 80))
+    outputs, center = list(iterate.joint_draws(3)), iterate._center()
+    assert len(outputs) == 3
+    torch.testing.assert_close(outputs[0] + outputs[1], 2 * center, **TIGHT)
+    assert float((outputs[2] - outputs[0]).abs().max()) > 0.1
+
+
+# ------------------------------------------------------------------ the square root
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_what_classes_leave_open_costs_nothing(probabilities):
+    # The Hessian of logits has no say along (1, ..., 1); a mean of those of probabilities has.
+    likelihood = tyxe.likelihoods.Categorical(12, logit_predictions=not probabilities)
+    outputs = torch.randn(2, 12, 3)
+    outputs = outputs.softmax(-1) if probabilities else outputs
+    blocks = torch.stack([tyxe.likelihoods.output_hessian(likelihood, one) for one in outputs])
+    rows = torch.randn(36, 80)
+    given = ConditionedKernel(rows @ rows.mT, blocks.mean(0))
+    assert given.root.shape == (12, 3, 3 if probabilities else 2)
+    torch.testing.assert_close(given.root @ given.root.mT, given.hessians[:, 0], **TIGHT)
+
+
+def test_data_that_say_nothing_leave_the_prior():
+    model = made("categorical", 80)
+    saturated = torch.tensor([2000.0, 0.0, -2000.0]).expand(12, 3)
+    model = dataclasses.replace(model, outputs=saturated, targets=torch.zeros(12).long())
+    mean, precision = refine_variational(model, rate=1.0, num_steps=1, expectation=at_the_mean)
+    torch.testing.assert_close(mean, model.prior_mean, **TIGHT)
+    torch.testing.assert_close(precision.to_dense(), model.prior_precision.diag(), **TIGHT)
+    assert len(list(started(model, "full").pointwise_draws(2))) == 2
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_points_that_are_given_twice(name):
+    # Their kernel is singular, and nothing takes a root of it.
+    model = made(name, 80)
+    first = torch.arange(12) % 6
+    model = dataclasses.replace(
+        model,
+        jacobian=model.jacobian[first],
+        outputs=model.outputs[first],
+        targets=model.targets[first],
+    )
+    mean, precision = refine_variational(model, rate=0.1, num_steps=50, expectation=around_the_mean)
+    expected_mean, expected_precision = natural_gradient(model, around_the_mean, 0.1, 50)
+    torch.testing.assert_close(mean, expected_mean, **TIGHT)
+    torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
+    assert bool(torch.stack(list(started(model, "full").pointwise_draws(2))).isfinite().all())
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_single_precision_stays_close():
+    model = made("categorical", 80)
+    single = in_single_precision(model)
+    mean, precision = refine_variational(single, num_steps=50, expectation=around_the_mean)
+    assert mean.dtype == precision.dtype == torch.float32
+    assert precision.factor.shape == (80, 36)
+    expected_mean, expected = refine_variational(model, num_steps=50, expectation=around_the_mean)
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        precision.to_dense().double(), expected.to_dense(), rtol=1e-4, atol=1e-3
+    )
+    # The library's own draws are in double precision, where the zero of classes is seen as one.
+    _, precision = refine_variational(single, num_steps=5)
+    assert precision.dtype == torch.float32
+    assert precision.factor.shape == (80, 24)
+
+
+def test_pieces_of_the_jacobian_add_up(monkeypatch):
+    model = made("pixels", 80)
+    whole = refine_variational(model, num_steps=3, expectation=at_the_mean)
+    monkeypatch.setattr("tyxe.predictive.natural_gradient.CHUNK", 7 * 72)
+    mean, precision = refine_variational(model, num_steps=3, expectation=at_the_mean)
+    torch.testing.assert_close(mean, whole[0], **TIGHT)
+    torch.testing.assert_close(precision.to_dense(), whole[1].to_dense(), **TIGHT)
+
+
+def test_divergence_is_told():
+    # Where exp(f) is far too small for the counts, a full step goes far too high.
+    model = made("poisson", 80)
+    far = dataclasses.replace(model, outputs=model.outputs - 12.0)
+    assert isinstance(started(far, "full"), OutputIterate)
+    with pytest.raises(RuntimeError, match=r"diverged at step \d+ of 20 with rate=1.0: use a"):
+        refine_variational(far, rate=1.0, num_steps=20)
+    mean, _ = refine_variational(far, rate=0.02, num_steps=20)
+    assert bool(mean.isfinite().all())
+
+
+def test_what_is_not_finite_at_the_start():
+    model = made("poisson", 80)
+    with pytest.raises(ValueError, match=r"the output Hessian has 12 elements that are not finite"):
+        refine_variational(dataclasses.replace(model, outputs=model.outputs + 1000.0))
+    model.jacobian[3, 0, 7] = torch.nan
+    # Of its row and of its column.
+    with pytest.raises(ValueError, match=r"the kernel of the outputs has 23 elements that are not"):
+        refine_variational(model)

@@ -1,0 +1,108 @@
+"""Hierarchies and priors beyond the Normal are fitted."""
+
+import copy
+import functools
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+import torch.distributions as td
+import torch.nn as nn
+
+import tyxe
+from tyxe.priors import IIDPrior, LambdaPrior, Prior
+from tyxe.testing import check_prior
+from tyxe.util import pyro_sample_sites
+
+
+def horseshoe(name, module, param):
+    def prior():
+        local = dist.HalfCauchy(param.new_ones(param.shape)).to_event(param.dim())
+        shared = pyro.sample(f"{name}_global", dist.HalfCauchy(param.new_ones(())))
+        return dist.Normal(0.0, shared * pyro.sample(f"{name}_local", local))
+
+    return prior
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("guide", [tyxe.guides.AutoNormal, tyxe.guides.AutoRadial])
+def test_a_horseshoe_is_fitted_end_to_end(guide):
+    x = torch.randn(40, 4)
+    y = x[:, :1] * 3.0 + 0.1 * torch.randn(40, 1)
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(4, 1, bias=False),
+        LambdaPrior(horseshoe),
+        tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1),
+        functools.partial(guide, init_scale=0.05),
+    )
+    names = ["net.weight_global", "net.weight_local", "net.weight"]
+    assert sorted(bnn.guide()) == sorted(names)
+    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=0.05), 150)
+    assert history.loss[-1] < history.loss[0]
+    for _ in range(20):
+        draw = bnn.guide()
+        assert bool((draw["net.weight_local"] > 0).all())
+        assert bool(draw["net.weight_global"] > 0)
+    weight = bnn.net_guide.median()["net.weight"].squeeze()
+    assert abs(weight[0] - 3) < 0.3
+    assert bool((weight[1:].abs() < 0.3).all())
+    assert pyro_sample_sites(bnn.net) == ["weight"]
+    assert bnn.predict(x, num_predictions=2)[0].shape == (40, 1)
+    assert copy.deepcopy(bnn)(x).shape == (40, 1)
+
+
+def test_the_density_of_a_hierarchy_is_that_of_its_parts():
+    net = nn.Linear(2, 1, bias=False).double()
+    bnn = tyxe.VariationalBNN(
+        net, LambdaPrior(horseshoe), tyxe.likelihoods.Bernoulli(3), tyxe.guides.AutoNormal
+    )
+    trace = poutine.trace(bnn.net_prior).get_trace()
+    values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    cauchy = td.HalfCauchy(torch.ones((), dtype=torch.float64))
+    scale = values["net.weight_global"] * values["net.weight_local"]
+    expected = cauchy.log_prob(values["net.weight_global"])
+    expected += cauchy.log_prob(values["net.weight_local"]).sum()
+    expected += td.Normal(0.0, scale).log_prob(values["net.weight"]).sum()
+    torch.testing.assert_close(trace.log_prob_sum(), expected)
+
+
+def test_a_hierarchy_of_the_wrong_shape_is_refused():
+    prior = LambdaPrior(lambda name, module, param: lambda: dist.Normal(0.0, 1.0))
+    with pytest.raises(ValueError, match="the prior of 'weight' has shape"):
+        tyxe.VariationalBNN(
+            nn.Linear(2, 1), prior, tyxe.likelihoods.Bernoulli(3), tyxe.guides.AutoNormal
+        )
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize(
+    ("distribution", "num_particles"),
+    [(dist.Laplace(0.0, 1.0), 1), (dist.StudentT(4.0, 0.0, 1.0), 4)],  # the first in closed form
+)
+def test_priors_beyond_the_normal_are_fitted(distribution, num_particles):
+    # One weight, no data worth speaking of: the posterior is the prior, whose median is 0 and
+    # whose best Normal (in KL) has a finite scale.
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(1, 1, bias=False),
+        IIDPrior(distribution),
+        tyxe.likelihoods.HomoskedasticGaussian(1, scale=1e3),
+        functools.partial(
+            tyxe.guides.AutoNormal, init_loc_fn=tyxe.guides.init_to_constant(constant=1.0)
+        ),
+    )
+    data = [(torch.ones(1, 1), torch.zeros(1, 1))]
+    bnn.fit(data, functools.partial(torch.optim.Adam, lr=0.02), 400, num_particles=num_particles)
+    assert abs(bnn.net_guide.get_loc("weight").item()) < 0.25
+    assert 0.5 < bnn.net_guide.get_scale("weight").item() < 2.0
+
+
+def test_custom_priors_need_one_method():
+    class Half(Prior):
+        def prior_dist(self, name, module, param):
+            return dist.Normal(0.0, 0.5).expand(param.shape)
+
+    check_prior(Half(hide_parameters=["bias"]))
+    with pytest.raises(TypeError, match="abstract"):
+        Prior()

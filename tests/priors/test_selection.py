@@ -1,0 +1,206 @@
+"""Rules that choose the parameters under a prior, and rules that choose none."""
+
+import copy
+
+import pytest
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tyxe
+from tests.oracles.blocks import HEAD, Net
+from tests.oracles.programs import NORMAL
+from tyxe.priors import IIDPrior
+from tyxe.util import pyro_sample_sites
+
+# --- selection ----------------------------------------------------------------------------------
+
+
+def sites(net=None, **rules):
+    return list(IIDPrior(NORMAL, **rules).sites(Net() if net is None else net))
+
+
+ALL = [name for name, parameter in Net().named_parameters() if parameter.requires_grad]
+NORMS = [name for name in ALL if ".norm." in name]
+BIASES = [name for name in ALL if name.endswith("bias")]
+
+
+def without(*names):
+    return [name for name in ALL if name not in names]
+
+
+RULES = {
+    "nothing said": ({}, ALL),
+    "hide all": ({"hide_all": True}, []),
+    "expose nothing": ({"expose_all": False}, []),
+    "hide": ({"hide": ["head.weight"]}, without("head.weight")),
+    "hide, glob": ({"hide": ["body.*"]}, [n for n in ALL if not n.startswith("body")]),
+    "hide, tied": ({"hide": ["decoder.weight"]}, without("encoder.weight")),
+    "expose": ({"expose": ["head.bias", "encoder.weight"]}, ["encoder.weight", "head.bias"]),
+    "expose, glob": ({"expose": ["*.conv.weight"]}, ["body.0.conv.weight", "body.1.conv.weight"]),
+    "expose, tied": ({"expose": ["decoder.weight"]}, ["encoder.weight"]),
+    "expose, frozen": ({"expose": ["frozen"]}, ["frozen"]),
+    "expose all, frozen": ({"expose": ["*"]}, [n for n, _ in Net().named_parameters()]),
+    "hide modules": ({"hide_modules": ["head"]}, without(*HEAD)),
+    "hide modules, glob": ({"hide_modules": ["body.*.norm"]}, without(*NORMS)),
+    "hide modules, inside": ({"hide_modules": ["body"]}, [n for n in ALL if "body" not in n]),
+    "hide modules, tied": (
+        {"hide_modules": ["decoder"]},
+        without("encoder.weight", "decoder.bias"),
+    ),
+    "expose modules": ({"expose_modules": ["head"]}, HEAD),
+    "expose the net": ({"expose_modules": [""]}, [n for n, _ in Net().named_parameters()]),
+    "hide types": ({"hide_module_types": [nn.BatchNorm1d]}, without(*NORMS)),
+    "hide base types": ({"hide_module_types": [nn.modules.batchnorm._BatchNorm]}, without(*NORMS)),
+    "hide absent types": ({"hide_module_types": [nn.Conv3d]}, ALL),
+    "expose types": (
+        {"expose_module_types": (nn.Linear,)},
+        ["encoder.weight", "encoder.bias", "decoder.bias", *HEAD],
+    ),
+    "hide parameters": ({"hide_parameters": ["bias"]}, without(*BIASES)),
+    "expose parameters": ({"expose_parameters": ["bias"]}, BIASES),
+    "expose parameters, glob": ({"expose_parameters": ["b*"]}, BIASES),
+    "hide fn": (
+        {"hide_fn": lambda module, name: isinstance(module, nn.Linear) and name.endswith(".bias")},
+        without("encoder.bias", "decoder.bias", "head.bias"),
+    ),
+    "hide fn, tied": (
+        {"hide_fn": lambda module, name: name == "decoder.weight"},
+        without("encoder.weight"),
+    ),
+    "expose fn": (
+        {"expose_fn": lambda module, name: module.__class__ is nn.Conv1d},
+        [n for n in ALL if ".conv." in n],
+    ),
+    "expose, then hide": (
+        {"expose_modules": ["head", "encoder"], "hide_parameters": ["bias"]},
+        ["encoder.weight", "head.weight"],
+    ),
+    "two exposing rules": (
+        {"expose": ["body.0.norm.bias"], "expose_modules": ["head"]},
+        ["body.0.norm.bias", *HEAD],
+    ),
+    "two hiding rules": (
+        {"hide": ["encoder.weight"], "hide_parameters": ["bias"]},
+        without("encoder.weight", *BIASES),
+    ),
+    "none is no rule": ({"hide": None, "expose_modules": None}, ALL),
+}
+
+
+@pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES.keys())
+def test_rules_choose_the_sites(rules, expected):
+    assert sites(**rules) == expected
+
+
+def test_modules_may_be_those_of_the_net_that_goes_in():
+    net = Net()
+    prior = IIDPrior(NORMAL, expose_modules=[net.head, net.body[1].norm])
+    bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Bernoulli(3), tyxe.guides.AutoNormal)
+    assert pyro_sample_sites(bnn.net) == ["body.1.norm.weight", "body.1.norm.bias", *HEAD]
+    with pytest.raises(ValueError, match="a Linear module, which the net does not have"):
+        prior.sites(Net())
+
+
+@given(hidden=st.sets(st.sampled_from(ALL)))
+def test_hiding_and_exposing_by_name_are_complements(hidden):
+    shown = [name for name in ALL if name not in hidden]
+    assert sites(hide=sorted(hidden)) == shown
+    if shown:
+        assert sites(expose=shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "match"),
+    [
+        ({"hide_layers": ["a"]}, TypeError, "unknown rule 'hide_layers'; the rules are hide"),
+        ({"hide": "head.bias"}, TypeError, r"expected a list: hide=\[...\]"),
+        ({"expose_modules": "head"}, TypeError, "expected a list"),
+        ({"hide_module_types": nn.Linear}, TypeError, "expected a list"),
+        ({"hide_fn": ["bias"]}, TypeError, "expected a function of"),
+        ({"hide_all": True, "expose": ["head.bias"]}, ValueError, "contradicts expose"),
+    ],
+)
+def test_wrong_rules_are_refused_at_once(rules, error, match):
+    with pytest.raises(error, match=match):
+        IIDPrior(NORMAL, **rules)
+
+
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        ({"hide": ["head.wieght"]}, "hide names 'head.wieght', which the net does not have; it"),
+        ({"expose": ["tail.*"]}, "expose names 'tail.*'"),
+        ({"hide_modules": ["tail"]}, "hide_modules names 'tail'"),
+        ({"expose_modules": [nn.Linear(1, 1)]}, "expose_modules names a Linear module"),
+        ({"hide": ["head.*"], "expose": ["head.bias"]}, "hide and expose both name 'head.bias'"),
+        (
+            {"hide_modules": ["head"], "expose_modules": ["*"]},
+            "hide_modules and expose_modules both name",
+        ),
+        (
+            {"hide_parameters": ["bias"], "expose_parameters": ["b*"]},
+            "hide_parameters and expose_parameters both name",
+        ),
+        (
+            {"hide_module_types": [nn.Linear], "expose_module_types": [nn.Module]},
+            "both name",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit_the_net_are_refused(rules, match):
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match=match):
+        IIDPrior(NORMAL, **rules).apply_(net)
+    assert pyro_sample_sites(net) == []
+    assert list(net.state_dict()) == list(before)
+
+
+# --- rules that name nothing, or too little -------------------------------------------------------
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    )
+
+
+def test_types_take_all_that_is_inside():
+    net = encoder()
+    inside = [name for name, _ in net.named_parameters() if name.startswith("1.layers")]
+    hidden = sites(net, hide_module_types=[nn.TransformerEncoderLayer])
+    assert hidden == ["0.weight", "0.bias"]
+    assert sites(net, expose_module_types=[nn.TransformerEncoderLayer]) == inside
+
+
+NOTHING = {
+    "types": {"expose_module_types": [nn.Conv2d]},
+    "parameters": {"expose_parameters": ["gain"]},
+    "function": {"expose_fn": lambda module, name: False},
+    "empty list": {"expose": []},
+    "several": {"expose_module_types": [nn.Conv2d], "expose_parameters": ["gain"]},
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_expose_rules_that_match_nothing_are_errors(case):
+    kinds = ", ".join(NOTHING[case])
+    with pytest.raises(
+        ValueError, match=f"{kinds} expose no parameter of the net; it has frozen, body"
+    ):
+        sites(**NOTHING[case])
+
+
+def test_one_of_several_expose_rules_is_enough():
+    assert sites(expose_module_types=[nn.Conv2d], expose=["head.bias"]) == ["head.bias"]
+
+
+@pytest.mark.parametrize("rule", ["hide_module_types", "expose_module_types"])
+@pytest.mark.parametrize(
+    "given", [["Linear"], ["BatchNorm1d", nn.Linear], [nn.Linear(1, 1)], "Linear"]
+)
+def test_types_are_classes(rule, given):
+    with pytest.raises(TypeError, match=f"{rule} is .*; expected (classes, such as|a list)"):
+        IIDPrior(NORMAL, **{rule: given})

@@ -1,0 +1,203 @@
+"""Predictives of a Laplace approximation in function space: Gaussian processes and refinement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tyxe.bnn.base import modes_restored
+from tyxe.bnn.batches import collect, split_rows, take_rows
+from tyxe.bnn.predict import SupervisedBNN
+from tyxe.curvature import Linearization, jacobian
+from tyxe.curvature.collect import check_blocks
+from tyxe.curvature.memory import check_memory
+from tyxe.laplace import LaplaceState
+from tyxe.laplace.gaussian_prior import independent_terms
+from tyxe.linalg import Operator
+from tyxe.predictive import refine_laplace, refine_variational
+from tyxe.predictive.features import Features, output_features
+from tyxe.predictive.gp import GPPredictive, hessian_root
+from tyxe.predictive.linear_model import LinearModel
+from tyxe.util import Inputs, tree_map_tensors
+
+__all__ = ["METHODS", "GPOnSubset", "RefinedPosterior", "refined"]
+
+Gaussian = tuple[Tensor, Tensor]
+
+# Number of points that are linearised at a time.
+POINTS = 256
+
+
+class GPOnSubset(nn.Module):
+    """A random part of the data, and the Gaussian process given these points, for each posterior.
+
+    The points move with the module, and are not in its state dict. During the construction all data
+    are in memory. The prior's precision is multiplied by `factor * N / num_points`.
+    """
+
+    def __init__(self, loader: Iterable[Any], num_points: int | None, factor: float) -> None:
+        super().__init__()
+        inputs, targets = collect(loader)
+        total = len(targets)
+        self.num_points = total if num_points is None else num_points
+        if not 1 <= self.num_points <= total:
+            raise ValueError(
+                f"num_points is {num_points}; expected 1 to {total}, the number of points given"
+            )
+        if not factor > 0:
+            raise ValueError(f"factor is {factor}; it multiplies a precision: expected above 0")
+        if self.num_points < total:
+            inputs = take_rows(inputs, torch.randperm(total)[: self.num_points])
+        self.inputs, self.factor = inputs, factor
+        self._of: tuple[LaplaceState, int, GPPredictive] | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPOnSubset:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inputs = tree_map_tensors(lambda x: fn(x) if isinstance(x, Tensor) else x, self.inputs)
+        return self
+
+    def outputs(self, bnn: SupervisedBNN, state: LaplaceState, inputs: Inputs) -> Gaussian:
+        """Return mean and covariance of a batch's outputs, `(n, ...)` and `(n, ..., C, C)`."""
+        size = bnn.likelihood.dataset_size
+        # States are immutable, so identity tells them apart.
+        if self._of is None or self._of[0] is not state or self._of[1] != size:
+            self._of = state, size, self._process(bnn, state)
+        linear = bnn.linearize(inputs)
+        outputs = linear.outputs.detach()
+        covariance = self._of[2].covariance(_features(linear, state))
+        return outputs, _by_position(covariance.to(outputs.dtype), outputs)
+
+    def _process(self, bnn: SupervisedBNN, state: LaplaceState) -> GPPredictive:
+        _check_holds_data(state)
+        device = next(bnn.parameters()).device
+        inputs = tree_map_tensors(lambda t: t.to(device), self.inputs)
+        features, roots = [], []
+        for piece in [inputs] if self.num_points <= POINTS else split_rows(inputs, POINTS):
+            linear = bnn.linearize(piece)
+            features.append(_features(linear, state))
+            roots.append(hessian_root(bnn.likelihood, linear.outputs.detach()))
+        factor = self.factor * bnn.likelihood.dataset_size / self.num_points
+        root = torch.cat(roots) * math.sqrt(state.weight)
+        return GPPredictive(Features.cat(features), root, factor)
+
+
+def _check_holds_data(state: LaplaceState) -> None:
+    if state.curvature.is_empty:
+        raise ValueError(
+            "the prior has absorbed the data, which would count twice in function space: do this "
+            "before update_prior, or after the fit of a next task"
+        )
+
+
+def _features(linear: Linearization, state: LaplaceState) -> Features:
+    check_blocks(state.blocks, linear.blocks)
+    return output_features(linear, independent_terms(state.prior)[1])
+
+
+def _by_position(covariance: Tensor, outputs: Tensor) -> Tensor:
+    """Return the blocks of `(n, K, K)` over the outputs' last dimension, `(n, ..., C, C)`."""
+    classes = outputs.shape[-1] if outputs.dim() > 1 else 1
+    split = covariance.view(len(outputs), -1, classes, covariance.shape[-1] // classes, classes)
+    blocks = split.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    return blocks.reshape(*(outputs.shape[:-1] or outputs.shape), classes, classes)
+
+
+METHODS: dict[str, Callable[..., tuple[Tensor, Operator]]] = {
+    "laplace": refine_laplace,
+    "variational": refine_variational,
+}
+
+
+class RefinedPosterior:
+    """A Gaussian `N(mean, precision^-1)` over a BNN's weights, for its net linearised at `loc`.
+
+    The vectors are `(P,)`, in the order of the net's blocks.
+    """
+
+    def __init__(self, bnn: SupervisedBNN, loc: Tensor, mean: Tensor, precision: Operator) -> None:
+        self.bnn, self.loc, self.mean, self.precision = bnn, loc, mean, precision
+
+    def outputs(self, inputs: Inputs) -> Gaussian:
+        """Return mean and covariance of a batch's outputs, `(n, ...)` and `(n, ..., C, C)`.
+
+        Raises:
+            RuntimeError: the BNN's weights have changed since the refinement.
+        """
+        linear = self.bnn.linearize(inputs)
+        now = linear.blocks.flatten(self.bnn.mean_values())
+        if not torch.equal(now, self.loc.to(now)):
+            raise RuntimeError(
+                "the net's weights have changed since they were refined: call refine again"
+            )
+        outputs = linear.outputs.detach()
+        rows = jacobian(linear).detach()
+        shift = rows @ (self.mean - self.loc).to(rows)
+        covariance = self.precision.to(rows).inverse_quadratic(rows)
+        return outputs + shift.view_as(outputs), _by_position(covariance, outputs)
+
+    def predict(self, *inputs: Any, **options: Any) -> Any:
+        """Predict, with `num_predictions`, `aggregate`, `batch_size` and `link` of the BNN."""
+        return self.bnn.predict(*inputs, predictive=self.outputs, **options)
+
+    def evaluate(self, input_data: Inputs, y: Tensor | None = None, **options: Any) -> Any:
+        """Return error and log-likelihood, with the options of the BNN's `evaluate`."""
+        return self.bnn.evaluate(input_data, y, predictive=self.outputs, **options)
+
+
+def refined(
+    bnn: SupervisedBNN,
+    state: LaplaceState,
+    batches: Iterable[tuple[Any, Tensor]],
+    method: str,
+    structure: str,
+    options: dict[str, Any],
+) -> RefinedPosterior:
+    """Compute the posterior of `LaplaceBNN.refine`."""
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}; expected {' or '.join(map(repr, METHODS))}")
+    _check_holds_data(state)
+    if state.curvature_weight != 1:
+        raise ValueError(
+            f"curvature_weight is {state.curvature_weight:g}: it weighs the curvature and not the "
+            "fit, so that there is no one objective to refine; set bnn.curvature_weight = 1.0 for "
+            "the refinement"
+        )
+    with modes_restored(bnn):
+        bnn.eval()
+        model = linear_model(bnn, state, batches)
+    mean, precision = METHODS[method](model, structure, **options)
+    return RefinedPosterior(bnn, model.loc, mean, precision)
+
+
+def linear_model(
+    bnn: SupervisedBNN, state: LaplaceState, batches: Iterable[tuple[Any, Tensor]]
+) -> LinearModel:
+    """Return a BNN's net linearised about the mode of a Laplace approximation, with all data."""
+    rows, outputs, targets = [], [], []
+    points = 0
+    for inputs, labels in batches:
+        linear = bnn.linearize(inputs)
+        check_blocks(state.blocks, linear.blocks)
+        points += linear.points
+        _check_room(points, linear)
+        rows.append(jacobian(linear).detach())
+        outputs.append(linear.outputs.detach())
+        targets.append(labels)
+    loc, mean, precision = (v.to(rows[0]) for v in (state.loc, *independent_terms(state.prior)))
+    data = torch.cat(rows), torch.cat(outputs)
+    weight = bnn.likelihood.dataset_size / len(data[0]) / state.temperature
+    return LinearModel(*data, loc, mean, precision, bnn.likelihood, torch.cat(targets), weight)
+
+
+def _check_room(points: int, linear: Linearization) -> None:
+    each = linear.outputs[0].numel() * linear.blocks.size
+    check_memory(
+        f"the Jacobians of {points:,} points",
+        points * each * linear.outputs.element_size(),
+        "refine with fewer weights (a prior with expose_modules=[net.last_layer]), or predict with "
+        "'glm'",
+    )

@@ -1,0 +1,242 @@
+"""Sums of `J^T H J` over data in each structure, from gradients of one cotangent at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from tyxe.curvature.linearize import OuterProductGradients, PointGradients
+from tyxe.curvature.memory import check_memory
+from tyxe.curvature.per_point import BUDGET
+from tyxe.distributions import ParamBlocks
+from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
+from tyxe.linalg.checks import dense_bytes
+from tyxe.util import at_least_float32
+
+__all__ = ["ACCUMULATORS", "Accumulator"]
+
+
+class Accumulator(ABC):
+    """Sums up a curvature from the gradients of all cotangents of all batches.
+
+    The sums have the device of `like`, and its dtype if that is float32 at least.
+    """
+
+    def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
+        self.blocks = blocks
+        self._like = at_least_float32(like.new_zeros(()))
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros in the sums' dtype."""
+        return self._like.new_zeros(shape)
+
+    @abstractmethod
+    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
+        """Add the gradients of one cotangent; `first` marks the first one of a batch."""
+
+    @abstractmethod
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield, with the name of its block, each sum or the sums over its rows."""
+
+    @abstractmethod
+    def operator(self, points: int) -> Operator:
+        """Return the sum over all `points` points that were added; nothing is added afterwards."""
+
+
+class DiagonalAccumulator(Accumulator):
+    """Sums the exact diagonal."""
+
+    def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
+        super().__init__(blocks, like)
+        self._sums = {block.name: self.zeros(block.size) for block in blocks}
+
+    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
+        for name, each in gradients.items():
+            self._sums[name] += squared_sum(each)
+
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._sums.items()
+
+    def operator(self, points: int) -> Operator:
+        return BlockDiagonal({name: Diagonal(total) for name, total in self._sums.items()})
+
+
+def squared_sum(gradients: PointGradients) -> Tensor:
+    """Return the sum over points of the squared gradients, `(P,)`."""
+    if not isinstance(gradients, OuterProductGradients):
+        return gradients.matrix.square().sum(0)
+    a, g = gradients.a, gradients.g
+    if a.shape[1] == 1:
+        # The square of one outer product is the outer product of squares.
+        squares = torch.einsum("ngo,ngi->goi", g[:, 0].square(), a[:, 0].square())
+        return squares.flatten()
+    size = a.shape[2] * a.shape[3] * g.shape[3]
+    chunk = max(1, BUDGET // size)
+    total = a.new_zeros(size)
+    for part_a, part_g in zip(a.split(chunk), g.split(chunk), strict=True):
+        total += OuterProductGradients(part_a, part_g).dense().square().sum(0)
+    return total
+
+
+class FullAccumulator(Accumulator):
+    """Sums the full matrix."""
+
+    def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
+        super().__init__(blocks, like)
+        # Only the lower triangle is correct until `operator` mirrors it.
+        self._sum = self.zeros(blocks.size, blocks.size)
+        self._batch: list[dict[str, PointGradients]] = []
+
+    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
+        held = [g.g.numel() for one in self._batch for g in one.values() if _is_outer_product(g)]
+        if first or sum(held) > BUDGET:
+            self._flush()
+        if all(map(_is_outer_product, gradients.values())):
+            self._batch.append(gradients)
+        else:
+            self._add_dense([gradients])
+
+    def _flush(self) -> None:
+        """Add the gradients held of a batch; several cotangents are summed before the product."""
+        if len(self._batch) > 1:
+            self._add_outer(self._batch)
+        elif self._batch:
+            self._add_dense(self._batch)
+        self._batch = []
+
+    def _add_dense(self, batch: list[dict[str, PointGradients]]) -> None:
+        for gradients in batch:
+            jacobian = torch.cat([each.dense() for each in gradients.values()], 1)
+            self._sum.addmm_(jacobian.mT, jacobian)
+
+    def _add_outer(self, batch: list[dict[str, PointGradients]]) -> None:
+        """Add `sum_n (sum_s g_sn g'_sn^T) kron a_n a'_n^T` for each pair of blocks."""
+        factors = [_outer_factors([one[name] for one in batch]) for name in self.blocks.names]
+        sizes = self.blocks.sizes
+        for i, strip in enumerate(self._sum.split(sizes)):
+            for j, part in enumerate(strip.split(sizes, 1)[: i + 1]):
+                add_outer_products(part, factors[i], factors[j], only_lower=i == j)
+
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        self._flush()
+        parts = self._sum.sum(1).split(self.blocks.sizes)
+        yield from zip(self.blocks.names, parts, strict=True)
+
+    def operator(self, points: int) -> Operator:
+        self._flush()
+        # In place, because the matrix may take most of the memory.
+        matrix, self._sum = self._sum.tril_(), self._sum.new_empty(0)
+        matrix += matrix.tril(-1).mT
+        return BlockDiagonal({"all": Dense(matrix)})
+
+
+def _is_outer_product(gradients: PointGradients) -> TypeGuard[OuterProductGradients]:
+    """Say whether each point's gradient is one outer product: one position, no groups."""
+    return isinstance(gradients, OuterProductGradients) and gradients.a.shape[1:3] == (1, 1)
+
+
+def _outer_factors(columns: list[PointGradients]) -> tuple[Tensor, Tensor]:
+    """Return inputs `(n, columns)` and gradients `(n, S, outputs)` of `S` cotangents."""
+    products = [each for each in columns if _is_outer_product(each)]
+    return products[0].a[:, 0, 0], torch.stack([each.g[:, 0, 0] for each in products], 1)
+
+
+def add_outer_products(
+    block: Tensor, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], only_lower: bool
+) -> None:
+    """Add `sum_n (sum_s g_sn h_sn^T) kron a_n b_n^T` to a block of a matrix.
+
+    `left` has inputs `a`, `(n, columns)`, and gradients `g`, `(n, S, outputs)`; `right` has `b` and
+    `h`. `only_lower` leaves out blocks above the diagonal of outputs.
+    """
+    (a, g), (b, h) = left, right
+    columns, others = a.shape[1], b.shape[1]
+    weights = g.mT @ h
+    for o in range(weights.shape[1]):
+        stop = o + 1 if only_lower else weights.shape[2]
+        weighted = (weights[:, o, :stop, None] * b.unsqueeze(1)).flatten(1)
+        block[o * columns : (o + 1) * columns, : stop * others].addmm_(a.mT, weighted)
+
+
+class KroneckerAccumulator(Accumulator):
+    """Sums the Kronecker factors of linear blocks, and the exact diagonal of others.
+
+    With `reduce` the gradients of positions that share weights are summed and their inputs averaged
+    before the products; otherwise each position counts as a data point.
+    """
+
+    def __init__(self, blocks: ParamBlocks, like: Tensor, reduce: bool = False) -> None:
+        super().__init__(blocks, like)
+        self._reduce = reduce
+        linear = [block for block in blocks if isinstance(block, LinearBlock)]
+        for block in linear:
+            _check_factors(block)
+        # Numbers of positions that the averages of inputs are over.
+        self._positions = {block.name: 0 for block in linear}
+        self._inputs = {b.name: self.zeros(b.groups, b.columns, b.columns) for b in linear}
+        self._gradients = {b.name: self.zeros(b.groups, b.outputs, b.outputs) for b in linear}
+        self._rest = {b.name: self.zeros(b.size) for b in blocks if b.name not in self._inputs}
+
+    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
+        for name, each in gradients.items():
+            if not isinstance(each, OuterProductGradients):
+                self._rest[name] += squared_sum(each)
+                continue
+            a, g = each.a, each.g
+            if self._reduce:
+                a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
+            self._gradients[name] += _second_moment(g)
+            if first:
+                self._inputs[name] += _second_moment(a)
+                self._positions[name] += a.shape[0] * a.shape[1]
+
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (*self._inputs.items(), *self._gradients.items(), *self._rest.items())
+
+    def operator(self, points: int) -> Operator:
+        operators: dict[str, Operator] = {}
+        for name in self.blocks.names:
+            if name in self._rest:
+                operators[name] = Diagonal(self._rest[name])
+                continue
+            # Damping is defined for averages as factors and the number of points as scale [T 3.41].
+            positions = self._positions[name]
+            products = [
+                Kronecker.from_factors(gradient / points, inputs / positions, scale=points)
+                for gradient, inputs in zip(self._gradients[name], self._inputs[name], strict=True)
+            ]
+            named: dict[str, Operator] = {str(i): product for i, product in enumerate(products)}
+            operators[name] = products[0] if len(products) == 1 else BlockDiagonal(named)
+        return BlockDiagonal(operators)
+
+
+def _check_factors(block: LinearBlock) -> None:
+    sides = max(block.columns, block.outputs)
+    check_memory(
+        f"the Kronecker factors of {block.name!r}, with a side of {sides:,},",
+        block.groups * dense_bytes(sides),
+        'use structure="diag", or hide this layer from the prior',
+    )
+
+
+def _second_moment(x: Tensor) -> Tensor:
+    """Return `sum x x^T` over points and positions, `(groups, features, features)`."""
+    _, positions, _, features = x.shape
+    if positions > 1 and features <= positions:
+        # A product for each point needs no copy of tensors whose positions are last in memory.
+        each = x.permute(2, 0, 3, 1)
+        return (each @ each.mT).sum(1)
+    flat = x.flatten(0, 1).transpose(0, 1)
+    return flat.mT @ flat
+
+
+ACCUMULATORS: dict[str, type[Accumulator]] = {
+    "full": FullAccumulator,
+    "diag": DiagonalAccumulator,
+    "kron": KroneckerAccumulator,
+}

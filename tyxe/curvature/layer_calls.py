@@ -1,0 +1,334 @@
+"""Calls of linear maps: the sites that they use, and the rows that belong to each data point."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pyro.poutine.runtime import Message
+from torch import Size, Tensor
+
+from tyxe.distributions import ParamBlocks
+from tyxe.distributions.param_blocks import LinearBlock, ParamBlock, SiteBlock
+from tyxe.poutine import Draw, LinearMap, LinearMapMessenger
+
+__all__ = [
+    "POINTS_FIRST",
+    "BatchDims",
+    "LayerCall",
+    "LayerCallRecorder",
+    "alternating_points",
+    "find_batch_dims",
+    "find_blocks",
+    "inputs_of",
+    "patches",
+    "positions",
+]
+
+
+class BatchDims(NamedTuple):
+    """The place of the data points in a map's rows.
+
+    Attributes:
+        dim: the dimension that counts data points.
+        rows_are_apart: whether the rows of one of `n` points are `n` apart.
+    """
+
+    dim: int
+    rows_are_apart: bool
+
+
+# Marks calls with one row for each point, where both values of `rows_are_apart` are the same; a
+# batch in which a call has other rows looks for their place anew.
+POINTS_FIRST = BatchDims(-1, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """One call of a linear map, with a probe for the gradient in its output.
+
+    Attributes:
+        event: the intercepted call.
+        probe: zeros of the output's shape, whose gradient is the pre-activation gradient.
+        node: the output's node in the graph.
+    """
+
+    event: LinearMap
+    probe: Tensor
+    node: Any
+
+    @property
+    def weight_site(self) -> str | None:
+        """The site that is the weight; None for a plain tensor or a part of a site."""
+        return _whole_site(self.event.weight)
+
+    @property
+    def bias_site(self) -> str | None:
+        """The site that is the bias; None for a plain tensor or a part of a site."""
+        return _whole_site(self.event.bias)
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of all sites that the map uses, as a whole or in part."""
+        return [draw.name_of_site for draw in self.event.draws]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight's first dimension counts inputs, as in transposed convolutions."""
+        return self.event.kind.startswith("conv_transpose")
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of a convolution; 1 for other maps."""
+        event = self.event
+        if not event.spatial_dims:
+            return 1
+        channel = -1 - event.spatial_dims
+        if self.is_transposed:
+            return int(self.probe.shape[channel] // event.weight.shape[1])
+        return int(event.input.shape[channel] // event.weight.shape[1])
+
+    @property
+    def batch_dims(self) -> BatchDims:
+        """The place of the points that the interception assumes, or that was found."""
+        return BatchDims(self.event.batch_dim, self.event.rows_of_points_are_apart)
+
+    def with_batch_dims(self, dims: BatchDims) -> LayerCall:
+        """Return the call with another place of the points."""
+        event = dataclasses.replace(
+            self.event, batch_dim=dims.dim, rows_of_points_are_apart=dims.rows_are_apart
+        )
+        return dataclasses.replace(self, event=event)
+
+    def has_points_first(self, points: int) -> bool:
+        """Say whether the output is `(n, features, *positions)` for `n = points`."""
+        batched = self.event.spatial_dims + 2
+        return self.probe.dim() == batched and self.probe.shape[0] == points
+
+
+def _whole_site(part: Tensor | None) -> str | None:
+    return part.name_of_site if isinstance(part, Draw) and part.is_whole else None
+
+
+# --------------------------------------------------------------------------- recording
+
+
+class _Probed(torch.autograd.Function):
+    """`output + probe` for a probe of zeros, without the sum.
+
+    The gradient in the output itself is lost where an activation changes it in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, probe: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+class LayerCallRecorder(LinearMapMessenger):
+    """Records each call of a linear map with a site, and the sites that are used in other ways.
+
+    Attributes:
+        calls: the calls, in the order of the forward.
+        elsewhere: names of sites whose values other operations have used.
+    """
+
+    name = "curvature"
+    treatment = "recorded"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[LayerCall] = []
+        self.elsewhere: set[str] = set()
+
+    def answer(self, event: LinearMap) -> Tensor | None:
+        """Compute the map at the sites' values, and add the probe."""
+        output = event.at_values()
+        probe = output.new_zeros(()).expand(output.shape).requires_grad_()
+        found: Tensor = _Probed.apply(output, probe)
+        self.calls.append(LayerCall(event, probe, found.grad_fn))
+        return found
+
+    def _pyro_post_draw_value(self, msg: Message) -> None:
+        self.elsewhere.add(msg["args"][0].name_of_site)
+
+
+def find_blocks(
+    shapes: Mapping[str, Size], calls: Iterable[LayerCall], elsewhere: Iterable[str]
+) -> ParamBlocks:
+    """Return blocks of sites: weights and biases of the same linear maps, and single sites.
+
+    Args:
+        shapes: shapes of all sites, in the order of the blocks.
+        calls: the linear maps of one forward.
+        elsewhere: sites that other operations use, which have no factors.
+    """
+    candidates: dict[str, set[LinearBlock]] = {}
+    for call in calls:
+        whole = [site for site in (call.weight_site, call.bias_site) if site is not None]
+        shape = call.event.weight.shape
+        block = LinearBlock(
+            call.weight_site, call.bias_site, shape, call.groups, call.is_transposed
+        )
+        for site in call.sites:
+            # A site that is used in part gets no linear block: a candidate of its own excludes it.
+            candidates.setdefault(site, set()).update([block] if site in whole else [])
+            if site not in whole:
+                candidates[site].add(LinearBlock(f"a part of {site}", None, shapes[site]))
+    other = set(elsewhere)
+    blocks: dict[str, ParamBlock] = {}
+    for site, shape in shapes.items():
+        found = list(candidates.get(site, ()))
+        chosen: ParamBlock = SiteBlock(site, shape)
+        if len(found) == 1 and all(
+            name not in other and candidates.get(name) == {found[0]} for name in found[0].sites
+        ):
+            chosen = found[0]
+        blocks.setdefault(chosen.name, chosen)
+    return ParamBlocks(tuple(blocks.values()))
+
+
+# --------------------------------------------------------------------------- rows of a call
+
+
+def positions(tensor: Tensor, call: LayerCall, points: int) -> Tensor:
+    """Return a map's output, or its gradient, as `(n, R, groups, features per group)`.
+
+    `n` is `points`, the number of data points; `R` positions of each share the weight.
+    """
+    spatial = call.event.spatial_dims
+    if spatial:
+        rows = tensor.reshape(points, -1, *tensor.shape[-1 - spatial :]) if points else tensor
+        # (n, other dimensions, channels, *positions)
+        rows = rows.flatten(3).transpose(2, 3).flatten(1, 2)
+    else:
+        rows = _rows(tensor, call.event, points)
+    return rows.unflatten(-1, (call.groups, -1))
+
+
+def _rows(tensor: Tensor, event: LinearMap, points: int) -> Tensor:
+    """Return the rows of a linear layer's input or output, `(n, R, features)`."""
+    features = tensor.shape[-1]
+    if event.rows_of_points_are_apart:
+        return tensor.reshape(-1, points, features).transpose(0, 1)
+    first = tensor.movedim(event.batch_dim, 0) if tensor.dim() > 1 else tensor
+    return first.reshape(points, -1, features)
+
+
+def inputs_of(block: LinearBlock, call: LayerCall, points: int) -> Tensor:
+    """Return what a block's columns multiply in one of its maps, `(n, R, groups, columns)`.
+
+    These are patches of the input for the weight, and a one for the bias.
+    """
+    found = patches(call, points, block.bias is not None)
+    return found[..., -1:] if block.weight is None else found
+
+
+def patches(call: LayerCall, points: int, with_one: bool = False) -> Tensor:
+    """Return what the weight multiplies at each position, `(n, R, groups, fan_in [+ 1])`.
+
+    `with_one` appends the one that the bias multiplies. A transposed convolution picks its patches
+    itself, with the identity as weight, which is correct for all strides, paddings and dilations.
+    """
+    event = call.event
+    if event.spatial_dims and not call.is_transposed:
+        return _patches_of(event.windows(), points, call.groups, with_one)
+    found = _picked(call, points) if event.spatial_dims else _rows(event.input, event, points)
+    found = found if event.spatial_dims else found.unsqueeze(2)
+    return torch.cat([found, found.new_ones(*found.shape[:-1], 1)], -1) if with_one else found
+
+
+def _picked(call: LayerCall, points: int) -> Tensor:
+    event, groups, shape = call.event, call.groups, call.event.weight.shape
+    inputs = shape[0] // groups
+    fan = inputs * shape[2:].numel()
+    pick = torch.eye(fan, dtype=event.input.dtype, device=event.input.device)
+    pick = pick.view(fan, inputs, *shape[2:]).transpose(0, 1)
+    pick = pick.repeat(groups, *[1] * (pick.dim() - 1))
+    return positions(event.function(event.input, pick, None), call, points)
+
+
+def _patches_of(windows: Tensor, points: int, groups: int, with_one: bool) -> Tensor:
+    """Return windows `(..., C, *kernel, *positions)` as `(n, R, groups, fan_in [+ 1])`.
+
+    This takes one copy, with positions last in memory, as in the gradients they are multiplied by.
+    """
+    spatial = (windows.dim() - 2) // 2
+    channels, *kernel = windows.shape[-1 - 2 * spatial : -spatial]
+    shape = windows.shape[-spatial:]
+    split = windows.reshape(points, -1, groups, channels // groups, *kernel, *shape)
+    fan = split.shape[3 : 4 + spatial].numel()
+    found = windows.new_empty(*split.shape[:3], fan + with_one, *shape)
+    found[:, :, :, :fan].unflatten(3, split.shape[3 : 4 + spatial]).copy_(split)
+    found[:, :, :, fan:] = 1.0
+    return found.flatten(4).permute(0, 1, 4, 2, 3).flatten(1, 2)
+
+
+# --------------------------------------------------------------------------- batch dimensions
+
+
+def alternating_points(outputs: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return a cotangent of the outputs of every second point from `first`, and a mask of these.
+
+    Neighbours are not among them together, so that rows mistaken for a neighbour's are noticed.
+    """
+    asked = torch.arange(len(outputs), device=outputs.device) % 2 == first
+    # Equal weights would cancel in outputs that sum to one.
+    weights = torch.arange(outputs[0].numel(), device=outputs.device).cos().to(outputs)
+    cotangent = outputs.new_zeros(outputs.shape)
+    cotangent[asked] = weights.view(outputs[0].shape)
+    return cotangent, asked
+
+
+def find_batch_dims(
+    call: LayerCall, points: int, answers: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[BatchDims, BatchDims | None]:
+    """Find batch dimensions for which the gradients of some points are in the rows of these alone.
+
+    `answers` are gradients in the map's output, each with a mask, `(n,)`, of the points whose
+    outputs were differentiated. The second result holds for other batches as well; it is None where
+    the gradients are zero or several dimensions fit. A ValueError says that none fit.
+    """
+    gradients = [gradient for gradient, _ in answers]
+    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        return call.batch_dims, None  # `collect_curvature` raises for gradients that are not finite
+    fitting = [
+        dims
+        for dims in _candidates(call, points)
+        if all(_stays(call.with_batch_dims(dims), points, *answer) for answer in answers)
+    ]
+    if not fitting:
+        raise ValueError(
+            f"in the map of {call.sites[0]!r}, whose output has shape {tuple(call.probe.shape)} "
+            f"for {points} data points, the gradient of some points' outputs reaches rows of "
+            "others: points influence each other there, as nodes of a graph do, or the rows are "
+            "not in the order of the points, or are the same for all. Give batches of one point "
+            "with all that it depends on, or an order in which points come first, or hide the "
+            "parameter from the prior"
+        )
+    if len(fitting) > 1 or not any(bool(gradient.any()) for gradient in gradients):
+        return fitting[0], None
+    return fitting[0], POINTS_FIRST if call.has_points_first(points) else fitting[0]
+
+
+def _candidates(call: LayerCall, points: int) -> Iterator[BatchDims]:
+    shape = call.probe.shape[: call.probe.dim() - call.event.spatial_dims - 1]
+    if shape.numel() % points or not shape:
+        return
+    yield call.batch_dims
+    if call.event.spatial_dims or call.has_points_first(points):
+        return
+    others = [BatchDims(dim, False) for dim, size in enumerate(shape) if size == points]
+    others += [BatchDims(0, True)] if len(shape) == 1 else []
+    yield from (dims for dims in others if dims != call.batch_dims)
+
+
+def _stays(call: LayerCall, points: int, gradient: Tensor, asked: Tensor) -> bool:
+    reached = positions(gradient, call, points).flatten(1).any(1)
+    return not bool((reached & ~asked).any())

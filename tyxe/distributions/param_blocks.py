@@ -1,0 +1,236 @@
+"""The layout of sites in one vector, block by block."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Size, Tensor
+
+__all__ = ["LinearBlock", "ParamBlock", "ParamBlocks", "SiteBlock"]
+
+
+class ParamBlock(Protocol):
+    """Some sites whose elements are adjacent in a vector."""
+
+    @property
+    def name(self) -> str:
+        """The name of the block."""
+
+    @property
+    def sites(self) -> list[str]:
+        """The sites' names."""
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+
+    def to_vector(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the vector `(P,)` of the sites' values; a number stands for a constant site."""
+
+    def to_values(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the sites' values `(..., *shape)` of vectors `(..., P)`."""
+
+
+@dataclass(frozen=True)
+class SiteBlock:
+    """One site, row by row."""
+
+    site: str
+    shape: Size
+
+    @property
+    def name(self) -> str:
+        return self.site
+
+    @property
+    def sites(self) -> list[str]:
+        return [self.site]
+
+    @property
+    def size(self) -> int:
+        return self.shape.numel()
+
+    def to_vector(self, values: Mapping[str, Tensor]) -> Tensor:
+        value = values[self.site]
+        return (value if value.shape == self.shape else value.expand(self.shape)).reshape(-1)
+
+    def to_values(self, vector: Tensor) -> dict[str, Tensor]:
+        if vector.dim() == len(self.shape) == 1:  # without a node of the graph for a view
+            return {self.site: vector}
+        return {self.site: vector.reshape(vector.shape[:-1] + self.shape)}
+
+
+@dataclass(frozen=True)
+class LinearBlock:
+    """Weight and bias of a linear map as matrices `(groups, outputs, fan_in [+ 1])`, row by row.
+
+    The bias is the last column. Either of the two may be missing; `weight_shape` is that of the
+    map's weight, also if it is no site. `is_transposed` means that its first dimension counts
+    inputs.
+    """
+
+    weight: str | None
+    bias: str | None
+    weight_shape: Size
+    groups: int = 1
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The weight's name, or the bias' where there is no weight."""
+        name = self.weight or self.bias
+        assert name is not None
+        return name
+
+    @property
+    def sites(self) -> list[str]:
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of each of the groups."""
+        return self.weight_shape[1] if self.is_transposed else self.weight_shape[0] // self.groups
+
+    @property
+    def fan_in(self) -> int:
+        """Number of columns of the weight's matrices."""
+        return self.weight_shape.numel() // (self.groups * self.outputs)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the matrices: of the weight, if it is a site, and of the bias."""
+        return (self.fan_in if self.weight is not None else 0) + (self.bias is not None)
+
+    @property
+    def size(self) -> int:
+        return self.groups * self.outputs * self.columns
+
+    def to_vector(self, values: Mapping[str, Tensor]) -> Tensor:
+        parts = []
+        if self.weight is not None:
+            parts.append(self._matrices(values[self.weight].expand(self.weight_shape)))
+        if self.bias is not None:
+            bias = values[self.bias].expand(self.groups * self.outputs)
+            parts.append(bias.reshape(self.groups, self.outputs, 1))
+        return torch.cat(parts, -1).reshape(-1)
+
+    def to_values(self, vector: Tensor) -> dict[str, Tensor]:
+        matrices = vector.unflatten(-1, (self.groups, self.outputs, self.columns))
+        values = {}
+        if self.weight is not None:
+            values[self.weight] = self._weight(matrices[..., : self.fan_in])
+        if self.bias is not None:
+            values[self.bias] = matrices[..., -1].flatten(-2)
+        return values
+
+    def columns_of(self, site: str) -> slice:
+        """Return the columns of the matrices that belong to a site."""
+        return slice(0, self.fan_in) if site == self.weight else slice(self.columns - 1, None)
+
+    def _matrices(self, weight: Tensor) -> Tensor:
+        if self.is_transposed:
+            weight = weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
+        return weight.reshape(self.groups, self.outputs, self.fan_in)
+
+    def _weight(self, matrices: Tensor) -> Tensor:
+        batch = matrices.shape[:-3]
+        if self.is_transposed:
+            inputs = self.weight_shape[0] // self.groups
+            split = matrices.unflatten(-1, (inputs, *self.weight_shape[2:]))
+            matrices = split.transpose(len(batch) + 1, len(batch) + 2)
+        return matrices.reshape(batch + self.weight_shape)
+
+
+@dataclass(frozen=True)
+class ParamBlocks:
+    """The layout of a net's sites in one vector: blocks, one after the other.
+
+    Attributes:
+        blocks: in the vector's order.
+
+    Example:
+        >>> blocks = ParamBlocks.of_sites({"weight": Size([2, 1]), "bias": Size([1])})
+        >>> vector = blocks.flatten({"bias": torch.ones(1), "weight": torch.zeros(2, 1)})
+        >>> vector
+        tensor([0., 0., 1.])
+        >>> blocks.unflatten(vector)["weight"].shape
+        torch.Size([2, 1])
+    """
+
+    blocks: tuple[ParamBlock, ...]
+
+    @classmethod
+    def of_sites(cls, shapes: Mapping[str, Size]) -> ParamBlocks:
+        """Return a layout with a block for each site, in the order of their shapes."""
+        return cls(tuple(SiteBlock(site, shape) for site, shape in shapes.items()))
+
+    def __iter__(self) -> Iterator[ParamBlock]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The blocks' names."""
+        return [block.name for block in self.blocks]
+
+    @functools.cached_property
+    def sites(self) -> list[str]:
+        """The names of all sites."""
+        return [site for block in self.blocks for site in block.sites]
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """The blocks' numbers of elements."""
+        return [block.size for block in self.blocks]
+
+    @property
+    def size(self) -> int:
+        """The number `P` of all elements."""
+        return sum(self.sizes)
+
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the vector `(P,)` of the sites' values; a number stands for a constant site."""
+        return torch.cat([block.to_vector(values) for block in self.blocks])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the sites' values `(..., *shape)` of vectors `(..., P)`."""
+        parts = vector.split_with_sizes(self.sizes, -1)
+        return {
+            site: value
+            for block, part in zip(self.blocks, parts, strict=True)
+            for site, value in block.to_values(part).items()
+        }
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return plain values, from which `from_state` builds the layout again."""
+        return [_block_state(block) for block in self.blocks]
+
+    @classmethod
+    def from_state(cls, state: Iterable[Mapping[str, Any]]) -> ParamBlocks:
+        """Return the layout whose `state` this is."""
+        return cls(tuple(map(_block_from_state, state)))
+
+
+def _block_state(block: ParamBlock) -> dict[str, Any]:
+    if isinstance(block, LinearBlock):
+        return {
+            "weight": block.weight,
+            "bias": block.bias,
+            "weight_shape": list(block.weight_shape),
+            "groups": block.groups,
+            "is_transposed": block.is_transposed,
+        }
+    assert isinstance(block, SiteBlock)
+    return {"site": block.site, "shape": list(block.shape)}
+
+
+def _block_from_state(state: Mapping[str, Any]) -> ParamBlock:
+    if "site" in state:
+        return SiteBlock(state["site"], Size(state["shape"]))
+    return LinearBlock(**{**state, "weight_shape": Size(state["weight_shape"])})

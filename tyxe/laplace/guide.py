@@ -1,0 +1,203 @@
+"""The guide of a Laplace approximation: a point estimate, and a Gaussian once it has a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from torch import Tensor, nn
+
+from tyxe.curvature import Curvature
+from tyxe.distributions import ParamBlocks
+from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.guides.base import detached_together, site_named, sites_of
+from tyxe.guides.init import init_to_median
+from tyxe.laplace.gaussian_prior import is_factorized
+from tyxe.laplace.online import normals_of
+from tyxe.laplace.state import LaplaceState
+from tyxe.linalg import BlockDiagonal
+from tyxe.linalg.state import operator_from_state, operator_state
+from tyxe.util import SiteTensors, at_least_float32
+
+__all__ = ["LaplaceGuide"]
+
+_NUMBERS = ("log_likelihood", "error", "num_targets", "key")
+
+
+class LaplaceGuide(nn.Module):
+    """The Gaussian of a `LaplaceState` over all sites, or a delta at the mode without a state.
+
+    Without a state it is the guide of a maximum a posteriori fit.
+
+    Args:
+        module: the program that samples the sites from their prior.
+        structure: the structure of its states' curvatures, which is saved with them.
+        state_of: makes a state of a curvature that is loaded, at the present mode and prior.
+        init_loc_fn: returns a site's start value from its Pyro message.
+
+    Raises:
+        ValueError: a site has a constrained support.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        structure: str,
+        state_of: Callable[[Curvature], LaplaceState],
+        init_loc_fn: Callable[[Any], Tensor] = init_to_median,
+    ) -> None:
+        super().__init__()
+        self.structure = structure
+        self.sites, messages = sites_of(module)
+        for site in self.sites:
+            if not site.is_real:
+                raise ValueError(
+                    f"the Laplace approximation is a Gaussian, but {site.name!r} has the support "
+                    f"{site.support}; hide it, or use VariationalBNN"
+                )
+        starts = {s.own_name: init_loc_fn(messages[s.name]).detach().clone() for s in self.sites}
+        self.locs = SiteTensors(starts, trainable=True)
+        self._state: LaplaceState | None = None
+        # A curvature that was loaded, and what makes a state of it, which takes a prior.
+        self._loaded: Curvature | None = None
+        self.state_of = state_of
+
+    @property
+    def state(self) -> LaplaceState | None:
+        """The approximation, or None."""
+        if self._loaded is not None:
+            self.state = self.state_of(self._loaded)
+        return self._state
+
+    @state.setter
+    def state(self, state: LaplaceState | None) -> None:
+        self._state, self._loaded = state, None
+
+    @property
+    def precision(self) -> BlockDiagonal:
+        """The posterior's precision.
+
+        Raises:
+            RuntimeError: there is no posterior yet.
+        """
+        return self._fitted().precision()
+
+    def _fitted(self) -> LaplaceState:
+        if self.state is None:
+            raise RuntimeError("there is no posterior yet; call fit, or fit_curvature")
+        return self.state
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the mode by the sites' joint names."""
+        return {site.name: self.locs[site.own_name] for site in self.sites}
+
+    def draw(self) -> dict[str, Tensor]:
+        """Return one draw of all sites."""
+        values = self.values()
+        if self.state is None:
+            return values
+        deviation = self.state.sample()
+        return {name: value + deviation[name].to(value.dtype) for name, value in values.items()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Sample all sites (a Pyro program); arguments are ignored."""
+        return {
+            name: pyro.sample(name, dist.Delta(value, event_dim=value.dim()))
+            for name, value in self.draw().items()
+        }
+
+    @torch.no_grad()
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return a copy of the mode, by the sites' joint names."""
+        return {name: value.detach().clone() for name, value in self.values().items()}
+
+    @torch.no_grad()
+    def get_detached_distributions(
+        self, site_names: Iterable[str] | None = None
+    ) -> dict[str, td.Distribution]:
+        """Return the posterior of each site, as a prior that knows the curvature it contains.
+
+        Independent weights have Normals of each site; others have marginals of one distribution,
+        that of `LaplaceState.next_prior`.
+
+        Args:
+            site_names: names of sites, with or without prefix; all by default.
+
+        Raises:
+            RuntimeError: there is no posterior yet.
+            ValueError: a name that is no site.
+        """
+        prior = self._fitted().next_prior()
+        names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
+        sites = {name: site_named(self.sites, name) for name in names}
+        found = (
+            normals_of(prior)
+            if is_factorized(prior)
+            else {name: prior.marginal(name) for name in prior.names}
+        )
+        detached = detached_together(found)
+        return {name: detached[site.name] for name, site in sites.items()}
+
+    def parameter_kinds(self) -> Mapping[str, str]:
+        """Return the kind of each parameter, `loc`."""
+        return {name: "loc" for name, _ in self.named_parameters()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceGuide:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = _with_float32(fn)
+        if self._loaded is not None:
+            self._loaded = self._loaded.map(moved)
+        elif self._state is not None:
+            self._state = self._state.map(moved)
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the curvature as tensors and plain values; the BNN saves the prior."""
+        if self.state is None:
+            return {}
+        curvature = self.state.curvature
+        return {
+            "structure": self.structure,
+            "curvature": operator_state(curvature.operator),
+            "blocks": curvature.blocks.state(),
+            "numbers": {name: getattr(curvature, name) for name in _NUMBERS},
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore the curvature of `get_extra_state`; another structure is a RuntimeError."""
+        self.state = None
+        if not state:
+            return
+        found, blocks = state["structure"], ParamBlocks.from_state(state["blocks"])
+        # Without linear maps, "kron" and "diag" are the same.
+        is_linear = any(isinstance(block, LinearBlock) for block in blocks)
+        if found != self.structure and (is_linear or "full" in (found, self.structure)):
+            raise RuntimeError(
+                f"the state dict holds a curvature of structure={found!r}, but this BNN has "
+                f"structure={self.structure!r}: build it with structure={found!r}, or on the "
+                "other's to_module(), and call fit_curvature(data_loader)"
+            )
+        known, own = set(blocks.sites), {site.name for site in self.sites}
+        if known != own:
+            raise RuntimeError(
+                f"the state dict holds a curvature of {min(known)!r} and others, but this BNN has "
+                f"{min(own)!r} and others: give it the same net and name"
+            )
+        like = at_least_float32(next(iter(self.parameters())))
+        operator = operator_from_state({k: v.to(like) for k, v in state["curvature"].items()})
+        assert isinstance(operator, BlockDiagonal)
+        self._loaded = Curvature(operator, blocks, **state["numbers"])
+
+
+def _with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `fn` with float32 for half precision, where matrices cannot be factorised."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        found = fn(tensor)
+        return tensor.to(found.device, torch.float32) if found.dtype.itemsize < 4 else found
+
+    return moved

@@ -1,0 +1,140 @@
+"""The search for the prior precision of largest evidence, or of the best held-out score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from tyxe.distributions import JointNormal
+from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.errors import warn
+from tyxe.laplace.gaussian_prior import independent_terms, with_precision
+from tyxe.laplace.state import LaplaceState
+from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
+from tyxe.linalg.kronecker import is_one_number
+
+__all__ = ["best_of_grid", "check_one_number", "most_evidence", "with_numbers"]
+
+# From prior precisions by name to the log-determinant of the posterior's precision.
+Logdet = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def check_one_number(prior: GaussianJoint) -> None:
+    """Raise a ValueError unless the weights of each site have one prior precision."""
+    _, precision = independent_terms(prior)
+    for site, value in prior.blocks.unflatten(precision).items():
+        if not is_one_number(value.flatten()):
+            raise ValueError(
+                f"the prior of {site!r} has a precision for each weight, as a posterior has that "
+                "became the prior, and one number would forget them: choose it on the first task, "
+                "before update_prior"
+            )
+
+
+def with_numbers(state: LaplaceState, numbers: Mapping[str, Tensor]) -> JointNormal:
+    """Return a state's prior with a precision for each block, or one for all under `""`."""
+    owners = {site: block.name for block in state.blocks for site in block.sites}
+    given = {site: numbers[name if name in numbers else ""] for site, name in owners.items()}
+    return with_precision(state.prior, given, "")
+
+
+def most_evidence(state: LaplaceState, per_block: bool, num_steps: int) -> dict[str, Tensor]:
+    """Return the precisions that maximise the evidence, with the mode held fixed.
+
+    At the maximum `d = gamma / |w* - m0|^2`, where `gamma = P - d tr Lambda^-1` is the number of
+    weights that the data determine (MacKay 1992, eq. 4.9). The slope of `log gamma` in `log d` is
+    between -1 and 0, so there is one such `d`, and half a step of `log d` towards the right-hand
+    side at least halves the distance to it, from any start.
+
+    The state's prior has one precision for each site. The result has one for each block, such as
+    weight and bias of a layer, by its name, or one for all under `""`. Weights at the prior's mean,
+    and steps that have not converged, give a warning.
+    """
+    names, sizes = [block.name if per_block else "" for block in state.blocks], state.blocks.sizes
+    keys = list(dict.fromkeys(names))
+    mean, precision = independent_terms(state.prior)
+    squares = (state.loc - mean).square()
+    owner = torch.tensor([keys.index(name) for name in names], device=squares.device)
+
+    def total(of_blocks: Iterable[Tensor]) -> Tensor:
+        each = torch.stack(list(of_blocks))
+        return each.new_zeros(len(keys)).index_add(0, owner, each)
+
+    sums = total(part.sum() for part in squares.split(sizes))
+    counts = total(squares.new_tensor(float(size)) for size in sizes)
+    logs = total(part.log().sum() for part in precision.split(sizes)) / counts
+    if bool((sums == 0).any()):
+        at_mean = [key or "the net" for key, square in zip(keys, sums, strict=True) if square == 0]
+        warn(
+            f"the weights of {', '.join(at_mean)} are at the prior's mean, where the evidence "
+            "grows with the precision without end: theirs is left as it was; fit the net first",
+        )
+    logdet, rounding = _logdet(state, names), torch.finfo(logs.dtype).eps
+    for _ in range(num_steps):
+        at = logs.clone().requires_grad_()
+        with torch.enable_grad():
+            value = logdet(dict(zip(keys, at.exp().unbind(), strict=True)))
+        (slopes,) = torch.autograd.grad(value, at)
+        # By rounding, the difference may be zero or negative.
+        determined = torch.maximum(counts - slopes, rounding * counts)
+        step = torch.where(sums > 0, (determined / sums).log() - logs, 0.0) / 2
+        logs = logs + step
+        if not bool((step.abs() > rounding**0.5).any()):
+            break
+    else:
+        warn(
+            f"the prior's precision has not converged in num_steps={num_steps}: its logarithm "
+            f"still moves by {float(step.abs().max()):.1g}; take more",
+        )
+    return dict(zip(keys, logs.exp(), strict=True))
+
+
+def _logdet(state: LaplaceState, names: list[str]) -> Logdet:
+    """Return `log det Lambda` as a function of prior precisions, `names` being that of each block.
+
+    Where `Lambda` is `lambda G / T` plus a multiple of the identity in each block, the eigenvalues
+    of `G` are computed once.
+    """
+    operators = state.curvature.operator.blocks
+    whole = list(operators) == ["all"]
+    if state.damping or (whole and len(set(names)) > 1):
+        return lambda numbers: (
+            state.replace(prior=with_numbers(state, numbers)).precision().logdet()
+        )
+    spectra: dict[str, list[Tensor]] = {name: [] for name in names}
+    for name, operator in zip(names, operators.values(), strict=False):
+        spectra[name].append(_spectrum(operator) * state.weight)
+    together = {name: torch.cat(parts) for name, parts in spectra.items()}
+
+    def logdet(numbers: Mapping[str, Tensor]) -> Tensor:
+        parts = [(together[name] + number).log().sum() for name, number in numbers.items()]
+        return torch.stack(parts).sum()
+
+    return logdet
+
+
+def _spectrum(operator: Operator) -> Tensor:
+    """Return all eigenvalues, `(P,)`."""
+    if isinstance(operator, Kronecker):
+        return operator.eigenvalues.flatten()
+    if isinstance(operator, BlockDiagonal):
+        return torch.cat([_spectrum(part) for part in operator.blocks.values()])
+    if isinstance(operator, Diagonal):
+        return operator.diagonal()
+    values: Tensor = torch.linalg.eigvalsh(operator.to_dense().double())
+    return values.clamp_min(0).to(operator.dtype)
+
+
+def best_of_grid(grid: Iterable[float] | None, score: Callable[[float], float]) -> float:
+    """Return the precision of the largest finite score; the default grid is 21 from 1e-4 to 1e4."""
+    candidates = torch.logspace(-4, 4, 21).tolist() if grid is None else [float(p) for p in grid]
+    if not candidates or not all(0 < precision < math.inf for precision in candidates):
+        raise ValueError(f"grid is {candidates}; expected positive numbers, one at least")
+    scores = {precision: score(precision) for precision in candidates}
+    finite = {p: found for p, found in scores.items() if math.isfinite(found)}
+    if not finite:
+        raise ValueError("no precision of the grid gives a finite held-out log-likelihood")
+    return max(finite, key=finite.__getitem__)

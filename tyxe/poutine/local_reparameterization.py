@@ -1,0 +1,145 @@
+"""Local reparameterisation: linear maps are sampled by the moments of their outputs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from tyxe.poutine.draw import Draw
+from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
+
+__all__ = [
+    "LocalReparameterizationMessenger",
+    "local_reparameterization",
+    "local_reparameterization_moments",
+]
+
+Moments = tuple[Tensor, Tensor | None]
+
+
+def local_reparameterization_moments(
+    event: LinearMap,
+    weight: Moments,
+    bias: Moments | None,
+    variance_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Return mean and variance of each output of a linear map with random weights.
+
+    `mean = lin(x; M, m_b)` and `var = lin(x^2; V, v_b)`, where `lin` keeps the map's stride,
+    padding, dilation and groups [T 5.1.4; Kingma, Salimans, Welling 2015, eq. 6].
+
+    Args:
+        event: the map, with an input of any shape that it takes.
+        weight: mean and variance of the weight; a variance of None if it is not random.
+        bias: mean and variance of the bias, or None where the map has none.
+        variance_dtype: type in which variances are summed; that of the weight's by default.
+
+    Returns:
+        `(mean, variance)`, each of the output's shape; the variance is float32 at least, also
+        under autocast, where a squared scale would underflow, and None if nothing is random.
+    """
+    bias_mean, bias_var = (None, None) if bias is None else bias
+    mean = event.function(event.input, weight[0], bias_mean)
+    weight_var = weight[1]
+    if weight_var is None and bias_var is None:
+        return mean, None
+    if weight_var is None:
+        # Only the bias is random, and it is the same at every position.
+        assert bias_var is not None
+        return mean, bias_var.reshape(-1, *[1] * event.spatial_dims).expand_as(mean)
+    with _without_autocast(event.input.device.type):
+        squared = event.input.to(weight_var.dtype).square()
+        if variance_dtype is None:
+            return mean, event.function(squared, weight_var, bias_var)
+        narrow = weight_var.to(variance_dtype)
+        narrow_bias = None if bias_var is None else bias_var.to(variance_dtype)
+        variance = event.function(squared.to(variance_dtype), narrow, narrow_bias)
+        return mean, variance.to(weight_var.dtype)
+
+
+def _has_range(dtype: torch.dtype) -> bool:
+    """Say whether a floating-point type has numbers as small as those of float32."""
+    return dtype.is_floating_point and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
+
+
+def _without_autocast(device: str) -> AbstractContextManager[None]:
+    active = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
+
+
+class LocalReparameterizationMessenger(LinearMapMessenger):
+    """The handler of `local_reparameterization`."""
+
+    name = "local_reparameterization"
+    treatment = "moments"
+
+    def __init__(self, variance_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if variance_dtype is not None and not _has_range(variance_dtype):
+            raise ValueError(
+                f"variance_dtype is {variance_dtype}; expected torch.bfloat16 or a wider "
+                "floating-point type: squares of small scales underflow in others"
+            )
+        self.variance_dtype = variance_dtype
+
+    def answer(self, event: LinearMap) -> Tensor | None:
+        weight, bias = _moments(event.weight), _moments(event.bias)
+        if weight is None or (event.bias is not None and bias is None):
+            return None
+        mean, variance = local_reparameterization_moments(event, weight, bias, self.variance_dtype)
+        if variance is None:
+            return mean
+        # An all-zero input has variance 0, where the square root's gradient is infinite. Other
+        # variances do not change, because the smallest normal number is below their rounding.
+        scale = (variance + torch.finfo(variance.dtype).tiny).sqrt()
+        noise = torch.randn_like(scale)
+        return torch.addcmul(mean.to(scale.dtype), scale, noise).to(mean.dtype)
+
+
+def _moments(part: Tensor | None) -> Moments | None:
+    if isinstance(part, Draw):
+        return part.moments()
+    return None if part is None else (part, None)
+
+
+def local_reparameterization(
+    variance_dtype: torch.dtype | None = None,
+) -> LocalReparameterizationMessenger:
+    r"""Sample linear maps by their outputs: `h = lin(x; M, m_b) + sqrt(lin(x^2; V, v_b)) eps`.
+
+    Every output element has the exact mean and variance (and, for Normal posteriors, the exact
+    distribution). Its noise is independent between data points, which lowers the variance of the
+    ELBO's gradient; the weights are never drawn. Unlike with plain draws, the positions of one
+    feature map, and several uses of one weight, get independent noise.
+
+    Args:
+        variance_dtype: type in which the map of variances is computed. `torch.bfloat16` is faster
+            where the hardware has it; squared inputs and variances are then rounded to 8 bits, so
+            that an output's standard deviation has an error of up to 0.6 %, and half of that for a
+            sum of many terms (its mean is exact).
+
+    Raises:
+        ValueError: a type with less range than float32.
+
+    Returns:
+        A context manager and decorator. Around `fit` it changes the gradient estimator, around
+        `predict` the predictive samples.
+
+    Reference:
+        [T] 5.1.4; Kingma, Salimans, Welling, Variational dropout and the local
+        reparameterization trick, 2015.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> net = torch.nn.Linear(2, 1)
+        >>> bnn = tyxe.VariationalBNN(
+        ...     net, tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+        >>> with local_reparameterization():
+        ...     samples = bnn.predict(torch.randn(5, 2), num_predictions=3, aggregate=False)
+        >>> samples.shape
+        torch.Size([3, 5, 1])
+    """
+    return LocalReparameterizationMessenger(variance_dtype)

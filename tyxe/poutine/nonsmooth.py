@@ -1,0 +1,60 @@
+"""Functions without a second derivative, found in a graph of gradients and named by module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+__all__ = ["nonsmooth_functions"]
+
+# Names of nodes in the graph, and the modules that create them.
+NONSMOOTH: dict[str, tuple[type[nn.Module], ...]] = {
+    "Relu": (nn.ReLU,),
+    "LeakyRelu": (nn.LeakyReLU,),
+    "Prelu": (nn.PReLU,),
+    "Rrelu": (nn.RReLU,),
+    "Hardtanh": (nn.Hardtanh, nn.ReLU6),
+    "Hardsigmoid": (nn.Hardsigmoid,),
+    "Threshold": (nn.Threshold,),
+    "Softshrink": (nn.Softshrink,),
+    "Hardshrink": (nn.Hardshrink,),
+    "MaxPool2D": (nn.MaxPool1d, nn.MaxPool2d),
+    "MaxPool3D": (nn.MaxPool3d,),
+    "AdaptiveMaxPool2D": (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
+    "AdaptiveMaxPool3D": (nn.AdaptiveMaxPool3d,),
+}
+
+
+def nonsmooth_functions(result: Tensor, net: nn.Module | None) -> list[str]:
+    """Describe the piecewise linear functions by which a result was computed.
+
+    Those of a module of `net` have the module's name; others were called as functions.
+    """
+    found = sorted({kind for node in _nodes(result) if (kind := _kind(node)) in NONSMOOTH})
+    modules = [] if net is None else list(net.named_modules())
+    described = []
+    for kind in found:
+        made = [
+            f"{name or 'the net'} ({type(module).__name__})"
+            for name, module in modules
+            if isinstance(module, NONSMOOTH[kind])
+        ]
+        described += made or [f"{kind} (called as a function)"]
+    return sorted(described)
+
+
+def _kind(node: str) -> str:
+    return node.split("Backward")[0].split("With")[0].removesuffix("Kernel")
+
+
+def _nodes(result: Tensor) -> set[str]:
+    """Return the names of all operations by which a result was computed."""
+    names, seen = set(), set()
+    left = [result.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.add(node.name())
+        left += [parent for parent, _ in node.next_functions]
+    return names
