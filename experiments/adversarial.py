@@ -30,7 +30,6 @@ from runner import setting, settings, which
 from torch import nn
 
 import tyxe
-from tyxe import metrics
 from tyxe.plotting.axes import PALETTE
 
 TOLERANCE = 5e-4  # two widths are as good within so many nats of validation cross-entropy
@@ -104,9 +103,8 @@ def load(s):
 
 
 def new_net(width, dropout):
-    one, two, last = nn.Linear(784, width), nn.Linear(width, width), nn.Linear(width, 10)
-    drop = partial(nn.Dropout, dropout)
-    return nn.Sequential(one, nn.ReLU(), drop(), two, nn.ReLU(), drop(), last)
+    act = nn.Sequential(nn.ReLU(), nn.Dropout(dropout))
+    return common.mlp(784, width, width, 10, act=lambda: act)
 
 
 def fit_net(s, loader):
@@ -114,35 +112,23 @@ def fit_net(s, loader):
     how = {"lr": s.first_rate, "momentum": 0.9, "weight_decay": 1 / len(loader.x)}
     optimizer = torch.optim.SGD(net.parameters(), **how)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs, s.last_rate)
-    for _ in range(s.epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
-        schedule.step()
-    return net.eval()
-
-
-def choose(bnn, row):
-    """Give a Laplace approximation the width of N points, in place of those seen, and of tau."""
-    bnn.temperature = bnn.likelihood.dataset_size / row["N"]
-    bnn.update_prior(common.normal(row["tau"] ** -0.5))
+    return common.descend(net, loader, s.epochs, optimizer, schedule).eval()
 
 
 def tune(s, seed, bnn, x, y, letters):
     """Choose N and tau by validation images; the entropy of the letters is not looked at."""
     rows = [{"N": n, "tau": tau} for n, tau in product(s.N, s.tau)]
     for row in rows:
-        choose(bnn, row)
+        common.widen(bnn, *row.values())
         torch.manual_seed(seed)  # the same random numbers for all
         how = {"num_predictions": s.validation_draws, "predictive": "bnn"}
         seen, unknown = bnn.predict(torch.cat([x, letters]), **how).tensor_split([len(x)])
         row["cross-entropy"] = nn.functional.cross_entropy(seen, y).item()
         for name, logits in (("entropy", seen), ("notMNIST entropy", unknown)):
-            row[name] = metrics.predictive_entropy(logits.softmax(-1)).mean().item()
+            row[name] = tyxe.metrics.predictive_entropy(logits.softmax(-1)).mean().item()
     best = min(rows, key=lambda row: row["cross-entropy"])
     good = [row for row in rows if row["cross-entropy"] < best["cross-entropy"] + TOLERANCE]
-    choose(bnn, best)
+    common.widen(bnn, best["N"], best["tau"])
     widest = max(good, key=lambda row: row["entropy"])
     return {"best": best, "widest": widest, "as good": len(good), "all": rows}
 
@@ -157,27 +143,26 @@ def look(s, net, test, letters, span, is_fixed):
     x, y = common.first(test, s.test_images)
     with torch.no_grad():
         known, unknown = (averaged(net, images, draws).exp() for images in (x, letters))
-    inside, outside = metrics.predictive_entropy(known), metrics.predictive_entropy(unknown)
+    inside, outside, auroc = tables.by_entropy(known, unknown)
     row = tables.scores(known, y)
     del row["ECE %"]
     row |= {"entropy": inside.mean().item(), "notMNIST entropy": outside.mean().item()}
-    row["notMNIST AUROC"] = metrics.ood_auroc(-inside, -outside).item()
+    row["notMNIST AUROC"] = auroc
     quantiles = outside.quantile(torch.linspace(0, 1, 101, dtype=outside.dtype)).tolist()
     x, y = common.first(test, s.untargeted_images)
     probs = in_parts(untargeted, x, s.step_lengths, of_one).exp()
-    once = {"accuracy %": [100 * metrics.accuracy(p, y).item() for p in probs]}
-    once["entropy"] = [metrics.predictive_entropy(p).mean().item() for p in probs]
+    once = {"accuracy %": [100 * tyxe.metrics.accuracy(p, y).item() for p in probs]}
+    once["entropy"] = [tyxe.metrics.predictive_entropy(p).mean().item() for p in probs]
     x, y = common.first(test, s.targeted_images)
     path = in_parts(targeted, x, s.targeted_step, s.targeted_steps, of_many)
     kept = path[0].argmax(-1) != 0
     probs = path[:, kept].exp()
-    often = {"accuracy %": [100 * metrics.accuracy(p, y[kept]).item() for p in probs]}
+    often = {"accuracy %": [100 * tyxe.metrics.accuracy(p, y[kept]).item() for p in probs]}
     often |= {"p(0)": probs[..., 0].mean(-1).tolist(), "images": int(kept.sum())}
     return row, {"notMNIST entropy quantiles": quantiles, "untargeted": once, "targeted": often}
 
 
 def run(s, seed):
-    torch.manual_seed(seed)
     train, validation, test, (letters, _) = load(s)
     held_out = *common.first(validation, s.validation_images), letters[:500]
     loader, chosen = common.Batches(*train, 100, torch.bernoulli), {}
@@ -185,12 +170,11 @@ def run(s, seed):
     net = fit_net(s, loader)
     methods = {"deterministic": net, "MC dropout": copy.deepcopy(net).train()}
     for name, fitted in {"mean field": True, "mean field, sd 0.01": False}.items():
-        start = new_net(s.hidden_units, 0.0)
+        start, adam = new_net(s.hidden_units, 0.0), partial(torch.optim.Adam, lr=1e-3)
         guide = common.mean_field(start, init_scale=1e-2, train_scale=fitted)
-        methods[name] = tyxe.VariationalBNN(start, common.normal(), likelihood, guide)
-        adam = torch.optim.Adam(methods[name].parameters(), lr=1e-3)
-        methods[name].fit(loader, adam, s.mean_field_epochs, progress=False)
-        methods[name].eval()
+        methods[name] = bnn = tyxe.VariationalBNN(start, common.normal(), likelihood, guide)
+        bnn.fit(loader, adam, s.mean_field_epochs, progress=False)
+        bnn.eval()
     for structure in ("diag", "kron"):
         passes = s.binarisations_for_the_curvature
         options = tyxe.LaplaceOptions(num_passes=passes, damping=structure == "kron")
@@ -199,8 +183,8 @@ def run(s, seed):
         bnn.fit_curvature(loader, progress=False)
         chosen[structure] = tune(s, seed, bnn, *held_out)
         methods[f"Laplace, {structure}"] = bnn.eval()
-    methods["Laplace, kron, widest"] = copy.deepcopy(bnn)
-    choose(methods["Laplace, kron, widest"], chosen["kron"]["widest"])
+    methods["Laplace, kron, widest"] = wide = copy.deepcopy(bnn)
+    common.widen(wide, *(chosen["kron"]["widest"][name] for name in ("N", "tau")))
     # A pixel is 0 or 1, but for those that no training image has.
     span, rows, curves = (train[0].amax(0) > 0).float(), {}, {}
     for name, net in methods.items():
@@ -209,15 +193,14 @@ def run(s, seed):
 
 
 def table(record):
-    rows = {}
-    for cell in record.cells.values():
-        for name, row in cell["rows"].items():
-            path = cell["curves"][name]["targeted"]["accuracy %"]
-            after = {f"after {n} steps %": path[n] for n in (10, 20) if n < len(path)}
-            rows.setdefault(name, []).append(row | after)
+    rows = tables.rows(record.cells)
+    for name, found in rows.items():
+        paths = (cell["curves"][name]["targeted"]["accuracy %"] for cell in record.cells.values())
+        after = ({f"after {n} steps %": p[n] for n in (10, 20) if n < len(p)} for p in paths)
+        rows[name] = [row | steps for row, steps in zip(found, after, strict=True)]
     forms = {"accuracy %": ".1f", "NLL": ".3f", "entropy": ".2f", "notMNIST entropy": ".2f"}
     forms |= {"notMNIST AUROC": ".3f", "after 10 steps %": ".0f", "after 20 steps %": ".0f"}
-    known = {(row, "accuracy %"): f"{value:.2f}" for row, value in ACCURACY.items()}
+    known = {row: [f"{value:.2f}"] for row, value in ACCURACY.items()}
     return tables.score_table(rows, forms, known)
 
 
@@ -226,13 +209,12 @@ def figure(record):
     drawn, axes = tables.subplots(2, 3, figsize=(11, 6.6))
     (above, entropy, accuracy), (targeted_accuracy, target, last) = axes
     for (name, found), color in zip(curves.items(), PALETTE, strict=False):
-        look = {"color": color, "label": name}
-        quantiles = found["notMNIST entropy quantiles"]
-        above.plot(quantiles, torch.linspace(1, 0, len(quantiles)), **look)
-        entropy.plot(chosen["step lengths"], found["untargeted"]["entropy"], **look)
-        accuracy.plot(chosen["step lengths"], found["untargeted"]["accuracy %"], **look)
-        targeted_accuracy.plot(found["targeted"]["accuracy %"], **look)
-        target.plot(found["targeted"]["p(0)"], **look)
+        look, once, often = {"color": color, "label": name}, found["untargeted"], found["targeted"]
+        above.plot(found["notMNIST entropy quantiles"], torch.linspace(1, 0, 101), **look)
+        entropy.plot(chosen["step lengths"], once["entropy"], **look)
+        accuracy.plot(chosen["step lengths"], once["accuracy %"], **look)
+        targeted_accuracy.plot(often["accuracy %"], **look)
+        target.plot(often["p(0)"], **look)
     above.set(title="notMNIST", xlabel="predictive entropy (nats)", ylabel="fraction above")
     for ax, label in ((entropy, "mean entropy (nats)"), (accuracy, "accuracy (%)")):
         ax.set_xscale("symlog", linthresh=0.1)

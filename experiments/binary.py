@@ -14,10 +14,11 @@ accuracy on both sets where the confidence is at least c, FashionMNIST being alw
 the net, images, epochs, seeds. Batches and the fit of real weights are our choice.
 """
 
+import copy
 import math
 import statistics
 from functools import cache, partial
-from itertools import pairwise
+from itertools import product
 
 import common
 import runner
@@ -28,28 +29,30 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import tyxe
-from tyxe import metrics
 
 # What the prior and the fit are told, and [T tab. 4.2]: accuracy in per cent, and NLL.
 ROWS = {
-    "real weights": (None, None),
-    "STE": (None, (99.21, 0.027)),
-    "STE ensemble": (None, (99.25, 0.022)),
-    "Bernoulli, tau 1": ({"tau": 1.0}, (95.21, 0.237)),
-    "Bernoulli, tau 0.01": ({"tau": 0.01}, (98.99, 0.033)),
-    "Bernoulli, tau 0.001": ({"tau": 0.001}, (98.97, 0.032)),
-    "Beta, delta 0": ({"delta": 0.0}, (99.02, 0.029)),
-    "Beta, delta 0.001": ({"delta": 0.001}, (99.03, 0.028)),
-    "Beta, delta 0.0001": ({"delta": 0.0001}, (99.06, 0.028)),
+    "real weights": (None, ()),
+    "STE": (None, ("99.21", "0.027")),
+    "STE ensemble": (None, ("99.25", "0.022")),
+    "Bernoulli, tau 1": ({"tau": 1.0}, ("95.21", "0.237")),
+    "Bernoulli, tau 0.01": ({"tau": 0.01}, ("98.99", "0.033")),
+    "Bernoulli, tau 0.001": ({"tau": 0.001}, ("98.97", "0.032")),
+    "Beta, delta 0": ({"delta": 0.0}, ("99.02", "0.029")),
+    "Beta, delta 0.001": ({"delta": 0.001}, ("99.03", "0.028")),
+    "Beta, delta 0.0001": ({"delta": 0.0001}, ("99.06", "0.028")),
 }
 RUNS = [row for row in ROWS if row != "STE ensemble"]
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "OOD entropy": ".2f"}
 FORMATS |= {"OOD AUROC": ".3f", "weight entropy": ".3f", "training NLL": ".3f"}
 ENTROPIES = [round(i * math.log(10) / 20, 4) for i in range(21)]
 CONFIDENCES = [i / 20 for i in range(2, 20)] + [0.99]
+WIDTHS, TINY = {"cnn": [16, 32, 256], "mlp": [100, 100]}, {"cnn": [2, 3, 4], "mlp": [5, 4]}
+PAPER = WIDTHS | {"cnn": [64, 128, 2048]}
 
 
-WIDTHS = {"cnn": [16, 32, 256], "mlp": [100, 100]}
+def by_kind(ste, bernoulli):
+    return {"STE": ste, "Bernoulli": bernoulli}
 
 
 @settings
@@ -60,30 +63,22 @@ class Settings(runner.Settings):
     device: str = how("cpu", "where to compute")
     training_images: int = setting(10_000, "number", published=60_000, smoke=60)
     test_images: int = setting(2_000, "number, of either set", published=10_000, smoke=40)
-    widths: dict = setting(
-        WIDTHS,
-        "of layers",
-        published=WIDTHS | {"cnn": [64, 128, 2048]},
-        smoke={"cnn": [2, 3, 4], "mlp": [5, 4]},
-    )
+    widths: dict = setting(WIDTHS, "of layers", published=PAPER, smoke=TINY)
     epochs_of_real_weights: int = setting(3, "of the net that others start from", published=20)
     epochs: int = setting(7, "of all others", published=200, smoke=2)
     batch: int = setting(50, "images in a batch", published=100, smoke=20)
-    rate: dict = setting({"STE": 0.1, "Bernoulli": 0.1}, "of Adam")
+    rate: dict = setting(by_kind(0.1, 0.1), "of Adam")
     decays: dict = setting(
-        {"STE": [0.5, 0.75], "Bernoulli": [0.5, 0.75]},
+        by_kind([0.5, 0.75], [0.5, 0.75]),
         "shares of the epochs after which the rate is a tenth",
-        published={"STE": [0.4, 0.8], "Bernoulli": [0.125, 0.625]},
+        published=by_kind([0.4, 0.8], [0.125, 0.625]),
     )
     draws: int = setting(8, "in predictions", smoke=2)
     members: int = setting(8, "of an ensemble", smoke=2)
 
 
 def fully_connected(sizes):
-    layers = [nn.Flatten()]
-    for columns, rows in pairwise([784, *sizes]):
-        layers += [nn.Linear(columns, rows, bias=False), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], 10, bias=False))
+    return nn.Sequential(nn.Flatten(), *common.mlp(784, *sizes, 10, act=nn.Tanh, bias=False))
 
 
 def convolutional(sizes):
@@ -91,8 +86,7 @@ def convolutional(sizes):
     return nn.Sequential(
         *(nn.Conv2d(1, a, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.Tanh()),
         *(nn.Conv2d(a, b, 3, padding=1, bias=False), nn.MaxPool2d(2), nn.Tanh()),
-        *(nn.Flatten(), nn.Linear(49 * b, c, bias=False), nn.Tanh()),
-        nn.Linear(c, 10, bias=False),
+        *(nn.Flatten(), *common.mlp(49 * b, c, 10, act=nn.Tanh, bias=False)),
     )
 
 
@@ -129,31 +123,19 @@ def stepwise(optimizer, epochs, decays):
 
 
 def fit(net, loader, epochs, rate, decays=(), clip=False):
-    """Minimise the cross-entropy; `clip` keeps what signs are taken of in [-1, 1]."""
     adam = torch.optim.Adam(net.parameters(), lr=rate)
-    schedule = stepwise(adam, epochs, decays)
-    net.train()
-    for _ in range(epochs):
-        for x, y in loader:
-            adam.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            adam.step()
-            for parameter in net.parameters() if clip else ():
-                parameter.data.clamp_(-1, 1)
-        schedule.step()
-    return net
-
-
-def fit_bernoulli(bnn, loader, epochs, rate, decays, tau):
-    adam = torch.optim.Adam(bnn.parameters(), lr=rate)
-    schedule = stepwise(adam, epochs, decays)
-    with tyxe.poutine.local_reparameterization():
-        bnn.fit(loader, adam, epochs, lambda *_: schedule.step(), beta=tau, progress=False)
+    return common.descend(net, loader, epochs, adam, stepwise(adam, epochs, decays), clip)
 
 
 def bernoulli_bnn(net, prior, points):
     likelihood = tyxe.likelihoods.Categorical(points)
     return tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoBernoulli)
+
+
+def fit_bernoulli(bnn, loader, epochs, rate, decays, tau):
+    adam, step = common.scheduled(bnn, rate, stepwise, epochs, decays)
+    with tyxe.poutine.local_reparameterization():
+        bnn.fit(loader, adam, epochs, step, beta=tau, progress=False)
 
 
 @torch.no_grad()
@@ -163,24 +145,23 @@ def probabilities(net, x):
 
 def weight_entropy(bnn):
     posteriors = bnn.net_guide.get_detached_distributions()
-    sums = {name: q.entropy().item() for name, q in posteriors.items()}
-    counts = {name: q.event_shape.numel() for name, q in posteriors.items()}
-    by_site = {name: sums[name] / counts[name] for name in sums}
-    return sum(sums.values()) / sum(counts.values()), by_site
+    found = {name: (q.entropy().item(), q.event_shape.numel()) for name, q in posteriors.items()}
+    total, count = map(sum, zip(*found.values(), strict=True))
+    return total / count, {name: entropy / n for name, (entropy, n) in found.items()}
 
 
 @cache
 def sets(s):
-    parts = ("mnist", "train"), ("mnist", "test"), ("fashion_mnist", "test")
-    counts = s.training_images, s.test_images, s.test_images
-    found = [common.first(common.images(*part), n) for part, n in zip(parts, counts, strict=True)]
+    parts = [("mnist", "train", s.training_images), ("mnist", "test", s.test_images)]
+    parts.append(("fashion_mnist", "test", s.test_images))
+    found = [common.first(common.images(name, split), count) for name, split, count in parts]
     return [[tensor.to(s.device) for tensor in pair] for pair in found]
 
 
 @cache
 def real_net(s, kind, seed):
     """Return the fitted net of real weights, and a loader of the training images."""
-    loader = common.loader(*sets(s)[0], s.batch)
+    loader = common.Batches(*sets(s)[0], s.batch)
     torch.manual_seed(seed)
     net = NETS[kind](s.widths[kind]).to(s.device)
     return fit(net, loader, s.epochs_of_real_weights, 1e-3), loader
@@ -190,17 +171,17 @@ def judged(s, predict):
     """Return scores and the panels' curves of a function from images to class probabilities."""
     (seen, labels), (x, y), (unknown, _) = sets(s)
     known, unknown, y = predict(x).cpu(), predict(unknown).cpu(), y.cpu()
-    inside, outside = metrics.predictive_entropy(known), metrics.predictive_entropy(unknown)
+    _, entropy, auroc = tables.by_entropy(known, unknown)
     return tables.scores(known, y) | {
-        "OOD entropy": outside.mean().item(),
-        "OOD AUROC": metrics.ood_auroc(-inside, -outside).item(),
-        "training NLL": metrics.nll(predict(seen[: len(x)]), labels[: len(x)]).item(),
+        "OOD entropy": entropy.mean().item(),
+        "OOD AUROC": auroc,
+        "training NLL": tyxe.metrics.nll(predict(seen[: len(x)]), labels[: len(x)]).item(),
         "curves": curves(known, y, unknown),
     }
 
 
 def curves(known, y, unknown):
-    outside = metrics.predictive_entropy(unknown)
+    outside = tyxe.metrics.predictive_entropy(unknown)
     probs, is_right = known.flatten(), nn.functional.one_hot(y, known.shape[-1]).flatten().float()
     bins = (10 * probs).long().clamp(max=9)
     confidence = torch.cat([known.amax(-1), unknown.amax(-1)])
@@ -232,13 +213,11 @@ def run(s, kind, row, seed):
     if row == "real weights":
         return judged(s, partial(probabilities, real_net(s, kind, first)[0]))
     if row == "STE":
-        for member in range(s.members):
-            start, loader = real_net(s, kind, first + member)
-            net = NETS[kind](s.widths[kind]).to(s.device)
-            net.load_state_dict(start.state_dict())
-            torch.manual_seed(first + member)
+        for seed in range(first, first + s.members):
+            start, loader = real_net(s, kind, seed)
+            torch.manual_seed(seed)
             how = s.epochs, s.rate["STE"], s.decays["STE"]
-            nets.append(fit(by_sign_(net), loader, *how, clip=True))
+            nets.append(fit(by_sign_(copy.deepcopy(start)), loader, *how, clip=True))
         each = [judged(s, partial(probabilities, net)) for net in nets]
         all_nets = judged(s, lambda x: torch.stack([probabilities(n, x) for n in nets]).mean(0))
         return {"STE": mean_of(each), "STE ensemble": all_nets}
@@ -256,16 +235,14 @@ def run(s, kind, row, seed):
 
 def cells(s, found):
     """Yield seeds, nets and rows; the paper has half as many seeds of ensembles as of others."""
-    for seed in s.seeds:
-        for kind in s.net:
-            for row in s.rows:
-                if row != "STE" or not s.published or seed < 4:
-                    names = ["STE", "STE ensemble"] if row == "STE" else row
-                    yield (kind, names, seed), partial(run, s, kind, row, seed)
+    for seed, kind, row in product(s.seeds, s.net, s.rows):
+        if row != "STE" or not s.published or seed < 4:
+            names = ["STE", "STE ensemble"] if row == "STE" else row
+            yield (kind, names, seed), partial(run, s, kind, row, seed)
 
 
 def of_net(record, kind):
-    found = tables.rows({key: cell for key, cell in record.cells.items() if key[0] == kind})
+    found = tables.rows(record.of(kind))
     return {row: found[row] for row in ROWS if row in found}
 
 
@@ -273,10 +250,7 @@ def table(record):
     blocks = []
     for kind, title in {"cnn": "Convolutional", "mlp": "Fully connected"}.items():
         if rows := of_net(record, kind):
-            known = {}
-            for row, (_, values) in ROWS.items() if kind == "cnn" else ():
-                for (column, form), value in zip(FORMATS.items(), values or (), strict=False):
-                    known[row, column] = format(value, form)
+            known = {row: known for row, (_, known) in ROWS.items()} if kind == "cnn" else {}
             seeds = ", ".join(sorted({str(len(found)) for found in rows.values()}))
             blocks += [f"**{title}**, seeds: {seeds}", tables.score_table(rows, FORMATS, known)]
     return "\n\n".join(blocks)

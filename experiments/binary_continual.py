@@ -58,17 +58,17 @@ class Settings(runner.Settings):
 
 
 @cache
-def flat_images(s, split):
-    count = s.training_images if split == "train" else s.test_images
-    x, y = common.first(common.images("mnist", split), count)
-    return x.flatten(1).to(s.device), y.to(s.device)
+def flat_images(s):
+    counts = {"train": s.training_images, "test": s.test_images}
+    pairs = [common.first(common.images("mnist", split), n) for split, n in counts.items()]
+    return [(x.flatten(1).to(s.device), y.to(s.device)) for x, y in pairs]
 
 
 def run(s, row, seed):
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(784, generator=generator) for _ in range(s.tasks)]
-    (x, y), test = flat_images(s, "train"), flat_images(s, "test")
-    loaders = [common.loader(x[:, order], y, s.batch) for order in orders]
+    (x, y), test = flat_images(s)
+    loaders = [common.Batches(x[:, order], y, s.batch) for order in orders]
     torch.manual_seed(seed)
     net = binary.fully_connected(s.widths).to(s.device)
     net = binary.fit(net, loaders[0], s.epochs_of_real_weights, 1e-3)
@@ -103,11 +103,12 @@ def by_row(record):
     """Return by row the values over seeds after each task: by panel, by layer; and their number."""
     rows = tables.rows(record.cells)
     for row in [row for row in ROWS if row in rows]:
-        matrices = zip(*(cell["accuracy %"] for cell in rows[row]), strict=True)
-        after = [[[of(seen) for seen in seeds] for of in PANELS.values()] for seeds in matrices]
+        after = [*zip(*(cell["accuracy %"] for cell in rows[row]), strict=True)]
+        panels = [[[*map(of, seeds)] for seeds in after] for of in PANELS.values()]
         found = [cell["weight entropy"] for cell in rows[row] if "weight entropy" in cell]
-        sites = [[[e[n] for e in seeds] for n in seeds[0]] for seeds in zip(*found, strict=True)]
-        yield row, [*zip(*after, strict=True)], [*zip(*sites, strict=True)], len(rows[row])
+        after = [*zip(*found, strict=True)]
+        sites = [[[seed[n] for seed in seeds] for seeds in after] for n in after and after[0][0]]
+        yield row, panels, sites, len(rows[row])
 
 
 def table(record):
@@ -123,13 +124,11 @@ def table(record):
 
 def figure(record):
     drawn, axes = tables.subplots(2, 3, figsize=(12, 7), sharey="row")
-    for index, (row, *both, count) in enumerate(by_row(record)):
+    for index, (row, *both, _) in enumerate(by_row(record)):
+        look = {"errors": 2, "color": f"C{index}", "label": row, "marker": "."}
         for line, curves in zip(axes, both, strict=True):
             for ax, curve in zip(line, curves, strict=False):
-                means = [statistics.fmean(values) for values in curve]
-                bars = [2 * tables.error_of(values) for values in curve] if count > 1 else None
-                how = {"color": f"C{index}", "label": row, "marker": "."}
-                ax.errorbar(range(1, len(curve) + 1), means, bars, **how)
+                tables.errorbar(ax, range(1, len(curve) + 1), curve, **look)
     for ax, title in zip(axes[0], PANELS, strict=True):
         ax.set(title=title, xlabel="tasks", ylabel="accuracy, %")
     for index, ax in enumerate(axes[1]):

@@ -4,15 +4,19 @@ Data come from a local folder, TYXE_DATA if it is set, or are downloaded by torc
 """
 
 import os
+import sys
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyro.distributions as dist
 import torch
+import torch.nn.functional as F
 from pyro.infer.autoguide import AutoDelta
-from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from pyro.infer.mcmc import HMC
+from pyro.ops.stats import effective_sample_size
+from torch import nn
 
 import tyxe
 
@@ -20,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # torchvision's names of what local files hold, the last two perhaps in part; it has no notMNIST.
 TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 TORCHVISION |= {"cifar10_subset": "CIFAR10", "svhn_subset": "SVHN"}
+OTHER = {"mnist": "fashion_mnist", "fashion_mnist": "mnist", "cifar10": "svhn_subset"}
 
 
 def folders():
@@ -49,44 +54,50 @@ def images(name, split):
     The name is that of an archive: `notmnist`, or one that `TORCHVISION` has; the split is `train`
     or `test`. Where the file is in no folder, and cannot be downloaded, it is a FileNotFoundError.
     """
-    if find(f"{name}.npz") is not None:
+    missing, known, is_svhn = looked(f"{name}.npz"), TORCHVISION.get(name), name == "svhn_subset"
+    if find(f"{name}.npz"):
         found = arrays(f"{name}.npz")
-        x, y = found[f"x_{split}"], found[f"y_{split}"].long()
-    elif name not in TORCHVISION:
-        raise FileNotFoundError(
-            f"{looked(f'{name}.npz')}, which torchvision has not; set TYXE_DATA"
-        )
+        x, y = found[f"x_{split}"], found[f"y_{split}"]
+    elif known is None:
+        raise FileNotFoundError(f"{missing}, which torchvision has not; set TYXE_DATA")
     else:
-        which = {"split": split} if name == "svhn_subset" else {"train": split == "train"}
         try:
             import torchvision
 
-            dataset = getattr(torchvision.datasets, TORCHVISION[name])
-            found = dataset(str(ROOT / "data"), download=True, **which)
+            part = {"split": split} if is_svhn else {"train": split == "train"}
+            found = getattr(torchvision.datasets, known)(str(ROOT / "data"), download=True, **part)
         except (ImportError, OSError, RuntimeError) as error:
             raise FileNotFoundError(
-                f"{looked(f'{name}.npz')}, and torchvision could not download {TORCHVISION[name]}: "
-                f"{error}. Set TYXE_DATA to a folder that has it"
+                f"{missing}, and torchvision could not download {known}: {error}. "
+                "Set TYXE_DATA to a folder that has it"
             ) from error
-        labels = found.labels if name == "svhn_subset" else found.targets
-        x, y = torch.as_tensor(found.data), torch.as_tensor(labels).long()
-    if x.dim() == 3:
-        return x[:, None] / 255, y
-    return (x if x.shape[1] == 3 else x.movedim(-1, 1)) / 255, y
+        x, y = map(torch.as_tensor, (found.data, found.labels if is_svhn else found.targets))
+    x = x[:, None] if x.dim() == 3 else x if x.shape[1] == 3 else x.movedim(-1, 1)
+    return x / 255, y.long()
 
 
 def all_digits():
     """Return images of scikit-learn's digits, `(1797, 8, 8)` in [0, 1], and labels."""
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
-    return torch.tensor(bunch.images / 16), torch.tensor(bunch.target)
+    x, y = load_digits(return_X_y=True)
+    return torch.tensor(x / 16).view(-1, 8, 8), torch.tensor(y)
 
 
-def digits():
-    """Return images `(n, 1, 8, 8)` and labels of digits 0 to 7, and images of 8 and 9."""
-    x, y = all_digits()
-    return (x[y <= 7, None].float(), y[y <= 7]), x[y > 7, None].float()
+def known_and_unknown(name):
+    """Return pairs to train and to test, and images of another set; of `digits` 8 and 9."""
+    if name == "digits":
+        x, y = all_digits()
+        x, y, unknown = x[y <= 7, None].float(), y[y <= 7], x[y > 7, None].float()
+        return (x[::2], y[::2]), (x[1::2], y[1::2]), unknown
+    own = "cifar10_subset" if name == "cifar10" else name
+    return images(own, "train"), images(own, "test"), images(OTHER[name], "test")[0]
+
+
+def standardised(like):
+    """Return a function of images, by the mean and the deviation of each channel of some."""
+    mean, scale = (part((0, 2, 3), keepdim=True) for part in (like.mean, like.std))
+    return lambda x: (x - mean) / scale
 
 
 def first(pair, count):
@@ -96,13 +107,6 @@ def first(pair, count):
 def thinned(part, count):
     """Return so many of the rows of a tensor, evenly spaced, or all."""
     return part[:: max(len(part) // count, 1)][:count]
-
-
-def loader(x, y, size):
-    """Return a DataLoader of shuffled batches, each taken at once."""
-    dataset = TensorDataset(x, y)
-    sampler = BatchSampler(RandomSampler(dataset), size, drop_last=False)
-    return DataLoader(dataset, sampler=sampler, batch_size=None)
 
 
 class Batches:
@@ -146,6 +150,60 @@ def mean_field(net, **how):
 def point(net):
     """Return a builder of point masses that start at a net: MAP."""
     return mean_field(net, guide=AutoDelta)
+
+
+def widen(bnn, points, precision):
+    """Give a Laplace approximation [T 3.41]'s N, in place of the points seen, and its tau."""
+    bnn.temperature = bnn.likelihood.dataset_size / points
+    bnn.update_prior(normal(precision**-0.5))
+
+
+def hmc(s, net, likelihood, pair, **how):
+    """Return a BNN of samples by HMC, under a N(0, 1) prior, and the chain."""
+    kernel = partial(HMC, trajectory_length=s.hmc_trajectory, **how)
+    bnn, quiet = tyxe.MCMC_BNN(net, normal(), likelihood, kernel), not sys.stderr.isatty()
+    warmup = {"warmup_steps": s.hmc_warmup, "disable_progbar": quiet}
+    return bnn, bnn.fit([pair], s.hmc_samples, **warmup)
+
+
+def chain_worth(bnn, samples, inputs):
+    """Return effective sample sizes of `f(x)` at inputs; a chain's halves are two chains."""
+    kept = 2 * (min(samples, 2_000) // 2)
+    inputs = torch.as_tensor(inputs).view(-1, 1)
+    functions = bnn.predict(inputs, num_predictions=kept, aggregate=False)
+    return effective_sample_size(functions.reshape(2, kept // 2, -1)).tolist()
+
+
+def mlp(*sizes, act=nn.ReLU, bias=True):
+    """Return linear maps from each size to the next, and what bends their outputs between them."""
+    layers = [(nn.Linear(*pair, bias=bias), act()) for pair in pairwise(sizes)]
+    return nn.Sequential(*sum(layers, ())[:-1])
+
+
+def annealed(free, growing):
+    """Return the KL's weight by epoch: none in the free ones, then growing to one."""
+    return lambda epoch: min(max((epoch - free + 1) / (growing + 1), 0.0), 1.0)
+
+
+def descend(net, loader, epochs, optimizer, schedule, clip=False):
+    """Minimise the cross-entropy; `clip` keeps parameters in [-1, 1]."""
+    net.train()
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            for parameter in net.parameters() if clip else ():
+                parameter.data.clamp_(-1, 1)
+        schedule.step()
+    return net
+
+
+def scheduled(module, rate, kind, *how):
+    """Return Adam of a first rate, and a callback of `fit` for torch's schedule of that kind."""
+    adam = torch.optim.Adam(module.parameters(), lr=rate)
+    schedule = kind(adam, *how)
+    return adam, lambda *_: schedule.step()
 
 
 def cut_at(*epochs):

@@ -16,6 +16,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from types import ModuleType
 
 import common
@@ -38,8 +39,8 @@ PUBLISHED = {
 }
 FORMATS = {"NLL": ".3f", "accuracy %": ".2f", "ECE %": ".2f", "test NLL": ".3f"}
 POINT = {"steps": 200, "rate": 1e-2, "cut every": 200, "draws": 0, "look every": 1}
-MEAN_FIELD = {"steps": 400, "rate": 0.1, "cut every": 100, "draws": 8, "look every": 4}
-OFTEN, SHORT = {"look every": 1}, {"steps": 4, "cut every": 4, "look every": 2}
+OFTEN = {"steps": 400, "rate": 0.1, "cut every": 100, "draws": 8, "look every": 1}
+SELDOM, SHORT = OFTEN | {"look every": 4}, {"steps": 4, "cut every": 4, "look every": 2}
 GRIDS = {"full": [0.1, 0.3, 1.0, 3.0, 10.0], "kron": [10.0, 30.0, 100.0, 300.0]}
 METHODS = {
     "ML": lambda *on: fit(*on, on[0].point, normal(hide_all=True))[0],
@@ -62,9 +63,7 @@ class Settings(runner.Settings):
     seeds: list[int] = which([*range(5)], "of fits", smoke=[0])
     hidden_units: int = setting(16, "number")
     point: dict = setting(POINT, "of ML and MAP", smoke=POINT | SHORT)
-    mean_field: dict = setting(
-        MEAN_FIELD, "", published=MEAN_FIELD | OFTEN, smoke=MEAN_FIELD | SHORT
-    )
+    mean_field: dict = setting(SELDOM, "of its fits", published=OFTEN, smoke=OFTEN | SHORT)
     mini_batch: int = setting(35, "labelled nodes in a batch")
     neighbours: list[int] = setting([10, 10], "drawn for a mini-batch, by layer")
     Laplace_samples: int = setting(1_000, "in predictions", smoke=100)
@@ -81,8 +80,8 @@ class Edges:
     sizes: tuple[int, int]
 
     def to(self, device):
-        parts = (part.to(device) for part in (self.source, self.target, self.weight))
-        return Edges(*parts, self.sizes)
+        tensors = self.source, self.target, self.weight
+        return Edges(*(part.to(device) for part in tensors), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -200,15 +199,16 @@ def backend(name):
         missing = (error.name or name).partition(".")[0]
         message = f'--backend {name} needs {missing}: pip install -e ".[{name}]"'
         raise ModuleNotFoundError(message, name=missing) from error
-    kept = []  # graph, features and sum, the latest first: that of the inputs is always the same
+    kept = {}  # the last two, which live as long: the sum of the inputs is always the same
 
     def remembered(graph, h):
         if h.requires_grad:
             return sum_neighbours(graph, h)
-        found = next((one for one in kept if one[0] is graph and one[1] is h), None)
-        found = found or (graph, h, sum_neighbours(graph, h))
-        kept[:] = [found, *(one for one in kept if one is not found)][:2]
-        return found[2]
+        key = id(graph), id(h)
+        kept[key] = kept.pop(key, None) or (sum_neighbours(graph, h), graph, h)
+        if len(kept) > 2:
+            del kept[next(iter(kept))]
+        return kept[key][0]
 
     return graph_of, remembered
 
@@ -256,16 +256,14 @@ class NeighborLoader:
         if count >= 0:
             # In random order within each node, the first of them are a draw without replacement.
             order = torch.rand(len(target)).argsort()
-            order = order[target[order].argsort(stable=True)]
-            source, kept = source[order], place < count
-            source, target = source[kept], target[kept]
+            order, kept = order[target[order].argsort(stable=True)], place < count
+            source, target = source[order][kept], target[kept]
             weight = (degrees[target] / count).clamp(min=1).to(weight.dtype)
         known = torch.cat([nodes, source[~torch.isin(source, nodes)].unique()])
-        number = torch.empty(len(self._degrees), dtype=torch.long)
-        number[known], own = torch.arange(len(known)), torch.arange(len(nodes))
-        source, target = torch.cat([number[source], own]), torch.cat([target, own])
-        weight = torch.cat([weight, weight.new_ones(len(nodes))])
-        return Edges(source, target, weight, (len(known), len(nodes))), known
+        number, own = torch.empty_like(self._degrees), torch.arange(len(nodes))
+        number[known] = torch.arange(len(known))
+        pairs = (number[source], own), (target, own), (weight, weight.new_ones(len(nodes)))
+        return Edges(*map(torch.cat, pairs), (len(known), len(nodes))), known
 
 
 class GCN(nn.Module):
@@ -354,20 +352,17 @@ def laplace(s, name, seed, structure, is_tuned=False):
 
 
 def cells(s, found):
-    for name in s.backend:
-        for method in s.methods:
-            for seed in s.seeds:
-                yield (name, method, seed), partial(METHODS[method], s, name, seed)
+    for name, method, seed in product(s.backend, s.methods, s.seeds):
+        yield (name, method, seed), partial(METHODS[method], s, name, seed)
 
 
 def table(record):
-    rows = {}
-    for name in dict.fromkeys(key[0] for key in record.cells):
-        for method in METHODS:
-            own = [cell for key, cell in record.cells.items() if key[:2] == (name, method)]
-            rows |= {(method, name): own} if own else {}
+    pairs = product(dict.fromkeys(key[0] for key in record.cells), METHODS)
+    rows = {(method, name): [*record.of(name, method).values()] for name, method in pairs}
+    rows = {name: found for name, found in rows.items() if found}
     known = {
-        (m, c): f"{v:.2f} ± {e:.2f}" for m, row in PUBLISHED.items() for c, (v, e) in row.items()
+        method: [f"{mean:.2f} ± {error:.2f}" for mean, error in row.values()]
+        for method, row in PUBLISHED.items()
     }
     return tables.score_table(rows, FORMATS, known, ("backend", "seeds"), errors=2)
 

@@ -59,7 +59,7 @@ def run(s, seed):
     # The nets are made alike by all processes; draws come after.
     seed_of_draws = seed + (RANK if s.draws == "independent" else 0)
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10)).to(device)
+    net = common.mlp(64, 50, 10).to(device)
     prior = tyxe.priors.LayerwiseNormalPrior("radford")
     guide = partial(tyxe.guides.AutoNormal, init_scale=0.05)
     adam, losses = partial(torch.optim.Adam, lr=5e-3), torch.zeros(s.epochs, device=device)

@@ -15,7 +15,7 @@ seeds; of the paper's 60,000 images 10,000 validate, in place of half of its tes
 """
 
 import copy
-from itertools import pairwise
+from itertools import product
 
 import common
 import runner
@@ -23,12 +23,12 @@ import tables
 import torch
 from runner import how, setting, settings, which
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import tyxe
-from tyxe import metrics
 
-OTHER = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}
 TITLES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "digits": "digits 0 to 7"}
+DATA = [*TITLES][:2]
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "OOD AUROC": ".3f"}
 # All at the same weights; and which of them each row takes, and how.
 DAMPED = {"structure": "kron", "options": tyxe.LaplaceOptions(damping=True)}
@@ -39,6 +39,7 @@ ROWS |= {f"glm {name} tuned": (f"{name} tuned", "glm") for name in ("kron", "dia
 FINE = [10 ** (-2 + i / 3) for i in range(16)]
 FACTORS = [1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0]
 FOUR = [0.1, 1.0, 10.0, 100.0]
+FIVE = [*FOUR, 1_000.0]
 
 
 def by_net(mlp, cnn):
@@ -47,11 +48,12 @@ def by_net(mlp, cnn):
 
 WIDE = by_net([1024, 512, 256, 128], [64, 96, 128, 512, 256])
 NARROW = by_net([512, 256, 128, 64], [16, 24, 32, 128, 64])
+TINY, FEW = by_net([6, 5], [3, 4, 5, 6, 5]), by_net(300, 100)
 
 
 @settings
 class Settings(runner.Settings):
-    data: list[str] = which([*OTHER], "the sets", smoke=["digits"], choices=[*TITLES])
+    data: list[str] = which(DATA, "the sets", smoke=["digits"], choices=[*TITLES])
     net: list[str] = which(["mlp", "cnn"], "the nets", choices=["mlp", "cnn"])
     seeds: list[int] = which([0, 1], "of images and fits", published=[*range(5)], smoke=[0])
     device: str = how("cpu", "where to compute")
@@ -62,15 +64,9 @@ class Settings(runner.Settings):
     batch: int = setting(64, "images in a batch", published=512, smoke=32)
     prior_precisions: list[float] = setting(FOUR, "of MAP", published=FINE, smoke=[1.0, 10.0])
     draws: int = setting(30, "in predictions", published=100, smoke=3)
-    widths: dict = setting(
-        NARROW, "of layers", published=WIDE, smoke=by_net([6, 5], [3, 4, 5, 6, 5])
-    )
-    gp_points: dict = setting(
-        by_net(300, 100), "M", published=by_net(3_200, 3_200), smoke=by_net(8, 8)
-    )
-    gp_factors: list[float] = setting(
-        FOUR, "of its precision", published=[*FOUR, 1_000.0], smoke=[1.0, 10.0]
-    )
+    widths: dict = setting(NARROW, "of layers", published=WIDE, smoke=TINY)
+    gp_points: dict = setting(FEW, "M", published=by_net(3_200, 3_200), smoke=by_net(8, 8))
+    gp_factors: list[float] = setting(FOUR, "of its precision", published=FIVE, smoke=[1.0, 10.0])
     gp_validation_images: int = setting(300, "to choose from those", published=10_000, smoke=20)
     tuning_factors: list[float] = setting(FACTORS, "of tuned rows", smoke=[1.0, 10.0])
 
@@ -80,39 +76,28 @@ def load(s, name, seed):
 
     The seed draws training and validation images; test images are evenly spaced in theirs.
     """
-    if name == "digits":
-        pair, unknown = common.digits()
-        x, unknown = (
-            nn.functional.pad(nn.functional.interpolate(z, scale_factor=3.0), [2, 2, 2, 2])
-            for z in (pair[0], unknown)
-        )
-        (x, y), test = (x[::2], pair[1][::2]), (x[1::2], pair[1][1::2])
-    else:
-        (x, y), test = (common.images(name, split) for split in ("train", "test"))
-        unknown = common.images(OTHER[name], "test")[0]
+    (x, y), (x_test, y_test), unknown = common.known_and_unknown(name)
+    # Digits are smaller, others of that size already.
+    x, x_test, unknown = (nn.functional.interpolate(images, 28) for images in (x, x_test, unknown))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     train, held_out = order[: s.training_images], order[s.training_images :][: s.validation_images]
     pairs = [(x[part], y[part]) for part in (train, held_out)]
-    pairs.append([common.thinned(part, s.test_images) for part in test])
-    pairs = [[tensor.to(s.device) for tensor in pair] for pair in pairs]
-    return *pairs, common.thinned(unknown, s.test_images).to(s.device)
+    pairs.append([common.thinned(part, s.test_images) for part in (x_test, y_test, unknown)])
+    train, held_out, (*test, unknown) = ([part.to(s.device) for part in pair] for pair in pairs)
+    return train, held_out, test, unknown
 
 
 def make_net(kind, sizes):
     """Return the MLP, or three convolutions (ReLU) and three linear maps (tanh): "3c3d"."""
     if kind == "mlp":
-        layers = [nn.Flatten()]
-        for columns, rows in pairwise([784, *sizes]):
-            layers += [nn.Linear(columns, rows), nn.Tanh()]
-        net = nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
+        net = nn.Sequential(nn.Flatten(), *common.mlp(784, *sizes, 10, act=nn.Tanh))
     else:
         a, b, c, d, e = sizes
         net = nn.Sequential(
             *(nn.Conv2d(1, a, 5), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)),
             *(nn.Conv2d(a, b, 3), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)),
             *(nn.Conv2d(b, c, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)),
-            *(nn.Flatten(), nn.Linear(9 * c, d), nn.Tanh(), nn.Linear(d, e), nn.Tanh()),
-            nn.Linear(e, 10),
+            *(nn.Flatten(), *common.mlp(9 * c, d, e, 10, act=nn.Tanh)),
         )
     for module in net:
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -128,12 +113,13 @@ def probabilities(bnn, x, predictive="bnn", draws=0):
 
 
 def nll(bnn, pair, *how):
-    return metrics.nll(probabilities(bnn, pair[0], *how), pair[1]).item()
+    return tyxe.metrics.nll(probabilities(bnn, pair[0], *how), pair[1]).item()
 
 
 def run(s, name, kind, seed):
     train, validation, test, unknown = load(s, name, seed)
-    loader, likelihood = common.loader(*train, s.batch), tyxe.likelihoods.Categorical(len(train[0]))
+    loader = common.Batches(*train, s.batch)
+    likelihood = tyxe.likelihoods.Categorical(len(loader.x))
     torch.manual_seed(seed)
     net = make_net(kind, s.widths[kind]).to(s.device)
     maps, posteriors, tuned, rows = {}, {}, {}, {}
@@ -142,9 +128,8 @@ def run(s, name, kind, seed):
         # Of it only the weights are used: the curvature that takes the least time.
         how = {"structure": "diag", "curvature": "fisher"}
         bnn = tyxe.LaplaceBNN(net, common.normal(precision**-0.5), likelihood, **how)
-        adam = torch.optim.Adam(bnn.parameters(), lr=1e-3)
-        schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda epoch: 1 / (1 + epoch // 10))
-        bnn.fit(loader, adam, s.epochs, lambda *_, by=schedule: by.step(), progress=False)
+        adam, step = common.scheduled(bnn, 1e-3, LambdaLR, lambda epoch: 1 / (1 + epoch // 10))
+        bnn.fit(loader, adam, s.epochs, step, progress=False)
         maps[precision] = bnn
     parts = {"training NLL": train, "validation NLL": validation}
     at_map = {p: {part: nll(bnn, pair) for part, pair in parts.items()} for p, bnn in maps.items()}
@@ -164,18 +149,17 @@ def run(s, name, kind, seed):
     def fit_gp(factor):
         torch.manual_seed(seed)  # the same points for each factor
         posteriors["diag"].fit_gp(loader, s.gp_points[kind], factor)
+        return nll(posteriors["diag"], pair, "gp", s.draws)
 
     for factor in s.gp_factors:
-        fit_gp(factor)
-        factors[factor] = nll(posteriors["diag"], pair, "gp", s.draws)
+        factors[factor] = fit_gp(factor)
     fit_gp(min(factors, key=factors.get))
     for row, (posterior, predictive) in ROWS.items():
         torch.manual_seed(seed)
         how = posteriors[posterior], predictive, 0 if row == "MAP" else s.draws
         known, other = (probabilities(how[0], x, *how[1:]) for x in (test[0], unknown))
-        entropies = metrics.predictive_entropy(known), metrics.predictive_entropy(other)
-        auroc = metrics.ood_auroc(*(-entropy for entropy in entropies)).item()
-        rows[row] = tables.scores(known, test[1], 10) | {"OOD AUROC": auroc}
+        rows[row] = tables.scores(known, test[1], 10)
+        rows[row]["OOD AUROC"] = tables.by_entropy(known, other)[-1]
     return {
         "rows": rows,
         "prior precision": best,
@@ -188,22 +172,19 @@ def run(s, name, kind, seed):
 
 def table(record):
     blocks = []
-    for name, title in TITLES.items():
-        for kind in ("mlp", "cnn"):
-            if own := {key: cell for key, cell in record.cells.items() if key[:2] == (name, kind)}:
-                chosen = [
-                    [cell[n] for cell in own.values()] for n in ("prior precision", "gp factor")
-                ]
-                tuned = [[*cell["tuned precision"].values()] for cell in own.values()]
-                precision, gp, kron, diag = (
-                    ", ".join(map(runner.words, numbers))
-                    for numbers in (*chosen, *zip(*tuned, strict=True))
-                )
-                blocks.append(
-                    f"**{title}, {kind.upper()}**, one number for each seed: prior precision "
-                    f"{precision}; tuned {kron} (kron) and {diag} (diag); factor of gp {gp}."
-                )
-                blocks.append(tables.score_table(tables.rows(own), FORMATS))
+    for (name, title), kind in product(TITLES.items(), ("mlp", "cnn")):
+        if own := record.of(name, kind):
+            chosen = [
+                (cell["prior precision"], *cell["tuned precision"].values(), cell["gp factor"])
+                for cell in own.values()
+            ]
+            texts = [", ".join(map(runner.words, each)) for each in zip(*chosen, strict=True)]
+            precision, kron, diag, gp = texts
+            blocks.append(
+                f"**{title}, {kind.upper()}**, one number for each seed: prior precision "
+                f"{precision}; tuned {kron} (kron) and {diag} (diag); factor of gp {gp}."
+            )
+            blocks.append(tables.score_table(tables.rows(own), FORMATS))
     return "\n\n".join(blocks)
 
 

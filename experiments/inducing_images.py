@@ -21,6 +21,7 @@ corruptions of ours for 19. Settings were chosen on training images that are not
 import copy
 import statistics
 from functools import cache, partial
+from itertools import product
 
 import common
 import pyro
@@ -34,32 +35,25 @@ from torch import nn
 import tyxe
 from tyxe import guides, metrics
 
+DATA = ["fashion_mnist", "cifar10", "digits"]
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "Brier": ".3f"}
+PRUNED = {"FFG-W": (guides.prune_, (0.1, 0.01)), "FFG-U": (guides.prune_inducing_, (0.5, 0.25))}
 ABLATED = {"M": "M", "lambda": "cap of lambda", "sigma": "cap of standard deviations of U"}
-TINY = {"epochs": 2, "decay at": 1}
-
-
-def schedule(epochs, rate, decay=None, free=0, annealed=0):
-    return {"epochs": epochs, "rate": rate, "decay at": decay, "free": free, "annealed": annealed}
+PLAN, TINY = ["epochs", "rate", "decay at", "free", "annealed"], {"epochs": 2, "decay at": 1}
 
 
 def schedules(ours, paper, help):
+    ours, paper = (dict(zip(PLAN, plan, strict=True)) for plan in (ours, paper))
     return setting(ours, help, published=paper, smoke=ours | TINY)
 
 
 @settings
 class Settings(runner.Settings):
-    data: str = how(
-        "fashion_mnist", "the set", choices=["fashion_mnist", "cifar10", "digits"], smoke="digits"
-    )
+    data: str = how("fashion_mnist", "the set", choices=DATA, smoke="digits")
     parts: list[str] = which(["table"], "what to run", choices=["table", "ablation"])
-    seeds: list[int] = which(
-        [0, 1, 2], "of fits; of the ablation the first, published 5", smoke=[0]
-    )
+    seeds: list[int] = which([0, 1, 2], "of fits; of the ablation one, published 5", smoke=[0])
     device: str = how("cpu", "where to compute")
-    net: str = setting(
-        "16", "a small net's width, or torchvision's", published="resnet50", smoke="2"
-    )
+    net: str = setting("16", "a width, or torchvision's", published="resnet50", smoke="2")
     training_images: int = setting(3_000, "number", published=50_000, smoke=60)
     test_images: int = setting(2_000, "number", published=10_000, smoke=40)
     batch: int = setting(100, "images in a batch", smoke=30)
@@ -67,17 +61,11 @@ class Settings(runner.Settings):
     members: int = setting(5, "of ensembles", smoke=2)
     draws: int = setting(20, "in predictions", smoke=2)
     scale_multiplier: int = setting(10, "of the learning rate of scales", published=1)
-    deterministic: dict = schedules(schedule(20, 1e-3, 15), schedule(200, 3e-4), "of these nets")
-    weights: dict = schedules(
-        schedule(30, 3e-3, 24, 10, 5), schedule(200, 3e-4, None, 100, 50), "of FFG-W"
-    )
-    inducing: dict = schedules(
-        schedule(40, 3e-3, 32, 10, 5), schedule(300, 1e-3, 200, 100, 50), "of U"
-    )
-    pruned: dict = schedules(schedule(8, 1e-3), schedule(50, 1e-4), "of what is pruned")
-    ablation: dict = schedules(
-        schedule(30, 3e-3, 24, 10, 5), schedule(100, 3e-4, None, 50, 40), "in the ablation"
-    )
+    deterministic: dict = schedules((20, 1e-3, 15, 0, 0), (200, 3e-4, None, 0, 0), "of these nets")
+    weights: dict = schedules((30, 3e-3, 24, 10, 5), (200, 3e-4, None, 100, 50), "of FFG-W")
+    inducing: dict = schedules((40, 3e-3, 32, 10, 5), (300, 1e-3, 200, 100, 50), "of U")
+    pruned: dict = schedules((8, 1e-3, None, 0, 0), (50, 1e-4, None, 0, 0), "of what is pruned")
+    ablation: dict = schedules((30, 3e-3, 24, 10, 5), (100, 3e-4, None, 50, 40), "in the ablation")
     max_scale: float = setting(0.1, "cap of standard deviations")
     max_lambda: dict = setting({"diagonal": 0.03, "ensemble": 0.1}, "caps")
     M: int = setting(16, "rows and columns of U", published=64, smoke=2)
@@ -92,25 +80,19 @@ def load(s):
 
     Training images are the first, those of the rest evenly spaced; all are in [0, 1].
     """
-    if s.data == "digits":
-        (x, y), unknown = common.digits()
-        train, test, others = (x[::2], y[::2]), (x[1::2], y[1::2]), {"8-9": unknown}
-    else:
-        name, names = s.data, {"MNIST": "mnist", "notMNIST": "notmnist"}
-        if name == "cifar10":
-            name, names = "cifar10_subset", {"SVHN": "svhn_subset"}
-        train, test = (common.images(name, split) for split in ("train", "test"))
-        others = {title: common.images(n, "test")[0] for title, n in names.items()}
+    train, test, unknown = common.known_and_unknown(s.data)
+    others = {{"digits": "8-9", "cifar10": "SVHN"}.get(s.data, "MNIST"): unknown}
+    if s.data == "fashion_mnist":
+        others["notMNIST"] = common.images("notmnist", "test")[0]
     train = [part[: s.training_images].to(s.device) for part in train]
     test = [common.thinned(part, s.test_images).to(s.device) for part in test]
     others = {n: common.thinned(x, s.test_images).to(s.device) for n, x in others.items()}
-    mean, scale = (part((0, 2, 3), keepdim=True) for part in (train[0].mean, train[0].std))
-    return train, test, others, lambda x: (x - mean) / scale
+    return train, test, others, common.standardised(train[0])
 
 
-def noisy(x, size):
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(SEEDS[size])).to(x)
-    return (x + size * noise).clamp(0, 1)
+def noisy(x, size):  # the seed is the level
+    own = torch.Generator().manual_seed({0.04: 1, 0.12: 3, 0.25: 5}[size])
+    return (x + size * torch.randn(x.shape, generator=own).to(x)).clamp(0, 1)
 
 
 def blurred(x, sd):
@@ -127,10 +109,12 @@ def flattened(x, contrast):
 
 
 # Each with its strengths at the levels 1, 3 and 5.
-SEEDS = {0.04: 1, 0.12: 3, 0.25: 5}
-CORRUPTIONS = {"noise": (noisy, [*SEEDS]), "blur": (blurred, (0.5, 1.0, 1.6))}
-CORRUPTIONS |= {"brightness": (lambda x, more: (x + more).clamp(0, 1), (0.1, 0.25, 0.4))}
-CORRUPTIONS |= {"contrast": (flattened, (0.7, 0.4, 0.2))}
+CORRUPTIONS = {
+    "noise": (noisy, (0.04, 0.12, 0.25)),
+    "blur": (blurred, (0.5, 1.0, 1.6)),
+    "brightness": (lambda x, more: (x + more).clamp(0, 1), (0.1, 0.25, 0.4)),
+    "contrast": (flattened, (0.7, 0.4, 0.2)),
+}
 
 
 class Block(nn.Module):
@@ -168,14 +152,11 @@ def make_net(which, channels):
 
 def fit(s, bnn, plan):
     """Fit with Adam, its rate cut once, and the KL annealed."""
-
-    def beta(epoch):  # 0 for the free epochs, 1 after the annealed ones
-        return min(max((epoch - plan["free"] + 1) / (plan["annealed"] + 1), 0.0), 1.0)
-
     (x, y), _, _, normalise = load(s)
     batches = common.Batches(normalise(x), y, s.batch, common.crops if s.augmentation else None)
     adam, multipliers = partial(torch.optim.Adam, lr=plan["rate"]), {"scale": s.scale_multiplier}
-    options = {"beta": beta, "lr_multipliers": multipliers, "progress": False}
+    options = {"beta": common.annealed(plan["free"], plan["annealed"]), "progress": False}
+    options |= {"lr_multipliers": multipliers}
     return bnn.fit(batches, adam, plan["epochs"], common.cut_at(plan["decay at"]), **options)
 
 
@@ -217,12 +198,10 @@ def make_bnn(s, method, **changed):
         is_point = method == "ensemble-U" or changed.get("sigma") == 0
         kind, m = "ensemble" if is_point else "diagonal", changed.get("M", s.M)
         of = {"inducing_rows": m, "inducing_cols": m, "q_inducing": kind, "everywhere": True}
-        of["max_lambda"] = changed.get("lambda", s.max_lambda[kind])
-        if is_point:
-            of["ensemble_size"] = 1 if changed else s.members
-        else:
-            of["max_scale_u"] = changed.get("sigma", s.max_scale)
-        guide = partial(guides.AutoInducing, **of)
+        own = {"ensemble_size": 1 if changed else s.members}
+        own = own if is_point else {"max_scale_u": changed.get("sigma", s.max_scale)}
+        limit = changed.get("lambda", s.max_lambda[kind])
+        guide = partial(guides.AutoInducing, max_lambda=limit, **of, **own)
         prior = tyxe.priors.LayerwiseNormalPrior("radford", **norms)
     likelihood = tyxe.likelihoods.Categorical(len(y))
     return tyxe.VariationalBNN(net, prior, likelihood, guide).to(s.device)
@@ -241,9 +220,7 @@ def run(s, method, seed, **changed):
     history = fit(s, bnn, plan)
     row = scored(s, [bnn], elsewhere=not changed)
     rows = {method: row | {"KL": history.kl[-1], "loss": history.loss[-1]}}
-    pruning = {"FFG-W": (guides.prune_, (0.1, 0.01))}
-    pruning["FFG-U"] = guides.prune_inducing_, (0.5, 0.25)
-    prune, keeps = pruning.get(method, (None, ()))
+    prune, keeps = PRUNED.get(method, (None, ()))
     for keep in () if changed else keeps:
         smaller = copy.deepcopy(bnn)
         prune(smaller.net_guide, keep=keep)
@@ -259,42 +236,39 @@ def base(settings):
 
 
 def cells(s, found):
-    table, (first, *_), start = "table" in s.parts, s.seeds, base(s.recorded())
-    for seed in s.seeds if table else ():
-        for method in ("plain", "FFG-W", "FFG-U", "ensemble-U"):
+    if "table" in s.parts:
+        for seed, method in product(s.seeds, ("plain", "FFG-W", "FFG-U", "ensemble-U")):
             yield ("table", method, seed), partial(run, s, method, seed)
-    few = range(5) if s.published else [first]
-    for seed in few if "ablation" in s.parts else ():
-        for name, value in start.items():
-            for other in {*getattr(s, f"ablation_{name}"), value}:
-                changed = start | {name: other}
-                title = ", ".join(f"{key} {number:g}" for key, number in sorted(changed.items()))
-                yield ("ablation", title, seed), partial(run, s, "FFG-U", seed, **changed)
+    few, start = range(5) if s.published else s.seeds[:1], base(s.recorded())
+    for seed, name in product(few if "ablation" in s.parts else (), start):
+        for other in {*getattr(s, f"ablation_{name}"), start[name]}:
+            changed = start | {name: other}
+            title = ", ".join(f"{key} {number:g}" for key, number in sorted(changed.items()))
+            yield ("ablation", title, seed), partial(run, s, "FFG-U", seed, **changed)
 
 
 def ablation(record):
     """Return what changes and the rows of each cell of the ablation, by its name."""
     found = {}
-    for (part, title, _), cell in record.cells.items():
-        if part == "ablation":
-            found.setdefault(title, []).append(cell["rows"]["FFG-U"])
-    pairs = {title: [pair.split(" ") for pair in title.split(", ")] for title in found}
-    values = {title: {key: float(number) for key, number in p} for title, p in pairs.items()}
-    order = sorted(found, key=lambda title: [*values[title].values()])
-    return {title: (values[title], found[title]) for title in order}
+    for (title, _), cell in record.of("ablation").items():
+        pairs = (pair.split(" ") for pair in title.split(", "))
+        values = {key: float(number) for key, number in pairs}
+        found.setdefault(title, (values, []))[1].append(cell["rows"]["FFG-U"])
+    return dict(sorted(found.items(), key=lambda item: [*item[1][0].values()]))
 
 
 def table(record):
-    rows, blocks = tables.rows({k: c for k, c in record.cells.items() if k[0] == "table"}), []
+    rows, blocks = tables.rows(record.of("table")), []
+    count = {"parameters": ",.0f"}
     if rows:
         columns = next(iter(rows.values()))[0]
         forms = FORMATS | {column: ".3f" for column in columns if column.startswith("AUROC")}
-        blocks.append(tables.score_table(rows, forms | {"parameters": ",.0f"}))
+        blocks.append(tables.score_table(rows, forms | count))
         levels = {column: ".1f" for column in columns if column.startswith("level")}
-        kept = {name: found for name, found in rows.items() if "kept" not in name}
-        blocks.append(tables.score_table(kept, levels))
+        whole = {name: found for name, found in rows.items() if "kept" not in name}
+        blocks.append(tables.score_table(whole, levels))
     if found := {title: found for title, (_, found) in ablation(record).items()}:
-        blocks.append(tables.score_table(found, FORMATS | {"parameters": ",.0f"}))
+        blocks.append(tables.score_table(found, FORMATS | count))
     seconds = sum(cell["CPU seconds"] for cell in record.cells.values())
     commands = ", ".join(f"`{command}`" for command in record.content["commands"])
     return "\n\n".join([*blocks, f"{commands}; {seconds / 60:.0f} minutes of one core."])
@@ -309,12 +283,10 @@ def figure(record):
         own = {v[key]: rows for v, rows in found.values() if v == start | {key: v[key]}}
         for ax, score in zip(line, ("NLL", "accuracy %", "ECE %"), strict=True):
             values = [[row[score] for row in rows] for rows in own.values()]
-            errors = [tables.error_of(v) if len(v) > 1 else 0.0 for v in values]
-            means = [statistics.fmean(v) for v in values]
-            ax.errorbar(range(len(own)), means, errors, marker="o", capsize=3)
+            tables.errorbar(ax, range(len(own)), values, marker="o", capsize=3)
             ax.set_xticks(range(len(own)), [f"{value:g}" for value in own])
-            ax.set(xlabel=label if score == "ECE %" else None)
-            ax.set(ylabel=score if key == "M" else None)
+            ax.set(xlabel=label, ylabel=score)
+            ax.label_outer()
     return drawn
 
 

@@ -27,9 +27,11 @@ import tables
 import torch
 import torch.distributions as td
 import two_clusters
+from pyro.infer.autoguide import init_to_uniform
 from pyro.infer.mcmc import NUTS
 from runner import setting, settings, which
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 import tyxe
 from tyxe.distributions import IndependentSites, JointNormal, ParamBlocks
@@ -60,16 +62,16 @@ class AutoFullByLayer(tyxe.guides.Guide):
 
     def __init__(self, module, init_loc_fn=init_to_median, init_scale=1e-2):
         super().__init__(module)
-        self.blocks, locs = {}, {}
+        self.blocks, starts, scale = {}, {}, math.log(init_scale)
         for site in self.sites:
             layer = site.own_name.rpartition(".")[0]
             self.blocks.setdefault(layer, []).append(SiteBlock(site.name, site.shape))
             start = init_loc_fn(self.messages[site.name]).detach().reshape(-1)
-            locs[layer] = torch.cat([locs[layer], start]) if layer in locs else start
-        self.locs, scale = SiteTensors(locs), math.log(init_scale)
+            starts.setdefault(layer, []).append(start)
+        locs = {layer: torch.cat(parts) for layer, parts in starts.items()}
+        self.locs, self.messages = SiteTensors(locs), {}
         self.log_scales = SiteTensors({n: torch.full_like(x, scale) for n, x in locs.items()})
-        factors = {name: loc.new_zeros(len(loc), len(loc)) for name, loc in locs.items()}
-        self.scale_factors, self.messages = SiteTensors(factors), {}
+        self.scale_factors = SiteTensors({n: x.new_zeros(len(x), len(x)) for n, x in locs.items()})
 
     def joints(self):
         found = []
@@ -98,11 +100,10 @@ class Elbo(nn.Module):
         for q in guide.joints():
             values |= q.unflatten(q.rsample((self.draws,)))
             kl = kl + td.kl_divergence(q, IndependentSites({n: priors[n] for n in q.names}))
-        for site in guide.sites:
-            if site.name not in values:
-                q = guide.site_distribution(site)
-                values[site.name] = q.rsample((self.draws,))
-                kl = kl + td.kl_divergence(q, priors[site.name])
+        for site in [site for site in guide.sites if site.name not in values]:
+            q = guide.site_distribution(site)
+            values[site.name] = q.rsample((self.draws,))
+            kl = kl + td.kl_divergence(q, priors[site.name])
         outputs = torch.vmap(self.bnn.run_net, in_dims=(0, None))(values, self.x)
         targets = self.y.repeat(self.draws, 1)
         total = self.bnn.likelihood.log_likelihood(outputs.flatten(0, 1), targets, "sum")
@@ -112,10 +113,8 @@ class Elbo(nn.Module):
 def fit(s, method, bnn, prior, net, data):
     elbo, terms = Elbo(bnn, prior.sites(net), *data, s.draws), []
     adam = torch.optim.Adam(elbo.parameters(), lr=s.rate, fused=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, s.steps, 1e-4)
-    if s.published:
-        cuts = [10_000] if method in ("FCG-U", "ensemble-U") else []
-        schedule = torch.optim.lr_scheduler.MultiStepLR(adam, cuts)
+    cuts = [10_000] if method in ("FCG-U", "ensemble-U") else []
+    schedule = MultiStepLR(adam, cuts) if s.published else CosineAnnealingLR(adam, s.steps, 1e-4)
     for _ in range(s.steps):
         adam.zero_grad()
         expected, kl = elbo()
@@ -128,7 +127,6 @@ def fit(s, method, bnn, prior, net, data):
 
 
 def run(s, method, seed):
-    pyro.set_rng_seed(seed)
     data, (net, likelihood) = two_clusters.draw(50), two_clusters.net_and_likelihood()
     prior = tyxe.priors.LambdaPrior(
         lambda name, module, param: dist.Normal(0, 4 / module.in_features**0.5).expand(param.shape)
@@ -136,18 +134,19 @@ def run(s, method, seed):
     pyro.set_rng_seed(seed)
     if method == "NUTS":
         how = {"target_accept_prob": 0.8, "max_tree_depth": s.depth}
-        kernel = partial(NUTS, init_strategy=two_clusters.start_within(0.1), **how)
+        kernel = partial(NUTS, init_strategy=partial(init_to_uniform, radius=0.1), **how)
         bnn, draws = tyxe.MCMC_BNN(net, prior, likelihood, kernel), min(s.samples, 1_000)
         bnn.fit([data], s.samples, warmup_steps=s.warmup, disable_progbar=True)
-        sizes = two_clusters.chain_worth(bnn, s.samples)
+        sizes = common.chain_worth(bnn, s.samples, two_clusters.POINTS)
         facts = {"effective sample size": [round(size, 1) for size in sizes]}
     else:
+        inducing = partial(AutoInducing, **INDUCING)
         guides = {
             "FFG-W": common.mean_field(net, init_scale=1e-2),
             "FCG-W": common.mean_field(net, guide=AutoFullByLayer),
-            "FFG-U": partial(AutoInducing, **INDUCING),
-            "FCG-U": partial(AutoInducing, **INDUCING, q_inducing="full"),
-            "ensemble-U": partial(AutoInducing, **INDUCING, q_inducing="ensemble", ensemble_size=8),
+            "FFG-U": inducing,
+            "FCG-U": partial(inducing, q_inducing="full"),
+            "ensemble-U": partial(inducing, q_inducing="ensemble", ensemble_size=8),
         }
         bnn, draws = tyxe.VariationalBNN(net, prior, likelihood, guides[method]), 200
         facts = fit(s, method, bnn, prior, net, data)
@@ -156,18 +155,16 @@ def run(s, method, seed):
 
 
 def table(record):
-    rows = {}
-    for (method, _), cell in record.cells.items():
-        rows.setdefault(method, []).append(cell | two_clusters.regions(cell["sd"]))
+    cells = {k: cell | two_clusters.regions(cell["sd"]) for k, cell in record.cells.items()}
     forms = dict.fromkeys(two_clusters.regions([0.0] * 5), ".3f")
     forms |= {"log-likelihood": ".0f", "KL": ".0f"}
-    return two_clusters.sourced(record, tables.score_table(rows, forms))
+    return two_clusters.sourced(record, tables.score_table(tables.rows(cells), forms))
 
 
 def figure(record):
     first = next(iter(record.cells))[1]
     panels = {method: cell for (method, seed), cell in record.cells.items() if seed == first}
-    return two_clusters.bands(panels, first, (2, 3), 2.5, (12, 6.4))
+    return two_clusters.bands(panels, first, [2.5, 2.5], (12, 6.4))
 
 
 cells, by = runner.every(run, "methods", "seeds"), ("method", "seed")

@@ -17,9 +17,9 @@ validation points; error and NLL of the rest.
 """
 
 import math
-import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import common
 import pyro
@@ -27,10 +27,9 @@ import runner
 import tables
 import torch
 from common import normal
-from pyro.infer.mcmc import HMC
-from pyro.ops.stats import effective_sample_size
 from runner import setting, settings, which
 from torch import nn
+from torch.optim.lr_scheduler import MultiStepLR
 
 import tyxe
 from tyxe.linalg import BlockDiagonal, Dense
@@ -40,6 +39,7 @@ GRID = torch.linspace(-6, 6, 241)[:, None]
 PRECISIONS = [0.1, 0.4, 0.7, 1.0, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8]
 PLANE = 5.0  # of the banana, `(-PLANE, PLANE)` in both directions
 DAMPED = {"structure": "kron", "options": tyxe.LaplaceOptions(damping=True)}
+HMC = {"step_size": 1e-2, "adapt_mass_matrix": False}
 PREDICTIVES = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
 
 
@@ -63,16 +63,8 @@ class Banana(Settings):
     side: int = setting(80, "points on a side of the maps", smoke=8)
 
 
-def rounded(values):
-    return [round(value, 4) for value in values.flatten().tolist()]
-
-
-def hmc(s, net, likelihood, pair):
-    how = {"step_size": 1e-2, "trajectory_length": s.hmc_trajectory, "adapt_mass_matrix": False}
-    bnn = tyxe.MCMC_BNN(net, normal(), likelihood, partial(HMC, **how))
-    quiet = not sys.stderr.isatty()
-    bnn.fit([pair], s.hmc_samples, warmup_steps=s.hmc_warmup, disable_progbar=quiet)
-    return bnn
+def recorded(**parts):
+    return {name: tables.rounded(values) for name, values in parts.items()}
 
 
 def drawn_cubic(count):
@@ -82,19 +74,12 @@ def drawn_cubic(count):
 
 def tune(bnn, x, y, count):
     """Choose [T 3.41]'s N and tau by the likelihood of held-out points; the BNN keeps the best."""
-    size, scores = bnn.likelihood.dataset_size, {}
-
-    def choose(n, tau):
-        bnn.temperature = size / n  # N points in place of those that were seen
-        bnn.update_prior(normal(tau**-0.5))
-
-    for n in (size * 4.0**k for k in range(-1, 5)):
-        for tau in (4.0**k for k in range(-1, 5)):
-            choose(n, tau)
-            how = {"num_predictions": count, "predictive": "bnn"}
-            scores[n, tau] = float(bnn.evaluate(x, y, **how)[1])
-    best = max(scores, key=scores.__getitem__)
-    choose(*best)
+    factors, scores = [4.0**k for k in range(-1, 5)], {}
+    for factor, tau in product(factors, factors):
+        chosen = bnn.likelihood.dataset_size * factor, tau
+        common.widen(bnn, *chosen)
+        scores[chosen] = float(bnn.evaluate(x, y, num_predictions=count, predictive="bnn")[1])
+    common.widen(bnn, *(best := max(scores, key=scores.get)))
     return dict(zip(("N", "tau"), best, strict=True))
 
 
@@ -102,7 +87,7 @@ def cubic(s, seed):
     sets = [drawn_cubic(count) for count in (20, 20, 1_000)]
     unit, height = (column.std() for column in sets[0])  # the net sees variances of one
     pair, held_out, test = ((x / unit, y / height) for x, y in sets)
-    net = nn.Sequential(nn.Linear(1, 7), nn.ReLU(), nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 1))
+    net = common.mlp(1, 7, 7, 1)
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(pair[0]), scale=float(3 / height))
     fitted = tyxe.LaplaceBNN(net, normal(), likelihood)
     fitted.fit([pair], partial(torch.optim.Adam, lr=1e-2), s.epochs)
@@ -111,53 +96,36 @@ def cubic(s, seed):
     def look(bnn, name, kind):
         how = {"num_predictions": s.draws, "predictive": kind[-3:]}
         mean, scale = (part * height for part in bnn.predict(GRID / unit, **how))
-        curves[kind][name] = {"mean": rounded(mean), "sd": rounded(scale)}
+        curves[kind][name] = recorded(mean=mean, sd=scale)
         nll = (height.log() - bnn.evaluate(*test, reduction="mean", **how)[1]).item()
         spread = {"sd, |x| < 4": scale[inside], "sd beyond": scale[~inside]}
         row = {column: values.mean().item() for column, values in spread.items()}
         rows[f"{name}, {kind}"] = row | {"NLL": nll}
 
-    for structure, how in {
-        "kron": DAMPED,
-        "diag": {"curvature": "fisher"},
-        "full": {"curvature": "fisher"},
-    }.items():
+    for structure in ("kron", "diag", "full"):
         # A net that is fitted already: only the curvature is missing.
-        how = how | {"structure": structure}
+        how = DAMPED if structure == "kron" else {"structure": structure, "curvature": "fisher"}
         bnn = tyxe.LaplaceBNN(fitted.to_module(), normal(), likelihood, **how)
         bnn.fit_curvature([pair])
         look(bnn, structure, "untuned, glm")
         look(bnn, structure, "untuned, bnn")
         chosen[structure] = tune(bnn, *held_out, s.draws // 5)
         look(bnn, structure, "tuned, bnn")
-    bnn = hmc(s, net, likelihood, pair)
+    bnn, _ = common.hmc(s, net, likelihood, pair, **HMC)
     look(bnn, "HMC", "untuned, bnn")
-    # How far HMC can be trusted: its independent draws, the chain's halves taken as two chains.
-    at = GRID[20::100] / unit  # -5, 0 and 5
-    functions = bnn.predict(at, num_predictions=s.hmc_samples, aggregate=False)
-    ess = effective_sample_size(functions.reshape(2, -1, len(at))).tolist()
+    # How far HMC can be trusted: its independent draws at -5, 0 and 5.
+    ess = common.chain_worth(bnn, s.hmc_samples, GRID[20::100] / unit)
     facts = {"chosen": chosen, "hmc effective sample size": ess}
     return {"rows": rows, **facts, "curves": curves}
 
 
 def cubic_figure(cell, seed):
-    names, points = ["kron", "diag", "full", "HMC"], drawn_cubic(20)
-    how = {"figsize": (12, 9), "sharex": True, "sharey": "row"}
-    figure, axes = tables.subplots(len(PREDICTIVES), len(names), **how)
-    of_hmc = cell["curves"]["untuned, bnn"]["HMC"]
-    for line, kind, limit in zip(axes, reversed(PREDICTIVES), (150, 400, 150), strict=True):
-        for ax, name in zip(line, names, strict=True):
-            drawn = of_hmc if name == "HMC" else cell["curves"][kind][name]
-            band = torch.tensor(drawn["mean"]), torch.tensor(drawn["sd"])
-            how = {"train_data": points, "true_function": GRID**3}
-            tyxe.plotting.predictive_band(GRID, *band, ax, **how)
-            ax.get_legend().remove()
-            ax.set(title=name if name == "HMC" else f"{name}: {kind}", xlabel="", ylabel="")
-        line[0].set(xlim=(-6, 6), ylim=(-limit, limit), ylabel="y")
-    for ax in axes[-1]:
-        ax.set_xlabel("x")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
+    panels = []
+    for kind in reversed(PREDICTIVES):
+        found = cell["curves"][kind]
+        panels += [(f"{name}: {kind}", found[name]) for name in ("kron", "diag", "full")]
+        panels.append(("HMC", cell["curves"]["untuned, bnn"]["HMC"]))
+    return tables.bands(panels, GRID, drawn_cubic(20), GRID**3, [150, 400, 150], (12, 9))
 
 
 class Step(nn.Module):
@@ -166,16 +134,14 @@ class Step(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(1, 1)
-        nn.init.ones_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.load_state_dict({"linear.weight": torch.ones(1, 1), "linear.bias": torch.zeros(1)})
 
     def forward(self, x):
         return 5 * self.linear(x).tanh()
 
 
 def step_data():
-    x = torch.tensor([1.0, 1.5, 2.0, 2.5, 3.0])
-    x = torch.cat([-x, x])[:, None]
+    x = torch.tensor([-1.0, 1.0]).outer(torch.linspace(1, 3, 5)).view(-1, 1)
     return x, (x > 0).float()
 
 
@@ -213,15 +179,12 @@ def step(s, seed):
     fitted = tyxe.LaplaceBNN(net, normal(), likelihood)
     fitted.fit([pair], partial(torch.optim.Adam, lr=1e-2), s.epochs)
     fitted, posteriors = fitted.to_module(), {}
-    for name, how in {
-        "Laplace, Hessian": {"structure": "full"},
-        "Laplace, GGN": {"structure": "full"},
-        "Laplace, GGN damped": DAMPED,
-    }.items():
+    for name in ("Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped"):
+        how = DAMPED if name.endswith("damped") else {"structure": "full"}
         posteriors[name] = tyxe.LaplaceBNN(fitted, normal(), likelihood, **how)
         posteriors[name].fit_curvature([pair])
     use_hessian_(posteriors["Laplace, Hessian"], *pair)
-    posteriors["HMC"] = hmc(s, net, likelihood, pair)
+    posteriors["HMC"], _ = common.hmc(s, net, likelihood, pair, **HMC)
     _, _, falling, probs = step_truth(*pair, GRID)
     rows = {"true posterior": {"P(w1 < 0)": falling, "p at x = 4": probs[200].item()}}
     names, curves = ("net.linear.weight", "net.linear.bias"), {}
@@ -230,15 +193,14 @@ def step(s, seed):
             draws = [*bnn.draws(s.hmc_samples if title == "HMC" else 10 * s.draws)]
         weights = torch.stack([torch.cat([w[name].flatten() for name in names]) for w in draws])
         rows[title] = {"P(w1 < 0)": (weights[:, 0] < 0).float().mean().item()}
-        curves[title] = {"weights": [rounded(column) for column in weights[:400].T]}
+        curves[title] = {"weights": [*map(tables.rounded, weights[:400].T)]}
         for kind in ("bnn",) if title == "HMC" else ("bnn", "glm"):
             how = {"num_predictions": s.draws, "predictive": kind, "aggregate": False}
             outputs = bnn.predict(GRID, **how)[..., 0]
             rows[title][f"{kind} at x = 4"] = outputs[:, 200].sigmoid().mean().item()
             low, high = torch.quantile(outputs, torch.tensor([0.025, 0.975]), dim=0)
-            parts = {"low": low, "high": high, "mean": outputs.mean(0)}
-            parts["probability"] = outputs.sigmoid().mean(0)
-            curves[title][kind] = {part: rounded(values) for part, values in parts.items()}
+            parts = {"mean": outputs.mean(0), "probability": outputs.sigmoid().mean(0)}
+            curves[title][kind] = recorded(low=low, high=high, **parts)
     return {"rows": rows, "w1 of the MAP": fitted.linear.weight.item(), "curves": curves}
 
 
@@ -273,7 +235,7 @@ def banana_data(seed):
     found = common.arrays("uci/banana.npz")
     x, y = found["X"], found["y"][:, None].float()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    return [(x[part], y[part]) for part in (order[:265], order[265:530], order[530:])]
+    return [(x[part], y[part]) for part in order.tensor_split([265, 530])]
 
 
 def banana(s, seed):
@@ -283,13 +245,11 @@ def banana(s, seed):
     kinds = {"MAP": {"num_predictions": 0, "predictive": "bnn"}} | kinds
     found, posteriors = {}, {}
     for precision in s.prior_precisions:
-        layers = nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1)
-        net = nn.Sequential(*layers)
+        net = common.mlp(2, 50, 50, 1, act=nn.Tanh)
         bnn = tyxe.LaplaceBNN(net, normal(precision**-0.5), likelihood, structure="full")
-        adam = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 1e-2}, "gamma": 0.1}
         decays = [s.epochs * 24 // 30, s.epochs * 28 // 30]
-        optim = pyro.optim.MultiStepLR({**adam, "milestones": decays})
-        bnn.fit([train], optim, s.epochs, lambda *_, optim=optim: optim.step())
+        adam, step = common.scheduled(bnn, 1e-2, MultiStepLR, decays)
+        bnn.fit([train], adam, s.epochs, step)
         posteriors[precision], found[precision] = bnn, {}
         for kind, how in kinds.items():
             _, held_out = bnn.evaluate(*validation, reduction="mean", **how)
@@ -301,11 +261,11 @@ def banana(s, seed):
     # Its own choice apart, bnn on the posterior that glm chose: the predictive alone differs.
     rows[f"bnn, precision {best['glm']}"] = found[best["glm"]]["bnn"]
     axis, maps = torch.linspace(-PLANE, PLANE, s.side), {}
+    plane = torch.cartesian_prod(axis, axis)
     for kind in ("bnn", "glm"):
-        plane = torch.cartesian_prod(axis, axis)
         probs = posteriors[best["glm"]].predict(plane, aggregate=False, **kinds[kind]).sigmoid()
-        parts = {"mean": probs.mean(0), "sd of p": probs.std(0, correction=0)}
-        maps[kind] = {part: rounded(values) for part, values in parts.items()}
+        sd = {"sd of p": probs.std(0, correction=0)}
+        maps[kind] = recorded(mean=probs.mean(0), **sd)
     return {"rows": rows, "by prior precision": found, "maps": maps}
 
 
@@ -317,8 +277,7 @@ def banana_figure(cell, seed):
         epistemic = sd.square()  # of y, 0 or 1: E[p (1 - p)] and Var[p]
         parts = {"aleatoric": mean * (1 - mean) - epistemic, "epistemic": epistemic}
         maps[kind] = {"mean": mean, "sd of p": sd} | parts
-    how = {"figsize": (12, 7.1), "sharex": True, "sharey": True}
-    figure, axes = tables.subplots(2, 4, **how)
+    figure, axes = tables.subplots(2, 4, figsize=(12, 7.1), sharex=True, sharey=True)
     for column, name in zip(axes.T, maps["bnn"], strict=True):
         top = 1.0 if name == "mean" else max(float(row[name].max()) for row in maps.values())
         look = {"origin": "lower", "extent": (-PLANE, PLANE) * 2, "vmin": 0, "vmax": top}
@@ -328,11 +287,9 @@ def banana_figure(cell, seed):
             image = ax.imshow(row[name].view(side, side).mT.numpy(), **look)
             marks = {"color": "black", "markersize": 2, "markerfacecolor": "white"}
             for label, marker in ((0, "o"), (1, "^")):
-                points = x[y[:, 0] == label].T
-                ax.plot(*points, marker, **marks, markeredgewidth=0.4, linestyle="none")
+                ax.plot(*x[y[:, 0] == label].T, marker, **marks, markeredgewidth=0.4)
             ax.set(title=f"{kind}: {name}", xlim=(-PLANE, PLANE), ylim=(-PLANE, PLANE))
-        bar = {"location": "bottom", "shrink": 0.9, "aspect": 30, "pad": 0.02}
-        figure.colorbar(image, ax=column, **bar)
+        figure.colorbar(image, ax=column, location="bottom", shrink=0.9, aspect=30, pad=0.02)
     return figure
 
 
@@ -343,16 +300,12 @@ def table(record):
 
 
 def of(kind, run, draw):
-    def seeded(s, seed):
-        pyro.set_rng_seed(seed)
-        return run(s, seed)
-
     def figure(record):
         (seed,), cell = next(iter(record.cells.items()))
         pyro.set_rng_seed(int(seed))
         return draw(cell, int(seed))
 
-    cells, name = runner.every(seeded, "seeds"), f"laplace_{run.__name__}"
+    cells, name = runner.every(run, "seeds"), f"laplace_{run.__name__}"
     return runner.Experiment(name, kind, cells, ("seed",), table, figure)
 
 

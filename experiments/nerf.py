@@ -17,10 +17,10 @@ function of colours, and of colours and silhouettes, and the peak signal-to-nois
 published ones end a little behind its middle.
 """
 
-import math
 import sys
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import product
 
 import common
 import runner
@@ -58,24 +58,16 @@ class Settings(runner.Settings):
     data: str = setting(COW, "an archive of views")
 
     def __post_init__(self):
-        if min(self.kl_factors) <= 0:
-            raise ValueError(
-                f"--kl-factors has {min(self.kl_factors):g}; expected positive numbers"
-            )
+        if (least := min(self.kl_factors)) <= 0:
+            raise ValueError(f"--kl-factors has {least:g}; expected positive numbers")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda, but torch finds no GPU")
 
 
-class Harmonics(nn.Module):
-    """Sines and cosines of each coordinate at frequencies `0.1 * 2^k`: of 3 numbers, 6 * count."""
-
-    def __init__(self, count):
-        super().__init__()
-        self.register_buffer("frequencies", 0.1 * 2.0 ** torch.arange(count), persistent=False)
-
-    def forward(self, x):
-        angles = (x[..., None] * self.frequencies).flatten(-2)
-        return torch.cat([angles.sin(), angles.cos()], -1)
+def embedded(x, count):
+    """Return sines and cosines of each coordinate at frequencies `0.1 * 2^k`: 6 * count of 3."""
+    angles = (x[..., None] * (0.1 * 2.0 ** torch.arange(count, device=x.device))).flatten(-2)
+    return torch.cat([angles.sin(), angles.cos()], -1)
 
 
 class RadianceField(nn.Module):
@@ -83,8 +75,7 @@ class RadianceField(nn.Module):
 
     def __init__(self, harmonics, width):
         super().__init__()
-        inputs, bend = 6 * harmonics, nn.Softplus(beta=10)
-        self.embed = Harmonics(harmonics)
+        self.harmonics, inputs, bend = harmonics, 6 * harmonics, nn.Softplus(beta=10)
         self.trunk = nn.Sequential(nn.Linear(inputs, width), bend, nn.Linear(width, width), bend)
         self.density = nn.Sequential(nn.Linear(width, 1), bend)
         # A linear map of both, in two parts: what is the same along a ray is computed once.
@@ -95,9 +86,9 @@ class RadianceField(nn.Module):
         nn.init.constant_(self.density[0].bias, -1.5)
 
     def forward(self, points, directions):
-        features = self.trunk(self.embed(points))
+        features = self.trunk(embedded(points, self.harmonics))
         opacity = 1 - (-self.density(features)[..., 0]).exp()
-        seen_from = self.of_direction(self.embed(directions))[:, None]
+        seen_from = self.of_direction(embedded(directions, self.harmonics))[:, None]
         return opacity, self.colour(self.of_point(features) + seen_from)
 
 
@@ -114,11 +105,10 @@ def image_loss(rendered, target):
 def errors(images, views):
     """Return errors of images `(V, 4, size, size)`, colours' peak signal-to-noise ratio in dB."""
     pixels, found = (part.movedim(1, -1) for part in (views.pixels, images))
-    squared = (found - pixels)[..., :3].square().mean().item()
     return {
         "colour": huber(found[..., :3], pixels[..., :3]).item(),
         "colour + silhouette": image_loss(found, pixels).item(),
-        "PSNR": -10 * math.log10(squared),
+        "PSNR": -10 * (found - pixels)[..., :3].square().mean().log10().item(),
     }
 
 
@@ -190,7 +180,7 @@ def file_of(record, name, seed):
     return record.path.with_name(f"{record.path.stem}_{words}_{seed}.pt")
 
 
-def run(s, name, seed, factor=1.0):
+def run(s, name, seed, factor):
     """Train a net from where another stopped, render and score it; its pictures are in a file."""
     (views, is_train, renderer), record = problem(s), experiment.record(s)
     torch.manual_seed(seed)
@@ -213,42 +203,38 @@ def run(s, name, seed, factor=1.0):
         one_by_one = torch.arange(len(views)).split(1)
         return torch.cat([renderer.images(views[i], bnn) for i in one_by_one]).cpu()
 
-    pictures, where = {"state": bnn.state_dict()}, {"train": is_train, "held out": ~is_train}
-    if is_bayesian:
-        torch.manual_seed(seed)
-        draws = []
-        for _ in range(s.draws):
-            with bnn.hold_sample():  # every piece of every image by the same weights
-                draws.append(rendered())
-        draws = torch.stack(draws)
-        pictures |= {"images": (mean := draws.mean(0)), "sd": (sd := uncertainty(draws))}
-    else:
-        pictures["images"] = mean = rendered()
-    s.out.mkdir(parents=True, exist_ok=True)
-    torch.save(pictures, file_of(record, name, seed))
-    views = views.to("cpu")
+    torch.manual_seed(seed)
+    draws = []
+    for _ in range(s.draws if is_bayesian else 1):
+        with bnn.hold_sample() if is_bayesian else nullcontext():  # all images by the same weights
+            draws.append(rendered())
+    draws, views = torch.stack(draws), views.to("cpu")
+    pictures = {"state": bnn.state_dict(), "images": (mean := draws.mean(0))}
+    where = {"train": is_train, "held out": ~is_train}
     found["errors"] = {part: errors(mean[some], views[some]) for part, some in where.items()}
     if is_bayesian:
+        pictures["sd"] = sd = uncertainty(draws)
         parts = {part: (sd[some], mean[some], views[some]) for part, some in where.items()}
         found["uncertainty"] = {part: reliability(*three) for part, three in parts.items()}
+    s.out.mkdir(parents=True, exist_ok=True)
+    torch.save(pictures, file_of(record, name, seed))
     return found | {"weights": weights, "weight of the KL": kl_weight}
 
 
 def cells(s, found):
-    for seed in s.seeds:
-        for name in ("deterministic", LONGER):
-            yield (name, seed), partial(run, s, name, seed)
-        for factor in s.kl_factors:
-            name = "Bayesian" if factor == 1 else f"Bayesian, KL x {factor:g}"
-            yield (name, seed), partial(run, s, name, seed, factor)
+    factors = {"deterministic": 0.0, LONGER: 0.0}
+    factors |= {"Bayesian" if f == 1 else f"Bayesian, KL x {f:g}": f for f in s.kl_factors}
+    for seed, (name, factor) in product(s.seeds, factors.items()):
+        yield (name, seed), partial(run, s, name, seed, factor)
 
 
 def table(record):
-    names, rows = [(part, key) for part in ("held out", "train") for key in FORMATS], {}
-    for (method, _), cell in record.cells.items():
-        row = {f"{part}: {key}": cell["errors"][part][key] for part, key in names}
-        rows.setdefault(method, []).append(row)
-    return tables.score_table(rows, {f"{part}: {key}": FORMATS[key] for part, key in names})
+    def flat(parts):
+        return {f"{part}: {name}": v for part, row in parts.items() for name, v in row.items()}
+
+    cells = {key: flat(cell["errors"]) for key, cell in record.cells.items()}
+    forms = flat({"held out": FORMATS, "train": FORMATS})
+    return tables.score_table(tables.rows(cells), forms)
 
 
 def figure(record):
@@ -266,15 +252,14 @@ def figure(record):
 
     columns = [i * len(views) // 39 for i in (2, 12, 19, 26, 30, 32, 34, 36, 38)]
     rows = {"truth": views.pixels, "deterministic": first["images"], f"{method}, mean": mean}
-    panels, axes = tables.subplots(4, 9, figsize=(12.6, 5.6))
+    ticks = {"xticks": [], "yticks": []}
+    panels, axes = tables.subplots(4, 9, figsize=(12.6, 5.6), subplot_kw=ticks)
     for line, view in zip(axes.T, columns, strict=True):
         for ax, images in zip(line, rows.values(), strict=False):
             ax.imshow(images[view, :3].movedim(0, -1).clamp(0, 1).numpy())
         shown = line[-1].imshow(sd[view].numpy(), vmin=0, vmax=sd[columns].quantile(0.999).item())
         kind = "train" if is_train[view] else "held out"
         line[0].set_title(f"{kind}\n{views.azimuth[view]:.0f}°", fontsize=8)
-    for ax in axes.flat:
-        ax.set(xticks=[], yticks=[])
     for ax, title in zip(axes[:, 0], [*rows, "Bayesian, sd"], strict=True):
         ax.set_ylabel(title, fontsize=8)
     panels.colorbar(shown, ax=axes[-1])
@@ -304,8 +289,8 @@ def turntable(path, truth, mean, sd, is_train):
         pixels = (255 * strip).byte().movedim(0, -1).numpy()
         frame = Image.fromarray(pixels).resize([2 * n for n in pixels.shape[1::-1]])
         if not seen:
-            corner = (frame.width - 1, frame.height - 1)
-            ImageDraw.Draw(frame).rectangle([(0, 0), corner], outline=(255, 160, 0), width=2)
+            edges = (0, 0, frame.width - 1, frame.height - 1)
+            ImageDraw.Draw(frame).rectangle(edges, outline=(255, 160, 0), width=2)
         frames.append(frame)
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
     print(f"wrote {path}")

@@ -72,14 +72,11 @@ def load(name):
             raise ValueError(f"{path}: {error}; {wanted}") from error
     views, size = (*found.get("images", np.empty(0)).shape, 0, 0)[:2]
     sizes = {"V": views, "S": size, "3": 3}
-    for key, shape in SHAPES.items():
-        like = np.empty([sizes[n] for n in shape], np.uint8 if "S" in shape else np.float32)
-        if key not in found or (found[key].shape, "S" in shape) != (
-            like.shape,
-            found[key].dtype == np.uint8,
-        ):
-            held = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in found.items())
-            raise ValueError(f"{path} holds {held or 'no arrays'}; {wanted}")
+    layout = {key: (tuple(sizes[n] for n in shape), "S" in shape) for key, shape in SHAPES.items()}
+    given = {k: (found[k].shape, found[k].dtype == np.uint8) for k in SHAPES if k in found}
+    if given != layout:
+        held = ", ".join(f"{key} {array.shape} {array.dtype}" for key, array in found.items())
+        raise ValueError(f"{path} holds {held or 'no arrays'}; {wanted}")
     colour, silhouettes = (torch.from_numpy(found[n]) for n in ("images", "silhouettes"))
     pixels = torch.cat([colour, silhouettes[..., None]], -1).movedim(-1, 1) / 255
     cameras = (torch.from_numpy(found[n]).float() for n in ("R", "T", "azimuth_deg"))
@@ -160,11 +157,8 @@ class Pytorch3dRenderer:
                 f"--renderer pytorch3d needs {error.name}, which is not on the package index: pip "
                 'install "git+https://github.com/facebookresearch/pytorch3d.git"'
             ) from error
-        self.p3d, self.chunk, self.size = (
-            renderer,
-            chunk,
-            {"image_width": size, "image_height": size},
-        )
+        self.p3d, self.chunk = renderer, chunk
+        self.size = {"image_width": size, "image_height": size}
         self.along = {"n_pts_per_ray": depths, "min_depth": near, "max_depth": far}
 
     def _render(self, sampler, views, field):

@@ -25,7 +25,6 @@ have 10,000 and 2,000 of CIFAR-10 that went through JPEG and 1,040 of SVHN; for 
 learn ten times as fast as means, and have lower caps.
 """
 
-import itertools
 import math
 import sys
 import time
@@ -54,27 +53,28 @@ STARTS |= {"last-layer-mean-field": "ml", "last-layer-low-rank": "ml", "last-lay
 STARTS |= {"laplace-kron": "map", "variational-laplace": "ml", "inducing": None}
 # Settings that not every inference depends on.
 SCALED = ["mean-field", "mean-field-sd-only", "last-layer-mean-field", "last-layer-low-rank"]
+LOCAL = SCALED[:3]  # mean fields, by local reparameterisation
 OWN = {"rank": ["last-layer-low-rank"], "M": ["inducing"], "max lambda": ["inducing"]}
 OWN |= {"scale multiplier": [*SCALED, "variational-laplace", "inducing"]}
 OWN |= {"max scale": SCALED[:2], "max scale of U": ["inducing"]}
+ANNEALED = ("without", "of growing")
 FORMATS = {"NLL": ".3f", "accuracy %": ".2f", "ECE %": ".2f", "OOD AUROC": ".3f"}
 # [T tab. 5.1], in the order of the columns.
 PAPER = {
-    "ml": (0.33, 94.29, 4.10, 0.78),
-    "map": (0.29, 92.14, 4.44, 0.82),
-    "mean-field-sd-only": (0.27, 93.66, 3.14, 0.93),
-    "mean-field": (0.20, 93.28, 0.97, 0.94),
-    "last-layer-mean-field": (0.35, 93.36, 3.62, 0.89),
-    "last-layer-low-rank": (0.34, 93.31, 3.75, 0.89),
+    "ml": ["0.33", "94.29", "4.10", "0.78"],
+    "map": ["0.29", "92.14", "4.44", "0.82"],
+    "mean-field-sd-only": ["0.27", "93.66", "3.14", "0.93"],
+    "mean-field": ["0.20", "93.28", "0.97", "0.94"],
+    "last-layer-mean-field": ["0.35", "93.36", "3.62", "0.89"],
+    "last-layer-low-rank": ["0.34", "93.31", "3.75", "0.89"],
 }
+
+
+CAPS = {"mean-field": 0.05, "mean-field-sd-only": 0.03}
 
 
 def both(ours, paper, help):
     return setting(ours, help, published=paper, smoke=paper)
-
-
-def caps(all_of_it, sd_only):
-    return {"mean-field": all_of_it, "mean-field-sd-only": sd_only}
 
 
 @settings
@@ -93,7 +93,7 @@ class Settings(runner.Settings):
     rate: float = setting(1e-3, "of Adam")
     beta: dict = both({"variational-laplace": 0.02}, {"variational-laplace": 0.1}, "of the KL")
     scale_multiplier: int = both(10, 1, "of the learning rate of scales")
-    max_scale: dict = both(caps(0.05, 0.03), caps(0.1, 0.1), "of standard deviations")
+    max_scale: dict = both(CAPS, dict.fromkeys(CAPS, 0.1), "of standard deviations")
     draws: int = setting(32, "in predictions", smoke=2)
     rank: int = setting(10, "of low rank", smoke=2)
     M: int = setting(16, "rows and columns of inducing weights", published=64, smoke=2)
@@ -118,8 +118,8 @@ class Settings(runner.Settings):
         if name in self.max_scale:
             found["max scale"] = self.max_scale[name]
         if name == "inducing":
-            thirds = {"epochs without KL": self.epochs // 3}
-            found |= thirds | {"epochs of growing KL": self.epochs // 6}
+            parts = zip(ANNEALED, (3, 6), strict=True)
+            found |= {f"epochs {kind} KL": self.epochs // part for kind, part in parts}
         return found
 
 
@@ -136,13 +136,10 @@ def load(s):
         unknown = torch.cat([unknown, common.images("svhn_subset", "train")[0]])
     if (count := s.training_images or len(x)) > len(x):
         sys.exit(f"--training-images is {count:,}, but there are {len(x):,}")
-    x, y = common.first((x, y), count)
-
-    def normalised(x, like):
-        return ((x - like.mean((0, 2, 3), True)) / like.std((0, 2, 3), keepdim=True)).to(s.device)
-
-    pairs = (normalised(x, x), y.to(s.device)), (normalised(test[0], x), test[1].to(s.device))
-    return pairs, normalised(unknown, unknown)
+    standardised = common.standardised(x[:count])
+    pairs = common.first((x, y), count), test
+    pairs = [(standardised(x).to(s.device), y.to(s.device)) for x, y in pairs]
+    return pairs, common.standardised(unknown)(unknown).to(s.device)
 
 
 def make_net(width, stem, device="cpu", channels_last=False):
@@ -154,14 +151,10 @@ def make_net(width, stem, device="cpu", channels_last=False):
     net = resnet18(num_classes=10)
     if width != 64:
         net.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        net.bn1, sizes = nn.BatchNorm2d(width), [width, width, 2 * width, 4 * width, 8 * width]
-        for i, (before, after) in enumerate(itertools.pairwise(sizes), 1):
-            stride, shortcut = 1, None
-            if before != after:
-                map_ = nn.Conv2d(before, after, 1, stride=2, bias=False)
-                stride, shortcut = 2, nn.Sequential(map_, nn.BatchNorm2d(after))
-            blocks = BasicBlock(before, after, stride, shortcut), BasicBlock(after, after)
-            setattr(net, f"layer{i}", nn.Sequential(*blocks))
+        net.bn1, net.inplanes = nn.BatchNorm2d(width), width
+        for i in range(4):
+            layer = net._make_layer(BasicBlock, width * 2**i, 2, stride=2 if i else 1)
+            setattr(net, f"layer{i + 1}", layer)
         net.fc = nn.Linear(8 * width, 10)
     if stem != "imagenet":
         stride = {"cifar": 1, "strided": 2}[stem]
@@ -178,24 +171,20 @@ def inference(s, name, net, likelihood):
     """Return the BNN of an inference about a net, and the handler that it is fitted in."""
     norms = {"hide_module_types": [nn.BatchNorm2d]}
     weights, head = normal(**norms), normal(expose=["fc.*"])
-    layerwise = LayerwiseNormalPrior("radford", **norms)
-    narrow, cap = {"init_scale": 1e-4}, {"max_guide_scale": s.max_scale.get(name)}
+    layerwise, narrow = LayerwiseNormalPrior("radford", **norms), {"init_scale": 1e-4}
     if name.startswith("last-layer"):
         net.requires_grad_(False)
-    handler = nullcontext
+    handler = local_reparameterization if name in LOCAL else nullcontext
     match name:
         case "ml":
             prior, guide = normal(hide_all=True), None
         case "map":
             prior, guide = weights, common.point(net)
-        case "mean-field":
-            prior, guide = weights, common.mean_field(net, **narrow, **cap)
-            handler = local_reparameterization
-        case "mean-field-sd-only":
-            prior, guide = weights, common.mean_field(net, train_loc=False, **narrow, **cap)
-            handler = local_reparameterization
+        case "mean-field" | "mean-field-sd-only":
+            how = {"max_guide_scale": s.max_scale[name], "train_loc": name == "mean-field"}
+            prior, guide = weights, common.mean_field(net, **narrow, **how)
         case "last-layer-mean-field":
-            prior, guide, handler = head, common.mean_field(net, **narrow), local_reparameterization
+            prior, guide = head, common.mean_field(net, **narrow)
         case "last-layer-low-rank":
             kind = {"guide": AutoLowRankMultivariateNormal, "rank": s.rank}
             prior, guide = head, common.mean_field(net, **kind, **narrow)
@@ -215,52 +204,40 @@ def inference(s, name, net, likelihood):
     return VariationalBNN(net, prior, likelihood, guide), handler
 
 
-class Clock:
-    """Seconds of CPU time, or on a GPU of real time, of this run and of those it goes on from."""
-
-    def __init__(self, s):
-        self.on_gpu, self.before = s.device.startswith("cuda"), 0.0
-        self.start = self.now()
-
-    def now(self):
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() if self.on_gpu else time.process_time()
-
-    def __call__(self):
-        return self.before + self.now() - self.start
+def now(s):
+    """Return seconds of CPU time, or on a GPU of real time."""
+    if s.device.startswith("cuda"):
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def fit(s, bnn, handler, batches, settings, path):
     """Fit from the last checkpoint on, making one after each epoch; return losses and seconds."""
-    found, clock = {"losses": [], "train s": 0.0}, Clock(s)
+    found, start, cut = {"losses": [], "train s": 0.0}, now(s), common.cut_at(settings["cut"])
     if path.exists():
         saved = torch.load(path, map_location=s.device, weights_only=True)
         if saved["settings"] != settings:
             sys.exit(f"{path} is of other settings: name other --checkpoints, or remove it")
         bnn.load_checkpoint(saved["bnn"])
-        found, clock.before = saved["found"], saved["found"]["train s"]
-    first, last = len(found["losses"]), settings["epochs"]
-    free, growing = (settings.get(f"epochs {kind} KL", 0) for kind in ("without", "of growing"))
+        found = saved["found"]
+    first, last, before = len(found["losses"]), settings["epochs"], found["train s"]
+    growing = common.annealed(*(settings.get(f"epochs {kind} KL", 0) for kind in ANNEALED))
 
     def save(bnn, epoch, loss):
-        if epoch + 1 == settings["cut"]:
-            for group in bnn.optimizer.param_groups:
-                group["lr"] /= 10
+        cut(bnn, epoch, loss)
         found["losses"].append(loss)
-        found["train s"] = clock()
+        found["train s"] = before + now(s) - start
         content = {"settings": settings, "found": found, "bnn": bnn.checkpoint()}
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(content, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)  # a run may be killed while it writes
         return epoch + 1 == first + (s.stop_after or last)
 
-    def beta(epoch):
-        return settings["beta"] * min(max((epoch - free + 1) / (growing + 1), 0.0), 1.0)
-
     if first < last:
         adam = partial(torch.optim.Adam, lr=settings["rate"])
-        how = {"beta": beta, "lr_multipliers": {"scale": settings.get("scale multiplier", 1)}}
+        how = {"lr_multipliers": {"scale": settings.get("scale multiplier", 1)}}
+        how["beta"] = lambda epoch: settings["beta"] * growing(epoch)
         kind = torch.device(s.device).type
         with handler(), torch.autocast(kind, torch.bfloat16, enabled=s.low_precision()):
             bnn.fit(batches, adam, last - first, save, **how)
@@ -279,10 +256,10 @@ def fitted(s, name, seed):
     train = load(s)[0][0]
     bnn, handler = inference(s, name, net, tyxe.likelihoods.Categorical(len(train[1])))
     if isinstance(bnn, LaplaceBNN):
-        clock = Clock(s)
+        start = now(s)
         bnn.fit_curvature(common.Batches(*train, s.batch))
         precision = bnn.optimize_prior_precision().item()
-        return bnn, handler, {"prior precision": precision, "train s": clock()}
+        return bnn, handler, {"prior precision": precision, "train s": now(s) - start}
     file = f"resnet{'_published' if s.published else ''}_{name}_{seed}.pt"
     path = (s.checkpoints or s.out / "checkpoints") / file
     batches = common.Batches(*train, s.batch, common.crops)
@@ -294,31 +271,22 @@ def scores(s, bnn, seed, how):
     torch.manual_seed(seed)
     known, unknown = (bnn.predict(images, **how).softmax(-1).cpu() for images in (x, unknown))
     targets = targets.cpu()
-    curve = metrics.calibration_curve(known, targets)
-    curves = {name: getattr(curve, name) for name in ("confidence", "accuracy", "counts")}
+    curves = metrics.calibration_curve(known, targets)._asdict()
     for name, probs in (("test", known), ("OOD", unknown)):
         curves[f"{name} entropy quantiles"] = metrics.predictive_entropy(probs).quantile(levels)
-    row = {
-        "NLL": metrics.nll(known, targets),
-        "accuracy %": 100 * metrics.accuracy(known, targets),
-        "ECE %": 100 * metrics.expected_calibration_error(known, targets),
-        "OOD AUROC": metrics.ood_auroc(known.amax(-1), unknown.amax(-1)),
-    }
-    rounded = {
-        name: [None if math.isnan(value) else round(value, 4) for value in values.tolist()]
-        for name, values in curves.items()
-    }
-    return {name: value.item() for name, value in row.items()} | {"curves": rounded}
+    row = {"OOD AUROC": metrics.ood_auroc(known.amax(-1), unknown.amax(-1)).item()}
+    row["curves"] = {name: tables.rounded(values) for name, values in curves.items()}
+    return tables.scores(known, targets) | row
 
 
 def run(s, name, seed):
     bnn, handler, found = fitted(s, name, seed)
     is_point = name in ("ml", "map", "variational-laplace")
     how = {"num_predictions": 0 if is_point else s.draws, "batch_size": s.batch}
-    clock = Clock(s)
+    start = now(s)
     with (nullcontext if is_point else handler)():
         cell = scores(s, bnn, seed, how)
-    cell |= {**found, "predict s": clock(), "settings": s.of(name)}
+    cell |= {**found, "predict s": now(s) - start, "settings": s.of(name)}
     if name.startswith("mean-field"):  # as one draw for all images, too
         cell["weights drawn"] = scores(s, bnn, seed, how)
     return cell
@@ -327,29 +295,21 @@ def run(s, name, seed):
 def table(record):
     chosen, rows = record.content["settings"], {}
     for name in STARTS:
-        own = [cell for key, cell in record.cells.items() if key[0] == name]
+        own = [*record.of(name).values()]
         drawn = [cell["weights drawn"] for cell in own if "weights drawn" in cell]
         found = {name: own, f"{name}, weights drawn": drawn}
         rows |= {title: cells for title, cells in found.items() if cells}
-
-    known = {
-        (row, column): f"{value:.2f}"
-        for row, values in PAPER.items()
-        for column, value in zip(FORMATS, values, strict=False)
-    }
-    images = f"{chosen['training images'] or 'all'} training images"
-    said = f"Width {chosen['width']}, {chosen['epochs']} epochs, {images}; in brackets the paper."
+    said = f"Width {chosen['width']}, {chosen['epochs']} epochs, "
+    said += f"{chosen['training images'] or 'all'} training images; in brackets the paper."
     forms = FORMATS | {"train s": ".0f", "predict s": ".1f"}
-    return f"{said}\n\n{tables.score_table(rows, forms, known, ['seeds'])}"
+    return f"{said}\n\n{tables.score_table(rows, forms, PAPER, ['seeds'])}"
 
 
 def figure(record):
     drawn, (left, right) = tables.subplots(1, 2, figsize=(9, 5))
     left.plot([0, 1], [0, 1], color="0.6", linestyle="dashed", linewidth=1)
-    first = {
-        name: next((c for k, c in record.cells.items() if k[0] == name), None) for name in STARTS
-    }
-    found = {name: cell for name, cell in first.items() if cell}
+    found = {name: [*record.of(name).values()] for name in STARTS}
+    found = {name: cells[0] for name, cells in found.items() if cells}
     for color, (name, cell) in zip(PALETTE, found.items(), strict=False):
         curves = cell["curves"]
         # The accuracy of a few points says nothing.
@@ -359,8 +319,8 @@ def figure(record):
         left.plot(*zip(*points, strict=True), color=color, marker="o", markersize=4, label=label)
         for part, style in (("test", "solid"), ("OOD", "dashed")):
             entropy = torch.tensor(curves[f"{part} entropy quantiles"])
-            how = {"linestyle": style, "color": color, "max_entropy": math.log(10)}
-            plotting.entropy_ecdf(entropy, right, **how)
+            look = {"linestyle": style, "color": color, "max_entropy": math.log(10)}
+            plotting.entropy_ecdf(entropy, right, **look)
     left.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.02), ylim=(0, 1.02))
     right.set(title="CIFAR-10 test set solid, SVHN dashed")
     drawn.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)

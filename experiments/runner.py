@@ -67,7 +67,7 @@ settings = partial(dataclasses.dataclass, frozen=True, eq=False)
 class Settings:
     """What every experiment has; `__post_init__` of a subclass may raise a ValueError."""
 
-    out: Path = how(Path("results"), "folder of record, table and figure")
+    out: Path = how(Path("results"), "folder of record, table, figure", smoke=Path("results/smoke"))
     published: bool = how(False, "take the paper's settings, named below")
     smoke_test: bool = how(False, "a run of seconds, without a result")
     table: bool = how(False, "only write the table of what --out has")
@@ -95,8 +95,9 @@ def _option(field: dataclasses.Field) -> dict[str, Any]:
     if default is False:
         return told | {"action": "store_true"}
     paper = facts["published"]
-    told["help"] += f" (default: {words(default)}"
-    told["help"] += ")" if paper is ... else f"; published: {words(paper)})"
+    said = [f"default: {words(default)}"] if default != [] else []
+    said += [] if paper is ... else [f"published: {words(paper)}"]
+    told["help"] += f" ({'; '.join(said)})" if said else ""
     if isinstance(default, list):
         told["nargs"] = "+"
     kind = next((k for k in get_args(field.type) if k is not type(None)), field.type)
@@ -120,15 +121,18 @@ class Record:
     cells: Cells = dataclasses.field(default_factory=dict)
 
     def read(self) -> "Record":
-        def flat(cells, depth):
-            for name, value in cells.items():
-                below = [((), value)] if depth == 1 else flat(value, depth - 1)
-                yield from (((name, *key), cell) for key, cell in below)
-
         if self.path.exists():
             self.content = json.loads(self.path.read_text())
-            self.cells.update(flat(self.content.pop("cells"), len(self.by)))
+            found = {(): self.content.pop("cells")}
+            for _ in self.by:
+                found = {(*k, n): cell for k, part in found.items() for n, cell in part.items()}
+            self.cells.update(found)
         return self
+
+    def of(self, *start: str) -> Cells:
+        """Return the cells whose keys start so, by the rest of their keys."""
+        count = len(start)
+        return {key[count:]: cell for key, cell in self.cells.items() if key[:count] == start}
 
     def add(self, about: dict[str, Any], found: Cells) -> None:
         """Write cells to the file; another run may have added to it in the meantime."""
@@ -156,28 +160,30 @@ class Record:
 
 def environment(script: str, arguments: list[str]) -> dict[str, Any]:
     launcher = "python" if WORLD == 1 else f"torchrun --nproc_per_node={WORLD}"
-    modules = {"tyxe": tyxe, "torch": torch, "pyro": pyro}
-    versions = {name: module.__version__ for name, module in modules.items()}
+    processor = platform.processor() or platform.machine()
+    machine = {"system": platform.system(), "processor": processor, "cores": os.cpu_count()}
+    versions = {module.__name__: module.__version__ for module in (tyxe, torch, pyro)}
     return {
         "command": f"{launcher} experiments/{script} {shlex.join(arguments)}".strip(),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version()} | versions,
-        "machine": {
-            "system": platform.system(),
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        },
+        "machine": machine | {"threads": torch.get_num_threads()},
     }
 
 
 def every(run: Callable[..., dict[str, Any]], *names: str):
-    """Return `cells` of an experiment: `run(s, *values)` for all values of fields of settings."""
+    """Return `cells` of an experiment: `run(s, *values)` for all values of fields of settings.
+
+    The last name is the outermost loop: the seeds, which are set before.
+    """
+
+    def seeded(*how: Any) -> dict[str, Any]:
+        pyro.set_rng_seed(how[-1])
+        return run(*how)
 
     def cells(s: Settings, found: Cells):
-        # The last name is the outermost loop: seeds, so that one is finished after the other.
         for values in product(*(getattr(s, name) for name in reversed(names))):
-            yield values[::-1], partial(run, s, *values[::-1])
+            yield values[::-1], partial(seeded, s, *values[::-1])
 
     return cells
 
@@ -227,14 +233,14 @@ class Experiment:
         """Return the settings of a command line, and what leaves with a message."""
         how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         about = sys.modules[self.settings.__module__].__doc__
-        parser, options = argparse.ArgumentParser(script, description=about, **how), {}
+        parser = argparse.ArgumentParser(script, description=about, **how)
         for field in dataclasses.fields(self.settings):
-            options[field.name] = f"--{field.name.replace('_', '-')}"
-            parser.add_argument(options[field.name], **_option(field))
+            parser.add_argument(f"--{field.name.replace('_', '-')}", **_option(field))
         given = vars(parser.parse_args(arguments))
         for name, value in given.items():
             if type(value) is int and value < 1:
-                parser.error(f"{options[name]} is {value}; expected a positive number")
+                option = f"--{name.replace('_', '-')}"
+                parser.error(f"{option} is {value}; expected a positive number")
         levels = [name for name in ("published", "smoke_test") if given.get(name)]
         try:
             s = self.settings.at(*(level.removesuffix("_test") for level in levels), **given)
@@ -243,7 +249,7 @@ class Experiment:
         return s, parser.error
 
     def record(self, s: Settings) -> Record:
-        name = self.name.format(s) + ("_published" if s.published else "")
+        name = self.name.format(s) + "_published" * s.published
         return Record(s.out / f"{name}.json", self.by)
 
     def run(self, s: Settings, record: Record, about: dict[str, Any]) -> None:
@@ -298,7 +304,11 @@ class Experiment:
 def choose(experiments: dict[str, Experiment], arguments: list[str] | None = None) -> Record:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name not in experiments:
-        sys.exit(f"expected one of {', '.join(experiments)}, and then its options, or --help")
+        told = f"expected one of {', '.join(experiments)}, and then its options, or --help"
+        if name in ("-h", "--help"):
+            print(told)
+            sys.exit()
+        sys.exit(told)
     return experiments[name].main(rest, name)
 
 

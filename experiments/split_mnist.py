@@ -14,7 +14,9 @@ the accuracy right after the task and in the end, and that of a new output layer
 as they are in the end (head refitted). Reduced: 120 epochs a task for 600.
 """
 
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import common
 import runner
@@ -49,12 +51,12 @@ class Settings(runner.Settings):
 
 def tasks(count=None):
     """Return training and test data by task, such as `2/3`: `(n, 784)`, and 1 for the odd digit."""
-    parts = []
-    for split in ("train", "test"):
+    parts = {}, {}
+    for part, split in zip(parts, ("train", "test"), strict=True):
         x, y = common.images("mnist", split)
-        rows = {d: ((y == d) | (y == d + 1)).nonzero()[:count, 0] for d in range(0, 10, 2)}
-        named = {f"{d}/{d + 1}": (x[r].flatten(1), y[r]) for d, r in rows.items()}
-        parts.append({name: (x, (y % 2).float()[:, None]) for name, (x, y) in named.items()})
+        for d in range(0, 10, 2):
+            rows = (y // 2 == d // 2).nonzero()[:count, 0]
+            part[f"{d}/{d + 1}"] = x[rows].flatten(1), (y[rows] % 2).float()[:, None]
     return parts
 
 
@@ -70,7 +72,7 @@ class Moves:
             weight = self.bnn.net[0].weight.detach().clone()
             return {"loc": weight, "scale": torch.zeros_like(weight)}
         posterior = guide.get_detached_distributions(["0.weight"])["0.weight"]
-        return {"loc": posterior.mean, "scale": posterior.variance.sqrt()}
+        return {"loc": posterior.mean, "scale": posterior.stddev}
 
     def look(self, task, updates):
         now, before = self._taken(), self.before
@@ -96,8 +98,8 @@ class Moves:
 
 
 def refitted(net, train, test):
-    with torch.no_grad():
-        hidden, hidden_test = (net[:-1](x) for x, _ in (train, test))
+    """Return the accuracy of a new output layer on the hidden units of a net."""
+    hidden, hidden_test = (net[:-1](x).detach() for x, _ in (train, test))
     layer = nn.Linear(hidden.shape[1], 1)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
     for _ in range(200):
@@ -115,14 +117,12 @@ def run(s, method, seed, label):
             chosen = continual.coreset_indices(pair[0], size=s.coreset, method=kind)
             coresets[task], train[task] = continual.split_coreset(pair, chosen)
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(784, s.hidden_units), nn.ReLU(), nn.Linear(s.hidden_units, 1))
+    net = common.mlp(784, s.hidden_units, 1)
     likelihood = tyxe.likelihoods.Bernoulli(len(train["0/1"][0]), event_dim=1)
     prior, guide = common.normal(hide_all=True), None
     if method != "ML":
-        prior, guide = (
-            common.normal(hide_modules=["2"]),
-            common.mean_field(net, init_scale=s.first_scale),
-        )
+        prior = common.normal(hide_modules=["2"])
+        guide = common.mean_field(net, init_scale=s.first_scale)
     bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
     multipliers = {"scale": 5} if method == "VCL fast scales" else None
     heads, moves = continual.Heads(bnn, modules=["2"]), Moves(bnn)
@@ -138,16 +138,12 @@ def run(s, method, seed, label):
         moves.look(task, updates=s.epochs * -(-len(train[task][0]) // s.batch))
         continual.posterior_to_prior(bnn)
 
-    def score(task):
-        how = {"num_predictions": s.draws, "reduction": "mean"}
-        return 1 - bnn.evaluate(*test[task], **how)[0].item()
-
     def evaluate(task):
-        if not coresets:
-            return score(task)
-        with continual.restored(bnn, heads):
-            fit(task, coresets, s.coreset_epochs)
-            return score(task)
+        with continual.restored(bnn, heads) if coresets else nullcontext():
+            if coresets:
+                fit(task, coresets, s.coreset_epochs)
+            how = {"num_predictions": s.draws, "reduction": "mean"}
+            return 1 - bnn.evaluate(*test[task], **how)[0].item()
 
     parts = {"heads": heads, "parts": {"moves": moves}}
     loop = continual.TaskLoop(bnn, [*train], fit, evaluate, update, **parts)
@@ -157,10 +153,9 @@ def run(s, method, seed, label):
 
 
 def cells(s, found):
-    for seed in s.seeds:
-        for method in s.methods:
-            label = f"{method}, {s.epochs} epochs"
-            yield (label, seed), partial(run, s, method, seed, label)
+    for seed, method in product(s.seeds, s.methods):
+        label = f"{method}, {s.epochs} epochs"
+        yield (label, seed), partial(run, s, method, seed, label)
 
 
 def table(record):

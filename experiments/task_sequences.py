@@ -22,8 +22,9 @@ only the task's own classes are in question. Reduced: images, epochs, tasks and 
 """
 
 import math
+import statistics
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import common
@@ -39,14 +40,12 @@ from tyxe.plotting import accuracy_over_tasks
 from tyxe.plotting.axes import PALETTE
 
 # Of each method the structure, and how curvatures of tasks add up.
-LAPLACE = {
-    "kron": ("kron", "sum"),
-    "diag": ("diag", "sum"),
-    "per-task kron": ("kron", "per_task"),
-    "EWC": ("diag", "per_task"),
-}
 SUM = ("kron", "sum")
+LAPLACE = {"kron": SUM, "diag": ("diag", "sum")}
+LAPLACE |= {"per-task kron": ("kron", "per_task"), "EWC": ("diag", "per_task")}
 ONLINE = LAPLACE | {"kron": ("kron", "average"), "kron sum": SUM, "approximate": SUM}
+# Predictions by the mean of the weights.
+MODE = {"num_predictions": 0, "predictive": "bnn", "reduction": "mean", "batch_size": 1_000}
 LAMBDAS = [1.0, 10.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6]
 
 
@@ -97,34 +96,29 @@ def mnist(s, wanted=lambda y: y >= 0):
     return found
 
 
-def mlp():
-    layers = nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)
-    return nn.Sequential(*layers)
-
-
 def permuted(s, seed):
-    generator, sets, net = torch.Generator().manual_seed(seed), mnist(s), mlp()
-    orders = {str(1 + t): torch.randperm(784, generator=generator) for t in range(s.tasks)}
+    own, sets, net = torch.Generator().manual_seed(seed), mnist(s), common.mlp(784, 100, 100, 10)
+    orders = {str(1 + t): torch.randperm(784, generator=own) for t in range(s.tasks)}
     orders["1"] = torch.arange(784)
     return net, [*orders], lambda task, part: (sets[part][0][:, orders[task]], sets[part][1])
 
 
 def disjoint(s, seed):
     sets = {"0 to 4": mnist(s, lambda y: y < 5), "5 to 9": mnist(s, lambda y: y >= 5)}
-    return mlp(), [*sets], lambda task, part: sets[task][part]
+    return common.mlp(784, 100, 100, 10), [*sets], lambda task, part: sets[task][part]
 
 
 class LeNet(nn.Module):
     """Two convolutions and a layer of 500, for images of 32x32x3; the output layer is `head`."""
 
-    def __init__(self):
+    def __init__(self, a=20, b=50, c=500):
         super().__init__()
         self.body = nn.Sequential(
-            *(nn.Conv2d(3, 20, 5), nn.Tanh(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(20, 50, 5), nn.Tanh(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(1250, 500), nn.Tanh()),
+            *(nn.Conv2d(3, a, 5), nn.Tanh(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(a, b, 5), nn.Tanh(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(25 * b, c), nn.Tanh()),
         )
-        self.head = nn.Linear(500, 10)
+        self.head = nn.Linear(c, 10)
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -133,18 +127,19 @@ class LeNet(nn.Module):
 def vision(s, seed):
     x, y = common.images("notmnist", "test")
     kept = torch.arange(len(y)) % 5 > 0
-    sets = {"MNIST": "mnist", "notMNIST": [(x[kept], y[kept]), (x[~kept], y[~kept])]}
-    sets |= {"FashionMNIST": "fashion_mnist", "CIFAR-10": "cifar10_subset"}
+    files = {"MNIST": "mnist", "FashionMNIST": "fashion_mnist", "CIFAR-10": "cifar10_subset"}
 
+    @cache
     def part(task, index):
-        found = sets[task]
-        if isinstance(found, str):
-            found = sets[task] = [common.images(found, split) for split in ("train", "test")]
-        x, y = common.first(found[index], (s.images, s.test_images)[index])
-        around = ((32 - x.shape[-1]) // 2,) * 4
-        return nn.functional.pad(x, (*around, 0, 3 - x.shape[1])), y
+        if task == "notMNIST":
+            found = (x[~kept], y[~kept]) if index else (x[kept], y[kept])
+        else:
+            found = common.images(files[task], ("train", "test")[index])
+        images, labels = common.first(found, (s.images, s.test_images)[index])
+        around = ((32 - images.shape[-1]) // 2,) * 4
+        return nn.functional.pad(images, (*around, 0, 3 - images.shape[1])), labels
 
-    return LeNet(), [*sets], part
+    return LeNet(), ["MNIST", "notMNIST", "FashionMNIST", "CIFAR-10"], part
 
 
 class Sequence(NamedTuple):
@@ -167,7 +162,7 @@ def optimizer(s, sequence, parameters, method, strength, number):
     third = -(-s.epochs // 3)
     if isinstance(s, Online):
         return torch.optim.Adam(parameters, lr=s.rate / (1 + s.decay * number)), third
-    if isinstance(s, Permuted):
+    if isinstance(s, Permuted) or method == "SI":
         return torch.optim.Adam(parameters, lr=1e-3), s.epochs
     slower = max(1, number * (strength or 0) / sequence.slower.get(method, 1))
     rate = getattr(s, "rate", 0.1) / slower
@@ -188,18 +183,15 @@ def learn(s, sequence, method, strength, seed, label):
     """Learn all tasks; return the accuracies, or say that the fit diverged."""
     torch.manual_seed(seed)
     net, tasks, part = sequence.problem(s, seed)
-    laplace, head = sequence.laplace.get(method), sequence.head
-    prior = common.normal(
-        s.prior_scale, **({"hide_modules": head} if laplace else {"hide_all": True})
-    )
-    likelihood = tyxe.likelihoods.Categorical(1)
-    if laplace:
-        structure, accumulate = laplace
+    head, likelihood, prior = sequence.head, tyxe.likelihoods.Categorical(1), None
+    if method in sequence.laplace:
+        structure, accumulate = sequence.laplace[method]
         options = tyxe.LaplaceOptions(curvature_weight=strength, accumulate=accumulate)
         how = {"structure": structure, "curvature": "fisher", "options": options}
+        prior = common.normal(s.prior_scale, hide_modules=head)
         bnn = tyxe.LaplaceBNN(net, prior, likelihood, **how)
     else:
-        bnn = tyxe.VariationalBNN(net, prior, likelihood)
+        bnn = tyxe.VariationalBNN(net, common.normal(hide_all=True), likelihood)
     heads, parts = continual.Heads(bnn, head) if head else None, {}
     if method == "SI":
         parts["intelligence"] = continual.SynapticIntelligence(bnn, strength, heads=heads)
@@ -215,11 +207,9 @@ def learn(s, sequence, method, strength, seed, label):
             bnn.net.load_state_dict(fresh)
         batches = loader(*(tasks[: number + 1] if method == "joint" else [task]))
         bnn.likelihood.dataset_size = len(batches.x)
-        if method == "SI":
-            adam = parts["intelligence"].watch(torch.optim.Adam(bnn.parameters(), lr=1e-3))
-            bnn.fit(batches, adam, s.epochs, progress=False)
-            return
         descent, every = optimizer(s, sequence, bnn.parameters(), method, strength, number)
+        if method == "SI":
+            descent = parts["intelligence"].watch(descent)
         schedule = torch.optim.lr_scheduler.StepLR(descent, every, 0.1)
         bnn.fit(batches, descent, s.epochs, lambda *_: schedule.step(), progress=False)
 
@@ -227,16 +217,15 @@ def learn(s, sequence, method, strength, seed, label):
         if method == "SI":
             parts["intelligence"].update()
         if method == "approximate":
-            seen, size = tasks[: tasks.index(task) + 1], bnn.likelihood.dataset_size
+            batches, size = loader(*tasks[: tasks.index(task) + 1]), bnn.likelihood.dataset_size
             bnn.update_prior(prior)
-            bnn.likelihood.dataset_size = len(seen) * size
-            bnn.fit_curvature((batch for one in seen for batch in loader(one)), progress=False)
+            bnn.likelihood.dataset_size = len(batches.x)
+            bnn.fit_curvature(batches, progress=False)
             bnn.likelihood.dataset_size = size
         continual.posterior_to_prior(bnn)
 
     def evaluate(task):
-        how = {"num_predictions": 0, "predictive": "bnn", "reduction": "mean", "batch_size": 1_000}
-        return 1 - bnn.evaluate(*part(task, 1), **how)[0].item()
+        return 1 - bnn.evaluate(*part(task, 1), **MODE)[0].item()
 
     loop = continual.TaskLoop(bnn, tasks, fit, evaluate, update, heads=heads, parts=parts)
     try:
@@ -247,10 +236,9 @@ def learn(s, sequence, method, strength, seed, label):
         return {"tasks": tasks, "diverged": tasks[loop.done]}
     if method == "alone":  # of its own task, whichever comes after
         accuracy = [[row[-1] for row in accuracy[: t + 1]] for t in range(len(tasks))]
-    found = {"tasks": tasks, "accuracy": accuracy}
-    if isinstance(s, Disjoint):
-        found["own classes"] = [own_classes(bnn.to_module(), *part(t, 1)) for t in tasks]
-    return found
+    all_tasks, net = tasks if isinstance(s, Disjoint) else [], bnn.to_module()
+    own = {"own classes": [own_classes(net, *part(task, 1)) for task in all_tasks]}
+    return {"tasks": tasks, "accuracy": accuracy} | (own if all_tasks else {})
 
 
 @torch.no_grad()
@@ -264,14 +252,12 @@ def by_label(record):
 
     The latter are `(runs, T, T)`, with NaN above the diagonal.
     """
-    cells, found = {}, {}
-    for (label, _), cell in record.cells.items():
-        cells.setdefault(label, []).append(cell)
-        if "accuracy" in cell:
-            size = len(cell["accuracy"])
-            rows = [row + [math.nan] * (size - len(row)) for row in cell["accuracy"]]
-            found.setdefault(label, []).append(rows)
-    return cells, {label: torch.tensor(rows) for label, rows in found.items()}
+    cells, found = tables.rows(record.cells), {}
+    for label, own in cells.items():
+        ended = [cell["accuracy"] for cell in own if "accuracy" in cell]
+        runs = [[row + [math.nan] * (len(rows) - len(row)) for row in rows] for rows in ended]
+        found |= {label: torch.tensor(runs)} if runs else {}
+    return cells, found
 
 
 def with_error(values):
@@ -283,9 +269,9 @@ def table(record):
     (cells, found), lines = by_label(record), []
     tasks = next(iter(record.cells.values()))["tasks"]
     shown = tasks if len(tasks) <= 5 else [tasks[0], tasks[-1]]
+    has_own = "own classes" in str(record.cells)
     names = [*shown, "mean", "forgetting"]
-    if has_own := "own classes" in str(record.cells):
-        names += [f"{task}, own classes" for task in tasks]
+    names += [f"{task}, own classes" for task in tasks] if has_own else []
     for label, own in cells.items():
         if label not in found:
             lines.append([label, str(len(own)), "diverged", *[""] * (len(names) - 1)])
@@ -322,18 +308,18 @@ def over_tasks(record):
 def over_strength(record):
     """Draw the mean accuracy after the last task, with two standard errors; bounds as lines."""
     points, (drawn, ax) = {}, tables.subplots(figsize=(6.4, 4.2))
-    ax.spines[["top", "right"]].set_visible(False)
     for name, accuracy in by_label(record)[1].items():
         method, _, strength = name.partition(", strength ")
         last = 100 * continual.average_accuracy(accuracy)[:, -1]
-        error = 2 * last.std().item() / len(last) ** 0.5 if len(last) > 1 else 0.0
-        points.setdefault(method, []).append((float(strength or 0), last.mean().item(), error))
+        points.setdefault(method, {})[float(strength or 0)] = last.tolist()
     for (method, row), color in zip(points.items(), PALETTE, strict=False):
-        strengths, means, errors = zip(*sorted(row), strict=True)
-        if strengths == (0.0,):
-            ax.axhline(means[0], color=color, linestyle="dashed", label=method)
+        look, strengths = {"color": color, "label": method}, sorted(row)
+        if strengths == [0.0]:
+            ax.axhline(statistics.fmean(row[0.0]), linestyle="dashed", **look)
         else:
-            ax.errorbar(strengths, means, errors, color=color, marker="o", capsize=3, label=method)
+            values = [row[strength] for strength in strengths]
+            tables.errorbar(ax, strengths, values, 2, marker="o", capsize=3, **look)
+    ax.spines[["top", "right"]].set_visible(False)
     ax.set(xscale="log", xlabel="strength", ylabel="mean accuracy after both tasks (%)")
     ax.legend(frameon=False)
     return drawn
@@ -349,14 +335,10 @@ def of(name, kind, sequence, table=table, figure=over_tasks):
         for seed in s.seeds:
             for method in s.methods or strengths:
                 for strength in s.strengths or strengths[method][: 1 if s.smoke_test else None]:
-                    symbol, decay = (
-                        "lambda" if kind is Online else "strength",
-                        getattr(s, "decay", 0),
-                    )
+                    symbol = "lambda" if kind is Online else "strength"
                     label = method if strength is None else f"{method}, {symbol} {strength:g}"
-                    label += f", decay {decay:g}" if decay else ""
-                    run = s, sequence, method, strength, seed, label
-                    yield (label, seed), partial(learn, *run)
+                    label += f", decay {s.decay:g}" if getattr(s, "decay", 0) else ""
+                    yield (label, seed), partial(learn, s, sequence, method, strength, seed, label)
 
     by, facts = ("method", "seed"), {"strengths": strengths}
     return runner.Experiment(name, kind, cells, by, table, figure, facts)
@@ -372,10 +354,9 @@ SLOWER, CONVOLUTIONS = {"kron": 10, "diag": 100}, {"diag": 10, "EWC": 10}
 SI = Sequence(permuted, {"SI": [0.01, 0.03, 0.1, 0.3, 1.0]} | BOUNDS)
 TWO = Sequence(disjoint, MANY, slower=SLOWER)
 FOUR = Sequence(vision, FEW, slower=CONVOLUTIONS, head=["head"])
+MANY_TASKS = "online_laplace_{0.tasks}", Online, Sequence(permuted, THREE, ONLINE)
 experiments = {
-    "online": of(
-        "online_laplace_{0.tasks}", Online, Sequence(permuted, THREE, ONLINE), online_table
-    ),
+    "online": of(*MANY_TASKS, online_table),
     "permuted": of("continual_permuted", Permuted, SI),
     "disjoint": of("continual_disjoint", Disjoint, TWO, figure=over_strength),
     "vision": of("continual_vision", Vision, FOUR),

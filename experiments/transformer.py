@@ -31,7 +31,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
-from tyxe import metrics
 
 SELECTIONS = {"head": {"expose": ["head.*"]}, "attention": {"expose": ["*self_attn*"]}}
 SELECTIONS |= {"linear maps": {"hide": ["position", "*norm*"]}}
@@ -81,7 +80,6 @@ def load(s):
 
 
 def run(s, seed):
-    torch.manual_seed(seed)
     (train, validation, test), others = load(s)
     loader = DataLoader(TensorDataset(*train), s.batch, shuffle=True)
     likelihood = tyxe.likelihoods.Categorical(len(train[0]))
@@ -93,8 +91,8 @@ def run(s, seed):
         how = {"num_predictions": draws, "batch_size": 60}
         probs = {part: bnn.predict(x, **how).softmax(-1) for part, x in parts.items()}
         rows[name], best = tables.scores(probs["test"], test[1]), probs["test"].amax(-1)
-        rows[name] |= {c: metrics.ood_auroc(best, probs[c].amax(-1)).item() for c in others}
-        rows[name]["validation NLL"] = metrics.nll(probs["validation"], validation[1]).item()
+        rows[name] |= {c: tyxe.metrics.ood_auroc(best, probs[c].amax(-1)).item() for c in others}
+        rows[name]["validation NLL"] = tyxe.metrics.nll(probs["validation"], validation[1]).item()
 
     def fit(name, net, rules, guide=None, draws=1, handler=nullcontext, **options):
         bnn = tyxe.VariationalBNN(net, common.normal(**rules), likelihood, guide)
@@ -110,10 +108,10 @@ def run(s, seed):
     # Small scales at first, about ML's weights, with a learning rate of their own.
     how = {"beta": s.beta, "lr_multipliers": {"scale": 10}, "draws": s.draws}
     how |= {"guide": common.mean_field(ml, init_scale=1e-3)}
+    how["handler"] = tyxe.poutine.local_reparameterization
     for name, rules in SELECTIONS.items():
         # The head alone is fitted on features that stay as they are.
-        net, handler = ml.requires_grad_(name != "head"), tyxe.poutine.local_reparameterization
-        fit(f"mean field, {name}", net, rules, handler=handler, **how)
+        fit(f"mean field, {name}", ml.requires_grad_(name != "head"), rules, **how)
     # In pieces: the linearised net holds each image's gradients.
     held_out = list(zip(*(part.split(60) for part in validation), strict=True))
     for selection, rules in SELECTIONS.items():
@@ -126,11 +124,7 @@ def run(s, seed):
     return {"rows": rows, "prior precision": precisions}
 
 
-def table(record):
-    return tables.score_table(tables.rows(record.cells), FORMATS)
-
-
-cells = runner.every(run, "seeds")
+table, cells = tables.of(FORMATS), runner.every(run, "seeds")
 experiment = runner.Experiment("transformer", Settings, cells, ("seed",), table)
 
 if __name__ == "__main__":

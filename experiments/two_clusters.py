@@ -22,7 +22,7 @@ log-likelihood of 1,000 more points, nats a point, predicted by the mean network
 by the linearised net; and seconds of the fit. The figure has the linearised predictions.
 """
 
-import sys
+import statistics
 import time
 from functools import partial
 
@@ -32,8 +32,6 @@ import runner
 import tables
 import torch
 from pyro.infer.autoguide import init_to_uniform
-from pyro.infer.mcmc import HMC
-from pyro.ops.stats import effective_sample_size
 from runner import setting, settings, which
 from torch import nn
 
@@ -55,7 +53,7 @@ def draw(count):
 
 
 def net_and_likelihood(points=100):
-    net = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    net = common.mlp(1, 50, 1, act=nn.Tanh)
     return net, tyxe.likelihoods.HomoskedasticGaussian(points, scale=0.1)
 
 
@@ -64,54 +62,29 @@ def grid(points=401):
 
 
 def curves(mean, scale):
-    """Return what a record holds of predictions on the grid."""
-    parts = {"mean": mean, "sd": scale}
-    return {name: [round(v, 4) for v in part.flatten().tolist()] for name, part in parts.items()}
+    return {"mean": tables.rounded(mean), "sd": tables.rounded(scale)}
 
 
 def regions(scale):
     """Return mean standard deviations on the grid: at, between and beyond the data."""
     scale = torch.as_tensor(scale).flatten()
     x = grid(len(scale)).flatten()
-    masks = {
-        "sd at data": ((x >= -1) & (x <= -0.7)) | ((x >= 0.5) & (x <= 1)),
-        "sd between": (x > -0.7) & (x < 0.5),
-        "sd in the middle": (x > -0.3) & (x < 0.1),
-        "sd beyond": x.abs() > 1,
-    }
+    masks = {"sd at data": ((x >= -1) & (x <= -0.7)) | ((x >= 0.5) & (x <= 1))}
+    masks |= {"sd between": (x > -0.7) & (x < 0.5), "sd in the middle": (x > -0.3) & (x < 0.1)}
+    masks["sd beyond"] = x.abs() > 1
     return {name: scale[mask].mean().item() for name, mask in masks.items()}
 
 
-def start_within(radius):
-    return partial(init_to_uniform, radius=radius)
-
-
-def chain_worth(bnn, samples):
-    """Return the effective sample sizes of `f(x)` at `POINTS`; a chain's halves are two chains."""
-    kept, inputs = 2 * (min(samples, 2_000) // 2), torch.tensor(POINTS)[:, None]
-    functions = bnn.predict(inputs, num_predictions=kept, aggregate=False)
-    return effective_sample_size(functions.reshape(2, kept // 2, len(POINTS))).tolist()
-
-
-def bands(panels, seed, shape, limit, size):
-    """Draw predictions, as `curves` returns them, in a panel each, with the data and the truth."""
+def bands(panels, seed, *look):
+    """Draw predictions by title, with the data of a seed and the truth."""
     pyro.set_rng_seed(int(seed))
-    data, share = draw(50), {"sharex": True, "sharey": True}
-    drawn, axes = tables.subplots(*shape, figsize=size, **share)
-    for ax, (title, cell) in zip(axes.flat, panels.items(), strict=False):
-        mean, scale = torch.tensor(cell["mean"]), torch.tensor(cell["sd"])
-        x = grid(len(mean))
-        tyxe.plotting.predictive_band(x, mean, scale, ax, train_data=data)
-        ax.plot(x, truth(x), color="black", linestyle="dashed", label="truth")
-        ax.set(title=title, xlim=(-2, 2), ylim=(-limit, limit))
-        ax.get_legend().remove()
-    drawn.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return drawn
+    x = grid(len(next(iter(panels.values()))["mean"]))
+    return tables.bands([*panels.items()], x, draw(50), truth(x), *look)
 
 
 def figure(record):
     (seed,), cell = next(iter(record.cells.items()))
-    return bands(cell["curves"], seed, (1, 3), 2, (12, 3.8))
+    return bands(cell["curves"], seed, [2], (12, 3.8))
 
 
 @settings
@@ -124,7 +97,6 @@ class Regression(runner.Settings):
 
 
 def regression(s, seed):
-    pyro.set_rng_seed(seed)
     data, (net, likelihood), start = draw(50), net_and_likelihood(), time.perf_counter()
     guide = partial(tyxe.guides.AutoNormal, init_scale=1e-4)
     variational = tyxe.VariationalBNN(net, common.normal(), likelihood, guide)
@@ -137,28 +109,25 @@ def regression(s, seed):
     # The step size adapts to the acceptance rate; the length of a trajectory stays. The data hold
     # some directions a thousand times tighter than others, and none of these is a single weight's,
     # so that a diagonal mass matrix does not help. From small weights first steps need not be tiny.
-    how = {"step_size": 1e-3, "trajectory_length": s.hmc_trajectory, "target_accept_prob": 0.7}
-    how["init_strategy"] = start_within(2.0 if s.published else 0.1)
-    kernel = partial(HMC, adapt_mass_matrix=s.published, **how)
-    sampled, start = tyxe.MCMC_BNN(net, common.normal(), likelihood, kernel), time.perf_counter()
-    quiet = {"disable_progbar": not sys.stderr.isatty()}
-    mcmc = sampled.fit([data], s.hmc_samples, warmup_steps=s.hmc_warmup, **quiet)
+    how = {"step_size": 1e-3, "adapt_mass_matrix": s.published, "target_accept_prob": 0.7}
+    how["init_strategy"] = partial(init_to_uniform, radius=2.0 if s.published else 0.1)
+    start = time.perf_counter()
+    sampled, mcmc = common.hmc(s, net, likelihood, data, **how)
     seconds = time.perf_counter() - start
     panels["(c) HMC"] = sampled.predict(grid(), num_predictions=32)
     # Not mcmc.diagnostics(): its memory grows with the square of the number of samples.
-    chain, worth = mcmc.get_samples()["net.2.bias"], chain_worth(sampled, s.hmc_samples)
-    return {
-        "rows": {title: regions(scale) for title, (_, scale) in panels.items()},
-        "mean_field": mean_field,
-        "hmc": {
-            "seconds": seconds,
-            "acceptance": (chain[1:] != chain[:-1]).float().mean().item(),
-            "step_size": mcmc.kernel.step_size,
-            "leapfrogs": mcmc.kernel.num_steps,
-            "effective_sample_size": dict(zip(POINTS, worth, strict=True)),
-        },
-        "curves": {title: curves(*panel) for title, panel in panels.items()},
+    chain = mcmc.get_samples()["net.2.bias"]
+    worth = common.chain_worth(sampled, s.hmc_samples, POINTS)
+    facts = {
+        "seconds": seconds,
+        "acceptance": (chain[1:] != chain[:-1]).float().mean().item(),
+        "step_size": mcmc.kernel.step_size,
+        "leapfrogs": mcmc.kernel.num_steps,
+        "effective_sample_size": dict(zip(POINTS, worth, strict=True)),
     }
+    found = {"mean_field": mean_field, "hmc": facts}
+    found["curves"] = {title: curves(*panel) for title, panel in panels.items()}
+    return found | {"rows": {title: regions(scale) for title, (_, scale) in panels.items()}}
 
 
 @settings
@@ -170,9 +139,7 @@ class VariationalLaplace(runner.Settings):
 
 
 def variational_laplace(s, seed):
-    pyro.set_rng_seed(seed)
-    data, test = draw(50), draw(500)
-    net, likelihood = net_and_likelihood()
+    data, test, (net, likelihood) = draw(50), draw(500), net_and_likelihood()
     guide = common.mean_field(net, init_scale=tyxe.guides.scale_below_prior())
     adam, rows, panels = partial(torch.optim.Adam, lr=s.learning_rate), {}, {}
 
@@ -185,9 +152,8 @@ def variational_laplace(s, seed):
         seconds = time.perf_counter() - start
         with torch.no_grad():
             draws = [tyxe.bnn.elbo_terms(bnn.model, bnn.guide, *data).data for _ in range(200)]
-        last = history.log_likelihood[-100:]
-        row = {"objective's": sum(last) / len(last), "by draws": torch.stack(draws).mean().item()}
-        row["KL"] = history.kl[-1]
+        row = {"objective's": statistics.fmean(history.log_likelihood[-100:])}
+        row |= {"by draws": torch.stack(draws).mean().item(), "KL": history.kl[-1]}
         for way, (predictive, count) in WAYS.items():
             how = {"predictive": predictive, "num_predictions": count, "reduction": "mean"}
             row[way] = bnn.evaluate(*test, **how)[1].item()
@@ -201,11 +167,6 @@ def variational_laplace(s, seed):
     return {"rows": rows, "curves": panels}
 
 
-def regression_table(record):
-    forms = dict.fromkeys(["sd at data", "sd between", "sd beyond"], ".3f")
-    return tables.score_table(tables.rows(record.cells), forms)
-
-
 def sourced(record, text):
     """Return a table, and the command and the seeds that it is of."""
     seeds = ", ".join(dict.fromkeys(key[-1] for key in record.cells))
@@ -215,7 +176,7 @@ def sourced(record, text):
 def variational_laplace_table(record):
     forms = dict.fromkeys(["objective's", "by draws", "KL"], ".0f")
     forms |= dict.fromkeys(WAYS, ".2f") | {"fit s": ".0f"}
-    return sourced(record, tables.score_table(tables.rows(record.cells), forms))
+    return sourced(record, tables.of(forms)(record))
 
 
 def of(name, kind, run, table):
@@ -223,14 +184,11 @@ def of(name, kind, run, table):
     return runner.Experiment(name, kind, cells, ("seed",), table, figure)
 
 
+REGIONS = tables.of(dict.fromkeys(["sd at data", "sd between", "sd beyond"], ".3f"))
+TOY = "variational_laplace_toy", VariationalLaplace, variational_laplace
 experiments = {
-    "regression": of("regression", Regression, regression, regression_table),
-    "variational_laplace": of(
-        "variational_laplace_toy",
-        VariationalLaplace,
-        variational_laplace,
-        variational_laplace_table,
-    ),
+    "regression": of("regression", Regression, regression, REGIONS),
+    "variational_laplace": of(*TOY, variational_laplace_table),
 }
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ of weights or, where that is less, of outputs. Reduced: full-batch steps of Adam
 import math
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import common
 import pyro.distributions as dist
@@ -23,10 +23,12 @@ import tables
 import torch
 from runner import setting, settings, which
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import tyxe
 
 COLUMNS = ["MAP", "MFVI", "bnn", "glm", "glm diag", "refine", "refine diag"]
+OWN = {"diag": ["MAP", "glm diag", "refine diag"], "full": ["bnn", "glm", "refine"]}
 # By set, the test NLL of the columns that the paper has, and of a rerun of its code.
 PUBLISHED = {
     "australian": [(0.31, 0.34, 0.42, 0.32, 0.33), (0.30, 0.32, 0.41, 0.30, 0.32)],
@@ -39,7 +41,7 @@ PUBLISHED = {
 PRECISIONS = [10 ** (-2 + 4 * i / 9) for i in range(10)]
 
 
-def of_both(of_map, of_mean_field):
+def both(of_map, of_mean_field):
     return {"MAP": of_map, "MFVI": of_mean_field}
 
 
@@ -51,10 +53,10 @@ class Settings(runner.Settings):
     hidden_units: int = setting(50, "of each layer", smoke=5)
     prior_precisions: list[float] = setting(PRECISIONS, "to choose from", smoke=[0.1, 10.0])
     steps: dict = setting(
-        of_both(2_000, 2_000), "of Adam", published=of_both(10_000, 5_000), smoke=of_both(20, 20)
+        both(2_000, 2_000), "of Adam", published=both(10_000, 5_000), smoke=both(20, 20)
     )
-    first_rate: dict = setting(of_both(1e-2, 1e-2), "of Adam", published=of_both(1e-3, 1e-2))
-    last_rate: dict = setting(of_both(1e-4, 1e-4), "by a cosine", published=of_both(1e-3, 1e-2))
+    first_rate: dict = setting(both(1e-2, 1e-2), "of Adam", published=both(1e-3, 1e-2))
+    last_rate: dict = setting(both(1e-4, 1e-4), "by a cosine", published=both(1e-3, 1e-2))
     draws: int = setting(1_000, "in predictions", smoke=4)
     refinement_steps: int = setting(250, "of natural gradient", smoke=3)
 
@@ -93,10 +95,9 @@ class SideBySide(nn.Module):
         for index, (columns, rows) in enumerate(pairwise(sizes)):
             groups = nets if index else 1  # all nets see the same inputs
             layer = nn.Conv1d(columns * groups, rows * nets, 1, groups=groups)
-            with torch.no_grad():
-                start = nn.Linear(columns, rows)
-                layer.weight.copy_(start.weight.repeat(nets, 1)[..., None])
-                layer.bias.copy_(start.bias.repeat(nets))
+            start = nn.Linear(columns, rows)
+            layer.weight.data = start.weight.data.repeat(nets, 1)[..., None]
+            layer.bias.data = start.bias.data.repeat(nets)
             layers += [layer, nn.Tanh()]
         self.layers = nn.Sequential(*layers[:-1])
 
@@ -105,28 +106,23 @@ class SideBySide(nn.Module):
         return outputs.reshape(self.nets, self.sizes[-1], -1).permute(2, 0, 1).squeeze(-1)
 
     def member(self, index):
-        layers = []
-        for layer in self.layers[::2]:
-            linear = nn.Linear(layer.weight.shape[1], len(layer.bias) // self.nets)
-            with torch.no_grad():
-                linear.weight.copy_(layer.weight[..., 0].chunk(self.nets)[index])
-                linear.bias.copy_(layer.bias.chunk(self.nets)[index])
-            layers += [linear, nn.Tanh()]
-        return nn.Sequential(*layers[:-1])
+        net = common.mlp(*self.sizes, act=nn.Tanh)
+        for own, layer in zip(net[::2], self.layers[::2], strict=True):
+            own.weight.data = layer.weight.data[..., 0].chunk(self.nets)[index].clone()
+            own.bias.data = layer.bias.data.chunk(self.nets)[index].clone()
+        return net
 
 
 def fit(s, column, nets, likelihood, guide, pair, handler=nullcontext):
-    def prior(name, module, param):
-        # The rows of a parameter belong to one net after the other.
+    def prior(name, module, param):  # the rows of a parameter belong to one net after the other
         scales = torch.tensor(s.prior_precisions).rsqrt().repeat_interleave(len(param) // nets.nets)
         return dist.Normal(0, scales.view(-1, *[1] * (param.dim() - 1)).expand(param.shape))
 
     bnn = tyxe.VariationalBNN(nets, tyxe.priors.LambdaPrior(prior), likelihood, guide)
-    optimizer = torch.optim.Adam(bnn.parameters(), lr=s.first_rate[column])
-    steps, last = s.steps[column], s.last_rate[column]
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, last)
+    cosine = CosineAnnealingLR, s.steps[column], s.last_rate[column]
+    adam, step = common.scheduled(bnn, s.first_rate[column], *cosine)
     with handler():
-        bnn.fit([pair], optimizer, steps, callback=lambda *_: schedule.step(), progress=False)
+        bnn.fit([pair], adam, s.steps[column], step, progress=False)
     return bnn
 
 
@@ -171,13 +167,8 @@ def run(s, name, columns, seed):
             score("MFVI", precision, member)
     for index, precision in enumerate(s.prior_precisions):
         prior = common.normal(precision**-0.5)
-        for structure in ("diag", "full"):
-            own = (
-                ("MAP", "glm diag", "refine diag")
-                if structure == "diag"
-                else ("bnn", "glm", "refine")
-            )
-            if not (wanted := [column for column in own if column in columns]):
+        for structure in OWN:
+            if not (wanted := [column for column in OWN[structure] if column in columns]):
                 continue
             laplace = tyxe.LaplaceBNN(fitted.member(index), prior, one, structure=structure)
             laplace.fit_curvature([(x, y)], progress=False)
@@ -188,17 +179,15 @@ def run(s, name, columns, seed):
 
 def cells(s, found):
     """Yield the columns of a split that are missing, which share a fit."""
-    for name in s.data:
-        for seed in s.splits:
-            if missing := [c for c in s.columns if (name, c, str(seed)) not in found]:
-                yield (name, missing, seed), partial(run, s, name, missing, seed)
+    for name, seed in product(s.data, s.splits):
+        if missing := [c for c in s.columns if (name, c, str(seed)) not in found]:
+            yield (name, missing, seed), partial(run, s, name, missing, seed)
 
 
 def table(record):
     lines = []
     for name, published in PUBLISHED.items():
-        own = {key[1:]: cell["test"] for key, cell in record.cells.items() if key[0] == name}
-        tests = [[test for (c, _), test in own.items() if c == column] for column in COLUMNS]
+        tests = [[c["test"] for c in record.of(name, column).values()] for column in COLUMNS]
         if count := max(map(len, tests)):
             texts = [tables.over_seeds(values, ".3f") for values in tests]
             for i, values in enumerate(tests):

@@ -28,24 +28,18 @@ import pyro
 import runner
 import tables
 import torch
-import torch.nn.functional as F
 from runner import how, setting, settings, which
 from torch import nn
 
 import tyxe
-from tyxe import metrics
 
 HANDLERS = {"VL": tyxe.poutine.variational_laplace, "VI": nullcontext, "MAP": nullcontext}
 DRAWS, LOG_RATIO, MULTIPLIER = 10, -3.0, 10.0
-OTHER = {"mnist": "fashion_mnist", "fashion_mnist": "mnist"}
 TITLES = {"fashion_mnist": "FashionMNIST", "mnist": "MNIST", "cifar10": "CIFAR-10"}
-ROWS = {
-    "VL, mean network": ("VL", "mean"),
-    "VL, 10 draws": ("VL", "draws"),
-    "VI, mean network": ("VI", "mean"),
-    "VI, 10 draws": ("VI", "draws"),
-    "MAP": ("MAP", "mean"),
-}
+SETS = [*TITLES, "digits"]
+ROWS = {"VL, mean network": ("VL", "mean"), "VL, 10 draws": ("VL", "draws")}
+ROWS |= {"VI, mean network": ("VI", "mean"), "VI, 10 draws": ("VI", "draws")}
+ROWS["MAP"] = ("MAP", "mean")
 # NLL, accuracy and ECE of [GR] table 1, PreactResNet-18 on the whole sets.
 PUBLISHED = {
     "fashion_mnist": ["0.16 / 94.6 / 0.010", "", "0.23 / 94.0 / 0.034", "", "0.29 / 93.6 / 0.096"],
@@ -61,9 +55,7 @@ TINY = {"training images": 64, "validation images": 32, "test images": 32, "epoc
 
 @settings
 class Settings(runner.Settings):
-    sets: list[str] = which(
-        ["fashion_mnist", "mnist"], "of images", smoke=["digits"], choices=[*TITLES, "digits"]
-    )
+    sets: list[str] = which([*TITLES][:2], "of images", smoke=["digits"], choices=SETS)
     betas: list[float] = which([1.0, 0.3, 0.1, 0.03, 0.01], "of the sweep", smoke=[1.0, 0.1])
     seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0, 1])
     every_beta: bool = which(False, "with every seed, not with the first only")
@@ -94,14 +86,13 @@ class PreactBlock(nn.Module):
         self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(out)
         self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
         self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        self.shortcut = None
-        if stride != 1 or channels != out:
-            self.shortcut = nn.Conv2d(channels, out, 1, stride, bias=False)
+        is_same = stride == 1 and channels == out
+        self.shortcut = None if is_same else nn.Conv2d(channels, out, 1, stride, bias=False)
 
     def forward(self, x):
-        first = F.softplus(self.norm1(x))
+        first = nn.functional.softplus(self.norm1(x))
         short = x if self.shortcut is None else self.shortcut(first)
-        return short + self.conv2(F.softplus(self.norm2(self.conv1(first))))
+        return short + self.conv2(nn.functional.softplus(self.norm2(self.conv1(first))))
 
 
 def preact_resnet18(width=64):
@@ -118,20 +109,14 @@ def preact_resnet18(width=64):
 @cache
 def load(s, name):
     """Return pairs to train, to validate and to test, and others, by the first's statistics."""
-    if name == "digits":
-        (x, y), other = common.digits()
-        x, y, x_test, y_test = x[:900], y[:900], x[900:], y[900:]
-    else:
-        file = "cifar10_subset" if name == "cifar10" else name
-        (x, y), (x_test, y_test) = common.images(file, "train"), common.images(file, "test")
-        other = common.images(OTHER.get(name, "svhn_subset"), "test")[0]
-    held_out, count = s.of(name)["validation images"], s.of(name)["test images"]
-    train = min(s.of(name)["training images"] or len(x), len(x) - held_out)
-    mean, scale = (part((0, 2, 3), keepdim=True) for part in (x[:train].mean, x[:train].std))
-    x, x_test, other = (((each - mean) / scale).to(s.device) for each in (x, x_test, other))
-    y, y_test = y.to(s.device), y_test.to(s.device)
-    pairs = (x[:train], y[:train]), (x[-held_out:], y[-held_out:]), (x_test[:count], y_test[:count])
-    return *pairs, other[:count]
+    (x, y), test, other = common.known_and_unknown(name)
+    chosen = s.of(name)
+    held_out, count = chosen["validation images"], chosen["test images"]
+    train = min(chosen["training images"] or len(x), len(x) - held_out)
+    standardised = common.standardised(x[:train])
+    pairs = (x[:train], y[:train]), (x[-held_out:], y[-held_out:]), common.first(test, count)
+    pairs = [(standardised(x).to(s.device), y.to(s.device)) for x, y in pairs]
+    return *pairs, standardised(other[:count]).to(s.device)
 
 
 def scores(bnn, validation, test, other, draws):
@@ -139,11 +124,11 @@ def scores(bnn, validation, test, other, draws):
     seen, logits, unknown = (predict(x) for x in (validation[0], test[0], other))
     probs = logits.softmax(-1)
     found = {
-        "validation NLL": F.cross_entropy(seen, validation[1]),
-        "NLL": F.cross_entropy(logits, test[1]),
-        "accuracy": metrics.accuracy(probs, test[1]),
-        "ECE": metrics.expected_calibration_error(probs, test[1]),
-        "AUROC": metrics.ood_auroc(probs.amax(-1), unknown.softmax(-1).amax(-1)),
+        "validation NLL": nn.functional.cross_entropy(seen, validation[1]),
+        "NLL": nn.functional.cross_entropy(logits, test[1]),
+        "accuracy": tyxe.metrics.accuracy(probs, test[1]),
+        "ECE": tyxe.metrics.expected_calibration_error(probs, test[1]),
+        "AUROC": tyxe.metrics.ood_auroc(probs.amax(-1), unknown.softmax(-1).amax(-1)),
     }
     return {key: round(value.item(), 5) for key, value in found.items()}
 
@@ -159,7 +144,7 @@ def run(s, name, method, beta, multiplier, seed):
     prior = tyxe.priors.LayerwiseNormalPrior("radford", hide_module_types=[nn.BatchNorm2d])
     bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(points), guide).to(s.device)
     guide = bnn.net_guide
-    sites = [] if is_map else list(guide.get_detached_distributions())
+    sites = [] if is_map else guide.get_detached_distributions()
     before = {name: guide.get_scale(name).detach().clone() for name in sites}
     change = partial(common.crops, mode="constant") if chosen["augmentation"] else None
     batches = common.Batches(*train, chosen["batch size"], change)
@@ -182,11 +167,10 @@ def run(s, name, method, beta, multiplier, seed):
         # The mean over images and draws of the log-likelihood, and of log sigma - log s by site.
         draws = {"num_predictions": DRAWS, "aggregate": False, "batch_size": 1_000}
         logits = bnn.predict(train[0], **draws).flatten(0, 1)
-        by_draws = -F.cross_entropy(logits, train[1].repeat(DRAWS)).item()
+        by_draws = -nn.functional.cross_entropy(logits, train[1].repeat(DRAWS)).item()
         growth = {n: (guide.get_scale(n) / scale).log().mean() for n, scale in before.items()}
-        found["log-likelihood by draws"] = round(by_draws, 5)
         grown = {n: round(value.item() + LOG_RATIO, 3) for n, value in growth.items()}
-        found["log sigma over prior"] = grown
+        found |= {"log-likelihood by draws": round(by_draws, 5), "log sigma over prior": grown}
     return found
 
 
@@ -209,20 +193,17 @@ def cells(s, found):
     def cell(*key):
         return key, partial(run, s, *key)
 
+    first, *others = s.seeds
     for name in s.sets:
-        for beta in s.betas:
-            for seed in s.seeds if s.every_beta else s.seeds[:1]:
-                for method in HANDLERS:
-                    yield cell(name, method, beta, MULTIPLIER, seed)
-        for seed in s.seeds[1:]:
-            for method in HANDLERS:
-                ways = ("mean",) if method == "MAP" else ("mean", "draws")
-                for beta in dict.fromkeys(best_beta(jobs(found, name), method, w) for w in ways):
-                    yield cell(name, method, beta, MULTIPLIER, seed)
-        for beta in s.stopping_betas if name == s.sets[0] else ():
-            for multiplier in s.multipliers:
-                for method in ("VL", "VI"):
-                    yield cell(name, method, beta, multiplier, s.seeds[0])
+        for beta, seed, method in product(s.betas, s.seeds if s.every_beta else [first], HANDLERS):
+            yield cell(name, method, beta, MULTIPLIER, seed)
+        for seed, method in product(others, HANDLERS):
+            ways = ("mean",) if method == "MAP" else ("mean", "draws")
+            for beta in dict.fromkeys(best_beta(jobs(found, name), method, w) for w in ways):
+                yield cell(name, method, beta, MULTIPLIER, seed)
+        stopping = s.stopping_betas if name == s.sets[0] else ()
+        for beta, multiplier, method in product(stopping, s.multipliers, ("VL", "VI")):
+            yield cell(name, method, beta, multiplier, first)
 
 
 def row_tables(name, cells):
@@ -254,11 +235,10 @@ def stopping(record):
     for name in dict.fromkeys(key[0] for key in record.cells):
         cells = jobs(record.cells, name)
         seed = min(job[3] for job in cells)
-        own = {job: c for job, c in cells.items() if job[0] != "MAP" and job[3] == seed}
-        several = {job[1] for job in own if job[2] != MULTIPLIER}
-        kept = [item for item in own.items() if item[0][1] in several]
+        several = {job[1] for job in cells if job[2] != MULTIPLIER}
+        kept = [job for job in cells if job[0] != "MAP" and job[3] == seed and job[1] in several]
         if kept:
-            return dict(sorted(kept, key=lambda item: (item[0][0], -item[0][1], item[0][2])))
+            return {j: cells[j] for j in sorted(kept, key=lambda j: (j[0], -j[1], j[2]))}
     return {}
 
 
@@ -267,7 +247,7 @@ def table(record):
     for name in dict.fromkeys(key[0] for key in record.cells):
         cells, settings = jobs(record.cells, name), record.content["settings"]
         chosen, first = settings["colour" if name == "cifar10" else "small"], next(iter(cells))
-        seconds = {m: [c["seconds"] for j, c in cells.items() if j[0] == m] for m in HANDLERS}
+        seconds = {m: [c["seconds"] for c in record.of(name, m).values()] for m in HANDLERS}
         middle = [f"{m} {statistics.median(found):.0f}" for m, found in seconds.items() if found]
         parts += [
             f"**{TITLES.get(name, name)}**, {chosen['training images'] or 'all'} training images, "
@@ -304,33 +284,25 @@ def measured(record):
 def figure(record):
     if not (found := stopping(record)):
         return {}
-    betas = sorted({job[1] for job in found}, reverse=True)
+    betas, ticks = (sorted({job[place] for job in found}) for place in (1, 2))
     size = {"figsize": (17, 3.3 * len(betas) + 0.5), "squeeze": False}
     drawn, grid = tables.subplots(len(betas), 5, **size)
-    from matplotlib import colormaps
-
+    shades = ("#7ad151", "#22a884", "#34618d", "#482475")  # of viridis
     colours, lines = {"VL": "tab:blue", "VI": "tab:orange"}, {"mean": "-", "draws": "--"}
     final = {
         "test log-likelihood": lambda _, cell, way: -cell["scores"][way]["NLL"],
         "accuracy": lambda _, cell, way: cell["scores"][way]["accuracy"],
         "ELBO / image": lambda job, cell, way: elbo(job, cell, way == "draws"),
     }
-    for axes, beta in zip(grid, betas, strict=True):
+    for axes, beta in zip(grid, reversed(betas), strict=True):
         own = {m: {j: c for j, c in found.items() if j[:2] == (m, beta)} for m in colours}
+        ends = [c["ELBO by epoch"][-1] for cells in own.values() for c in cells.values()]
         for ax, method in zip(axes, ("VI", "VL"), strict=False):
-            for shade, (job, cell) in zip(
-                (0.85, 0.6, 0.35, 0.1), own[method].items(), strict=False
-            ):
-                curve = cell["ELBO by epoch"]
-                ax.plot(
-                    range(1, len(curve) + 1),
-                    curve,
-                    color=colormaps["viridis"](shade),
-                    label=f"{job[2]:g}",
-                )
+            for shade, (job, cell) in zip(shades, own[method].items(), strict=False):
+                curve, look = cell["ELBO by epoch"], {"color": shade, "label": f"{job[2]:g}"}
+                ax.plot(range(1, len(curve) + 1), curve, **look)
             ax.set(title=f"{method}, beta {beta:g}", xlabel="epoch", ylabel="ELBO / image")
             # The start is far below, and would hide where lines end.
-            ends = [c["ELBO by epoch"][-1] for cells in own.values() for c in cells.values()]
             ax.set_ylim(3 * min(ends), 0.5 * max(ends))
         for ax, (title, value) in zip(axes[2:], final.items(), strict=True):
             for (method, cells), (way, line) in product(own.items(), lines.items()):
@@ -338,7 +310,6 @@ def figure(record):
                 look = {"color": colours[method], "marker": "o", "markersize": 4}
                 ax.plot(*zip(*points, strict=True), line, **look)
             ax.set(xscale="log", xlabel="multiplier", ylabel=title, title=f"beta {beta:g}")
-            ticks = sorted({job[2] for job in found})
             ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             ax.minorticks_off()
     grid[0, 0].legend(title="multiplier", fontsize="small")
@@ -348,9 +319,8 @@ def figure(record):
 
 
 by, facts = ("set", "method", "beta", "multiplier", "seed"), {"[GR] tab. 1": PUBLISHED}
-experiment = runner.Experiment(
-    "variational_laplace_images", Settings, cells, by, table, figure, facts
-)
+name = "variational_laplace_images"
+experiment = runner.Experiment(name, Settings, cells, by, table, figure, facts)
 
 if __name__ == "__main__":
     experiment.main()

@@ -4,10 +4,20 @@ import math
 
 import adversarial
 import common
+import numpy as np
 import torch
 
 
-def test_adversarial(smoke, stand_ins):
+def test_adversarial(smoke, image_folder, tmp_path, monkeypatch):
+    # as many as there are, for the split into training and validation
+    for name in ("mnist", "notmnist"):
+        with np.load(image_folder / f"{name}.npz") as arrays:
+            found = dict(arrays)
+        if name == "mnist":
+            found["x_train"] = np.resize(found["x_test"][:200], (60_000, 28, 28))
+            found["y_train"] = np.arange(60_000, dtype=np.uint8) % 10
+        np.savez(tmp_path / f"{name}.npz", **found)
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
     found = smoke(adversarial.experiment)
     (cell,), chosen = found.cells.values(), found.content["settings"]
     methods = ["deterministic", "MC dropout", "mean field", "mean field, sd 0.01"]

@@ -101,8 +101,8 @@ def test_gradients_pass_straight_through_the_sign():
 def test_straight_through_finds_signs_and_keeps_real_weights_in_their_interval():
     teacher = torch.where(torch.rand(2, 16) < 0.5, -0.25, 0.25)
     x = torch.randn(400, 16)
-    net, loader = nn.Sequential(nn.Linear(16, 2, bias=False)), common.loader
-    batches = loader(x, (x @ teacher.T).argmax(-1), 50)
+    net = nn.Sequential(nn.Linear(16, 2, bias=False))
+    batches = common.Batches(x, (x @ teacher.T).argmax(-1), 50)
     net = binary.fit(binary.by_sign_(net), batches, 30, 0.1, [0.5], clip=True)
     difference = teacher.diff(dim=0)
     agree = (net[0].weight.diff(dim=0) * difference).sum() / difference.norm() ** 2

@@ -91,7 +91,7 @@ def test_field_is_that_of_the_paper():
     assert opacity.shape == (5, 7)
     assert colour.shape == (5, 7, 3)
     assert bool(((opacity >= 0) & (opacity < 0.01)).all())
-    found = nerf.Harmonics(3)(torch.tensor([[1.0, 2.0, 3.0]]))
+    found = nerf.embedded(torch.tensor([[1.0, 2.0, 3.0]]), 3)
     angles = torch.tensor([0.1, 0.2, 0.4, 0.2, 0.4, 0.8, 0.3, 0.6, 1.2])
     torch.testing.assert_close(found, torch.cat([angles.sin(), angles.cos()])[None])
 

@@ -202,12 +202,7 @@ def test_tables_have_means_and_standard_errors():
     }
     rows = tables.rows(cells)
     assert rows == {"a": [{"x": 1.0}, {"x": 3.0}], "c": [{"y": 2.0}]}
-    text = tables.score_table(
-        rows,
-        {"x": ".1f", "y": ".2f"},
-        {("c", "y"): "9"},
-        ["seeds"],
-    )
+    text = tables.score_table(rows, {"x": ".1f", "y": ".2f"}, {"c": ["8", "9"]}, ["seeds"])
     assert text.splitlines() == [
         "| | seeds | x | y |",
         "|---|---|---|---|",
@@ -312,8 +307,8 @@ def test_an_experiment_is_a_command(tmp_path: Path):
     command = [sys.executable, str(script), "--smoke-test", "--data", "digits", "--columns", "MAP"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    content = json.loads((tmp_path / "results" / "uci.json").read_text())
+    content = json.loads((tmp_path / "results" / "smoke" / "uci.json").read_text())
     assert content["command"] == (
         "python experiments/uci.py --smoke-test --data digits --columns MAP"
     )
-    assert done.stdout.endswith((tmp_path / "results" / "uci.md").read_text())
+    assert done.stdout.endswith((tmp_path / "results" / "smoke" / "uci.md").read_text())
