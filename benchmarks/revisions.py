@@ -7,7 +7,6 @@ one after the other in each round. Without `--other` both are this one, which sh
 from __future__ import annotations
 
 import argparse
-import atexit
 import functools
 import os
 import subprocess
@@ -29,6 +28,9 @@ CASES = {
 SECONDS = Quantity("seconds", "ms", 1e3, lambda contestant, clock: contestant.run())
 
 
+STARTED: list[subprocess.Popen] = []
+
+
 class Worker:
     """A process that works with the library of one checkout."""
 
@@ -42,7 +44,7 @@ class Worker:
             text=True,
             env={**os.environ, "PYTHONPATH": str(checkout)},
         )
-        atexit.register(self.process.kill)
+        STARTED.append(self.process)
 
     def answer(self, *words: str) -> str:
         self.process.stdin.write("\t".join(words) + "\n")
@@ -79,7 +81,11 @@ if __name__ == "__main__":
     sys.argv[1:] = rest
     revision = ["git", "-C", str(given.other), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(revision, capture_output=True, text=True).stdout.strip() or "unknown"
-    run(
-        f"Two checkouts, the same work in turns; ratios are to --other, revision {found}.",
-        {name: functools.partial(make_case, given.other, name) for name in CASES},
-    )
+    try:
+        run(
+            f"Two checkouts, the same work in turns; ratios are to --other, revision {found}.",
+            {name: functools.partial(make_case, given.other, name) for name in CASES},
+        )
+    finally:
+        for process in STARTED:
+            process.kill()
