@@ -1,6 +1,8 @@
 """What every test gets: a seed, one thread, and a check of Pyro's global parameter store."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -19,6 +21,22 @@ hypothesis.settings.register_profile("tyxe", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tyxe")
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that forks in an interpreter of its own.
+
+    Of the threads that other tests have started, such as the compiler's, a forked process has the
+    locks and not the threads, and may wait for them for ever.
+    """
+    if pyfuncitem.get_closest_marker("forks") is None or "TYXE_FORKS" in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    root, environment = pyfuncitem.config.rootpath, {**os.environ, "TYXE_FORKS": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,7 @@ def test_likelihoods_variables_are_sampled_and_used():
 
 # Pyro warns where there are no more processors than chains.
 @pytest.mark.filterwarnings("ignore:num_chains:UserWarning")
-@pytest.mark.parametrize("context", ["spawn", "fork"])
+@pytest.mark.parametrize("context", ["spawn", pytest.param("fork", marks=pytest.mark.forks)])
 def test_several_chains(context):
     bnn = make()
     mcmc = bnn.fit(

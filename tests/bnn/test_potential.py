@@ -268,9 +268,7 @@ def test_a_kernel_on_one_vector_pickles():
     ("context", "compiled"),
     [
         ("spawn", False),
-        ("fork", True),
-        # What pickling and the two above do together, at the price of compiling in two processes.
-        pytest.param("spawn", True, marks=pytest.mark.slow),
+        ("spawn", True),
     ],
 )
 def test_chains_run_in_processes_of_their_own(context, compiled, monkeypatch):
@@ -297,6 +295,16 @@ def test_chains_run_in_processes_of_their_own(context, compiled, monkeypatch):
     assert {"chain 0", "chain 1"} == set(mcmc.diagnostics()["divergences"])
 
 
+def test_compiled_chains_are_not_forked():
+    """A forked process waits for the compiler's threads, which it has not, in every second run."""
+    bnn = make(functools.partial(HMC, num_steps=2))
+    options = {"num_chains": 2, "mp_context": "fork", "disable_progbar": True, "compile": True}
+    with pytest.raises(ValueError, match='compile=True does not go with mp_context="fork"'):
+        bnn.fit([data()], 2, **options)
+    assert not len(bnn.samples)
+
+
+@pytest.mark.forks
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_calls_in_a_chain_s_process_pass_through_no_mode(monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "cpu_count", lambda: 3)

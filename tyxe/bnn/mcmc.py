@@ -115,7 +115,8 @@ class MCMC_BNN(SupervisedBNN):
             device: device that the data are moved to.
             batch_data: whether `data_loader` is one batch itself, the pair `(inputs, targets)`.
             compile: compile the potential and its gradient by TorchInductor, which needs a C++
-                compiler. It takes seconds once, and shortens steps on small nets.
+                compiler. It takes seconds once, and shortens steps on small nets. Several chains
+                run in processes that are spawned, so that the script needs `if __name__ == ...`.
             mcmc_kwargs: arguments of `pyro.infer.MCMC`, such as `warmup_steps` and `num_chains`.
 
         Returns:
@@ -167,6 +168,13 @@ class MCMC_BNN(SupervisedBNN):
         options: dict[str, Any],
     ) -> MCMC:
         functional = None
+        if compiled and options.get("num_chains", 1) > 1:
+            options = {"mp_context": "spawn"} | options
+            if options["mp_context"] == "fork":
+                raise ValueError(
+                    'compile=True does not go with mp_context="fork", since a forked process has '
+                    "not the compiler's threads and may wait for them for ever; leave it out"
+                )
         if "initial_params" not in options:
             chains = options.get("num_chains", 1)
             functional = functional_kernel(self.kernel_builder, self, data, chains, compiled)
