@@ -88,4 +88,5 @@ if __name__ == "__main__":
         )
     finally:
         for process in STARTED:
-            process.kill()
+            with process:  # waits for its end, and closes its pipes
+                process.kill()
