@@ -47,9 +47,12 @@ docs: $(call stamp,docs) ## build docs/_build/html and run the examples on its p
 	$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 	$(PY) -m sphinx -q -W --keep-going -b doctest -d docs/_build/doctrees docs docs/_build/doctest
 
+# Against another checkout, which has to be named.
+REVISIONS := benchmarks/revisions.py
+
 bench: $(call stamp,dev) ## run every benchmark into benchmarks/results/
 	@set -e; mkdir -p benchmarks/results; \
-	for script in benchmarks/[a-z]*.py; do \
+	for script in $(filter-out $(REVISIONS),$(wildcard benchmarks/[a-z]*.py)); do \
 	    result=benchmarks/results/$$(basename $$script .py).json; \
 	    echo "$$script -> $$result"; \
 	    $(PY) $$script --json $$result; \

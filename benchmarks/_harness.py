@@ -127,7 +127,7 @@ def buildable(
     return found, errors
 
 
-def options(description: str) -> argparse.Namespace:
+def options(description: str, arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line that all benchmarks share, and seed torch."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="where the results go; printed only without it")
@@ -147,7 +147,7 @@ def options(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--case", help="run only the case of this name")
     parser.add_argument("--smoke-test", action="store_true", help="tiny sizes, one round")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     if parsed.keep_memory:
         keep_memory()
     torch.set_num_threads(parsed.threads)
@@ -278,15 +278,20 @@ def environment(parsed: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run(description: str, make_cases: dict[str, Callable[[bool], Case]]) -> None:
+def run(
+    description: str,
+    make_cases: dict[str, Callable[[bool], Case]],
+    arguments: list[str] | None = None,
+) -> None:
     """Run a benchmark from the command line.
 
     Args:
         description: what is measured.
         make_cases: builds each case, given whether it is a smoke test. Built one at a time, so
             that the memory of one is free again for the next.
+        arguments: what a benchmark with options of its own leaves of the command line.
     """
-    parsed = options(description)
+    parsed = options(description, arguments)
     if parsed.case is not None and parsed.case not in make_cases:
         raise SystemExit(f"--case is {parsed.case!r}; the cases are {', '.join(make_cases)}")
     cases = []

@@ -1,4 +1,4 @@
-"""Processor seconds of two checkouts of the library, for what users run, in turns.
+"""Time of two checkouts of the library, for what users run, in turns.
 
 `python benchmarks/revisions.py --other ../checkout`: a process of each checkout does the same work,
 one after the other in each round. Without `--other` both are this one, which shows the noise.
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
-from _harness import Case, Contestant, Quantity, run
+from _harness import CLOCKS, Case, Clock, Contestant, Quantity, run
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {
@@ -25,7 +25,7 @@ CASES = {
     "binary": "Binary weights",
 }
 # A worker measures its own time.
-SECONDS = Quantity("seconds", "ms", 1e3, lambda contestant, clock: contestant.run())
+SECONDS = Quantity("seconds", "ms", 1e3, lambda contestant, clock: contestant.run()[clock])
 
 
 STARTED: list[subprocess.Popen] = []
@@ -51,9 +51,10 @@ class Worker:
         self.process.stdin.flush()
         return self.process.stdout.readline().rstrip("\n")
 
-    def seconds(self, case: str, work: str) -> float:
-        """Do a piece of work of the newest case, and return the processor time that it took."""
-        return float(self.answer(case, work))
+    def seconds(self, case: str, work: str) -> dict[Clock, float]:
+        """Do a piece of work of the newest case, and return what it took by each clock."""
+        found = map(float, self.answer(case, work).split())
+        return dict(zip(CLOCKS.values(), found, strict=True))
 
 
 @functools.cache
@@ -78,13 +79,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--other", type=Path, default=ROOT)
     given, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
     revision = ["git", "-C", str(given.other), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(revision, capture_output=True, text=True).stdout.strip() or "unknown"
     try:
         run(
             f"Two checkouts, the same work in turns; ratios are to --other, revision {found}.",
             {name: functools.partial(make_case, given.other, name) for name in CASES},
+            rest,
         )
     finally:
         for process in STARTED:
