@@ -296,7 +296,7 @@ def test_chains_run_in_processes_of_their_own(context, compiled, monkeypatch):
 
 
 def test_compiled_chains_are_not_forked():
-    """A forked process waits for the compiler's threads, which it has not, in every second run."""
+    """A forked process may wait for ever for the compiler's threads, which it has not."""
     bnn = make(functools.partial(HMC, num_steps=2))
     options = {"num_chains": 2, "mp_context": "fork", "disable_progbar": True, "compile": True}
     with pytest.raises(ValueError, match='compile=True does not go with mp_context="fork"'):

@@ -124,8 +124,8 @@ class MCMC_BNN(SupervisedBNN):
 
         Raises:
             TypeError: `num_samples` is no integer.
-            ValueError: the data do not fit the likelihood; a kernel or prior that `compile` does
-                not take.
+            ValueError: the data do not fit the likelihood; a kernel, prior or `mp_context` that
+                `compile` does not take.
         """
         if not isinstance(num_samples, int) or isinstance(num_samples, bool):
             raise TypeError(
@@ -169,8 +169,9 @@ class MCMC_BNN(SupervisedBNN):
     ) -> MCMC:
         functional = None
         if compiled and options.get("num_chains", 1) > 1:
-            options = {"mp_context": "spawn"} | options
-            if options["mp_context"] == "fork":
+            context = options.get("mp_context") or "spawn"
+            options = options | {"mp_context": context}
+            if context == "fork":
                 raise ValueError(
                     'compile=True does not go with mp_context="fork", since a forked process has '
                     "not the compiler's threads and may wait for them for ever; leave it out"
