@@ -74,9 +74,10 @@ class LaplaceBNN(SupervisedBNN):
         options: further options, such as damping.
 
     Raises:
+        TypeError: options that are no `LaplaceOptions`; a temperature that is no number.
         ValueError: an unknown structure or curvature; a temperature that is not positive; a prior
-            that is not Gaussian; a likelihood with variables of its own; a matrix too large for
-            memory.
+            that is not Gaussian, or exposes nothing; a likelihood with variables of its own; a
+            matrix too large for memory.
 
     Reference:
         [T] 3.1-3.2; [GLM]; [LA].
@@ -418,8 +419,9 @@ class LaplaceBNN(SupervisedBNN):
         Raises:
             RuntimeError: the refinement diverges.
             TypeError: an unknown option.
-            ValueError: an unknown method or structure; a `curvature_weight` other than 1; Jacobians
-                that do not fit into memory.
+            ValueError: an unknown method or structure; a `curvature_weight` other than 1; a prior
+                that holds the data already, or couples weights; Jacobians that do not fit into
+                memory.
         """
         batches = batches_of(data_loader, device)
         return refined(self, self.state, batches, method, structure, options)
