@@ -99,7 +99,7 @@ class Potential:
         predictions = at_least_float32(self.bnn.run_net(values, self.inputs))
         residual = flat if self._loc is None else flat - self._loc
         weighted = residual if self._relative is None else residual * self._relative
-        energy = torch.addcmul(self._constant, torch.dot(residual, weighted), self._precision)
+        energy = torch.addcmul(self._constant, (residual * weighted).sum(), self._precision)
         for term in terms:
             energy = energy - term
         return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)

@@ -61,13 +61,13 @@ def _gradients(log_prob: Tensor, sites: Sequence[Expansion]) -> list[Tensor]:
     return [torch.zeros_like(loc) if g is None else g for g, loc in zip(found, locs, strict=True)]
 
 
-class _WeightedSquares(torch.autograd.Function):
+class WeightedSquares(torch.autograd.Function):
     """`sum v g^2` as a single node, with one pass over the tensors forward and one per gradient."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor) -> Tensor:
         ctx.save_for_backward(weights, values)
-        return torch.dot((weights * values).reshape(-1), values.reshape(-1))
+        return (weights * values).mul_(values).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class _WeightedSquares(torch.autograd.Function):
 def _minus_half_of_squares(gradients: Sequence[Tensor], sites: Sequence[Expansion]) -> Tensor:
     pairs = zip(sites, gradients, strict=True)
     # Variances are in float32 at least, gradients in the type of the weights.
-    parts = [_WeightedSquares.apply(s.variance, g.to(s.variance.dtype)) for s, g in pairs]
+    parts = [WeightedSquares.apply(s.variance, g.to(s.variance.dtype)) for s, g in pairs]
     return -0.5 * torch.stack(parts)
 
 
