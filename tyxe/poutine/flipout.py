@@ -19,6 +19,15 @@ class FlipoutMessenger(LinearMapMessenger):
     name = "flipout"
     treatment = "flipped"
 
+    def __init__(self, batch_dim: int = 0) -> None:
+        super().__init__()
+        if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
+            raise ValueError(
+                f"batch_dim is {batch_dim!r}; expected the dimension of linear layers' inputs that "
+                "counts data points: 0, or 1 for layers of PyTorch with batch_first=False"
+            )
+        self.batch_dim = batch_dim
+
     def answer(self, event: LinearMap) -> Tensor | None:
         weight, bias = _centered(event.weight), _centered(event.bias)
         if weight is None or (event.bias is not None and bias is None):
@@ -26,13 +35,29 @@ class FlipoutMessenger(LinearMapMessenger):
         bias_center, bias_noise = (None, None) if bias is None else bias
         output = event.function(event.input, weight[0], bias_center)
         if weight[1] is not None:
-            signed = event.input * _signs_like(event.input, event)
+            signed = event.input * self._signs_like(event.input, event)
             perturbation = event.function(signed, weight[1], bias_noise)
         elif bias_noise is not None:
             perturbation = bias_noise.reshape(-1, *[1] * event.spatial_dims).to(output.dtype)
         else:
             return output
-        return torch.addcmul(output, perturbation, _signs_like(output, event))
+        return torch.addcmul(output, perturbation, self._signs_like(output, event))
+
+    def _signs_like(self, tensor: Tensor, event: LinearMap) -> Tensor:
+        """Return random signs per data point and channel, constant over positions."""
+        shape = [1] * tensor.dim()
+        channel = tensor.dim() - 1 - event.spatial_dims
+        shape[channel] = tensor.shape[channel]
+        if event.points is not None and tensor.dim() == 2:
+            # Rows are positions of the points in turn.
+            shape[0] = event.points
+            signs = _random_signs(shape, tensor.dtype, tensor.device)
+            return signs.repeat(len(tensor) // event.points, 1) if event.points else signs
+        in_rows = event.spatial_dims or event.points is not None or channel < 2
+        dim = event.batch_dim if in_rows else self.batch_dim
+        if dim < channel and event.points != 1:
+            shape[dim] = tensor.shape[dim]
+        return _random_signs(shape, tensor.dtype, tensor.device)
 
 
 def _centered(part: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
@@ -40,16 +65,6 @@ def _centered(part: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
         middle = part.center()
         return None if middle is None else (middle, part.deviation())
     return None if part is None else (part, None)
-
-
-def _signs_like(tensor: Tensor, event: LinearMap) -> Tensor:
-    """Return random signs per data point and channel, constant over positions."""
-    shape = [1] * tensor.dim()
-    channel = tensor.dim() - 1 - event.spatial_dims
-    shape[channel] = tensor.shape[channel]
-    if event.batch_dim < channel:
-        shape[event.batch_dim] = tensor.shape[event.batch_dim]
-    return _random_signs(shape, tensor.dtype, tensor.device)
 
 
 def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,16 +82,26 @@ def _random_signs(shape: list[int], dtype: torch.dtype, device: torch.device) ->
     return signs.view(-1)[:count].view(shape)
 
 
-def flipout() -> FlipoutMessenger:
+def flipout(batch_dim: int = 0) -> FlipoutMessenger:
     r"""Decorrelate one weight draw over the batch by random signs.
 
     `h_n = lin(x_n; M, m_b) + s_n * lin(r_n * x_n; W - M, b - m_b)`, with signs `r_n`, `s_n` per
     data point and channel and one draw `W, b` per batch. Every output has the exact marginal
     distribution if the posterior factorises and is symmetric about its centre; weight and bias
-    are independent and may share `s_n`. The first dimension of a batched input counts data points.
+    are independent and may share `s_n`. All positions of one data point have its signs, so that
+    their joint distribution is exact too. Rows into which a net has itself flattened points and
+    positions (`x.flatten(0, 1)`) have signs of their own: only their marginals are exact.
+
+    Args:
+        batch_dim: which dimension of an input of three or more counts data points in linear layers:
+            1 for PyTorch's layers with `batch_first=False`. Attention knows it itself, and in
+            convolutions it is the first.
 
     Returns:
         A context manager and decorator.
+
+    Raises:
+        ValueError: `batch_dim` is no dimension.
 
     Reference:
         Wen, Vicol, Ba, Tran, Grosse, Flipout: efficient pseudo-independent weight perturbations
@@ -92,4 +117,4 @@ def flipout() -> FlipoutMessenger:
         >>> samples.shape
         torch.Size([3, 5, 1])
     """
-    return FlipoutMessenger()
+    return FlipoutMessenger(batch_dim)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,16 @@ from tyxe.poutine.draw import RULES, Draw, use_values
 
 __all__ = ["LinearMap", "LinearMapMessenger"]
 
-# Attention computes its projections on (sequence, batch, features).
-_batch_dim = 0
+
+class _Attention(NamedTuple):
+    """What is known inside of attention, whose projections are on (sequence, batch, features)."""
+
+    batch_dim: int
+    points: int
+
+
+# Of the thread: another may be in another layer.
+_ATTENTION: ContextVar[_Attention | None] = ContextVar("attention", default=None)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class LinearMap:
         batch_dim: which dimension of a batched input counts data points.
         rows_of_points_are_apart: whether rows are (sequence, batch) flattened, as inside attention,
             so that the rows of one of `n` points are `n` apart.
+        points: the number `n` of data points inside of attention, None elsewhere.
         args: positional hyperparameters after weight and bias.
         kwargs: hyperparameters by name.
     """
@@ -56,6 +65,7 @@ class LinearMap:
     spatial_dims: int
     batch_dim: int
     rows_of_points_are_apart: bool = False
+    points: int | None = None
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -137,11 +147,15 @@ def _raise_event(
         return result
 
     x = use_values(x, func)
+    inside = _ATTENTION.get()
+    batch_dim = inside.batch_dim if inside is not None and x.dim() == 3 else 0
     # Attention flattens (sequence, batch) before its last projection.
-    batch_dim = _batch_dim if x.dim() == 3 else 0
-    apart = _batch_dim == 1 and x.dim() == 2
+    apart = inside is not None and inside.batch_dim == 1 and x.dim() == 2
+    points = None if inside is None else inside.points
     return _linear_map(
-        LinearMap(kind, function, x, weight, bias, spatial_dims, batch_dim, apart, args, kwargs)
+        LinearMap(
+            kind, function, x, weight, bias, spatial_dims, batch_dim, apart, points, args, kwargs
+        )
     )
 
 
@@ -186,19 +200,13 @@ def _open_attention() -> Callable[..., Any]:
     )
 
 
-@contextmanager
-def _batch_in(dim: int) -> Iterator[None]:
-    global _batch_dim
-    before, _batch_dim = _batch_dim, dim
-    try:
-        yield
-    finally:
-        _batch_dim = before
-
-
 def _attention_rule(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    with _batch_in(1 if query.dim() == 3 else 0):
+    batched = query.dim() == 3
+    token = _ATTENTION.set(_Attention(int(batched), query.shape[1] if batched else 1))
+    try:
         return _open_attention()(query, *args, **kwargs)
+    finally:
+        _ATTENTION.reset(token)
 
 
 RULES[F.multi_head_attention_forward] = _attention_rule
