@@ -147,11 +147,6 @@ CONSTRUCTORS = {
         TypeError,
         "kernel_builder is a int; expected a kernel class such as pyro.infer.mcmc.NUTS",
     ),
-    "no dataset_size": (
-        lambda: Categorical(),
-        TypeError,
-        r"dataset_size is None; Categorical needs the number of training points: Categorical\(",
-    ),
     "a likelihood's scale in dataset_size's place": (
         lambda: HomoskedasticGaussian(0.1),
         TypeError,

@@ -38,7 +38,9 @@ def test_inputs_of_every_structure_mean_the_same(structure):
         pyro.set_rng_seed(7)
         bnn.fit([(inputs, Y)], ADAM, 2, device="cpu")
         pyro.set_rng_seed(8)
-        return trainable(bnn), bnn.predict(inputs, num_predictions=2)
+        # A list by itself is a loader, in every method; inside of a batch it is arguments.
+        asked = [(inputs, Y)] if isinstance(inputs, list) else inputs
+        return trainable(bnn), bnn.predict(asked, num_predictions=2)
 
     reference, output = run(STRUCTURES["tuple"](X))
     found, same = run(STRUCTURES[structure](X))

@@ -65,15 +65,21 @@ def test_the_contract_finds_faults():
 @pytest.mark.parametrize("name", EACH)
 def test_the_dataset_size_is_needed_and_positive(name):
     make = EACH[name]
-    for missing in (None, "100", 10.0, True):
+    for wrong in ("100", 10.0, True):
         with pytest.raises(
             TypeError, match=r"needs the number of training points: \w+\(dataset_size=len"
         ):
-            make(missing)
+            make(wrong)
     for bad in (0, -3):
         with pytest.raises(ValueError, match=f"dataset_size is {bad}; expected a positive number"):
             make(bad)
     assert make(torch.tensor(5)).dataset_size == 5
+    for missing in (None, -1):
+        likelihood = make(missing)
+        with pytest.raises(ValueError, match=r"bnn.likelihood.dataset_size = len\(dataset\)"):
+            _ = likelihood.dataset_size
+        likelihood.dataset_size = 7
+        assert likelihood.dataset_size == 7
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ def dense_of_columns(columns) -> torch.Tensor:
 
 
 def autodiff_hessian(likelihood, predictions, targets, latents=None):
+    latents = likelihood.prior_means() if latents is None else latents
+
     def point(f, y):
         return -likelihood.log_likelihood(f.unsqueeze(0), y.unsqueeze(0), "sum", latents)
 
@@ -98,15 +100,15 @@ def autodiff_hessian(likelihood, predictions, targets, latents=None):
 @pytest.mark.parametrize(("likelihood", "shape"), CANONICAL.values(), ids=CANONICAL.keys())
 def test_hessian_in_natural_parameters_is_autodiffs(likelihood, shape):
     predictions = outputs_of(likelihood, shape)
-    targets = likelihood.sample(predictions)
+    targets = likelihood.sample(predictions, latents=likelihood.prior_means())
     expected = autodiff_hessian(likelihood, predictions, targets)
-    actual = dense(output_hessian(likelihood, predictions))
+    actual = dense(output_hessian(likelihood, predictions, likelihood.prior_means()))
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def quadrature(likelihood, predictions):
     """Yield targets of one shape with their probabilities at each target, both `(n, ...)`."""
-    distribution = likelihood.predictive_distribution(predictions)
+    distribution = likelihood.predictive_distribution(predictions, likelihood.prior_means())
     while isinstance(distribution, torch.distributions.Independent):
         distribution = distribution.base_dist
     if isinstance(distribution, torch.distributions.Normal):
@@ -128,7 +130,7 @@ def expected_fisher(likelihood, predictions, positions, coupled):
     """Sum of `p(y) r r^T` at each position, of whose coupled outputs one target decides."""
     fisher = 0
     for targets, probabilities in quadrature(likelihood, predictions):
-        r = true_gradient(likelihood, predictions, targets)
+        r = true_gradient(likelihood, predictions, targets, likelihood.prior_means())
         if isinstance(likelihood, HeteroskedasticGaussian):
             r = torch.stack(r.chunk(2, -1), -1)
         r = r.reshape(len(r), positions, coupled)
@@ -148,9 +150,9 @@ def test_hessian_is_the_fisher_information(likelihood, shape):
         parts = fisher.diagonal(dim1=-2, dim2=-1).reshape(N, *shape[:-1], shape[-1] // 2, 2)
         expected = torch.cat(parts.unbind(-1), -1).reshape(N, 2 * size, 1, 1)
     else:
-        blocks = output_hessian(likelihood, predictions)
+        blocks = output_hessian(likelihood, predictions, likelihood.prior_means())
         expected = expected_fisher(likelihood, predictions, blocks.shape[1], blocks.shape[2])
-    actual = output_hessian(likelihood, predictions)
+    actual = output_hessian(likelihood, predictions, likelihood.prior_means())
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -160,14 +162,13 @@ def test_inferred_noise_takes_its_value(parameter):
     predictions = torch.randn(N, 2, dtype=torch.float64)
     value = torch.tensor(0.7, dtype=torch.float64)
     expected = value if parameter == "precision" else value**-2
-    for latents, precision in (
-        ({parameter: value}, expected),
-        (None, torch.tensor(2.0).double() ** (1 if parameter == "precision" else -2)),
-    ):
-        blocks = output_hessian(likelihood, predictions, latents)
-        torch.testing.assert_close(blocks, precision.expand(N, 2, 1, 1))
-        columns = output_hessian_sqrt(likelihood, predictions, latents)
-        torch.testing.assert_close(dense_of_columns(columns), dense(blocks))
+    latents = {parameter: value}
+    blocks = output_hessian(likelihood, predictions, latents)
+    torch.testing.assert_close(blocks, expected.expand(N, 2, 1, 1))
+    columns = output_hessian_sqrt(likelihood, predictions, latents)
+    torch.testing.assert_close(dense_of_columns(columns), dense(blocks))
+    with pytest.raises(ValueError, match="the noise is inferred"):
+        output_hessian(likelihood, predictions)
     r = true_gradient(likelihood, predictions, predictions + 1, {parameter: value})
     torch.testing.assert_close(r, expected.expand(N, 2))
 
@@ -194,8 +195,8 @@ def test_probabilities_and_logits_have_one_curvature():
 @pytest.mark.parametrize(("likelihood", "shape"), EVERY.values(), ids=EVERY.keys())
 def test_columns_are_a_square_root(likelihood, shape):
     predictions = outputs_of(likelihood, shape)
-    blocks = output_hessian(likelihood, predictions)
-    columns = output_hessian_sqrt(likelihood, predictions)
+    blocks = output_hessian(likelihood, predictions, likelihood.prior_means())
+    columns = output_hessian_sqrt(likelihood, predictions, likelihood.prior_means())
     listed = list(columns)
     assert len(listed) == len(columns) == columns.num_positions * columns.rank
     assert all(column.shape == predictions.shape for column in listed)
@@ -206,9 +207,9 @@ def test_columns_are_a_square_root(likelihood, shape):
 def test_every_likelihood_of_the_contract_has_a_root(case):
     likelihood = case.build(N).double()
     predictions = torch.randn(N, *case.output_shape, dtype=torch.float64)
-    blocks = output_hessian(likelihood, predictions)
+    blocks = output_hessian(likelihood, predictions, likelihood.prior_means())
     assert blocks.shape[1] * blocks.shape[2] == math.prod(case.output_shape)
-    root = dense_of_columns(output_hessian_sqrt(likelihood, predictions))
+    root = dense_of_columns(output_hessian_sqrt(likelihood, predictions, likelihood.prior_means()))
     torch.testing.assert_close(root, dense(blocks))
 
 
@@ -278,12 +279,12 @@ def test_ggn_by_columns_is_the_dense_one():
 def test_sampled_gradients_have_the_fisher_information(likelihood, shape):
     num_draws = 20_000
     point = outputs_of(likelihood, shape, n=1)
-    r = sampled_gradient(likelihood, point.expand(num_draws, *shape))
+    r = sampled_gradient(likelihood, point.expand(num_draws, *shape), likelihood.prior_means())
     assert r.shape == (num_draws, *shape)
     assert not r.requires_grad
     flat = r.reshape(num_draws, -1)
     products = flat.unsqueeze(-1) * flat.unsqueeze(-2)
-    expected = dense(output_hessian(likelihood, point))[0]
+    expected = dense(output_hessian(likelihood, point, likelihood.prior_means()))[0]
     error = products.std(0) / math.sqrt(num_draws)
     # Five standard errors: over all cases some 2,000 numbers are compared. Where every draw
     # gives the same product (p = 1/2) only rounding is left.
@@ -322,12 +323,13 @@ def test_gradients_refuse_targets_of_another_shape():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_precision_is_promoted(likelihood, shape, dtype):
     predictions = outputs_of(likelihood, shape).to(dtype)
-    exact = output_hessian(likelihood, predictions.double())
-    blocks = output_hessian(likelihood, predictions)
-    columns = list(output_hessian_sqrt(likelihood, predictions))
+    exact = output_hessian(likelihood, predictions.double(), likelihood.prior_means())
+    blocks = output_hessian(likelihood, predictions, likelihood.prior_means())
+    columns = list(output_hessian_sqrt(likelihood, predictions, likelihood.prior_means()))
     assert blocks.dtype == columns[0].dtype == torch.float32
     torch.testing.assert_close(blocks.double(), exact, rtol=1e-5, atol=1e-5)
-    assert sampled_gradient(likelihood, predictions).dtype == torch.float32
+    gradient = sampled_gradient(likelihood, predictions, likelihood.prior_means())
+    assert gradient.dtype == torch.float32
 
 
 class Geometric(Likelihood):

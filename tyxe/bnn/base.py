@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Size, Tensor, nn
 
+from tyxe.bnn.rerun import Resting, remember
 from tyxe.poutine.draw import substituted
 from tyxe.priors import Prior
 from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePriors
+from tyxe.threads import exclusive
 from tyxe.util import SITE_PRIORS, Inputs, call_with
 
 __all__ = ["BNN", "modes_restored", "prior_fixed", "set_train_mode"]
@@ -24,28 +26,41 @@ __all__ = ["BNN", "modes_restored", "prior_fixed", "set_train_mode"]
 @contextmanager
 def modes_restored(module: nn.Module) -> Iterator[None]:
     """Restore the train or eval mode of every submodule at the end."""
-    modes = [(part, part.training) for part in module.modules()]
+    with exclusive():
+        modes = [(part, part.training) for part in module.modules()]
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        # Not while another thread predicts, which restores the modes that it has found.
+        with exclusive():
+            for part, mode in modes:
+                part.training = mode
 
 
-# BNNs that are being fitted. An attribute would be copied by a callback's `deepcopy`.
-_FITTING: weakref.WeakSet[BNN] = weakref.WeakSet()
+# Threads that fit a BNN. An attribute would be copied by a callback's `deepcopy`.
+_FITTING: weakref.WeakKeyDictionary[BNN, int] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def prior_fixed(bnn: BNN) -> Iterator[None]:
-    """Refuse updates of a BNN's prior inside, on which the objective depends."""
-    outer = bnn in _FITTING
-    _FITTING.add(bnn)
+    """Refuse another thread's fit of a BNN, and updates of its prior, on which the fit depends.
+
+    Raises:
+        RuntimeError: another thread fits this BNN.
+    """
+    with exclusive():
+        outer = _FITTING.get(bnn)
+        if outer not in (None, threading.get_ident()):
+            raise RuntimeError(
+                f"another thread is fitting this {type(bnn).__name__}; fit a copy.deepcopy of it, "
+                "or wait for the other fit"
+            )
+        _FITTING[bnn] = threading.get_ident()
     try:
         yield
     finally:
-        if not outer:
-            _FITTING.discard(bnn)
+        if outer is None:
+            _FITTING.pop(bnn, None)
 
 
 def _check_prior(prior: Any) -> None:
@@ -113,18 +128,38 @@ class BNN(nn.Module):
         self._slots: dict[str, list[tuple[nn.Module, str]]] = {}
         for parameter in parameters_of(self.net):
             if parameter.name in priors:
-                parameter.tensor.requires_grad_(False)
                 self._slots[prefix + parameter.name] = list(parameter.places)
+        self._put_to_rest()
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
 
-    def substituted(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    def _put_to_rest(self) -> None:
+        """Let the places of sites hold parameters that a backward can replace by draws."""
+        for slots in self._slots.values():
+            module, attribute = slots[0]
+            held = module._parameters[attribute]
+            assert held is not None
+            if type(held) is not Resting:
+                held = Resting(held.detach(), requires_grad=False)
+                for module, attribute in slots:
+                    module._parameters[attribute] = held
+
+    def resting(self) -> dict[str, Tensor]:
+        """Return what is in the places of the sites as long as no draw is, by joint name."""
+        owners = {name: slots[0] for name, slots in self._slots.items()}
+        return {name: module._parameters[a] for name, (module, a) in owners.items()}  # type: ignore[misc]
+
+    @contextmanager
+    def substituted(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Put values, given by joint name, in the places of sites until the end.
+
+        No other thread runs a BNN meanwhile.
 
         Raises:
             ValueError: a site has no value.
         """
-        return substituted(self._slots, values)
+        with exclusive(), substituted(self._slots, values):
+            yield
 
     def run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
         """Return the net's output with values in the places of its sites.
@@ -133,10 +168,8 @@ class BNN(nn.Module):
             values: a value for each site, by joint name.
             inputs: a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         """
-        if not self._slots:
-            return call_with(self.net, inputs)
         with self.substituted(values):
-            return call_with(self.net, inputs)
+            return remember(self, values, call_with(self.net, inputs))
 
     def update_prior(self, prior: Prior) -> None:
         """Replace the priors of the sites, which stay the same parameters.
@@ -184,10 +217,20 @@ class BNN(nn.Module):
         for parameter in parameters_of(net):
             name = self.net_prior.prefix + parameter.name
             if name in values:
-                with torch.no_grad():
-                    parameter.tensor.copy_(values[name])
-                parameter.tensor.requires_grad_(True)
+                value = values[name].detach().to(parameter.tensor, copy=True)
+                own = nn.Parameter(value)
+                for module, attribute in parameter.places:
+                    module._parameters[attribute] = own
         return net
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BNN:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._put_to_rest()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._put_to_rest()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -200,6 +243,7 @@ class BNN(nn.Module):
         before, priors = copy.deepcopy(self.state_dict()), self.net_prior.snapshot()
         try:
             found = super().load_state_dict(state_dict, strict, assign)
+            self._put_to_rest()
             self._follow_prior(self.net_prior)
             return found
         except Exception as error:

@@ -24,8 +24,8 @@ __all__ = [
 
 
 def is_loader(inputs: Inputs) -> bool:
-    """Say whether inputs are a loader: iterable, but no tensor, container or graph."""
-    return not isinstance(inputs, Tensor | tuple | list | Mapping) and (
+    """Say whether inputs are a loader: a list, or iterable but no tensor, container or graph."""
+    return not isinstance(inputs, Tensor | tuple | Mapping) and (
         hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
     )
 

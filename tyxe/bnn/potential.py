@@ -133,7 +133,7 @@ class Potential:
         likelihood = self.bnn.likelihood
         predictions = at_least_float32(call_with(self.bnn.net, self.inputs))
         with pyro.validation_enabled(False):  # only shapes matter at the net's own values
-            likelihood.log_likelihood(predictions, targets, "sum")
+            likelihood.log_likelihood(predictions, targets, "sum", likelihood.prior_means())
         self.targets = likelihood.prepare_targets(predictions, targets)
         # With one Gaussian noise, the log-likelihood is a distance and constants.
         self._noise: tuple[Tensor, Tensor] | None = None

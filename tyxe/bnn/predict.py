@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +19,12 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.poutine.selective import masked_pointwise
-from tyxe.predictive.gaussian import Outputs, check_link, predict_from_gaussian
+from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
+from tyxe.predictive.scores import gaussian_scores, mixture_scores
 from tyxe.priors import Prior
 from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.threads import exclusive
 from tyxe.util import Inputs, at_least_float32, call_with
 
 __all__ = ["SupervisedBNN"]
@@ -196,19 +199,107 @@ class SupervisedBNN(BNN):
             torch.Size([5, 3])
         """
         _check_count(num_predictions)
-        batches = batches_to_predict(inputs[0] if len(inputs) == 1 else inputs, None, batch_size)
         gaussian = self._gaussian(predictive, num_predictions, link)
-        with self.predicting():
-            if gaussian is None:
-                parts = [
-                    self._aggregated(outputs, latents) if aggregate else outputs
-                    for outputs, latents, _ in self._outputs(batches, num_predictions, vectorize)
-                ]
-            elif aggregate:
-                parts = [self._by_link(gaussian(x), link, num_predictions) for x, _ in batches]
+        options = self._link_options(gaussian, link, num_predictions)
+
+        def one(inputs: Inputs, _: Any, again: _SameDraws) -> Any:
+            if gaussian is not None:
+                moments = gaussian(inputs)
+                if not aggregate:
+                    return _output_samples(moments, num_predictions)
+                return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
+            with again:
+                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
+            if not aggregate:
+                return outputs
+            return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
+
+        return self._on_each(inputs, batch_size, one, 0 if aggregate else 1)
+
+    def sample_predictive(
+        self,
+        *inputs: Any,
+        num_samples: int = 100,
+        vectorize: bool | None = None,
+        batch_size: int | None = None,
+        predictive: str | Outputs | None = None,
+    ) -> Tensor:
+        """Draw targets from the posterior predictive distribution, `(num_samples, n, ...)`.
+
+        Each sample has a draw of the weights, of the likelihood's own variables such as the noise's
+        scale, and of the targets given both. Arguments and errors that are not listed are those of
+        `predict`.
+
+        Args:
+            num_samples: number of samples.
+
+        Raises:
+            ValueError: fewer than one sample.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> bnn.sample_predictive(torch.zeros(5, 2), num_samples=8).shape
+            torch.Size([8, 5, 1])
+        """
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; expected at least 1")
+        gaussian = self._gaussian(predictive, num_samples, "mc")
+        options = self._link_options(gaussian, "mc", num_samples)
+
+        def one(inputs: Inputs, _: Any, again: _SameDraws) -> Tensor:
+            if gaussian is not None:
+                outputs = sample_outputs(*gaussian(inputs), num_samples)
+                latents = options.latents_of(num_samples)
             else:
-                parts = [_output_samples(gaussian(x), num_predictions) for x, _ in batches]
-        return concatenated(parts, 0 if aggregate else 1)
+                with again:
+                    outputs, latents = self._stacked_outputs(inputs, num_samples, vectorize)
+            return torch.stack(
+                [
+                    self.likelihood.sample(each, latents={n: v[s] for n, v in latents.items()})
+                    for s, each in enumerate(at_least_float32(outputs))
+                ]
+            )
+
+        samples: Tensor = self._on_each(inputs, batch_size, one, 1)
+        return samples
+
+    def interval(
+        self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
+
+        As many samples lie below as above; each number of a target has an interval of its own.
+
+        Args:
+            level: the probability, between 0 and 1.
+            num_samples: number of samples of `sample_predictive`, which takes the other options.
+
+        Raises:
+            TypeError: the targets are classes, which have no order.
+            ValueError: a level that is no probability.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> lower, upper = bnn.interval(torch.zeros(5, 2), level=0.5)
+            >>> bool((lower < upper).all())
+            True
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
+        if not self.likelihood.has_order:
+            raise TypeError(
+                f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
+                "and so no interval: use predict(...).softmax(-1)"
+            )
+        samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
+        last, tail = num_samples - 1, (1 - level) / 2
+        return samples[math.floor(tail * last)], samples[math.ceil((1 - tail) * last)]
 
     def evaluate(
         self,
@@ -244,77 +335,60 @@ class SupervisedBNN(BNN):
                 reduction.
         """
         _check_count(num_predictions)
-        if y is None and isinstance(input_data, list):
-            input_data = iter(input_data)  # a list is a loader, as in `fit`
         if (y is None) != is_loader(input_data):
             raise ValueError(
                 "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
-                "loader of pairs"
+                "loader or list of pairs; several arguments of the net are a tuple"
             )
         reduce_points(torch.zeros(1), reduction)
-        batches = batches_to_predict(input_data, y, batch_size)
         gaussian = self._gaussian(predictive, num_predictions, link)
+        options = self._link_options(gaussian, link, num_predictions)
+
+        def one(inputs: Inputs, targets: Tensor, again: _SameDraws) -> tuple[Tensor, Tensor]:
+            rows = self._rows_that_count(targets)
+            if gaussian is not None:
+                mean, covariance = (_rows(part, rows) for part in gaussian(inputs))
+                kept_targets = _rows(targets, rows)
+                return gaussian_scores(self.likelihood, mean, covariance, kept_targets, options)
+            with again:
+                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
+            kept = _rows(outputs, rows, 1), latents, _rows(targets, rows)
+            return mixture_scores(self.likelihood, *kept, aggregate)
+
+        errors, log_likelihoods = self._on_each((input_data,), batch_size, one, -1, y)
+        return reduce_points(errors, reduction), reduce_points(log_likelihoods, reduction)
+
+    def _on_each(
+        self,
+        inputs: tuple[Any, ...],
+        batch_size: int | None,
+        function: Callable[[Any, Any, _SameDraws], Any],
+        dim: int,
+        targets: Tensor | None = None,
+    ) -> Any:
+        """Return a function's values on batches, concatenated along `dim`.
+
+        It runs in eval mode and without gradients, and other threads may run between batches.
+        """
+        given = inputs[0] if len(inputs) == 1 else inputs
+        with exclusive():
+            # The draws are those of the seed before a loader has used it.
+            again = _SameDraws(torch_rng())
+            batches = iter(batches_to_predict(given, targets, batch_size))
+            found = [self._on_one(next(batches), function, again)]
+        found += [self._on_one(batch, function, again) for batch in batches]
+        return concatenated(found, dim)
+
+    def _on_one(self, batch: tuple[Any, Any], function: Any, again: _SameDraws) -> Any:
         with self.predicting():
-            if gaussian is None:
-                found = self._outputs(batches, num_predictions, vectorize)
-                each = [self._scores(*one, aggregate) for one in found]
-            else:
-                each = [
-                    self._gaussian_scores(gaussian, x, y, link, num_predictions) for x, y in batches
-                ]
-        errors, log_likelihoods = zip(*each, strict=True)
-        return (
-            reduce_points(torch.cat(errors, -1), reduction),
-            reduce_points(torch.cat(log_likelihoods, -1), reduction),
-        )
+            return function(*batch, again)
 
-    def _by_link(self, gaussian: tuple[Tensor, Tensor], link: str, count: int) -> Any:
-        samples = max(count, FEWEST_SAMPLES) if count else 0
-        return predict_from_gaussian(
-            self.likelihood, *gaussian, link, samples, self.point_latents()
-        )
-
-    def _gaussian_scores(
-        self, gaussian: Outputs, inputs: Inputs, targets: Tensor, link: str, count: int
-    ) -> tuple[Tensor, Tensor]:
-        rows, latents = self._rows_that_count(targets), self.point_latents()
-        prediction = self._by_link(gaussian(inputs), link, count)
-        if len(rows) < len(targets):
-            parts = prediction if isinstance(prediction, tuple) else (prediction,)
-            kept = tuple(part[rows] for part in parts)
-            prediction, targets = (kept if len(kept) > 1 else kept[0]), targets[rows]
-        log_likelihood = self.likelihood.log_likelihood(prediction, targets, "none", latents)
-        return self.likelihood.error(prediction, targets), log_likelihood
-
-    def _rows_that_count(self, targets: Tensor) -> Tensor:
+    def _rows_that_count(self, targets: Tensor) -> Tensor | None:
+        """Return the rows that a mask leaves, or None for all."""
         check_has_targets(targets)
         rows = torch.arange(len(targets), device=targets.device)
-        return masked_pointwise(self.likelihood.data_name, rows)
-
-    def _aggregated(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> Any:
-        return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
-
-    def _scores(
-        self, outputs: Tensor, latents: Mapping[str, Tensor], targets: Tensor, aggregate: bool
-    ) -> tuple[Tensor, Tensor]:
-        likelihood, rows = self.likelihood, self._rows_that_count(targets)
-        if len(rows) < len(targets):
-            outputs, targets = outputs[:, rows.to(outputs.device)], targets[rows]
-        if not len(targets):  # all of the batch is masked
-            none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
-            return none, none
-        if aggregate:
-            combined = self._aggregated(outputs, latents)
-            log_likelihood = likelihood.mixture_log_likelihood(outputs, targets, latents)
-            return likelihood.error(combined, targets, "none"), log_likelihood
-        errors = [likelihood.error(one, targets, "none") for one in outputs]
-        each = [
-            likelihood.mixture_log_likelihood(
-                outputs[s : s + 1], targets, {k: v[s : s + 1] for k, v in latents.items()}
-            )
-            for s in range(len(outputs))
-        ]
-        return torch.stack(errors), torch.stack(each)
+        kept = masked_pointwise(self.likelihood.data_name, rows)
+        return None if len(kept) == len(rows) else kept
 
     # ------------------------------------------------------------------ the linearised net
 
@@ -349,37 +423,57 @@ class SupervisedBNN(BNN):
         # A prediction at the centre needs no covariance.
         return known[chosen] if count else None
 
-    def point_latents(self) -> dict[str, Tensor]:
-        """Return the centre of the likelihood's own variables, by their own names."""
-        prefix = f"{self.likelihood.prefix}."
-        values = self.mean_values() if self.likelihood.latent_priors() else {}
-        return {
-            name.removeprefix(prefix): v for name, v in values.items() if name.startswith(prefix)
-        }
+    def latent_draws(self, count: int) -> dict[str, Tensor]:
+        """Return draws of the likelihood's own variables by their own names, stacked.
+
+        Without any draw, it is the posterior's centre.
+        """
+        if not self.likelihood.latent_priors():
+            return {}
+        draws = self.draws(count) if count else iter([self.mean_values()])
+        return self._latents([self._only_latents(values) for values in draws])
+
+    def _link_options(self, gaussian: Outputs | None, link: str, count: int) -> LinkOptions:
+        if gaussian is None:
+            return LinkOptions(link, count, {})
+        with self.predicting():
+            latents = self.latent_draws(count)
+        return LinkOptions(link, max(count, FEWEST_SAMPLES) if count else 0, latents)
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Run the net in eval mode and without gradients, and restore its modes at the end."""
-        with modes_restored(self), torch.no_grad():
+        """Run the net in eval mode and without gradients, and restore its modes at the end.
+
+        No other thread runs a BNN meanwhile.
+        """
+        with exclusive(), modes_restored(self), torch.no_grad():
             self.eval()
             yield
 
-    def _outputs(
-        self, batches: Iterable[tuple[Any, Any]], num_predictions: int, vectorize: bool | None
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor], Any]]:
-        """Yield outputs of the same draws on each batch, setting the generators back in between."""
-        draws, after = torch_rng(), None
-        for inputs, targets in batches:
-            # The loader's own random numbers must not repeat.
-            loader = torch_rng()
-            # Where a handler samples inside the net, its noise must differ between data points.
-            set_torch_rng(after if after is not None and draws_are_lazy() else draws)
-            outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
-            after = torch_rng()
-            yield outputs, latents, targets
-            set_torch_rng(loader)
-        if after is not None:
-            set_torch_rng(after)
+
+class _SameDraws:
+    """Starts random numbers anew each time that it is entered, and goes on with others after it."""
+
+    def __init__(self, start: list[Tensor]) -> None:
+        self._start = start
+        self._is_first = True
+        self._others: list[Tensor] | None = None
+
+    def __enter__(self) -> None:
+        # Where a handler samples inside the net, its noise must differ between data points.
+        if self._is_first or not draws_are_lazy():
+            self._others = None if self._is_first else torch_rng()
+            set_torch_rng(self._start)
+
+    def __exit__(self, *error: object) -> None:
+        self._is_first = False
+        if self._others is not None:
+            set_torch_rng(self._others)
+            self._others = None
+
+
+def _rows(values: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
+    return values if rows is None else values.index_select(dim, rows.to(values.device))
 
 
 def _output_samples(gaussian: tuple[Tensor, Tensor], count: int) -> Tensor:

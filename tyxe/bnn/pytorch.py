@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.elbo import check_gradients, elbo_terms
+from tyxe.bnn.rerun import draws_of_backward, remember
 from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
 from tyxe.priors import Prior
@@ -79,6 +80,9 @@ class PytorchBNN(BNN):
     def _draw(self) -> dict[str, Tensor]:
         if self._holding and self._held is not None:
             return self._held
+        again = draws_of_backward(self)
+        if again is not None:
+            return dict(again)
         terms = elbo_terms(self.net_prior, self.guide, closed_form_kl=self.closed_form_kl)
         self.cached_kl_loss = terms.kl
         if not self._holding:
@@ -94,7 +98,7 @@ class PytorchBNN(BNN):
         with self.substituted(values):
             output = self.net(*inputs, **kwargs)
         check_gradients(values)
-        return output
+        return remember(self, values, output)
 
     @contextmanager
     def hold_sample(self) -> Iterator[PytorchBNN]:

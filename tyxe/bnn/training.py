@@ -20,6 +20,7 @@ from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_sc
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
 from tyxe.errors import warn
 from tyxe.poutine.variational_laplace import announce_epoch
+from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
 __all__ = ["FitOptions", "Trainer", "progress_bar"]
@@ -95,12 +96,13 @@ class Trainer:
         points = 0
         shuffle_anew(loader, epoch, self.options.parallel is not None)
         for inputs, targets in self.processes.in_step(batches_of(loader, device)):
-            if not self._checked:
-                check_first_batch(self.bnn, self.bnn.one_draw, inputs, targets)
-            # Pyro validates shapes in the first step only, to save the time.
-            with pyro.validation_enabled(not self._checked):
-                terms = self.step(inputs, targets, beta)
-            self._checked = True
+            with exclusive():
+                if not self._checked:
+                    check_first_batch(self.bnn, self.bnn.one_draw, inputs, targets)
+                # Pyro validates shapes in the first step only, to save the time.
+                with pyro.validation_enabled(not self._checked):
+                    terms = self.step(inputs, targets, beta)
+                self._checked = True
             data = data + terms.data.detach() * terms.points
             kl = kl + terms.kl.detach() * terms.points
             points += terms.points

@@ -20,6 +20,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
 from tyxe.linalg import BlockDiagonal
 from tyxe.poutine.selective import masked_pointwise
+from tyxe.threads import exclusive
 
 __all__ = ["CURVATURES", "Curvature", "check_blocks", "collect_curvature"]
 
@@ -108,19 +109,20 @@ def collect_curvature(
     points, sums = 0, torch.zeros(3, dtype=torch.float64)
     batch_dims: list[BatchDims | None] | None = None
     for inputs, targets in batches:
-        linear = linearize(inputs)
-        outputs = linear.outputs.detach()
-        likelihood.check_batch(outputs, targets)
-        if accumulator is None:
-            accumulator = _accumulator(structure, linear, reduce)
-        batch_dims = linear.find_batch_dims(batch_dims)
-        check_blocks(accumulator.blocks, linear.blocks)
-        _check_unmasked(likelihood, outputs)
-        with full_precision(outputs):
-            for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
-                accumulator.add(linear.gradients(column), first=index == 0)
-        points += len(targets)
-        sums += _numbers(likelihood, outputs, targets)
+        with exclusive():
+            linear = linearize(inputs)
+            outputs = linear.outputs.detach()
+            likelihood.check_batch(outputs, targets)
+            if accumulator is None:
+                accumulator = _accumulator(structure, linear, reduce)
+            batch_dims = linear.find_batch_dims(batch_dims)
+            check_blocks(accumulator.blocks, linear.blocks)
+            _check_unmasked(likelihood, outputs)
+            with full_precision(outputs):
+                for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
+                    accumulator.add(linear.gradients(column), first=index == 0)
+            points += len(targets)
+            sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
     scale = likelihood.dataset_size / points

@@ -18,6 +18,7 @@ from tyxe.distributions import JointNormal
 from tyxe.distributions.moments import is_real
 from tyxe.guides.base import Guide, detached_together
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
+from tyxe.threads import exclusive
 from tyxe.util import resolve_site_name
 
 __all__ = ["PyroGuide"]
@@ -59,7 +60,7 @@ class PyroGuide(nn.Module):
                 f"the guide's builder is a {type(builder).__name__} already built; pass its class, "
                 "or a functools.partial of it: the BNN builds it on its own sites"
             )
-        with pyro.settings.context(module_local_params=True):
+        with exclusive(), pyro.settings.context(module_local_params=True):
             guide = builder(module)
         if isinstance(guide, MCMCKernel):
             raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
@@ -77,21 +78,21 @@ class PyroGuide(nn.Module):
         super().__init__()
         self.guide = guide
         self.prefix = getattr(module, "prefix", "")
-        with pyro.settings.context(module_local_params=True):
+        with exclusive(), pyro.settings.context(module_local_params=True):
             self.guide()
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
         joint = self.joint_normal()
         if joint is None:
-            with pyro.settings.context(module_local_params=True):
+            with exclusive(), pyro.settings.context(module_local_params=True):
                 return self.guide() or {}
         # The same variables as in Pyro's guide, but with a KL in closed form.
         return Guide.sample_from({name: joint.marginal(name) for name in joint.names})
 
     def joint_normal(self) -> JointNormal | None:
         """Return the posterior, with gradients, of a guide that is one Normal over all sites."""
-        with pyro.settings.context(module_local_params=True):
+        with exclusive(), pyro.settings.context(module_local_params=True):
             return joint_normal(self.guide)
 
     def constrained_sites(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class PyroGuide(nn.Module):
             raise TypeError(
                 f"{type(self.guide).__name__} has no median; predict with num_predictions >= 1"
             )
-        with pyro.settings.context(module_local_params=True):
+        with exclusive(), pyro.settings.context(module_local_params=True):
             return {name: value.clone() for name, value in self.guide.median().items()}
 
     def get_detached_distributions(
@@ -140,7 +141,7 @@ class PyroGuide(nn.Module):
         joint = self.joint_normal()
         if joint is not None:
             return {name: joint.marginal(name) for name in joint.names}
-        with pyro.settings.context(module_local_params=True):
+        with exclusive(), pyro.settings.context(module_local_params=True):
             sites = independent_sites(self.guide)
         if sites is not None:
             return sites

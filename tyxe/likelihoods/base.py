@@ -45,13 +45,14 @@ class Likelihood(nn.Module, ABC):
     and may override `prepare_targets` and `latent_priors`.
 
     Args:
-        dataset_size: number `N` of data points in an epoch.
+        dataset_size: number `N` of data points in an epoch; None or -1 where it is not known yet:
+            it has to be set before a fit, as `bnn.likelihood.dataset_size = N`.
         event_dim: number of trailing dimensions of the predictive distribution that form one
             event.
         name: prefix of the sites.
 
     Raises:
-        TypeError: `dataset_size` is missing or no integer.
+        TypeError: `dataset_size` is no integer.
         ValueError: `dataset_size` is not positive.
     """
 
@@ -59,17 +60,38 @@ class Likelihood(nn.Module, ABC):
         self, dataset_size: int | None = None, event_dim: int = 0, name: str = "likelihood"
     ) -> None:
         super().__init__()
-        if isinstance(dataset_size, bool) or not hasattr(dataset_size, "__index__"):
-            raise TypeError(
-                f"dataset_size is {dataset_size!r}; {type(self).__name__} needs the number of "
-                f"training points: {type(self).__name__}(dataset_size=len(dataset))"
-            )
-        assert dataset_size is not None
-        if int(dataset_size) < 1:
-            raise ValueError(f"dataset_size is {dataset_size}; expected a positive number")
-        self.dataset_size = int(dataset_size)
+        self.dataset_size = dataset_size
         self.event_dim = event_dim
         self.prefix = name
+
+    @property
+    def dataset_size(self) -> int:
+        """The number `N` of data points in an epoch.
+
+        Raises:
+            TypeError: it is set to something other than an integer.
+            ValueError: it is not known yet, or is set to a number that is not positive.
+        """
+        if self._dataset_size is None:
+            raise ValueError(
+                f"the dataset_size of this {type(self).__name__} is not known: set it to the "
+                "number of training points, bnn.likelihood.dataset_size = len(dataset)"
+            )
+        return self._dataset_size
+
+    @dataset_size.setter
+    def dataset_size(self, size: int | None) -> None:
+        if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
+            raise TypeError(
+                f"dataset_size is {size!r}; {type(self).__name__} needs the number of "
+                f"training points: {type(self).__name__}(dataset_size=len(dataset))"
+            )
+        known = None if size is None or int(size) == -1 else int(size)
+        if known is not None and known < 1:
+            raise ValueError(f"dataset_size is {size}; expected a positive number")
+        self._dataset_size = known
+
+    has_order = True  # whether some targets are larger than others, so that they have intervals
 
     @property
     def data_name(self) -> str:
@@ -86,7 +108,10 @@ class Likelihood(nn.Module, ABC):
 
         Args:
             predictions: the net's output `(n, ...)`, or what `aggregate_predictions` returned.
-            latents: values of the likelihood's own variables; point values where missing.
+            latents: values of the likelihood's own variables, if it has any.
+
+        Raises:
+            ValueError: a variable of its own has no value.
         """
 
     @abstractmethod
@@ -114,14 +139,24 @@ class Likelihood(nn.Module, ABC):
         """Return priors of the likelihood's own variables by name, such as a noise scale."""
         return {}
 
+    def prior_means(self) -> dict[str, Tensor]:
+        """Return the prior means of the likelihood's own variables, where only shapes matter."""
+        return {name: prior.mean for name, prior in self.latent_priors().items()}
+
     def check_targets(self, predictions: Tensor, targets: Tensor) -> None:
         """Raise an error if targets do not fit the predictions or lie outside the support."""
         self.check_predictions(predictions)
+        self._distribution_for(predictions, targets, self.prior_means())
+        self.check_values(predictions, targets)
+
+    def check_values(self, predictions: Tensor, targets: Tensor) -> None:
+        """Raise a ValueError if targets lie outside the support, for predictions of some points."""
         predictions = at_least_float32(predictions)
-        self._distribution_for(predictions, targets)
-        support: Any = self.predictive_distribution(predictions).support
-        ok = support.check(self.prepare_targets(predictions, targets))
-        if not bool(ok.all()):
+        support: Any = self.predictive_distribution(predictions, self.prior_means()).support
+        prepared = self.prepare_targets(predictions, targets)
+        # Infinity is a real number for a support, and has no finite log-likelihood.
+        ok = support.check(prepared).all() & prepared.isfinite().all()
+        if not bool(ok):
             raise ValueError(
                 f"targets lie outside the support of {type(self).__name__}: {self._range(support)}"
                 f", but they range from {targets.min().item()} to {targets.max().item()}"
@@ -228,6 +263,10 @@ class Likelihood(nn.Module, ABC):
             targets: in their natural shape and dtype.
             reduction: over points: `"sum"`, `"mean"` or `"none"`.
             latents: values of the likelihood's own variables.
+
+        Raises:
+            ValueError: the targets' shape is not that of the predictive distribution; a variable of
+                the likelihood's own has no value.
         """
         distribution, targets_ = self._distribution_for(predictions, targets, latents)
         assert targets_ is not None
@@ -260,7 +299,7 @@ class Likelihood(nn.Module, ABC):
         For discrete likelihoods this is the number of misclassifications, for others the squared
         error.
         """
-        self._distribution_for(predictions, targets)
+        self._distribution_for(predictions, targets, self.prior_means())
         predictions = at_least_float32(predictions)
         errors = self.point_error(predictions, self.prepare_targets(predictions, targets))
         per_point = errors.sum(tuple(range(1, errors.dim()))) if errors.dim() > 1 else errors

@@ -39,6 +39,8 @@ class Categorical(Likelihood):
         tensor([[0.5749, 0.4251]])
     """
 
+    has_order = False
+
     def __init__(
         self,
         dataset_size: int | None = None,

@@ -8,7 +8,7 @@ from numbers import Real
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from tyxe.distributions.buffered import BufferedDistribution
@@ -28,9 +28,12 @@ class HomoskedasticGaussian(Likelihood):
             against one point's prediction, or a distribution: then it is a site,
             `likelihood.scale`, to be inferred (give the BNN a `likelihood_guide_builder`).
         precision: `1 / scale^2`, given instead of `scale`.
+        learn_scale: train the noise with the net, from the number or tensor given; it stays
+            positive, because its logarithm is the parameter. A `torch.nn.Parameter` asks for it.
 
     Raises:
-        ValueError: both or neither of scale and precision; a number that is not positive.
+        ValueError: both or neither of scale and precision; a number that is not positive; a
+            distribution with `learn_scale`.
 
     Example:
         >>> likelihood = HomoskedasticGaussian(100, scale=0.3)
@@ -47,6 +50,8 @@ class HomoskedasticGaussian(Likelihood):
         precision: float | Tensor | td.Distribution | None = None,
         event_dim: int = 1,
         name: str = "likelihood",
+        *,
+        learn_scale: bool = False,
     ) -> None:
         super().__init__(dataset_size, event_dim, name)
         if (scale is None) == (precision is None):
@@ -58,11 +63,20 @@ class HomoskedasticGaussian(Likelihood):
         self.noise_prior = (
             BufferedDistribution(given) if isinstance(given, td.Distribution) else None
         )
+        learn = learn_scale or isinstance(given, nn.Parameter)
+        if self.noise_prior is None:
+            values = torch.as_tensor(given).detach()
+            if not bool((values > 0).all() & values.isfinite().all()):
+                raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
+        elif learn:
+            raise ValueError(
+                f"{self.parameter} is a distribution, so it is inferred; learn_scale takes a number"
+            )
+        self.log_noise = nn.Parameter(values.log()) if learn else None
         # Kept as a number, so that a float64 net gets it unrounded.
-        self._number = float(given) if isinstance(given, Real) else None
-        if self.noise_prior is None and not bool((torch.as_tensor(given) > 0).all()):
-            raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
-        self.register_buffer("noise", given.detach().clone() if isinstance(given, Tensor) else None)
+        self._number = float(given) if isinstance(given, Real) and not learn else None
+        fixed = given.detach().clone() if isinstance(given, Tensor) and not learn else None
+        self.register_buffer("noise", fixed)
 
     def latent_priors(self) -> dict[str, td.Distribution]:
         if self.noise_prior is None:
@@ -72,7 +86,7 @@ class HomoskedasticGaussian(Likelihood):
     @property
     def scale(self) -> Tensor:
         """Standard deviation of the noise; where it is inferred, that of the prior's mean."""
-        return self.scale_of()
+        return self.scale_of(self.prior_means())
 
     @property
     def precision(self) -> Tensor:
@@ -85,19 +99,27 @@ class HomoskedasticGaussian(Likelihood):
         """Return the noise's standard deviation.
 
         Args:
-            latents: a value of the inferred variable; its prior's mean where missing.
+            latents: a value of the inferred variable.
             like: a tensor with the dtype and device that a number is returned in.
+
+        Raises:
+            ValueError: the noise is inferred, and has no value.
         """
         if self._number is not None:
             like = torch.empty(()) if like is None else like
             noise = torch.full((), self._number, dtype=like.dtype, device=like.device)
         elif self.noise is not None:
             noise = self.noise
+        elif self.log_noise is not None:
+            noise = self.log_noise.exp()
         elif latents and self.parameter in latents:
             noise = latents[self.parameter]
         else:
-            assert self.noise_prior is not None
-            noise = self.noise_prior.distribution.mean
+            raise ValueError(
+                f"the noise is inferred, and its prior alone says nothing of it: pass its draws, "
+                f"latents={{{self.parameter!r}: ...}}, or let the BNN do it, by sample_predictive, "
+                "interval, predict or evaluate"
+            )
         return noise if self.parameter == "scale" else noise.rsqrt()
 
     def predictive_distribution(
@@ -117,7 +139,7 @@ class HomoskedasticGaussian(Likelihood):
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         noise = self.scale_of(latents, predictions).square()
-        if self.noise_prior is not None and latents:
+        if self.noise_prior is not None:
             noise = noise.mean(0)
         variance = predictions.var(dim, correction=0) + noise.to(predictions.dtype)
         return predictions.mean(dim), variance.sqrt()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import singledispatch
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tyxe.errors import check_known
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Likelihood
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
+from tyxe.util import at_least_float32
 
-__all__ = ["LinkOptions", "Outputs", "check_link", "gaussian_prediction", "predict_from_gaussian"]
+__all__ = [
+    "LinkOptions",
+    "Outputs",
+    "check_link",
+    "gaussian_log_likelihood",
+    "gaussian_prediction",
+    "predict_from_gaussian",
+]
 
 # From a batch of inputs to the outputs' mean, `(n, ...)`, and covariance, `(n, ..., C, C)`.
 Outputs = Callable[[Any], tuple[Tensor, Tensor]]
@@ -29,6 +39,10 @@ class LinkOptions(NamedTuple):
     link: str
     num_samples: int
     latents: Mapping[str, Tensor]
+
+    def latents_of(self, num_draws: int) -> dict[str, Tensor]:
+        """Return values of the likelihood's own variables for so many draws of the outputs."""
+        return {n: v[torch.arange(num_draws) % len(v)] for n, v in self.latents.items()}
 
 
 def predict_from_gaussian(
@@ -50,7 +64,7 @@ def predict_from_gaussian(
         covariance: covariance of outputs along the last dimension, `(n, ..., C, C)`.
         link: `"mc"`, `"probit"` or `"bridge"`, for classes and binary labels.
         num_samples: number of samples, where there is no closed form; 0 predicts at the mean.
-        latents: point values of the likelihood's own variables.
+        latents: draws of the likelihood's own variables, stacked along dimension 0.
 
     Raises:
         ValueError: the link is unknown, or the outputs are probabilities instead of logits.
@@ -80,8 +94,7 @@ def gaussian_prediction(
 
 
 def _averaged(likelihood: Likelihood, outputs: Tensor, options: LinkOptions) -> Any:
-    each = {name: v.expand(len(outputs), *v.shape) for name, v in options.latents.items()}
-    return likelihood.aggregate_predictions(outputs, 0, each)
+    return likelihood.aggregate_predictions(outputs, 0, options.latents_of(len(outputs)))
 
 
 @gaussian_prediction.register
@@ -102,7 +115,112 @@ def _(
     likelihood: HomoskedasticGaussian, mean: Tensor, covariance: Tensor, options: LinkOptions
 ) -> tuple[Tensor, Tensor]:
     noise = likelihood.scale_of(options.latents, mean).square()
+    noise = noise.mean(0) if options.latents else noise
     return mean, (_variance(mean, covariance) + noise).sqrt()
+
+
+# --------------------------------------------------------------------------- log-likelihoods
+
+
+@singledispatch
+def gaussian_log_likelihood(
+    likelihood: Likelihood,
+    prediction: Any,
+    mean: Tensor,
+    covariance: Tensor,
+    targets: Tensor,
+    options: LinkOptions,
+) -> Tensor:
+    """Return `log E p(y | f)` for Gaussian outputs `f`, `(n,)`, in nats.
+
+    The expectation is the mean over samples of the outputs, which are independent between
+    positions. Register a likelihood that has a closed form.
+
+    Args:
+        likelihood: the likelihood of the targets.
+        prediction: what `predict_from_gaussian` has returned.
+        mean: mean of the outputs, `(n, ...)`.
+        covariance: covariance of outputs along the last dimension, `(n, ..., C, C)`.
+        targets: targets, `(n, ...)`.
+        options: arguments of `predict_from_gaussian`; no samples evaluates at the mean.
+    """
+    if not options.num_samples:
+        outputs = mean[None]
+    else:
+        outputs = sample_outputs(mean, covariance, options.num_samples)
+    latents = options.latents_of(len(outputs))
+    rows = mean.shape[:-1] if mean.dim() > 1 else mean.shape
+    if not latents and len(rows) > 1 and targets.shape[: len(rows)] == rows:
+        # The product over positions of their mixtures, which varies less than their mixture.
+        outputs, targets = outputs.flatten(1, len(rows)), targets.flatten(0, len(rows) - 1)
+    each = likelihood.mixture_log_likelihood(outputs, targets, latents)
+    return each.view(len(mean), -1).sum(1)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: Categorical,
+    prediction: Any,
+    mean: Tensor,
+    covariance: Tensor,
+    targets: Tensor,
+    options: LinkOptions,
+) -> Tensor:
+    # The mean of the probabilities is the likelihood of the mixture.
+    return likelihood.log_likelihood(prediction, targets)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: Bernoulli,
+    prediction: Any,
+    mean: Tensor,
+    covariance: Tensor,
+    targets: Tensor,
+    options: LinkOptions,
+) -> Tensor:
+    coupled = covariance.shape[-1] > 1 and options.link == "mc"
+    if coupled and options.num_samples:
+        general = gaussian_log_likelihood.dispatch(Likelihood)
+        each: Tensor = general(likelihood, prediction, mean, covariance, targets, options)
+        return each
+    return likelihood.log_likelihood(prediction, targets)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: HomoskedasticGaussian,
+    prediction: Any,
+    mean: Tensor,
+    covariance: Tensor,
+    targets: Tensor,
+    options: LinkOptions,
+) -> Tensor:
+    residual = at_least_float32(targets.to(mean.dtype) - mean)
+    covariance = at_least_float32(covariance)
+    if not options.num_samples:
+        covariance = torch.zeros_like(covariance)
+    draws = max((len(v) for v in options.latents.values()), default=1)
+    each = []
+    for s in range(draws):
+        noise = likelihood.scale_of({n: v[s] for n, v in options.latents.items()}, residual)
+        each.append(_joint_normal(residual, covariance, noise.to(residual.dtype)))
+    return torch.stack(each).logsumexp(0) - math.log(draws)
+
+
+def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
+    """Return `log N(r; 0, C + diag(noise^2))`, summed over positions, `(n,)`."""
+    scale = noise.expand_as(residual)
+    white = residual / scale
+    if residual.dim() == 1:
+        white, scale = white[:, None], scale[:, None]
+    # The eigenvalues of I + C' are at least 1, whatever rounding has left of C'.
+    relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    values, vectors = torch.linalg.eigh(relative)
+    values = 1 + values.clamp_min(0)
+    turned = (vectors.mT @ white.unsqueeze(-1)).squeeze(-1)
+    terms = turned.square() / values + values.log() + 2 * scale.log() + math.log(2 * math.pi)
+    return -0.5 * terms.flatten(1).sum(1)
 
 
 def _variance(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -61,6 +61,9 @@ LIKELIHOODS: dict[str, LikelihoodCase] = {
     "HomoskedasticGaussian, scale each": LikelihoodCase(
         functools.partial(HomoskedasticGaussian, scale=torch.tensor([0.1, 2.0])), (3, 2), (3, 2)
     ),
+    "HomoskedasticGaussian, learned": LikelihoodCase(
+        functools.partial(HomoskedasticGaussian, scale=0.5, learn_scale=True), (1,), (1,)
+    ),
     "HomoskedasticGaussian, inferred": LikelihoodCase(
         functools.partial(HomoskedasticGaussian, scale=dist.LogNormal(0.0, 0.5)), (1,), (1,)
     ),
@@ -90,7 +93,7 @@ def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int =
     """
     likelihood = case.build(3 * num_points).double()
     predictions = torch.randn(num_draws, num_points, *case.output_shape, dtype=torch.float64)
-    targets = likelihood.sample(predictions[0])
+    targets = likelihood.sample(predictions[0], latents=likelihood.prior_means())
     expected = (num_points, *case.target_shape)
     assert targets.shape == expected, f"sample has shape {targets.shape}, expected {expected}"
     _check_dataset_size(case)
@@ -102,12 +105,27 @@ def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int =
     _check_samples(likelihood, predictions[0])
     _check_wrong_shapes(likelihood, predictions[0], targets)
     _check_dtypes(likelihood, predictions[0], targets)
+    _check_missing(likelihood, predictions, targets)
 
 
 def _check_dataset_size(case: LikelihoodCase) -> None:
-    assert_raises(TypeError, lambda: case.build(None), "dataset_size left out")
     assert_raises(ValueError, lambda: case.build(0), "dataset_size of 0")
+    later = case.build(None)
+    assert_raises(ValueError, lambda: later.dataset_size, "dataset_size left out")
+    later.dataset_size = 12
+    assert later.dataset_size == 12, "dataset_size is kept where it is set later"
     assert case.build(12).dataset_size == 12, "dataset_size is kept"
+
+
+def _check_missing(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    """Assert that a likelihood with variables of its own does not go on without their values."""
+    if not likelihood.latent_priors():
+        return
+    first = predictions[0]
+    what = "no value of the likelihood's own variable"
+    assert_raises(ValueError, lambda: likelihood.sample(first), what)
+    assert_raises(ValueError, lambda: likelihood.log_likelihood(first, targets), what)
+    assert_raises(ValueError, lambda: likelihood.aggregate_predictions(predictions), what)
 
 
 def _check_site(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
@@ -132,8 +150,12 @@ def _check_site(likelihood: Likelihood, predictions: Tensor, targets: Tensor) ->
 
 
 def _check_points(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
-    for method in (likelihood.log_likelihood, likelihood.error):
-        name = method.__name__
+    with_latents = functools.partial(likelihood.log_likelihood, latents=likelihood.prior_means())
+    methods: dict[str, Callable[..., Tensor]] = {
+        "log_likelihood": with_latents,
+        "error": likelihood.error,
+    }
+    for name, method in methods.items():
         each = method(predictions, targets, "none")
         assert each.shape == targets.shape[:1], f"{name} has shape {each.shape} for the points"
         assert bool(each.isfinite().all()), f"{name} is not finite"
@@ -147,10 +169,11 @@ def _check_points(likelihood: Likelihood, predictions: Tensor, targets: Tensor) 
 
 
 def _check_one_draw(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
-    combined = likelihood.aggregate_predictions(predictions)
+    latents = likelihood.prior_means()
+    combined = _aggregated(likelihood, predictions)
     assert_close(
-        likelihood.log_likelihood(combined, targets, "none"),
-        likelihood.log_likelihood(predictions[0], targets, "none"),
+        likelihood.log_likelihood(combined, targets, "none", latents),
+        likelihood.log_likelihood(predictions[0], targets, "none", latents),
         "aggregating one draw changed its distribution",
     )
     assert_close(
@@ -160,8 +183,14 @@ def _check_one_draw(likelihood: Likelihood, predictions: Tensor, targets: Tensor
     )
 
 
+def _aggregated(likelihood: Likelihood, predictions: Tensor, dim: int = 0) -> Any:
+    draws = predictions.shape[dim]
+    latents = {n: v.expand(draws, *v.shape) for n, v in likelihood.prior_means().items()}
+    return likelihood.aggregate_predictions(predictions, dim, latents)
+
+
 def _elementwise(likelihood: Likelihood, predictions: Any) -> td.Distribution:
-    distribution = likelihood.predictive_distribution(predictions)
+    distribution = likelihood.predictive_distribution(predictions, likelihood.prior_means())
     while isinstance(distribution, td.Independent):
         distribution = distribution.base_dist
     return distribution
@@ -173,10 +202,8 @@ def _probabilities(distribution: td.Distribution) -> Tensor:
 
 def _check_many_draws(likelihood: Likelihood, predictions: Tensor, variance: bool) -> None:
     each = [_elementwise(likelihood, one) for one in predictions]
-    combined = _elementwise(likelihood, likelihood.aggregate_predictions(predictions))
-    again = _elementwise(
-        likelihood, likelihood.aggregate_predictions(predictions.transpose(0, 1), dim=1)
-    )
+    combined = _elementwise(likelihood, _aggregated(likelihood, predictions))
+    again = _elementwise(likelihood, _aggregated(likelihood, predictions.transpose(0, 1), 1))
     if combined.has_enumerate_support:
         expected = torch.stack([_probabilities(one) for one in each]).mean(0)
         assert_close(_probabilities(combined), expected, "probabilities of the mixture")
@@ -210,7 +237,7 @@ def _check_mixture(likelihood: Likelihood, predictions: Tensor, targets: Tensor)
 
 
 def _check_samples(likelihood: Likelihood, predictions: Tensor) -> None:
-    samples = likelihood.sample(predictions, (NUM_SAMPLES,))
+    samples = likelihood.sample(predictions, (NUM_SAMPLES,), likelihood.prior_means())
     distribution = _elementwise(likelihood, predictions)
     if distribution.has_enumerate_support:
         values = distribution.enumerate_support(expand=False)
@@ -229,18 +256,21 @@ def _check_samples(likelihood: Likelihood, predictions: Tensor) -> None:
 
 def _check_wrong_shapes(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
     wrong = [targets.unsqueeze(-1), targets.unsqueeze(0), targets[:1], targets[0]]
+    latents = likelihood.prior_means()
     for bad in wrong:
         what = f"targets of shape {tuple(bad.shape)} for shape {tuple(targets.shape)}"
-        for call in (likelihood.log_likelihood, likelihood.error, likelihood):
+        with_latents = functools.partial(likelihood.log_likelihood, latents=latents)
+        for call in (with_latents, likelihood.error, likelihood):
             assert_raises(ValueError, functools.partial(call, predictions, bad), what)
 
 
 def _check_dtypes(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
-    expected = likelihood.log_likelihood(predictions, targets, "sum")
+    latents = likelihood.prior_means()
+    expected = likelihood.log_likelihood(predictions, targets, "sum", latents)
     whole = bool((targets == targets.round()).all())
     dtypes = [torch.uint8, torch.int16, torch.int32, torch.int64] if whole else [torch.float64]
     if whole and bool((targets <= 1).all()):
         dtypes.append(torch.bool)
     for dtype in dtypes:
-        actual = likelihood.log_likelihood(predictions, targets.to(dtype), "sum")
+        actual = likelihood.log_likelihood(predictions, targets.to(dtype), "sum", latents)
         assert_close(actual, expected, f"targets of {dtype}")

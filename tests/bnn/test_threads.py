@@ -1,0 +1,170 @@
+"""Threads: the numbers of one thread, and handlers that act where they were entered."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.mcmc import HMC
+from torch import nn
+
+import tyxe
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Categorical
+from tyxe.priors import IIDPrior
+
+THREADS, CALLS = 8, 12
+X, Y = torch.randn(30, 4), torch.randint(3, (30,))
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def prior() -> IIDPrior:
+    return IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+
+
+def variational() -> tyxe.VariationalBNN:
+    bnn = tyxe.VariationalBNN(net(), prior(), Categorical(30), AutoNormal)
+    bnn.fit([(X, Y)], ADAM, 2)
+    return bnn
+
+
+def laplace() -> tyxe.LaplaceBNN:
+    bnn = tyxe.LaplaceBNN(net().eval(), prior(), Categorical(30))
+    bnn.fit_curvature([(X, Y)])
+    return bnn
+
+
+def mcmc() -> tyxe.MCMC_BNN:
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    kernel = partial(HMC, step_size=0.01, num_steps=2)
+    bnn = tyxe.MCMC_BNN(plain, IIDPrior(dist.Normal(0, 1)), Categorical(30), kernel)
+    bnn.fit([(X, Y)], num_samples=4, warmup_steps=1, disable_progbar=True)
+    return bnn
+
+
+WRAPPERS = {"variational": variational, "laplace": laplace, "mcmc": mcmc}
+
+
+def in_threads(work: Callable[[int], object], threads: int = THREADS, calls: int = CALLS) -> list:
+    """Return what calls of a function return in several threads, switched as often as can be."""
+    import sys
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(work, range(threads * calls)))
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_predictions_at_the_centre_are_those_of_one_thread(make):
+    bnn = make()
+    expected = bnn.predict(X, num_predictions=0)
+    state = {
+        name: value.clone()
+        for name, value in bnn.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    for found in in_threads(lambda _: bnn.predict(X, num_predictions=0)):
+        assert torch.equal(found, expected)
+    after = bnn.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in state.items())
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_draws_are_valid(make):
+    bnn, other = make(), make()
+    wide = bnn.predict(X, num_predictions=64).softmax(-1)
+    jobs = [
+        lambda: bnn.predict(X, num_predictions=64).softmax(-1),
+        lambda: other.evaluate(X, Y, num_predictions=3)[1],
+        lambda: bnn(X),
+        lambda: other.predict(X, num_predictions=3, batch_size=7),
+    ]
+    found = in_threads(lambda i: jobs[i % 4](), calls=8)
+    for one in found[::4]:
+        assert (one - wide).abs().max() < 0.2
+    assert all(one.isfinite().all() for one in found)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_fits_and_predictions_of_several_bnns():
+    bnns = [variational() for _ in range(4)]
+    still, alone = variational(), []
+    centre = still.predict(X, num_predictions=0)
+    for bnn in bnns:
+        pyro.set_rng_seed(1)
+        alone.append(bnn.predict(X, num_predictions=0))
+
+    def work(i: int) -> object:
+        if i < 4:
+            return bnns[i].fit([(X, Y)] * 4, ADAM, 5).loss[-1]
+        return still.predict(X, num_predictions=0)
+
+    found = in_threads(work, calls=10)
+    assert all(torch.isfinite(torch.tensor(loss)) for loss in found[:4])
+    assert all(torch.equal(one, centre) for one in found[4:])
+    for bnn, before in zip(bnns, alone, strict=True):
+        assert not torch.equal(bnn.predict(X, num_predictions=0), before)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_two_fits_of_one_bnn_are_an_error():
+    bnn, inside, leave = variational(), threading.Event(), threading.Event()
+
+    def wait(*_) -> None:
+        inside.set()
+        assert leave.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(bnn.fit, [(X, Y)], ADAM, 1, wait)
+        assert inside.wait(60)
+        with pytest.raises(RuntimeError, match="another thread is fitting this VariationalBNN"):
+            bnn.fit([(X, Y)], ADAM, 1)
+        assert bnn.predict(X, num_predictions=2).shape == (30, 3)
+        leave.set()
+        assert len(first.result().loss) == 1
+    assert len(bnn.fit([(X, Y)], ADAM, 1).loss) == 1
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_curvatures_of_several_bnns_are_those_of_one_thread():
+    bnns = [laplace() for _ in range(4)]
+    expected = [bnn.state.precision().diagonal() for bnn in bnns]
+    in_threads(lambda i: bnns[i % 4].fit_curvature([(X, Y)]), threads=4, calls=3)
+    for bnn, diagonal in zip(bnns, expected, strict=True):
+        assert torch.equal(bnn.state.precision().diagonal(), diagonal)
+
+
+def test_a_handler_acts_in_its_own_thread():
+    bnn, started, leave = variational(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with tyxe.poutine.report() as found:
+            started.set()
+            assert leave.wait(60)
+        reports.append(found)
+
+    reports: list = []
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert started.wait(60)
+    with tyxe.poutine.report() as mine, tyxe.poutine.local_reparameterization():
+        bnn.predict(X)
+    leave.set()
+    thread.join()
+    assert len(list(mine))
+    assert not list(reports[0])
+    assert bnn.predict(X, num_predictions=2).shape == (30, 3)

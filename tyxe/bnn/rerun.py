@@ -1,0 +1,168 @@
+"""Nets that are run again in the backward: they meet the draws of the forward in question.
+
+Activation checkpoints and adjoint solvers run parts of a net again while autograd goes through the
+graph, when the draws no longer stand in the places of the sites. What stands there, a `Resting`
+parameter, then answers with the draw of that forward whose outputs the backward came through.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_iter, tree_map
+
+from tyxe.threads import in_backward
+from tyxe.util import in_function_transform
+
+__all__ = ["Resting", "draws_of_backward", "remember"]
+
+
+class Bnn(Protocol):
+    """What is needed of a BNN here."""
+
+    def resting(self) -> dict[str, Tensor]:
+        """Return what is in the places of the sites as long as no draw is, by joint name."""
+        ...
+
+
+class _Reached:
+    """The forward that a thread's backward has come to."""
+
+    def __init__(self) -> None:
+        self._forward: weakref.ref[_Forward] | None = None
+
+    def set(self, forward: _Forward) -> None:
+        self._forward = weakref.ref(forward)
+
+    def get(self) -> _Forward | None:
+        return None if self._forward is None else self._forward()
+
+    def clear(self) -> None:
+        self._forward = None
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.reached = _Reached()
+
+
+_THREAD = _OfThread()
+
+
+class _Forward:
+    """One forward of a BNN's net, and its draws by joint name."""
+
+    def __init__(self, bnn: Bnn, values: Mapping[str, Tensor]) -> None:
+        self.bnn, self.values = bnn, values
+        self._guarded: set[str] = set()
+        self._task = -1
+
+    def enter(self, gradients: Any) -> None:
+        """Be the forward that the rest of this backward is about: a hook of the outputs' nodes."""
+        reached = _THREAD.reached
+        reached.set(self)
+        self._task = torch._C._current_graph_task_id()
+        # At the end it may be another thread that calls it.
+        Variable._execution_engine.queue_callback(reached.clear)
+
+    def draw_of(self, resting: Tensor) -> Tensor | None:
+        """Return the draw in whose place a parameter rests, or None."""
+        name = next((n for n, one in self.bnn.resting().items() if one is resting), None)
+        if name is None:
+            return None
+        value = self.values[name]
+        if name not in self._guarded and value.requires_grad and value.grad_fn is not None:
+            self._guarded.add(name)
+            value.register_hook(self._guard(_behind(value.grad_fn)))
+        return value
+
+    def _guard(self, node: Any) -> Any:
+        task = self._task
+
+        def check(gradient: Tensor) -> None:
+            # A backward inside of the backward, which does not stop at the draw, frees its graph.
+            nested = torch._C._current_graph_task_id() != task
+            if nested and torch._C._will_engine_execute_node(node):
+                raise RuntimeError(REENTRANT)
+
+        return check
+
+
+def _behind(node: Any) -> Any:
+    """Return a node that a backward goes through after this one, unless it stops here."""
+    found = (following for following, _ in node.next_functions if following is not None)
+    return next((one for one in found if not hasattr(one, "variable")), node)
+
+
+REENTRANT = (
+    "a part of this net is a reentrant activation checkpoint, whose backward within the backward "
+    "goes through the graph of the draws more than once: call "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+)
+
+
+class Resting(nn.Parameter):
+    """A site's own value, in its place as long as no draw is there.
+
+    In a backward it stands for the draw of the forward that is being differentiated.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        forward = _THREAD.reached.get()
+        if forward is not None and in_backward():
+            found = [forward.draw_of(one) for one in tree_iter((args, kwargs)) if type(one) is cls]
+            if any(draw is not None for draw in found):
+                args, kwargs = tree_map(lambda one: _drawn(one, forward), (args, kwargs))
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _drawn(one: Any, forward: _Forward) -> Any:
+    draw = forward.draw_of(one) if type(one) is Resting else None
+    return one if draw is None else draw
+
+
+def remember(bnn: Bnn, values: Mapping[str, Tensor], outputs: Any) -> Any:
+    """Return a net's outputs, whose backward finds the draws in the places of the sites."""
+    if torch.is_grad_enabled() and not in_function_transform():
+        forward = None
+        for node in _nodes(outputs):
+            forward = _Forward(bnn, values) if forward is None else forward
+            node.register_prehook(forward.enter)
+    return outputs
+
+
+def _nodes(outputs: Any) -> Iterator[Any]:
+    for one in (outputs,) if isinstance(outputs, Tensor) else tree_iter(outputs):
+        if isinstance(one, Tensor) and one.grad_fn is not None:
+            yield one.grad_fn
+
+
+def draws_of_backward(bnn: Bnn) -> Mapping[str, Tensor] | None:
+    """Return the draws that a forward inside of a backward has to use; None outside of one.
+
+    Raises:
+        RuntimeError: the backward has not come through an output of this BNN.
+    """
+    if not in_backward():
+        return None
+    forward = _THREAD.reached.get()
+    if forward is None or forward.bnn is not bnn:
+        raise RuntimeError(
+            f"this {type(bnn).__name__} is run again in the backward of a forward that recorded "
+            "no gradients, as in odeint_adjoint or a reentrant checkpoint around it, so its draws "
+            "are not known: wrap its net instead, or keep forward and backward inside of "
+            "`with bnn.hold_sample():`"
+        )
+    return forward.values

@@ -1,0 +1,191 @@
+"""Several threads: a stack of handlers for each, and one lock for what the process has once.
+
+Pyro keeps the stack of active handlers, and the dimensions of plates, in lists of the process.
+Importing this module gives every thread lists of its own, so that a handler that one thread has
+entered neither acts in another nor is taken off by it.
+"""
+
+from __future__ import annotations
+
+# The functions of `signal`, without the enumerations in which these spend most of their time.
+import _signal  # type: ignore[import-not-found]
+import os
+import threading
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from signal import SIGINT
+from typing import Any
+
+import torch
+from pyro.poutine import collapse_messenger, indep_messenger, messenger, runtime
+from pyro.poutine.messenger import Messenger
+
+__all__ = ["INTERRUPTS", "exclusive", "handlers", "in_backward", "only_handlers"]
+
+
+class _Stack(threading.local, MutableSequence[Any]):
+    """A list for each thread."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.items[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self.items[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(self.items)
+
+    def insert(self, index: int, value: Any) -> None:
+        self.items.insert(index, value)
+
+
+_ALLOCATOR = type(runtime._DIM_ALLOCATOR)
+
+
+class _Dimensions(threading.local):
+    """The dimensions of plates, of each thread."""
+
+    def __init__(self) -> None:
+        self.allocator = _ALLOCATOR()
+
+    def allocate(self, name: str, dim: int | None) -> int:
+        found: int = self.allocator.allocate(name, dim)
+        return found
+
+    def free(self, name: str, dim: int) -> None:
+        self.allocator.free(name, dim)
+
+
+def _give_each_thread_its_own() -> None:
+    stack, dimensions = _Stack(), _Dimensions()
+    stack.items.extend(runtime._PYRO_STACK)
+    for module in (runtime, messenger, collapse_messenger):
+        module._PYRO_STACK = stack
+    dimensions.allocator = runtime._DIM_ALLOCATOR
+    for module in (runtime, indep_messenger):
+        module._DIM_ALLOCATOR = dimensions
+
+
+if not isinstance(runtime._PYRO_STACK, _Stack):
+    _give_each_thread_its_own()
+
+
+def handlers() -> list[Messenger]:
+    """Return the handlers that are active in this thread, the outermost first."""
+    return list(runtime._PYRO_STACK)
+
+
+@contextmanager
+def only_handlers(active: Sequence[Messenger]) -> Iterator[None]:
+    """Let just these handlers be active in this thread."""
+    stack: Any = runtime._PYRO_STACK
+    before, stack.items = stack.items, list(active)
+    try:
+        yield
+    finally:
+        stack.items = before
+
+
+def in_backward() -> bool:
+    """Say whether autograd is running a backward in this thread.
+
+    Example:
+        >>> in_backward()
+        False
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+# --------------------------------------------------------------------------- one at a time
+
+
+_SIGINT = int(SIGINT)
+
+
+class _Interrupts:
+    """Ctrl-C, held back while something is half done; a second one is not."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._before: Any = None
+        self._pending: tuple[Any, ...] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._depth:
+            before = _signal.getsignal(_SIGINT)
+            if callable(before):
+                self._before, self._pending = before, None
+                _signal.signal(_SIGINT, self._hold)
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if not self._depth and self._before is not None:
+            before, self._before = self._before, None
+            _signal.signal(_SIGINT, before)
+            if self._pending is not None:
+                before(*self._pending)
+
+    def _hold(self, *arguments: Any) -> None:
+        if self._pending is not None:
+            self._before(*arguments)
+        self._pending = arguments
+
+
+class _Exclusive:
+    """What `exclusive` returns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        INTERRUPTS.__enter__()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        INTERRUPTS.__exit__()
+
+    def renew(self) -> None:
+        """Forget which thread holds the lock: in a forked process there is only one."""
+        self._lock = threading.RLock()
+
+
+INTERRUPTS = _Interrupts()
+_EXCLUSIVE = _Exclusive()
+_NOT_EXCLUSIVE = nullcontext()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_EXCLUSIVE.renew)
+
+
+def exclusive() -> AbstractContextManager[None]:
+    """Let no other thread in while parameters, modes, generators or Pyro's settings are changed.
+
+    These belong to the process. Threads can be nested in it as often as they like, and an interrupt
+    from the keyboard waits for the end. A thread of autograd's engine does not wait: it works for a
+    thread that does, and that may be inside.
+
+    Example:
+        >>> with exclusive():
+        ...     with exclusive():
+        ...         pass
+    """
+    # Threads that Python has not started have a substitute object.
+    is_engines = in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
+    return _NOT_EXCLUSIVE if is_engines else _EXCLUSIVE
