@@ -140,10 +140,38 @@ def test_two_fits_of_one_bnn_are_an_error():
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_two_curvatures_of_one_bnn_are_an_error():
+    bnn, inside, leave = laplace(), threading.Event(), threading.Event()
+    before = bnn.net.training
+
+    def slow():
+        inside.set()
+        assert leave.wait(60)
+        yield X, Y
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(bnn.fit_curvature, slow())
+        assert inside.wait(60)
+        with pytest.raises(RuntimeError, match="another thread is fitting this LaplaceBNN"):
+            bnn.fit_curvature([(X, Y)])
+        leave.set()
+        first.result()
+    assert bnn.net.training == before
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_curvatures_of_several_bnns_are_those_of_one_thread():
     bnns = [laplace() for _ in range(4)]
+    for bnn in bnns:
+        bnn.fit_curvature([(X, Y)] * 2)
     expected = [bnn.state.precision().diagonal() for bnn in bnns]
-    in_threads(lambda i: bnns[i % 4].fit_curvature([(X, Y)]), threads=4, calls=3)
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            bnns[i].fit_curvature([(X, Y)] * 2)
+            bnns[i - 1].predict(X)
+
+    in_threads(work, threads=4, calls=1)
     for bnn, diagonal in zip(bnns, expected, strict=True):
         assert torch.equal(bnn.state.precision().diagonal(), diagonal)
 

@@ -20,30 +20,40 @@ from tyxe.priors.sites import SitePriors
 from tyxe.threads import exclusive
 from tyxe.util import SITE_PRIORS, Inputs, call_with
 
-__all__ = ["BNN", "modes_restored", "prior_fixed", "set_train_mode"]
+__all__ = ["BNN", "fitting", "modes_restored", "prior_fixed", "set_train_mode"]
 
 
 @contextmanager
 def modes_restored(module: nn.Module) -> Iterator[None]:
     """Restore the train or eval mode of every submodule at the end."""
-    with exclusive():
-        modes = [(part, part.training) for part in module.modules()]
+    modes = _modes(module)
     try:
         yield
     finally:
-        # Not while another thread predicts, which restores the modes that it has found.
-        with exclusive():
-            for part, mode in modes:
-                part.training = mode
+        _set_modes(modes)
 
 
-# Threads that fit a BNN. An attribute would be copied by a callback's `deepcopy`.
+def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    return [(part, part.training) for part in module.modules()]
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for part, mode in modes:
+        part.training = mode
+
+
+# The threads that fit BNNs, and BNNs whose prior must not change. Attributes would be copied by a
+# callback's `deepcopy`.
 _FITTING: weakref.WeakKeyDictionary[BNN, int] = weakref.WeakKeyDictionary()
+_PRIOR_FIXED: weakref.WeakSet[BNN] = weakref.WeakSet()
 
 
 @contextmanager
-def prior_fixed(bnn: BNN) -> Iterator[None]:
-    """Refuse another thread's fit of a BNN, and updates of its prior, on which the fit depends.
+def fitting(bnn: BNN, train: bool) -> Iterator[None]:
+    """Put a BNN into train or eval mode, and refuse other threads' fits of it, until the end.
+
+    A BNN of which some part is in train mode already stays as it is. Between batches other threads
+    may predict with it.
 
     Raises:
         RuntimeError: another thread fits this BNN.
@@ -55,12 +65,31 @@ def prior_fixed(bnn: BNN) -> Iterator[None]:
                 f"another thread is fitting this {type(bnn).__name__}; fit a copy.deepcopy of it, "
                 "or wait for the other fit"
             )
+        modes = _modes(bnn)
         _FITTING[bnn] = threading.get_ident()
+        if not train:
+            bnn.eval()
+        elif not any(mode for _, mode in modes):
+            set_train_mode(bnn)
     try:
         yield
     finally:
-        if outer is None:
-            _FITTING.pop(bnn, None)
+        with exclusive():
+            _set_modes(modes)
+            if outer is None:
+                _FITTING.pop(bnn, None)
+
+
+@contextmanager
+def prior_fixed(bnn: BNN) -> Iterator[None]:
+    """Refuse updates of a BNN's prior inside, on which the objective depends."""
+    outer = bnn in _PRIOR_FIXED
+    _PRIOR_FIXED.add(bnn)
+    try:
+        yield
+    finally:
+        if not outer:
+            _PRIOR_FIXED.discard(bnn)
 
 
 def _check_prior(prior: Any) -> None:
@@ -191,7 +220,7 @@ class BNN(nn.Module):
             >>> bnn.update_prior(tyxe.priors.DictPrior(posterior))
         """
         _check_prior(prior)
-        if self in _FITTING:
+        if self in _PRIOR_FIXED:
             raise RuntimeError(
                 "the prior cannot be updated within a fit, whose objective it is a part of; let "
                 "the callback return True, and update it then"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import modes_restored
+from tyxe.bnn.base import fitting
 from tyxe.bnn.batches import collect, split_rows, take_rows
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.curvature import Linearization, jacobian
@@ -166,8 +166,7 @@ def refined(
             "fit, so that there is no one objective to refine; set bnn.curvature_weight = 1.0 for "
             "the refinement"
         )
-    with modes_restored(bnn):
-        bnn.eval()
+    with fitting(bnn, train=False):
         model = linear_model(bnn, state, batches)
     mean, precision = METHODS[method](model, structure, **options)
     return RefinedPosterior(bnn, model.loc, mean, precision)

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import modes_restored, prior_fixed, set_train_mode
+from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_fit_arguments, check_options
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
@@ -284,9 +284,7 @@ class LaplaceBNN(SupervisedBNN):
         before, self.net_guide.state = self.net_guide.state, None
         history, trainer = History(), None
         try:
-            with modes_restored(self):
-                if not any(module.training for module in self.modules()):
-                    set_train_mode(self)
+            with fitting(self, train=True):
                 # With T as the KL's weight, the mode is that of log p(D|w) / T + log p(w).
                 how = FitOptions(self.temperature, clip_norm, lr_multipliers)
                 trainer = Trainer(self, optim, how)
@@ -322,8 +320,7 @@ class LaplaceBNN(SupervisedBNN):
                 fit the prior.
         """
         passes = progress_bar(range(self.num_passes), "curvature", "pass", progress)
-        with modes_restored(self):
-            self.eval()
+        with fitting(self, train=False):
             found = collect_curvature(
                 self.linearize,
                 self.likelihood,

@@ -10,7 +10,7 @@ from pyro.infer.mcmc.api import MCMC
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
-from tyxe.bnn.base import modes_restored, prior_fixed
+from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import collect
 from tyxe.bnn.checks import check_first_batch
 from tyxe.bnn.potential import functional_kernel
@@ -133,8 +133,7 @@ class MCMC_BNN(SupervisedBNN):
                 "fit(data_loader, num_samples, warmup_steps=...)"
             )
         inputs, targets = collect([data_loader] if batch_data else data_loader, device)
-        with modes_restored(self), prior_fixed(self):
-            self.eval()
+        with fitting(self, train=False), prior_fixed(self):
             check_first_batch(self, self.net_prior, inputs, targets)
             self._warn_of_setting(len(targets))
             mcmc = self._chains((inputs, targets), num_samples, compile, mcmc_kwargs)

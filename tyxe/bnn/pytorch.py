@@ -17,6 +17,7 @@ from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.threads import exclusive
 
 __all__ = ["PytorchBNN"]
 
@@ -134,7 +135,7 @@ class PytorchBNN(BNN):
         """
         kl = self.cached_kl_loss
         try:
-            with modes_restored(self), torch.no_grad():
+            with exclusive(), modes_restored(self), torch.no_grad():
                 self.eval()
                 return torch.stack([self(*inputs) for _ in range(num_predictions)])
         finally:

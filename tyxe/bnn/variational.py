@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import modes_restored, prior_fixed, set_train_mode
+from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.checkpoint import Checkpoint
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.glm import glm_outputs
@@ -185,9 +185,7 @@ class VariationalBNN(SupervisedBNN):
         options = FitOptions(
             beta, clip_norm, lr_multipliers, num_particles, closed_form_kl, parallel
         )
-        with modes_restored(self), prior_fixed(self):
-            if not any(module.training for module in self.modules()):
-                set_train_mode(self)
+        with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)
             self.optimizer, self._scheduler = trainer.optimizer, trainer.scheduler
             pending = self._pending

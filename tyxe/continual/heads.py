@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tyxe.bnn import BNN
-from tyxe.bnn.base import modes_restored, set_train_mode
+from tyxe.bnn.base import fitting
 from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
 
@@ -207,9 +207,7 @@ def _names_in(modules: Iterable[str]) -> list[str]:
 
 def _gathering_norms(bnn: BNN) -> list[tuple[str, _NormBase]]:
     """Return the norms whose running statistics a fit would change, with their names in the net."""
-    with modes_restored(bnn):
-        if not any(module.training for module in bnn.modules()):
-            set_train_mode(bnn)  # as a fit does
+    with fitting(bnn, train=True):
         return [
             (name, module)
             for name, module in bnn.net.named_modules()
