@@ -102,6 +102,35 @@ def test_clip_norm_clips_all_parameters_together():
     assert moved.norm() == pytest.approx(1e-2, rel=1e-3)
 
 
+DECAYING = {
+    "class": lambda bnn: functools.partial(torch.optim.AdamW, lr=0.0, weight_decay=0.1),
+    "sgd": lambda bnn: functools.partial(torch.optim.SGD, lr=0.0, weight_decay=0.1),
+    "pyro": lambda bnn: pyro.optim.AdamW({"lr": 0.0, "weight_decay": 0.1}),
+    "pyro, a function": lambda bnn: pyro.optim.AdamW(lambda name: {"lr": 0, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("optim", DECAYING)
+def test_weights_decay_only_where_they_have_no_posterior(optim):
+    bnn = make()
+    bnn.fit([(X, Y)], DECAYING[optim](bnn), 1)
+    names = {id(p): name for name, p in bnn.named_parameters()}
+    found = {
+        names[id(p)]: group["weight_decay"]
+        for group in bnn.optimizer.param_groups
+        for p in group["params"]
+    }
+    expected = {name: 0.1 if name.startswith("net.") else 0.0 for name in trainable(bnn)}
+    assert found == expected
+    assert set(expected.values()) == {0.0, 0.1}
+
+
+def test_weight_decay_of_an_instance_is_warned_of():
+    bnn = make()
+    with pytest.warns(tyxe.TyxeWarning, match="widens the posterior"):
+        bnn.fit([(X, Y)], torch.optim.AdamW(bnn.parameters(), lr=1e-3), 1)
+
+
 def test_second_fit_with_a_pyro_optimiser_goes_on_with_its_state():
     optim, bnn = pyro.optim.Adam({"lr": 0.01}), make()
     loader = [(X, Y)]

@@ -12,6 +12,7 @@ from pyro.optim.lr_scheduler import PyroLRScheduler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from tyxe.errors import warn
 from tyxe.util import unwrapped
 
 __all__ = ["LR_KINDS", "gradient_norm", "make_optimizer", "pyro_clipping", "pyro_scheduler"]
@@ -31,7 +32,8 @@ def make_optimizer(
 
     A Pyro optimiser would make a torch optimiser for each parameter. Here one for all is made with
     its constructor and arguments, and stored in its `optim_objs`, so that a second fit with the
-    same object continues from the same state and its `step()` reaches the scheduler.
+    same object continues from the same state and its `step()` reaches the scheduler. Parameters of
+    guides have no weight decay, unless an instance is given, which is warned of.
 
     Args:
         optim: a Pyro optimiser or scheduler; a torch optimiser class, or a partial of one; or an
@@ -47,7 +49,7 @@ def make_optimizer(
     factors = _checked_multipliers(lr_multipliers)
     _refuse_line_search(optim)
     if isinstance(optim, Optimizer):
-        return _checked_instance(optim, parameters, factors)
+        return _checked_instance(optim, parameters, kinds, factors)
     if isinstance(optim, PyroOptim):
         return _from_pyro(optim, parameters, kinds, factors)
     if not callable(optim):
@@ -60,7 +62,7 @@ def make_optimizer(
     optimizer = optim(groups, **_fused_option(optim, parameters))
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optim made a {type(optimizer).__name__}; expected a torch optimiser")
-    return _scaled(optimizer, list(_by_kind(parameters, kinds)), factors)
+    return _by_kinds(optimizer, list(_by_kind(parameters, kinds)), factors)
 
 
 def _refuse_line_search(optim: Any) -> None:
@@ -87,7 +89,10 @@ def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, floa
 
 
 def _checked_instance(
-    optimizer: Optimizer, parameters: Named, factors: Mapping[str, float]
+    optimizer: Optimizer,
+    parameters: Named,
+    kinds: Mapping[str, str],
+    factors: Mapping[str, float],
 ) -> Optimizer:
     if factors:
         raise ValueError(
@@ -100,6 +105,15 @@ def _checked_instance(
             "the optimiser holds none of this BNN's parameters; build it on bnn.parameters() "
             "(the BNN works on a copy of the net)"
         )
+    variational = {id(p) for name, p in parameters.items() if kinds[name] != "deterministic"}
+    for group in optimizer.param_groups:
+        if group.get("weight_decay") and variational & {id(p) for p in group["params"]}:
+            warn(
+                f"weight_decay={group['weight_decay']} pulls a guide's log-scales to 0 and so "
+                "widens the posterior, whose prior is in the objective already: build the "
+                "optimiser with weight_decay=0, or pass its class, for which fit does that"
+            )
+            break
     return optimizer
 
 
@@ -125,9 +139,15 @@ def _fused_option(
     return {"fused": True} if "fused" in known and supported and free else {}
 
 
-def _scaled(optimizer: Optimizer, kinds: Iterable[str], factors: Mapping[str, float]) -> Optimizer:
+def _by_kinds(
+    optimizer: Optimizer, kinds: Iterable[str], factors: Mapping[str, float]
+) -> Optimizer:
+    """Scale the rates of groups by their kinds, and let only deterministic weights decay."""
     for group, kind in zip(optimizer.param_groups, kinds, strict=True):
         group["lr"] = group["lr"] * factors.get(kind, 1.0)
+        # The prior is in the objective, and a log-scale that decays towards 0 grows a posterior.
+        if kind != "deterministic" and group.get("weight_decay"):
+            group["weight_decay"] = 0.0
     return optimizer
 
 
@@ -164,7 +184,7 @@ def _new_from_pyro(
         group_kinds, options = list(by_kind), arguments
     constructor = optim.pt_optim_constructor
     options = {**options, **_fused_option(constructor, parameters, options)}
-    optimizer = _scaled(constructor(groups, **options), group_kinds, factors)
+    optimizer = _by_kinds(constructor(groups, **options), group_kinds, factors)
     if isinstance(optim, PyroLRScheduler):
         return optimizer, optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
     return optimizer, optimizer

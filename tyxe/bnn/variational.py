@@ -155,7 +155,8 @@ class VariationalBNN(SupervisedBNN):
             data_loader: yields `(inputs, targets)`, where inputs are a tensor, a tuple of arguments
                 or a mapping of keyword arguments.
             optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an instance
-                over `bnn.parameters()`. Schedulers have to be stepped in `callback`.
+                over `bnn.parameters()`. Schedulers have to be stepped in `callback`. A class's
+                `weight_decay` is for parameters that the prior hides, not for those of guides.
             num_epochs: number of passes through the loader.
             callback: called as `callback(bnn, epoch, loss)` after each epoch; training stops when
                 it returns True.
