@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training_step import our_step, plain_step
 
 import tyxe
-from tyxe.guides import AutoInducing, AutoNormal, PretrainedInitializer, parameter_count
+from tyxe.guides import AutoInducing, AutoNormal, parameter_count
 
 POINTS, SIZE, MAX_LAMBDA, MAX_SCALE, MEMBERS = 50_000, 64, 0.03, 0.1, 5
 DRAWS = (1, 5, 10, 20)
@@ -27,7 +27,6 @@ def ffg_w(net: nn.Module) -> Bnn:
     """Return a mean field of the weights."""
     guide = functools.partial(
         AutoNormal,
-        init_loc_fn=PretrainedInitializer.from_net(net),
         init_scale=1e-4,
         max_guide_scale=MAX_SCALE,
     )

@@ -30,13 +30,10 @@ MAKE_SMALL_NET = """
     x, y = torch.randn(2, 3), torch.randint(2, (2,))
 """
 MAKE_BNN = """
-    import functools
     import pyro.distributions as dist
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[torch.nn.BatchNorm2d])
-    guide = functools.partial(
-        tyxe.guides.AutoNormal, init_loc_fn=tyxe.guides.PretrainedInitializer.from_net(net)
-    )
-    bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(2), guide)
+    likelihood = tyxe.likelihoods.Categorical(2)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
 """
 FIT = """
     import warnings

@@ -51,7 +51,6 @@ def make_bnn(net: nn.Module, num_points: int) -> tyxe.VariationalBNN:
     """Return the net with a mean-field posterior about its values; BatchNorm stays as it is."""
     guide = functools.partial(
         tyxe.guides.AutoNormal,
-        init_loc_fn=tyxe.guides.PretrainedInitializer.from_net(net),
         init_scale=SCALE,
     )
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm2d])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -62,12 +61,9 @@ def map_by_hand(net: nn.Module, x: Tensor, y: Tensor, num_points: int) -> Step:
 
 def map_bnn(net: nn.Module, num_points: int) -> tyxe.VariationalBNN:
     """Return the net with a point mass about its values."""
-    start = tyxe.guides.PretrainedInitializer.from_net(net)
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm2d])
     likelihood = tyxe.likelihoods.Categorical(num_points)
-    return tyxe.VariationalBNN(
-        net, prior, likelihood, functools.partial(AutoDelta, init_loc_fn=start)
-    )
+    return tyxe.VariationalBNN(net, prior, likelihood, AutoDelta)
 
 
 def contestants(

@@ -44,8 +44,7 @@ def pinball(quantiles, targets):
 
 typical = pinball(y[:200].quantile(levels), y[:200]).mean()  # of the same quantiles for everybody
 net = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 3))
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=0.05)
+guide = partial(tyxe.guides.AutoNormal, init_scale=0.05)
 bnn = tyxe.PytorchBNN(net, tyxe.priors.LayerwiseNormalPrior("radford"), guide)
 for model in (net, bnn):
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)

@@ -71,14 +71,13 @@ class GCN(nn.Module):
 
 torch.manual_seed(0)
 net = GCN(features.shape[1], 16, 7)
-normal, start = dist.Normal(0, 1), tyxe.guides.PretrainedInitializer.from_net(net)
+normal = dist.Normal(0, 1)
 prior, nothing = tyxe.priors.IIDPrior(normal), tyxe.priors.IIDPrior(normal, hide_all=True)
-point = partial(AutoDelta, init_loc_fn=start)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=1e-4, max_guide_scale=0.3)
+guide = partial(tyxe.guides.AutoNormal, init_scale=1e-4, max_guide_scale=0.3)
 likelihood = tyxe.likelihoods.Categorical(int(train.sum()))
 rows = {
     "maximum likelihood": (tyxe.VariationalBNN(net, nothing, likelihood), 0.01),
-    "MAP": (tyxe.VariationalBNN(net, prior, likelihood, point), 0.01),
+    "MAP": (tyxe.VariationalBNN(net, prior, likelihood, AutoDelta), 0.01),
     "mean field": (tyxe.VariationalBNN(net, prior, likelihood, guide), 0.1),
 }
 print(f"{'test nodes':24}{'error %':>8}{'NLL':>8}{'ECE %':>8}")

@@ -67,8 +67,7 @@ body.requires_grad_(False).eval()
 nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
 head = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_modules=[net[-1]])
 likelihood = tyxe.likelihoods.Categorical(len(parts[1]))  # the images that the head is fitted to
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=1e-2)
+guide = partial(tyxe.guides.AutoNormal, init_scale=1e-2)
 
 with torch.no_grad():
     rows = {"trained with the body": net.eval()(x_test)}

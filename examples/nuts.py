@@ -26,7 +26,7 @@ from torch import nn
 
 import tyxe
 from tyxe import metrics
-from tyxe.guides import AutoNormal, PretrainedInitializer
+from tyxe.guides import AutoNormal
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--smoke-test", action="store_true", help="few samples, in seconds: no result")
@@ -46,7 +46,6 @@ net = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 1))
 prior = tyxe.priors.LayerwiseNormalPrior("radford")  # N(0, 1 / fan-in)
 nothing = tyxe.priors.LayerwiseNormalPrior("radford", hide_all=True)
 likelihood = tyxe.likelihoods.HomoskedasticGaussian(200, scale=dist.LogNormal(0.0, 1.0))
-start = {"init_loc_fn": PretrainedInitializer.from_net(net)}
 
 
 def report(name, bnn, draws):
@@ -60,8 +59,8 @@ def report(name, bnn, draws):
 print(f"{'test patients':24}{'rmse':>8}{'sd':>8}{'log-likelihood':>16}{'% within 90 %':>16}")
 for name, weights, guide, noise_guide, draws in [
     ("maximum likelihood", nothing, None, AutoDelta, 1),
-    ("MAP", prior, partial(AutoDelta, **start), AutoDelta, 1),
-    ("mean field", prior, partial(AutoNormal, init_scale=0.05, **start), AutoNormal, 100),
+    ("MAP", prior, AutoDelta, AutoDelta, 1),
+    ("mean field", prior, partial(AutoNormal, init_scale=0.05), AutoNormal, 100),
 ]:
     bnn = tyxe.VariationalBNN(net, weights, likelihood, guide, noise_guide)
     bnn.fit(loader, partial(torch.optim.Adam, lr=1e-2), epochs)

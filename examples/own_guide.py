@@ -33,7 +33,7 @@ torch.set_num_threads(1)  # such a net is too small to share
 class AutoUnitwiseNormal(tyxe.guides.Guide):
     """Independent Normals whose scale is shared by all weights into a unit."""
 
-    def __init__(self, module, init_loc_fn=tyxe.guides.init_to_median, init_scale=0.05):
+    def __init__(self, module, init_loc_fn=tyxe.guides.init_to_net, init_scale=0.05):
         super().__init__(module)  # the program that samples the sites; the BNN passes it
         starts = {site.own_name: init_loc_fn(self.messages[site.name]) for site in self.sites}
         self.locs = tyxe.util.SiteTensors(starts)
@@ -59,14 +59,13 @@ x, y = ((part - part[:200].mean(0)) / part[:200].std(0) for part in (x, y))
 x_test, y_test, loader = x[200:], y[200:], [(x[:200], y[:200])]
 
 net = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 1))
-start = tyxe.guides.PretrainedInitializer.from_net(net)
 print(f"{'test patients':22}{'numbers':>10}{'KL':>8}{'rmse':>8}{'log-likelihood':>16}")
 for guide in (tyxe.guides.AutoNormal, AutoUnitwiseNormal):
     bnn = tyxe.VariationalBNN(
         net,
         tyxe.priors.LayerwiseNormalPrior("radford"),
         tyxe.likelihoods.HomoskedasticGaussian(200, scale=0.7),
-        partial(guide, init_loc_fn=start, init_scale=0.05),
+        partial(guide, init_scale=0.05),
     )
     with tyxe.poutine.local_reparameterization():
         history = bnn.fit(loader, partial(torch.optim.Adam, lr=1e-2), epochs)

@@ -60,8 +60,7 @@ loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=100, shuffle=T
 
 net = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU())
 net.append(nn.Linear(100, 8))
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=0.05)
+guide = partial(tyxe.guides.AutoNormal, init_scale=0.05)
 prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(len(train)), guide)
 with tyxe.poutine.local_reparameterization():

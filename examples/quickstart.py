@@ -83,8 +83,7 @@ def run(name, net, prior, guide=None, draws=1, local=False, **options):
         bnn.fit_curvature(loader)
         bnn.optimize_prior_precision("grid", [validation])
     else:
-        at_net = {"init_loc_fn": tyxe.guides.PretrainedInitializer.from_net(net)}
-        bnn = tyxe.VariationalBNN(net, prior, likelihood, guide and partial(guide, **at_net))
+        bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
         fit = tyxe.poutine.local_reparameterization()(bnn.fit) if local else bnn.fit
         fit(loader, pyro.optim.Adam({"lr": 1e-3}), epochs, **options)
     predict = partial(bnn.predict, num_predictions=draws, batch_size=1_000)

@@ -79,8 +79,7 @@ def fit(field, kl=lambda: 0.0):
 
 net = Field()
 fit(net)
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=1e-2)
+guide = partial(tyxe.guides.AutoNormal, init_scale=1e-2)
 bnn = tyxe.PytorchBNN(net, tyxe.priors.IIDPrior(dist.Normal(0, 1)), guide)
 fit(bnn, kl=lambda: bnn.cached_kl_loss)
 

@@ -45,9 +45,7 @@ prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.1)
 adam = partial(torch.optim.Adam, lr=1e-2)
 
-# Means start at the net's own values: at the prior's mean, all zero, there is next to no gradient.
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=1e-2)
+guide = partial(tyxe.guides.AutoNormal, init_scale=1e-2)
 mean_field = tyxe.VariationalBNN(net, prior, likelihood, guide)
 with tyxe.poutine.local_reparameterization():  # the same objective, with less noisy gradients
     history = mean_field.fit(loader, adam, epochs)

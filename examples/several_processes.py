@@ -51,8 +51,7 @@ loader = DataLoader(train, batch_size=64 // world, sampler=sampler, drop_last=Tr
 net = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
 prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 likelihood = tyxe.likelihoods.Categorical(len(train))  # all points, not those of this process
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=0.05)
+guide = partial(tyxe.guides.AutoNormal, init_scale=0.05)
 bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
 torch.manual_seed(rank)  # from here on draws of its own for each process
 with tyxe.poutine.local_reparameterization():

@@ -70,7 +70,6 @@ fit_plain(longer)
 prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm2d])
 guide = partial(
     tyxe.guides.AutoNormal,
-    init_loc_fn=tyxe.guides.PretrainedInitializer.from_net(net),  # do not throw it away
     init_scale=1e-2,  # small, or the first draws are no longer the net
     max_guide_scale=0.1,  # else weights that the data do not hold go to the prior's scale
 )

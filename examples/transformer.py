@@ -71,8 +71,7 @@ def report(name, predict):
 print(f"{'test digits':28}{'error %':>8}{'NLL':>8}{'ECE %':>8}{'AUROC':>8}")
 report("trained", net.eval())
 likelihood, adam = tyxe.likelihoods.Categorical(len(train[0])), partial(torch.optim.Adam, lr=1e-3)
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=1e-2)
+guide = partial(tyxe.guides.AutoNormal, init_scale=1e-2)
 selections = {"attention": {"expose": ["*self_attn*"]}}
 selections["linear maps"] = {"hide": ["position", "*norm*"]}
 for which, rules in selections.items():

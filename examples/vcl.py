@@ -62,8 +62,7 @@ def learn(prior, guide):
 
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 1))
-start = tyxe.guides.PretrainedInitializer.from_net(net)
-guide = partial(tyxe.guides.AutoNormal, init_loc_fn=start, init_scale=1e-2)
+guide = partial(tyxe.guides.AutoNormal, init_scale=1e-2)
 normal = dist.Normal(0, 1)
 results = {
     "VCL": learn(tyxe.priors.IIDPrior(normal, hide_modules=["2"]), guide),

@@ -61,7 +61,8 @@ def run(s, seed):
     torch.manual_seed(seed)
     net = common.mlp(64, 50, 10).to(device)
     prior = tyxe.priors.LayerwiseNormalPrior("radford")
-    guide = partial(tyxe.guides.AutoNormal, init_scale=0.05)
+    median = tyxe.guides.init_to_median
+    guide = partial(tyxe.guides.AutoNormal, init_loc_fn=median, init_scale=0.05)
     adam, losses = partial(torch.optim.Adam, lr=5e-3), torch.zeros(s.epochs, device=device)
     bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(s.points), guide)
     torch.manual_seed(seed_of_draws)

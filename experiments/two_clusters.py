@@ -98,7 +98,8 @@ class Regression(runner.Settings):
 
 def regression(s, seed):
     data, (net, likelihood), start = draw(50), net_and_likelihood(), time.perf_counter()
-    guide = partial(tyxe.guides.AutoNormal, init_scale=1e-4)
+    median = tyxe.guides.init_to_median
+    guide = partial(tyxe.guides.AutoNormal, init_loc_fn=median, init_scale=1e-4)
     variational = tyxe.VariationalBNN(net, common.normal(), likelihood, guide)
     with poutine.local_reparameterization():
         history = variational.fit([data], pyro.optim.Adam({"lr": 1e-3}), s.epochs)

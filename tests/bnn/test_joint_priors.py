@@ -138,7 +138,8 @@ def test_a_new_bnn_may_start_with_a_joint_prior():
     joint, prior = joint_prior(net)
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
     below = tyxe.guides.scale_below_prior(0.0)
-    builder = functools.partial(tyxe.guides.AutoNormal, init_scale=below)
+    median = tyxe.guides.init_to_median
+    builder = functools.partial(tyxe.guides.AutoNormal, init_loc_fn=median, init_scale=below)
     bnn = tyxe.VariationalBNN(net, prior, likelihood, builder)
     means = joint.unflatten(joint.mean)
     scales = joint.unflatten(joint.variance.sqrt())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tyxe
-from tyxe.guides import AutoNormal
+from tyxe.guides import AutoNormal, init_to_zero
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
@@ -25,7 +25,7 @@ X = torch.tensor([[0.5, 1.0], [-1.0, 2.0], [0.0, 0.0]])
 
 def bnn_of(likelihood, outputs: int = 1, **guides) -> tyxe.VariationalBNN:
     """A linear net without a bias, whose weights have N(0, 0.3^2) in the guide."""
-    guide = partial(AutoNormal, init_scale=0.3)
+    guide = partial(AutoNormal, init_loc_fn=init_to_zero, init_scale=0.3)
     return tyxe.VariationalBNN(
         nn.Linear(2, outputs, bias=False), PRIOR, likelihood, guide, **guides
     )

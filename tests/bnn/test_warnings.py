@@ -66,7 +66,10 @@ def test_scales_that_left_all_bounds(what):
 def test_scales_are_judged_by_the_priors():
     # Tiny scales next to a tiny prior are a posterior like any other.
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1e-8))
-    bnn = make(guide=functools.partial(AutoNormal, init_scale=1e-9), prior=prior)
+    bnn = make(
+        guide=functools.partial(AutoNormal, init_loc_fn=tyxe.guides.init_to_zero, init_scale=1e-9),
+        prior=prior,
+    )
     assert messages(lambda: bnn.fit([data()], FROZEN, 1, beta=0.01)) == []
 
 

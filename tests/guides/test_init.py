@@ -89,7 +89,7 @@ def test_fixed_initial_values():
     ],
 )
 def test_medians_in_closed_form(prior, median):
-    guide = AutoNormal(program(prior=prior))
+    guide = AutoNormal(program(prior=prior), init_loc_fn=init_to_median)
     torch.testing.assert_close(
         guide.median()["net.weight"], torch.full((2, 3), median), rtol=1e-5, atol=1e-6
     )
@@ -176,6 +176,44 @@ def test_pyros_guides_take_our_initial_values(builder):
     start = PretrainedInitializer.from_net(net)
     guide = PyroGuide.build(functools.partial(builder, init_loc_fn=start), program())
     torch.testing.assert_close(guide.median()["net.weight"], net.weight.detach())
+
+
+# --- the default ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "builder",
+    [
+        AutoNormal,
+        AutoRadial,
+        autoguide.AutoDelta,
+        autoguide.AutoLowRankMultivariateNormal,
+        functools.partial(autoguide.AutoNormal, init_scale=0.2),
+    ],
+)
+def test_guides_start_at_the_net(builder):
+    net = nn.Linear(3, 2)
+    guide = PyroGuide.build(builder, program(net))
+    for name, value in net.named_parameters():
+        torch.testing.assert_close(guide.median()[f"net.{name}"], value.detach())
+
+
+def test_what_the_net_has_no_allowed_value_for_starts_at_the_median():
+    guide = AutoNormal(program(nn.Linear(3, 2, bias=False), dist.HalfCauchy(1.0)))
+    torch.testing.assert_close(guide.median()["net.weight"], torch.ones(2, 3))
+    precision = AutoNormal(lambda: pyro.sample("precision", dist.LogNormal(0.7, 1.0)))
+    assert precision.median()["precision"].item() == pytest.approx(math.exp(0.7))
+
+
+def test_scales_start_by_the_fans_of_layers():
+    guide = AutoNormal(program(LARGE))
+    assert bool((guide.get_scale("0.bias") == guide.get_scale("0.weight").max()).all())
+    for index in (0, 1):
+        fan_in, _ = fan_in_fan_out(LARGE[index].weight, LARGE[index])
+        found = guide.get_scale(f"{index}.weight").detach()
+        torch.testing.assert_close(found, torch.full_like(found, 0.1 / fan_in**0.5))
+    capped = AutoNormal(program(LARGE), max_guide_scale=1e-3)
+    torch.testing.assert_close(capped.get_scale("1.bias").detach(), torch.full((120,), 5e-4))
 
 
 # --- starts that do not fit -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ def test_a_builder_has_to_build_a_guide():
 
 @pytest.mark.parametrize("prior", [NORMAL, dist.LogNormal(0.5, 1.0)])
 def test_pyros_mean_field_guide_gives_its_posterior_and_not_a_draw(prior):
-    ours = AutoNormal(program(prior=prior), init_scale=0.2)
+    ours = AutoNormal(program(prior=prior), init_loc_fn=init_to_median, init_scale=0.2)
     theirs = PyroGuide.build(
         functools.partial(autoguide.AutoNormal, init_scale=0.2, init_loc_fn=init_to_median),
         program(prior=prior),

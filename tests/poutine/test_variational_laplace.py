@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import nn
 from torch.func import jacrev
 
 from tests.oracles.variational_laplace import (
@@ -22,7 +23,7 @@ from tests.oracles.variational_laplace import (
     variances_of,
     with_labels,
 )
-from tyxe.likelihoods import Bernoulli, Categorical
+from tyxe.likelihoods import Bernoulli, Categorical, Poisson
 from tyxe.likelihoods.output_hessian import output_hessian
 from tyxe.poutine import selective_mask, variational_laplace
 
@@ -219,3 +220,23 @@ def test_particles_average_over_labels_and_beta_weighs_the_kl():
     one = torch.tensor(one)
     assert abs(one.mean() - many.log_likelihood[0]) < 4 * one.std() * math.sqrt(2 / 100)
     assert weighted.loss[0] == pytest.approx(0.25 * weighted.kl[0] - weighted.log_likelihood[0])
+
+
+def test_the_gradient_in_the_means_leaves_out_that_labels_depend_on_them():
+    """As docs/variational_laplace.md says; for a Poisson rate linear in its weight it is all."""
+    x, y = torch.ones(1, 1, dtype=torch.float64), torch.full((1, 1), 2.0, dtype=torch.float64)
+    bnn = bnn_of(nn.Linear(1, 1, bias=False).double(), Poisson(1, event_dim=1))
+    (loc,) = bnn.net_guide.locs.parameters()
+    rate = loc.detach().exp().clamp(max=4.0)
+    with torch.no_grad():
+        loc.copy_(rate.log())
+    variance = bnn.net_guide.get_scale("weight").detach().square()
+    expected = torch.zeros_like(loc)
+    for label in range(60):
+        drawn = torch.full((1, 1), float(label), dtype=torch.float64)
+        with with_labels(drawn):
+            (found,) = torch.autograd.grad(terms_of(bnn, x, y).data, loc)
+        expected += torch.distributions.Poisson(rate).log_prob(drawn).exp() * found
+    of_the_mean = y - rate
+    torch.testing.assert_close(expected, of_the_mean, rtol=1e-8, atol=1e-8)
+    assert (0.5 * variance * rate).item() > 1e-3  # the term's own derivative, which is not there

@@ -65,6 +65,18 @@ def test_inferred_noise_is_drawn_and_fitted():
     assert 0.1 < bnn.likelihood_guide.median()["likelihood.scale"].item() < 0.4
 
 
+@pytest.mark.parametrize("act", [nn.Tanh, nn.Softplus])
+def test_the_default_guide_trains(act):
+    """Means that are all zero are a stationary point of this objective."""
+    x = torch.randn(60, 2)
+    y = (x.prod(-1) > 0).long()
+    net = nn.Sequential(nn.Linear(2, 20), act(), nn.Linear(20, 2))
+    bnn = tyxe.VariationalBNN(net, NORMAL, Categorical(60), AutoNormal)
+    with variational_laplace():
+        bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 200, beta=0.1)
+    assert tyxe.metrics.accuracy(bnn.predict(x, num_predictions=0).softmax(-1), y) > 0.8
+
+
 def test_checkpointed_nets_have_the_same_gradients():
     class Checkpointed(nn.Module):
         def __init__(self, inner):

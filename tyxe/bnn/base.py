@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,10 @@ def prior_fixed(bnn: BNN) -> Iterator[None]:
             _PRIOR_FIXED.discard(bnn)
 
 
+def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
+    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
 def _check_prior(prior: Any) -> None:
     if not isinstance(prior, Prior):
         raise TypeError(
@@ -152,13 +156,14 @@ class BNN(nn.Module):
         self.prior = prior
         self.net = copy.deepcopy(net)
         prefix = f"{name}.net." if name else "net."
+        self._slots: dict[str, list[tuple[nn.Module, str]]] = {
+            prefix + parameter.name: list(parameter.places)
+            for parameter in parameters_of(self.net)
+            if parameter.name in priors
+        }
+        self._put_to_rest()
         self.net_prior = SitePriors(priors, self.net, prefix)
         self.net.__dict__[SITE_PRIORS] = self.net_prior
-        self._slots: dict[str, list[tuple[nn.Module, str]]] = {}
-        for parameter in parameters_of(self.net):
-            if parameter.name in priors:
-                self._slots[prefix + parameter.name] = list(parameter.places)
-        self._put_to_rest()
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
 
@@ -239,9 +244,32 @@ class BNN(nn.Module):
         owners = {name: slots[0] for name, slots in self._slots.items()}
         return {n: module._parameters[a].shape for n, (module, a) in owners.items()}  # type: ignore[union-attr]
 
-    def net_at(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """Return a plain copy of the net, in eval mode, with values of its sites as parameters."""
-        net = copy.deepcopy(self.net).eval()
+    def nets_at(self, draws: Iterable[Mapping[str, Tensor]]) -> list[nn.Module]:
+        """Return a plain copy of the net for each of several draws, which share all other tensors.
+
+        Raises:
+            ValueError: there are no draws.
+        """
+        nets: list[nn.Module] = []
+        for values in draws:
+            first = _tensors_of(nets[0]) if nets else {}
+            own = _tensors_of(self.net) if nets else {}
+            shared = {id(t): first[n] for n, t in own.items() if not isinstance(t, Resting)}
+            nets.append(self.net_at(values, shared))
+        if not nets:
+            raise ValueError("num_draws is 0; expected 1 or more: the centre is bnn.to_module()")
+        return nets
+
+    def net_at(
+        self, values: Mapping[str, Tensor], memo: dict[int, Any] | None = None
+    ) -> nn.Module:
+        """Return a plain copy of the net, in eval mode, with values of its sites as parameters.
+
+        Args:
+            values: a value for each site, by joint name.
+            memo: copies of parts that are there already, as `copy.deepcopy` takes them.
+        """
+        net = copy.deepcopy(self.net, memo).eval()
         net.__dict__.pop(SITE_PRIORS, None)
         for parameter in parameters_of(net):
             name = self.net_prior.prefix + parameter.name

@@ -26,7 +26,6 @@ from tyxe.curvature.output_covariance import joint_covariance
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.joint_normal import GaussianJoint
 from tyxe.errors import check_known, warn
-from tyxe.guides import PretrainedInitializer
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
 from tyxe.laplace.evidence import with_noise
 from tyxe.laplace.gaussian_prior import PriorPrecision, gaussian_prior, with_precision
@@ -129,8 +128,7 @@ class LaplaceBNN(SupervisedBNN):
         gaussian = self._gaussian_prior(self.net_prior)
         check_damping(options.damping, gaussian)
         check_size(structure, gaussian.blocks.size)
-        start = PretrainedInitializer.from_net(net)
-        self.net_guide = LaplaceGuide(self.net_prior, structure, self._state_of, start)
+        self.net_guide = LaplaceGuide(self.net_prior, structure, self._state_of)
         self.gp: GPOnSubset | None = None
 
     # ------------------------------------------------------------------ the posterior

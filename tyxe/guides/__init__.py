@@ -7,6 +7,7 @@ from tyxe.guides.init import (
     PretrainedInitializer,
     init_to_constant,
     init_to_median,
+    init_to_net,
     init_to_normal,
     init_to_normal_kaiming,
     init_to_normal_radford,
@@ -14,6 +15,7 @@ from tyxe.guides.init import (
     init_to_sample,
     init_to_zero,
     scale_below_prior,
+    scale_by_fan_in,
     stationary_scale,
 )
 from tyxe.guides.normal import AutoNormal, MeanField
@@ -33,6 +35,7 @@ __all__ = [
     "PyroGuide",
     "init_to_constant",
     "init_to_median",
+    "init_to_net",
     "init_to_normal",
     "init_to_normal_kaiming",
     "init_to_normal_radford",
@@ -43,5 +46,6 @@ __all__ = [
     "prune_",
     "prune_inducing_",
     "scale_below_prior",
+    "scale_by_fan_in",
     "stationary_scale",
 ]

@@ -22,6 +22,7 @@ __all__ = [
     "PretrainedInitializer",
     "init_to_constant",
     "init_to_median",
+    "init_to_net",
     "init_to_normal",
     "init_to_normal_kaiming",
     "init_to_normal_radford",
@@ -30,6 +31,7 @@ __all__ = [
     "init_to_zero",
     "layerwise_std",
     "scale_below_prior",
+    "scale_by_fan_in",
     "stationary_scale",
 ]
 
@@ -89,6 +91,26 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
         return elementwise.icdf(half).detach().clone()
     except NotImplementedError:
         return site["fn"].sample((num_samples,)).median(0).values
+
+
+def init_to_net(site: Message | None = None) -> Any:
+    """Start at the values that the net came with: the default of guides.
+
+    What belongs to no net, as a noise's scale, starts at the prior's median, and so does a site
+    whose values are outside of its prior's support.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> site = {"fn": dist.Normal(0, 1), "infer": {"own_value": torch.tensor(0.5)}}
+        >>> init_to_net(site)
+        tensor(0.5000)
+    """
+    if site is None:
+        return init_to_net
+    own = site.get("infer", {}).get("own_value")
+    if own is None or not bool(site["fn"].support.check(own).all()):
+        return init_to_median(site)
+    return own.detach().clone()
 
 
 def layerwise_std(site: Message, method: str, nonlinearity: str = "relu") -> float:
@@ -207,6 +229,24 @@ def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
                 "pass numbers as init_scale"
             )
         return variance.sqrt() * math.exp(log_ratio)
+
+    return start
+
+
+def scale_by_fan_in(ratio: float = 0.1) -> Callable[[Message], float]:
+    r"""Start standard deviations at `ratio / sqrt(fan_in)` of each layer: the default of guides.
+
+    Then noise in a layer's outputs has about `ratio` times the size of its inputs, whatever the
+    layer's width, and a trained net predicts as before. What belongs to no layer starts at `ratio`.
+
+    Example:
+        >>> scale_by_fan_in()({"name": "w", "infer": {"fans": (25.0, 4.0)}})
+        0.02
+    """
+
+    def start(site: Message) -> float:
+        fan_in, _ = site.get("infer", {}).get("fans") or (1.0, 1.0)
+        return ratio / math.sqrt(fan_in)
 
     return start
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tyxe.distributions import FactorizedNormal, PrunedNormal
 from tyxe.guides.base import Guide, Site
-from tyxe.guides.init import init_to_median, layerwise_std
+from tyxe.guides.init import init_to_net, layerwise_std, scale_by_fan_in
 from tyxe.guides.scales import capped_log, uncapped
 from tyxe.util import SiteTensors, resolve_site_name
 
@@ -32,10 +32,11 @@ class MeanField(Guide):
 
     Args:
         module: the program that samples the sites from their prior; a BNN passes its own.
-        init_loc_fn: gives the start of a site's means: `init_to_median` of the prior,
-            `PretrainedInitializer.from_net(net)`, `init_to_normal_radford`, ...
+        init_loc_fn: gives the start of a site's means: `init_to_net`, which are the net's own
+            values, `init_to_median` of the prior, `init_to_normal_radford`, ...
         init_scale: start of the scales: a number, numbers or tensors by site, a layer-wise method
-            (`"radford"`, `"xavier"`, `"kaiming"`), or a function of the site's message.
+            (`"radford"`, `"xavier"`, `"kaiming"`), or a function of the site's message. The default
+            is `scale_by_fan_in()`, or half the cap where that is less.
         train_loc: with `False` means stay where they start.
         train_scale: with `False` scales stay where they start.
         max_guide_scale: upper bound of the scales.
@@ -47,8 +48,8 @@ class MeanField(Guide):
     def __init__(
         self,
         module: Callable[..., Any],
-        init_loc_fn: Callable[[Any], Tensor] = init_to_median,
-        init_scale: InitScale = 1e-1,
+        init_loc_fn: Callable[[Any], Tensor] = init_to_net,
+        init_scale: InitScale | None = None,
         train_loc: bool = True,
         train_scale: bool = True,
         max_guide_scale: float | None = None,
@@ -66,7 +67,11 @@ class MeanField(Guide):
                     f"init_loc_fn gives {site.name!r} a start of shape {tuple(loc.shape)}; "
                     f"the site has shape {tuple(site.shape)}"
                 )
-            scale = _start_of_scale(init_scale, site, message)
+            scale = (
+                self._default_scale(message)
+                if init_scale is None
+                else _start_of_scale(init_scale, site, message)
+            )
             unconstrained = loc if site.is_real else td.biject_to(site.support).inv(loc)
             locs[site.own_name] = unconstrained
             scales[site.own_name] = (
@@ -81,6 +86,10 @@ class MeanField(Guide):
     @property
     def kind(self) -> str:
         return f"{type(self).__name__}(max_guide_scale={self.max_guide_scale})"
+
+    def _default_scale(self, message: Any) -> float:
+        scale = scale_by_fan_in()(message)
+        return scale if self.max_guide_scale is None else min(scale, self.max_guide_scale / 2)
 
     def _unconstrain(self, scale: Tensor) -> Tensor:
         return uncapped(scale, self.max_guide_scale, ("init_scale", "max_guide_scale"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,11 +19,22 @@ from torch import Tensor, nn
 from tyxe.distributions import JointNormal
 from tyxe.distributions.moments import is_real
 from tyxe.guides.base import Guide, detached_together
+from tyxe.guides.init import init_to_net
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
 from tyxe.threads import exclusive
-from tyxe.util import resolve_site_name
+from tyxe.util import resolve_site_name, unwrapped
 
 __all__ = ["PyroGuide"]
+
+
+def _starting_at_net(builder: Callable[..., Any]) -> Callable[..., Any]:
+    """Let one of Pyro's autoguides start at the net, as ours do, unless it is given a start."""
+    kind, given = unwrapped(builder)
+    if not (isinstance(kind, type) and issubclass(kind, AutoGuide)) or "init_loc_fn" in given:
+        return builder
+    start = inspect.signature(kind).parameters.get("init_loc_fn")
+    used = start is not None and callable(start.default)
+    return functools.partial(builder, init_loc_fn=init_to_net) if used else builder
 
 
 class PyroGuide(nn.Module):
@@ -61,7 +74,7 @@ class PyroGuide(nn.Module):
                 "or a functools.partial of it: the BNN builds it on its own sites"
             )
         with exclusive(), pyro.settings.context(module_local_params=True):
-            guide = builder(module)
+            guide = _starting_at_net(builder)(module)
         if isinstance(guide, MCMCKernel):
             raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
         if isinstance(guide, Guide | PyroGuide):

@@ -15,7 +15,7 @@ from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.guides.base import detached_together, site_named, sites_of
-from tyxe.guides.init import init_to_median
+from tyxe.guides.init import init_to_net
 from tyxe.laplace.gaussian_prior import is_factorized
 from tyxe.laplace.online import normals_of
 from tyxe.laplace.state import LaplaceState
@@ -37,7 +37,6 @@ class LaplaceGuide(nn.Module):
         module: the program that samples the sites from their prior.
         structure: the structure of its states' curvatures, which is saved with them.
         state_of: makes a state of a curvature that is loaded, at the present mode and prior.
-        init_loc_fn: returns a site's start value from its Pyro message.
 
     Raises:
         ValueError: a site has a constrained support.
@@ -48,7 +47,6 @@ class LaplaceGuide(nn.Module):
         module: Callable[..., Any],
         structure: str,
         state_of: Callable[[Curvature], LaplaceState],
-        init_loc_fn: Callable[[Any], Tensor] = init_to_median,
     ) -> None:
         super().__init__()
         self.structure = structure
@@ -59,7 +57,7 @@ class LaplaceGuide(nn.Module):
                     f"the Laplace approximation is a Gaussian, but {site.name!r} has the support "
                     f"{site.support}; hide it, or use VariationalBNN"
                 )
-        starts = {s.own_name: init_loc_fn(messages[s.name]).detach().clone() for s in self.sites}
+        starts = {s.own_name: init_to_net(messages[s.name]) for s in self.sites}
         self.locs = SiteTensors(starts, trainable=True)
         self._state: LaplaceState | None = None
         # A curvature that was loaded, and what makes a state of it, which takes a prior.
