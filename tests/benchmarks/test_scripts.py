@@ -29,12 +29,13 @@ CASES = {
     "variational_laplace_step": ["mlp", "resnet18"],
     "inducing": ["step", "predict"],
     "revisions": ["training", "prediction", "laplace", "inducing", "binary"],
+    "serving": ["mlp", "resnet18", "threads"],
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
 # Compiling the ResNet takes the library through the same code for seconds more.
 LEFT_OUT = {"compile": ["--case", "mlp"]}
 # Those in which nothing is written by hand: the plain net is the only yardstick.
-WITHOUT_LIMITS = {"startup", "gpu", "revisions"}
+WITHOUT_LIMITS = {"startup", "gpu", "revisions", "serving"}
 
 
 def test_every_script_is_tested() -> None:

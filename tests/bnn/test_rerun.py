@@ -130,6 +130,18 @@ def test_a_fit_is_that_of_one_run(how: str):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_a_checkpoint_around_the_bnn_draws_the_same_again():
+    def gradients(checkpointed: bool):
+        bnn = tyxe.PytorchBNN(net("plain"), PRIOR, AutoNormal)
+        pyro.set_rng_seed(1)
+        out = checkpoint(bnn, X, use_reentrant=False) if checkpointed else bnn(X)
+        (out - Y).square().sum().backward()
+        return [p.grad for p in bnn.parameters() if p.requires_grad]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_bnn_inside_of_an_adjoint_names_the_cause():
     bnn = tyxe.PytorchBNN(nn.Linear(3, 3), PRIOR, AutoNormal)
     x = X.clone().requires_grad_()

@@ -260,9 +260,7 @@ class BNN(nn.Module):
             raise ValueError("num_draws is 0; expected 1 or more: the centre is bnn.to_module()")
         return nets
 
-    def net_at(
-        self, values: Mapping[str, Tensor], memo: dict[int, Any] | None = None
-    ) -> nn.Module:
+    def net_at(self, values: Mapping[str, Tensor], memo: dict[int, Any] | None = None) -> nn.Module:
         """Return a plain copy of the net, in eval mode, with values of its sites as parameters.
 
         Args:

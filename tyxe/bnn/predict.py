@@ -19,6 +19,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.poutine.selective import masked_pointwise
+from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
 from tyxe.predictive.scores import gaussian_scores, mixture_scores
@@ -85,6 +86,38 @@ class SupervisedBNN(BNN):
         with torch.no_grad():
             values = self.one_draw() if sample else self.mean_values()
         return self.net_at(values)
+
+    def to_ensemble(self, num_draws: int) -> Ensemble:
+        """Return draws from the posterior as a plain module without Pyro, for export and servers.
+
+        It returns what `predict` aggregates for these draws (those of `predictive="bnn"`), and is
+        deterministic. Threads may call it in parallel.
+
+        Args:
+            num_draws: number of draws, each with a copy of the weights that have a posterior.
+
+        Raises:
+            ValueError: fewer than one draw.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.Categorical(10), tyxe.guides.AutoNormal)
+            >>> program = torch.export.export(bnn.to_ensemble(4), (torch.zeros(5, 2),))
+            >>> program.module()(torch.ones(5, 2)).softmax(-1).shape
+            torch.Size([5, 3])
+        """
+        kept: list[Values] = []
+
+        def draws() -> Iterator[Values]:
+            for values in self.draws(num_draws):
+                kept.append({name: v.clone() for name, v in self._only_latents(values).items()})
+                yield values
+
+        with self.predicting():
+            nets = self.nets_at(draws())
+            return Ensemble(nets, copy.deepcopy(self.likelihood), self._latents(kept))
 
     def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
         """The joint model (a Pyro program): weights from the prior, the net, the likelihood.

@@ -15,6 +15,7 @@ from tyxe.bnn.elbo import check_gradients, elbo_terms
 from tyxe.bnn.rerun import draws_of_backward, remember
 from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
+from tyxe.predictive.ensemble import Ensemble
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import exclusive
@@ -143,13 +144,27 @@ class PytorchBNN(BNN):
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or with `sample` at one draw."""
-        if self.net_guide is None:
-            return self.net_at({})
+        if sample or self.net_guide is None:
+            return self.net_at(self._weights())
         with torch.no_grad():
-            if not sample:
-                return self.net_at(self.net_guide.median())
+            return self.net_at(self.net_guide.median())
+
+    def to_ensemble(self, num_draws: int) -> Ensemble:
+        """Return draws from the posterior as a plain module without Pyro, for export and servers.
+
+        Its outputs are those of `predict` for these draws, `(num_draws, ...)`.
+
+        Raises:
+            ValueError: fewer than one draw.
+        """
+        return Ensemble(self.nets_at(self._weights() for _ in range(num_draws)))
+
+    def _weights(self) -> dict[str, Tensor]:
+        if self.net_guide is None:
+            return {}
+        with exclusive(), torch.no_grad():
             trace = poutine.trace(self.guide).get_trace()
-        return self.net_at({n: trace.nodes[n]["value"] for n in trace.stochastic_nodes})
+        return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
     def _follow_prior(self, priors: SitePriors) -> None:
         """Do nothing, because only the KL depends on the prior."""

@@ -150,12 +150,14 @@ def _nodes(outputs: Any) -> Iterator[Any]:
 
 
 def draws_of_backward(bnn: Bnn) -> Mapping[str, Tensor] | None:
-    """Return the draws that a forward inside of a backward has to use; None outside of one.
+    """Return the draws that a forward inside of a backward has to use, or None to draw.
 
     Raises:
         RuntimeError: the backward has not come through an output of this BNN.
     """
-    if not in_backward():
+    # A checkpoint around the BNN has set the generators back, and counts the tensors of a draw.
+    in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if not in_backward() or in_checkpoint:
         return None
     forward = _THREAD.reached.get()
     if forward is None or forward.bnn is not bnn:

@@ -7,11 +7,13 @@ from tyxe.predictive.decomposition import (
     regression_decomposition,
     variance_decomposition,
 )
+from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import predict_from_gaussian
 from tyxe.predictive.linear_model import LinearModel
 from tyxe.predictive.refine import refine_laplace, refine_variational
 
 __all__ = [
+    "Ensemble",
     "EntropyDecomposition",
     "LinearModel",
     "VarianceDecomposition",
