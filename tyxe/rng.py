@@ -2,29 +2,130 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["random_state", "set_random_state", "set_torch_rng", "torch_rng"]
+__all__ = [
+    "random_state",
+    "seeded",
+    "set_random_state",
+    "set_torch_rng",
+    "torch_rng",
+    "torch_rng_kept",
+]
+
+
+# --------------------------------------------------------------------------- PyTorch
+
+
+def _generators(device: torch.device) -> tuple[Any, list[tuple[int, ...]]]:
+    """Return the module that has the generators of a kind of device, and what it calls each."""
+    if device.type == "cpu":
+        return torch, [()]
+    module = torch.get_device_module(device)
+    count = module.device_count()
+    # Of a device that is the only one of its kind, older versions of PyTorch take no index.
+    return module, [()] if count == 1 else [(index,) for index in range(count)]
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def torch_rng() -> list[Tensor]:
-    """Return the state of the CPU's generator, then of each CUDA device's where CUDA is in use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]
+    """Return the state of the CPU's generator, then of each accelerator's that is in use."""
+    found, accelerator = [torch.get_rng_state()], _accelerator()
+    if accelerator is not None:
+        module, places = _generators(accelerator)
+        # To ask for its state would start a device that is not.
+        if getattr(module, "is_initialized", module.is_available)():
+            found += [module.get_rng_state(*place) for place in places]
+    return found
 
 
 def set_torch_rng(states: Sequence[Tensor]) -> None:
-    """Set PyTorch's generators to what `torch_rng` returned; the tensors may be on any device."""
-    cpu, *cuda = states
+    """Set PyTorch's generators to what `torch_rng` returned; the tensors may be on any device.
+
+    States of accelerators that are not there are left out.
+    """
+    cpu, *others = states
     torch.set_rng_state(cpu.cpu())
-    if cuda:
-        torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
+    accelerator = _accelerator()
+    if others and accelerator is not None:
+        module, places = _generators(accelerator)
+        for place, state in zip(places, others, strict=False):
+            module.set_rng_state(state.cpu(), *place)
+
+
+@contextmanager
+def torch_rng_kept() -> Iterator[None]:
+    """Set PyTorch's generators back at the end."""
+    before = torch_rng()
+    try:
+        yield
+    finally:
+        set_torch_rng(before)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Let a device's random numbers start from a seed, and set its generator back at the end.
+
+    Example:
+        >>> with seeded(1, torch.device("cpu")):
+        ...     first = torch.rand(())
+        >>> with seeded(1, torch.device("cpu")):
+        ...     bool(torch.rand(()) == first)
+        True
+    """
+    module, places = _generators(device)
+    place = places[device.index or 0]
+    before = module.get_rng_state(*place)
+    module.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), *place)
+    try:
+        yield
+    finally:
+        module.set_rng_state(before, *place)
+
+
+# --------------------------------------------------------------------------- forked processes
+
+
+class _Forks:
+    """Gives forked processes random numbers that differ from each other's and from the parent's.
+
+    They depend on the parent's generator and on how often it has forked, so that they are the same
+    in each run of a program that sets its seed. NumPy's and Python's generators are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before(self) -> None:
+        """Count a fork, in the parent."""
+        self.count += 1
+
+    def in_child(self) -> None:
+        """Seed the child's generator of the CPU; accelerators do not work in it."""
+        state = torch.default_generator.get_state().numpy().tobytes()
+        mixed = hashlib.blake2b(state + self.count.to_bytes(8, "little"), digest_size=8).digest()
+        torch.default_generator.manual_seed(int.from_bytes(mixed, "little"))
+
+
+_FORKS = _Forks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_FORKS.before, after_in_child=_FORKS.in_child)
+
+
+# --------------------------------------------------------------------------- all of them
 
 
 def random_state() -> dict[str, Any]:

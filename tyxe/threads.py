@@ -171,7 +171,12 @@ INTERRUPTS = _Interrupts()
 _EXCLUSIVE = _Exclusive()
 _NOT_EXCLUSIVE = nullcontext()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_EXCLUSIVE.renew)
+    # A fork waits, because its process would find what another thread has half changed.
+    os.register_at_fork(
+        before=lambda: _EXCLUSIVE._lock.acquire(),
+        after_in_parent=lambda: _EXCLUSIVE._lock.release(),
+        after_in_child=_EXCLUSIVE.renew,
+    )
 
 
 def exclusive() -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """Threads: the numbers of one thread, and handlers that act where they were entered."""
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -196,3 +197,27 @@ def test_a_handler_acts_in_its_own_thread():
     assert len(list(mine))
     assert not list(reports[0])
     assert bnn.predict(X, num_predictions=2).shape == (30, 3)
+
+
+@pytest.mark.forks
+def test_a_forked_process_has_the_net_at_rest():
+    """It is not forked while another thread has draws in the places of the sites."""
+    bnn, inside, leave = variational(), threading.Event(), threading.Event()
+    rest = [parameter.clone() for parameter in bnn.net.parameters()]
+
+    def other() -> None:
+        with bnn.substituted(bnn.one_draw()):
+            inside.set()
+            leave.wait(0.2)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if child == 0:
+        found = list(bnn.net.parameters())
+        same = len(found) == len(rest) and all(map(torch.equal, found, rest))
+        os._exit(0 if same else 1)
+    leave.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -16,6 +16,7 @@ from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.distributions.moments import is_discrete
 from tyxe.errors import warn
+from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ def check_first_batch(
     The net runs once with a draw, in eval mode and without gradients, and the random generators are
     set back afterwards.
     """
-    devices = [targets.device] if targets.is_cuda else []
-    with torch.random.fork_rng(devices), bnn.predicting():
+    with torch_rng_kept(), bnn.predicting():
         predictions = bnn.run_net(draw(), inputs)
         check_is_tensor(predictions)
         bnn.likelihood.check_batch(predictions, targets)

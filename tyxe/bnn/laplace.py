@@ -37,6 +37,7 @@ from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs
 
 __all__ = ["LaplaceBNN"]
@@ -511,7 +512,7 @@ class LaplaceBNN(SupervisedBNN):
         state = self.state
         device = next(self.parameters()).device
         number = state.loc.new_tensor(precision)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch_rng_kept():
             torch.manual_seed(0)
             try:
                 self.net_guide.state = state.replace(prior=with_numbers(state, {"": number}))

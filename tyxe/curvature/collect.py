@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe.autocast import full_precision
 from tyxe.curvature.accumulators import ACCUMULATORS, Accumulator, KroneckerAccumulator
 from tyxe.curvature.layer_calls import BatchDims
-from tyxe.curvature.linearize import Linearization, full_precision
+from tyxe.curvature.linearize import Linearization
 from tyxe.distributions import ParamBlocks
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient

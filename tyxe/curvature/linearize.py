@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -14,6 +14,7 @@ from torch import Size, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
+from tyxe.autocast import autocast_like
 from tyxe.curvature.layer_calls import (
     POINTS_FIRST,
     BatchDims,
@@ -37,7 +38,6 @@ __all__ = [
     "OuterProductGradients",
     "PointGradients",
     "check_is_tensor",
-    "full_precision",
 ]
 
 # Nets that torch.vmap does not take, so that it is not tried again for each column and batch.
@@ -114,7 +114,7 @@ class Linearization:
             check_is_tensor(raw)
             self.outputs = at_least_float32(raw)
         self._node = raw.grad_fn
-        self._autocast = _autocast_like(raw)
+        self._autocast = autocast_like(raw)
         self.points = raw.shape[:1].numel()
         self.blocks = find_blocks(shapes, recorder.calls, recorder.elsewhere)
         self._recorded = recorder.calls
@@ -311,22 +311,6 @@ def _by_block(blocks: ParamBlocks, calls: list[LayerCall]) -> dict[str, list[Lay
         for name in {owner[site] for site in call.sites if site in owner}:
             found[name].append(call)
     return found
-
-
-def _autocast_like(output: Tensor) -> Callable[[], AbstractContextManager[Any]]:
-    """Return autocast with the settings that are active now."""
-    kind = output.device.type
-    return functools.partial(
-        torch.autocast,
-        kind,
-        dtype=torch.get_autocast_dtype(kind),
-        enabled=torch.is_autocast_enabled(kind),
-    )
-
-
-def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off on a tensor's device, for sums that half precision would spoil."""
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def check_is_tensor(outputs: Any) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from tyxe.autocast import full_precision
 from tyxe.curvature.linearize import (
     Linearization,
     OuterProductGradients,
     PointGradients,
-    full_precision,
 )
 from tyxe.curvature.per_point import BUDGET
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tyxe.distributions import center, deviation, independent_moments
+from tyxe.rng import seeded
 
 __all__ = ["Draw", "Places", "draws_are_lazy", "substitute_site", "substituted"]
 
@@ -53,7 +54,7 @@ class _Source:
         self._deviation: Tensor | None = None
         self._moments = moments
         self._grad = torch.is_grad_enabled()
-        self._seed = torch.randint(2**62, ()) if value is None else None
+        self._seed = torch.randint(2**62, (), device="cpu") if value is None else None
 
     @property
     def value(self) -> Tensor:
@@ -61,7 +62,7 @@ class _Source:
             assert self.distribution is not None
             reparameterized = self.distribution.has_rsample
             draw = self.distribution.rsample if reparameterized else self.distribution.sample
-            with self._as_if_outside(), _seeded(self._seed, _representative(self.distribution)):
+            with self._as_if_outside(), self._seeded():
                 if self._deviation is None:
                     self._value = draw()
                 else:
@@ -77,7 +78,7 @@ class _Source:
         """The value less the centre."""
         if self._deviation is None:
             assert self.distribution is not None
-            with self._as_if_outside(), _seeded(self._seed, _representative(self.distribution)):
+            with self._as_if_outside(), self._seeded():
                 if self._value is None:
                     self._deviation = deviation(self.distribution)
                 else:
@@ -103,6 +104,11 @@ class _Source:
             middle: Tensor | None = center(self.distribution)
         return middle
 
+    def _seeded(self) -> AbstractContextManager[None]:
+        assert self._seed is not None
+        assert self.distribution is not None
+        return seeded(int(self._seed), _representative(self.distribution).device)
+
     def _as_if_outside(self) -> AbstractContextManager[None]:
         # Mostly there are no hooks; and within torch.func's transforms none may be set.
         watched = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -120,18 +126,6 @@ class _Source:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-@contextmanager
-def _seeded(seed: Tensor | None, like: Tensor) -> Iterator[None]:
-    """Seed the generator of a tensor's device, and restore its state afterwards."""
-    assert seed is not None
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        generator = torch.default_generator
-        if like.is_cuda:
-            generator = torch.cuda.default_generators[like.get_device()]
-        generator.manual_seed(int(seed))
-        yield
 
 
 class Draw(Tensor):

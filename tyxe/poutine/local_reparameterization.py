@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
+from tyxe.autocast import full_precision
 from tyxe.poutine.draw import Draw
 from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
 
@@ -49,7 +48,7 @@ def local_reparameterization_moments(
         # Only the bias is random, and it is the same at every position.
         assert bias_var is not None
         return mean, bias_var.reshape(-1, *[1] * event.spatial_dims).expand_as(mean)
-    with _without_autocast(event.input.device.type):
+    with full_precision(event.input):
         squared = event.input.to(weight_var.dtype).square()
         if variance_dtype is None:
             return mean, event.function(squared, weight_var, bias_var)
@@ -62,11 +61,6 @@ def local_reparameterization_moments(
 def _has_range(dtype: torch.dtype) -> bool:
     """Say whether a floating-point type has numbers as small as those of float32."""
     return dtype.is_floating_point and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
-
-
-def _without_autocast(device: str) -> AbstractContextManager[None]:
-    active = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 class LocalReparameterizationMessenger(LinearMapMessenger):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tyxe.autocast import full_precision
 from tyxe.curvature import Linearization
 from tyxe.curvature.linearize import (
     OuterProductGradients,
     PointGradients,
-    full_precision,
 )
 from tyxe.curvature.output_covariance import one_hot
 

@@ -19,6 +19,7 @@ from tyxe.distributions.moments import is_discrete
 from tyxe.guides import AutoNormal, AutoRadial, Guide, PyroGuide
 from tyxe.priors import DictPrior, IIDPrior
 from tyxe.priors.sites import SitePriors
+from tyxe.rng import torch_rng_kept
 from tyxe.testing.asserts import assert_close, assert_raises
 
 __all__ = ["GUIDES", "check_guide"]
@@ -83,7 +84,7 @@ def _disturb(guide: AnyGuide) -> None:
 
 
 def _draw(guide: AnyGuide, seed: int = 0) -> dict[str, Tensor]:
-    with torch.random.fork_rng(devices=[]):
+    with torch_rng_kept():
         torch.manual_seed(seed)
         trace = poutine.trace(guide).get_trace()
     return {

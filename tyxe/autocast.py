@@ -1,0 +1,40 @@
+"""Automatic mixed precision, on devices that have it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["autocast_like", "full_precision"]
+
+
+def autocast_like(tensor: Tensor) -> Callable[[], AbstractContextManager[Any]]:
+    """Return autocast on a tensor's device, with the settings that are active now."""
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext
+    return functools.partial(
+        torch.autocast,
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+    )
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off on a tensor's device, for sums that half precision would spoil.
+
+    Example:
+        >>> a = torch.ones(1, 1)
+        >>> with torch.autocast("cpu", torch.bfloat16), full_precision(a):
+        ...     (a @ a).dtype
+        torch.float32
+    """
+    kind = tensor.device.type
+    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if active else nullcontext()
