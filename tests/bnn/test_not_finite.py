@@ -1,9 +1,12 @@
 """Losses, draws and gradients that are not finite stop a fit, which keeps what it had."""
 
+from functools import partial
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import autoguide
 from torch import nn
 
 import tyxe
@@ -88,3 +91,24 @@ def test_a_gradient_that_is_not_finite_is_named():
     ):
         bnn.fit([(X, Y)], ADAM, 1)
     assert all(torch.equal(v, before[n]) for n, v in bnn.named_parameters())
+
+
+GUIDES = [
+    autoguide.AutoMultivariateNormal,
+    partial(autoguide.AutoLowRankMultivariateNormal, rank=1),
+    partial(tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2, everywhere=True),
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("guide", GUIDES, ids=["full", "low rank", "inducing"])
+def test_a_covariance_that_breaks_in_a_later_step_stops_the_fit(guide, value):
+    """The numbers of its factors are checked in the first step only."""
+    bnn = make(guide=guide)
+
+    def spoil(*_) -> None:
+        with torch.no_grad():
+            list(bnn.net_guide.parameters())[-1].fill_(value)
+
+    with pytest.raises(RuntimeError, match="training stopped"):
+        bnn.fit([(X, Y)], ADAM, 2, spoil)

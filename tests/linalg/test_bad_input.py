@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
+from tyxe.linalg.checks import numbers_unchecked
 from tyxe.linalg.state import STATE_NAMES, operator_from_state, operator_state
 from tyxe.testing import OPERATORS, check_operator
 
@@ -131,6 +132,37 @@ def test_a_singular_operator_has_no_inverse_until_a_diagonal_is_added(make, mess
             call()
         assert "add_diagonal" in str(error.value)
     check_operator(lambda: make().add_diagonal(0.5))
+
+
+INDEFINITE = {
+    **{name: make for name, (make, _) in SINGULAR.items()},
+    "Dense, negative": lambda: Dense(torch.diag(torch.tensor([1.0, -3.0]))),
+    "Diagonal, negative": lambda: Diagonal(torch.tensor([1.0, -3.0])),
+    "LowRank, infinite": lambda: LowRank(torch.ones(2), torch.full((2, 1), torch.inf)),
+}
+
+
+BAD = r"finite|definite|least 0"
+
+
+@pytest.mark.parametrize("make", INDEFINITE.values(), ids=INDEFINITE.keys())
+def test_without_checks_of_numbers_results_are_not_finite(make):
+    with numbers_unchecked():
+        assert not make().logdet().isfinite()
+        with pytest.raises(ValueError, match="acts on vectors"):
+            make() @ torch.ones(3)
+        with numbers_unchecked(False), pytest.raises(ValueError, match=BAD):
+            make().logdet()
+    with pytest.raises(ValueError, match=BAD):
+        make().logdet()
+
+
+def test_without_checks_of_numbers_good_results_are_the_same():
+    rows = torch.randn(3, 5)
+    for make in (lambda: Dense(rows @ rows.mT), lambda: LowRank(rows[:, 0].square(), rows)):
+        with numbers_unchecked():
+            found = make().logdet(), make().whiten(torch.ones(1, 3))
+        assert all(map(torch.equal, found, (make().logdet(), make().whiten(torch.ones(1, 3)))))
 
 
 def test_an_indefinite_dense_matrix_names_its_smallest_eigenvalue():

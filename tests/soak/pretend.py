@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import tyxe
+from tyxe.distributions import normal_kl
 
 __all__ = ["DEVICE", "DeviceMismatch", "Host", "pretend"]
 
@@ -37,6 +38,7 @@ aten = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default}
 # A number for Python, or a shape that depends on numbers.
 READS = {
+    aten._linalg_check_errors.default,
     aten._local_scalar_dense.default,
     aten.equal.default,
     aten.is_nonzero.default,
@@ -199,6 +201,7 @@ def pretend() -> Iterator[Host]:
     """Let the device be in use; yield what counts the reads."""
     with (
         mock.patch.object(MODULE, "in_use", True),
+        mock.patch.object(normal_kl, "_is_readable", _is_readable),
         mock.patch.object(torch, "tensor", _on_device(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _on_device(torch.as_tensor)),
         mock.patch.object(torch, "Generator", _AnyGenerator),
@@ -207,6 +210,13 @@ def pretend() -> Iterator[Host]:
         Host() as host,
     ):
         yield host
+
+
+_is_plain = normal_kl._is_readable
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return type(tensor) is DeviceTensor or _is_plain(tensor)
 
 
 def _is_ours(device: Any) -> bool:
@@ -268,6 +278,13 @@ def _check(func: Any, args: Sequence[Any], tensors: list[Tensor]) -> None:
         raise DeviceMismatch(f"{func}: a number of the host, which is not pointwise, {shapes[0]}")
 
 
+def _is_read(func: Any, args: Sequence[Any]) -> bool:
+    masks = func in INDEXING and any(
+        isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+    )
+    return func in READS or masks
+
+
 def _goes_to_device(func: Any, args: Sequence[Any], has_ours: bool, wanted: Any) -> bool:
     if func is aten.copy_.default:
         return isinstance(args[0], DeviceTensor)
@@ -284,7 +301,7 @@ def _run(
     ours = [t for t in tensors if isinstance(t, DeviceTensor)]
     wanted = kwargs.get("device")
     on_device = _goes_to_device(func, args, bool(ours), wanted)
-    if reads is not None and ours and (func in READS or not on_device):
+    if reads is not None and ours and (not on_device or _is_read(func, args)):
         reads[_asking_line()] += 1
     if ours and func not in COPIES:
         _check(func, args, tensors)

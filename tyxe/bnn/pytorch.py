@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.elbo import check_gradients, elbo_terms
 from tyxe.bnn.rerun import draws_of_backward, remember
 from tyxe.guides import PyroGuide
+from tyxe.linalg.checks import numbers_unchecked
 from tyxe.poutine import Draw
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.priors import Prior
@@ -73,7 +75,7 @@ class PytorchBNN(BNN):
         self.closed_form_kl = closed_form_kl
         self.cached_kl_loss: Tensor = torch.zeros(())
         self._held: dict[str, Tensor] | None = None
-        self._holding = False
+        self._holding = self._checked = False
 
     def guide(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The posterior (a Pyro program)."""
@@ -85,7 +87,11 @@ class PytorchBNN(BNN):
         again = draws_of_backward(self)
         if again is not None:
             return dict(again)
-        terms = elbo_terms(self.net_prior, self.guide, closed_form_kl=self.closed_form_kl)
+        # In the first forward only, because it reads numbers, for which the host waits.
+        checked = nullcontext() if not self._checked else pyro.validation_enabled(False)
+        with exclusive(), checked, numbers_unchecked(self._checked):
+            terms = elbo_terms(self.net_prior, self.guide, closed_form_kl=self.closed_form_kl)
+        self._checked = True
         self.cached_kl_loss = terms.kl
         if not self._holding:
             return terms.values

@@ -19,6 +19,7 @@ from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
 from tyxe.errors import warn
+from tyxe.linalg.checks import numbers_unchecked
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
@@ -99,8 +100,8 @@ class Trainer:
             with exclusive():
                 if not self._checked:
                     check_first_batch(self.bnn, self.bnn.one_draw, inputs, targets)
-                # Pyro validates shapes in the first step only, to save the time.
-                with pyro.validation_enabled(not self._checked):
+                # In the first step only, to save the time; the loss of each is checked.
+                with pyro.validation_enabled(not self._checked), numbers_unchecked(self._checked):
                     terms = self.step(inputs, targets, beta)
                 self._checked = True
             data = data + terms.data.detach() * terms.points

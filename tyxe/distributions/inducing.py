@@ -212,7 +212,7 @@ def has_prior_of(q: InducingWeights, p: IndependentSites) -> bool:
         prior: Any = p.distributions.get(name)
         scale = isotropic_scale(prior)
         # The prior may have been moved to another dtype, which rounds its scale.
-        return scale is not None and scale == prior.mean.new_tensor(expected).item()
+        return scale is not None and scale == torch.tensor(expected, dtype=prior.mean.dtype).item()
 
     return all(has(name, scale) for name, scale in zip(q.names, q.layer.scales, strict=True))
 

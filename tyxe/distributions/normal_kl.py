@@ -129,14 +129,18 @@ _KNOWN: weakref.WeakKeyDictionary[td.Normal, _Known] = weakref.WeakKeyDictionary
 def known_numbers(normal: td.Normal) -> ToOneNormal | None:
     """Return mean and scale of a Normal that has the same for all elements, or None."""
     loc, scale = normal.loc, normal.scale
-    # Tensor subclasses and meta tensors may have no numbers, and inference tensors no versions.
-    if any(type(t) is not Tensor or t.is_meta or t.is_inference() for t in (loc, scale)):
+    if not (_is_readable(loc) and _is_readable(scale)):
         return None
     known = _KNOWN.get(normal)
     if known is None or not known.still_holds(loc, scale):
         known = _Known(loc, scale, (loc._version, scale._version), _read(loc, scale))
         _KNOWN[normal] = known
     return known.one
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    # Tensor subclasses and meta tensors may have no numbers, and inference tensors no versions.
+    return type(tensor) is Tensor and not (tensor.is_meta or tensor.is_inference())
 
 
 def _read(loc: Tensor, scale: Tensor) -> ToOneNormal | None:

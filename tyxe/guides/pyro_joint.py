@@ -26,8 +26,8 @@ __all__ = ["constrained_sites", "covariance_of", "independent_sites", "joint_nor
 def covariance_of(guide: AutoGuide) -> Operator | None:
     """Return the covariance over all sites of a guide that is a joint Normal, else None.
 
-    Register a guide of your own whose `get_posterior()` has that covariance and a `loc`. The guide
-    has been called once.
+    Register a guide of your own whose posterior has that covariance and the mean `guide.loc`. The
+    guide has been called once.
     """
     return None
 
@@ -39,8 +39,8 @@ def _(guide: AutoMultivariateNormal) -> Operator:
 
 @covariance_of.register
 def _(guide: AutoLowRankMultivariateNormal) -> Operator:
-    posterior = guide.get_posterior()
-    return LowRank(posterior.cov_diag, posterior.cov_factor)
+    # Not of `get_posterior()`, which factorises it, and waits to see whether that has gone well.
+    return LowRank(guide.scale * guide.scale, guide.cov_factor * guide.scale.unsqueeze(-1))
 
 
 def joint_normal(guide: Any) -> JointNormal | None:
@@ -50,9 +50,8 @@ def joint_normal(guide: Any) -> JointNormal | None:
     covariance = covariance_of(guide)
     if covariance is None:
         return None
-    loc = guide.get_posterior().mean
-    blocks = ParamBlocks.of_sites({n: part.shape for n, part in _parts(guide, loc).items()})
-    return JointNormal(blocks, loc, Inverse(covariance))
+    blocks = ParamBlocks.of_sites({n: part.shape for n, part in _parts(guide, guide.loc).items()})
+    return JointNormal(blocks, guide.loc, Inverse(covariance))
 
 
 def independent_sites(guide: Any) -> dict[str, td.Distribution] | None:
