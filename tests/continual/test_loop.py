@@ -23,6 +23,7 @@ from tests.oracles.tasks import (
     normal,
     variational,
 )
+from tyxe import files
 from tyxe.continual import Heads, TaskLoop, posterior_to_prior
 
 
@@ -63,7 +64,7 @@ def test_the_random_generators_are_resumed(tmp_path):
     expected = draws()
     draws()
     second = loop_of(variational)
-    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    state = files.read(tmp_path / "run.pt")
     second.load_state_dict(state)
     assert draws() == expected
     # A state of PyTorch's generator alone.
@@ -281,16 +282,41 @@ def test_more_tasks_may_follow(tmp_path):
             loop_of(variational, tasks).run(path)
 
 
+def test_a_run_that_is_stopped_in_its_first_task_goes_on_bit_for_bit(tmp_path):
+    start = tyxe.rng.random_state()
+
+    def seeded():
+        tyxe.rng.set_random_state(start)
+        return loop_of(variational)
+
+    whole, path = seeded(), tmp_path / "run.pt"
+    expected = whole.run(tmp_path / "whole.pt")
+    stopped = seeded()
+    fit = stopped.fit
+
+    def stops(task):
+        fit(task)
+        raise KeyboardInterrupt
+
+    stopped.fit = stops
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run(path)
+    resumed = loop_of(variational)
+    torch.rand(7)
+    assert torch.equal(resumed.run(path).nan_to_num(-1), expected.nan_to_num(-1))
+    assert_equal(dict(resumed.bnn.state_dict()), dict(whole.bnn.state_dict()))
+
+
 @pytest.mark.parametrize("written", ["empty", "text", "zip", "another state"])
 def test_a_file_that_is_no_checkpoint(written, tmp_path):
     path = tmp_path / "run.pt"
     if written == "another state":
-        torch.save(variational().state_dict(), path)
+        variational().save(path)
     else:
         path.write_bytes({"empty": b"", "text": b"accuracy: 0.9", "zip": b"PK\x03\x04"}[written])
     before = path.read_bytes()
     with pytest.raises(
-        ValueError, match=r"run\.pt (is no|cannot be read as a) checkpoint of a TaskLoop"
+        ValueError, match=r"run\.pt is no (checkpoint of a TaskLoop|file of tyxe, or damaged)"
     ):
         loop_of(variational).run(path)
     assert path.read_bytes() == before

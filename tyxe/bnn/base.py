@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from abc import abstractmethod
@@ -12,6 +13,8 @@ from typing import Any
 
 from torch import Size, Tensor, nn
 
+from tyxe import files
+from tyxe.bnn.checkpoint import Resumable
 from tyxe.bnn.rerun import Resting, remember
 from tyxe.poutine.draw import substituted
 from tyxe.priors import Prior
@@ -287,6 +290,73 @@ class BNN(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._put_to_rest()
 
+    def _sites_in_state(self, prefix: str) -> dict[str, Tensor]:
+        """Return what is in the places of the sites, by its names in a state dict."""
+        named = self.net.named_parameters(f"{prefix}net", remove_duplicate=False)
+        return {name: held for name, held in named if isinstance(held, Resting)}
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state: tensors only, without the values that the net's sites came with."""
+        state = super().state_dict(*args, **options)
+        for name in self._sites_in_state(options.get("prefix", "")):
+            state.pop(name)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, own in self._sites_in_state(prefix).items():
+            state_dict.setdefault(name, own.detach())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def save(self, path: str | os.PathLike[str], training: bool = False) -> None:
+        """Save the state to a file, which `load` reads; an earlier file is replaced at the end.
+
+        A process that is killed while it saves, or a full disk, leaves the earlier file.
+
+        Args:
+            path: the file.
+            training: save the `checkpoint` that `fit` goes on from as well.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: `training` for a wrapper whose `fit` cannot be gone on with.
+
+        Example:
+            >>> import tempfile, pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     bnn.save(f"{folder}/bnn.tyxe")
+            ...     bnn.load(f"{folder}/bnn.tyxe")
+        """
+        if not training:
+            content = self.state_dict()
+        elif isinstance(self, Resumable):
+            content = self.checkpoint()
+        else:
+            raise TypeError(
+                f"a {type(self).__name__} has no fit to go on with: save its state, by save(path)"
+            )
+        files.write(path, {"training": training, "content": dict(content)})
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load what `save` has written; the next `fit` goes on from a training's checkpoint.
+
+        Raises:
+            FileNotFoundError: there is no file.
+            ValueError: the file is damaged, or was not written by `save`.
+            RuntimeError: it is the state of another BNN. No error leaves anything changed.
+        """
+        saved = files.read(path)
+        if not isinstance(saved, dict) or set(saved) != {"training", "content"}:
+            raise ValueError(f"{path} was not written by the save of a BNN")
+        if not saved["training"]:
+            self.load_state_dict(saved["content"])
+        elif isinstance(self, Resumable):
+            self.load_checkpoint(saved["content"])
+        else:
+            raise RuntimeError(f"{path} has a checkpoint, for another wrapper than this")
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -295,7 +365,9 @@ class BNN(nn.Module):
         Raises:
             RuntimeError: the state dict does not fit this BNN.
         """
-        before, priors = copy.deepcopy(self.state_dict()), self.net_prior.snapshot()
+        before = copy.deepcopy(self.state_dict())
+        sites = {name: own.clone() for name, own in self._sites_in_state("").items()}
+        priors = self.net_prior.snapshot()
         try:
             found = super().load_state_dict(state_dict, strict, assign)
             self._put_to_rest()
@@ -303,11 +375,12 @@ class BNN(nn.Module):
             return found
         except Exception as error:
             self.net_prior.restore(priors)
-            super().load_state_dict(before, strict=False)
+            super().load_state_dict(before | sites, strict=False)
             self._follow_prior(self.net_prior)
             if "optimizer" in state_dict and "bnn" in state_dict:
                 raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
-            if not any(str(key).startswith("net.") for key in state_dict):
+            ours = ("net.", "net_prior.", "net_guide.", "likelihood.", "samples.")
+            if not any(str(key).startswith(ours) for key in state_dict):
                 raise RuntimeError(
                     "this is the state of a plain net; load it into the net, and start the guide "
                     "there: init_loc_fn=tyxe.guides.PretrainedInitializer.from_net(net)"

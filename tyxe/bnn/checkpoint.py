@@ -1,9 +1,10 @@
-"""Checkpoints from which a fit continues exactly."""
+"""Checkpoints from which a fit continues."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from tyxe.rng import set_torch_rng, torch_rng
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Resumable"]
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,18 @@ class Checkpoint:
     def of(cls, optimizer: Optimizer | None, epoch: int, scheduler: Any = None) -> Checkpoint:
         """Return the checkpoint of a fit after an epoch."""
         return cls(
-            None if optimizer is None else optimizer.state_dict(),
+            None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
             epoch,
             torch_rng(),
             type(optimizer).__name__,
-            None if scheduler is None else scheduler.state_dict(),
+            None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         )
 
     def as_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint with a BNN's state dict, as plain containers and tensors."""
+        """Return copies of the checkpoint and of a BNN's state dict, as containers of tensors."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"bnn": dict(state_dict), **own}
+        state = {name: value.detach().clone() for name, value in state_dict.items()}
+        return {"bnn": state, **copy.deepcopy(own)}
 
     @classmethod
     def from_dict(cls, checkpoint: Mapping[str, Any]) -> Checkpoint:
@@ -59,7 +61,7 @@ class Checkpoint:
     def restore(self, optimizer: Optimizer, scheduler: Any = None) -> int:
         """Restore optimiser, scheduler and generators, and return the number of epochs done.
 
-        An optimiser of another class, or with other groups, is a ValueError.
+        An optimiser of another class, or for other parameters, is a ValueError.
         """
         if self.optimizer is not None:
             groups = [len(group["params"]) for group in optimizer.param_groups]
@@ -70,9 +72,94 @@ class Checkpoint:
                     f"parameters, but this fit has {type(optimizer).__name__} with {groups}; go on "
                     "with an optimiser built as the first was"
                 )
+            self._check_shapes(optimizer)
             # A copy, because the optimiser changes the tensors of its state in place.
             optimizer.load_state_dict(copy.deepcopy(self.optimizer))
         if self.scheduler is not None and scheduler is not None:
             scheduler.load_state_dict(self.scheduler)
         set_torch_rng(self.rng)
         return self.epoch
+
+    def _check_shapes(self, optimizer: Optimizer) -> None:
+        """Refuse states of other shapes, which fused kernels would read beyond their ends."""
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            return  # others may have states of any shape
+        assert self.optimizer is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        indices = [i for group in self.optimizer["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for name, value in self.optimizer["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and value.dim() and not _fits(value, parameter):
+                    raise ValueError(
+                        f"the checkpoint's optimiser has {name} of shape {tuple(value.shape)} for "
+                        f"a parameter of shape {tuple(parameter.shape)}: it is of another BNN"
+                    )
+
+
+def _fits(value: Tensor, parameter: Tensor) -> bool:
+    # Factored second moments have one number in the place of many.
+    pairs = zip(value.shape, parameter.shape, strict=False)
+    return value.dim() == parameter.dim() and all(a in (1, b) for a, b in pairs)
+
+
+class Resumable:
+    """A wrapper whose `fit` trains by steps, and goes on where an earlier one stopped."""
+
+    optimizer: Optimizer | None = None
+    _scheduler: Any = None
+    _pending: Checkpoint | None = None
+    _epochs_done = 0
+
+    @contextmanager
+    def _resumed(self, trainer: Any) -> Iterator[int]:
+        """Restore a loaded checkpoint into a trainer, and yield the first epoch that is left."""
+        self.optimizer, self._scheduler = trainer.optimizer, trainer.scheduler
+        pending = self._pending
+        first = 0 if pending is None else pending.restore(trainer.optimizer, trainer.scheduler)
+        self._epochs_done = first
+        try:
+            yield first
+        finally:
+            if trainer.steps:
+                self._pending = None  # a fit that made no step leaves it for the next
+
+    def _end_epoch(self, epoch: int) -> None:
+        self._epochs_done, self._pending = epoch + 1, None
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return copies of what a fit needs to continue, as containers of tensors and numbers.
+
+        These are the state dict, the optimiser's and the scheduler's, the number of whole epochs
+        done, and the random generators' states. After an interrupt they are those of the last step,
+        and the epoch begins again.
+
+        Example:
+            >>> import torch, pyro.distributions as dist, tyxe
+            >>> def make():
+            ...     return tyxe.VariationalBNN(
+            ...         torch.nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...         tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0),
+            ...         tyxe.guides.AutoNormal)
+            >>> bnn, data = make(), [(torch.ones(5, 1), torch.ones(5, 1))]
+            >>> _ = bnn.fit(data, torch.optim.Adam, 3)
+            >>> resumed = make()
+            >>> resumed.load_checkpoint(bnn.checkpoint())
+            >>> bool(resumed.fit(data, torch.optim.Adam, 2).loss)
+            True
+        """
+        taken = Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler)
+        return (self._pending or taken).as_dict(self.state_dict())  # type: ignore[attr-defined]
+
+    def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load a checkpoint, from which the next `fit` continues, with its epochs and schedule.
+
+        Raises:
+            RuntimeError: it does not fit this BNN, or is no checkpoint; nothing is changed.
+        """
+        pending = Checkpoint.from_dict(checkpoint)
+        self.load_state_dict(checkpoint["bnn"])  # type: ignore[attr-defined]
+        self._pending = pending
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the optimiser, whose state belongs to the parameters of the original.
+        return {**self.__dict__, "optimizer": None, "_scheduler": None, "_epochs_done": 0}

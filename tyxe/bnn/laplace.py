@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import batches_of
+from tyxe.bnn.checkpoint import Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.history import History
@@ -55,7 +56,7 @@ def _option(name: str, doc: str) -> Any:
     return property(of, change, doc=doc)
 
 
-class LaplaceBNN(SupervisedBNN):
+class LaplaceBNN(Resumable, SupervisedBNN):
     """Any net with a Gaussian about its fitted weights, `N(w*, (lambda G / T + P0)^-1)`.
 
     `w*` maximises the posterior, `G` is the curvature of the likelihood there and `P0` the prior's
@@ -287,16 +288,18 @@ class LaplaceBNN(SupervisedBNN):
                 # With T as the KL's weight, the mode is that of log p(D|w) / T + log p(w).
                 how = FitOptions(self.temperature, clip_norm, lr_multipliers)
                 trainer = Trainer(self, optim, how)
-                for epoch in trainer.epochs(0, num_epochs, progress):
-                    with prior_fixed(self):
-                        trainer.run_epoch(data_loader, epoch, device, history)
-                    if evidence_every and (epoch + 1) % evidence_every == 0:
-                        self.fit_curvature(data_loader, device, progress=False)
-                        self.optimize_prior_precision()
-                        self.net_guide.state = None
-                    with prior_fixed(self):
-                        if callback is not None and callback(self, epoch, history.loss[-1]):
-                            break
+                with self._resumed(trainer) as first:
+                    for epoch in trainer.epochs(first, num_epochs, progress):
+                        with prior_fixed(self):
+                            trainer.run_epoch(data_loader, epoch, device, history)
+                        if evidence_every and (epoch + 1) % evidence_every == 0:
+                            self.fit_curvature(data_loader, device, progress=False)
+                            self.optimize_prior_precision()
+                            self.net_guide.state = None
+                        self._end_epoch(epoch)
+                        with prior_fixed(self):
+                            if callback is not None and callback(self, epoch, history.loss[-1]):
+                                break
         except BaseException:
             if trainer is None or not trainer.steps:
                 self.net_guide.state = before

@@ -46,6 +46,43 @@ class Samples(SiteTensors):
             self._put(name, tensor.detach().clone(), trainable=None)
 
 
+class _Keeping:
+    """A sampler of Pyro's `MCMC` that remembers what it has yielded."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._shapes: dict[str, torch.Size] = {}
+        self._chains: dict[int, list[Tensor]] = {}
+
+    def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
+        """Yield shapes, samples as vectors, and diagnostics, each with the chain's number."""
+        for item, chain in self._sampler.run(*args, **kwargs):
+            if isinstance(item, Tensor):
+                self._chains.setdefault(chain, []).append(item.clone())
+            elif not self._shapes:
+                self._shapes = dict(item)
+            yield item, chain
+
+    def terminate(self, *args: Any) -> None:
+        self._sampler.terminate(*args)
+
+    def samples(self) -> dict[str, Tensor]:
+        """Return unconstrained samples by site, `(chains, samples, ...)`, of as many as can be.
+
+        Chains are of one length, so that the shorter ones, or the ends of the longer, are left out.
+        """
+        chains = sorted(self._chains.values(), key=len, reverse=True)
+        if not chains:
+            return {}
+        most = max(range(1, len(chains) + 1), key=lambda n: n * len(chains[n - 1]))
+        length = len(chains[most - 1])
+        flat = torch.stack([torch.stack(chain[:length]) for chain in chains[:most]])
+        names = sorted(self._shapes)
+        parts = flat.split([self._shapes[name].numel() for name in names], -1)
+        shapes = [(most, length, *self._shapes[name]) for name in names]
+        return {n: part.reshape(s) for n, part, s in zip(names, parts, shapes, strict=True)}
+
+
 class MCMC_BNN(SupervisedBNN):
     """Any net with posterior samples from HMC or NUTS over its weights.
 
@@ -119,6 +156,8 @@ class MCMC_BNN(SupervisedBNN):
                 run in processes that are spawned, so that the script needs `if __name__ == ...`.
             mcmc_kwargs: arguments of `pyro.infer.MCMC`, such as `warmup_steps` and `num_chains`.
 
+        An interrupt from the keyboard is raised, and the BNN keeps the samples made until then.
+
         Returns:
             Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
 
@@ -137,9 +176,26 @@ class MCMC_BNN(SupervisedBNN):
             check_first_batch(self, self.net_prior, inputs, targets)
             self._warn_of_setting(len(targets))
             mcmc = self._chains((inputs, targets), num_samples, compile, mcmc_kwargs)
-            mcmc.run(inputs, targets)
+            mcmc.sampler = kept = _Keeping(mcmc.sampler)
+            try:
+                mcmc.run(inputs, targets)
+            except KeyboardInterrupt:
+                self._keep(kept, mcmc, (inputs, targets))
+                raise
         self.samples.replace(mcmc.get_samples(group_by_chain=True))
         return mcmc
+
+    def _keep(self, kept: _Keeping, mcmc: MCMC, data: tuple[Any, Tensor]) -> None:
+        """Take the samples that an interrupted run has made, if there are any."""
+        samples = kept.samples()
+        if not samples:
+            return
+        if mcmc.transforms is None:
+            mcmc._set_transforms(*data)
+        inverse = {name: transform.inv for name, transform in mcmc.transforms.items()}
+        self.samples.replace({n: inverse[n](z) if n in inverse else z for n, z in samples.items()})
+        chains, count = next(iter(samples.values())).shape[:2]
+        warn(f"interrupted: the BNN keeps {count} samples of each of {chains} chains")
 
     def _warn_of_setting(self, points: int) -> None:
         if am_i_wrapped():

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
-import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.checkpoint import Checkpoint
+from tyxe.bnn.checkpoint import Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.glm import glm_outputs
 from tyxe.bnn.history import History
@@ -30,7 +29,7 @@ __all__ = ["VariationalBNN"]
 GuideBuilder = Callable[[Callable[..., Any]], Any]
 
 
-class VariationalBNN(SupervisedBNN):
+class VariationalBNN(Resumable, SupervisedBNN):
     """Any net with a variational posterior over its weights.
 
     Arguments that are not listed are those of `BNN` and `SupervisedBNN`.
@@ -46,7 +45,7 @@ class VariationalBNN(SupervisedBNN):
         ValueError: a guide without sites, or sites without a guide.
 
     Example:
-        >>> import pyro, pyro.distributions as dist, tyxe
+        >>> import torch, pyro, pyro.distributions as dist, tyxe
         >>> _ = torch.manual_seed(0)
         >>> x = torch.linspace(-1, 1, 20)[:, None]
         >>> y = 2 * x + 0.1 * torch.randn(20, 1)
@@ -81,10 +80,6 @@ class VariationalBNN(SupervisedBNN):
             _LikelihoodProgram(self.likelihood),
             bool(likelihood.latent_priors()),
         )
-        self.optimizer: torch.optim.Optimizer | None = None
-        self._scheduler: Any = None
-        self._pending: Checkpoint | None = None
-        self._epochs_done = 0
 
     # ------------------------------------------------------------------ programs
 
@@ -188,57 +183,15 @@ class VariationalBNN(SupervisedBNN):
         )
         with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)
-            self.optimizer, self._scheduler = trainer.optimizer, trainer.scheduler
-            pending = self._pending
-            first = 0 if pending is None else pending.restore(trainer.optimizer, trainer.scheduler)
-            self._epochs_done = first
             history = History()
-            for epoch in trainer.epochs(first, num_epochs, progress):
-                trainer.run_epoch(data_loader, epoch, device, history)
-                self._epochs_done, self._pending = epoch + 1, None
-                if callback is not None and callback(self, epoch, history.loss[-1]):
-                    break
+            with self._resumed(trainer) as first:
+                for epoch in trainer.epochs(first, num_epochs, progress):
+                    trainer.run_epoch(data_loader, epoch, device, history)
+                    self._end_epoch(epoch)
+                    if callback is not None and callback(self, epoch, history.loss[-1]):
+                        break
         warn_of_result(self, history)
         return history
-
-    # ------------------------------------------------------------------ state
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Return what a fit needs to continue: state dict, optimiser, epoch and random state.
-
-        It can be loaded by `torch.load(..., weights_only=True)`.
-
-        Example:
-            >>> import io, pyro.distributions as dist, tyxe
-            >>> def make():
-            ...     return VariationalBNN(
-            ...         nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-            ...         tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0),
-            ...         tyxe.guides.AutoNormal)
-            >>> bnn, data = make(), [(torch.ones(5, 1), torch.ones(5, 1))]
-            >>> _ = bnn.fit(data, torch.optim.Adam, 3)
-            >>> torch.save(bnn.checkpoint(), file := io.BytesIO())
-            >>> resumed, _ = make(), file.seek(0)
-            >>> resumed.load_checkpoint(torch.load(file, weights_only=True))
-            >>> bool(resumed.fit(data, torch.optim.Adam, 2).loss)
-            True
-        """
-        taken = Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler)
-        return (self._pending or taken).as_dict(self.state_dict())
-
-    def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load a checkpoint, from which the next `fit` continues, with its epochs and schedule.
-
-        Raises:
-            RuntimeError: it does not fit this BNN, or is no checkpoint; nothing is changed.
-        """
-        pending = Checkpoint.from_dict(checkpoint)
-        self.load_state_dict(checkpoint["bnn"])
-        self._pending = pending
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the optimiser, whose state belongs to the parameters of the original.
-        return {**self.__dict__, "optimizer": None, "_scheduler": None, "_epochs_done": 0}
 
 
 class _LikelihoodProgram:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tyxe import files
 from tyxe.bnn import BNN, MCMC_BNN
 from tyxe.continual.heads import Heads, Task
 from tyxe.priors import DictPrior
@@ -148,7 +149,8 @@ class TaskLoop:
         """Learn the tasks that are left.
 
         Args:
-            checkpoint: a file, which is read if it exists, and written after each task.
+            checkpoint: a file, which is read if it exists, and written at the start and after each
+                task. A run that is stopped while it writes leaves the file before.
             callback: `callback(task, scores)` after each, with the scores on all tasks seen; the
                 loop stops if it returns True, and continues with the next `run`.
 
@@ -156,15 +158,19 @@ class TaskLoop:
             The accuracy matrix, `(tasks, tasks)`.
 
         Raises:
-            ValueError: the file is no checkpoint, or one of other tasks or of another order.
+            ValueError: the file is damaged, no checkpoint, or one of other tasks or of another
+                order.
         """
         path = None if checkpoint is None else Path(checkpoint)
         if path is not None and path.exists():
             self.load_state_dict(_read(path))
+        elif path is not None:
+            # A run that is stopped in its first task begins it again with the same random numbers.
+            files.write(path, self.state_dict())
         while self.done < len(self.tasks):
             scores = self._learn(self.tasks[self.done])
             if path is not None:
-                _save(self.state_dict(), path)
+                files.write(path, self.state_dict())
             if callback is not None and callback(self.tasks[self.done - 1], scores):
                 break
         return self.accuracy.clone()
@@ -258,21 +264,8 @@ class TaskLoop:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        # BNN, heads and parts move what they load to their own devices.
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # the kind depends on what is in the file
-        raise ValueError(f"{path} cannot be read as a checkpoint of a TaskLoop: {error}") from error
+    # BNN, heads and parts move what they load to their own devices.
+    state = files.read(path)
     if not (isinstance(state, dict) and state.keys() >= _KEYS):
         raise ValueError(f"{path} is no checkpoint of a TaskLoop: give another file")
     return state
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    """Write a file as a whole: a run that is killed while writing leaves the old file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    torch.save(state, partial)
-    partial.replace(path)

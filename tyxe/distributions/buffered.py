@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributions as td
 from torch import Size, Tensor, nn
 
 from tyxe.distributions.joint import JointDistribution
 from tyxe.distributions.joint_normal import GaussianJoint
 from tyxe.distributions.joint_state import joint_state
+from tyxe.files import packed, unpacked
 from tyxe.linalg import Operator
 
 __all__ = ["BufferedDistribution", "detached", "unexpanded"]
@@ -115,7 +117,8 @@ class BufferedDistribution(nn.Module):
 
         def keep(path: str, tensor: Tensor) -> Tensor:
             self._shapes[path] = tensor.shape
-            self.register_buffer(path, unexpanded(tensor).detach().clone())
+            own = unexpanded(tensor).detach().clone(memory_format=torch.contiguous_format)
+            self.register_buffer(path, own)
             return tensor.new_zeros(())
 
         self._template = _map_tensors(keep, distribution)
@@ -145,16 +148,16 @@ class BufferedDistribution(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_built": None}
 
-    def get_extra_state(self) -> str | dict[str, Any]:
+    def get_extra_state(self) -> Tensor:
         """Return the kind of distribution, and what is needed besides the numbers to rebuild it."""
         found: dict[str, Any] = {"kind": self._kind}
         if self._absorbed is not None:
             found["absorbed"] = self._absorbed
         if isinstance(self._template, GaussianJoint):
             found["outline"] = joint_state(self.distribution)  # type: ignore[arg-type]
-        return found if len(found) > 1 else self._kind
+        return packed(found if len(found) > 1 else self._kind)
 
-    def set_extra_state(self, state: str | dict[str, Any]) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         """Do nothing: `_load_from_state_dict` has compared the kinds."""
 
     def _load_from_state_dict(
@@ -167,7 +170,8 @@ class BufferedDistribution(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        extra = state_dict.get(prefix + "_extra_state", self._kind)
+        key = prefix + "_extra_state"
+        extra = unpacked(state_dict[key]) if key in state_dict else self._kind
         kind = extra["kind"] if isinstance(extra, dict) else extra
         if kind != self._kind:
             error_msgs.append(

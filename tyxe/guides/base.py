@@ -18,6 +18,7 @@ from torch.distributions import constraints
 from tyxe.distributions import JointDistribution, JointMarginal
 from tyxe.distributions.buffered import detached
 from tyxe.distributions.moments import is_real
+from tyxe.files import packed, unpacked
 from tyxe.util import resolve_site_name
 
 __all__ = ["Guide", "Site", "detached_together", "site_named", "sites_of"]
@@ -188,17 +189,18 @@ class Guide(nn.Module, ABC):
         """The class and the options that tell how to read a state dict, in which they are saved."""
         return type(self).__name__
 
-    def get_extra_state(self) -> str:
-        return self.kind
+    def get_extra_state(self) -> Tensor:
+        return packed(self.kind)
 
-    def set_extra_state(self, state: str) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         """Check that the state has this guide's `kind`.
 
         Raises:
             RuntimeError: the state is of a guide that reads its parameters differently.
         """
-        if state != self.kind:
-            other = state if isinstance(state, str) else "that of another kind of BNN"
+        kind = unpacked(state)
+        if kind != self.kind:
+            other = kind if isinstance(kind, str) else "that of another kind of BNN"
             raise RuntimeError(f"the guide is {self.kind} here and {other} in the state dict")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tyxe.distributions.inducing_u import (
     MatrixU,
     Turn,
 )
+from tyxe.files import packed, unpacked
 from tyxe.guides.scales import capped_log, uncapped
 from tyxe.util import SiteTensors
 
@@ -180,12 +181,12 @@ class EnsembleFamily(InducingFamily):
     def _go_on(self, parameter: Tensor) -> None:
         self._next = (self._taken + 1) % self.options.ensemble_size
 
-    def get_extra_state(self) -> int:
+    def get_extra_state(self) -> Tensor:
         """Return the next member, so that a resumed fit continues with it."""
-        return self._next
+        return packed(self._next)
 
-    def set_extra_state(self, state: int) -> None:
-        self._next = state
+    def set_extra_state(self, state: Tensor) -> None:
+        self._next = unpacked(state) % self.options.ensemble_size
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watched": ()}

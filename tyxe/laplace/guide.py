@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.files import packed, unpacked
 from tyxe.guides.base import detached_together, site_named, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.laplace.gaussian_prior import is_factorized
@@ -153,24 +154,26 @@ class LaplaceGuide(nn.Module):
             self._state = self._state.map(moved)
         return self
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the curvature as tensors and plain values; the BNN saves the prior."""
+    def get_extra_state(self) -> Tensor:
+        """Return the curvature, packed; the BNN saves the prior."""
         if self.state is None:
-            return {}
+            return packed({})
         curvature = self.state.curvature
-        return {
+        found = {
             "structure": self.structure,
             "curvature": operator_state(curvature.operator),
             "blocks": curvature.blocks.state(),
             "numbers": {name: getattr(curvature, name) for name in _NUMBERS},
         }
+        return packed(found)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         """Restore the curvature of `get_extra_state`; another structure is a RuntimeError."""
         self.state = None
-        if not state:
+        saved = unpacked(state)
+        if not saved:
             return
-        found, blocks = state["structure"], ParamBlocks.from_state(state["blocks"])
+        found, blocks = saved["structure"], ParamBlocks.from_state(saved["blocks"])
         # Without linear maps, "kron" and "diag" are the same.
         is_linear = any(isinstance(block, LinearBlock) for block in blocks)
         if found != self.structure and (is_linear or "full" in (found, self.structure)):
@@ -186,9 +189,9 @@ class LaplaceGuide(nn.Module):
                 f"{min(own)!r} and others: give it the same net and name"
             )
         like = at_least_float32(next(iter(self.parameters())))
-        operator = operator_from_state({k: v.to(like) for k, v in state["curvature"].items()})
+        operator = operator_from_state({k: v.to(like) for k, v in saved["curvature"].items()})
         assert isinstance(operator, BlockDiagonal)
-        self._loaded = Curvature(operator, blocks, **state["numbers"])
+        self._loaded = Curvature(operator, blocks, **saved["numbers"])
 
 
 def _with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -15,6 +15,7 @@ from tyxe.distributions import JointDistribution, JointMarginal
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.distributions.joint import JointSite
 from tyxe.distributions.joint_state import joint_from_state
+from tyxe.files import unpacked
 from tyxe.util import fan_in_fan_out, layer_weight
 
 __all__ = ["SitePrior", "SitePriors"]
@@ -105,6 +106,7 @@ class SitePriors(nn.Module):
         for key, extra in state_dict.items():
             if not (key.startswith(start) and key.endswith("._extra_state")):
                 continue
+            extra = unpacked(extra)
             if isinstance(extra, dict) and "outline" in extra:
                 joint = joint_from_state(extra["outline"])
                 found |= {name.removeprefix(self.prefix): joint for name in joint.names}

@@ -1,0 +1,285 @@
+"""Saving and loading BNNs: whole or not at all, tensors only, and training that goes on."""
+
+import copy
+import signal
+from functools import partial
+from pathlib import Path
+
+import pyro
+import pytest
+import torch
+from pyro.poutine import runtime
+from torch import nn
+
+import tyxe
+from tests.oracles.states import (
+    ADAM,
+    GUIDES,
+    NORMAL,
+    N,
+    assert_same_predictions,
+    assert_same_state,
+    data,
+    fitted,
+    make,
+    mcmc,
+    net,
+)
+from tyxe.guides import AutoInducing, AutoNormal
+from tyxe.likelihoods import HomoskedasticGaussian
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+
+def laplace(structure: str = "kron"):
+    return tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1), structure=structure)
+
+
+def fitted_laplace(structure: str = "kron"):
+    bnn = laplace(structure)
+    bnn.fit([data()], ADAM, 2)
+    return bnn
+
+
+def sampled():
+    bnn = mcmc()
+    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
+    return bnn
+
+
+def pytorch():
+    return tyxe.PytorchBNN(net(), NORMAL, AutoNormal)
+
+
+INDUCING = partial(
+    AutoInducing, inducing_rows=2, inducing_cols=2, q_inducing="ensemble", everywhere=True
+)
+MADE = {
+    **{name: (partial(fitted, g), partial(make, g)) for name, g in GUIDES.items()},
+    "AutoInducing": (lambda: fitted(INDUCING), lambda: make(INDUCING)),
+    "kron": (fitted_laplace, laplace),
+    "full": (lambda: fitted_laplace("full"), lambda: laplace("full")),
+    "MCMC": (sampled, mcmc),
+    "PytorchBNN": (pytorch, pytorch),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_loaded_bnn_is_the_saved_one(name: str, tmp_path: Path) -> None:
+    full, fresh = MADE[name]
+    bnn, path = full(), tmp_path / "bnn.tyxe"
+    bnn.save(path)
+    loaded = fresh()
+    loaded.load(path)
+    assert_same_state(loaded, bnn)
+    pyro.set_rng_seed(1)
+    expected = bnn.predict(data()[0], num_predictions=3)
+    pyro.set_rng_seed(1)
+    found = loaded.predict(data()[0], num_predictions=3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_state_is_tensors_each_of_them_once(name: str) -> None:
+    """What safetensors asks for, and with it the trainers that save by it."""
+    bnn = MADE[name][0]()
+    state = bnn.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert all(value.is_contiguous() for value in state.values())
+    storages = [v.untyped_storage().data_ptr() for v in state.values() if v.numel()]
+    assert len(set(storages)) == len(storages)
+    assert not {key for key in state if key.startswith("net.") and key[4:6] in ("0.", "2.")}
+
+
+def test_a_bnn_inside_of_a_module_is_saved_with_it() -> None:
+    bnns = fitted(), make()
+    left, right = (nn.ModuleDict({"bnn": bnn, "head": nn.Linear(1, 1)}) for bnn in bnns)
+    missing = right.load_state_dict(left.state_dict())
+    assert not missing.missing_keys
+    assert not missing.unexpected_keys
+    assert_same_predictions(left["bnn"], right["bnn"])
+
+
+DAMAGE = {
+    "a bit": lambda data: data[:500] + bytes([data[500] ^ 1]) + data[501:],
+    "its end": lambda data: data[:-20],
+    "all of it": lambda data: b"",
+    "another file": lambda data: b"accuracy: 0.9",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_damaged_file_changes_nothing(what: str, training: bool, tmp_path: Path) -> None:
+    path = tmp_path / "bnn.tyxe"
+    fitted().save(path, training)
+    path.write_bytes(DAMAGE[what](path.read_bytes()))
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(ValueError, match="damaged"):
+        bnn.load(path)
+    assert_same_state(bnn, before)
+
+
+def test_files_of_others_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "bnn.tyxe"
+    with pytest.raises(FileNotFoundError):
+        make().load(path)
+    make(hidden=5).save(path)
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this VariationalBNN"):
+        bnn.load(path)
+    assert_same_state(bnn, before)
+    tyxe.files.write(path, {"loss": 1.0})
+    with pytest.raises(ValueError, match="not written by the save of a BNN"):
+        bnn.load(path)
+    fitted().save(path, training=True)
+    with pytest.raises(RuntimeError, match="a checkpoint, for another wrapper"):
+        pytorch().load(path)
+    with pytest.raises(TypeError, match="has no fit to go on with"):
+        sampled().save(path, training=True)
+
+
+# --- training that goes on ------------------------------------------------------------------------
+
+BATCHES = [tuple(part[rows] for part in data()) for rows in (slice(0, 5), slice(5, 12))]
+
+
+@pytest.mark.parametrize("build", [make, laplace])
+def test_a_saved_fit_goes_on_as_if_it_had_not_stopped(build, tmp_path: Path) -> None:
+    path, epochs = tmp_path / "bnn.tyxe", []
+    pyro.set_rng_seed(0)
+    whole = build()
+    start = copy.deepcopy(whole)
+    pyro.set_rng_seed(5)
+    whole.fit(BATCHES, ADAM, 4)
+    pyro.set_rng_seed(5)
+    start.fit(BATCHES, ADAM, 2)
+    start.save(path, training=True)
+    resumed = build()
+    resumed.load(path)
+    torch.rand(3)
+    resumed.fit(BATCHES, ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
+    assert epochs == [2, 3]
+    assert_same_state(resumed, whole)
+
+
+def test_the_best_checkpoint_in_memory_stays_the_best() -> None:
+    bnn, kept = make(), {}
+
+    def keep(bnn, epoch, loss) -> None:
+        kept[epoch] = bnn.checkpoint()
+
+    bnn.fit(BATCHES, ADAM, 2, keep)
+    first = copy.deepcopy(kept[0])
+    bnn.fit(BATCHES, ADAM, 5)
+    for name, value in kept[0]["bnn"].items():
+        assert torch.equal(value, first["bnn"][name])
+    moments = [s["exp_avg"] for s in kept[0]["optimizer"]["state"].values()]
+    expected = [s["exp_avg"] for s in first["optimizer"]["state"].values()]
+    assert all(map(torch.equal, moments, expected))
+
+
+@pytest.mark.parametrize("build", [make, laplace])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_after_an_interrupt_a_checkpoint_is_that_of_the_last_step(build, resumed: bool) -> None:
+    def interrupted():
+        yield BATCHES[0]
+        raise KeyboardInterrupt
+
+    bnn = build()
+    bnn.fit(BATCHES, ADAM, 2)
+    if resumed:
+        again = build()
+        again.load_checkpoint(bnn.checkpoint())
+        bnn = again
+    with pytest.raises(KeyboardInterrupt):
+        bnn.fit(interrupted(), ADAM, 3)
+    taken = bnn.checkpoint()
+    steps = {int(state["step"]) for state in taken["optimizer"]["state"].values()}
+    assert steps == {5 if resumed else 1}
+    assert taken["epoch"] == (2 if resumed else 0)
+    for name, value in bnn.state_dict().items():
+        assert torch.equal(taken["bnn"][name], value)
+
+
+def test_an_optimiser_of_other_shapes_is_refused() -> None:
+    bnn = fitted()
+    taken = bnn.checkpoint()
+    state = taken["optimizer"]["state"]
+    state[0]["exp_avg"] = torch.zeros(1000, 1000)
+    fresh = make()
+    fresh.load_checkpoint(taken)
+    before = copy.deepcopy(fresh)
+    with pytest.raises(ValueError, match=r"optimiser has exp_avg of shape \(1000, 1000\) for a"):
+        fresh.fit([data()], ADAM, 1)
+    assert_same_state(fresh, before)
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def assert_nothing_is_left(bnn, modes: list[bool]) -> None:
+    assert len(runtime._PYRO_STACK) == 0
+    assert [module.training for module in bnn.modules()] == modes
+    assert all(type(p) in (nn.Parameter, tyxe.bnn.rerun.Resting) for p in bnn.net.parameters())
+
+
+def _work_for_ever(bnn) -> None:
+    while True:
+        bnn.fit([data()], ADAM, 3, progress=False)
+        bnn.predict(data()[0], num_predictions=3)
+
+
+@pytest.mark.parametrize("after", [0.002, 0.01, 0.03, 0.05])
+def test_ctrl_c_leaves_nothing_behind(after: float) -> None:
+    bnn = make()
+    modes = [module.training for module in bnn.modules()]
+    validation = pyro.settings.get("validate_distributions_pyro")
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, after)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _work_for_ever(bnn)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert_nothing_is_left(bnn, modes)
+    assert pyro.settings.get("validate_distributions_pyro") == validation
+    assert bnn.predict(data()[0], num_predictions=2)[0].isfinite().all()
+    assert len(bnn.fit([data()], ADAM, 1).loss) == 1
+
+
+@pytest.mark.parametrize("num_chains", [1, 3])
+def test_an_interrupted_run_keeps_its_samples(num_chains: int) -> None:
+    made = []
+
+    def stops(kernel, params, stage, i) -> None:
+        made.append(stage.startswith("Sample"))
+        if sum(made) == 13:
+            raise KeyboardInterrupt
+
+    bnn = mcmc()
+    how = {"warmup_steps": 2, "disable_progbar": True, "num_chains": num_chains}
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pytest.warns(tyxe.TyxeWarning, match="keeps"),
+    ):
+        bnn.fit([data()], 10 if num_chains > 1 else 50, hook_fn=stops, **how)
+    shapes = {value.shape[:2] for _, value in bnn.samples.items()}
+    assert shapes == {(1, 12) if num_chains == 1 else (1, 10)}
+    assert bool((bnn.get_samples()["likelihood.scale"] > 0).all())
+    assert bnn.predict(data()[0], num_predictions=4)[0].isfinite().all()
+
+
+def test_an_interrupt_before_any_sample_keeps_the_earlier_ones() -> None:
+    bnn = sampled()
+    before = copy.deepcopy(bnn)
+
+    def stops(*_) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bnn.fit([data()], 5, warmup_steps=2, disable_progbar=True, hook_fn=stops)
+    assert_same_state(bnn, before)
