@@ -1,5 +1,8 @@
 """Nets that are run again in the backward, against the same nets that are run once."""
 
+import _thread
+import time
+from contextlib import nullcontext
 from functools import partial
 
 import pyro
@@ -12,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tyxe
 from tyxe.guides import AutoNormal
 from tyxe.priors import IIDPrior
+from tyxe.threads import handlers
 
 PRIOR = IIDPrior(dist.Normal(0, 1))
 X, Y = torch.randn(6, 3), torch.randn(6, 3)
@@ -150,13 +154,185 @@ def test_a_bnn_inside_of_an_adjoint_names_the_cause():
         out.sum().backward()
 
 
+class Reentrant(Flow):
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        return self.head(checkpoint(partial(steps, self.field), x, use_reentrant=True))
+
+
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_a_reentrant_checkpoint_names_the_one_that_works():
-    class Reentrant(Flow):
-        def forward(self, x):
-            x = x.clone().requires_grad_()
-            return self.head(checkpoint(partial(steps, self.field), x, use_reentrant=True))
-
     bnn = tyxe.PytorchBNN(Reentrant("plain"), PRIOR, AutoNormal)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         bnn(X).square().sum().backward()
+
+
+def backward_in_another_thread(loss: torch.Tensor) -> None:
+    """Do as CUDA does, whose backwards run in threads of the engine."""
+    errors: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            loss.backward()
+            errors.append(None)
+        except BaseException as error:
+            errors.append(error)
+
+    _thread.start_new_thread(work, ())
+    while not errors:
+        time.sleep(1e-3)
+    if errors[0] is not None:
+        raise errors[0]
+
+
+HANDLERS = [tyxe.poutine.local_reparameterization, tyxe.poutine.flipout]
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+@pytest.mark.parametrize("where", ["inside", "after", "in another thread"])
+def test_handlers_of_the_forward_act_when_the_net_is_run_again(handler, where: str):
+    def gradients(how: str, where: str):
+        start = tyxe.guides.PretrainedInitializer.from_net(net("plain"))
+        guide = partial(AutoNormal, init_loc_fn=start, init_scale=0.3)
+        bnn = tyxe.PytorchBNN(net(how), PRIOR, guide)
+        pyro.set_rng_seed(1)
+        with handler():
+            loss = (bnn(X) - Y).square().sum()
+            if where == "inside":
+                loss.backward()
+            elif where == "in another thread":
+                backward_in_another_thread(loss)
+        if where == "after":
+            loss.backward()
+        assert not handlers()
+        return [p.grad for p in bnn.parameters() if p.requires_grad]
+
+    expected = gradients("plain", "inside")
+    for found, one in zip(gradients("checkpoint", where), expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_noise_that_would_be_drawn_anew_is_refused(handler):
+    """An adjoint solver does not set the generator back: its gradient would be another's."""
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    fitted = tyxe.VariationalBNN(net("adjoint"), PRIOR, likelihood, AutoNormal)
+    module = tyxe.PytorchBNN(net("adjoint"), PRIOR, AutoNormal)
+    with handler():
+        with pytest.raises(RuntimeError, match=f"{handler.__name__} draws other noise"):
+            fitted.fit([(X, Y)], partial(torch.optim.SGD, lr=1e-3), 1)
+        with pytest.raises(RuntimeError, match=f"{handler.__name__} draws other noise"):
+            module(X).sum().backward()
+
+
+class Times(torch.autograd.Function):
+    """A product with a derivative of its own, as fused operations have."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return None, (gradient * x).sum(0)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return Times.apply(super().forward(x), self.bias)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_gradient_that_would_be_lost_is_refused(handler):
+    bnn = tyxe.PytorchBNN(Scaled(3, 3), PRIOR, AutoNormal)
+    with handler():
+        loss = bnn(X).sum()
+    with pytest.raises(RuntimeError, match=r"net\.bias as a lazy draw"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_gradient_that_nobody_needs_is_not_refused(handler):
+    guide = partial(AutoNormal, train_loc=False, train_scale=False)
+    bnn, x = tyxe.PytorchBNN(Scaled(3, 3), PRIOR, guide), X.clone().requires_grad_()
+    with handler():
+        bnn(x).sum().backward()
+    assert x.grad is None or bool(x.grad.isfinite().all())
+    assert all(p.grad is None for p in bnn.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("handler", [nullcontext, *HANDLERS])
+def test_a_fit_whose_backward_is_in_another_thread_is_that_of_one_run(handler, monkeypatch):
+    def fitted(how: str):
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+        bnn = tyxe.VariationalBNN(net(how), PRIOR, likelihood, partial(AutoNormal, init_scale=0.1))
+        pyro.set_rng_seed(1)
+        with handler():
+            bnn.fit([(X, Y)], partial(torch.optim.SGD, lr=1e-3), 3)
+        return [p.detach() for p in bnn.parameters() if p.requires_grad]
+
+    expected, backward = fitted("plain"), torch.Tensor.backward
+
+    def elsewhere(loss: torch.Tensor) -> None:
+        with monkeypatch.context() as plain:
+            plain.setattr(torch.Tensor, "backward", backward)
+            backward_in_another_thread(loss)
+
+    monkeypatch.setattr(torch.Tensor, "backward", elsewhere)
+    for found, one in zip(fitted("checkpoint"), expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_a_held_draw_that_is_first_used_without_gradients_has_them(first):
+    bnn = tyxe.PytorchBNN(net("plain"), PRIOR, partial(AutoNormal, init_scale=0.3))
+    pyro.set_rng_seed(1)
+    with bnn.hold_sample():
+        expected = bnn(X)
+        (expected.square().sum() + bnn.cached_kl_loss).backward()
+    gradients = [p.grad for p in bnn.parameters() if p.requires_grad]
+    bnn.zero_grad()
+    pyro.set_rng_seed(1)
+    with bnn.hold_sample():
+        with first():
+            before = bnn(X)
+        numbers = torch.get_rng_state()
+        output = bnn(X)
+        assert torch.equal(torch.get_rng_state(), numbers)
+        (output.square().sum() + bnn.cached_kl_loss).backward()
+        again = bnn(X)
+    assert torch.equal(before, expected)
+    assert torch.equal(output, expected)
+    assert torch.equal(again, expected)
+    found = [p.grad for p in bnn.parameters() if p.requires_grad]
+    assert all(map(torch.equal, found, gradients))
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning", "ignore:None of the inputs")
+def test_a_reentrant_checkpoint_in_a_fit_names_the_one_that_works():
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    bnn = tyxe.VariationalBNN(Reentrant("plain"), PRIOR, likelihood, AutoNormal)
+    before = {name: value.clone() for name, value in bnn.named_parameters()}
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 1)
+    assert all(torch.equal(p, before[name]) for name, p in bnn.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_a_graph_that_a_net_keeps_is_no_reentrant_checkpoint():
+    class Stateful(Flow):
+        def forward(self, x):
+            self.state = getattr(self, "state", 0.0) + self.head(x).mean()
+            return self.head(x) + self.state
+
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    torch.manual_seed(0)
+    bnn = tyxe.VariationalBNN(Stateful("plain"), PRIOR, likelihood, AutoNormal)
+    with pytest.raises(RuntimeError, match="second time"):
+        bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.poutine as poutine
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.elbo import check_gradients, elbo_terms
+from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.rerun import draws_of_backward, remember
 from tyxe.guides import PyroGuide
 from tyxe.linalg.checks import numbers_unchecked
@@ -20,9 +20,18 @@ from tyxe.poutine import Draw
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import exclusive
 
 __all__ = ["PytorchBNN"]
+
+
+class _Held(NamedTuple):
+    """A draw that several forwards use, and the state of the generators before it."""
+
+    values: dict[str, Tensor]
+    has_gradients: bool
+    rng: list[Tensor]
 
 
 class PytorchBNN(BNN):
@@ -74,7 +83,7 @@ class PytorchBNN(BNN):
         )
         self.closed_form_kl = closed_form_kl
         self.cached_kl_loss: Tensor = torch.zeros(())
-        self._held: dict[str, Tensor] | None = None
+        self._held: _Held | None = None
         self._holding = self._checked = False
 
     def guide(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -82,23 +91,37 @@ class PytorchBNN(BNN):
         return {} if self.net_guide is None else self.net_guide()
 
     def _draw(self) -> dict[str, Tensor]:
-        if self._holding and self._held is not None:
-            return self._held
-        again = draws_of_backward(self)
+        held = self._held if self._holding else None
+        if held is not None and (held.has_gradients or not torch.is_grad_enabled()):
+            return held.values
+        again = None if held is not None else draws_of_backward(self)
         if again is not None:
             return dict(again)
+        if not self._holding:
+            return self._new_terms().values
+        if held is None:
+            return self._hold(torch_rng())
+        # The first forward recorded no gradients: make the same draw again.
+        with torch_rng_kept():
+            set_torch_rng(held.rng)
+            return self._hold(held.rng)
+
+    def _hold(self, rng: list[Tensor]) -> dict[str, Tensor]:
+        values = self._new_terms().values
+        # The values of lazy draws, which would take new noise in each forward.
+        held = {n: v.value() if isinstance(v, Draw) else v for n, v in values.items()}
+        check_gradients(values)
+        self._held = _Held(held, torch.is_grad_enabled(), rng)
+        return held
+
+    def _new_terms(self) -> ElboTerms:
         # In the first forward only, because it reads numbers, for which the host waits.
         checked = nullcontext() if not self._checked else pyro.validation_enabled(False)
         with exclusive(), checked, numbers_unchecked(self._checked):
             terms = elbo_terms(self.net_prior, self.guide, closed_form_kl=self.closed_form_kl)
         self._checked = True
         self.cached_kl_loss = terms.kl
-        if not self._holding:
-            return terms.values
-        # The values of lazy draws, which would take new noise in each forward.
-        self._held = {n: v.value() if isinstance(v, Draw) else v for n, v in terms.values.items()}
-        check_gradients(terms.values)
-        return self._held
+        return terms
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw, and set `cached_kl_loss`."""

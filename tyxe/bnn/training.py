@@ -18,6 +18,7 @@ from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
+from tyxe.bnn.rerun import backward
 from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.poutine.variational_laplace import announce_epoch
@@ -169,7 +170,7 @@ class Trainer:
         terms = self.objective.take_terms()
         # Activation checkpoints run the net again in the backward, with the same draws.
         with self.bnn.substituted(terms.values):
-            loss.backward()
+            backward(loss)
         return terms
 
 

@@ -50,6 +50,8 @@ class _Source:
         # Set once an operation other than a linear map has read the value, or written into it: from
         # then on only the value is consistent with what the net has computed.
         self.value_only = distribution is None
+        # Those that answer linear maps, where a backward runs the net again.
+        self.handlers: Sequence[Any] = ()
         self._value = value
         self._deviation: Tensor | None = None
         self._moments = moments
@@ -103,6 +105,15 @@ class _Source:
         with self._as_if_outside():
             middle: Tensor | None = center(self.distribution)
         return middle
+
+    def refuse_gradient(self, gradient: Tensor) -> None:
+        """Raise if a gradient that has reached the draw would be lost."""
+        if self.value.requires_grad:
+            raise RuntimeError(
+                f"a custom autograd function, such as an adjoint solver's, was given {self.name} "
+                "as a lazy draw, whose gradient would be lost: leave the handler for this net, "
+                "or hide the weight from the prior"
+            )
 
     def _seeded(self) -> AbstractContextManager[None]:
         assert self._seed is not None
@@ -181,8 +192,16 @@ class Draw(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Draw:
-        draw: Draw = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        # A custom autograd function takes the draw itself, not its value. That it is differentiated
+        # has to be seen, because no gradient would reach the posterior.
+        recorded = torch.is_grad_enabled() and dtype.is_floating_point
+        draw: Draw = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=recorded
+        )
         draw._source, draw._views = source, views
+        if recorded:
+            with torch._C.DisableTorchFunctionSubclass():
+                draw.register_hook(source.refuse_gradient)  # type: ignore[no-untyped-call]
         return draw
 
     @property

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tyxe.errors import warn
 from tyxe.poutine.draw import RULES, Draw, use_values
+from tyxe.threads import handlers, in_backward, only_handlers
 
 __all__ = ["LinearMap", "LinearMapMessenger"]
 
@@ -152,11 +153,23 @@ def _raise_event(
     # Attention flattens (sequence, batch) before its last projection.
     apart = inside is not None and inside.batch_dim == 1 and x.dim() == 2
     points = None if inside is None else inside.points
-    return _linear_map(
-        LinearMap(
-            kind, function, x, weight, bias, spatial_dims, batch_dim, apart, points, args, kwargs
-        )
+    event = LinearMap(
+        kind, function, x, weight, bias, spatial_dims, batch_dim, apart, points, args, kwargs
     )
+    answering = next((d._source.handlers for d in event.draws if d._source.handlers), None)
+    if answering is None or not in_backward():
+        return _linear_map(event)
+    # Checkpoints, which set the generator back, watch what is saved.
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        raise RuntimeError(
+            "a custom autograd function, such as that of an adjoint solver or a reentrant "
+            f"checkpoint, runs a part of the net again in the backward, where {answering[-1].name} "
+            "draws other noise than in the forward: leave the handler for this net, or call "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+    # Perhaps by a thread of autograd's, or after the handlers were left.
+    with only_handlers(answering):
+        return _linear_map(event)
 
 
 def _rule(kind: str, spatial_dims: int, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,6 +256,7 @@ class LinearMapMessenger(Messenger):
         self._met = True
         draw = Draw.where_treatable(msg["name"], msg["fn"])
         if draw is not None:
+            draw._source.handlers = [h for h in handlers() if isinstance(h, LinearMapMessenger)]
             msg["value"], msg["done"] = draw, True
 
     def _pyro_lazy(self, msg: Message) -> None:
