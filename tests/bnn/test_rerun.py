@@ -262,7 +262,7 @@ def test_a_gradient_that_nobody_needs_is_not_refused(handler):
     bnn, x = tyxe.PytorchBNN(Scaled(3, 3), PRIOR, guide), X.clone().requires_grad_()
     with handler():
         bnn(x).sum().backward()
-    assert x.grad is None or bool(x.grad.isfinite().all())
+    assert x.grad is None
     assert all(p.grad is None for p in bnn.parameters())
 
 

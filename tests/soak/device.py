@@ -73,6 +73,8 @@ GUIDES: dict[str, Any] = {
     "pyro AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
     "pyro AutoLowRankMultivariateNormal": autoguide.AutoLowRankMultivariateNormal,
 }
+ONE_BY_ONE = [name for name in GUIDES if name.startswith(("AutoNormal", "AutoRadial"))]
+ONE_BY_ONE += ["AutoBernoulli, relaxed", "pyro AutoDelta"]
 HANDLERS: dict[str, Callable[[], Any]] = {
     "none": nullcontext,
     "local_reparameterization": poutine.local_reparameterization,
@@ -290,6 +292,9 @@ def _is_possible(flow: Flow) -> bool:
     """Say whether the library takes a combination, and does not refuse it by an error."""
     if flow.handler == "variational_laplace":
         return flow.guide == "AutoNormal"
+    if flow.handler == "selective_scale":
+        # A KL of several sites cannot be scaled one by one.
+        return flow.guide in ONE_BY_ONE and not LIKELIHOODS[flow.likelihood].has_latents
     return flow.guide != "AutoBernoulli" or flow.handler == "local_reparameterization"
 
 

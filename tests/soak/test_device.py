@@ -9,7 +9,11 @@ from tests.soak.pretend import DEVICE, DeviceMismatch, pretend
 
 # Of every part at least one; `run` takes them by chance.
 SLICE = [
-    *(Flow("VariationalBNN", guide, "none", "Categorical") for guide in GUIDES),
+    *(
+        Flow("VariationalBNN", guide, "none", "Categorical")
+        for guide in GUIDES
+        if guide != "AutoBernoulli"
+    ),
     Flow("VariationalBNN", "AutoBernoulli", "local_reparameterization", "Gaussian"),
     Flow("VariationalBNN", "AutoNormal", "flipout", "Gaussian, inferred"),
     Flow("VariationalBNN", "AutoNormal", "selective_mask", "Poisson"),
@@ -26,8 +30,9 @@ MOST_READS = 2
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("flow", [f for f in SLICE if f in FLOWS], ids=str)
+@pytest.mark.parametrize("flow", SLICE, ids=str)
 def test_no_tensor_is_elsewhere_and_a_step_waits_twice_at_most(flow: Flow) -> None:
+    assert flow in FLOWS
     seen = follow(flow)
     assert seen.mismatch is None
     assert seen.step.total() <= MOST_READS, seen.step
