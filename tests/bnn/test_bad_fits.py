@@ -118,6 +118,12 @@ ARGUMENTS = {
         ValueError,
         r"targets of shape \(8,\) for predictions of shape \(8, 1\); pass targets.unsqueeze\(-1\)",
     ),
+    "a batch without points": (
+        ([(X[:0], Y[:0])], ADAM, 1),
+        {},
+        ValueError,
+        r"yields a batch without points, of targets \(0, 1\); leave it out",
+    ),
     "fewer targets than inputs": (
         ([(X, Y[:5])], ADAM, 1),
         {},

@@ -35,6 +35,7 @@ EVALUATIONS = {
         {},
         r"the loader yields no targets; evaluate needs \(inputs, y\)",
     ),
+    "a mean over no points": ((X[:0], Y[:0]), {"reduction": "mean"}, "there are no points, and so"),
     "no rows at a time": ((X, Y), {"batch_size": 0}, "batch_size is 0; expected a positive number"),
 }
 

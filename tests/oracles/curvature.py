@@ -24,7 +24,7 @@ def jacobian_of(net, x, names):
         return torch.func.functional_call(net, values, (x,))
 
     found = torch.func.jacrev(outputs)(values)
-    return torch.cat([found[name].flatten(2) for name in names], 2)
+    return torch.cat([found[name].reshape(*found[name].shape[:2], -1) for name in names], 2)
 
 
 class Through(nn.Module):

@@ -52,7 +52,8 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
     """Yield `(inputs, targets)` from a loader, on a device.
 
     Inputs are a tensor or a graph, a tuple or list of arguments, or a mapping of keyword arguments.
-    A loader that is empty, or yields something else, is a ValueError; no iterable is a TypeError.
+    A loader that is empty, or yields something else or a batch without points, is a ValueError; no
+    iterable is a TypeError.
     """
     if not hasattr(loader, "__iter__"):
         raise TypeError(
@@ -66,6 +67,11 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
         if not isinstance(targets, Tensor):
             raise ValueError(
                 f"the loader yields targets of type {type(targets).__name__}; {_EXPECTED}"
+            )
+        if not targets.numel():
+            raise ValueError(
+                f"the loader yields a batch without points, of targets {tuple(targets.shape)}; "
+                "leave it out"
             )
         if device is not None:
             inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))

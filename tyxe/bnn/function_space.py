@@ -68,7 +68,9 @@ class GPOnSubset(nn.Module):
             self._of = state, size, self._process(bnn, state)
         linear = bnn.linearize(inputs)
         outputs = linear.outputs.detach()
-        covariance = self._of[2].covariance(_features(linear, state))
+        covariance = outputs.new_zeros(0, *2 * [outputs.shape[1:].numel()])
+        if linear.points:
+            covariance = self._of[2].covariance(_features(linear, state))
         return outputs, _by_position(covariance.to(outputs.dtype), outputs)
 
     def _process(self, bnn: SupervisedBNN, state: LaplaceState) -> GPPredictive:
@@ -101,7 +103,8 @@ def _features(linear: Linearization, state: LaplaceState) -> Features:
 def _by_position(covariance: Tensor, outputs: Tensor) -> Tensor:
     """Return the blocks of `(n, K, K)` over the outputs' last dimension, `(n, ..., C, C)`."""
     classes = outputs.shape[-1] if outputs.dim() > 1 else 1
-    split = covariance.view(len(outputs), -1, classes, covariance.shape[-1] // classes, classes)
+    positions = covariance.shape[-1] // classes
+    split = covariance.view(len(outputs), positions, classes, positions, classes)
     blocks = split.diagonal(dim1=1, dim2=3).movedim(-1, 1)
     return blocks.reshape(*(outputs.shape[:-1] or outputs.shape), classes, classes)
 

@@ -148,8 +148,9 @@ class Linearization:
         calls = [self._recorded[index] for index in asked]
         # Where a map may hold the points elsewhere, the other half of them is queried as well.
         first = all(call.has_points_first(self.points) for call in calls)
-        queries = [alternating_points(self.outputs.detach(), n) for n in range(1 if first else 2)]
-        gradients = [list(self._gradients(calls, query)) for query, _ in queries if calls]
+        asked_of = range(0 if not calls else 1 if first else 2)
+        queries = [alternating_points(self.outputs.detach(), n) for n in asked_of]
+        gradients = [list(self._gradients(calls, query)) for query, _ in queries]
         dims = [
             call.batch_dims if one in (None, POINTS_FIRST) else one
             for call, one in zip(self._recorded, found, strict=True)
@@ -195,6 +196,9 @@ class Linearization:
         Raises:
             ValueError: the gradients of sites without factors take too much memory.
         """
+        if not self.points:  # nothing to differentiate, in any map or loop over points
+            none = {block.name: self.outputs.new_zeros(0, block.size) for block in self.blocks}
+            return {name: DenseGradients(matrix) for name, matrix in none.items()}
         calls = [call for calls in self._calls.values() for call in calls]
         each = self._gradients(calls, cotangent)
         found: dict[str, PointGradients] = {}
@@ -243,13 +247,9 @@ class Linearization:
             self.points * sum(at_least_float32(site).nbytes for site in sites.values()),
             "take smaller batches, or hide these sites from the prior",
         )
-        found = self._per_point(sites, cotangent)
-        return {
-            block.name: DenseGradients(
-                at_least_float32(torch.cat([found[site].flatten(1) for site in block.sites], 1))
-            )
-            for block in blocks
-        }
+        each = self._per_point(sites, cotangent)
+        found = {s: at_least_float32(g).reshape(self.points, -1) for s, g in each.items()}
+        return {b.name: DenseGradients(torch.cat([found[s] for s in b.sites], 1)) for b in blocks}
 
     def _per_point(self, sites: Mapping[str, Tensor], cotangent: Tensor) -> dict[str, Tensor]:
         """Return the gradients of each point by itself, `(n, *shape)` by site."""

@@ -62,7 +62,7 @@ def _at_each_position(
     classes = outputs.shape[-1] if outputs.dim() > 1 else 1
     found = []
     with full_precision(outputs):
-        for position in range(outputs[0].numel() // classes):
+        for position in range(outputs.shape[1:].numel() // classes):
             indices = range(position * classes, (position + 1) * classes)
             found.append(function([linear.gradients(one) for one in one_hot(outputs, indices)]))
     shape = outputs.shape[1:-1] if outputs.dim() > 1 else ()
@@ -76,7 +76,7 @@ def _dense(rows: list[dict[str, PointGradients]]) -> Tensor:
 
 def jacobian(linear: Linearization) -> Tensor:
     """Return the Jacobian of all outputs of each point, `(n, outputs, P)`."""
-    indices = range(linear.outputs[0].numel())
+    indices = range(linear.outputs.shape[1:].numel())
     with full_precision(linear.outputs):
         return _dense([linear.gradients(one) for one in one_hot(linear.outputs, indices)])
 
@@ -92,7 +92,7 @@ def one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:
     """Yield, for each index, the cotangent of that element of every point's outputs, `(n, ...)`."""
     for index in indices:
         cotangent = outputs.new_zeros(outputs.shape)
-        cotangent.view(len(outputs), -1)[:, index] = 1.0
+        cotangent.view(len(outputs), outputs.shape[1:].numel())[:, index] = 1.0
         yield cotangent
 
 
@@ -116,7 +116,7 @@ def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
     held = BUDGET if isinstance(block, Dense) else CACHED_ROWS
     chunk = max(1, held // (block.size * len(rows)))
     found = []
-    for start in range(0, _points(first), chunk):
+    for start in range(0, max(_points(first), 1), chunk):
         part = [_slice(row, start, start + chunk) for row in rows]
         found.append(_summed(part, block))
     return torch.cat(found)

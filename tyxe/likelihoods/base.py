@@ -25,12 +25,14 @@ def reduce_points(values: Tensor, reduction: str) -> Tensor:
     """Reduce numbers per data point, `(..., n)`, by `"sum"`, `"mean"` or `"none"` over the points.
 
     Raises:
-        ValueError: another reduction.
+        ValueError: another reduction, or a mean over no points.
     """
     if reduction == "none":
         return values
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction is {reduction!r}; expected 'sum', 'mean' or 'none'")
+    if reduction == "mean" and not values.shape[-1]:
+        raise ValueError("there are no points, and so no mean over them; reduction='sum' is 0")
     return values.sum(-1) if reduction == "sum" else values.mean(-1)
 
 

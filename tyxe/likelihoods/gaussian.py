@@ -141,7 +141,7 @@ class HomoskedasticGaussian(Likelihood):
         noise = self.scale_of(latents, predictions).square()
         if self.noise_prior is not None:
             noise = noise.mean(0)
-        variance = predictions.var(dim, correction=0) + noise.to(predictions.dtype)
+        variance = _spread(predictions, dim) + noise.to(predictions.dtype)
         return predictions.mean(dim), variance.sqrt()
 
 
@@ -197,8 +197,13 @@ class HeteroskedasticGaussian(Likelihood):
         self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         loc, scale = self._split(predictions)
-        total = (loc.var(dim, correction=0) + scale.square().mean(dim)).sqrt()
+        total = (_spread(loc, dim) + scale.square().mean(dim)).sqrt()
         if not self.positive_scale:
             # The inverse of softplus: x + log(1 - exp(-x)).
             total = total + torch.log(-torch.expm1(-total))
         return torch.cat([loc.mean(dim), total], dim=-1)
+
+
+def _spread(draws: Tensor, dim: int) -> Tensor:
+    """Return the variance over draws; `Tensor.var` warns where there is no point."""
+    return (draws - draws.mean(dim, keepdim=True)).square().mean(dim)

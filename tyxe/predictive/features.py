@@ -93,7 +93,7 @@ def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
 
     `prior_precision` is the diagonal of `P0`, `(P,)`, in the order of the net's blocks.
     """
-    indices = range(linear.outputs[0].numel())
+    indices = range(linear.outputs.shape[1:].numel())
     with full_precision(linear.outputs):
         rows = [linear.gradients(one) for one in one_hot(linear.outputs, indices)]
     sds = prior_precision.rsqrt().split(linear.blocks.sizes)

@@ -1,0 +1,93 @@
+"""Linearised nets with parameters of no dimension, as of CLIP, and batches of no point."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.curvature import jacobian_of, laplace
+from tyxe.curvature import jacobian
+from tyxe.guides import AutoNormal
+
+pytestmark = pytest.mark.usefixtures("double")
+
+SITES = ["logit_scale", "encoder.weight", "encoder.bias", "head.weight", "head.bias"]
+X, Y = torch.linspace(-1, 1, 10).double().view(5, 2), torch.arange(5) % 3
+
+
+class Scaled(nn.Module):
+    """Logits times the exponential of one number."""
+
+    def __init__(self, looped=False):
+        super().__init__()
+        self.encoder, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+        self.logit_scale, self.looped = nn.Parameter(torch.tensor(0.5)), looped
+
+    def forward(self, x):
+        if self.looped:  # torch.vmap takes no branch on a value
+            assert bool(x.isfinite().all())
+        return self.head(self.encoder(x).tanh()) * self.logit_scale.exp()
+
+
+def fitted(structure):
+    torch.manual_seed(0)
+    bnn = laplace(Scaled(), structure)
+    bnn.fit_curvature([(X[:2], Y[:2]), (X[2:], Y[2:])], progress=False)
+    bnn.fit_gp([(X, Y)])
+    return bnn
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_gradients_of_a_scalar(looped):
+    bnn = laplace(Scaled(looped))
+    linear = bnn.linearize(X)
+    found = linear.blocks.unflatten(jacobian(linear))
+    expected = jacobian_of(bnn.to_module(), X, SITES)
+    rows = torch.cat([found[f"net.{name}"].flatten(2) for name in SITES[1:]], 2)
+    assert found["net.logit_scale"].shape == (5, 3)
+    torch.testing.assert_close(found["net.logit_scale"], expected[..., 0])
+    torch.testing.assert_close(rows, expected[..., 1:])
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+def test_a_scalar_in_every_linearised_path(structure):
+    bnn = fitted(structure)
+    exact = bnn.net_guide.precision.diagonal().split(bnn.state.blocks.sizes)
+    at = bnn.state.blocks.names.index("net.logit_scale")
+    full = fitted("full").net_guide.precision.diagonal()
+    torch.testing.assert_close(exact[at], full.split(bnn.state.blocks.sizes)[at])
+    assert bnn.predict(X).shape == bnn.predict(X, predictive="gp").shape == (5, 3)
+    assert bnn.predict(X, predictive="bnn", num_predictions=3).shape == (5, 3)
+    assert bnn.refine([(X, Y)]).predict(X).shape == (5, 3)
+    assert set(bnn.optimize_prior_precision(per_site=True)) == {*SITES[:2], "head.weight"}
+
+
+@pytest.mark.parametrize("predictive", ["glm", "gp", "refined", "bnn"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+def test_no_point(structure, predictive):
+    bnn = fitted(structure)
+    by = bnn.refine([(X, Y)]).outputs if predictive == "refined" else predictive
+    assert bnn.predict(X[:0], predictive=by).shape == (0, 3)
+    assert [float(s) for s in bnn.evaluate(X[:0], Y[:0], predictive=by)] == [0.0, 0.0]
+
+
+def test_no_point_covaries():
+    bnn = fitted("kron")
+    assert bnn.functional_variance(X[:0]).shape == (0, 3, 3)
+    assert bnn.functional_variance(X[:0], joint=True).shape == (0, 3, 0, 3)
+
+
+@pytest.mark.parametrize("likelihood", ["HomoskedasticGaussian", "HeteroskedasticGaussian"])
+def test_no_point_of_a_normal_guide(likelihood):
+    options = {"scale": 0.5} if likelihood.startswith("Homo") else {}
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(2, 2),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        getattr(tyxe.likelihoods, likelihood)(5, **options),
+        AutoNormal,
+    )
+    for predictive in ("bnn", "glm"):  # warnings are errors
+        found = bnn.predict(X[:0], num_predictions=3, predictive=predictive)
+        parts = found if isinstance(found, tuple) else (found,)
+        assert all(part.shape == (0, 2) for part in parts)
