@@ -1,12 +1,14 @@
-"""The package's warnings, and the error for a name that is not known."""
+"""The package's warnings, and errors for arguments of a wrong kind."""
 
 from __future__ import annotations
 
+import operator
 import sys
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["TyxeWarning", "check_known", "warn"]
+__all__ = ["TyxeWarning", "check_count", "check_known", "described", "warn"]
 
 # Packages whose frames are skipped between a warning and the line that it is about.
 _INTERNAL = ("tyxe", "pyro", "torch", "contextlib", "functools", "tqdm")
@@ -50,3 +52,39 @@ def check_known(name: str, given: str, known: Iterable[str]) -> None:
     """Raise a ValueError for an unknown name."""
     if given not in known:
         raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
+
+
+def described(value: Any) -> str:
+    """Say briefly what an argument is.
+
+    Example:
+        >>> described(2.5), described(int), described([1, 2])
+        ('2.5', 'the class int', 'a list')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    is_short = isinstance(value, str | int | float | None)
+    return repr(value) if is_short else f"a {type(value).__name__}"
+
+
+def check_count(name: str, count: Any, least: float = 1, hint: str = "") -> int:
+    """Return a count, an integer of any library, as a plain one.
+
+    Raises:
+        TypeError: no integer, with a hint of what mends it.
+        ValueError: less than `least`.
+
+    Example:
+        >>> import torch
+        >>> check_count("num_epochs", torch.tensor(3))
+        3
+    """
+    try:
+        number = None if isinstance(count, bool) else operator.index(count)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} is {described(count)}; expected an integer{hint}")
+    if number < least:
+        raise ValueError(f"{name} is {number}; expected {least} or more")
+    return number

@@ -150,12 +150,12 @@ CONSTRUCTORS = {
     "a likelihood's scale in dataset_size's place": (
         lambda: HomoskedasticGaussian(0.1),
         TypeError,
-        "dataset_size is 0.1; HomoskedasticGaussian",
+        r"dataset_size is 0.1; expected an integer, .*: HomoskedasticGaussian\(len",
     ),
     "dataset_size of zero": (
         lambda: Categorical(0),
         ValueError,
-        "dataset_size is 0; expected a positive number",
+        "dataset_size is 0; expected 1 or more",
     ),
     "hide_all and expose": (
         lambda: tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True, expose=["0.weight"]),

@@ -42,7 +42,7 @@ ARGUMENTS = {
         ([(X, Y)], ADAM, 1),
         {"num_particles": 0},
         ValueError,
-        "num_particles 0; expected at least",
+        "num_particles is 0; expected 1 or more",
     ),
     "optim a string": (
         ([(X, Y)], "adam", 1),

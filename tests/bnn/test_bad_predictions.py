@@ -36,7 +36,7 @@ EVALUATIONS = {
         r"the loader yields no targets; evaluate needs \(inputs, y\)",
     ),
     "a mean over no points": ((X[:0], Y[:0]), {"reduction": "mean"}, "there are no points, and so"),
-    "no rows at a time": ((X, Y), {"batch_size": 0}, "batch_size is 0; expected a positive number"),
+    "no rows at a time": ((X, Y), {"batch_size": 0}, "batch_size is 0; expected 1 or more"),
 }
 
 
@@ -54,7 +54,7 @@ def test_evaluate_rejects(case):
 
 def test_predict_rejects_no_rows_at_a_time():
     bnn = make()
-    message = "batch_size is 0; expected a positive number of rows"
+    message = "batch_size is 0; expected 1 or more"
     rejects(bnn, ValueError, message, lambda: bnn.predict(X, batch_size=0))
 
 

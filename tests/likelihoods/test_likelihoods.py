@@ -66,12 +66,10 @@ def test_the_contract_finds_faults():
 def test_the_dataset_size_is_needed_and_positive(name):
     make = EACH[name]
     for wrong in ("100", 10.0, True):
-        with pytest.raises(
-            TypeError, match=r"needs the number of training points: \w+\(dataset_size=len"
-        ):
+        with pytest.raises(TypeError, match=r"the number of training points: \w+\(len\(dataset"):
             make(wrong)
     for bad in (0, -3):
-        with pytest.raises(ValueError, match=f"dataset_size is {bad}; expected a positive number"):
+        with pytest.raises(ValueError, match=f"dataset_size is {bad}; expected 1 or more"):
             make(bad)
     assert make(torch.tensor(5)).dataset_size == 5
     for missing in (None, -1):

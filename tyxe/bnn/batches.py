@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe.errors import check_count
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 __all__ = [
@@ -103,8 +104,7 @@ def batches_to_predict(
         return map(_as_pair, not_empty(inputs))
     if batch_size is None:
         return [(inputs, targets)]
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected a positive number of rows")
+    batch_size = check_count("batch_size", batch_size)
     pieces = split_rows(inputs, batch_size)
     labels = [None] * len(pieces) if targets is None else list(targets.split(batch_size))
     return zip(pieces, labels, strict=True)

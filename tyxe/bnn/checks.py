@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributions as td
@@ -15,7 +15,7 @@ from tyxe.bnn.history import History
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.distributions.moments import is_discrete
-from tyxe.errors import warn
+from tyxe.errors import check_count, warn
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs
 
@@ -37,19 +37,14 @@ KL_DWARFS = 100.0
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
 
-def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any) -> None:
-    """Raise if arguments of `fit` are swapped or out of range."""
-    for name, count in (("num_epochs", num_epochs), ("num_particles", num_particles)):
-        if not isinstance(count, int) or isinstance(count, bool):
-            hint = ""
-            if isinstance(optim, int | float) or isinstance(count, Optimizer):
-                hint = "; the order is fit(data_loader, optim, num_epochs)"
-            raise TypeError(f"{name} is {_brief(count)}; expected an integer{hint}")
-    if num_epochs < 0 or num_particles < 1:
-        raise ValueError(
-            f"num_epochs is {num_epochs} and num_particles {num_particles}; expected at least 0 "
-            "and 1"
-        )
+def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any = 1) -> tuple[int, int]:
+    """Return the numbers of epochs and particles; raise if they are swapped or out of range."""
+    swapped = isinstance(optim, SupportsIndex | float) or isinstance(num_epochs, Optimizer)
+    hint = "; the order is fit(data_loader, optim, num_epochs)" if swapped else ""
+    return (
+        check_count("num_epochs", num_epochs, 0, hint),
+        check_count("num_particles", num_particles),
+    )
 
 
 def check_options(beta: Any, clip_norm: float | None) -> None:
@@ -58,10 +53,6 @@ def check_options(beta: Any, clip_norm: float | None) -> None:
         raise ValueError(f"beta is {beta}; expected 0 or more, or a function of the epoch")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; expected a positive number")
-
-
-def _brief(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def check_first_batch(

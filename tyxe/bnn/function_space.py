@@ -15,6 +15,7 @@ from tyxe.bnn.predict import SupervisedBNN
 from tyxe.curvature import Linearization, jacobian
 from tyxe.curvature.collect import check_blocks
 from tyxe.curvature.memory import check_memory
+from tyxe.errors import check_count
 from tyxe.laplace import LaplaceState
 from tyxe.laplace.gaussian_prior import independent_terms
 from tyxe.linalg import Operator
@@ -43,7 +44,7 @@ class GPOnSubset(nn.Module):
         super().__init__()
         inputs, targets = collect(loader)
         total = len(targets)
-        self.num_points = total if num_points is None else num_points
+        self.num_points = total if num_points is None else check_count("num_points", num_points, 0)
         if not 1 <= self.num_points <= total:
             raise ValueError(
                 f"num_points is {num_points}; expected 1 to {total}, the number of points given"

@@ -26,7 +26,7 @@ from tyxe.curvature.memory import check_size
 from tyxe.curvature.output_covariance import joint_covariance
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.joint_normal import GaussianJoint
-from tyxe.errors import check_known, warn
+from tyxe.errors import check_count, check_known, warn
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
 from tyxe.laplace.evidence import with_noise
 from tyxe.laplace.gaussian_prior import PriorPrecision, gaussian_prior, with_precision
@@ -277,7 +277,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         Raises:
             ValueError: for `evidence_every`, the weights of a site have different precisions.
         """
-        check_fit_arguments(optim, num_epochs, 1)
+        num_epochs, _ = check_fit_arguments(optim, num_epochs)
+        evidence_every = check_count("evidence_every", evidence_every, 0)
         check_options(1.0, clip_norm)
         if evidence_every:
             check_one_number(self._gaussian_prior(self.net_prior))

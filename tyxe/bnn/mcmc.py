@@ -15,7 +15,7 @@ from tyxe.bnn.batches import collect
 from tyxe.bnn.checks import check_first_batch
 from tyxe.bnn.potential import functional_kernel
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.errors import warn
+from tyxe.errors import check_count, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
@@ -166,11 +166,8 @@ class MCMC_BNN(SupervisedBNN):
             ValueError: the data do not fit the likelihood; a kernel, prior or `mp_context` that
                 `compile` does not take.
         """
-        if not isinstance(num_samples, int) or isinstance(num_samples, bool):
-            raise TypeError(
-                f"num_samples is a {type(num_samples).__name__}; expected an integer: "
-                "fit(data_loader, num_samples, warmup_steps=...)"
-            )
+        hint = ": fit(data_loader, num_samples, warmup_steps=...)"
+        num_samples = check_count("num_samples", num_samples, hint=hint)
         inputs, targets = collect([data_loader] if batch_data else data_loader, device)
         with fitting(self, train=False), prior_fixed(self):
             check_first_batch(self, self.net_prior, inputs, targets)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.batches import batches_to_predict, check_has_targets, concatenated, is_loader
 from tyxe.curvature import Linearization
+from tyxe.errors import check_count
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
@@ -231,7 +232,7 @@ class SupervisedBNN(BNN):
             >>> bnn.predict(torch.zeros(5, 2), num_predictions=8).softmax(-1).shape
             torch.Size([5, 3])
         """
-        _check_count(num_predictions)
+        num_predictions = check_count("num_predictions", num_predictions, 0)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
 
@@ -277,8 +278,7 @@ class SupervisedBNN(BNN):
             >>> bnn.sample_predictive(torch.zeros(5, 2), num_samples=8).shape
             torch.Size([8, 5, 1])
         """
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; expected at least 1")
+        num_samples = check_count("num_samples", num_samples)
         gaussian = self._gaussian(predictive, num_samples, "mc")
         options = self._link_options(gaussian, "mc", num_samples)
 
@@ -367,7 +367,7 @@ class SupervisedBNN(BNN):
             ValueError: targets are missing, or have another shape than the predictions; an unknown
                 reduction.
         """
-        _check_count(num_predictions)
+        num_predictions = check_count("num_predictions", num_predictions, 0)
         if (y is None) != is_loader(input_data):
             raise ValueError(
                 "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
@@ -511,8 +511,3 @@ def _rows(values: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
 
 def _output_samples(gaussian: tuple[Tensor, Tensor], count: int) -> Tensor:
     return sample_outputs(*gaussian, count) if count else gaussian[0][None]
-
-
-def _check_count(num_predictions: int) -> None:
-    if num_predictions < 0:
-        raise ValueError(f"num_predictions is {num_predictions}; expected 0 or more")

@@ -176,7 +176,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
             RuntimeError: the loss or its gradient is not finite; the parameters are those before
                 the step.
         """
-        check_fit_arguments(optim, num_epochs, num_particles)
+        num_epochs, num_particles = check_fit_arguments(optim, num_epochs, num_particles)
         check_options(beta, clip_norm)
         options = FitOptions(
             beta, clip_norm, lr_multipliers, num_particles, closed_form_kl, parallel

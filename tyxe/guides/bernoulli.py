@@ -14,6 +14,7 @@ from tyxe.distributions import SignedBernoulli
 from tyxe.distributions.moments import elementwise
 from tyxe.distributions.packed import PackedSamples, PackedSigns
 from tyxe.distributions.signed_bernoulli import RelaxedSignedBernoulli, Signs
+from tyxe.errors import check_count
 from tyxe.guides.base import Guide, Site
 from tyxe.util import SiteTensors
 
@@ -113,8 +114,7 @@ class AutoBernoulli(Guide):
         Raises:
             ValueError: `num_samples` is less than one.
         """
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}; expected 1 or more")
+        num_samples = check_count("num_samples", num_samples)
         packed = {}
         for site in self.sites:
             values = self.site_distribution(site).sample((num_samples,))

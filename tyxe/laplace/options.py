@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, SupportsFloat
 
-from tyxe.errors import check_known
+from tyxe.errors import check_count, check_known
 from tyxe.laplace.precision import ACCUMULATE
 
 __all__ = ["LaplaceOptions", "check_settings"]
@@ -53,13 +53,10 @@ class LaplaceOptions:
     reduce: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_passes, int) or isinstance(self.num_passes, bool):
-            raise TypeError(f"num_passes is {self.num_passes!r}; expected an integer")
+        object.__setattr__(self, "num_passes", check_count("num_passes", self.num_passes))
         for name in ("damping", "reduce"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")
-        if self.num_passes < 1:
-            raise ValueError(f"num_passes is {self.num_passes}; expected a positive number")
         check_settings(1.0, self.curvature_weight, self.accumulate)
 
     def of_state(self) -> dict[str, Any]:

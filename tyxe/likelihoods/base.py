@@ -13,6 +13,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe.errors import check_count
 from tyxe.poutine.selective import masked_pointwise
 from tyxe.util import at_least_float32
 
@@ -83,15 +84,10 @@ class Likelihood(nn.Module, ABC):
 
     @dataset_size.setter
     def dataset_size(self, size: int | None) -> None:
-        if size is not None and (isinstance(size, bool) or not hasattr(size, "__index__")):
-            raise TypeError(
-                f"dataset_size is {size!r}; {type(self).__name__} needs the number of "
-                f"training points: {type(self).__name__}(dataset_size=len(dataset))"
-            )
-        known = None if size is None or int(size) == -1 else int(size)
-        if known is not None and known < 1:
-            raise ValueError(f"dataset_size is {size}; expected a positive number")
-        self._dataset_size = known
+        if size is not None:
+            hint = f", the number of training points: {type(self).__name__}(len(dataset))"
+            size = check_count("dataset_size", size, -math.inf, hint)
+        self._dataset_size = None if size in (None, -1) else check_count("dataset_size", size)
 
     has_order = True  # whether some targets are larger than others, so that they have intervals
 
