@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,7 +117,8 @@ def test_hiding_and_exposing_by_name_are_complements(hidden):
         ({"hide_layers": ["a"]}, TypeError, "unknown rule 'hide_layers'; the rules are hide"),
         ({"hide": "head.bias"}, TypeError, r"expected a list: hide=\[...\]"),
         ({"expose_modules": "head"}, TypeError, "expected a list"),
-        ({"hide_module_types": nn.Linear}, TypeError, "expected a list"),
+        ({"hide_module_types": nn.Linear}, TypeError, "is the class Linear; expected a list"),
+        ({"hide": nn.Linear(1, 1)}, TypeError, r"hide is a Linear; expected a list: hide=\["),
         ({"hide_fn": ["bias"]}, TypeError, "expected a function of"),
         ({"hide_all": True, "expose": ["head.bias"]}, ValueError, "contradicts expose"),
     ],
@@ -133,6 +135,13 @@ def test_wrong_rules_are_refused_at_once(rules, error, match):
         ({"expose": ["tail.*"]}, "expose names 'tail.*'"),
         ({"hide_modules": ["tail"]}, "hide_modules names 'tail'"),
         ({"expose_modules": [nn.Linear(1, 1)]}, "expose_modules names a Linear module"),
+        ({"expose_modules": nn.Linear(1, 1)}, "expose_modules names a Linear module"),
+        (
+            {"hide_parameters": ["biass"]},
+            "hide_parameters names 'biass', .*; it has bias, frozen, ",
+        ),
+        ({"hide_parameters": ["head.bias"]}, "hide_parameters names 'head.bias', which the net"),
+        ({"expose_parameters": ["bias", "gain"]}, "expose_parameters names 'gain', which"),
         ({"hide": ["head.*"], "expose": ["head.bias"]}, "hide and expose both name 'head.bias'"),
         (
             {"hide_modules": ["head"], "expose_modules": ["*"]},
@@ -177,10 +186,9 @@ def test_types_take_all_that_is_inside():
 
 NOTHING = {
     "types": {"expose_module_types": [nn.Conv2d]},
-    "parameters": {"expose_parameters": ["gain"]},
     "function": {"expose_fn": lambda module, name: False},
     "empty list": {"expose": []},
-    "several": {"expose_module_types": [nn.Conv2d], "expose_parameters": ["gain"]},
+    "several": {"expose_module_types": [nn.Conv2d], "expose_fn": lambda module, name: False},
 }
 
 
@@ -204,3 +212,34 @@ def test_one_of_several_expose_rules_is_enough():
 def test_types_are_classes(rule, given):
     with pytest.raises(TypeError, match=f"{rule} is .*; expected (classes, such as|a list)"):
         IIDPrior(NORMAL, **{rule: given})
+
+
+class Gated(nn.Sequential):
+    """Layers, and a parameter of their own."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.gate = nn.Parameter(torch.ones(()))
+
+
+def test_one_module_in_a_lists_place_is_taken_with_its_own_parameters():
+    net = nn.Sequential(Gated(nn.Linear(2, 2)), nn.Linear(2, 1))
+    assert sites(net, expose_modules=net[0]) == ["0.gate", "0.0.weight", "0.0.bias"]
+    assert sites(net, hide_modules=net[0]) == ["1.weight", "1.bias"]
+    assert sites(net[1], expose_modules=net[1]) == ["weight", "bias"]
+
+
+def test_a_module_without_parameters_hides_nothing():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with pytest.raises(
+        ValueError, match=r"hide_modules hide no parameter .*; it has 0.weight, 0.b"
+    ):
+        sites(net, hide_modules=["1"])
+    assert sites(net, hide_modules=["1", "0"]) == sites(net, hide_all=True) == []
+    assert sites(net, hide_modules=[], hide_parameters=[]) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("module", ["0", nn.Linear(1, 1)])
+def test_a_net_that_is_one_layer_has_no_parts(module):
+    with pytest.raises(ValueError, match="does not have; it has no parts, and is one itself"):
+        sites(nn.Linear(2, 1), expose_modules=[module])

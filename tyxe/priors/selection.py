@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from tyxe.errors import described
+
 __all__ = ["Parameter", "Selection", "parameters_of"]
 
 Place = tuple[nn.Module, str]
@@ -67,7 +69,12 @@ class Selection:
         unknown = sorted(set(rules) - set(kinds))
         if unknown:
             raise TypeError(f"unknown rule {unknown[0]!r}; the rules are {', '.join(kinds)}")
-        self.rules = {kind: rule for kind, rule in rules.items() if rule is not None}
+        self.rules = {
+            # One module: a container would be iterated over, and lose parameters of its own.
+            kind: [rule] if isinstance(rule, nn.Module) and kind.endswith("_modules") else rule
+            for kind, rule in rules.items()
+            if rule is not None
+        }
         for kind, rule in self.rules.items():
             self._check_type(kind, rule)
         narrowing = [kind for kind in self.rules if kind.startswith("expose")]
@@ -85,7 +92,7 @@ class Selection:
             if not callable(rule):
                 raise TypeError(f"{kind} is {rule!r}; expected a function of (module, name)")
         elif isinstance(rule, str) or not isinstance(rule, Iterable):
-            raise TypeError(f"{kind} is {rule!r}; expected a list: {kind}=[...]")
+            raise TypeError(f"{kind} is {described(rule)}; expected a list: {kind}=[...]")
         elif kind.endswith("module_types") and not all(isinstance(t, type) for t in rule):
             raise TypeError(f"{kind} is {rule!r}; expected classes, such as nn.BatchNorm2d")
 
@@ -107,15 +114,17 @@ class Selection:
             both = set(matched.get(hide, [])) & set(matched.get(expose, []))
             if both:
                 raise ValueError(f"{hide} and {expose} both name {sorted(both)[0]!r}")
-        self._check_exposes(matched, parameters)
+        self._check_matches(matched, parameters)
         return [p for p in parameters if self._exposes(p, matched)]
 
-    def _check_exposes(self, matched: dict[str, list[str]], parameters: list[Parameter]) -> None:
+    def _check_matches(self, matched: dict[str, list[str]], parameters: list[Parameter]) -> None:
         rules = {kind: names for kind, names in matched.items() if kind.startswith("expose")}
-        if rules and not any(rules.values()):
+        idle = ", ".join(rules) + " expose" if rules and not any(rules.values()) else ""
+        if self.rules.get("hide_modules") and not matched["hide_modules"]:
+            idle = "hide_modules hide"
+        if idle:
             raise ValueError(
-                f"{', '.join(rules)} expose no parameter of the net; it has "
-                f"{', '.join(p.name for p in parameters)}"
+                f"{idle} no parameter of the net; it has {', '.join(p.name for p in parameters)}"
             )
 
     def _exposes(self, parameter: Parameter, matched: dict[str, list[str]]) -> bool:
@@ -140,20 +149,24 @@ class Selection:
     def _check_all_used(self, net: nn.Module, parameters: list[Parameter]) -> None:
         names = [name for p in parameters for name in p.names]
         modules = dict(net.named_modules())
+        known = {
+            "": names,
+            "parameters": sorted({attribute for p in parameters for _, attribute in p.places}),
+            "modules": [name for name in modules if name],
+        }
         for kind, rule in self.rules.items():
             what = kind.partition("_")[2]
-            if what == "":
-                unused = [g for g in rule if not any(fnmatchcase(n, g) for n in names)]
-            elif what == "modules":
-                unused = [m for m in rule if not _modules_named(m, modules)]
-            else:
-                unused = []
-            if unused:
-                known = names if what == "" else [name for name in modules if name]
-                raise ValueError(
-                    f"{kind} names {_brief(unused[0])}, which the net does not have; "
-                    f"it has {', '.join(known)}"
-                )
+            # Classes and functions may be written for other nets as well.
+            for item in rule if what in known else []:
+                if what == "modules":
+                    is_there = bool(_modules_named(item, modules))
+                else:
+                    is_there = any(fnmatchcase(name, item) for name in known[what])
+                if not is_there:
+                    raise ValueError(
+                        f"{kind} names {_brief(item)}, which the net does not have; it has "
+                        f"{', '.join(known[what]) or 'no parts, and is one itself'}"
+                    )
 
 
 def _brief(thing: Any) -> str:
