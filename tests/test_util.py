@@ -263,3 +263,13 @@ def test_the_last_layer():
     assert last_layer(net[2]) is net[2]
     with pytest.raises(ValueError, match=r"ReLU has no layer with a matrix"):
         last_layer(nn.ReLU())
+
+
+@pytest.mark.parametrize("name", ["", "first"])
+def test_sites_of_a_bnn_are_those_of_its_net(name):
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_parameters=["bias"])
+    bnn = tyxe.PytorchBNN(nn.Sequential(nn.Linear(2, 1)), prior, tyxe.guides.AutoNormal, name)
+    for one in (bnn, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert pyro_sample_sites(one) == pyro_sample_sites(one.net) == ["0.weight"]
+        one.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, 3.0)))
+        assert [float(prior.stddev.max()) for _, prior in named_pyro_samples(one)] == [3.0]

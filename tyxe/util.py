@@ -40,6 +40,7 @@ T = TypeVar("T", Tensor, tuple[Tensor, ...])
 Inputs = Any
 
 SITE_PRIORS = "_tyxe_site_priors"  # where `Prior.apply_` records a net's sites
+NET = "_tyxe_net"  # where a BNN says which of its parts is the net
 
 
 # --------------------------------------------------------------------------- sites of a net
@@ -80,7 +81,7 @@ def named_pyro_samples(net: nn.Module) -> Iterator[tuple[str, Any]]:
     were written for Pyro.
 
     Args:
-        net: `bnn.net`, a net that went through `prior.apply_`, or a `PyroModule`.
+        net: a BNN or `bnn.net`, a net that went through `prior.apply_`, or a `PyroModule`.
 
     Yields:
         The site's name in the net, such as `0.weight`, and its distribution (or the function of
@@ -93,6 +94,7 @@ def named_pyro_samples(net: nn.Module) -> Iterator[tuple[str, Any]]:
         >>> [name for name, _ in named_pyro_samples(net)]
         ['weight', 'bias']
     """
+    net = net.__dict__.get(NET, net)
     recorded = net.__dict__.get(SITE_PRIORS)
     if recorded is not None:
         yield from recorded.priors()
@@ -103,7 +105,7 @@ def named_pyro_samples(net: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def pyro_sample_sites(net: nn.Module) -> list[str]:
-    """Return the names of a net's sites, in the order of its parameters.
+    """Return the names of a net's sites, in the order of its parameters, also for its BNN.
 
     Example:
         >>> import tyxe, pyro.distributions as dist

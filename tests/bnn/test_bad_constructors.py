@@ -14,6 +14,7 @@ import tyxe
 from tests.oracles.rejections import ADAM, LIKELIHOOD, PRIOR, N, X, Y, make, net, rejects
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+from tyxe.util import pyro_sample_sites
 
 
 class NoParameters(nn.Module):
@@ -28,7 +29,7 @@ CONSTRUCTORS = {
     "no module": (
         lambda: tyxe.VariationalBNN(3, PRIOR, LIKELIHOOD, AutoNormal),
         TypeError,
-        "net is a int; expected a torch.nn.Module",
+        "net is 3; expected a torch.nn.Module",
     ),
     "no prior": (
         lambda: tyxe.VariationalBNN(net(), dist.Normal(0, 1), LIKELIHOOD, AutoNormal),
@@ -38,7 +39,29 @@ CONSTRUCTORS = {
     "no likelihood": (
         lambda: tyxe.VariationalBNN(net(), PRIOR, AutoNormal),
         TypeError,
-        r"likelihood is a (ABCMeta|type); expected one from tyxe.likelihoods",
+        "likelihood is the class AutoNormal; expected one from tyxe.likelihoods",
+    ),
+    "a likelihood's class": (
+        lambda: make(likelihood=Categorical),
+        TypeError,
+        r"likelihood is the class Categorical; expected .* tyxe.likelihoods.Categorical\(",
+    ),
+    "a prior's class": (
+        lambda: make(prior=tyxe.priors.IIDPrior),
+        TypeError,
+        r"prior is the class IIDPrior; expected one from tyxe.priors, such as tyxe",
+    ),
+    "a net's class": (
+        lambda: make(NoParameters),
+        TypeError,
+        "net is the class NoParameters; expected a torch.nn.Module",
+    ),
+    "noise that MCMC would not train": (
+        lambda: tyxe.MCMC_BNN(
+            net(), PRIOR, HomoskedasticGaussian(N, scale=0.5, learn_scale=True), HMC
+        ),
+        ValueError,
+        "MCMC trains no parameters, and the likelihood has log_noise: pass its scale",
     ),
     "prior and likelihood swapped": (
         lambda: tyxe.VariationalBNN(net(), LIKELIHOOD, PRIOR, AutoNormal),
@@ -257,4 +280,17 @@ def test_a_prior_of_another_support_is_refused():
     rejects(bnn, ValueError, message, lambda: bnn.update_prior(positive))
     assert bnn.prior is old
     assert list(bnn.net_prior.priors()) == priors
+    bnn.fit([(X, Y)], ADAM, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
+def test_scripted_and_traced_nets(compiled):
+    for module in (compiled(net()), nn.Sequential(compiled(net()), nn.Linear(1, 1))):
+        for prior in (PRIOR, HIDE_ALL):
+            with pytest.raises(TypeError, match=r"0.weight' is in a scripted or traced module, .*"):
+                make(module, prior, guide=None if prior is HIDE_ALL else AutoNormal)
+    frozen = net().requires_grad_(False)
+    bnn = make(nn.Sequential(compiled(frozen), nn.Linear(1, 1)))
+    assert pyro_sample_sites(bnn) == ["1.weight", "1.bias"]
     bnn.fit([(X, Y)], ADAM, 1)

@@ -7,21 +7,23 @@ import os
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 
 from tyxe import files
 from tyxe.bnn.checkpoint import Resumable
 from tyxe.bnn.rerun import Resting, remember
+from tyxe.errors import described
 from tyxe.poutine.draw import substituted
 from tyxe.priors import Prior
 from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import exclusive
-from tyxe.util import SITE_PRIORS, Inputs, call_with
+from tyxe.util import NET, SITE_PRIORS, Inputs, call_with
 
 __all__ = ["BNN", "fitting", "modes_restored", "prior_fixed", "set_train_mode"]
 
@@ -102,9 +104,20 @@ def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
 def _check_prior(prior: Any) -> None:
     if not isinstance(prior, Prior):
         raise TypeError(
-            f"prior is a {type(prior).__name__}; expected one from tyxe.priors, such as "
+            f"prior is {described(prior)}; expected one from tyxe.priors, such as "
             "tyxe.priors.IIDPrior(dist.Normal(0, 1))"
         )
+
+
+def _check_not_scripted(net: nn.Module, sites: Container[str]) -> None:
+    for parameter in parameters_of(net):
+        needed = parameter.name in sites or parameter.tensor.requires_grad
+        if needed and isinstance(parameter.places[0][0], torch.jit.ScriptModule):
+            raise TypeError(
+                f"{parameter.name!r} is in a scripted or traced module, where neither draws nor "
+                "optimisers reach a copy's parameters: give the BNN the module as it was before "
+                "torch.jit, or freeze them"
+            )
 
 
 def set_train_mode(bnn: BNN) -> None:
@@ -143,18 +156,19 @@ class BNN(nn.Module):
         name: prefix of all site names.
 
     Raises:
-        TypeError: not a module, or not a prior.
+        TypeError: not a module, or not a prior; sites or trainable parameters of a scripted module.
         ValueError: the net has no parameters, or the prior does not fit it.
     """
 
     def __init__(self, net: nn.Module, prior: Prior, name: str = "") -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
-            raise TypeError(f"net is a {type(net).__name__}; expected a torch.nn.Module")
+            raise TypeError(f"net is {described(net)}; expected a torch.nn.Module")
         _check_prior(prior)
         if next(net.parameters(), None) is None:
             raise ValueError(f"{type(net).__name__} has no parameters, so nothing can be inferred")
         priors = prior.sites(net)
+        _check_not_scripted(net, priors)
         self.name = name
         self.prior = prior
         self.net = copy.deepcopy(net)
@@ -167,6 +181,7 @@ class BNN(nn.Module):
         self._put_to_rest()
         self.net_prior = SitePriors(priors, self.net, prefix)
         self.net.__dict__[SITE_PRIORS] = self.net_prior
+        self.__dict__[NET] = self.net
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
 

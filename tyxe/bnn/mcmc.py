@@ -96,7 +96,7 @@ class MCMC_BNN(SupervisedBNN):
 
     Raises:
         TypeError: `kernel_builder` is no kernel.
-        ValueError: there is nothing to sample.
+        ValueError: there is nothing to sample, or the likelihood has parameters to train.
 
     Example:
         >>> import functools, torch, pyro.distributions as dist, tyxe
@@ -131,6 +131,12 @@ class MCMC_BNN(SupervisedBNN):
         kind, _ = unwrapped(kernel_builder)
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             raise TypeError(f"{kind.__name__} is a guide; use it with tyxe.VariationalBNN")
+        trained = [name for name, p in self.likelihood.named_parameters() if p.requires_grad]
+        if trained:
+            raise ValueError(
+                f"MCMC trains no parameters, and the likelihood has {', '.join(trained)}: pass its "
+                "scale as a number, or as a distribution, which is sampled"
+            )
         self.kernel_builder: Callable[..., Any] = kernel_builder
         self.samples = Samples({}, trainable=None)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.batches import batches_to_predict, check_has_targets, concatenated, is_loader
 from tyxe.curvature import Linearization
-from tyxe.errors import check_count
+from tyxe.errors import check_count, described
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
@@ -56,7 +56,7 @@ class SupervisedBNN(BNN):
     ) -> None:
         if not isinstance(likelihood, Likelihood):
             raise TypeError(
-                f"likelihood is a {type(likelihood).__name__}; expected one from "
+                f"likelihood is {described(likelihood)}; expected one from "
                 "tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
             )
         super().__init__(net, prior, name)

@@ -122,13 +122,11 @@ class Prior(ABC):
         Raises:
             ValueError: this prior does not fit one of the sites.
         """
-        parameters = dict(net.named_parameters())
+        parameters, modules = dict(net.named_parameters()), dict(net.named_modules())
         priors = {}
         for name in recorded.names():
             owner, _, attribute = name.rpartition(".")
-            priors[name] = self._checked(
-                name, net.get_submodule(owner), attribute, parameters[name]
-            )
+            priors[name] = self._checked(name, modules[owner], attribute, parameters[name])
         for name, old in recorded.priors():
             _check_replaces(name, old, priors[name])
         self._check_entries(net, priors)

@@ -57,12 +57,12 @@ class SitePriors(nn.Module):
     ) -> None:
         super().__init__()
         self.prefix = prefix
-        parameters = dict(net.named_parameters())
+        parameters, modules = dict(net.named_parameters()), dict(net.named_modules())
         self._own_values = {name: parameters[name] for name in priors}
         self._fans: dict[str, tuple[float, float]] = {}
         for name in priors:
             owner, _, attribute = name.rpartition(".")
-            module = net.get_submodule(owner)
+            module = modules[owner]
             self._fans[name] = fan_in_fan_out(layer_weight(module, attribute), module)
         self.update(priors, parameters)
 
