@@ -112,3 +112,12 @@ def test_one_hot_labels_are_told_of_argmax(dtype):
     one_hot = nn.functional.one_hot(LABELS, 3).to(dtype)
     error = TypeError if dtype.is_floating_point else ValueError
     rejects(bnn, error, r"targets\.argmax\(-1\)", lambda: bnn.fit([(X, one_hot)], ADAM, 1))
+
+
+def test_maximum_likelihood_has_no_posterior_to_linearise_about():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    bnn = make(prior=prior, guide=None)
+    message = (
+        "VariationalBNN has no Gaussian posterior to linearise about: predict with predictive='b"
+    )
+    rejects(bnn, TypeError, message, lambda: bnn.predict(X, predictive="glm"))

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from pyro.infer import autoguide
 
+import tyxe
 from tests.oracles.programs import NORMAL, program
 from tyxe.guides import AutoNormal, PyroGuide
 from tyxe.guides.init import init_to_median
@@ -49,8 +50,46 @@ def test_any_module_is_a_guide_and_a_function_is_none():
 
     guide = PyroGuide.build(lambda module: Fixed(), fixed)
     assert guide()["net.weight"].shape == (1, 1)
-    with pytest.raises(TypeError, match="Fixed has no median; predict with num_predictions >= 1"):
+    with pytest.raises(
+        TypeError, match=r"Fixed has no median, .*: predict with num_predictions of 1"
+    ):
         guide.median()
     # A function's pyro.param would live in the global store, where nothing trains it.
     with pytest.raises(TypeError, match="builder returned a function; expected a module"):
         PyroGuide.build(lambda module: Fixed().forward.__func__, fixed)
+
+
+COUPLED = [autoguide.AutoIAFNormal, autoguide.AutoStructured, autoguide.AutoGaussian]
+
+
+def variational(guide):
+    prior = tyxe.priors.IIDPrior(NORMAL)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
+    return tyxe.VariationalBNN(nn.Linear(2, 1), prior, likelihood, guide)
+
+
+@pytest.mark.parametrize("guide", COUPLED)
+def test_guides_that_couple_sites_in_their_own_way_are_trained(guide):
+    bnn = variational(guide)
+    bnn.fit([(torch.ones(4, 2), torch.ones(4, 1))], torch.optim.Adam, 2)
+    assert bnn.predict(torch.ones(3, 2), num_predictions=2, aggregate=False).shape == (2, 3, 1)
+    with pytest.raises(TypeError, match="has no distribution per site"):
+        bnn.net_guide.get_detached_distributions()
+    with pytest.raises(TypeError, match=r"has no (distribution|median)"):
+        bnn.predict(torch.ones(3, 2), predictive="glm")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bnn: bnn.predict(torch.ones(3, 2), num_predictions=0),
+        lambda bnn: bnn.evaluate(torch.ones(3, 2), torch.ones(3, 1), num_predictions=0),
+        lambda bnn: bnn.to_module(),
+        lambda bnn: bnn.mean_values(),
+    ],
+)
+def test_a_guide_without_a_median_has_no_centre(call):
+    bnn = variational(autoguide.AutoIAFNormal)
+    with pytest.raises(TypeError, match=r"AutoIAFNormal has no median.*to_module\(sample=True\)"):
+        call(bnn)
+    assert bnn.to_module(sample=True)(torch.ones(3, 2)).shape == (3, 1)

@@ -117,7 +117,9 @@ class VariationalBNN(Resumable, SupervisedBNN):
         return {name: value for part in self._guides() for name, value in part.median().items()}
 
     def gaussian_predictives(self) -> Mapping[str, Outputs]:
-        """Return `"glm"`, which needs a Normal guide."""
+        """Return `"glm"`, which needs a Normal guide; maximum likelihood has none."""
+        if self.net_guide is None:
+            return {}
         return {"glm": lambda inputs: glm_outputs(self.net_guide, self.linearize(inputs))}
 
     def _follow_prior(self, priors: SitePriors) -> None:

@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 import torch.distributions as td
-from pyro.infer.autoguide import AutoContinuous, AutoGuide
+from pyro.infer.autoguide import AutoContinuous, AutoGaussian, AutoGuide, AutoStructured
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor, nn
 
@@ -25,6 +25,9 @@ from tyxe.threads import exclusive
 from tyxe.util import resolve_site_name, unwrapped
 
 __all__ = ["PyroGuide"]
+
+# Pyro's guides that draw a site with others.
+_COUPLED = AutoContinuous, AutoStructured, AutoGaussian
 
 
 def _starting_at_net(builder: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,12 +122,16 @@ class PyroGuide(nn.Module):
         Raises:
             TypeError: the guide has no median.
         """
-        if not isinstance(self.guide, AutoGuide):
+        try:
+            if not isinstance(self.guide, AutoGuide):
+                raise NotImplementedError
+            with exclusive(), pyro.settings.context(module_local_params=True):
+                return {name: value.clone() for name, value in self.guide.median().items()}
+        except NotImplementedError:
             raise TypeError(
-                f"{type(self.guide).__name__} has no median; predict with num_predictions >= 1"
-            )
-        with exclusive(), pyro.settings.context(module_local_params=True):
-            return {name: value.clone() for name, value in self.guide.median().items()}
+                f"{type(self.guide).__name__} has no median, nor another centre: predict with "
+                "num_predictions of 1 or more, and use to_module(sample=True)"
+            ) from None
 
     def get_detached_distributions(
         self, site_names: Iterable[str] | None = None
@@ -158,7 +165,7 @@ class PyroGuide(nn.Module):
             sites = independent_sites(self.guide)
         if sites is not None:
             return sites
-        if isinstance(self.guide, AutoContinuous) or not isinstance(self.guide, AutoGuide):
+        if isinstance(self.guide, _COUPLED) or not isinstance(self.guide, AutoGuide):
             raise TypeError(
                 f"{type(self.guide).__name__} has no distribution per site; use "
                 "tyxe.guides.AutoNormal where a posterior is to become a prior"

@@ -67,8 +67,10 @@ def constrained_sites(guide: Any) -> dict[str, Any]:
     """Return the supports of an autoguide's sites that are not all real; none for other guides."""
     if not isinstance(guide, AutoGuide):
         return {}
-    sites = guide.prototype_trace.iter_stochastic_nodes()
-    supports = {name: node["fn"].support for name, node in sites}
+    # AutoStructured and AutoGaussian keep no more than the names of their prototype's sites.
+    nodes = guide.prototype_trace.nodes.items()
+    sites = ((name, node) for name, node in nodes if node.get("type") == "sample")
+    supports = {name: node["fn"].support for name, node in sites if not node["is_observed"]}
     return {name: support for name, support in supports.items() if not is_real(support)}
 
 
