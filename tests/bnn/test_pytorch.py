@@ -1,5 +1,6 @@
 """`PytorchBNN`: a module with random weights in anybody's training loop."""
 
+import contextlib
 import math
 
 import pyro
@@ -8,6 +9,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoMultivariateNormal
 from torch import nn
+from torch.utils.data import DataLoader
 
 import tyxe
 from tyxe.bnn import elbo_terms
@@ -208,15 +210,52 @@ def test_predict_leaves_statistics_modes_and_kl():
     (loss + bnn.cached_kl_loss).backward()
 
 
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, left, right, *, scale=1.0):
+        return scale * self.layer(left + right)
+
+
+def test_predict_takes_what_other_wrappers_take():
+    bnn = make(Mixed())
+    separate = bnn.predict(x(), x(), num_predictions=0)
+    assert separate.shape == (1, N, 1)
+    torch.testing.assert_close(separate[0], bnn.to_module()(x(), x()))
+    for given in ((x(), x()), {"left": x(), "right": x()}):
+        torch.testing.assert_close(bnn.predict(given, num_predictions=0), separate)
+    with_keyword = bnn.predict(x(), right=x(), scale=3.0, num_predictions=0)
+    torch.testing.assert_close(with_keyword, 3 * separate)
+    batches = [((x()[:4], x()[:4]), None), ((x()[4:], x()[4:]), None)]
+    torch.testing.assert_close(bnn.predict(batches, num_predictions=0), separate)
+    with pytest.raises(ValueError, match="num_predictions is -1; expected 0 or more"):
+        bnn.predict(x(), x(), num_predictions=-1)
+
+
+@pytest.mark.parametrize("handler", [contextlib.nullcontext, tyxe.poutine.local_reparameterization])
+def test_a_list_is_a_loader_whose_batches_meet_the_same_draws(handler):
+    bnn = make()
+    with handler():
+        found = bnn.predict([x()[:4], x()[4:]], num_predictions=3)
+    assert found.shape == (3, N, 1)
+    assert not torch.equal(found[0], found[1])
+    again = bnn.predict(DataLoader(torch.cat([x(), x()]), batch_size=N), num_predictions=2)
+    torch.testing.assert_close(again[:, :N], again[:, N:])
+
+
+def test_outputs_in_containers_are_stacked_in_them():
+    class Several(nn.Linear):
+        def forward(self, x):
+            return {"mean": super().forward(x), "parts": (super().forward(2 * x), None)}
+
+    found = make(Several(2, 1)).predict(x(), num_predictions=3)
+    assert found["mean"].shape == found["parts"][0].shape == (3, N, 1)
+    assert found["parts"][1] is None
+
+
 def test_keywords_and_several_inputs():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
-
-        def forward(self, left, right, *, scale=1.0):
-            return scale * self.layer(left + right)
-
     bnn = make(Mixed())
     with bnn.hold_sample():
         torch.testing.assert_close(bnn(x(), right=x(), scale=3.0), 3 * bnn(x(), x()))

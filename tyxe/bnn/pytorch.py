@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -10,10 +11,13 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from tyxe.bnn.base import BNN, modes_restored
+from tyxe.bnn.batches import batches_to_predict
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.rerun import draws_of_backward, remember
+from tyxe.errors import check_count
 from tyxe.guides import PyroGuide
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.poutine import Draw
@@ -22,6 +26,7 @@ from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import exclusive
+from tyxe.util import call_with
 
 __all__ = ["PytorchBNN"]
 
@@ -158,25 +163,57 @@ class PytorchBNN(BNN):
         """Return all trainable parameters, under TyXe's name; `parameters()` works as well."""
         return [p for p in self.parameters() if p.requires_grad]
 
-    def predict(self, *inputs: Any, num_predictions: int = 1) -> Tensor:
+    def predict(self, *inputs: Any, num_predictions: int = 1, **kwargs: Any) -> Any:
         """Return the outputs of several draws, `(num_predictions, ...)`.
 
         The net runs in eval mode and without gradients; `cached_kl_loss` is not changed.
+
+        Args:
+            inputs: the net's arguments, also as one tuple or mapping, or one loader of batches,
+                which meet the same draws.
+            num_predictions: number of draws; 0 predicts once, at the posterior's centre.
+            kwargs: further arguments of the net, by keyword.
+
+        Returns:
+            The outputs, stacked; where the net returns several tensors, in its containers.
+
+        Raises:
+            TypeError: for 0, a guide without a centre.
+            ValueError: a negative number of draws, or an empty loader.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = PytorchBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.guides.AutoNormal)
+            >>> bnn.predict({"input": torch.zeros(5, 2)}, num_predictions=3).shape
+            torch.Size([3, 5, 1])
         """
-        kl = self.cached_kl_loss
+        num_predictions = check_count("num_predictions", num_predictions, 0)
+        given = inputs[0] if len(inputs) == 1 else inputs
+        batches = [batch for batch, _ in batches_to_predict(given, None, None)]
+        net, kl = functools.partial(self.net, **kwargs), self.cached_kl_loss
         try:
             with exclusive(), modes_restored(self), torch.no_grad():
                 self.eval()
-                return torch.stack([self(*inputs) for _ in range(num_predictions)])
+                outputs = []
+                for _ in range(max(num_predictions, 1)):
+                    with self.substituted(self._draw() if num_predictions else self._median()):
+                        parts = [call_with(net, batch) for batch in batches]
+                    outputs.append(_together(torch.cat, parts) if len(parts) > 1 else parts[0])
+                return _together(torch.stack, outputs)
         finally:
             self.cached_kl_loss = kl
+
+    def _median(self) -> dict[str, Tensor]:
+        return {} if self.net_guide is None else self.net_guide.median()
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or with `sample` at one draw."""
         if sample or self.net_guide is None:
             return self.net_at(self._weights())
         with torch.no_grad():
-            return self.net_at(self.net_guide.median())
+            return self.net_at(self._median())
 
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
@@ -201,3 +238,12 @@ class PytorchBNN(BNN):
     def __getstate__(self) -> dict[str, Any]:
         # A KL with a graph can neither be copied nor pickled.
         return {**self.__dict__, "cached_kl_loss": self.cached_kl_loss.detach(), "_held": None}
+
+
+def _together(function: Callable[[Any], Tensor], outputs: list[Any]) -> Any:
+    """Return a function of the tensors in each place of several outputs, in the same containers."""
+
+    def joined(*leaves: Any) -> Any:
+        return function(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
+
+    return tree_map(joined, *outputs)
