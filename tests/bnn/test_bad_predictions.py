@@ -12,11 +12,14 @@ import tyxe
 from tests.oracles.rejections import (
     ADAM,
     LABELS,
+    LIKELIHOOD,
+    PRIOR,
     N,
     X,
     Y,
     assert_unchanged,
     make,
+    net,
     rejects,
     snapshot,
 )
@@ -121,3 +124,41 @@ def test_maximum_likelihood_has_no_posterior_to_linearise_about():
         "VariationalBNN has no Gaussian posterior to linearise about: predict with predictive='b"
     )
     rejects(bnn, TypeError, message, lambda: bnn.predict(X, predictive="glm"))
+
+
+def of_numpy(tensor):
+    return pytest.importorskip("numpy").asarray(tensor)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bnn: bnn.predict(of_numpy(X)),
+        lambda bnn: bnn.evaluate(of_numpy(X), Y),
+        lambda bnn: bnn.sample_predictive(of_numpy(X)),
+        lambda bnn: tyxe.PytorchBNN(net(), PRIOR, AutoNormal).predict(of_numpy(X)),
+    ],
+)
+def test_arrays_of_numpy_are_no_loaders(call):
+    bnn = make()
+    message = r"inputs are a numpy.ndarray; pass a tensor: torch.as_tensor\(inputs\)"
+    with pytest.raises(TypeError, match=message):
+        call(bnn)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 3}])
+def test_targets_of_numpy(options):
+    bnn = make()
+    message = r"targets are a ndarray; pass a tensor: torch.as_tensor\(targets\)"
+    rejects(bnn, TypeError, message, lambda: bnn.evaluate(X, of_numpy(Y), **options))
+    rejects(bnn, TypeError, message, lambda: bnn.evaluate([(X, of_numpy(Y))]))
+
+
+def test_functional_variance_is_of_one_batch():
+    bnn = tyxe.LaplaceBNN(net(), PRIOR, LIKELIHOOD)
+    bnn.fit_curvature([(X, Y)])
+    for loader in ([X, X], DataLoader(X)):
+        with pytest.raises(
+            TypeError, match="a list is a loader, and functional_variance takes one"
+        ):
+            bnn.functional_variance(loader)

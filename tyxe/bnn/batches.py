@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tyxe.errors import check_count
+from tyxe.errors import check_count, described
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 __all__ = [
@@ -25,7 +25,13 @@ __all__ = [
 
 
 def is_loader(inputs: Inputs) -> bool:
-    """Say whether inputs are a loader: a list, or iterable but no tensor, container or graph."""
+    """Say whether inputs are a loader: a list, or iterable but no tensor, container or graph.
+
+    An array of another library is a TypeError: its rows are no batches.
+    """
+    if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
+        kind = f"{type(inputs).__module__.partition('.')[0]}.{type(inputs).__name__}"
+        raise TypeError(f"inputs are a {kind}; pass a tensor: torch.as_tensor(inputs).float()")
     return not isinstance(inputs, Tensor | tuple | Mapping) and (
         hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
     )
@@ -44,9 +50,13 @@ def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_has_targets(targets: Any) -> None:
-    """Raise a ValueError where a loader for evaluation has yielded inputs without targets."""
+    """Raise where a loader for evaluation has yielded inputs without a tensor of targets."""
     if targets is None:
         raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
+    if not isinstance(targets, Tensor):
+        raise TypeError(
+            f"targets are {described(targets)}; pass a tensor: torch.as_tensor(targets)"
+        )
 
 
 def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import batches_of, is_loader
 from tyxe.bnn.checkpoint import Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
@@ -368,10 +368,18 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         """Return the covariance of each point's outputs in the linearised net, `(n, ..., C, C)`.
 
         With `joint`, it is that of all outputs of all points, `(n, ..., n, ...)`.
+
+        Raises:
+            TypeError: a loader; the inputs are one batch.
         """
+        if is_loader(given := inputs[0] if len(inputs) == 1 else inputs):
+            raise TypeError(
+                "a list is a loader, and functional_variance takes one batch: pass several "
+                "arguments of the net in a tuple"
+            )
         covariance = joint_covariance if joint else functional_covariance
         with self.predicting():
-            linear = self._linearized_as_fitted(inputs[0] if len(inputs) == 1 else inputs)
+            linear = self._linearized_as_fitted(given)
             return covariance(linear, self.state.precision()).detach()
 
     # ------------------------------------------------------------------ back to the data

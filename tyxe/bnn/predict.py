@@ -373,6 +373,8 @@ class SupervisedBNN(BNN):
                 "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
                 "loader or list of pairs; several arguments of the net are a tuple"
             )
+        if y is not None:
+            check_has_targets(y)
         reduce_points(torch.zeros(1), reduction)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
