@@ -4,6 +4,7 @@ import functools
 import re
 import warnings
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -278,3 +279,47 @@ def test_mcmc_does_not_fit_what_the_prior_hides():
     frozen = nn.Linear(2, 1)
     frozen.bias.requires_grad_(False)
     assert sample(mcmc(frozen, prior), 50) == []
+
+
+# --------------------------------------------------------------------------- around a constructor
+
+AROUND = [
+    tyxe.poutine.local_reparameterization,
+    tyxe.poutine.flipout,
+    tyxe.poutine.variational_laplace,
+    pyro.poutine.trace,
+    functools.partial(pyro.plate, "data", 7),
+]
+
+
+@pytest.mark.parametrize("handler", AROUND)
+@pytest.mark.parametrize("guide", [AutoNormal, AutoDiagonalNormal, AutoDelta, "laplace"])
+def test_a_bnn_is_built_inside_of_a_handler_as_outside(handler, guide):
+    def build():
+        torch.manual_seed(0)
+        if guide == "laplace":
+            return tyxe.LaplaceBNN(nn.Linear(2, 1), PRIOR, HomoskedasticGaussian(50, scale=0.5))
+        return make(guide=guide)
+
+    built = []
+
+    def inside():
+        with handler() as entered:
+            built.append(build())
+        assert not isinstance(entered, pyro.poutine.trace_messenger.TraceMessenger) or (
+            not entered.trace.nodes
+        )
+
+    assert messages(inside) == []
+    expected = build().state_dict()
+    for name, value in built[0].state_dict().items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, expected[name])
+
+
+def test_a_scale_that_is_met_by_the_constructor_alone_is_not_used():
+    def inside():
+        with tyxe.poutine.selective_scale(scale=0.5, expose=["weight"]):
+            make()
+
+    (warning,) = messages(inside)
+    assert "exposed weight, but no site of that name was sampled" in str(warning.message)

@@ -75,6 +75,23 @@ def test_bad_scales_are_refused(scale):
         selective_scale(scale=scale, expose=EXPOSE)
 
 
+@pytest.mark.parametrize("scale", ["a", None, torch.ones(2), [0.5]])
+def test_a_scale_is_one_number(scale):
+    with pytest.raises(TypeError, match=r"scale is .*; expected one positive number"):
+        selective_scale(scale=scale, expose=["weight"])
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.25), torch.tensor([0.25], requires_grad=True)])
+def test_a_tensor_scales_as_its_number_does(scale):
+    bnn, x, y = make("HomoskedasticGaussian", dataset_size=12)
+    found = []
+    for factor in (0.25, scale):
+        torch.manual_seed(0)
+        with selective_scale(scale=factor, expose=["net.weight"]):
+            found.append(elbo_terms(bnn.model, bnn.guide, x, y))
+    torch.testing.assert_close(found[1].kl, found[0].kl, rtol=0, atol=0)
+
+
 def test_a_scale_needs_a_list_of_names():
     with pytest.raises(TypeError, match="pass a list"):
         selective_scale(scale=1.0, expose="net.weight")

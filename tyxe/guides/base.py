@@ -19,6 +19,7 @@ from tyxe.distributions import JointDistribution, JointMarginal
 from tyxe.distributions.buffered import detached
 from tyxe.distributions.moments import is_real
 from tyxe.files import packed, unpacked
+from tyxe.threads import only_handlers
 from tyxe.util import resolve_site_name
 
 __all__ = ["Guide", "Site", "detached_together", "site_named", "sites_of"]
@@ -52,7 +53,8 @@ def sites_of(
         ValueError: it has none, or has a discrete one and `takes_discrete` is False.
     """
     prefix = getattr(module, "prefix", "")
-    with torch.no_grad():
+    # A handler around the constructor is for what runs inside of it, which this is not.
+    with torch.no_grad(), only_handlers(()):
         trace = poutine.trace(poutine.block(module, hide_types=["observe"])).get_trace()
     messages = {name: trace.nodes[name] for name in trace.stochastic_nodes}
     if not messages:

@@ -21,7 +21,7 @@ from tyxe.distributions.moments import is_real
 from tyxe.guides.base import Guide, detached_together
 from tyxe.guides.init import init_to_net
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
-from tyxe.threads import exclusive
+from tyxe.threads import exclusive, only_handlers
 from tyxe.util import resolve_site_name, unwrapped
 
 __all__ = ["PyroGuide"]
@@ -76,7 +76,7 @@ class PyroGuide(nn.Module):
                 f"the guide's builder is a {type(builder).__name__} already built; pass its class, "
                 "or a functools.partial of it: the BNN builds it on its own sites"
             )
-        with exclusive(), pyro.settings.context(module_local_params=True):
+        with exclusive(), only_handlers(()), pyro.settings.context(module_local_params=True):
             guide = _starting_at_net(builder)(module)
         if isinstance(guide, MCMCKernel):
             raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
@@ -94,7 +94,7 @@ class PyroGuide(nn.Module):
         super().__init__()
         self.guide = guide
         self.prefix = getattr(module, "prefix", "")
-        with exclusive(), pyro.settings.context(module_local_params=True):
+        with exclusive(), only_handlers(()), pyro.settings.context(module_local_params=True):
             self.guide()
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

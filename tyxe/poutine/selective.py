@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
-from tyxe.errors import warn
+from tyxe.errors import described, warn
 from tyxe.util import site_spellings
 
 __all__ = ["masked_pointwise", "selective_mask", "selective_scale"]
@@ -127,11 +128,11 @@ class selective_scale(_Selective):
     """Multiply the log-probabilities of some sites, and with them their KL, by a factor.
 
     Args:
-        scale: the factor, positive.
+        scale: the factor, positive; a tensor of one element is taken as its number.
         expose: names of the sites in the net or in the joint model.
 
     Raises:
-        TypeError: `expose` is a string.
+        TypeError: `expose` is a string, or the factor no number.
         ValueError: the factor is not positive.
 
     Example:
@@ -142,11 +143,14 @@ class selective_scale(_Selective):
         0.5
     """
 
-    def __init__(self, *, scale: float, expose: Sequence[str]) -> None:
+    def __init__(self, *, scale: float | Tensor, expose: Sequence[str]) -> None:
         super().__init__(expose)
-        if not scale > 0:
-            raise ValueError(f"scale is {scale}; expected a positive number")
-        self.scale = scale
+        several = isinstance(scale, Tensor) and scale.numel() != 1
+        if several or not isinstance(scale, SupportsFloat):
+            raise TypeError(f"scale is {described(scale)}; expected one positive number")
+        self.scale = float(scale.detach() if isinstance(scale, Tensor) else scale)
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale is {self.scale}; expected a positive number")
 
     def _pyro_sample(self, msg: Message) -> None:
         if self._exposes(msg["name"]):
