@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 PY := $(VENV)/bin/python
 
@@ -19,7 +20,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs bench clean
+.PHONY: help demo test test-all soak lint docs bench clean
 # Two installations into one environment must not overlap.
 .NOTPARALLEL:
 
@@ -37,6 +38,9 @@ test: $(call stamp,dev) ## run the tests, without the slow ones (PYTEST_ARGS=...
 
 test-all: $(call stamp,dev) ## run all tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) -m "slow or not slow" $(PYTEST_ARGS)
+
+soak: $(call stamp,dev) ## run the suites of docs/reliability.md at full size (SOAK_ARGS=...)
+	OMP_NUM_THREADS=1 $(PY) -m tests.soak $(SOAK_ARGS)
 
 lint: $(call stamp,dev) ## check style, formatting and types
 	$(PY) -m ruff check .

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 __all__ = ["packed", "read", "unpacked", "write"]
 
@@ -94,7 +95,8 @@ def packed(value: Any) -> Tensor:
     if isinstance(value, str | int):
         data = json.dumps(value).encode()
     else:
-        torch.save(value, memory := io.BytesIO())
+        on_host = tree_map(lambda v: v.detach().cpu() if isinstance(v, Tensor) else v, value)
+        torch.save(on_host, memory := io.BytesIO())
         data = memory.getvalue()
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

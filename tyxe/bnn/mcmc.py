@@ -63,8 +63,8 @@ class _Keeping:
                 self._shapes = dict(item)
             yield item, chain
 
-    def terminate(self, *args: Any) -> None:
-        self._sampler.terminate(*args)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
 
     def samples(self) -> dict[str, Tensor]:
         """Return unconstrained samples by site, `(chains, samples, ...)`, of as many as can be.
