@@ -14,13 +14,17 @@ import threading
 from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from signal import SIGINT
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro.poutine import collapse_messenger, indep_messenger, messenger, runtime
 from pyro.poutine.messenger import Messenger
 
-__all__ = ["INTERRUPTS", "exclusive", "handlers", "in_backward", "only_handlers"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["INTERRUPTS", "Handler", "exclusive", "handlers", "in_backward", "only_handlers"]
 
 
 class _Stack(threading.local, MutableSequence[Any]):
@@ -119,6 +123,8 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self._depth = 0
+        # The depths at which they are let in all the same, because a handler's block is running.
+        self._open: list[int] = []
         self._before: Any = None
         self._pending: tuple[Any, ...] | None = None
 
@@ -139,13 +145,52 @@ class _Interrupts:
         if not self._depth and self._before is not None:
             before, self._before = self._before, None
             _signal.signal(_SIGINT, before)
-            if self._pending is not None:
-                before(*self._pending)
+            self._let_in(before)
+        elif self._is_open():
+            self._let_in(self._before)
 
-    def _hold(self, *arguments: Any) -> None:
-        if self._pending is not None:
-            self._before(*arguments)
-        self._pending = arguments
+    def open(self) -> None:
+        """Let interrupts in until `close`, except into the methods of a `Handler`.
+
+        Where something around this holds them back, it goes on to do so.
+        """
+        if threading.current_thread() is threading.main_thread():
+            around = self._depth - 1
+            if around in (0, *self._open[-1:]):
+                self._let_in(self._before)
+                self._open.append(self._depth)
+            else:
+                self._open.append(-1)
+
+    def close(self) -> None:
+        """Hold interrupts back again."""
+        if threading.current_thread() is threading.main_thread():
+            self._open.pop()
+
+    def _is_open(self) -> bool:
+        return bool(self._open) and self._open[-1] == self._depth
+
+    def _let_in(self, before: Any) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            before(*pending)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._pending is not None or (self._is_open() and not _is_changing(frame)):
+            self._pending = None
+            self._before(number, frame)
+        else:
+            self._pending = number, frame
+
+
+def _is_changing(frame: FrameType | None) -> bool:
+    """Say whether a handler is being entered or left."""
+    while frame is not None:
+        in_method = frame.f_code.co_name in ("__enter__", "__exit__")
+        if in_method and isinstance(frame.f_locals.get("self"), Handler):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Exclusive:
@@ -177,6 +222,31 @@ if hasattr(os, "register_at_fork"):
         after_in_parent=lambda: _EXCLUSIVE._lock.release(),
         after_in_child=_EXCLUSIVE.renew,
     )
+
+
+class Handler(Messenger):
+    """A handler that an interrupt from the keyboard leaves neither behind nor half entered."""
+
+    def __enter__(self) -> Self:
+        """Put the handler on the stack."""
+        depth = len(runtime._PYRO_STACK)
+        INTERRUPTS.__enter__()
+        try:
+            super().__enter__()
+            INTERRUPTS.open()
+        except BaseException:
+            del runtime._PYRO_STACK[depth:]
+            INTERRUPTS.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        """Take the handler off the stack."""
+        INTERRUPTS.close()
+        try:
+            return super().__exit__(*error)
+        finally:
+            INTERRUPTS.__exit__()
 
 
 def exclusive() -> AbstractContextManager[None]:

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
 from tyxe.errors import warn
 from tyxe.poutine.draw import RULES, Draw, use_values
-from tyxe.threads import handlers, in_backward, only_handlers
+from tyxe.threads import Handler, handlers, in_backward, only_handlers
 
 __all__ = ["LinearMap", "LinearMapMessenger"]
 
@@ -228,7 +227,7 @@ RULES[F.multi_head_attention_forward] = _attention_rule
 # --------------------------------------------------------------------------- handlers
 
 
-class LinearMapMessenger(Messenger):
+class LinearMapMessenger(Handler):
     """Base of handlers that change how linear maps are sampled.
 
     While it is active, samples of sites whose posterior factorises are lazy (`Draw`). A subclass
@@ -283,9 +282,9 @@ class LinearMapMessenger(Messenger):
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
         """Warn of sites that were sampled plainly, unless there is an error."""
-        result = super().__exit__(exc_type, exc_value, traceback)
         missed, had_no_effect = self._missed, self._met and not self._answered
         self._missed, self._met, self._answered = {}, False, False
+        result = super().__exit__(exc_type, exc_value, traceback)
         if exc_type is not None:
             return result
         name = self.name

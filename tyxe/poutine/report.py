@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 
 from tyxe.poutine.draw import Draw
+from tyxe.threads import Handler
 from tyxe.util import site_spellings
 
 __all__ = ["Report", "report"]
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     treatment: str
 
 
-class Report(Messenger):
+class Report(Handler):
     """The uses of each site of a net while it is active; iterate over it for the rows."""
 
     def __init__(self) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, SupportsFloat
 
 import torch
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
 from tyxe.errors import described, warn
+from tyxe.threads import Handler
 from tyxe.util import site_spellings
 
 __all__ = ["masked_pointwise", "selective_mask", "selective_scale"]
@@ -23,7 +23,7 @@ def masked_pointwise(site: str, values: Tensor) -> Tensor:
     return values
 
 
-class _Selective(Messenger):
+class _Selective(Handler):
     """Base of both handlers: the exposed names, and whether each of them was met."""
 
     def __init__(self, expose: Sequence[str]) -> None:

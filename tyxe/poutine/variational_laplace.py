@@ -8,7 +8,6 @@ from weakref import WeakSet
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,6 +17,7 @@ from tyxe.errors import check_known, warn
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.nonsmooth import nonsmooth_functions
 from tyxe.poutine.second_order import SECOND_ORDER_TERMS, Expansion, Hessian, Shifted
+from tyxe.threads import Handler
 
 __all__ = ["VariationalLaplaceMessenger", "announce_epoch", "variational_laplace"]
 
@@ -32,7 +32,7 @@ def announce_epoch(net: nn.Module, kl_weight: float) -> None:
     """Tell handlers, before an epoch, which net is trained and the weight `beta` of the KL."""
 
 
-class VariationalLaplaceMessenger(Messenger):
+class VariationalLaplaceMessenger(Handler):
     """The handler of `variational_laplace`."""
 
     def __init__(self, curvature: str = "fisher") -> None:
@@ -56,18 +56,18 @@ class VariationalLaplaceMessenger(Messenger):
         """Raise if another handler that samples inside the net is active."""
         if draws_are_lazy():
             raise RuntimeError(CONFLICT)
+        super().__enter__()
         # Fused attention has no second derivative.
         self._attention = sdpa_kernel([SDPBackend.MATH])
         self._attention.__enter__()
-        super().__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
         """Warn if no data were met."""
-        result = super().__exit__(exc_type, exc_value, traceback)
         self._attention.__exit__(exc_type, exc_value, traceback)
         had_no_data = self._ran and not self._met_data
         self._forget()
+        result = super().__exit__(exc_type, exc_value, traceback)
         if had_no_data and exc_type is None:
             warn(
                 "variational_laplace ran a net at its guide's means, but met no data: it belongs "
