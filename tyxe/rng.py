@@ -108,15 +108,21 @@ class _Forks:
 
     def __init__(self) -> None:
         self.count = 0
+        self._state = b""
 
     def before(self) -> None:
-        """Count a fork, in the parent."""
+        """Count a fork, in the parent, and take the generator's state.
+
+        That waits for a thread that is drawing, whose hold on the generator the child would keep.
+        """
         self.count += 1
+        self._state = torch.default_generator.get_state().numpy().tobytes()
 
     def in_child(self) -> None:
         """Seed the child's generator of the CPU; accelerators do not work in it."""
-        state = torch.default_generator.get_state().numpy().tobytes()
-        mixed = hashlib.blake2b(state + self.count.to_bytes(8, "little"), digest_size=8).digest()
+        mixed = hashlib.blake2b(
+            self._state + self.count.to_bytes(8, "little"), digest_size=8
+        ).digest()
         torch.default_generator.manual_seed(int.from_bytes(mixed, "little"))
 
 

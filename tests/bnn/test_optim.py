@@ -125,6 +125,15 @@ def test_weights_decay_only_where_they_have_no_posterior(optim):
     assert set(expected.values()) == {0.0, 0.1}
 
 
+def test_a_noise_does_not_decay():
+    likelihood = HomoskedasticGaussian(10, scale=0.1, learn_scale=True)
+    bnn = make(net=nn.Linear(2, 1), likelihood=likelihood)
+    optim = functools.partial(torch.optim.AdamW, lr=0.0, weight_decay=0.1)
+    bnn.fit([(X, Y[:, None].float())], optim, 1, lr_multipliers={"deterministic": 2.0})
+    assert bnn.likelihood.log_noise in bnn.optimizer.state
+    assert {group["weight_decay"] for group in bnn.optimizer.param_groups} == {0.0}
+
+
 def test_weight_decay_of_an_instance_is_warned_of():
     bnn = make()
     with pytest.warns(tyxe.TyxeWarning, match="widens the posterior"):

@@ -1,5 +1,6 @@
 """Targets from the posterior predictive distribution, intervals and scores, in closed form."""
 
+import copy
 import math
 from functools import partial
 
@@ -7,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, jacrev
 
 import tyxe
 from tyxe.guides import AutoNormal, init_to_zero
@@ -110,14 +112,27 @@ def test_what_has_no_interval_says_so():
         bnn.sample_predictive(X, num_samples=0)
 
 
-def test_the_glm_evaluates_the_mixture():
-    """A Poisson's far point, and two coupled outputs under Gaussian noise, in closed form."""
-    bnn = bnn_of(HomoskedasticGaussian(10, scale=0.5), 2)
-    targets = torch.randn(3, 2)
+@pytest.mark.parametrize("noise", [0.5, 0.01])
+def test_the_glm_scores_coupled_outputs_together(noise: float):
+    """Against the joint Normal, with the covariance of a net linearised by hand."""
+    net = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 5, bias=False))
+    guide = partial(AutoNormal, init_scale=0.3)
+    bnn = tyxe.VariationalBNN(net, PRIOR, HomoskedasticGaussian(10, scale=noise), guide)
+    targets = torch.randn(3, 5)
     _, found = bnn.evaluate(X, targets, num_predictions=8, predictive="glm", reduction="none")
-    variance = 0.3**2 * X.square().sum(1, keepdim=True) + 0.25
-    expected = dist.Normal(torch.zeros(3, 2), variance.sqrt()).log_prob(targets).sum(-1)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    exact = copy.deepcopy(net).double()
+    values = dict(exact.named_parameters())
+    rows = jacrev(lambda v: functional_call(exact, v, (X.double(),)))(values)
+    jacobian = torch.cat([rows[name].flatten(2) for name in values], -1)
+    covariance = 0.3**2 * jacobian @ jacobian.mT + noise**2 * torch.eye(5)
+    assert covariance.triu(1).abs().max() > 1e-2
+    joint = torch.distributions.MultivariateNormal(exact(X.double()), covariance)
+    expected = joint.log_prob(targets.double()).float()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_glm_evaluates_the_mixture():
+    """A Poisson's far point."""
     counts = bnn_of(Poisson(10))
     far, y = torch.tensor([[6.0, 6.0]]), torch.tensor([[3.0]])
     _, by_glm = counts.evaluate(far, y, num_predictions=20_000, predictive="glm")

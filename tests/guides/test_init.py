@@ -199,21 +199,45 @@ def test_guides_start_at_the_net(builder):
 
 
 def test_what_the_net_has_no_allowed_value_for_starts_at_the_median():
-    guide = AutoNormal(program(nn.Linear(3, 2, bias=False), dist.HalfCauchy(1.0)))
-    torch.testing.assert_close(guide.median()["net.weight"], torch.ones(2, 3))
+    net = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        net.weight[0].fill_(0.3)
+        net.weight[1].fill_(-0.3)
+    guide = AutoNormal(program(net, dist.HalfCauchy(1.0)))
+    expected = torch.tensor([[0.3], [1.0]]).expand(2, 3)
+    torch.testing.assert_close(guide.median()["net.weight"], expected)
     precision = AutoNormal(lambda: pyro.sample("precision", dist.LogNormal(0.7, 1.0)))
     assert precision.median()["precision"].item() == pytest.approx(math.exp(0.7))
+    assert precision.get_scale("precision").item() == pytest.approx(0.1)
 
 
-def test_scales_start_by_the_fans_of_layers():
-    guide = AutoNormal(program(LARGE))
-    assert bool((guide.get_scale("0.bias") == guide.get_scale("0.weight").max()).all())
-    for index in (0, 1):
-        fan_in, _ = fan_in_fan_out(LARGE[index].weight, LARGE[index])
-        found = guide.get_scale(f"{index}.weight").detach()
-        torch.testing.assert_close(found, torch.full_like(found, 0.1 / fan_in**0.5))
-    capped = AutoNormal(program(LARGE), max_guide_scale=1e-3)
-    torch.testing.assert_close(capped.get_scale("1.bias").detach(), torch.full((120,), 5e-4))
+@pytest.mark.parametrize("builder", [AutoNormal, autoguide.AutoDelta])
+def test_a_net_that_is_not_finite_is_an_error(builder):
+    net = nn.Linear(3, 2)
+    with torch.no_grad():
+        net.bias[1] = math.nan
+    with pytest.raises(ValueError, match=r"the net's net\.bias is not finite"):
+        PyroGuide.build(builder, program(net))
+
+
+def test_scales_start_below_the_weights():
+    net = nn.Sequential(nn.Linear(100, 120), nn.Linear(120, 5), nn.Embedding(9, 4))
+    with torch.no_grad():
+        net[1].weight.mul_(0.1)
+        net[1].bias.zero_()
+        net[2].weight.fill_(0.02)
+    guide = AutoNormal(program(net))
+    expected = {
+        "0.weight": 0.05 * net[0].weight.square().mean().sqrt().item(),
+        "1.weight": 0.05 * net[1].weight.square().mean().sqrt().item(),
+        "1.bias": 0.05 / 120**0.5,
+        "2.weight": 0.05 * 0.02,
+    }
+    for name, scale in expected.items():
+        found = guide.get_scale(name).detach()
+        torch.testing.assert_close(found, torch.full_like(found, scale))
+    capped = AutoNormal(program(net), max_guide_scale=1e-3)
+    torch.testing.assert_close(capped.get_scale("1.bias").detach(), torch.full((5,), 5e-4))
 
 
 # --- starts that do not fit -----------------------------------------------------------------------

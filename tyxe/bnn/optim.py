@@ -47,6 +47,7 @@ def make_optimizer(
             other parameters.
     """
     factors = _checked_multipliers(lr_multipliers)
+    kinds = {name: _group_of(name, kind) for name, kind in kinds.items()}
     _refuse_line_search(optim)
     if isinstance(optim, Optimizer):
         return _checked_instance(optim, parameters, kinds, factors)
@@ -63,6 +64,11 @@ def make_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optim made a {type(optimizer).__name__}; expected a torch optimiser")
     return _by_kinds(optimizer, list(_by_kind(parameters, kinds)), factors)
+
+
+def _group_of(name: str, kind: str) -> str:
+    """Return the kind, with one of its own for the likelihood's parameters, such as a noise."""
+    return "likelihood" if kind == "deterministic" and not name.startswith("net.") else kind
 
 
 def _refuse_line_search(optim: Any) -> None:
@@ -109,8 +115,8 @@ def _checked_instance(
     for group in optimizer.param_groups:
         if group.get("weight_decay") and variational & {id(p) for p in group["params"]}:
             warn(
-                f"weight_decay={group['weight_decay']} pulls a guide's log-scales to 0 and so "
-                "widens the posterior, whose prior is in the objective already: build the "
+                f"weight_decay={group['weight_decay']} pulls a guide's parameters to 0 on top of "
+                "the prior, and logarithms of scales to 0, which widens the posterior: build the "
                 "optimiser with weight_decay=0, or pass its class, for which fit does that"
             )
             break
@@ -144,7 +150,8 @@ def _by_kinds(
 ) -> Optimizer:
     """Scale the rates of groups by their kinds, and let only deterministic weights decay."""
     for group, kind in zip(optimizer.param_groups, kinds, strict=True):
-        group["lr"] = group["lr"] * factors.get(kind, 1.0)
+        rate_of = "deterministic" if kind == "likelihood" else kind
+        group["lr"] = group["lr"] * factors.get(rate_of, 1.0)
         # The prior is in the objective, and a log-scale that decays towards 0 grows a posterior.
         if kind != "deterministic" and group.get("weight_decay"):
             group["weight_decay"] = 0.0

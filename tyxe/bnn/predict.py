@@ -332,7 +332,8 @@ class SupervisedBNN(BNN):
             )
         samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
         last, tail = num_samples - 1, (1 - level) / 2
-        return samples[math.floor(tail * last)], samples[math.ceil((1 - tail) * last)]
+        outside = math.floor(tail * last + 1e-9)  # a product such as 0.05 * 100 is rounded
+        return samples[outside], samples[last - outside]
 
     def evaluate(
         self,
@@ -350,8 +351,9 @@ class SupervisedBNN(BNN):
         """Return error and log-likelihood on data with targets.
 
         The log-likelihood is that of the mixture over draws, `log 1/S sum_s p(y|f_s)`, in nats; for
-        Gaussian outputs it is that of the aggregated prediction. Arguments and errors that are not
-        listed are those of `predict`.
+        Gaussian outputs over samples of them, in closed form under Gaussian noise, and for the
+        links `"probit"` and `"bridge"` that of the aggregated prediction. Arguments and errors that
+        are not listed are those of `predict`.
 
         Args:
             input_data: a batch of inputs, or a loader or list of `(inputs, targets)`.

@@ -14,8 +14,8 @@ from tyxe.guides.init import (
     init_to_normal_xavier,
     init_to_sample,
     init_to_zero,
+    scale_below_net,
     scale_below_prior,
-    scale_by_fan_in,
     stationary_scale,
 )
 from tyxe.guides.normal import AutoNormal, MeanField
@@ -45,7 +45,7 @@ __all__ = [
     "parameter_count",
     "prune_",
     "prune_inducing_",
+    "scale_below_net",
     "scale_below_prior",
-    "scale_by_fan_in",
     "stationary_scale",
 ]

@@ -16,6 +16,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe.distributions.moments import elementwise
 from tyxe.util import site_spellings, std_from_fans
 
 __all__ = [
@@ -30,8 +31,8 @@ __all__ = [
     "init_to_sample",
     "init_to_zero",
     "layerwise_std",
+    "scale_below_net",
     "scale_below_prior",
-    "scale_by_fan_in",
     "stationary_scale",
 ]
 
@@ -96,8 +97,11 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
 def init_to_net(site: Message | None = None) -> Any:
     """Start at the values that the net came with: the default of guides.
 
-    What belongs to no net, as a noise's scale, starts at the prior's median, and so does a site
-    whose values are outside of its prior's support.
+    What belongs to no net, as a noise's scale, starts at the prior's median, and so do values
+    outside of the prior's support.
+
+    Raises:
+        ValueError: a value of the net is not finite.
 
     Example:
         >>> import pyro.distributions as dist
@@ -108,9 +112,18 @@ def init_to_net(site: Message | None = None) -> Any:
     if site is None:
         return init_to_net
     own = site.get("infer", {}).get("own_value")
-    if own is None or not bool(site["fn"].support.check(own).all()):
+    if own is None:
         return init_to_median(site)
-    return own.detach().clone()
+    own = own.detach()
+    if not bool(own.isfinite().all()):
+        raise ValueError(
+            f"the net's {site['name']} is not finite, so that no guide can start there: mend the "
+            "net, or pass init_loc_fn=tyxe.guides.init_to_median"
+        )
+    allowed = elementwise(site["fn"].support).check(own)
+    if bool(allowed.all()):
+        return own.clone()
+    return torch.where(allowed, own, init_to_median(site).to(own))
 
 
 def layerwise_std(site: Message, method: str, nonlinearity: str = "relu") -> float:
@@ -233,20 +246,29 @@ def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
     return start
 
 
-def scale_by_fan_in(ratio: float = 0.1) -> Callable[[Message], float]:
-    r"""Start standard deviations at `ratio / sqrt(fan_in)` of each layer: the default of guides.
+def scale_below_net(ratio: float = 0.05) -> Callable[[Message], float]:
+    r"""Start standard deviations well below the net's weights: the default of guides.
 
-    Then noise in a layer's outputs has about `ratio` times the size of its inputs, whatever the
-    layer's width, and a trained net predicts as before. What belongs to no layer starts at `ratio`.
+    They are `ratio / sqrt(fan_in)` for each layer, or `ratio` times the root mean square of the
+    site's values in the net where that is less, so that noise in a layer's outputs is a small part
+    of them whatever its width. What belongs to no net, as a noise's scale, starts at 0.1.
 
     Example:
-        >>> scale_by_fan_in()({"name": "w", "infer": {"fans": (25.0, 4.0)}})
-        0.02
+        >>> infer = {"fans": (25.0, 4.0), "own_value": torch.full((4, 25), 0.1)}
+        >>> round(scale_below_net()({"name": "w", "infer": infer}), 6)
+        0.005
     """
 
     def start(site: Message) -> float:
-        fan_in, _ = site.get("infer", {}).get("fans") or (1.0, 1.0)
-        return ratio / math.sqrt(fan_in)
+        infer = site.get("infer", {})
+        own = infer.get("own_value")
+        if own is None:
+            return 0.1
+        fan_in, _ = infer.get("fans") or (1.0, 1.0)
+        largest = ratio / math.sqrt(fan_in)
+        size = float(own.detach().float().square().mean().sqrt()) if own.numel() else 0.0
+        # Weights that start at zero, as biases do, say nothing of their size.
+        return min(largest, max(ratio * size, 0.01 * largest)) if size else largest
 
     return start
 

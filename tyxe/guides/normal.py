@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tyxe.distributions import FactorizedNormal, PrunedNormal
 from tyxe.guides.base import Guide, Site
-from tyxe.guides.init import init_to_net, layerwise_std, scale_by_fan_in
+from tyxe.guides.init import init_to_net, layerwise_std, scale_below_net
 from tyxe.guides.scales import capped_log, uncapped
 from tyxe.util import SiteTensors, resolve_site_name
 
@@ -36,7 +36,7 @@ class MeanField(Guide):
             values, `init_to_median` of the prior, `init_to_normal_radford`, ...
         init_scale: start of the scales: a number, numbers or tensors by site, a layer-wise method
             (`"radford"`, `"xavier"`, `"kaiming"`), or a function of the site's message. The default
-            is `scale_by_fan_in()`, or half the cap where that is less.
+            is `scale_below_net()`, or half the cap where that is less.
         train_loc: with `False` means stay where they start.
         train_scale: with `False` scales stay where they start.
         max_guide_scale: upper bound of the scales.
@@ -88,7 +88,7 @@ class MeanField(Guide):
         return f"{type(self).__name__}(max_guide_scale={self.max_guide_scale})"
 
     def _default_scale(self, message: Any) -> float:
-        scale = scale_by_fan_in()(message)
+        scale = scale_below_net()(message)
         return scale if self.max_guide_scale is None else min(scale, self.max_guide_scale / 2)
 
     def _unconstrain(self, scale: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ class FlipoutMessenger(LinearMapMessenger):
             return signs.repeat(len(tensor) // event.points, 1) if event.points else signs
         in_rows = event.spatial_dims or event.points is not None or channel < 2
         dim = event.batch_dim if in_rows else self.batch_dim
+        if dim >= channel > 0:
+            raise ValueError(
+                f"flipout(batch_dim={dim}) met an output of shape {tuple(tensor.shape)}, whose "
+                f"points are counted by a dimension before {channel}: give that one"
+            )
         if dim < channel and event.points != 1:
             shape[dim] = tensor.shape[dim]
         return _random_signs(shape, tensor.dtype, tensor.device)

@@ -45,6 +45,10 @@ class Ensemble(nn.Module):
             self.register_buffer(f"draws_of_{name}", values)
         self.requires_grad_(False).eval()
 
+    def train(self, mode: bool = True) -> Ensemble:
+        """Stay in eval mode, so that a parent in train mode changes no prediction."""
+        return super().train(False)
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the prediction for a batch: what the BNN's `predict` does for these draws."""
         outputs = torch.stack([member(*inputs, **kwargs) for member in self.members])

@@ -214,13 +214,15 @@ def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor) -> Tensor
     white = residual / scale
     if residual.dim() == 1:
         white, scale = white[:, None], scale[:, None]
-    # The eigenvalues of I + C' are at least 1, whatever rounding has left of C'.
     relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-    values, vectors = torch.linalg.eigh(relative)
+    # Where noise is small, the eigenvalues span more than single precision has.
+    exact = relative.dtype if relative.device.type == "mps" else torch.float64
+    values, vectors = torch.linalg.eigh(relative.to(exact))
+    # Those of I + C' are at least 1, whatever rounding has left of C'.
     values = 1 + values.clamp_min(0)
-    turned = (vectors.mT @ white.unsqueeze(-1)).squeeze(-1)
+    turned = (vectors.mT @ white.unsqueeze(-1).to(exact)).squeeze(-1)
     terms = turned.square() / values + values.log() + 2 * scale.log() + math.log(2 * math.pi)
-    return -0.5 * terms.flatten(1).sum(1)
+    return -0.5 * terms.flatten(1).sum(1).to(residual.dtype)
 
 
 def _variance(mean: Tensor, covariance: Tensor) -> Tensor:
