@@ -314,3 +314,37 @@ def test_fit_rejects_options(case):
     bnn = make()
     rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], ADAM, 1, **options))
     assert bnn.optimizer is None
+
+
+class Refused(ValueError):
+    """An error of a user's own, with two arguments."""
+
+    def __init__(self, what, why):
+        super().__init__(what, why)
+
+
+class Picky(nn.Linear):
+    """Raises such an error for small batches, and PyTorch's for misshapen ones."""
+
+    def forward(self, x):
+        if len(x) < 4:
+            raise Refused("too few", len(x))
+        return super().forward(x)
+
+
+def test_a_nets_own_errors_come_as_they_are():
+    """Without a table of the traced shapes, which also made another error of Refused."""
+    bnn = make(Picky(2, 1))
+    with pytest.raises(Refused) as caught:
+        bnn.fit([(X, Y), (X[:2], Y[:2])], ADAM, 1)
+    assert caught.value.args == ("too few", 2)
+    with pytest.raises(RuntimeError) as caught:
+        bnn.fit([(X, Y), (torch.randn(N, 3), Y)], ADAM, 1)
+    assert "Trace Shapes" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+    def prior():
+        raise Refused("no", "prior")
+
+    with pytest.raises(Refused):
+        make(prior=tyxe.priors.LambdaPrior(lambda *parameter: prior))

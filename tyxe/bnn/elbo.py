@@ -84,8 +84,13 @@ def elbo_terms(
         >>> elbo_terms(model, guide).kl
         tensor(0.4431)
     """
-    guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-    model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+    # A program that is wrapped in a trace raises other errors than its own, with a table of shapes.
+    with poutine.trace() as guide_messenger:
+        guide(*args, **kwargs)
+    guide_trace = guide_messenger.trace
+    with poutine.trace() as model_messenger, poutine.replay(trace=guide_trace):
+        model(*args, **kwargs)
+    model_trace = model_messenger.trace
     latents = _samples(guide_trace, observed=False)
     _check_guide(latents, closed_form_kl)
     data, count = _data_term(model_trace)

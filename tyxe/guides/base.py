@@ -54,8 +54,10 @@ def sites_of(
     """
     prefix = getattr(module, "prefix", "")
     # A handler around the constructor is for what runs inside of it, which this is not.
-    with torch.no_grad(), only_handlers(()):
-        trace = poutine.trace(poutine.block(module, hide_types=["observe"])).get_trace()
+    latent = poutine.block(module, hide_types=["observe"])
+    with torch.no_grad(), only_handlers(()), poutine.trace() as messenger:
+        latent()
+    trace = messenger.trace
     messages = {name: trace.nodes[name] for name in trace.stochastic_nodes}
     if not messages:
         raise ValueError(
