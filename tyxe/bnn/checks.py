@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tyxe.bnn.predict import SupervisedBNN
 
 __all__ = [
-    "check_first_batch",
     "check_fit_arguments",
+    "check_one_batch",
     "check_options",
     "nonfinite_message",
     "warn_of_result",
@@ -55,7 +55,7 @@ def check_options(beta: Any, clip_norm: float | None) -> None:
         raise ValueError(f"clip_norm is {clip_norm}; expected a positive number")
 
 
-def check_first_batch(
+def check_one_batch(
     bnn: SupervisedBNN, draw: Callable[[], Mapping[str, Tensor]], inputs: Inputs, targets: Tensor
 ) -> None:
     """Raise if targets do not fit the predictions, or the batch is larger than the data set.
@@ -69,7 +69,7 @@ def check_first_batch(
         bnn.likelihood.check_batch(predictions, targets)
 
 
-def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms, inputs: Inputs, targets: Tensor) -> str:
+def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:
     """Return the error message for a loss or gradient that is not finite, with its place."""
     name = bnn.likelihood.data_name
     if not bool(terms.data.isfinite()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -117,8 +118,12 @@ def _samples(trace: Trace, observed: bool) -> list[tuple[str, Any]]:
     ]
 
 
-def _log_prob(site: Any) -> Tensor:
-    log_prob = site["fn"].log_prob(_value(site))
+def _log_prob(site: Any, is_bounded: bool = False) -> Tensor:
+    """Return a site's log-density; with `is_bounded`, minus infinity outside of its support."""
+    fn, value = site["fn"], _value(site)
+    log_prob = fn.log_prob(value)
+    if is_bounded:  # a target is found to be wrong where the loss is looked at, not sooner
+        log_prob = log_prob.where(fn.support.check(value), -math.inf)
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
 
@@ -127,7 +132,7 @@ def _data_term(trace: Trace) -> tuple[Tensor, int]:
     count = 0
     observed = _samples(trace, observed=True)
     for _, site in observed:
-        total = total + _log_prob(site)
+        total = total + _log_prob(site, site["infer"].get("is_bounded", False))
         # Without a batch, a site is the only data point, or a factor or deterministic site.
         alone = 1 if len(observed) == 1 else 0
         rows = site["fn"].batch_shape[-1] if site["fn"].batch_shape else alone

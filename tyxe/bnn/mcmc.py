@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import collect
-from tyxe.bnn.checks import check_first_batch
+from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.potential import functional_kernel
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.errors import check_count, warn
@@ -176,7 +176,7 @@ class MCMC_BNN(SupervisedBNN):
         num_samples = check_count("num_samples", num_samples, hint=hint)
         inputs, targets = collect([data_loader] if batch_data else data_loader, device)
         with fitting(self, train=False), prior_fixed(self):
-            check_first_batch(self, self.net_prior, inputs, targets)
+            check_one_batch(self, self.net_prior, inputs, targets)
             self._warn_of_setting(len(targets))
             mcmc = self._chains((inputs, targets), num_samples, compile, mcmc_kwargs)
             mcmc.sampler = kept = _Keeping(mcmc.sampler)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.checks import check_first_batch, nonfinite_message
+from tyxe.bnn.checks import check_one_batch, nonfinite_message
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
@@ -100,7 +100,9 @@ class Trainer:
         for inputs, targets in self.processes.in_step(batches_of(loader, device)):
             with exclusive():
                 if not self._checked:
-                    check_first_batch(self.bnn, self.bnn.one_draw, inputs, targets)
+                    check_one_batch(self.bnn, self.bnn.one_draw, inputs, targets)
+                if len(targets) > self.bnn.likelihood.dataset_size:
+                    self.bnn.likelihood.check_size(targets)
                 # In the first step only, to save the time; the loss of each is checked.
                 with pyro.validation_enabled(not self._checked), numbers_unchecked(self._checked):
                     terms = self.step(inputs, targets, beta)
@@ -143,7 +145,9 @@ class Trainer:
             parameters = self.parameters.values()
             norm = gradient_norm(parameters)
             if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
-                raise RuntimeError(nonfinite_message(self.bnn, terms, inputs, targets))
+                # Targets of other batches than the first are looked at when the loss tells of them.
+                check_one_batch(self.bnn, self.bnn.one_draw, inputs, targets)
+                raise RuntimeError(nonfinite_message(self.bnn, terms))
         if self.options.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_norm, norm)
         if self._pyro_clip is not None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe.distributions.moments import is_real
 from tyxe.errors import check_count
 from tyxe.poutine.selective import masked_pointwise
 from tyxe.util import at_least_float32
@@ -90,6 +91,9 @@ class Likelihood(nn.Module, ABC):
         self._dataset_size = None if size in (None, -1) else check_count("dataset_size", size)
 
     has_order = True  # whether some targets are larger than others, so that they have intervals
+    is_zero_outside = (
+        False  # whether the density of targets outside of the support is computed as 0
+    )
 
     @property
     def data_name(self) -> str:
@@ -169,17 +173,22 @@ class Likelihood(nn.Module, ABC):
         Raises:
             ValueError: more points than `dataset_size`, or targets that do not fit.
         """
+        rows = self.check_size(targets)
+        if len(rows) < len(targets):
+            rows = rows.to(targets.device)
+            predictions, targets = predictions[rows], targets[rows]
+        if len(targets) and bool(predictions.isfinite().all()):
+            self.check_targets(predictions, targets)
+
+    def check_size(self, targets: Tensor) -> Tensor:
+        """Return the rows of a batch that count, or raise if they are more than `dataset_size`."""
         rows = masked_pointwise(self.data_name, torch.arange(len(targets)))
         if len(rows) > self.dataset_size:
             raise ValueError(
                 f"the batch has {len(rows)} points, but the likelihood was built with "
                 f"dataset_size={self.dataset_size}; pass the number of training points"
             )
-        if len(rows) < len(targets):
-            rows = rows.to(targets.device)
-            predictions, targets = predictions[rows], targets[rows]
-        if len(targets) and bool(predictions.isfinite().all()):
-            self.check_targets(predictions, targets)
+        return rows
 
     def check_predictions(self, predictions: Tensor) -> None:
         """Raise or warn if the net's output cannot parametrise this likelihood."""
@@ -213,8 +222,9 @@ class Likelihood(nn.Module, ABC):
         distribution, obs = self._distribution_for(predictions, obs, latents)
         # The plate only uses the length of `subsample`, which is the number of rows.
         rows = range(distribution.batch_shape[0])
+        infer = {"is_bounded": not (self.is_zero_outside or is_real(distribution.support))}
         with pyro.plate(f"{self.prefix}.plate", self.dataset_size, subsample=rows, dim=-1):
-            value: Tensor = pyro.sample(self.data_name, distribution, obs=obs)
+            value: Tensor = pyro.sample(self.data_name, distribution, obs=obs, infer=infer)
         return value
 
     def _distribution_for(

@@ -40,6 +40,7 @@ class Categorical(Likelihood):
     """
 
     has_order = False
+    is_zero_outside = True
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Categorical(Likelihood):
     ) -> dist.Distribution:
         if self.logit_predictions:
             return _LogitCategorical(predictions).to_event(self.event_dim)
-        return dist.Categorical(probs=predictions, validate_args=False).to_event(self.event_dim)
+        return _ProbCategorical(probs=predictions, validate_args=False).to_event(self.event_dim)
 
     def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
         if targets.is_floating_point():
@@ -89,8 +90,13 @@ class Categorical(Likelihood):
         return log_probs.logsumexp(dim) - math.log(predictions.shape[dim])
 
 
-# `nll_loss` ignores points of one label, -100 by default; no target is ever this one.
-_NO_LABEL = -(2**62)
+class _ProbCategorical(dist.Categorical):
+    """A Categorical for which a label of no class has density zero, and is no error of an index."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        known = value.clamp(0, self._num_events - 1)
+        log_prob: Tensor = super().log_prob(known).where(known == value, -math.inf)
+        return log_prob
 
 
 class _LogitCategorical(dist.Categorical):
@@ -111,7 +117,9 @@ class _LogitCategorical(dist.Categorical):
             log_prob: Tensor = super().log_prob(value)
             return log_prob
         logits, labels = self.logits.flatten(0, -2), value.long().flatten()
-        flat = nll_loss(logits, labels, reduction="none", ignore_index=_NO_LABEL)
+        known = labels.clamp(0, self._num_events - 1)
+        # A label of no class has density zero; `nll_loss` would end an accelerator's process.
+        flat = nll_loss(logits, known, reduction="none").where(known == labels, math.inf)
         return -flat.reshape(value.shape)
 
 
