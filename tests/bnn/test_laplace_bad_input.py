@@ -8,7 +8,8 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tests.oracles.laplace import classifier
+from tests.oracles.laplace import STRUCTURES, classifier
+from tests.oracles.programs import NORMAL
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -57,6 +58,35 @@ def test_a_curvature_that_is_not_finite_names_the_site():
     x[3, 1] = math.inf
     with pytest.raises(ValueError, match=r"'net.0.weight' is not finite"):
         bnn.fit_curvature([(x, y)])
+
+
+@pytest.mark.parametrize("site", ["net.0.weight", "net.2.bias"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_weight_that_is_not_finite_has_no_curvature(structure, site):
+    """The last bias enters no curvature of a Gaussian likelihood."""
+    net, rows = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.ones(5, 3)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0)
+    prior = tyxe.priors.IIDPrior(NORMAL)
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
+    bnn.fit_curvature([(rows, rows[:, :1])])
+    before = bnn.state
+    with torch.no_grad():
+        dict(bnn.net_guide.values())[site].view(-1)[0] = math.nan
+    with pytest.raises(ValueError, match=f"weights of {site} are not finite, and so no mode"):
+        bnn.fit_curvature([(rows, rows[:, :1])])
+    assert bnn.state is before
+
+
+def test_a_likelihood_that_is_not_finite_has_no_evidence():
+    """The prior hides the last bias, which is NaN, and enters no curvature."""
+    net, rows = nn.Linear(3, 1), torch.ones(5, 3)
+    with torch.no_grad():
+        net.bias.fill_(math.nan)
+    prior = tyxe.priors.IIDPrior(NORMAL, hide=["bias"])
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0)
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood)
+    with pytest.raises(ValueError, match="log-likelihood or error of these data is not finite"):
+        bnn.fit_curvature([(rows, rows[:, :1])])
 
 
 def test_targets_and_noise_that_do_not_fit():

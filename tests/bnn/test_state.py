@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import pickle
 
 import pyro
@@ -261,6 +262,16 @@ def bad_entry(key):
     return spoil
 
 
+def with_nan(key):
+    def spoil(bnn):
+        state = fitted().state_dict()
+        broken = state[key].clone()
+        broken.view(-1)[0] = math.nan
+        return {**state, key: broken}
+
+    return spoil
+
+
 def laplace_state(bnn):
     bnn = tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1))
     bnn.fit([data()], ADAM, 1)
@@ -271,6 +282,11 @@ MISFITS = {
     "a string for a weight": (bad_entry("net.1.weight"), "does not fit this VariationalBNN"),
     "a string for a mean": (bad_entry("net_guide.locs.0.weight"), "does not fit this Variatio"),
     "a string for the prior": (bad_entry("net_prior._entries.0.base_dist__loc"), "does not fit"),
+    "NaN in a mean": (
+        with_nan("net_guide.locs.0.weight"),
+        "net_guide.locs.0.weight of the state dict has NaN in it; nothing was changed",
+    ),
+    "NaN in a prior": (with_nan("net_prior._entries.0.base_dist__loc"), "has NaN in it"),
     "a plain net": (
         lambda bnn: net().state_dict(),
         r"state of a plain net; .* init_loc_fn=tyxe\.guides\.PretrainedInitializer\.from_net",
@@ -302,6 +318,18 @@ def test_a_state_that_does_not_fit_changes_nothing(misfit):
     assert_same_state(bnn, before)
     assert_same_predictions(bnn, before)
     bnn.fit([data()], ADAM, 1)
+
+
+def test_a_nets_own_buffers_may_hold_nan():
+    class Marked(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 1)
+            self.register_buffer("seen", torch.tensor([math.nan]))
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    one, other = (tyxe.PytorchBNN(Marked(), prior, AutoNormal) for _ in range(2))
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one.net_guide.get_loc("weight"), other.net_guide.get_loc("weight"))
 
 
 def test_samples_of_a_wrong_kind_change_nothing():

@@ -378,8 +378,9 @@ class BNN(nn.Module):
         """Load a state dict, or raise an error and change nothing.
 
         Raises:
-            RuntimeError: the state dict does not fit this BNN.
+            RuntimeError: the state dict does not fit this BNN, or has NaN in it.
         """
+        self._check_numbers(state_dict)
         before = copy.deepcopy(self.state_dict())
         sites = {name: own.clone() for name, own in self._sites_in_state("").items()}
         priors = self.net_prior.snapshot()
@@ -404,6 +405,13 @@ class BNN(nn.Module):
                 f"the state dict does not fit this {type(self).__name__}, which was left as it "
                 "was; build it with the same net, prior, likelihood and guide. " + str(error)
             ) from None
+
+    def _check_numbers(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise where anything in a state dict but the net's buffers has elements that are NaN."""
+        of_net = {f"net.{name}" for name, _ in self.net.named_buffers()}
+        for name, value in state_dict.items():
+            if name not in of_net and isinstance(value, Tensor) and bool(value.isnan().any()):
+                raise RuntimeError(f"{name} of the state dict has NaN in it; nothing was changed")
 
     def parameter_kinds(self) -> dict[str, str]:
         """Return the kind of each trainable parameter: `loc`, `scale` or `deterministic`."""

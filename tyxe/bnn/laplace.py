@@ -319,9 +319,13 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             progress: show a bar for several passes; by default on a terminal only.
 
         Raises:
-            ValueError: the data do not fit the likelihood; the curvature is not finite, or does not
-                fit the prior.
+            ValueError: the data do not fit the likelihood; weights, the log-likelihood or the
+                curvature are not finite, or the curvature does not fit the prior.
         """
+        weights = self.net_guide.values().items()
+        bad = [name for name, value in weights if not bool(value.isfinite().all())]
+        if bad:
+            raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
         passes = progress_bar(range(self.num_passes), "curvature", "pass", progress)
         with fitting(self, train=False):
             found = collect_curvature(

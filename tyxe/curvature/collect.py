@@ -179,5 +179,10 @@ def _key_of(accumulator: Accumulator, numbers: Tensor) -> int:
                 f"the curvature of {name!r} is not finite: look at the inputs and the fitted net, "
                 "or use float32 where it is in half precision"
             )
+    if not bool(numbers.isfinite().all()):
+        raise ValueError(
+            "the log-likelihood or error of these data is not finite: look for NaN and infinity in "
+            "the inputs, and in weights"
+        )
     digest.update(struct.pack("3d", *numbers.tolist()))
     return int.from_bytes(digest.digest(), "big")
