@@ -308,6 +308,28 @@ OPTIONS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("beta", "error", "message"),
+    [
+        (-1.0, ValueError, r"beta\(2\) is -1.0; expected 0 or more"),
+        (float("inf"), ValueError, r"beta\(2\) is inf; expected 0 or more"),
+        (None, TypeError, r"beta\(2\) is None; expected a number"),
+    ],
+)
+def test_a_weight_of_the_kl_is_looked_at_in_every_epoch(beta, error, message):
+    bnn, seen = make(), []
+
+    def weight(epoch):
+        return beta if epoch == 2 else torch.tensor(0.5)
+
+    with pytest.raises(error, match=message):
+        bnn.fit([(X, Y)], ADAM, 3, lambda bnn, epoch, loss: seen.append(epoch), beta=weight)
+    assert seen == [0, 1]
+    bnn = make()
+    message = "beta is 'a'; expected a number, or a function of the epoch"
+    rejects(bnn, TypeError, message, lambda: bnn.fit([(X, Y)], ADAM, 1, beta="a"))
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 def test_fit_rejects_options(case):
     options, message = OPTIONS[case]

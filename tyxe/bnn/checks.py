@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import torch
 import torch.distributions as td
@@ -15,7 +16,7 @@ from tyxe.bnn.history import History
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.distributions.moments import is_discrete
-from tyxe.errors import check_count, warn
+from tyxe.errors import check_count, described, warn
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tyxe.bnn.predict import SupervisedBNN
 
 __all__ = [
+    "check_beta",
     "check_fit_arguments",
     "check_one_batch",
     "check_options",
@@ -48,11 +50,23 @@ def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any = 1) -> 
 
 
 def check_options(beta: Any, clip_norm: float | None) -> None:
-    """Raise a ValueError for a negative weight of the KL, or a norm that is not positive."""
-    if not callable(beta) and not beta >= 0:
-        raise ValueError(f"beta is {beta}; expected 0 or more, or a function of the epoch")
+    """Raise for a weight of the KL that is no number from 0, or a norm that is not positive."""
+    if not callable(beta):
+        check_beta(beta)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; expected a positive number")
+
+
+def check_beta(beta: Any, epoch: int | None = None) -> float:
+    """Return the KL's weight, of an epoch where it is a function of that; raise if it is none."""
+    what, hint = (
+        ("beta", ", or a function of the epoch") if epoch is None else (f"beta({epoch})", "")
+    )
+    if not isinstance(beta, SupportsFloat):
+        raise TypeError(f"{what} is {described(beta)}; expected a number{hint}")
+    if not 0 <= float(beta) < math.inf:
+        raise ValueError(f"{what} is {beta}; expected 0 or more{hint}")
+    return float(beta)
 
 
 def check_one_batch(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.checks import check_one_batch, nonfinite_message
+from tyxe.bnn.checks import check_beta, check_one_batch, nonfinite_message
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
@@ -50,8 +50,8 @@ class FitOptions:
     parallel: Parallel | None = None
 
     def beta_at(self, epoch: int) -> float:
-        """Return the KL's weight in an epoch."""
-        return float(self.beta(epoch) if callable(self.beta) else self.beta)
+        """Return the KL's weight in an epoch; raise if it is not 0 or more."""
+        return check_beta(self.beta(epoch) if callable(self.beta) else self.beta, epoch)
 
 
 def progress_bar(items: range, what: str, unit: str, progress: bool | None) -> Any:
