@@ -217,3 +217,28 @@ def test_bad_starts():
     for prior in (message["fn"], without_moments):
         with pytest.raises(ValueError, match="'w' has no finite standard deviation"):
             scale_below_prior()({"name": "w", "fn": prior})
+
+
+class CalledAsAFunction(nn.Linear):
+    def forward(self, x):
+        return nn.functional.hardsigmoid(super().forward(x))
+
+
+@pytest.mark.parametrize("curvature", ["fisher", "hessian", "empirical"])
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        (nn.Sequential(nn.Linear(2, 4), nn.Hardsigmoid()), r"0\.1 \(Hardsigmoid\)"),
+        (CalledAsAFunction(2, 4), r"Hardsigmoid \(called as a function\)"),
+        (nn.Sequential(nn.EmbeddingBag(3, 4)), r"0\.0 \(EmbeddingBag\)"),
+    ],
+)
+def test_functions_without_a_second_derivative_are_named_before_the_backward(
+    part, named, curvature
+):
+    is_bag = isinstance(part[0] if isinstance(part, nn.Sequential) else part, nn.EmbeddingBag)
+    x = torch.arange(12).view(6, 2) % 3 if is_bag else torch.randn(6, 2)
+    bnn = bnn_of(nn.Sequential(part, nn.Linear(4, 3)), Categorical(6))
+    message = f"PyTorch has no second derivative of {named}: replace them before training"
+    with variational_laplace(curvature), pytest.raises(RuntimeError, match=message):
+        bnn.fit([(x, torch.arange(6) % 3)], torch.optim.Adam, 1)

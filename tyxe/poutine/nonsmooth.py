@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
-__all__ = ["nonsmooth_functions"]
+__all__ = ["WITHOUT_SECOND_DERIVATIVE", "nonsmooth_functions"]
 
 # Names of nodes in the graph, and the modules that create them.
 NONSMOOTH: dict[str, tuple[type[nn.Module], ...]] = {
@@ -13,7 +15,6 @@ NONSMOOTH: dict[str, tuple[type[nn.Module], ...]] = {
     "Prelu": (nn.PReLU,),
     "Rrelu": (nn.RReLU,),
     "Hardtanh": (nn.Hardtanh, nn.ReLU6),
-    "Hardsigmoid": (nn.Hardsigmoid,),
     "Threshold": (nn.Threshold,),
     "Softshrink": (nn.Softshrink,),
     "Hardshrink": (nn.Hardshrink,),
@@ -22,21 +23,30 @@ NONSMOOTH: dict[str, tuple[type[nn.Module], ...]] = {
     "AdaptiveMaxPool2D": (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
     "AdaptiveMaxPool3D": (nn.AdaptiveMaxPool3d,),
 }
+# Those whose gradient PyTorch does not differentiate at all.
+WITHOUT_SECOND_DERIVATIVE: dict[str, tuple[type[nn.Module], ...]] = {
+    "Hardsigmoid": (nn.Hardsigmoid,),
+    "EmbeddingBag": (nn.EmbeddingBag,),
+}
 
 
-def nonsmooth_functions(result: Tensor, net: nn.Module | None) -> list[str]:
-    """Describe the piecewise linear functions by which a result was computed.
+def nonsmooth_functions(
+    result: Tensor,
+    net: nn.Module | None,
+    kinds: Mapping[str, tuple[type[nn.Module], ...]] = NONSMOOTH,
+) -> list[str]:
+    """Describe the functions of some kinds, piecewise linear ones, by which a result was computed.
 
     Those of a module of `net` have the module's name; others were called as functions.
     """
-    found = sorted({kind for node in _nodes(result) if (kind := _kind(node)) in NONSMOOTH})
+    found = sorted({kind for node in _nodes(result) if (kind := _kind(node)) in kinds})
     modules = [] if net is None else list(net.named_modules())
     described = []
     for kind in found:
         made = [
             f"{name or 'the net'} ({type(module).__name__})"
             for name, module in modules
-            if isinstance(module, NONSMOOTH[kind])
+            if isinstance(module, kinds[kind])
         ]
         described += made or [f"{kind} (called as a function)"]
     return sorted(described)

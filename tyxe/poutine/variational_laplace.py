@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tyxe.distributions import FactorizedNormal, independent_moments
 from tyxe.errors import check_known, warn
 from tyxe.poutine.draw import Draw, draws_are_lazy
-from tyxe.poutine.nonsmooth import nonsmooth_functions
+from tyxe.poutine.nonsmooth import WITHOUT_SECOND_DERIVATIVE, nonsmooth_functions
 from tyxe.poutine.second_order import SECOND_ORDER_TERMS, Expansion, Hessian, Shifted
 from tyxe.threads import Handler
 
@@ -139,15 +139,15 @@ class VariationalLaplaceMessenger(Handler):
                 "leave torch.no_grad around the objective"
             )
         fn, mask, sites = msg["fn"], msg["mask"], list(self._sites.values())
-        terms = self.curvature.terms(fn, msg["value"], mask, sites)
         log_prob = fn.log_prob(msg["value"])
+        if not self._looked_for_nonsmooth:
+            self._looked_for_nonsmooth = True
+            _check_smoothness(log_prob, self._net)
+        terms = self.curvature.terms(fn, msg["value"], mask, sites)
         self._check_finite(terms, log_prob)
         rows = _counted(mask, fn.batch_shape)
         # Divided among the rows that count, so that mask and plate scale apply to it.
         msg["fn"] = Shifted(fn, terms.sum() / max(rows, 1))
-        if not self._looked_for_nonsmooth:
-            self._looked_for_nonsmooth = True
-            _warn_of_nonsmooth(log_prob, self._net)
         if isinstance(self.curvature, Hessian):
             self._warn_of_growth(self.curvature.diagonals, msg["scale"])
 
@@ -205,8 +205,19 @@ def _counted(mask: Any, rows: torch.Size) -> int:
     return int(mask.expand(rows).sum()) if isinstance(mask, Tensor) else rows.numel()
 
 
-def _warn_of_nonsmooth(log_prob: Tensor, net: nn.Module | None) -> None:
-    """Warn of piecewise linear functions, whose kinks the gradient of the curvature misses."""
+def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
+    """Raise for functions without a second derivative, and warn of piecewise linear ones.
+
+    The gradient of the curvature misses the kinks of these.
+    """
+    missing = nonsmooth_functions(log_prob, net, WITHOUT_SECOND_DERIVATIVE)
+    if missing:
+        raise RuntimeError(
+            "variational_laplace differentiates the net twice, and PyTorch has no second "
+            f"derivative of {', '.join(missing)}: replace them before training, by "
+            "tyxe.util.replace_activations_(net, nn.Hardsigmoid, nn.Sigmoid) or nn.Embedding and a "
+            "sum"
+        )
     found = nonsmooth_functions(log_prob, net)
     if found:
         warn(
@@ -253,8 +264,8 @@ def variational_laplace(curvature: str = "fisher") -> VariationalLaplaceMessenge
         ValueError: another curvature; with `"hessian"`, a net that is too large for it.
         TypeError: in `fit`, posteriors that are no independent Normals, or a likelihood that
             cannot draw labels.
-        RuntimeError: another handler samples the same sites; gradients are off; the curvature is
-            not finite.
+        RuntimeError: another handler samples the same sites; gradients are off; a function of the
+            net has no second derivative; the curvature is not finite.
 
     References:
         [VL] 4, eq. 18-29; [GR] 4.
