@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from pyro.nn.module import PyroModule, to_pyro_module_
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tyxe.errors import check_known
 
@@ -295,11 +296,28 @@ def call_with(function: Callable[..., Any], inputs: Inputs) -> Any:
         >>> call_with(torch.add, (torch.ones(2), torch.ones(2)))
         tensor([2., 2.])
     """
-    if isinstance(inputs, Mapping):
-        return function(**inputs)
-    if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
-        return function(*inputs)
-    return function(inputs)
+    try:
+        if isinstance(inputs, Mapping):
+            return function(**inputs)
+        if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
+            return function(*inputs)
+        return function(inputs)
+    except RuntimeError as error:
+        others = _other_dtypes(unwrapped(function)[0], inputs) if "type" in str(error) else ""
+        if others:
+            raise RuntimeError(f"{error}; {others}") from error
+        raise
+
+
+def _other_dtypes(net: Any, inputs: Inputs) -> str:
+    """Say which types inputs have that no parameter of a net has, or nothing."""
+    parameters = net.parameters() if isinstance(net, nn.Module) else ()
+    own = {parameter.dtype for parameter in parameters}
+    given = {leaf.dtype for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)} - own
+    if not own or not given:
+        return ""
+    given_, own_ = (", ".join(sorted(map(str, dtypes))) for dtypes in (given, own))
+    return f"the inputs are {given_}, and the net is {own_}: convert one of them by .to(dtype)"
 
 
 def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:

@@ -162,3 +162,37 @@ def test_functional_variance_is_of_one_batch():
             TypeError, match="a list is a loader, and functional_variance takes one"
         ):
             bnn.functional_variance(loader)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bnn, x: bnn.predict(x),
+        lambda bnn, x: bnn.predict(x, predictive="glm"),
+        lambda bnn, x: bnn.evaluate([(x, Y)]),
+        lambda bnn, x: bnn.fit([(x, Y)], ADAM, 1),
+        lambda bnn, x: tyxe.LaplaceBNN(net(), PRIOR, LIKELIHOOD).fit_curvature([(x, Y)]),
+        lambda bnn, x: tyxe.PytorchBNN(net(), PRIOR, AutoNormal).predict({"input": x}),
+    ],
+)
+def test_inputs_of_another_type_than_the_net(call):
+    for dtype in (torch.float64, torch.long):
+        message = (
+            f"must have the same dtype, .*; the inputs are {dtype}, and the net is torch.float32"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            call(make(), X.to(dtype))
+
+
+def test_a_net_that_converts_its_inputs_has_its_own_errors():
+    class Converts(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.float().view(-1, 3))
+
+    with pytest.raises(RuntimeError) as caught:
+        make(Converts(2, 1)).predict(X.double())
+    assert "the inputs are" not in str(caught.value)
+    assert make(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))).predict(LABELS)[0].shape == (
+        N,
+        1,
+    )
