@@ -185,6 +185,7 @@ def linear_model(
     for inputs, labels in batches:
         linear = bnn.linearize(inputs)
         check_blocks(state.blocks, linear.blocks)
+        bnn.likelihood.check_batch(linear.outputs.detach(), labels)
         points += linear.points
         _check_room(points, linear)
         rows.append(jacobian(linear).detach())

@@ -432,8 +432,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             RuntimeError: the refinement diverges.
             TypeError: an unknown option.
             ValueError: an unknown method or structure; a `curvature_weight` other than 1; a prior
-                that holds the data already, or couples weights; Jacobians that do not fit into
-                memory.
+                that holds the data already, or couples weights; targets that do not fit the
+                likelihood; Jacobians that do not fit into memory.
         """
         batches = batches_of(data_loader, device)
         return refined(self, self.state, batches, method, structure, options)
