@@ -1,0 +1,216 @@
+"""Nets of all kinds for the fuzz, each a function of the number of outputs, and their inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from tests.oracles import architectures
+from tests.oracles.architectures import CLASSES, N, flat, image, sequence, tokens
+
+Net = tuple[Callable[[int], nn.Module], Callable[[], Any]]
+
+
+class Headed(nn.Module):
+    """A net of three outputs, with a last layer for another number of them."""
+
+    def __init__(self, body: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(CLASSES, outputs)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Tensor:
+        return self.head(self.body(*inputs, **keywords))
+
+
+def _of_outputs(make: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    return lambda d: make() if d == CLASSES else Headed(make(), d)
+
+
+class Then(nn.Module):
+    """A layer, and a function of its outputs."""
+
+    def __init__(self, layer: nn.Module, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.layer(*inputs))
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions, as the temperature of CLIP."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, d)
+        self.log_scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.log_scale.exp()
+
+
+class Cells(nn.Module):
+    def __init__(self, d: int, cell: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.cell, self.head = cell(2, d), nn.Linear(d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+class Attention(nn.Module):
+    """Attention along the first dimension, as PyTorch's default has it."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(2, 1), nn.Linear(2, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.head(self.attention(x, x, x)[0].mean(0))
+
+
+class Branches(nn.Module):
+    """A list and a dictionary of layers, one used twice, one never."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
+        self.heads = nn.ModuleDict({"a": nn.Linear(2, d), "unused": nn.Linear(2, d)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = torch.relu(layer(x))
+        return self.heads["a"](x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, d: int, reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+        self.head, self.reentrant = nn.Linear(3, d), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x + 0).requires_grad_() if torch.is_grad_enabled() else x
+        return self.head(checkpoint(self.body, x, use_reentrant=self.reentrant))
+
+
+class Pair(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(2, 3, d)
+
+    def forward(self, left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+        return self.bilinear(left, right) * scale
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+class Raw(nn.Module):
+    """Products with parameters that no layer holds, one of them empty."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, d))
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.nothing.sum()
+
+
+def _mlp(d: int, *between: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 4), *between, nn.Linear(4, d))
+
+
+def _lazy(d: int) -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, d))
+
+
+def _nan(d: int) -> nn.Module:
+    net = nn.Linear(2, d)
+    net.weight.data[0, 0] = torch.nan
+    return net
+
+
+def _pair() -> Any:
+    return flat(), flat(3)
+
+
+def _with_constant() -> Any:
+    return {"left": flat(), "right": flat(3), "scale": 0.5}
+
+
+def _conv1d(d: int) -> nn.Module:
+    return nn.Sequential(nn.Conv1d(5, 3, 2), nn.PReLU(), nn.Flatten(), nn.Linear(3, d))
+
+
+def _upsampling(d: int) -> nn.Module:
+    layers = nn.ConvTranspose2d(1, 2, 2), nn.InstanceNorm2d(2, affine=True), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(98, d))
+
+
+NETS: dict[str, Net] = {
+    **{name: (_of_outputs(make), inputs) for name, (make, inputs) in architectures.NETS.items()},
+    "0-dim parameter": (Scaled, flat),
+    "RNN cell": (lambda d: Cells(d, nn.GRUCell), sequence),
+    "LSTM cell": (lambda d: Cells(d, nn.LSTMCell), sequence),
+    "attention, sequence first": (Attention, sequence),
+    "lists of layers": (Branches, flat),
+    "checkpointed": (lambda d: Checkpointed(d, False), flat),
+    "checkpointed, reentrant": (lambda d: Checkpointed(d, True), flat),
+    "bilinear, several inputs": (Pair, _pair),
+    "keywords and a constant": (Pair, _with_constant),
+    "custom function": (lambda d: Then(nn.Linear(2, d), _Cube.apply), flat),
+    "raw parameters": (Raw, flat),
+    "dropout": (lambda d: _mlp(d, nn.Dropout(0.5), nn.ReLU(inplace=True)), flat),
+    "batch norm": (lambda d: _mlp(d, nn.BatchNorm1d(4), nn.Hardsigmoid()), flat),
+    "spectral norm": (lambda d: nn.Sequential(spectral_norm(nn.Linear(2, d))), flat),
+    "conv1d": (_conv1d, sequence),
+    "transposed convolution": (_upsampling, image),
+    "embedding bag": (lambda d: nn.EmbeddingBag(CLASSES, d), tokens),
+    "outputs per position": (lambda d: nn.Linear(2, d), sequence),
+    "one number per point": (lambda d: Then(nn.Linear(2, 1), lambda y: y.squeeze(-1)), flat),
+    "double": (lambda d: _mlp(d, nn.Tanh()).double(), lambda: flat().double()),
+    "bfloat16": (lambda d: _mlp(d, nn.Tanh()).bfloat16(), lambda: flat().bfloat16()),
+    "eval mode": (lambda d: _mlp(d, nn.Dropout(0.5)).eval(), flat),
+    "data parallel": (lambda d: nn.DataParallel(_mlp(d, nn.Tanh())), flat),
+    "symbolic trace": (lambda d: torch.fx.symbolic_trace(_mlp(d, nn.Tanh())), flat),
+    "wide": (lambda d: nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, d)), flat),
+}
+
+# Nets that no BNN can be fitted with, or that part of it cannot use.
+ODD_NETS: dict[str, Net] = {
+    "scripted": (lambda d: torch.jit.script(_mlp(d, nn.Tanh())), flat),
+    "lazy": (_lazy, flat),
+    "tuple of outputs": (lambda d: Then(nn.Linear(2, d), lambda y: (y, y)), flat),
+    "mapping of outputs": (lambda d: Then(nn.Linear(2, d), lambda y: {"logits": y}), flat),
+    "sum over the batch": (lambda d: Then(nn.Linear(2, d), lambda y: y.sum(0)), flat),
+    "a number": (lambda d: Then(nn.Linear(2, d), Tensor.sum), flat),
+    "detached": (lambda d: Then(nn.Linear(2, d), Tensor.detach), flat),
+    "integers": (lambda d: Then(nn.Linear(2, d), lambda y: y.argmax(-1)), flat),
+    "None": (lambda d: Then(nn.Linear(2, d), lambda y: None), flat),
+    "NaN": (_nan, flat),
+    "complex": (lambda d: nn.Linear(2, d, dtype=torch.complex64), lambda: flat().cfloat()),
+    "other dtype": (lambda d: nn.Linear(2, d).double(), flat),
+    "other width": (lambda d: nn.Linear(3, d), flat),
+    "no parameters": (lambda d: nn.Flatten(), flat),
+    "all frozen": (lambda d: nn.Linear(2, d).requires_grad_(False), flat),
+    "meta": (lambda d: nn.Linear(2, d, device="meta"), flat),
+    "points last": (lambda d: Then(nn.Linear(2, d), Tensor.t), flat),
+}
+assert N == 6

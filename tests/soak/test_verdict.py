@@ -1,0 +1,80 @@
+"""The classifier of the fuzz, on made-up outcomes."""
+
+import pyro
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tests.soak.verdict import Trial, classify, is_clear
+from tyxe.likelihoods import Categorical
+
+
+def caught(call) -> BaseException:
+    with pytest.raises(Exception) as found:  # noqa: PT011 - any, to be classified
+        call()
+    return found.value
+
+
+def raised(error: Exception) -> BaseException:
+    def call() -> None:
+        raise error
+
+    return caught(call)
+
+
+def in_package(message: str, kind: type[Exception] = ValueError) -> BaseException:
+    """Return an error of this message that the package raises by itself."""
+    error = caught(lambda: Categorical(0))
+    return kind(message).with_traceback(error.__traceback__)
+
+
+CLEAR = in_package("num_epochs is 2.5; expected an integer")
+COMPILED = caught(lambda: tyxe.bnn.batches.concatenated([torch.ones(2), torch.ones(2, 3)], 0))
+OWN = caught(lambda: nn.Linear(3, 1)(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("trial", "kind"),
+    [
+        (Trial(), "works"),
+        (Trial(CLEAR), "clear"),
+        (Trial(caught(lambda: Categorical(0))), "clear"),
+        (Trial(in_package("the posterior of 'w' is no Normal", TypeError)), "clear"),
+        # Of the package, but of no use.
+        (Trial(in_package("invalid value")), "obscure"),
+        (Trial(in_package("")), "obscure"),
+        (Trial(in_package("there is no entry of that name", KeyError)), "obscure"),
+        (Trial(in_package("the shapes are not the same", AssertionError)), "obscure"),
+        (Trial(in_package("mat1 and mat2 do not fit\n Trace Shapes:\n Param Sites:")), "obscure"),
+        # Of PyTorch, Pyro and Python.
+        (Trial(COMPILED), "obscure"),
+        (Trial(OWN), "obscure"),
+        (Trial(caught(lambda: pyro.sample("w", 3))), "obscure"),
+        (Trial(caught(lambda: tyxe.guides.AutoNormal.nothing)), "obscure"),
+        (Trial(raised(ValueError("num_epochs is 2.5; expected an integer"))), "obscure"),
+        # The plain net says the same of these inputs, or something else.
+        (Trial(OWN, own=caught(lambda: nn.Linear(3, 1)(torch.ones(2, 2)))), "net"),
+        (Trial(OWN, own=raised(RuntimeError("another message"))), "obscure"),
+        (Trial(OWN, own=raised(ValueError(str(OWN)))), "obscure"),
+        # A check has found something, after an error too.
+        (Trial(wrong=("a prediction is not finite",)), "silent"),
+        (Trial(CLEAR, wrong=("left behind: handlers",)), "silent"),
+        (Trial(OWN, wrong=("left behind: plates",), own=OWN), "silent"),
+    ],
+)
+def test_a_trial_is_classified(trial, kind):
+    assert classify(trial)[0] == kind
+
+
+def test_the_reason_names_error_place_and_findings():
+    kind, why = classify(Trial(OWN, wrong=("one thing", "another")))
+    assert kind == "silent"
+    assert why.startswith("one thing; another (after RuntimeError: ")
+    assert "[linear.py:" in why
+
+
+def test_an_error_of_compiled_code_is_not_the_packages():
+    # The last frame of Python is in the package, at a call and at no `raise`.
+    assert "batches.py" in str(COMPILED.__traceback__.tb_next.tb_next.tb_frame.f_code.co_filename)
+    assert not is_clear(COMPILED)

@@ -1,0 +1,201 @@
+"""Sixteen threads that use every wrapper at once: the numbers of one thread, and nothing left.
+
+`run(count, seed)` makes `count` calls in each thread, `sys.setswitchinterval` being tiny.
+"""
+
+import functools
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer.mcmc import HMC
+from torch import Tensor, nn
+
+import tyxe
+from tests.soak.fuzz import process_state
+from tests.soak.uses import equal
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Categorical
+from tyxe.priors import IIDPrior
+
+THREADS = 16
+POINTS = 12
+
+Job = Callable[[Any, Tensor, Tensor], Any]
+
+
+def _net() -> nn.Module:
+    norm, dropout = nn.BatchNorm1d(5), nn.Dropout(0.5)
+    return nn.Sequential(nn.Linear(4, 5), norm, dropout, nn.Tanh(), nn.Linear(5, 3))
+
+
+def _prior() -> IIDPrior:
+    return IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+
+
+def _variational(data: tuple[Tensor, Tensor]) -> Any:
+    bnn = tyxe.VariationalBNN(_net(), _prior(), Categorical(POINTS), AutoNormal)
+    bnn.fit([data], torch.optim.Adam, 2, progress=False)
+    return bnn
+
+
+def _laplace(data: tuple[Tensor, Tensor]) -> Any:
+    bnn = tyxe.LaplaceBNN(_net().eval(), _prior(), Categorical(POINTS))
+    bnn.fit_curvature([data], progress=False)
+    return bnn
+
+
+def _mcmc(data: tuple[Tensor, Tensor]) -> Any:
+    kernel = functools.partial(HMC, step_size=0.01, num_steps=2, adapt_step_size=False)
+    bnn = tyxe.MCMC_BNN(_net(), _prior(), Categorical(POINTS), kernel)
+    bnn.fit([data], num_samples=4, warmup_steps=1, disable_progbar=True)
+    return bnn
+
+
+def _pytorch(data: tuple[Tensor, Tensor]) -> Any:
+    return tyxe.PytorchBNN(_net(), _prior(), AutoNormal)
+
+
+WRAPPERS = {
+    "VariationalBNN": _variational,
+    "LaplaceBNN": _laplace,
+    "MCMC_BNN": _mcmc,
+    "PytorchBNN": _pytorch,
+}
+
+
+# Without draws: the same to the bit in every thread.
+EXACT: dict[str, Job] = {
+    "centre": lambda bnn, x, y: bnn.predict(x, num_predictions=0),
+    "centre, cut": lambda bnn, x, y: bnn.predict(x, num_predictions=0, batch_size=5),
+    "scores": lambda bnn, x, y: bnn.evaluate(x, y, num_predictions=0),
+    "module": lambda bnn, x, y: bnn.to_module()(x).detach(),
+}
+# With draws: finite, and of the shape that one thread gets.
+DRAWN: dict[str, Job] = {
+    "draws": lambda bnn, x, y: bnn.predict(x, num_predictions=3),
+    "draws, apart": lambda bnn, x, y: bnn.predict(x, num_predictions=2, aggregate=False),
+    "draws, at once": lambda bnn, x, y: bnn.predict(x, num_predictions=2, vectorize=True),
+    "scores of draws": lambda bnn, x, y: bnn.evaluate(x, y, num_predictions=2, reduction="none"),
+    "samples": lambda bnn, x, y: bnn.sample_predictive(x, num_samples=2),
+    "forward": lambda bnn, x, y: bnn(x).detach(),
+    "module of a draw": lambda bnn, x, y: bnn.to_module(sample=True)(x).detach(),
+}
+# A `PytorchBNN` has no likelihood.
+PYTORCH_EXACT = {"module": EXACT["module"]}
+PYTORCH_DRAWN = {
+    "draws": lambda bnn, x, y: bnn.predict(x, num_predictions=2),
+    "forward": DRAWN["forward"],
+    "module of a draw": DRAWN["module of a draw"],
+}
+
+
+def jobs_of(wrapper: str) -> tuple[dict[str, Job], dict[str, Job]]:
+    """Return the calls of a wrapper without and with draws."""
+    return (PYTORCH_EXACT, PYTORCH_DRAWN) if wrapper == "PytorchBNN" else (EXACT, DRAWN)
+
+
+class Subject:
+    """A BNN, its data, and what one thread gets from each call."""
+
+    def __init__(self, wrapper: str) -> None:
+        self.wrapper = wrapper
+        self.x, self.y = torch.randn(POINTS, 4), torch.randint(3, (POINTS,))
+        # In train mode, a forward of the user's changes the statistics of norms.
+        self.bnn = WRAPPERS[wrapper]((self.x, self.y)).eval()
+        self.exact, self.drawn = jobs_of(wrapper)
+        jobs = self.exact | self.drawn
+        self.expected = {name: job(self.bnn, self.x, self.y) for name, job in jobs.items()}
+        self.before = self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return what no call may change: tensors, modes, and what is in the sites' places."""
+        tensors = {n: v for n, v in self.bnn.state_dict().items() if isinstance(v, Tensor)}
+        places = {name: id(value) for name, value in self.bnn.resting().items()}
+        modes = [part.training for part in self.bnn.modules()]
+        return {"tensors": {n: v.clone() for n, v in tensors.items()}, "of": (places, modes)}
+
+    def call(self, name: str) -> str | None:
+        """Make a call, and say what is wrong with what it returns."""
+        jobs = self.exact | self.drawn
+        found, expected = jobs[name](self.bnn, self.x, self.y), self.expected[name]
+        if name in self.exact:
+            return None if equal(found, expected) else "differs from that of one thread"
+        pairs = list(zip(_flat(found), _flat(expected), strict=True))
+        if any(one.shape != other.shape for one, other in pairs):
+            return f"has shapes {[tuple(one.shape) for one, _ in pairs]}"
+        return None if all(bool(one.isfinite().all()) for one, _ in pairs) else "is not finite"
+
+    def left_behind(self) -> list[str]:
+        """Return what the calls have changed."""
+        now = self.state()
+        changed = [n for n, v in self.before["tensors"].items() if not equal(v, now["tensors"][n])]
+        if now["of"] != self.before["of"]:
+            changed.append("places or modes")
+        return [f"{self.wrapper}: changed {name}" for name in changed]
+
+
+def _flat(values: Any) -> tuple[Tensor, ...]:
+    return values if isinstance(values, tuple) else (values,)
+
+
+@contextmanager
+def _restless() -> Iterator[None]:
+    """Let Python switch threads as often as it can, and keep warnings out."""
+    before = sys.getswitchinterval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sys.setswitchinterval(1e-6)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
+
+
+def run(count: int, seed: int = 0, threads: int = THREADS) -> dict[str, Any]:
+    """Make `count` calls in each thread for each wrapper, and return their number and the faults.
+
+    Every second thread uses a BNN of its own kind that it shares with the others, the rest one of
+    all kinds at random, so that both one BNN and several are used at once.
+    """
+    pyro.set_rng_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subjects = [Subject(wrapper) for wrapper in WRAPPERS for _ in range(2)]
+    before, found, calls = process_state(), [], 0
+    lock, start = threading.Lock(), threading.Barrier(threads)
+
+    def work(number: int) -> None:
+        nonlocal calls
+        chosen = random.Random(f"{seed}/{number}")
+        start.wait()
+        for step in range(count * len(WRAPPERS)):
+            own = subjects[2 * (step % len(WRAPPERS))]
+            subject = own if number % 2 else chosen.choice(subjects)
+            name = chosen.choice(list(subject.expected))
+            try:
+                fault = subject.call(name)
+            except Exception as error:
+                fault = f"raised {type(error).__name__}: {error}"
+            with lock:
+                calls += 1
+                if fault:
+                    found.append(f"{subject.wrapper}, {name}: {fault}")
+
+    with _restless():
+        workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    after = process_state()
+    found += [f"left behind: {name}" for name in before if before[name] != after[name]]
+    found += [line for subject in subjects for line in subject.left_behind()]
+    return {"seed": seed, "threads": threads, "calls": calls, "faults": len(found), "found": found}
