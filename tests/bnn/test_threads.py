@@ -221,3 +221,22 @@ def test_a_forked_process_has_the_net_at_rest():
     leave.set()
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_net_is_copied_without_the_draws_of_another_thread():
+    bnn, inside, leave = variational(), threading.Event(), threading.Event()
+
+    def wait(*_) -> None:
+        inside.set()
+        leave.wait(0.5)  # or the copy, if it does not wait, would be made before the draws leave
+
+    with ThreadPoolExecutor(1) as pool:
+        handle = bnn.net[0].register_forward_hook(wait)
+        running = pool.submit(bnn, X)
+        assert inside.wait(60)
+        plain = bnn.to_module()
+        leave.set()
+        running.result()
+        handle.remove()
+    centre = bnn.mean_values()
+    assert torch.equal(plain[0].weight, centre["net.0.weight"])

@@ -270,10 +270,11 @@ class BNN(nn.Module):
         """
         nets: list[nn.Module] = []
         for values in draws:
-            first = _tensors_of(nets[0]) if nets else {}
-            own = _tensors_of(self.net) if nets else {}
-            shared = {id(t): first[n] for n, t in own.items() if not isinstance(t, Resting)}
-            nets.append(self.net_at(values, shared))
+            with exclusive():
+                first = _tensors_of(nets[0]) if nets else {}
+                own = _tensors_of(self.net) if nets else {}
+                shared = {id(t): first[n] for n, t in own.items() if not isinstance(t, Resting)}
+                nets.append(self.net_at(values, shared))
         if not nets:
             raise ValueError("num_draws is 0; expected 1 or more: the centre is bnn.to_module()")
         return nets
@@ -285,7 +286,8 @@ class BNN(nn.Module):
             values: a value for each site, by joint name.
             memo: copies of parts that are there already, as `copy.deepcopy` takes them.
         """
-        net = copy.deepcopy(self.net, memo).eval()
+        with exclusive():  # another thread may have draws in it
+            net = copy.deepcopy(self.net, memo).eval()
         net.__dict__.pop(SITE_PRIORS, None)
         for parameter in parameters_of(net):
             name = self.net_prior.prefix + parameter.name
