@@ -11,7 +11,8 @@ from pyro.infer import autoguide
 
 import tyxe
 from tests.oracles.programs import NORMAL, program
-from tyxe.guides import AutoNormal, PyroGuide
+from tests.soak.verdict import is_clear
+from tyxe.guides import AutoInducing, AutoNormal, PyroGuide
 from tyxe.guides.init import init_to_median
 
 
@@ -33,8 +34,67 @@ def test_pyros_mean_field_guide_gives_its_posterior_and_not_a_draw(prior):
         torch.testing.assert_close(q.log_prob(value), expected[name].log_prob(value))
 
 
-def test_a_guide_that_is_no_normal_has_no_distribution_for_one_site():
-    guide = PyroGuide.build(autoguide.AutoIAFNormal, program())
+MIXTURE = dist.MixtureSameFamily(
+    dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), torch.tensor([0.1, 1.0]))
+)
+
+
+@pytest.mark.parametrize("prior", [NORMAL, MIXTURE, dist.LogNormal(0.5, 1.0)])
+@pytest.mark.parametrize(
+    "builder",
+    [
+        autoguide.AutoNormal,
+        autoguide.AutoGaussian,
+        autoguide.AutoStructured,
+        autoguide.AutoMultivariateNormal,
+    ],
+)
+def test_pyros_guides_draw_from_any_support(builder, prior):
+    sites = program(prior=prior)
+    guide, expected = PyroGuide.build(builder, sites), sites()
+    draw, median = guide(), guide.median()
+    assert {name: value.shape for name, value in expected.items()} == {
+        name: draw[name].shape for name in expected
+    }
+    for name in expected:
+        support = torch.as_tensor(prior.support.check(median[name]))
+        assert bool(support.all())
+
+
+FAILING = {
+    "sizes that are missing": (AutoInducing, TypeError, "AutoInducing.* missing 2 required"),
+    "an option that is unknown": (
+        functools.partial(AutoNormal, spread=1.0),
+        TypeError,
+        "AutoNormal .* unexpected keyword argument 'spread'",
+    ),
+    "a guide of other sites": (
+        autoguide.AutoDiscreteParallel,
+        ValueError,
+        "AutoDiscreteParallel .* to be discrete .* functools.partial",
+    ),
+    "no function": ("AutoNormal", TypeError, "builder is a str; expected a class of guides"),
+    "a start that is no function": (
+        functools.partial(AutoNormal, init_loc_fn=3),
+        TypeError,
+        "init_loc_fn is 3; expected a function",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_builder_that_fails_is_named(case):
+    builder, error, message = FAILING[case]
+    with pytest.raises(error, match=message) as caught:
+        PyroGuide.build(builder, program())
+    assert is_clear(caught.value)
+
+
+@pytest.mark.parametrize(
+    "builder", [autoguide.AutoIAFNormal, autoguide.AutoGaussian, autoguide.AutoStructured]
+)
+def test_a_guide_that_is_no_normal_has_no_distribution_for_one_site(builder):
+    guide = PyroGuide.build(builder, program())
     with pytest.raises(TypeError, match=r"no distribution per site; use tyxe.guides.AutoNormal"):
         guide.get_detached_distributions()
 

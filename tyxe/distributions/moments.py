@@ -7,6 +7,7 @@ registered are used as they are.
 from __future__ import annotations
 
 from functools import singledispatch
+from typing import Any
 
 import torch.distributions as td
 from torch import Tensor
@@ -127,12 +128,20 @@ def known_entropy(distribution: td.Distribution) -> Tensor | None:
 
 def elementwise(support: constraints.Constraint) -> constraints.Constraint:
     """Return the constraint that a support puts on each element."""
-    while isinstance(support, _Independent):
+    while isinstance(support, _WRAPPERS):
         support = support.base_constraint
     return support
 
 
-_Independent = type(constraints.independent(constraints.real, 1))
+_WRAPPERS: tuple[type[Any], ...] = (type(constraints.independent(constraints.real, 1)),)
+if hasattr(constraints, "MixtureSameFamilyConstraint"):  # not before torch 2.7
+    _WRAPPERS += (constraints.MixtureSameFamilyConstraint,)
+
+    @td.transform_to.register(constraints.MixtureSameFamilyConstraint)
+    @td.biject_to.register(constraints.MixtureSameFamilyConstraint)
+    def _(support: Any) -> td.Transform:
+        # PyTorch has none, and a mixture of Normals is a common prior.
+        return td.biject_to(support.base_constraint)
 
 
 def is_discrete(support: constraints.Constraint | None) -> bool:
@@ -152,8 +161,8 @@ def same_support(one: constraints.Constraint | None, other: constraints.Constrai
 
 def is_real(support: constraints.Constraint | None) -> bool:
     """Say whether a support is unconstrained, elementwise."""
-    real = type(constraints.real)  # copies and pickles of a support are other objects
-    return isinstance(support, real) or isinstance(getattr(support, "base_constraint", None), real)
+    # Copies and pickles of a support are other objects.
+    return support is not None and isinstance(elementwise(support), type(constraints.real))
 
 
 def is_factorized(distribution: td.Distribution) -> bool:

@@ -42,6 +42,7 @@ class MeanField(Guide):
         max_guide_scale: upper bound of the scales.
 
     Raises:
+        TypeError: `init_loc_fn` is no function.
         ValueError: the program has no sites; a scale that is not positive or not below its cap.
     """
 
@@ -57,6 +58,11 @@ class MeanField(Guide):
         super().__init__(module)
         if max_guide_scale is not None and not max_guide_scale > 0:
             raise ValueError(f"max_guide_scale is {max_guide_scale}; expected a positive number")
+        if not callable(init_loc_fn):
+            raise TypeError(
+                f"init_loc_fn is {init_loc_fn!r}; expected a function such as "
+                "tyxe.guides.init_to_zero or PretrainedInitializer.from_net(net)"
+            )
         self.max_guide_scale = max_guide_scale
         locs, scales = {}, {}
         for site in self.sites:

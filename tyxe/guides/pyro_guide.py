@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import pyro
@@ -68,15 +70,21 @@ class PyroGuide(nn.Module):
         """Call a guide's builder on a program, and wrap the guide unless it is one of ours.
 
         Raises:
-            TypeError: the builder returned no module. The `pyro.param` of a function would be in
-                Pyro's global store, where no BNN trains it.
+            TypeError: the builder returned no module, or lacks arguments. The `pyro.param` of a
+                function would be in Pyro's global store, where no BNN trains it.
+            ValueError: the guide does not take the sites.
         """
         if isinstance(builder, nn.Module):
             raise TypeError(
                 f"the guide's builder is a {type(builder).__name__} already built; pass its class, "
                 "or a functools.partial of it: the BNN builds it on its own sites"
             )
-        with exclusive(), only_handlers(()), pyro.settings.context(module_local_params=True):
+        if not callable(builder):
+            raise TypeError(
+                f"the guide's builder is a {type(builder).__name__}; expected a class of guides, "
+                "such as tyxe.guides.AutoNormal, or a functools.partial of one"
+            )
+        with _failures_of(builder), only_handlers(()):
             guide = _starting_at_net(builder)(module)
         if isinstance(guide, MCMCKernel):
             raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
@@ -88,7 +96,8 @@ class PyroGuide(nn.Module):
                 "holds its parameters, as tyxe.guides.AutoNormal, a class from "
                 "pyro.infer.autoguide, or a PyroModule of your own does"
             )
-        return cls(guide, module)
+        with _failures_of(builder):
+            return cls(guide, module)
 
     def __init__(self, guide: nn.Module, module: Callable[..., Any]) -> None:
         super().__init__()
@@ -196,6 +205,25 @@ class PyroGuide(nn.Module):
             name: "scale" if any(part in word for part in spread) else "loc"
             for name, word in words.items()
         }
+
+
+@contextmanager
+def _failures_of(builder: Callable[..., Any]) -> Iterator[None]:
+    """Name the guide in errors of its builder, unless the package itself has raised them."""
+    try:
+        with exclusive(), pyro.settings.context(module_local_params=True):
+            yield
+    except Exception as error:
+        *_, raising = (frame for frame, _ in walk_tb(error.__traceback__))
+        if raising.f_globals["__name__"].startswith("tyxe.") and raising.f_code.co_name != "build":
+            raise
+        kind, _ = unwrapped(builder)
+        name = getattr(kind, "__name__", type(kind).__name__)
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(
+            f"the guide's builder {name} fails on these sites: {str(error).partition(chr(10))[0]}; "
+            "pass its own arguments by functools.partial, and a prior whose values it takes, or "
+            "use tyxe.guides.AutoNormal (AutoBernoulli for binary weights)"
+        ) from error
 
 
 def _constrained(base: td.Distribution, support: Any) -> td.Distribution:
