@@ -207,6 +207,36 @@ CONSTRUCTORS = {
         ValueError,
         "hide_modules names a Linear module, which the net does not have",
     ),
+    "a net whose parameters have no shape yet": (
+        lambda: make(nn.Sequential(nn.LazyLinear(3))),
+        ValueError,
+        "'0.weight' has no values yet: run the net on a batch before",
+    ),
+    "a net without values": (
+        lambda: make(nn.Linear(2, 1, device="meta")),
+        ValueError,
+        r"'weight' has no values yet: .* net.to_empty\(device=...\)",
+    ),
+    "a kernel that is built already": (
+        lambda: tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, HMC(lambda: None)),
+        TypeError,
+        "kernel_builder is a HMC already built; pass its class, or a functools.partial",
+    ),
+    "discrete weights for HMC": (
+        lambda: tyxe.MCMC_BNN(net(), tyxe.priors.BinaryPrior(), LIKELIHOOD, HMC),
+        ValueError,
+        "HMC samples no discrete weights, which '0.weight' has; use tyxe.VariationalBNN with",
+    ),
+    "a function of other arguments": (
+        lambda: tyxe.priors.LambdaPrior(lambda name, module: dist.Normal(0, 1)),
+        TypeError,
+        r"fn takes \(name, module\); expected a function of \(name, module, param\)",
+    ),
+    "negative dimensions of events": (
+        lambda: Categorical(N, event_dim=-1),
+        ValueError,
+        "event_dim is -1; expected 0 or more",
+    ),
     "a mapping with missing names": (
         lambda: make(prior=tyxe.priors.DictPrior({"0.weight": dist.Normal(0, 1).expand([4, 2])})),
         ValueError,
@@ -235,6 +265,14 @@ def test_constructors_reject(case):
     assert caught.value.__cause__ is None
     assert len(pyro.get_param_store()) == 0
     assert isinstance(rng, torch.Tensor)
+
+
+def test_a_parameter_without_elements_is_no_site():
+    module = net()
+    module.nothing = nn.Parameter(torch.empty(0))
+    bnn = make(module)
+    assert "net.nothing" not in bnn.guide()
+    assert bnn.predict(X, num_predictions=2)[0].shape == (N, 1)
 
 
 def test_a_failed_constructor_leaves_net_and_prior_usable():

@@ -15,6 +15,7 @@ from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
     HeteroskedasticGaussian,
+    HomoskedasticGaussian,
     Poisson,
 )
 
@@ -207,6 +208,27 @@ TARGETS = {
         2 * (LABELS[:, None] > 0).long() - 1,
         ValueError,
         "outside the support",
+    ),
+    "a number": (
+        Poisson(N),
+        1,
+        torch.tensor(3.0),
+        ValueError,
+        r"targets are one number; expected one row for each point, \(n, ...\)",
+    ),
+    "complex numbers": (
+        HomoskedasticGaussian(N, 1.0),
+        1,
+        Y.cfloat(),
+        TypeError,
+        r"targets are of torch.complex64; pass targets.real",
+    ),
+    "a noise of another width": (
+        HomoskedasticGaussian(N, scale=torch.ones(3)),
+        2,
+        Y.expand(N, 2),
+        ValueError,
+        r"the noise has shape \(3,\) and predictions have shape \(8, 2\); give one number",
     ),
     "negative counts": (
         Poisson(N),

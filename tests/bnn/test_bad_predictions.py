@@ -196,3 +196,37 @@ def test_a_net_that_converts_its_inputs_has_its_own_errors():
         N,
         1,
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"link": "logit"}, ValueError, "link is 'logit'; expected one of"),
+        ({"link": None}, ValueError, "link is None; expected one of"),
+        ({"predictive": 3}, TypeError, "predictive is 3; expected 'bnn' or 'glm', or a function"),
+    ],
+)
+def test_predict_rejects(options, error, message):
+    bnn = make()
+    rejects(bnn, error, message, lambda: bnn.predict(X, **options))
+    rejects(bnn, error, message, lambda: bnn.evaluate(X, Y, **options))
+
+
+def test_a_net_that_does_not_run_under_vmap():
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.LSTM(1, 1, batch_first=True)
+
+        def forward(self, x):
+            return self.cell(x[..., None])[0][:, -1]
+
+    message = "vectorize=True needs a net that runs under torch.vmap, .*; leave vectorize out"
+    with pytest.raises(ValueError, match=message):
+        make(Cell()).predict(X, vectorize=True)
+
+
+def test_an_error_of_the_net_itself_is_the_nets_under_vmap_too():
+    bnn = make()
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        bnn.predict(X[:, :1], num_predictions=2, vectorize=True)

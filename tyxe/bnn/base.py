@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tyxe import files
 from tyxe.bnn.checkpoint import Resumable
@@ -120,6 +121,15 @@ def _check_not_scripted(net: nn.Module, sites: Container[str]) -> None:
             )
 
 
+def _check_has_values(net: nn.Module) -> None:
+    for name, parameter in net.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta:
+            raise ValueError(
+                f"{name!r} has no values yet: run the net on a batch before, or for the meta "
+                "device net.to_empty(device=...), and load its weights"
+            )
+
+
 def set_train_mode(bnn: BNN) -> None:
     """Put a BNN into train mode, except for parts of the net in which nothing is trained.
 
@@ -157,7 +167,7 @@ class BNN(nn.Module):
 
     Raises:
         TypeError: not a module, or not a prior; sites or trainable parameters of a scripted module.
-        ValueError: the net has no parameters, or the prior does not fit it.
+        ValueError: the net has no parameters, or these no values; the prior does not fit it.
     """
 
     def __init__(self, net: nn.Module, prior: Prior, name: str = "") -> None:
@@ -167,6 +177,7 @@ class BNN(nn.Module):
         _check_prior(prior)
         if next(net.parameters(), None) is None:
             raise ValueError(f"{type(net).__name__} has no parameters, so nothing can be inferred")
+        _check_has_values(net)
         priors = prior.sites(net)
         _check_not_scripted(net, priors)
         self.name = name

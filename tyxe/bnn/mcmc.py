@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from pyro.infer.mcmc import HMC
 from pyro.infer.mcmc.api import MCMC
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from tyxe.bnn.batches import collect
 from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.potential import functional_kernel
 from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
@@ -95,8 +98,9 @@ class MCMC_BNN(SupervisedBNN):
             `functools.partial` of a kernel.
 
     Raises:
-        TypeError: `kernel_builder` is no kernel.
-        ValueError: there is nothing to sample, or the likelihood has parameters to train.
+        TypeError: `kernel_builder` is no kernel, or one that is built already.
+        ValueError: there is nothing to sample, or it is discrete; the likelihood has parameters to
+            train.
 
     Example:
         >>> import functools, torch, pyro.distributions as dist, tyxe
@@ -137,6 +141,13 @@ class MCMC_BNN(SupervisedBNN):
                 f"MCMC trains no parameters, and the likelihood has {', '.join(trained)}: pass its "
                 "scale as a number, or as a distribution, which is sampled"
             )
+        if isinstance(kind, MCMCKernel):
+            raise TypeError(
+                f"kernel_builder is a {type(kind).__name__} already built; pass its class, or a "
+                "functools.partial of it: the BNN builds it on its own model"
+            )
+        if isinstance(kind, type) and issubclass(kind, HMC):
+            _check_continuous(kind.__name__, self.net_prior)
         self.kernel_builder: Callable[..., Any] = kernel_builder
         self.samples = Samples({}, trainable=None)
 
@@ -244,7 +255,13 @@ class MCMC_BNN(SupervisedBNN):
                     "(or a functools.partial of one) that starts by itself and asks for nothing "
                     "of the model; leave compile or initial_params, jit_compile ... out"
                 )
-            return MCMC(self.kernel_builder(self.model), num_samples, **options)
+            kernel = self.kernel_builder(self.model)
+            if not isinstance(kernel, MCMCKernel):
+                raise TypeError(
+                    f"kernel_builder made a {type(kernel).__name__}; expected a kernel of Pyro's "
+                    "MCMC, such as pyro.infer.mcmc.NUTS(model)"
+                )
+            return MCMC(kernel, num_samples, **options)
         kernel, initial = functional
         return MCMC(kernel, num_samples, initial_params=initial, **options)
 
@@ -298,3 +315,12 @@ class MCMC_BNN(SupervisedBNN):
         self.get_samples()
         posterior = {name: value.cpu().numpy() for name, value in self.samples.items()}
         return arviz.from_dict(posterior=posterior)
+
+
+def _check_continuous(kernel: str, priors: SitePriors) -> None:
+    for name, prior in priors.priors():
+        if is_discrete(getattr(prior, "support", None)):
+            raise ValueError(
+                f"{kernel} samples no discrete weights, which {name!r} has; use "
+                "tyxe.VariationalBNN with tyxe.guides.AutoBernoulli, or a continuous prior"
+            )

@@ -178,9 +178,20 @@ class SupervisedBNN(BNN):
                     "local_reparameterization samples inside the net: leave vectorize out"
                 )
             stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
-            outputs.append(torch.vmap(lambda values: self.run_net(values, inputs))(stacked))
+            outputs.append(self._under_vmap(stacked, inputs))
             kept += [self._only_latents(values) for values in chunk]
         return torch.cat(outputs), self._latents(kept)
+
+    def _under_vmap(self, stacked: Values, inputs: Inputs) -> Tensor:
+        try:
+            return torch.vmap(lambda values: self.run_net(values, inputs))(stacked)
+        except RuntimeError as error:
+            # For a net that fails without vmap as well, its own error says more.
+            self.run_net({name: values[0] for name, values in stacked.items()}, inputs)
+            raise ValueError(
+                "vectorize=True needs a net that runs under torch.vmap, but "
+                f"{type(self.net).__name__} does not: {error}; leave vectorize out"
+            ) from error
 
     # ------------------------------------------------------------------ predict
 
@@ -443,19 +454,24 @@ class SupervisedBNN(BNN):
     def _gaussian(self, predictive: str | Outputs | None, count: int, link: str) -> Outputs | None:
         """Return a function from inputs to Gaussian outputs, or None to run the net itself."""
         chosen = self.default_predictive if predictive is None else predictive
+        check_link(link)
         if chosen == "bnn":
             return None
-        check_link(link)
-        if not isinstance(chosen, str):
+        if callable(chosen):
             return chosen
         known = self.gaussian_predictives()
+        expected = " or ".join(map(repr, ("bnn", *known)))
+        if not isinstance(chosen, str):
+            raise TypeError(
+                f"predictive is {chosen!r}; expected {expected}, or a function from inputs to mean "
+                "and covariance"
+            )
         if chosen == "glm" and not known:
             raise TypeError(
                 f"{type(self).__name__} has no Gaussian posterior to linearise about: predict with "
                 "predictive='bnn', or use tyxe.LaplaceBNN or a Normal guide"
             )
         if chosen not in known:
-            expected = " or ".join(map(repr, ("bnn", *known)))
             raise ValueError(f"predictive is {chosen!r}; expected {expected}")
         # A prediction at the centre needs no covariance.
         return known[chosen] if count else None

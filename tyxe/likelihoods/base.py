@@ -57,7 +57,7 @@ class Likelihood(nn.Module, ABC):
 
     Raises:
         TypeError: `dataset_size` is no integer.
-        ValueError: `dataset_size` is not positive.
+        ValueError: `dataset_size` is not positive, or `event_dim` negative.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class Likelihood(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.dataset_size = dataset_size
+        if not isinstance(event_dim, int) or event_dim < 0:
+            raise ValueError(f"event_dim is {event_dim!r}; expected 0 or more dimensions")
         self.event_dim = event_dim
         self.prefix = name
 
@@ -171,6 +173,7 @@ class Likelihood(nn.Module, ABC):
         the net's output is not finite no target is checked; other code reports that.
 
         Raises:
+            TypeError: targets that are complex.
             ValueError: more points than `dataset_size`, or targets that do not fit.
         """
         rows = self.check_size(targets)
@@ -182,6 +185,10 @@ class Likelihood(nn.Module, ABC):
 
     def check_size(self, targets: Tensor) -> Tensor:
         """Return the rows of a batch that count, or raise if they are more than `dataset_size`."""
+        if not targets.dim():
+            raise ValueError("targets are one number; expected one row for each point, (n, ...)")
+        if targets.is_complex():
+            raise TypeError(f"targets are of {targets.dtype}; pass targets.real, or view_as_real")
         rows = masked_pointwise(self.data_name, torch.arange(len(targets)))
         if len(rows) > self.dataset_size:
             raise ValueError(

@@ -129,6 +129,11 @@ class HomoskedasticGaussian(Likelihood):
             loc, scale = predictions
         else:
             loc, scale = predictions, self.scale_of(latents, predictions).to(predictions.dtype)
+            if not _fits(scale, loc):
+                raise ValueError(
+                    f"the noise has shape {tuple(scale.shape)} and predictions have shape "
+                    f"{tuple(loc.shape)}; give one number, or one for each output of the net"
+                )
         event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
         return dist.Normal(loc, scale.expand_as(loc), validate_args=False).to_event(event_dim)
 
@@ -207,3 +212,9 @@ class HeteroskedasticGaussian(Likelihood):
 def _spread(draws: Tensor, dim: int) -> Tensor:
     """Return the variance over draws; `Tensor.var` warns where there is no point."""
     return (draws - draws.mean(dim, keepdim=True)).square().mean(dim)
+
+
+def _fits(scale: Tensor, loc: Tensor) -> bool:
+    """Say whether a scale can be expanded to the shape of a mean."""
+    pairs = zip(reversed(scale.shape), reversed(loc.shape), strict=False)
+    return scale.dim() <= loc.dim() and all(one in (1, other) for one, other in pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch.distributions as td
@@ -95,7 +96,7 @@ class LambdaPrior(Prior):
             prior. Names of its own statements get the net's prefix.
 
     Raises:
-        TypeError: not callable.
+        TypeError: no function of three arguments.
 
     Example:
         A horseshoe, whose local scales are sites of the model too:
@@ -123,6 +124,13 @@ class LambdaPrior(Prior):
         super().__init__(expose_all, hide_all, **rules)
         if not callable(fn):
             raise TypeError(f"fn is {fn!r}; expected a function of (name, module, param)")
+        taken = signature(fn)
+        try:
+            taken.bind("", None, None)
+        except TypeError:
+            raise TypeError(
+                f"fn takes {taken}; expected a function of (name, module, param)"
+            ) from None
         self.fn = fn
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:

@@ -129,7 +129,9 @@ class Selection:
 
     def _exposes(self, parameter: Parameter, matched: dict[str, list[str]]) -> bool:
         named = {kind.split("_")[0] for kind, names in matched.items() if parameter.name in names}
-        if self.hide_all or "hide" in named or not parameter.tensor.is_floating_point():
+        # A parameter without elements has no distribution.
+        real = parameter.tensor.is_floating_point() and parameter.tensor.numel() > 0
+        if self.hide_all or "hide" in named or not real:
             return False
         return "expose" in named if self.narrows else parameter.tensor.requires_grad
 
