@@ -222,6 +222,11 @@ CONSTRUCTORS = {
         TypeError,
         "kernel_builder is a HMC already built; pass its class, or a functools.partial",
     ),
+    "weights in half precision for HMC": (
+        lambda: tyxe.MCMC_BNN(net().bfloat16(), PRIOR, LIKELIHOOD, HMC),
+        ValueError,
+        r"HMC needs float32 or float64, and '0.weight' is in torch.bfloat16; use net.float\(\)",
+    ),
     "discrete weights for HMC": (
         lambda: tyxe.MCMC_BNN(net(), tyxe.priors.BinaryPrior(), LIKELIHOOD, HMC),
         ValueError,

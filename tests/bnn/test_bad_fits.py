@@ -247,6 +247,16 @@ TARGETS = {
 }
 
 
+def test_a_net_that_returns_integers_is_told_of():
+    class Classes(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1, keepdim=True)
+
+    bnn = make(Classes(2, 3))
+    message = "the net returns torch.int64; the likelihood needs real numbers that depend smoothly"
+    rejects(bnn, TypeError, message, lambda: bnn.fit([(X, Y)], ADAM, 1))
+
+
 @pytest.mark.parametrize("case", TARGETS)
 def test_fit_rejects_targets(case):
     likelihood, outputs, targets, error, message = TARGETS[case]

@@ -212,3 +212,19 @@ def test_sequences_of_several_lengths():
         bnn.fit_curvature(batches)
         found.append(bnn.net_guide.precision.to_dense())
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_a_noise_that_is_learned_counts_as_its_number(structure):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    data = torch.randn(6, 2), torch.randn(6, 2)
+    prior, found = tyxe.priors.IIDPrior(dist.Normal(0, 1)), []
+    for learn_scale in (True, False):
+        noise = {"scale": 0.5, "learn_scale": learn_scale}
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, **noise)
+        bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
+        bnn.fit_curvature([data])
+        found.append(copy.deepcopy(bnn).state.evidence())
+    assert not found[0].requires_grad
+    torch.testing.assert_close(found[0], found[1])

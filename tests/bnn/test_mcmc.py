@@ -5,10 +5,12 @@ import math
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer.mcmc import HMC
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tyxe
 from tests.oracles.chains import KERNELS, NOISE, N, assert_moments, data, fitted, make
@@ -238,3 +240,29 @@ def test_forward_draws_from_the_samples():
     assert len(nets) > 5
     with pytest.raises(RuntimeError, match="no samples yet"):
         make()(x)
+
+
+def test_a_checkpointed_net_meets_its_draws_in_pyros_potential():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 1))
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    net, likelihood = Checkpointed(), HomoskedasticGaussian(4, scale=1.0)
+    bnn = tyxe.MCMC_BNN(net, tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, HMC)
+    data = torch.randn(4, 1), torch.randn(4, 1)
+    trace = poutine.trace(bnn.model).get_trace(*data)
+    values = {name: trace.nodes[name]["value"].requires_grad_() for name in bnn.site_shapes()}
+
+    def gradients():
+        again = poutine.trace(poutine.condition(bnn.model, values)).get_trace(*data)
+        return torch.autograd.grad(again.log_prob_sum(), list(values.values()))
+
+    found = gradients()
+    bnn.net.forward = bnn.net.body.forward
+    for gradient, expected in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=0)

@@ -13,7 +13,7 @@ import tyxe
 from tests.oracles.programs import NORMAL, program
 from tests.soak.verdict import is_clear
 from tyxe.guides import AutoInducing, AutoNormal, PyroGuide
-from tyxe.guides.init import init_to_median
+from tyxe.guides.init import init_to_median, init_to_zero
 
 
 def test_a_builder_has_to_build_a_guide():
@@ -73,6 +73,11 @@ FAILING = {
         ValueError,
         "AutoDiscreteParallel .* to be discrete .* functools.partial",
     ),
+    "a start outside of the support": (
+        functools.partial(AutoNormal, init_loc_fn=init_to_zero),
+        ValueError,
+        "init_loc_fn gives 'net.weight' a start that is not inside GreaterThan",
+    ),
     "no function": ("AutoNormal", TypeError, "builder is a str; expected a class of guides"),
     "a start that is no function": (
         functools.partial(AutoNormal, init_loc_fn=3),
@@ -86,8 +91,19 @@ FAILING = {
 def test_a_builder_that_fails_is_named(case):
     builder, error, message = FAILING[case]
     with pytest.raises(error, match=message) as caught:
-        PyroGuide.build(builder, program())
+        PyroGuide.build(builder, program(prior=dist.LogNormal(0.0, 1.0)))
     assert is_clear(caught.value)
+
+
+def test_a_guide_that_draws_in_another_dtype_is_refused():
+    double = program(nn.Linear(3, 2).double())
+    message = (
+        "AutoIAFNormal draws 'net.weight' in torch.float32, which is in torch.float64; .* net in"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        PyroGuide.build(autoguide.AutoIAFNormal, double)
+    assert is_clear(caught.value)
+    assert PyroGuide.build(autoguide.AutoDelta, double)()["net.weight"].dtype == torch.float64
 
 
 @pytest.mark.parametrize(

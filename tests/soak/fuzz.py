@@ -72,6 +72,7 @@ class Session:
         pyro.set_rng_seed(choices.random.randrange(2**31))
         self.wrong: list[str] = []
         self.bnn: Any = None
+        self.error: BaseException | None = None
         self.net: Any = None
         self.used: Any = None
         self.has_new_prior = False
@@ -240,7 +241,7 @@ def attempt(seed: int, index: int) -> tuple[str, Trial]:
         with _quietly():
             session.run()
     except Exception as caught:
-        error = caught
+        error = session.error = caught
     after = process_state()
     left = [f"left behind: {name}" for name in before if before[name] != after[name]]
     session.check_left()
@@ -250,11 +251,14 @@ def attempt(seed: int, index: int) -> tuple[str, Trial]:
 
 def _own_error(session: Session) -> BaseException | None:
     """Return the error that the plain net raises for the inputs that were used last."""
-    try:
-        with _quietly():
-            call_with(copy.deepcopy(session.given), session.used)
-    except Exception as error:
-        return error
+    for net in (copy.deepcopy(session.given), copy.deepcopy(session.given).eval()):
+        try:
+            with _quietly():
+                call_with(net, session.used)
+        except Exception as error:
+            # Layers check their inputs elsewhere in eval mode.
+            if str(error) == str(session.error):
+                return error
     return None
 
 

@@ -99,8 +99,8 @@ class MCMC_BNN(SupervisedBNN):
 
     Raises:
         TypeError: `kernel_builder` is no kernel, or one that is built already.
-        ValueError: there is nothing to sample, or it is discrete; the likelihood has parameters to
-            train.
+        ValueError: there is nothing to sample, or it is discrete or in half precision; the
+            likelihood has parameters to train.
 
     Example:
         >>> import functools, torch, pyro.distributions as dist, tyxe
@@ -147,7 +147,7 @@ class MCMC_BNN(SupervisedBNN):
                 "functools.partial of it: the BNN builds it on its own model"
             )
         if isinstance(kind, type) and issubclass(kind, HMC):
-            _check_continuous(kind.__name__, self.net_prior)
+            _check_for_hmc(kind.__name__, self.net_prior, self.resting())
         self.kernel_builder: Callable[..., Any] = kernel_builder
         self.samples = Samples({}, trainable=None)
 
@@ -317,10 +317,15 @@ class MCMC_BNN(SupervisedBNN):
         return arviz.from_dict(posterior=posterior)
 
 
-def _check_continuous(kernel: str, priors: SitePriors) -> None:
+def _check_for_hmc(kernel: str, priors: SitePriors, values: Mapping[str, Tensor]) -> None:
     for name, prior in priors.priors():
         if is_discrete(getattr(prior, "support", None)):
             raise ValueError(
                 f"{kernel} samples no discrete weights, which {name!r} has; use "
                 "tyxe.VariationalBNN with tyxe.guides.AutoBernoulli, or a continuous prior"
+            )
+        dtype = values[priors.prefix + name].dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{kernel} needs float32 or float64, and {name!r} is in {dtype}; use net.float()"
             )

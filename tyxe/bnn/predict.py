@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.batches import batches_to_predict, check_has_targets, concatenated, is_loader
+from tyxe.bnn.rerun import remember
 from tyxe.curvature import Linearization
 from tyxe.errors import check_count, described
 from tyxe.likelihoods import Likelihood
@@ -131,8 +132,8 @@ class SupervisedBNN(BNN):
             The net's output.
         """
         # Also around the likelihood, as handlers of the observed site may run the net again.
-        with self.substituted(self.net_prior()):
-            predictions = call_with(self.net, inputs)
+        with self.substituted(values := self.net_prior()):
+            predictions = remember(self, values, call_with(self.net, inputs))
             self.likelihood(predictions, obs)
         return predictions
 

@@ -121,7 +121,7 @@ def collect_curvature(
             _check_unmasked(likelihood, outputs)
             with full_precision(outputs):
                 for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
-                    accumulator.add(linear.gradients(column), first=index == 0)
+                    accumulator.add(linear.gradients(column.detach()), first=index == 0)
             points += len(targets)
             sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:
@@ -134,6 +134,7 @@ def collect_curvature(
     return Curvature(operator, accumulator.blocks, log_likelihood, error, num_targets, key)
 
 
+@torch.no_grad()
 def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return log-likelihood, error and number of targets of a batch, `(3,)`."""
     log_likelihood = likelihood.log_likelihood(outputs, targets, "sum")

@@ -314,7 +314,12 @@ def _by_block(blocks: ParamBlocks, calls: list[LayerCall]) -> dict[str, list[Lay
 
 
 def check_is_tensor(outputs: Any) -> None:
-    """Raise a TypeError unless a net's output is a tensor."""
+    """Raise a TypeError unless a net's output is a tensor of real numbers."""
+    if isinstance(outputs, Tensor) and not outputs.is_floating_point():
+        raise TypeError(
+            f"the net returns {outputs.dtype}; the likelihood needs real numbers that depend "
+            "smoothly on the weights, such as logits in place of classes"
+        )
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"the net returns a {type(outputs).__name__}; the likelihood needs a tensor: wrap the "

@@ -12,6 +12,7 @@ import torch.distributions as td
 from torch import Tensor
 
 from tyxe.distributions import FactorizedNormal, PrunedNormal
+from tyxe.distributions.moments import elementwise
 from tyxe.guides.base import Guide, Site
 from tyxe.guides.init import init_to_net, layerwise_std, scale_below_net
 from tyxe.guides.scales import capped_log, uncapped
@@ -43,7 +44,8 @@ class MeanField(Guide):
 
     Raises:
         TypeError: `init_loc_fn` is no function.
-        ValueError: the program has no sites; a scale that is not positive or not below its cap.
+        ValueError: the program has no sites; a scale that is not positive or not below its
+            cap; a start outside of a site's support.
     """
 
     def __init__(
@@ -79,6 +81,12 @@ class MeanField(Guide):
                 else _start_of_scale(init_scale, site, message)
             )
             unconstrained = loc if site.is_real else td.biject_to(site.support).inv(loc)
+            if not bool(unconstrained.isfinite().all()):
+                raise ValueError(
+                    f"init_loc_fn gives {site.name!r} a start that is not inside "
+                    f"{elementwise(site.support)}, or not finite; use tyxe.guides.init_to_median, "
+                    "or a start of its own"
+                )
             locs[site.own_name] = unconstrained
             scales[site.own_name] = (
                 self._unconstrain(torch.as_tensor(scale)).to(loc).expand_as(unconstrained)

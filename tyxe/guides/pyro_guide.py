@@ -53,6 +53,9 @@ class PyroGuide(nn.Module):
         guide: the guide, built on `module`.
         module: the program that samples the sites from their prior.
 
+    Raises:
+        ValueError: the guide draws a site in another dtype.
+
     Example:
         >>> import tyxe, pyro.distributions as dist
         >>> from pyro.infer.autoguide import AutoDelta
@@ -104,7 +107,14 @@ class PyroGuide(nn.Module):
         self.guide = guide
         self.prefix = getattr(module, "prefix", "")
         with exclusive(), only_handlers(()), pyro.settings.context(module_local_params=True):
-            self.guide()
+            draws, sites = self.guide() or {}, module()
+        for name, value in sites.items() if isinstance(sites, Mapping) else ():
+            if name in draws and draws[name].dtype != value.dtype:
+                raise ValueError(
+                    f"{type(guide).__name__} draws {name!r} in {draws[name].dtype}, which is in "
+                    f"{value.dtype}; use another guide, such as tyxe.guides.AutoNormal, or a net "
+                    f"in {draws[name].dtype}"
+                )
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
