@@ -24,9 +24,9 @@ def test_a_wrong_number_is_found():
 def test_what_is_left_behind_is_found():
     subject = threads.Subject("LaplaceBNN")
     with torch.no_grad():
-        subject.bnn.net[0].weight.add_(1)
+        subject.bnn.net[1].running_mean.add_(1)
     subject.bnn.net.train()
     assert subject.left_behind() == [
-        "LaplaceBNN: changed net.0.weight",
+        "LaplaceBNN: changed net.1.running_mean",
         "LaplaceBNN: changed places or modes",
     ]

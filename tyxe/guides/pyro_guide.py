@@ -219,13 +219,17 @@ class PyroGuide(nn.Module):
 
 @contextmanager
 def _failures_of(builder: Callable[..., Any]) -> Iterator[None]:
-    """Name the guide in errors of its builder, unless the package itself has raised them."""
+    """Name the guide in errors of Pyro and of a call without all arguments.
+
+    Those of the package name it already, and those of a prior are the user's own.
+    """
     try:
         with exclusive(), pyro.settings.context(module_local_params=True):
             yield
     except Exception as error:
         *_, raising = (frame for frame, _ in walk_tb(error.__traceback__))
-        if raising.f_globals["__name__"].startswith("tyxe.") and raising.f_code.co_name != "build":
+        package = raising.f_globals["__name__"].partition(".")[0]
+        if package not in ("pyro", "torch") and raising.f_code.co_name != "build":
             raise
         kind, _ = unwrapped(builder)
         name = getattr(kind, "__name__", type(kind).__name__)
