@@ -24,7 +24,15 @@ from pyro.poutine.messenger import Messenger
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["INTERRUPTS", "Handler", "exclusive", "handlers", "in_backward", "only_handlers"]
+__all__ = [
+    "INTERRUPTS",
+    "Handler",
+    "exclusive",
+    "handlers",
+    "in_backward",
+    "in_engine",
+    "only_handlers",
+]
 
 
 class _Stack(threading.local, MutableSequence[Any]):
@@ -110,6 +118,17 @@ def in_backward() -> bool:
         False
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def in_engine() -> bool:
+    """Say whether this thread is one of autograd's engine, which runs a backward for another.
+
+    Example:
+        >>> in_engine()
+        False
+    """
+    # Threads that Python has not started have a substitute object.
+    return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 # --------------------------------------------------------------------------- one at a time
@@ -261,6 +280,4 @@ def exclusive() -> AbstractContextManager[None]:
         ...     with exclusive():
         ...         pass
     """
-    # Threads that Python has not started have a substitute object.
-    is_engines = in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
-    return _NOT_EXCLUSIVE if is_engines else _EXCLUSIVE
+    return _NOT_EXCLUSIVE if in_engine() else _EXCLUSIVE

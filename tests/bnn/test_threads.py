@@ -1,6 +1,8 @@
 """Threads: the numbers of one thread, and handlers that act where they were entered."""
 
+import copy
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +53,12 @@ def mcmc() -> tyxe.MCMC_BNN:
     return bnn
 
 
-WRAPPERS = {"variational": variational, "laplace": laplace, "mcmc": mcmc}
+def pytorch() -> tyxe.PytorchBNN:
+    return tyxe.PytorchBNN(net().eval(), prior(), AutoNormal)
+
+
+SUPERVISED = {"variational": variational, "laplace": laplace, "mcmc": mcmc}
+WRAPPERS = {**SUPERVISED, "pytorch": pytorch}
 
 
 def in_threads(work: Callable[[int], object], threads: int = THREADS, calls: int = CALLS) -> list:
@@ -84,7 +91,7 @@ def test_predictions_at_the_centre_are_those_of_one_thread(make):
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+@pytest.mark.parametrize("make", SUPERVISED.values(), ids=SUPERVISED.keys())
 def test_draws_are_valid(make):
     bnn, other = make(), make()
     wide = bnn.predict(X, num_predictions=64).softmax(-1)
@@ -240,3 +247,64 @@ def test_a_net_is_copied_without_the_draws_of_another_thread():
         handle.remove()
     centre = bnn.mean_values()
     assert torch.equal(plain[0].weight, centre["net.0.weight"])
+
+
+# --------------------------------------------------------------------------- PytorchBNN
+
+
+def test_the_kl_is_that_of_the_threads_own_forward():
+    """Other threads predict, run the net, and hold samples between a forward and its backward."""
+    bnn, leave = pytorch(), threading.Event()
+
+    def serve(_: int) -> None:
+        while not leave.is_set():
+            bnn.predict(X, num_predictions=2)
+            with torch.no_grad(), bnn.hold_sample():
+                bnn(X)
+
+    def train() -> None:
+        for _ in range(50):
+            bnn.zero_grad()
+            output, kl = bnn(X), bnn.cached_kl_loss
+            (output.sum() + kl).backward()
+            assert all(p.grad is not None for p in bnn.net_guide.parameters())
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(serve, i) for i in range(2)]
+        try:
+            train()
+        finally:
+            leave.set()
+        for other in others:
+            other.result()
+
+
+def test_a_sample_is_held_for_its_own_thread():
+    bnn = pytorch()
+    with bnn.hold_sample(), ThreadPoolExecutor(1) as pool:
+        first, second = (pool.submit(bnn, X).result() for _ in range(2))
+        assert not torch.equal(first, second)
+        held = bnn(X)
+        assert not torch.equal(pool.submit(bnn, X).result(), held)
+        assert torch.equal(bnn(X), held)
+
+
+def test_predictions_do_not_use_the_held_sample():
+    bnn = pytorch()
+    with bnn.hold_sample():
+        held = bnn(X)
+        first, second = bnn.predict(X, num_predictions=2)
+        assert not torch.equal(first, second)
+        assert torch.equal(bnn(X), held)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
+def test_a_copy_has_the_kl_of_the_original(copied):
+    bnn = pytorch()
+    bnn(X)
+    with bnn.hold_sample():
+        bnn(X)
+        other = copied(bnn)
+    assert other.cached_kl_loss == bnn.cached_kl_loss.detach()
+    assert not torch.equal(other(X), other(X))
+    assert other.cached_kl_loss.requires_grad

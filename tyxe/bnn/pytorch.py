@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from tyxe.predictive.ensemble import Ensemble
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
-from tyxe.threads import exclusive
+from tyxe.threads import exclusive, in_engine
 from tyxe.util import call_with
 
 __all__ = ["PytorchBNN"]
@@ -39,6 +40,15 @@ class _Held(NamedTuple):
     rng: list[Tensor]
 
 
+class _OfThread(threading.local):
+    """The KL of a thread's own latest forward, which is neither copied nor pickled."""
+
+    kl: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[_OfThread], tuple[()]]:
+        return _OfThread, ()
+
+
 class PytorchBNN(BNN):
     """A module that draws its weights in every forward, for a loss and training loop of your own.
 
@@ -50,8 +60,8 @@ class PytorchBNN(BNN):
         closed_form_kl: use closed forms of the KL where they exist.
 
     Attributes:
-        cached_kl_loss: KL of the guide from the prior at the latest forward, in nats; add it to a
-            loss summed over the data set, or a fraction of it to that of a mini-batch.
+        cached_kl_loss: KL of the guide from the prior at this thread's latest forward, in nats; add
+            it to a loss summed over the data set, or a fraction of it to that of a mini-batch.
 
     Raises:
         ValueError: sites without a guide, or a guide without sites.
@@ -87,42 +97,55 @@ class PytorchBNN(BNN):
             None if guide_builder is None else PyroGuide.build(guide_builder, self.net_prior)
         )
         self.closed_form_kl = closed_form_kl
-        self.cached_kl_loss: Tensor = torch.zeros(())
-        self._held: _Held | None = None
-        self._holding = self._checked = False
+        self._kl, self._latest_kl = _OfThread(), torch.zeros(())
+        # By the threads that are inside of `hold_sample`.
+        self._held: dict[int, _Held | None] = {}
+        self._checked = False
+
+    @property
+    def cached_kl_loss(self) -> Tensor:
+        """KL at the latest forward of this thread, or of any if this one has had none."""
+        return self._latest_kl if self._kl.kl is None else self._kl.kl
+
+    @cached_kl_loss.setter
+    def cached_kl_loss(self, kl: Tensor) -> None:
+        self._kl.kl = self._latest_kl = kl
 
     def guide(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The posterior (a Pyro program)."""
         return {} if self.net_guide is None else self.net_guide()
 
     def _draw(self) -> dict[str, Tensor]:
-        held = self._held if self._holding else None
+        # A thread of autograd's engine works for one that waits in a backward.
+        holders = list(self._held) if in_engine() else [threading.get_ident()]
+        holder = holders[-1] if holders and holders[-1] in self._held else None
+        held = None if holder is None else self._held[holder]
         if held is not None and (held.has_gradients or not torch.is_grad_enabled()):
             return held.values
         again = None if held is not None else draws_of_backward(self)
         if again is not None:
             return dict(again)
-        if not self._holding:
+        if holder is None:
             return self._new_terms().values
         if held is None:
-            return self._hold(torch_rng())
+            return self._hold(holder, torch_rng())
         # The first forward recorded no gradients: make the same draw again.
         with torch_rng_kept():
             set_torch_rng(held.rng)
-            return self._hold(held.rng)
+            return self._hold(holder, held.rng)
 
-    def _hold(self, rng: list[Tensor]) -> dict[str, Tensor]:
+    def _hold(self, holder: int, rng: list[Tensor]) -> dict[str, Tensor]:
         values = self._new_terms().values
         # The values of lazy draws, which would take new noise in each forward.
         held = {n: v.value() if isinstance(v, Draw) else v for n, v in values.items()}
         check_gradients(values)
-        self._held = _Held(held, torch.is_grad_enabled(), rng)
+        self._held[holder] = _Held(held, torch.is_grad_enabled(), rng)
         return held
 
     def _new_terms(self) -> ElboTerms:
         # In the first forward only, because it reads numbers, for which the host waits.
         checked = nullcontext() if not self._checked else pyro.validation_enabled(False)
-        with exclusive(), checked, numbers_unchecked(self._checked):
+        with checked, numbers_unchecked(self._checked):
             terms = elbo_terms(self.net_prior, self.guide, closed_form_kl=self.closed_form_kl)
         self._checked = True
         self.cached_kl_loss = terms.kl
@@ -130,15 +153,19 @@ class PytorchBNN(BNN):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw, and set `cached_kl_loss`."""
-        values = self._draw()
-        with self.substituted(values):
-            output = self.net(*inputs, **kwargs)
-        check_gradients(values)
-        return remember(self, values, output)
+        # The draw as well, because other threads set the generators back for a while.
+        with exclusive():
+            values = self._draw()
+            with self.substituted(values):
+                output = self.net(*inputs, **kwargs)
+            check_gradients(values)
+            return remember(self, values, output)
 
     @contextmanager
     def hold_sample(self) -> Iterator[PytorchBNN]:
-        """Use one draw for all forwards inside, such as for the chunks of one image.
+        """Use one draw for all forwards of this thread inside, such as for the chunks of one image.
+
+        `predict` draws anew all the same.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -150,14 +177,14 @@ class PytorchBNN(BNN):
             ...     torch.equal(bnn(x), bnn(x))
             True
         """
-        before, held = self._holding, self._held
-        self._holding, self._held = True, held if before else None
+        thread = threading.get_ident()
+        is_outer = thread not in self._held
+        self._held.setdefault(thread)
         try:
             yield self
         finally:
-            self._holding = before
-            if not before:
-                self._held = None
+            if is_outer:
+                self._held.pop(thread, None)
 
     def pytorch_parameters(self, *inputs: Any) -> list[nn.Parameter]:
         """Return all trainable parameters, under TyXe's name; `parameters()` works as well."""
@@ -192,18 +219,15 @@ class PytorchBNN(BNN):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         given = inputs[0] if len(inputs) == 1 else inputs
         batches = [batch for batch, _ in batches_to_predict(given, None, None)]
-        net, kl = functools.partial(self.net, **kwargs), self.cached_kl_loss
-        try:
-            with exclusive(), modes_restored(self), torch.no_grad():
-                self.eval()
-                outputs = []
-                for _ in range(max(num_predictions, 1)):
-                    with self.substituted(self._draw() if num_predictions else self._median()):
-                        parts = [call_with(net, batch) for batch in batches]
-                    outputs.append(_together(torch.cat, parts) if len(parts) > 1 else parts[0])
-                return _together(torch.stack, outputs)
-        finally:
-            self.cached_kl_loss = kl
+        net = functools.partial(self.net, **kwargs)
+        with exclusive(), modes_restored(self), torch.no_grad():
+            self.eval()
+            outputs = []
+            for _ in range(max(num_predictions, 1)):
+                with self.substituted(self._weights() if num_predictions else self._median()):
+                    parts = [call_with(net, batch) for batch in batches]
+                outputs.append(_together(torch.cat, parts) if len(parts) > 1 else parts[0])
+            return _together(torch.stack, outputs)
 
     def _median(self) -> dict[str, Tensor]:
         return {} if self.net_guide is None else self.net_guide.median()
@@ -211,7 +235,8 @@ class PytorchBNN(BNN):
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or with `sample` at one draw."""
         if sample or self.net_guide is None:
-            return self.net_at(self._weights())
+            with exclusive():
+                return self.net_at(self._weights())
         with torch.no_grad():
             return self.net_at(self._median())
 
@@ -223,7 +248,9 @@ class PytorchBNN(BNN):
         Raises:
             ValueError: fewer than one draw.
         """
-        return Ensemble(self.nets_at(self._weights() for _ in range(num_draws)))
+        num_draws = check_count("num_draws", num_draws)
+        with exclusive():
+            return Ensemble(self.nets_at(self._weights() for _ in range(num_draws)))
 
     def _weights(self) -> dict[str, Tensor]:
         if self.net_guide is None:
@@ -237,7 +264,7 @@ class PytorchBNN(BNN):
 
     def __getstate__(self) -> dict[str, Any]:
         # A KL with a graph can neither be copied nor pickled.
-        return {**self.__dict__, "cached_kl_loss": self.cached_kl_loss.detach(), "_held": None}
+        return {**self.__dict__, "_latest_kl": self.cached_kl_loss.detach(), "_held": {}}
 
 
 def _together(function: Callable[[Any], Tensor], outputs: list[Any]) -> Any:
