@@ -168,6 +168,13 @@ class _Interrupts:
         elif self._is_open():
             self._let_in(self._before)
 
+    def renew(self) -> None:
+        """Hold nothing back in a forked process: what is half done is its parent's."""
+        if self._depth and not self._is_open():
+            if self._before is not None:
+                _signal.signal(_SIGINT, self._before)
+            self.__init__()  # type: ignore[misc]
+
     def open(self) -> None:
         """Let interrupts in until `close`, except into the methods of a `Handler`.
 
@@ -195,7 +202,7 @@ class _Interrupts:
             before(*pending)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        if self._pending is not None or (self._is_open() and not _is_changing(frame)):
+        if (self._pending is not None or self._is_open()) and not _is_changing(frame):
             self._pending = None
             self._before(number, frame)
         else:
@@ -203,13 +210,18 @@ class _Interrupts:
 
 
 def _is_changing(frame: FrameType | None) -> bool:
-    """Say whether a handler is being entered or left."""
+    """Say whether a handler, or what is exclusive, is being entered or left."""
     while frame is not None:
         in_method = frame.f_code.co_name in ("__enter__", "__exit__")
-        if in_method and isinstance(frame.f_locals.get("self"), Handler):
+        own = frame.f_locals.get("self") if in_method else None
+        if isinstance(own, Handler | _Exclusive | _Interrupts):
             return True
         frame = frame.f_back
     return False
+
+
+# Seconds after which an interrupt ends a wait for another thread.
+_WAIT = 0.1
 
 
 class _Exclusive:
@@ -220,7 +232,10 @@ class _Exclusive:
 
     def __enter__(self) -> None:
         INTERRUPTS.__enter__()
-        self._lock.acquire()
+        # They are held back by then, as one that came after the lock would leave it behind.
+        while not self._lock.acquire(timeout=_WAIT):
+            INTERRUPTS.__exit__()
+            INTERRUPTS.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
@@ -229,6 +244,7 @@ class _Exclusive:
     def renew(self) -> None:
         """Forget which thread holds the lock: in a forked process there is only one."""
         self._lock = threading.RLock()
+        INTERRUPTS.renew()
 
 
 INTERRUPTS = _Interrupts()
@@ -272,8 +288,8 @@ def exclusive() -> AbstractContextManager[None]:
     """Let no other thread in while parameters, modes, generators or Pyro's settings are changed.
 
     These belong to the process. Threads can be nested in it as often as they like, and an interrupt
-    from the keyboard waits for the end. A thread of autograd's engine does not wait: it works for a
-    thread that does, and that may be inside.
+    from the keyboard waits for the end, or ends the wait for another thread. A thread of autograd's
+    engine does not wait: it works for a thread that does, and that may be inside.
 
     Example:
         >>> with exclusive():

@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import tyxe
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical
 from tyxe.priors import IIDPrior
+from tyxe.threads import INTERRUPTS, exclusive
 
 THREADS, CALLS = 8, 12
 X, Y = torch.randn(30, 4), torch.randint(3, (30,))
@@ -308,3 +310,62 @@ def test_a_copy_has_the_kl_of_the_original(copied):
     assert other.cached_kl_loss == bnn.cached_kl_loss.detach()
     assert not torch.equal(other(X), other(X))
     assert other.cached_kl_loss.requires_grad
+
+
+# --------------------------------------------------------------------------- interrupts
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_an_interrupt_before_the_first_batch_leaves_no_fit_behind(monkeypatch):
+    bnn = variational().eval()
+
+    def interrupted(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tyxe.bnn.base.set_train_mode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bnn.fit([(X, Y)], ADAM, 1)
+    assert not bnn.training
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(bnn.fit, [(X, Y)], ADAM, 1).result().loss) == 1
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_ends_the_wait_for_another_thread(times):
+    normal, inside, leave = signal.getsignal(signal.SIGINT), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with exclusive():
+            inside.set()
+            for _ in range(times):
+                leave.wait(0.2)
+                os.kill(os.getpid(), signal.SIGINT)
+            assert leave.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(other)
+        try:
+            assert inside.wait(60)
+            for _ in range(times):
+                with pytest.raises(KeyboardInterrupt), exclusive():
+                    pass
+        finally:
+            leave.set()
+        held.result()
+    assert signal.getsignal(signal.SIGINT) is normal
+    with exclusive():
+        assert INTERRUPTS._depth == 1
+
+
+@pytest.mark.forks
+def test_a_process_forked_inside_holds_no_interrupts_back():
+    with exclusive():
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(0)
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0

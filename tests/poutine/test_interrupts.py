@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,8 @@ class At:
     Not in `work` itself, where Python takes no signal between the end of a block and `__exit__`.
     """
 
+    times = 1
+
     def __init__(self, line: int) -> None:
         self.left = line
 
@@ -45,7 +48,8 @@ class At:
             self.left -= 1
             if self.left < 0:
                 sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+                for _ in range(self.times):
+                    signal.raise_signal(signal.SIGINT)
         return self
 
 
@@ -143,3 +147,19 @@ def test_a_handler_that_is_entered_twice_stays_where_it_was() -> None:
         assert handlers() == [one]
     assert not handlers()
     assert INTERRUPTS._depth == 0
+
+
+def test_a_second_interrupt_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(At, "times", 2)
+
+    def work() -> None:
+        with local_reparameterization(), exclusive(), exclusive():
+            pass
+
+    def enter() -> bool:
+        with exclusive():
+            return True
+
+    assert lines_of(work) > 30
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(enter).result(60)

@@ -23,7 +23,7 @@ from tyxe.poutine.draw import substituted
 from tyxe.priors import Prior
 from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePriors
-from tyxe.threads import exclusive
+from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import NET, SITE_PRIORS, Inputs, call_with
 
 __all__ = ["BNN", "fitting", "modes_restored", "prior_fixed", "set_train_mode"]
@@ -64,26 +64,29 @@ def fitting(bnn: BNN, train: bool) -> Iterator[None]:
     Raises:
         RuntimeError: another thread fits this BNN.
     """
-    with exclusive():
-        outer = _FITTING.get(bnn)
-        if outer not in (None, threading.get_ident()):
-            raise RuntimeError(
-                f"another thread is fitting this {type(bnn).__name__}; fit a copy.deepcopy of it, "
-                "or wait for the other fit"
-            )
-        modes = _modes(bnn)
-        _FITTING[bnn] = threading.get_ident()
-        if not train:
-            bnn.eval()
-        elif not any(mode for _, mode in modes):
-            set_train_mode(bnn)
+    outer, modes = None, None
     try:
+        with exclusive():
+            outer = _FITTING.get(bnn)
+            if outer not in (None, threading.get_ident()):
+                raise RuntimeError(
+                    f"another thread is fitting this {type(bnn).__name__}; fit a copy.deepcopy of "
+                    "it, or wait for the other fit"
+                )
+            modes = _modes(bnn)
+            _FITTING[bnn] = threading.get_ident()
+            if not train:
+                bnn.eval()
+            elif not any(mode for _, mode in modes):
+                set_train_mode(bnn)
         yield
     finally:
-        with exclusive():
-            _set_modes(modes)
-            if outer is None:
-                _FITTING.pop(bnn, None)
+        if modes is not None:
+            # The wait for another thread is no reason to leave the modes as they are.
+            with INTERRUPTS, exclusive():
+                _set_modes(modes)
+                if outer is None:
+                    _FITTING.pop(bnn, None)
 
 
 @contextmanager
