@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tyxe.threads import exclusive
+
 __all__ = [
     "random_state",
     "seeded",
@@ -67,17 +69,20 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
 
 @contextmanager
 def torch_rng_kept() -> Iterator[None]:
-    """Set PyTorch's generators back at the end."""
-    before = torch_rng()
-    try:
-        yield
-    finally:
-        set_torch_rng(before)
+    """Set PyTorch's generators back at the end, and let no other thread draw from them before."""
+    with exclusive():
+        before = torch_rng()
+        try:
+            yield
+        finally:
+            set_torch_rng(before)
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Let a device's random numbers start from a seed, and set its generator back at the end.
+
+    No other thread draws from it before.
 
     Example:
         >>> with seeded(1, torch.device("cpu")):
@@ -88,12 +93,13 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """
     module, places = _generators(device)
     place = places[device.index or 0]
-    before = module.get_rng_state(*place)
-    module.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), *place)
-    try:
-        yield
-    finally:
-        module.set_rng_state(before, *place)
+    with exclusive():
+        before = module.get_rng_state(*place)
+        module.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), *place)
+        try:
+            yield
+        finally:
+            module.set_rng_state(before, *place)
 
 
 # --------------------------------------------------------------------------- forked processes

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -249,6 +250,109 @@ def test_a_net_is_copied_without_the_draws_of_another_thread():
         handle.remove()
     centre = bnn.mean_values()
     assert torch.equal(plain[0].weight, centre["net.0.weight"])
+
+
+# --------------------------------------------------------------------------- what all share
+
+
+def others_work(work: Callable[[], object], meanwhile: Callable[[], object]) -> None:
+    """Run a function, while another thread runs another again and again."""
+    leave = threading.Event()
+
+    def again() -> None:
+        while not leave.is_set():
+            meanwhile()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(again)
+        try:
+            work()
+        finally:
+            leave.set()
+        other.result()
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("meanwhile", ["forward", "guided_forward", "to_module"])
+def test_rows_have_the_same_draws_next_to_draws_of_other_threads(meanwhile):
+    bnn, other, rows = variational(), variational().eval(), X[:1].expand(8, -1).contiguous()
+    how = {
+        "forward": lambda: other(X),
+        "guided_forward": lambda: other.guided_forward(X),
+        "to_module": lambda: other.to_module(sample=True),
+    }
+
+    def work() -> None:
+        for _ in range(100):
+            found = bnn.predict(rows, num_predictions=4, batch_size=2, aggregate=False)
+            torch.testing.assert_close(found[:, 0], found[:, -1], rtol=1e-4, atol=1e-4)
+
+    others_work(work, how[meanwhile])
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("kind", ["pieces", "loader", "grid", "first batch"])
+def test_no_draw_is_repeated_because_another_thread_sets_the_generators_back(kind):
+    bnn, la, seen = variational(), laplace(), []
+    small = tyxe.VariationalBNN(
+        nn.Linear(1, 3), IIDPrior(dist.Normal(0, 1)), Categorical(1), AutoNormal
+    )
+
+    class Loader:
+        def __iter__(self):
+            time.sleep(0.01)
+            yield X[:15], Y[:15]
+            yield X[15:], Y[15:]
+
+    how = {
+        "pieces": lambda: bnn.predict(X, num_predictions=4, batch_size=5),
+        "loader": lambda: bnn.predict(Loader(), num_predictions=4),
+        "grid": lambda: la.optimize_prior_precision("grid", [(X, Y)], grid=[0.5, 1.0]),
+        "first batch": lambda: variational(),
+    }
+
+    def work() -> None:
+        for _ in range(30):
+            how[kind]()
+
+    others_work(work, lambda: seen.append(tuple(small(torch.ones(1)).tolist())))
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_predictions_never_meet_a_precision_of_the_search(monkeypatch):
+    bnn, found = laplace(), []
+    monkeypatch.setattr(bnn, "_set_prior_numbers", lambda _: None)
+
+    def predict() -> torch.Tensor:
+        return bnn.predict(X, num_predictions=1, link="probit")
+
+    expected = predict()
+    grid = [0.01, 0.1, 1.0, 10.0, 100.0]
+    others_work(
+        lambda: [bnn.optimize_prior_precision("grid", [(X, Y)], grid=grid) for _ in range(5)],
+        lambda: found.append(predict()),
+    )
+    assert found
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("what", ["predict", "grid"])
+def test_a_loader_may_wait_for_predictions_of_another_thread(what):
+    teacher, bnn = variational(), laplace()
+
+    class Taught:
+        def __iter__(self):
+            for _ in range(2):
+                labels = pool.submit(teacher.predict, X).result(20).argmax(-1)
+                yield X, labels
+
+    with ThreadPoolExecutor(1) as pool:
+        if what == "predict":
+            assert bnn.predict(Taught(), num_predictions=2).shape == (60, 3)
+        else:
+            assert bnn.optimize_prior_precision("grid", Taught(), grid=[0.5, 1.0]) > 0
 
 
 # --------------------------------------------------------------------------- PytorchBNN

@@ -1,17 +1,22 @@
-"""Batches of loaders: checking, cutting and joining them."""
+"""Batches of loaders: checking, cutting and joining them, and predictions for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tyxe.errors import check_count, described
+from tyxe.poutine.draw import draws_are_lazy
+from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.threads import exclusive
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 __all__ = [
+    "SameDraws",
     "batches_of",
     "batches_to_predict",
     "check_has_targets",
@@ -19,6 +24,7 @@ __all__ = [
     "concatenated",
     "is_loader",
     "not_empty",
+    "on_each",
     "split_rows",
     "take_rows",
 ]
@@ -208,3 +214,71 @@ def concatenated(parts: list[Any], dim: int) -> Any:
     if isinstance(parts[0], tuple):
         return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
     return torch.cat(parts, dim)
+
+
+# --------------------------------------------------------------------------- predictions
+
+
+class Bnn(Protocol):
+    """What is needed of a BNN here."""
+
+    def predicting(self) -> AbstractContextManager[None]:
+        """Run the net in eval mode and without gradients, and let no other thread in."""
+        ...
+
+
+class SameDraws:
+    """Starts random numbers anew each time that it is entered, and goes on with others after it.
+
+    They start from the generators' state at the construction, and the generators go on from where
+    the first block ends; or `apart` from it at once, as they have to where others use them before.
+    """
+
+    def __init__(self, apart: bool) -> None:
+        self._start = torch_rng()
+        self._is_first, self._apart = True, apart
+        self._others: list[Tensor] | None = None
+        if apart:
+            torch.manual_seed(int(torch.randint(2**62, ())))
+
+    def __enter__(self) -> None:
+        # Where a handler samples inside the net, its noise must differ between data points.
+        if self._is_first or not draws_are_lazy():
+            goes_on = self._is_first and not self._apart
+            self._others = None if goes_on else torch_rng()
+            set_torch_rng(self._start)
+
+    def __exit__(self, *error: object) -> None:
+        self._is_first = False
+        if self._others is not None:
+            set_torch_rng(self._others)
+            self._others = None
+
+
+def on_each(
+    bnn: Bnn,
+    inputs: tuple[Any, ...],
+    batch_size: int | None,
+    function: Callable[[Any, Any, SameDraws], Any],
+    dim: int,
+    targets: Tensor | None = None,
+) -> Any:
+    """Return a function's values on batches, concatenated along `dim`.
+
+    It runs in eval mode and without gradients, and other threads may run between batches. The draws
+    are those of the seed before a loader has used it.
+    """
+    given = inputs[0] if len(inputs) == 1 else inputs
+
+    def one(batch: tuple[Any, Any]) -> Any:
+        with bnn.predicting():
+            return function(*batch, again)
+
+    # A loader may take random numbers, and wait for other threads, before it yields a batch.
+    waits = is_loader(given) and not isinstance(given, list)
+    with exclusive():
+        again = SameDraws(apart=waits)
+        batches = iter(batches_to_predict(given, targets, batch_size))
+        found = [] if waits else [one(next(batches))]
+    found += [one(batch) for batch in batches]
+    return concatenated(found, dim)

@@ -480,7 +480,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         Args:
             method: `"evidence"`, by MacKay's fixed point, damped so that it converges from any
                 start; or `"grid"`, by the log-likelihood of held-out data.
-            loader: yields the held-out `(inputs, targets)` for `"grid"`.
+            loader: yields the held-out `(inputs, targets)` for `"grid"`, once; they are kept in
+                memory.
             per_site: choose a precision for each weight with its bias, instead of one for all.
             num_steps: largest number of steps to the fixed point; it usually takes about 30.
             grid: precisions to try; by default 21 from 1e-4 to 1e4.
@@ -503,7 +504,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             raise ValueError("method='grid' finds one precision for all weights, not per_site")
         check_one_number(state.prior)
         if loader is not None and method == "grid":
-            best = best_of_grid(grid, lambda precision: self._held_out(precision, loader))
+            batches = list(batches_of(loader))
+            best = best_of_grid(grid, lambda precision: self._held_out(precision, batches))
             numbers = {"": state.loc.new_tensor(best)}
         else:
             numbers = most_evidence(state, per_site, num_steps)
@@ -523,16 +525,19 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         }
         self.update_prior(DictPrior(normals))
 
-    def _held_out(self, precision: float, loader: Iterable[Any]) -> float:
-        """Return the log-likelihood of held-out data, with the same random numbers each time."""
-        state = self.state
+    def _held_out(self, precision: float, batches: list[Any]) -> float:
+        """Return the log-likelihood of held-out data, with the same random numbers each time.
+
+        No other thread meets the precision meanwhile.
+        """
         device = next(self.parameters()).device
-        number = state.loc.new_tensor(precision)
         with torch_rng_kept():
+            state = self.state
+            number = state.loc.new_tensor(precision)
             torch.manual_seed(0)
             try:
                 self.net_guide.state = state.replace(prior=with_numbers(state, {"": number}))
-                return sum(float(self.evaluate(x, y)[1]) for x, y in batches_of(loader, device))
+                return sum(float(self.evaluate(x, y)[1]) for x, y in batches_of(batches, device))
             except NotPositiveDefiniteError:
                 return -math.inf  # the precision is below the curvature's rounding
             finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.batches import batches_to_predict, check_has_targets, concatenated, is_loader
+from tyxe.bnn.batches import SameDraws, check_has_targets, is_loader, on_each
 from tyxe.bnn.rerun import remember
 from tyxe.curvature import Linearization
 from tyxe.errors import check_count, described
@@ -26,7 +26,6 @@ from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_f
 from tyxe.predictive.links import sample_outputs
 from tyxe.predictive.scores import gaussian_scores, mixture_scores
 from tyxe.priors import Prior
-from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive
 from tyxe.util import Inputs, at_least_float32, call_with
 
@@ -76,7 +75,8 @@ class SupervisedBNN(BNN):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw from the posterior, in its present mode."""
-        with self.substituted(self.one_draw()):
+        # The draw as well, because other threads set the generators back for a while.
+        with exclusive(), self.substituted(self.one_draw()):
             return self.net(*inputs, **kwargs)
 
     def to_module(self, sample: bool = False) -> nn.Module:
@@ -85,9 +85,8 @@ class SupervisedBNN(BNN):
         Args:
             sample: return the net at one draw instead.
         """
-        with torch.no_grad():
-            values = self.one_draw() if sample else self.mean_values()
-        return self.net_at(values)
+        with exclusive(), torch.no_grad():
+            return self.net_at(self.one_draw() if sample else self.mean_values())
 
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
@@ -110,6 +109,7 @@ class SupervisedBNN(BNN):
             >>> program.module()(torch.ones(5, 2)).softmax(-1).shape
             torch.Size([5, 3])
         """
+        num_draws = check_count("num_draws", num_draws)
         kept: list[Values] = []
 
         def draws() -> Iterator[Values]:
@@ -248,7 +248,7 @@ class SupervisedBNN(BNN):
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
 
-        def one(inputs: Inputs, _: Any, again: _SameDraws) -> Any:
+        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
             if gaussian is not None:
                 moments = gaussian(inputs)
                 if not aggregate:
@@ -260,7 +260,7 @@ class SupervisedBNN(BNN):
                 return outputs
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
 
-        return self._on_each(inputs, batch_size, one, 0 if aggregate else 1)
+        return on_each(self, inputs, batch_size, one, 0 if aggregate else 1)
 
     def sample_predictive(
         self,
@@ -294,7 +294,7 @@ class SupervisedBNN(BNN):
         gaussian = self._gaussian(predictive, num_samples, "mc")
         options = self._link_options(gaussian, "mc", num_samples)
 
-        def one(inputs: Inputs, _: Any, again: _SameDraws) -> Tensor:
+        def one(inputs: Inputs, _: Any, again: SameDraws) -> Tensor:
             if gaussian is not None:
                 outputs = sample_outputs(*gaussian(inputs), num_samples)
                 latents = options.latents_of(num_samples)
@@ -308,7 +308,7 @@ class SupervisedBNN(BNN):
                 ]
             )
 
-        samples: Tensor = self._on_each(inputs, batch_size, one, 1)
+        samples: Tensor = on_each(self, inputs, batch_size, one, 1)
         return samples
 
     def interval(
@@ -393,7 +393,7 @@ class SupervisedBNN(BNN):
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
 
-        def one(inputs: Inputs, targets: Tensor, again: _SameDraws) -> tuple[Tensor, Tensor]:
+        def one(inputs: Inputs, targets: Tensor, again: SameDraws) -> tuple[Tensor, Tensor]:
             rows = self._rows_that_count(targets)
             if gaussian is not None:
                 mean, covariance = (_rows(part, rows) for part in gaussian(inputs))
@@ -404,33 +404,8 @@ class SupervisedBNN(BNN):
             kept = _rows(outputs, rows, 1), latents, _rows(targets, rows)
             return mixture_scores(self.likelihood, *kept, aggregate)
 
-        errors, log_likelihoods = self._on_each((input_data,), batch_size, one, -1, y)
+        errors, log_likelihoods = on_each(self, (input_data,), batch_size, one, -1, y)
         return reduce_points(errors, reduction), reduce_points(log_likelihoods, reduction)
-
-    def _on_each(
-        self,
-        inputs: tuple[Any, ...],
-        batch_size: int | None,
-        function: Callable[[Any, Any, _SameDraws], Any],
-        dim: int,
-        targets: Tensor | None = None,
-    ) -> Any:
-        """Return a function's values on batches, concatenated along `dim`.
-
-        It runs in eval mode and without gradients, and other threads may run between batches.
-        """
-        given = inputs[0] if len(inputs) == 1 else inputs
-        with exclusive():
-            # The draws are those of the seed before a loader has used it.
-            again = _SameDraws(torch_rng())
-            batches = iter(batches_to_predict(given, targets, batch_size))
-            found = [self._on_one(next(batches), function, again)]
-        found += [self._on_one(batch, function, again) for batch in batches]
-        return concatenated(found, dim)
-
-    def _on_one(self, batch: tuple[Any, Any], function: Any, again: _SameDraws) -> Any:
-        with self.predicting():
-            return function(*batch, again)
 
     def _rows_that_count(self, targets: Tensor) -> Tensor | None:
         """Return the rows that a mask leaves, or None for all."""
@@ -503,27 +478,6 @@ class SupervisedBNN(BNN):
         with exclusive(), modes_restored(self), torch.no_grad():
             self.eval()
             yield
-
-
-class _SameDraws:
-    """Starts random numbers anew each time that it is entered, and goes on with others after it."""
-
-    def __init__(self, start: list[Tensor]) -> None:
-        self._start = start
-        self._is_first = True
-        self._others: list[Tensor] | None = None
-
-    def __enter__(self) -> None:
-        # Where a handler samples inside the net, its noise must differ between data points.
-        if self._is_first or not draws_are_lazy():
-            self._others = None if self._is_first else torch_rng()
-            set_torch_rng(self._start)
-
-    def __exit__(self, *error: object) -> None:
-        self._is_first = False
-        if self._others is not None:
-            set_torch_rng(self._others)
-            self._others = None
 
 
 def _rows(values: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:

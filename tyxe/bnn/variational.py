@@ -22,6 +22,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
 __all__ = ["VariationalBNN"]
@@ -92,8 +93,9 @@ class VariationalBNN(Resumable, SupervisedBNN):
 
     def guided_forward(self, *inputs: Any, guide_tr: Any = None) -> Any:
         """Return the net's output for one draw of the guide, or for the values of its trace."""
-        trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
-        return self.run_net(_values_of(trace), inputs)
+        with exclusive():
+            trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
+            return self.run_net(_values_of(trace), inputs)
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is computed once for all of them."""
