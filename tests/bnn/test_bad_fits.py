@@ -63,6 +63,12 @@ ARGUMENTS = {
         ValueError,
         r"holds none of this BNN's parameters; build it on bnn.parameters\(\)",
     ),
+    "a norm that is no number": (
+        ([(X, Y)], ADAM, 1),
+        {"clip_norm": "1"},
+        TypeError,
+        "clip_norm is '1'; expected a positive number",
+    ),
     "unknown kind": (
         ([(X, Y)], ADAM, 1),
         {"lr_multipliers": {"mean": 2.0}},
@@ -181,6 +187,13 @@ def test_an_optimiser_that_needs_a_closure(optim):
 
 
 TARGETS = {
+    "more dimensions in an event than there are": (
+        Categorical(N, event_dim=2),
+        3,
+        LABELS,
+        ValueError,
+        r"predictions of shape \(8, 3\); expected \(n, ..., C\) with event_dim=2 dimensions between",
+    ),
     "a class too many": (
         Categorical(N),
         3,
@@ -300,6 +313,13 @@ MCMC_FITS = {
     "targets that would broadcast": (([(X, Y[:, 0])], 2), ValueError, "targets.unsqueeze"),
     "too many points": (([(X, Y), (X, Y)], 2), ValueError, "has 16 points.*dataset_size=8"),
 }
+
+
+@pytest.mark.parametrize("steps", ["1", 1.5])
+def test_mcmc_takes_whole_numbers_of_warmup_steps(steps):
+    message = "warmup_steps is .*1.*; expected an integer"
+    bnn = mcmc()
+    rejects(bnn, TypeError, message, lambda: bnn.fit([(X, Y)], 2, warmup_steps=steps))
 
 
 @pytest.mark.parametrize("case", MCMC_FITS)

@@ -202,6 +202,7 @@ def test_a_net_that_converts_its_inputs_has_its_own_errors():
     ("options", "error", "message"),
     [
         ({"link": "logit"}, ValueError, "link is 'logit'; expected one of"),
+        ({"batch_size": 1.5}, TypeError, "batch_size is 1.5; expected an integer"),
         ({"link": None}, ValueError, "link is None; expected one of"),
         ({"predictive": 3}, TypeError, "predictive is 3; expected 'bnn' or 'glm', or a function"),
     ],
@@ -210,6 +211,7 @@ def test_predict_rejects(options, error, message):
     bnn = make()
     rejects(bnn, error, message, lambda: bnn.predict(X, **options))
     rejects(bnn, error, message, lambda: bnn.evaluate(X, Y, **options))
+    rejects(bnn, error, message, lambda: bnn.evaluate([(X, Y)], **options))
 
 
 def test_a_net_that_does_not_run_under_vmap():

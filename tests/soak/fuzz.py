@@ -251,12 +251,12 @@ def attempt(seed: int, index: int) -> tuple[str, Trial]:
 
 def _own_error(session: Session) -> BaseException | None:
     """Return the error that the plain net raises for the inputs that were used last."""
-    for net in (copy.deepcopy(session.given), copy.deepcopy(session.given).eval()):
+    for mode in (True, False):
         try:
-            with _quietly():
-                call_with(net, session.used)
+            # Layers may check their inputs elsewhere where nothing is trained.
+            with _quietly(), torch.set_grad_enabled(mode):
+                call_with(copy.deepcopy(session.given).train(mode), session.used)
         except Exception as error:
-            # Layers check their inputs elsewhere in eval mode.
             if str(error) == str(session.error):
                 return error
     return None

@@ -22,7 +22,9 @@ Session = Any
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Say whether tensors, or tuples of them, are the same to the bit, NaN included."""
+    """Say whether tensors, or containers of them, are the same to the bit, NaN included."""
+    if isinstance(one, dict):
+        return equal(tuple(one.values()), tuple(other.values()))
     if isinstance(one, tuple):
         return all(equal(a, b) for a, b in zip(one, other, strict=True))
     return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
@@ -41,6 +43,7 @@ def arguments(inputs: Any) -> tuple[Any, ...]:
 
 def check_finite(session: Session, values: Any, what: str) -> None:
     """Note numbers that are not finite."""
+    values = tuple(values.values()) if isinstance(values, dict) else values
     values = values if isinstance(values, tuple) else (values,)
     finite = all(bool(torch.isfinite(value).all()) for value in values)
     session.expect(finite, f"{what} is not finite")

@@ -116,11 +116,11 @@ def batches_to_predict(
 
     A loader yields pairs or inputs alone; a batch is cut into pieces of `batch_size` rows.
     """
+    batch_size = None if batch_size is None else check_count("batch_size", batch_size)
     if is_loader(inputs):
         return map(_as_pair, not_empty(inputs))
     if batch_size is None:
         return [(inputs, targets)]
-    batch_size = check_count("batch_size", batch_size)
     pieces = split_rows(inputs, batch_size)
     labels = [None] * len(pieces) if targets is None else list(targets.split(batch_size))
     return zip(pieces, labels, strict=True)

@@ -53,6 +53,8 @@ def check_options(beta: Any, clip_norm: float | None) -> None:
     """Raise for a weight of the KL that is no number from 0, or a norm that is not positive."""
     if not callable(beta):
         check_beta(beta)
+    if clip_norm is not None and not isinstance(clip_norm, SupportsFloat):
+        raise TypeError(f"clip_norm is {described(clip_norm)}; expected a positive number")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; expected a positive number")
 

@@ -185,6 +185,8 @@ class MCMC_BNN(SupervisedBNN):
         """
         hint = ": fit(data_loader, num_samples, warmup_steps=...)"
         num_samples = check_count("num_samples", num_samples, hint=hint)
+        if mcmc_kwargs.get("warmup_steps") is not None:
+            check_count("warmup_steps", mcmc_kwargs["warmup_steps"], 0)
         inputs, targets = collect([data_loader] if batch_data else data_loader, device)
         with fitting(self, train=False), prior_fixed(self):
             check_one_batch(self, self.net_prior, inputs, targets)

@@ -72,6 +72,11 @@ class Categorical(Likelihood):
                 "Categorical got one number from the net; expected a value of each class for each "
                 "point, (n, ..., C): the net may sum or average over the batch"
             )
+        if predictions.dim() < self.event_dim + 1:
+            raise ValueError(
+                f"Categorical got predictions of shape {tuple(predictions.shape)}; expected "
+                f"(n, ..., C) with event_dim={self.event_dim} dimensions between points and classes"
+            )
         # bfloat16 rounds probabilities by more than 1e-3.
         tolerance = max(1e-3, torch.finfo(predictions.dtype).eps)
         sums = at_least_float32(predictions).sum(-1)
