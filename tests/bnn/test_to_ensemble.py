@@ -128,8 +128,14 @@ def test_an_ensemble_is_independent_of_the_bnn():
 
 
 def test_no_draws_are_an_error():
-    with pytest.raises(ValueError, match="expected 1 or more"):
-        variational().to_ensemble(0)
+    net = nn.Linear(2, 1)
+    plain = tyxe.PytorchBNN(net, tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.guides.AutoNormal)
+    for bnn in (variational(), plain):
+        for count in (0, -1):
+            with pytest.raises(ValueError, match=f"num_draws is {count}; expected 1 or more"):
+                bnn.to_ensemble(count)
+        with pytest.raises(TypeError, match=r"num_draws is 1\.5; expected an integer"):
+            bnn.to_ensemble(1.5)
 
 
 # --- where it goes --------------------------------------------------------------------------------

@@ -290,7 +290,7 @@ class BNN(nn.Module):
                 shared = {id(t): first[n] for n, t in own.items() if not isinstance(t, Resting)}
                 nets.append(self.net_at(values, shared))
         if not nets:
-            raise ValueError("num_draws is 0; expected 1 or more: the centre is bnn.to_module()")
+            raise ValueError("there are no draws; expected one or more")
         return nets
 
     def net_at(self, values: Mapping[str, Tensor], memo: dict[int, Any] | None = None) -> nn.Module:
