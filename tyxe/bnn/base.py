@@ -210,8 +210,8 @@ class BNN(nn.Module):
                 for module, attribute in slots:
                     module._parameters[attribute] = held
 
-    def resting(self) -> dict[str, Tensor]:
-        """Return what is in the places of the sites as long as no draw is, by joint name."""
+    def in_places(self) -> dict[str, Tensor]:
+        """Return what is in the places of the sites now, by joint name."""
         owners = {name: slots[0] for name, slots in self._slots.items()}
         return {name: module._parameters[a] for name, (module, a) in owners.items()}  # type: ignore[misc]
 
@@ -235,7 +235,7 @@ class BNN(nn.Module):
             inputs: a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         """
         with self.substituted(values):
-            return remember(self, values, call_with(self.net, inputs))
+            return remember(self, call_with(self.net, inputs))
 
     def update_prior(self, prior: Prior) -> None:
         """Replace the priors of the sites, which stay the same parameters.

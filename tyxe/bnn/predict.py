@@ -77,7 +77,7 @@ class SupervisedBNN(BNN):
         """Return the net's output for one draw from the posterior, in its present mode."""
         # The draw as well, because other threads set the generators back for a while.
         with exclusive(), self.substituted(self.one_draw()):
-            return self.net(*inputs, **kwargs)
+            return remember(self, self.net(*inputs, **kwargs))
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net of the given class at the posterior's centre.
@@ -132,8 +132,8 @@ class SupervisedBNN(BNN):
             The net's output.
         """
         # Also around the likelihood, as handlers of the observed site may run the net again.
-        with self.substituted(values := self.net_prior()):
-            predictions = remember(self, values, call_with(self.net, inputs))
+        with self.substituted(self.net_prior()):
+            predictions = remember(self, call_with(self.net, inputs))
             self.likelihood(predictions, obs)
         return predictions
 

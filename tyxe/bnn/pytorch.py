@@ -157,9 +157,9 @@ class PytorchBNN(BNN):
         with exclusive():
             values = self._draw()
             with self.substituted(values):
-                output = self.net(*inputs, **kwargs)
+                output = remember(self, self.net(*inputs, **kwargs))
             check_gradients(values)
-            return remember(self, values, output)
+            return output
 
     @contextmanager
     def hold_sample(self) -> Iterator[PytorchBNN]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,58 +28,66 @@ __all__ = ["Resting", "backward", "draws_of_backward", "remember"]
 class Bnn(Protocol):
     """What is needed of a BNN here."""
 
-    def resting(self) -> dict[str, Tensor]:
-        """Return what is in the places of the sites as long as no draw is, by joint name."""
+    def in_places(self) -> dict[str, Tensor]:
+        """Return what is in the places of the sites now, by joint name."""
         ...
 
 
-class _Reached:
-    """The forward that a thread's backward has come to."""
-
-    def __init__(self) -> None:
-        self._forward: weakref.ref[_Forward] | None = None
-
-    def set(self, forward: _Forward) -> None:
-        self._forward = weakref.ref(forward)
-
-    def get(self) -> _Forward | None:
-        return None if self._forward is None else self._forward()
-
-    def clear(self) -> None:
-        self._forward = None
+# The forward that a backward has come to, for each that is running: its parts may run in several of
+# autograd's threads.
+_REACHED: weakref.WeakValueDictionary[int, _Forward] = weakref.WeakValueDictionary()
 
 
 class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.reached = _Reached()
+    task = -1
 
 
 _THREAD = _OfThread()
 
 
+def _reached() -> _Forward | None:
+    """Return the forward that this backward, or the one that it is a part of, has come to."""
+    task = torch._C._current_graph_task_id()
+    if task not in _REACHED:
+        return _REACHED.get(_THREAD.task)
+    _THREAD.task = task
+    forward = _REACHED[task]
+    node = torch._C._current_autograd_node()
+    # Older nodes are those of the inputs.
+    return None if node is not None and node._sequence_nr() < forward.drawn else forward
+
+
+def _is_nested() -> bool:
+    return torch._C._current_graph_task_id() not in _REACHED and _reached() is not None
+
+
+def _left(task: int) -> None:
+    _REACHED.pop(task, None)
+
+
 class _Forward:
     """One forward of a BNN's net, and its draws by joint name."""
 
-    def __init__(self, bnn: Bnn, values: Mapping[str, Tensor]) -> None:
-        self.bnn, self.values = bnn, values
+    def __init__(self, bnn: Bnn) -> None:
+        self.bnn, self.values = bnn, bnn.in_places()
+        # To ask a lazy draw for its gradient would draw it.
+        made = [value.grad_fn for value in self.values.values() if not isinstance(value, Draw)]
+        self.drawn = max((node._sequence_nr() for node in made if node is not None), default=0)
         self._guarded: set[str] = set()
-        self._task = -1
 
     def enter(self, gradients: Any) -> None:
         """Be the forward that the rest of this backward is about: a hook of the outputs' nodes."""
-        reached = _THREAD.reached
-        reached.set(self)
-        self._task = torch._C._current_graph_task_id()
-        # At the end it may be another thread that calls it.
-        Variable._execution_engine.queue_callback(reached.clear)
+        task = _THREAD.task = torch._C._current_graph_task_id()
+        if task not in _REACHED:
+            Variable._execution_engine.queue_callback(partial(_left, task))
+        _REACHED[task] = self
 
     def draw_of(self, resting: Tensor) -> Tensor | None:
         """Return the draw in whose place a parameter rests, or None."""
-        name = next((n for n, one in self.bnn.resting().items() if one is resting), None)
+        name = next((n for n, one in self.bnn.in_places().items() if one is resting), None)
         if name is None:
             return None
         value = self.values[name]
-        # To ask a lazy draw for its gradient would draw it.
         is_lazy = isinstance(value, Draw)
         if name not in self._guarded and not is_lazy and value.grad_fn is not None:
             self._guarded.add(name)
@@ -86,12 +95,9 @@ class _Forward:
         return value
 
     def _guard(self, node: Any) -> Any:
-        task = self._task
-
         def check(gradient: Tensor) -> None:
             # A backward inside of the backward, which does not stop at the draw, frees its graph.
-            nested = torch._C._current_graph_task_id() != task
-            if nested and torch._C._will_engine_execute_node(node):
+            if _is_nested() and torch._C._will_engine_execute_node(node):
                 raise RuntimeError(REENTRANT)
 
         return check
@@ -147,7 +153,7 @@ class Resting(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        forward = _THREAD.reached.get()
+        forward = _reached()
         if forward is not None and in_backward():
             found = [forward.draw_of(one) for one in tree_iter((args, kwargs)) if type(one) is cls]
             if any(draw is not None for draw in found):
@@ -162,20 +168,50 @@ def _drawn(one: Any, forward: _Forward) -> Any:
     return one if draw is None else draw
 
 
-def remember(bnn: Bnn, values: Mapping[str, Tensor], outputs: Any) -> Any:
-    """Return a net's outputs, whose backward finds the draws in the places of the sites."""
-    if torch.is_grad_enabled() and not in_function_transform():
-        forward = None
-        for node in _nodes(outputs):
-            forward = _Forward(bnn, values) if forward is None else forward
+def remember(bnn: Bnn, outputs: Any) -> Any:
+    """Return a net's outputs, whose backward finds the draws that are in the sites' places now."""
+    if not torch.is_grad_enabled() or in_function_transform():
+        return outputs
+    forward = None
+    if any(_OWNED in node.metadata for node in _nodes(outputs)):
+        outputs = tree_map(_own, outputs)
+    for node in _nodes(outputs):
+        if _OWNED not in node.metadata:
+            forward = forward or _Forward(bnn)
+            node.metadata[_OWNED] = True
             node.register_prehook(forward.enter)
     return outputs
 
 
+# The mark of a node that is an output of some BNN's forward.
+_OWNED = "tyxe.bnn.rerun"
+
+
+def _own(one: Any) -> Any:
+    """Return a view of a tensor that the net has been given, or has returned before."""
+    node: Any = one.grad_fn if isinstance(one, Tensor) else None
+    return one if node is None or _OWNED not in node.metadata else one.view_as(one)
+
+
 def _nodes(outputs: Any) -> Iterator[Any]:
-    for one in (outputs,) if isinstance(outputs, Tensor) else tree_iter(outputs):
+    for one in _leaves(outputs, set()):
         if isinstance(one, Tensor) and one.grad_fn is not None:
             yield one.grad_fn
+
+
+def _leaves(outputs: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield what is in containers and in the attributes of objects, such as of dataclasses."""
+    for one in (outputs,) if isinstance(outputs, Tensor) else tree_iter(outputs):
+        yield one
+        held = None if isinstance(one, Tensor | nn.Module | type) else _attributes(one)
+        if held and id(one) not in seen:
+            seen.add(id(one))
+            yield from _leaves(held, seen)
+
+
+def _attributes(one: Any) -> list[Any]:
+    slots = [name for base in type(one).__mro__ for name in getattr(base, "__slots__", ())]
+    return [getattr(one, name, None) for name in (*slots, *getattr(one, "__dict__", ()))]
 
 
 def draws_of_backward(bnn: Bnn) -> Mapping[str, Tensor] | None:
@@ -188,7 +224,7 @@ def draws_of_backward(bnn: Bnn) -> Mapping[str, Tensor] | None:
     in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     if not in_backward() or in_checkpoint:
         return None
-    forward = _THREAD.reached.get()
+    forward = _reached()
     if forward is None or forward.bnn is not bnn:
         raise RuntimeError(
             f"this {type(bnn).__name__} is run again in the backward of a forward that recorded "
