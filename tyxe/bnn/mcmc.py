@@ -147,7 +147,7 @@ class MCMC_BNN(SupervisedBNN):
                 "functools.partial of it: the BNN builds it on its own model"
             )
         if isinstance(kind, type) and issubclass(kind, HMC):
-            _check_for_hmc(kind.__name__, self.net_prior, self.resting())
+            _check_for_hmc(kind.__name__, self.net_prior, self.in_places())
         self.kernel_builder: Callable[..., Any] = kernel_builder
         self.samples = Samples({}, trainable=None)
 
