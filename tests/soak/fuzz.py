@@ -107,7 +107,7 @@ class Session:
         self.given = copy.deepcopy(self.net)
         self.inputs = self.used = self.make_inputs()
         self.bnn = self.build(self.net)
-        self.resting = {name: t.detach().clone() for name, t in self.bnn.resting().items()}
+        self.resting = {name: t.detach().clone() for name, t in self.bnn.in_places().items()}
         self.modes = [part.training for part in self.bnn.net.modules()]
         self.outputs = self.plain(self.inputs)
         self.targets = self._choose_targets()
@@ -199,7 +199,7 @@ class Session:
         """Look for draws in the net, and for changes of its modes and of the given net."""
         if self.bnn is None or not hasattr(self, "modes"):
             return
-        for name, value in self.bnn.resting().items():
+        for name, value in self.bnn.in_places().items():
             as_before = type(value).__name__ == "Resting" and uses.equal(value, self.resting[name])
             self.expect(as_before, f"{name} is not as it was")
         modes = [part.training for part in self.bnn.net.modules()]

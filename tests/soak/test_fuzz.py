@@ -72,7 +72,7 @@ def draws_left(monkeypatch):
 
     def leaving(self, *args, **options):
         history = fit(self, *args, **options)
-        for tensor in self.resting().values():
+        for tensor in self.in_places().values():
             tensor.data.add_(1.0)
         return history
 
