@@ -22,7 +22,7 @@ from tyxe.poutine import Draw
 from tyxe.threads import in_backward
 from tyxe.util import in_function_transform
 
-__all__ = ["Resting", "backward", "draws_of_backward", "remember"]
+__all__ = ["Resting", "draws_of_backward", "remember"]
 
 
 class Bnn(Protocol):
@@ -114,32 +114,6 @@ REENTRANT = (
     "goes through the graph of the draws more than once: call "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
-
-
-def backward(loss: Tensor) -> None:
-    """Differentiate a loss of a net that has draws in the places of its sites.
-
-    Raises:
-        RuntimeError: a reentrant checkpoint has gone through the draws before.
-    """
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        if "graph a second time" in str(error) and _has_reentrant(loss.grad_fn):
-            raise RuntimeError(REENTRANT) from error
-        raise
-
-
-def _has_reentrant(node: Any) -> bool:
-    behind, seen = [node], {node}
-    while behind:
-        node = behind.pop()
-        if "CheckpointFunction" in node.name():
-            return True
-        following = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= following
-        behind += following
-    return False
 
 
 class Resting(nn.Parameter):

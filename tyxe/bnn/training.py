@@ -18,7 +18,6 @@ from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.history import History
 from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
-from tyxe.bnn.rerun import backward
 from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.poutine.variational_laplace import announce_epoch
@@ -172,9 +171,7 @@ class Trainer:
         """Add one draw's gradient of `(beta kl - data) / N / particles`."""
         loss = self.processes.objective(inputs, targets, beta)
         terms = self.objective.take_terms()
-        # Activation checkpoints run the net again in the backward, with the same draws.
-        with self.bnn.substituted(terms.values):
-            backward(loss)
+        loss.backward()
         return terms
 
 
