@@ -192,7 +192,7 @@ TARGETS = {
         3,
         LABELS,
         ValueError,
-        r"predictions of shape \(8, 3\); expected \(n, ..., C\) with event_dim=2 dimen",
+        r"predictions of shape \(8, 3\); expected \(n, ..., C\) with event_dim=2 dimensions",
     ),
     "a class too many": (
         Categorical(N),

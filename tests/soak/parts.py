@@ -61,7 +61,7 @@ PRIORS: Table = {
     "Normal, wide": _iid(dist.Normal(torch.tensor(0.0), torch.tensor(10.0))),
     "weights only": _iid(NORMAL, expose_fn=lambda module, name: "weight" in name),
     "last module": _last,
-    "first parameter": lambda net: IIDPrior(NORMAL, expose=[next(net.named_parameters())[0]]),
+    "first parameter": lambda net: IIDPrior(NORMAL, expose=[*dict(net.named_parameters())][:1]),
     "hide all": _iid(NORMAL, hide_all=True),
     "radford": lambda net: LayerwiseNormalPrior(method="radford"),
     "kaiming": lambda net: LayerwiseNormalPrior(method="kaiming", hide_module_types=NORMS),
@@ -375,7 +375,7 @@ ODD_DRAWS = [-1, 1.5, "3", None]
 SIZES = [None, None, 4, 6, 100]
 ODD_SIZES = [0, -2, 1.5, "4"]
 PREDICTIVES = [None, None, "bnn", "glm"]
-ODD_PREDICTIVES = ["gp", "laplace", 3]
+ODD_PREDICTIVES = ["kron", "laplace", 3]
 LINKS = ["mc", "mc", "probit", "bridge"]
 ODD_LINKS = ["logit", None, 3]
 REDUCTIONS = ["sum", "mean", "none"]

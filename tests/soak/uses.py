@@ -300,7 +300,8 @@ def evidence(session: Session) -> None:
 def functional_variance(session: Session) -> None:
     found = session.bnn.functional_variance(*arguments(session.inputs))
     shape = tuple(session.outputs.shape)
-    check_shape(session, found, (*shape, *shape[-1:]), "functional_variance")
+    expected = (*shape, *shape[-1:]) if len(shape) > 1 else (*shape, 1, 1)
+    check_shape(session, found, expected, "functional_variance")
 
 
 def gaussian_process(session: Session) -> None:

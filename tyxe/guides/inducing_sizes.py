@@ -130,13 +130,15 @@ class _ByLayer:
 
 def _layer_prior(weight: Site, bias: Site | None, messages: Messages) -> LayerPrior:
     sites = [weight] if bias is None else [weight, bias]
-    scales = tuple(_prior_scale(site, messages[site.name]["fn"]) for site in sites)
+    scales = tuple(_prior_scale(site, messages[site.name]) for site in sites)
     block = LinearBlock(weight.name, None if bias is None else bias.name, weight.shape)
     return LayerPrior(block, scales)
 
 
-def _prior_scale(site: Site, prior: Any) -> float:
-    scale = isotropic_scale(prior)
+def _prior_scale(site: Site, message: Any) -> float:
+    # Under a hierarchy, what the message holds is the prior of one draw.
+    fixed = not message["infer"].get("is_drawn_anew")
+    scale = isotropic_scale(message["fn"]) if fixed else None
     if scale is None:
         raise ValueError(
             "inducing weights need a zero-mean Normal prior with one fixed standard deviation for "

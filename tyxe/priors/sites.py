@@ -156,6 +156,7 @@ class SitePriors(nn.Module):
                 prior = run.part(joint_name, values)
             distribution = self._distribution(prior)
             infer = {"fans": self._fans[name], "own_value": self._own_values[name]}
+            infer["is_drawn_anew"] = not isinstance(prior, td.Distribution)
             values[joint_name] = pyro.sample(joint_name, distribution, infer=infer)
         return values
 
