@@ -262,10 +262,11 @@ class BNN(nn.Module):
                 "the prior cannot be updated within a fit, whose objective it is a part of; let "
                 "the callback return True, and update it then"
             )
-        priors = prior.replacing(self.net_prior, self.net)
-        self._follow_prior(priors)
-        self.net_prior.adopt(priors)
-        self.prior = prior
+        with exclusive():
+            priors = prior.replacing(self.net_prior, self.net)
+            self._follow_prior(priors)
+            self.net_prior.adopt(priors)
+            self.prior = prior
 
     @abstractmethod
     def _follow_prior(self, priors: SitePriors) -> None:
@@ -396,6 +397,10 @@ class BNN(nn.Module):
         Raises:
             RuntimeError: the state dict does not fit this BNN, or has NaN in it.
         """
+        with exclusive():
+            return self._load_or_restore(state_dict, strict, assign)
+
+    def _load_or_restore(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         self._check_numbers(state_dict)
         before = copy.deepcopy(self.state_dict())
         sites = {name: own.clone() for name, own in self._sites_in_state("").items()}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.threads import exclusive
 
 __all__ = ["Checkpoint", "Resumable"]
 
@@ -147,8 +148,9 @@ class Resumable:
             >>> bool(resumed.fit(data, torch.optim.Adam, 2).loss)
             True
         """
-        taken = Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler)
-        return (self._pending or taken).as_dict(self.state_dict())  # type: ignore[attr-defined]
+        with exclusive():
+            taken = Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler)
+            return (self._pending or taken).as_dict(self.state_dict())  # type: ignore[attr-defined]
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Load a checkpoint, from which the next `fit` continues, with its epochs and schedule.
@@ -157,8 +159,9 @@ class Resumable:
             RuntimeError: it does not fit this BNN, or is no checkpoint; nothing is changed.
         """
         pending = Checkpoint.from_dict(checkpoint)
-        self.load_state_dict(checkpoint["bnn"])  # type: ignore[attr-defined]
-        self._pending = pending
+        with exclusive():
+            self.load_state_dict(checkpoint["bnn"])  # type: ignore[attr-defined]
+            self._pending = pending
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the optimiser, whose state belongs to the parameters of the original.
