@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tyxe.threads import INTERRUPTS
+
 __all__ = ["packed", "read", "unpacked", "write"]
 
 # A file: this, the number of the content's bytes, their SHA-256, the content as of `torch.save`.
@@ -38,7 +40,7 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
     # A name of its own, since two processes may save to one place at once.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with partial.open("xb") as file:
+        with INTERRUPTS, partial.open("xb") as file:
             file.write(header)
             file.write(payload)
             file.flush()
@@ -66,7 +68,8 @@ def read(path: str | os.PathLike[str]) -> Any:
         FileNotFoundError: there is no file.
         ValueError: the file is damaged, or not from `write`.
     """
-    data = Path(path).read_bytes()
+    with INTERRUPTS:
+        data = Path(path).read_bytes()
     if not data.startswith(_MAGIC):
         raise ValueError(
             f"{path} is no file of tyxe, or damaged: a BNN's state that was saved otherwise goes "

@@ -226,7 +226,8 @@ def assert_nothing_is_left(bnn, modes: list[bool]) -> None:
     assert all(type(p) in (nn.Parameter, tyxe.bnn.rerun.Resting) for p in bnn.net.parameters())
 
 
-def _work_for_ever(bnn) -> None:
+def _work_for_ever(bnn, alarm: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, alarm)
     while True:
         bnn.fit([data()], ADAM, 3, progress=False)
         bnn.predict(data()[0], num_predictions=3)
@@ -238,10 +239,9 @@ def test_ctrl_c_leaves_nothing_behind(after: float) -> None:
     modes = [module.training for module in bnn.modules()]
     validation = pyro.settings.get("validate_distributions_pyro")
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, after)
     try:
         with pytest.raises(KeyboardInterrupt):
-            _work_for_ever(bnn)
+            _work_for_ever(bnn, after)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -124,7 +124,7 @@ class _Before:
             found.append("modes")
         if {name: p.requires_grad for name, p in bnn.named_parameters()} != self.gradients:
             found.append("frozen parameters")
-        if any(type(held) is not Resting for held in bnn.resting().values()):
+        if any(type(held) is not Resting for held in bnn.in_places().values()):
             found.append("draws in the net")
         if call == "load" and digest(bnn.state_dict()) not in (self.state, self._in_file()):
             found.append("half of a state")

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import tyxe
 from tests.oracles.architectures import N
 from tests.soak import parts
+from tyxe.bnn.base import modes_restored
 from tyxe.bnn.batches import take_rows
+from tyxe.util import call_with
 
 # A `Session` of `tests.soak.fuzz`.
 Session = Any
@@ -318,8 +320,10 @@ def refine(session: Session) -> None:
 
 
 def hold_sample(session: Session) -> None:
-    with session.bnn.hold_sample():
-        draws = [session.bnn.predict(*arguments(session.inputs)) for _ in range(2)]
+    bnn = session.bnn
+    with modes_restored(bnn), torch.no_grad(), bnn.hold_sample():
+        bnn.eval()
+        draws = [call_with(bnn, session.inputs) for _ in range(2)]
     session.expect(equal(*draws), "a held draw differs")
 
 

@@ -39,6 +39,7 @@ from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
+from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
 __all__ = ["LaplaceBNN"]
@@ -336,13 +337,13 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 self.curvature,
                 self.reduce,
             )
-        state = self._state_of(found)
+        with exclusive():
+            self.net_guide.state = state = self._state_of(found)
         if state.prior.absorbed == state.key:
             warn(
                 "the prior holds the curvature of these data already, so they count twice: take "
                 "that of a next task's data"
             )
-        self.net_guide.state = state
 
     # ------------------------------------------------------------------ outputs
 

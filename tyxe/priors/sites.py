@@ -155,8 +155,11 @@ class SitePriors(nn.Module):
                 run = runs.setdefault(number, _Run(prior))
                 prior = run.part(joint_name, values)
             distribution = self._distribution(prior)
-            infer = {"fans": self._fans[name], "own_value": self._own_values[name]}
-            infer["is_drawn_anew"] = not isinstance(prior, td.Distribution)
+            infer = {
+                "fans": self._fans[name],
+                "own_value": self._own_values[name],
+                "is_drawn_anew": not isinstance(prior, td.Distribution),
+            }
             values[joint_name] = pyro.sample(joint_name, distribution, infer=infer)
         return values
 
