@@ -94,6 +94,7 @@ def test_a_later_batch_of_a_curvature_and_of_an_evaluation(case):
             bnn.evaluate([(X, good), (X, bad)], predictive=predictive)
 
 
+@pytest.mark.filterwarnings("ignore:the log-likelihood curves upwards:tyxe.TyxeWarning")
 @pytest.mark.parametrize("curvature", ["fisher", "hessian", "empirical"])
 @pytest.mark.parametrize("case", ["a class", "a label"])
 def test_a_later_batch_under_variational_laplace(case, curvature):

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import nerf
@@ -144,7 +145,7 @@ def test_reliability_of_errors_as_large_as_their_sd():
 def test_one_draw_renders_all_pieces():
     torch.manual_seed(0)
     views = views_from([0.0, 120.0], size=6)
-    guide = tyxe.guides.AutoNormal
+    guide = partial(tyxe.guides.AutoNormal, init_scale=0.1)
     bnn = tyxe.PytorchBNN(
         nerf.RadianceField(4, 8).double(), tyxe.priors.IIDPrior(dist.Normal(0, 1)), guide
     )
