@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
@@ -318,19 +317,9 @@ def suits(taken: dict[str, str]) -> bool:
     )
 
 
-GAUSSIAN = (
-    "Normal",
-    "Normal, no norms",
-    "Normal, wide",
-    "weights only",
-    "last module",
-    "first parameter",
-    "radford",
-    "kaiming",
-    "xavier",
-    "by name",
-    "function",
-)
+# Names of priors that are Normal in each weight.
+GAUSSIAN = {"Normal", "Normal, no norms", "Normal, wide", "weights only", "last module"}
+GAUSSIAN |= {"first parameter", "radford", "kaiming", "xavier", "by name", "function"}
 
 # --------------------------------------------------------------------------- options of fit
 
@@ -357,9 +346,7 @@ ODD_OPTIMISERS: Table = {
     "another net's": lambda bnn: _adam(nn.Linear(1, 1).parameters()),
     "a learning rate": lambda bnn: 1e-3,
 }
-COUNTS = {"num_epochs": [0, 1, 2], "num_particles": [1, 2]}
 ODD_COUNTS = [-1, 1.5, "2", None, True]
-EQUIVALENT_COUNTS = [np.int64(1)]
 
 BETAS = [1.0, 0.0, 0.5, lambda epoch: 1.0 / (1 + epoch), 2]
 ODD_BETAS = [-1.0, lambda epoch: -1.0, "1", torch.nan, None]
