@@ -49,7 +49,7 @@ def latency_case(name: str, title: str, make: Callable[[bool], nn.Module], smoke
     """Return the case of one request at a time."""
     x = vectors(1, smoke)[0] if name == "mlp" else images(1, smoke)[0]
     requests = servants(make(smoke), x, name == "mlp" and not smoke)
-    count = 2 if smoke else 20
+    count = 2 if smoke else 20 if name == "mlp" else 1
 
     def times(request: Request) -> Callable[[], int]:
         def work() -> int:
@@ -60,7 +60,7 @@ def latency_case(name: str, title: str, make: Callable[[bool], nn.Module], smoke
         return work
 
     found = [Contestant(way, times(request), who(way)) for way, request in requests.items()]
-    return Case(name, f"{title}, one request at a time, {NUM_DRAWS} draws", "request", 30, found)
+    return Case(name, f"{title}, one request at a time, {NUM_DRAWS} draws", "request", 15, found)
 
 
 def threads_case(smoke: bool) -> Case:
@@ -83,7 +83,7 @@ def threads_case(smoke: bool) -> Case:
         for way, n in itertools.product(ways, THREADS)
     ]
     title = "MLP 784-400-400-10, requests of 128 rows by threads of a server"
-    return Case("threads", title, "request", 30, found)
+    return Case("threads", title, "request", 15, found)
 
 
 if __name__ == "__main__":
