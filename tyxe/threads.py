@@ -11,7 +11,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import os
 import threading
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from signal import SIGINT
 from types import FrameType
@@ -141,80 +141,108 @@ class _Interrupts:
     """Ctrl-C, held back while something is half done; a second one is not."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        # The depths at which they are let in all the same, because a handler's block is running.
-        self._open: list[int] = []
+        # Whether each of the nested blocks holds them back.
+        self._holding: list[bool] = []
         self._before: Any = None
         self._pending: tuple[Any, ...] | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        if not self._depth:
+        if not self._holding:
             before = _signal.getsignal(_SIGINT)
             if callable(before):
                 self._before, self._pending = before, None
-                _signal.signal(_SIGINT, self._hold)
-        self._depth += 1
+                _signal.signal(_SIGINT, self._receive)
+        self._holding.append(True)
 
     def __exit__(self, *error: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        # A forked process, which has forgotten the blocks, may leave them all the same.
+        if threading.current_thread() is not threading.main_thread() or not self._holding:
             return
-        self._depth -= 1
-        if not self._depth and self._before is not None:
-            before, self._before = self._before, None
-            _signal.signal(_SIGINT, before)
-            self._let_in(before)
-        elif self._is_open():
-            self._let_in(self._before)
+        self._holding.pop()
+        before = self._before
+        if not self._holding and before is not None:
+            self._before = None
+            if _signal.getsignal(_SIGINT) == self._receive:
+                _signal.signal(_SIGINT, before)
+        self._raise_pending(before)
+
+    def let_in(self) -> _LetIn:
+        """Let interrupts in for a while, such as that of a user's function, although they are held.
+
+        One that was held back comes first. Where nothing holds them back, nothing changes.
+        """
+        return _LetIn()
+
+    def let_in_between(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield items, and let interrupts in while each is made."""
+        with self.let_in():
+            iterator = iter(items)
+        while True:
+            with self.let_in():
+                item = next(iterator, self)
+            if item is self:
+                return
+            yield item
+
+    def go_on(self) -> None:
+        """Treat them in this block as the block around it does."""
+        if threading.current_thread() is threading.main_thread():
+            self._holding[-1] = len(self._holding) > 1 and self._holding[-2]
+            self._raise_pending(self._before)
+
+    def hold(self) -> None:
+        """Hold them back for the rest of this block."""
+        if threading.current_thread() is threading.main_thread() and self._holding:
+            self._holding[-1] = True
 
     def renew(self) -> None:
         """Hold nothing back in a forked process: what is half done is its parent's."""
-        if self._depth and not self._is_open():
+        if self._is_holding():
             if self._before is not None:
                 _signal.signal(_SIGINT, self._before)
             self.__init__()  # type: ignore[misc]
 
-    def open(self) -> None:
-        """Let interrupts in until `close`, except into the methods of a `Handler`.
+    def _is_holding(self) -> bool:
+        return bool(self._holding) and self._holding[-1]
 
-        Where something around this holds them back, it goes on to do so.
-        """
-        if threading.current_thread() is threading.main_thread():
-            around = self._depth - 1
-            if around in (0, *self._open[-1:]):
-                self._let_in(self._before)
-                self._open.append(self._depth)
-            else:
-                self._open.append(-1)
-
-    def close(self) -> None:
-        """Hold interrupts back again."""
-        if threading.current_thread() is threading.main_thread():
-            self._open.pop()
-
-    def _is_open(self) -> bool:
-        return bool(self._open) and self._open[-1] == self._depth
-
-    def _let_in(self, before: Any) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
+    def _raise_pending(self, before: Any) -> None:
+        if self._pending is not None and not self._is_holding():
+            pending, self._pending = self._pending, None
             before(*pending)
 
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        if (self._pending is not None or self._is_open()) and not _is_changing(frame):
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if (self._pending is None and self._is_holding()) or _is_changing(frame):
+            self._pending = number, frame
+        else:
             self._pending = None
             self._before(number, frame)
-        else:
-            self._pending = number, frame
+
+
+class _LetIn:
+    """What `let_in` returns."""
+
+    def __enter__(self) -> None:
+        INTERRUPTS.__enter__()
+        try:
+            if threading.current_thread() is threading.main_thread():
+                INTERRUPTS._holding[-1] = False
+                INTERRUPTS._raise_pending(INTERRUPTS._before)
+        except BaseException:
+            INTERRUPTS.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        INTERRUPTS.__exit__()
 
 
 def _is_changing(frame: FrameType | None) -> bool:
-    """Say whether a handler, or what is exclusive, is being entered or left."""
+    """Say whether a handler, or what is exclusive or held back, is being entered or left."""
     while frame is not None:
         in_method = frame.f_code.co_name in ("__enter__", "__exit__")
         own = frame.f_locals.get("self") if in_method else None
-        if isinstance(own, Handler | _Exclusive | _Interrupts):
+        if isinstance(own, Handler | _Exclusive | _Interrupts | _LetIn):
             return True
         frame = frame.f_back
     return False
@@ -268,7 +296,7 @@ class Handler(Messenger):
         INTERRUPTS.__enter__()
         try:
             super().__enter__()
-            INTERRUPTS.open()
+            INTERRUPTS.go_on()
         except BaseException:
             del runtime._PYRO_STACK[depth:]
             INTERRUPTS.__exit__()
@@ -277,7 +305,7 @@ class Handler(Messenger):
 
     def __exit__(self, *error: Any) -> Any:
         """Take the handler off the stack."""
-        INTERRUPTS.close()
+        INTERRUPTS.hold()
         try:
             return super().__exit__(*error)
         finally:

@@ -459,7 +459,7 @@ def test_an_interrupt_ends_the_wait_for_another_thread(times):
         held.result()
     assert signal.getsignal(signal.SIGINT) is normal
     with exclusive():
-        assert INTERRUPTS._depth == 1
+        assert INTERRUPTS._holding == [True]
 
 
 @pytest.mark.forks

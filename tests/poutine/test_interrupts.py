@@ -75,7 +75,7 @@ def lines_of(work: Callable[[], None]) -> int:
         while interrupted(work, line):
             assert not handlers(), f"left behind by an interrupt at line {line}"
             assert signal.getsignal(signal.SIGINT) is normal
-            assert INTERRUPTS._depth == 0
+            assert not INTERRUPTS._holding
             now = torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
             assert now == kernels
             line += 1
@@ -137,7 +137,7 @@ def test_a_handler_inside_of_what_is_exclusive_lets_no_interrupt_in() -> None:
     with pytest.raises(KeyboardInterrupt):
         work()
     assert reached == ["inner", "outer"]
-    assert INTERRUPTS._depth == 0
+    assert not INTERRUPTS._holding
 
 
 def test_a_handler_that_is_entered_twice_stays_where_it_was() -> None:
@@ -146,7 +146,7 @@ def test_a_handler_that_is_entered_twice_stays_where_it_was() -> None:
             one.__enter__()
         assert handlers() == [one]
     assert not handlers()
-    assert INTERRUPTS._depth == 0
+    assert not INTERRUPTS._holding
 
 
 def test_a_second_interrupt_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch) -> None:

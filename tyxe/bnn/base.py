@@ -59,13 +59,12 @@ def fitting(bnn: BNN, train: bool) -> Iterator[None]:
     """Put a BNN into train or eval mode, and refuse other threads' fits of it, until the end.
 
     A BNN of which some part is in train mode already stays as it is. Between batches other threads
-    may predict with it.
+    may predict with it, and interrupts are let in where a batch is asked for.
 
     Raises:
         RuntimeError: another thread fits this BNN.
     """
-    outer, modes = None, None
-    try:
+    with INTERRUPTS:
         with exclusive():
             outer = _FITTING.get(bnn)
             if outer not in (None, threading.get_ident()):
@@ -79,11 +78,10 @@ def fitting(bnn: BNN, train: bool) -> Iterator[None]:
                 bnn.eval()
             elif not any(mode for _, mode in modes):
                 set_train_mode(bnn)
-        yield
-    finally:
-        if modes is not None:
-            # The wait for another thread is no reason to leave the modes as they are.
-            with INTERRUPTS, exclusive():
+        try:
+            yield
+        finally:
+            with exclusive():
                 _set_modes(modes)
                 if outer is None:
                     _FITTING.pop(bnn, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tyxe.errors import check_count, described
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.rng import set_torch_rng, torch_rng
-from tyxe.threads import exclusive
+from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 __all__ = [
@@ -46,7 +46,7 @@ def is_loader(inputs: Inputs) -> bool:
 def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
     """Yield a loader's batches, or raise a ValueError if there is none."""
     empty = True
-    for batch in loader:
+    for batch in INTERRUPTS.let_in_between(loader):
         empty = False
         yield batch
     if empty:

@@ -39,7 +39,7 @@ from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
-from tyxe.threads import exclusive
+from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
 __all__ = ["LaplaceBNN"]
@@ -299,7 +299,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                             self.optimize_prior_precision()
                             self.net_guide.state = None
                         self._end_epoch(epoch)
-                        with prior_fixed(self):
+                        with prior_fixed(self), INTERRUPTS.let_in():
                             if callback is not None and callback(self, epoch, history.loss[-1]):
                                 break
         except BaseException:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from pyro.infer.mcmc import HMC
-from pyro.infer.mcmc.api import MCMC
+from pyro.infer.mcmc.api import MCMC, _UnarySampler
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.threads import INTERRUPTS
 from tyxe.util import SiteTensors, unwrapped
 
 __all__ = ["MCMC_BNN"]
@@ -49,11 +51,25 @@ class Samples(SiteTensors):
             self._put(name, tensor.detach().clone(), trainable=None)
 
 
+def _interruptible(hook: Callable[..., Any] | None) -> Callable[..., None]:
+    """Return a hook that lets interrupts in, between the steps of a chain in this process."""
+
+    def wrapped(*args: Any) -> None:
+        with INTERRUPTS.let_in():
+            if hook is not None:
+                hook(*args)
+
+    return wrapped
+
+
 class _Keeping:
     """A sampler of Pyro's `MCMC` that remembers what it has yielded."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
+        self.is_here = isinstance(sampler, _UnarySampler)
+        if self.is_here:
+            sampler.hook = _interruptible(sampler.hook)
         self._shapes: dict[str, torch.Size] = {}
         self._chains: dict[int, list[Tensor]] = {}
 
@@ -194,7 +210,9 @@ class MCMC_BNN(SupervisedBNN):
             mcmc = self._chains((inputs, targets), num_samples, compile, mcmc_kwargs)
             mcmc.sampler = kept = _Keeping(mcmc.sampler)
             try:
-                mcmc.run(inputs, targets)
+                # Chains in processes of their own are waited for, in no code of PyTorch's.
+                with nullcontext() if kept.is_here else INTERRUPTS.let_in():
+                    mcmc.run(inputs, targets)
             except KeyboardInterrupt:
                 self._keep(kept, mcmc, (inputs, targets))
                 raise

@@ -22,7 +22,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
-from tyxe.threads import exclusive
+from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
 __all__ = ["VariationalBNN"]
@@ -192,8 +192,9 @@ class VariationalBNN(Resumable, SupervisedBNN):
                 for epoch in trainer.epochs(first, num_epochs, progress):
                     trainer.run_epoch(data_loader, epoch, device, history)
                     self._end_epoch(epoch)
-                    if callback is not None and callback(self, epoch, history.loss[-1]):
-                        break
+                    with INTERRUPTS.let_in():
+                        if callback is not None and callback(self, epoch, history.loss[-1]):
+                            break
         warn_of_result(self, history)
         return history
 

@@ -17,6 +17,7 @@ from tyxe.bnn import BNN, MCMC_BNN
 from tyxe.continual.heads import Heads, Task
 from tyxe.priors import DictPrior
 from tyxe.rng import random_state, set_random_state
+from tyxe.threads import exclusive
 from tyxe.util import pyro_sample_sites
 
 __all__ = ["Stateful", "TaskLoop", "posterior_to_prior"]
@@ -66,8 +67,9 @@ def posterior_to_prior(bnn: Any) -> None:
                 "an MCMC_BNN has draws, and no guide whose posterior could become the prior: pass "
                 "update= to the TaskLoop, or use VariationalBNN or LaplaceBNN"
             )
-        posteriors = bnn.net_guide.get_detached_distributions(sites)
-        bnn.update_prior(DictPrior(posteriors))
+        with exclusive():
+            posteriors = bnn.net_guide.get_detached_distributions(sites)
+            bnn.update_prior(DictPrior(posteriors))
 
 
 class TaskLoop:
@@ -209,17 +211,18 @@ class TaskLoop:
         These are the BNN with its prior, heads, scores, further parts, and the states of the global
         random generators of PyTorch, NumPy and Python.
         """
-        return {
-            "tasks": list(self.tasks),
-            "done": self.done,
-            "steps": self._steps_done,
-            "accuracy": self.accuracy.clone(),
-            "bnn": copy.deepcopy(self.bnn.state_dict()),
-            "heads": None if self.heads is None else self.heads.state_dict(),
-            # Copied, because an optimiser changes the tensors of its state in place.
-            "parts": {n: copy.deepcopy(part.state_dict()) for n, part in self.parts.items()},
-            **random_state(),
-        }
+        with exclusive():
+            return {
+                "tasks": list(self.tasks),
+                "done": self.done,
+                "steps": self._steps_done,
+                "accuracy": self.accuracy.clone(),
+                "bnn": copy.deepcopy(self.bnn.state_dict()),
+                "heads": None if self.heads is None else self.heads.state_dict(),
+                # Copied, because an optimiser changes the tensors of its state in place.
+                "parts": {n: copy.deepcopy(part.state_dict()) for n, part in self.parts.items()},
+                **random_state(),
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another loop stopped; BNN, heads and parts are overwritten.
@@ -242,13 +245,14 @@ class TaskLoop:
             raise ValueError(
                 f"the run to resume has the parts {sorted(saved)}, this loop {sorted(own)}"
             )
-        before, priors = self.state_dict(), self.bnn.net_prior.snapshot()
-        try:
-            self._take(state)
-        except Exception:
-            self.bnn.net_prior.restore(priors)
-            self._take(before)
-            raise
+        with exclusive():
+            before, priors = self.state_dict(), self.bnn.net_prior.snapshot()
+            try:
+                self._take(state)
+            except Exception:
+                self.bnn.net_prior.restore(priors)
+                self._take(before)
+                raise
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self.bnn.load_state_dict(state["bnn"])
