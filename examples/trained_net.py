@@ -70,7 +70,7 @@ fit_plain(longer)
 prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm2d])
 guide = partial(
     tyxe.guides.AutoNormal,
-    init_scale=1e-2,  # small, or the first draws are no longer the net
+    init_scale=1e-2,  # above the default, nearer to where the data leave them
     max_guide_scale=0.1,  # else weights that the data do not hold go to the prior's scale
 )
 bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(len(train[0])), guide)

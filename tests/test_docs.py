@@ -1,5 +1,6 @@
 """README.md runs as pasted and links to what is there; no text installs the wrong package."""
 
+import codeop
 import os
 import re
 import subprocess
@@ -42,6 +43,24 @@ def test_readme_block_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_block_may_be_pasted_at_a_prompt(code: str) -> None:
+    """A prompt reads line by line, where an empty line ends what is indented."""
+    pending: list[str] = []
+    for line in [*code.splitlines(), ""]:
+        pending.append(line)
+        if codeop.compile_command("\n".join(pending)) is not None:
+            pending.clear()
+    assert not any(pending)
+
+
+def test_readme_lists_every_page() -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    # pages that hold another file, and the list itself
+    others = {"index", "changelog", "contributing", "experiments"}
+    assert {page for page in pages - others if f"(docs/{page}.md)" not in README} == set()
 
 
 def test_readme_table_is_what_the_json_says() -> None:
