@@ -35,6 +35,14 @@ def _umask() -> int:
     return mask
 
 
+@pytest.mark.parametrize("folder", [".", "new"])
+def test_a_folder_is_no_file(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(folder).mkdir(exist_ok=True)
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
+        files.write(folder, CONTENT)
+
+
 @pytest.mark.parametrize("position", [0, 5, 12, 18, 30, 60, 200, -1])
 def test_a_flipped_bit_is_an_error(position: int, tmp_path: Path) -> None:
     path = tmp_path / "file"

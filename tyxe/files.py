@@ -33,6 +33,8 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         OSError: the file cannot be written; a file that was there is left.
     """
     path, memory = Path(path), io.BytesIO()
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
     torch.save(content, memory)
     payload = memory.getbuffer()
     header = _MAGIC + len(payload).to_bytes(8, "little") + hashlib.sha256(payload).digest()

@@ -289,7 +289,11 @@ MISFITS = {
     "NaN in a prior": (with_nan("net_prior._entries.0.base_dist__loc"), "has NaN in it"),
     "a plain net": (
         lambda bnn: net().state_dict(),
-        r"state of a plain net; .* init_loc_fn=tyxe\.guides\.PretrainedInitializer\.from_net",
+        "of a plain module, not of a BNN; a net's goes into the net, before the BNN is built",
+    ),
+    "an ensemble": (
+        lambda bnn: bnn.to_ensemble(2).state_dict(),
+        "of a plain module, not of a BNN; .* an ensemble's into what to_ensemble returns",
     ),
     "a checkpoint": (lambda bnn: fitted().checkpoint(), "a checkpoint; pass it to load_checkpoint"),
     "another cap": (

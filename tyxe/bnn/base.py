@@ -365,7 +365,7 @@ class BNN(nn.Module):
             content = self.checkpoint()
         else:
             raise TypeError(
-                f"a {type(self).__name__} has no fit to go on with: save its state, by save(path)"
+                f"{type(self).__name__} has no fit to go on with: save its state, by save(path)"
             )
         files.write(path, {"training": training, "content": dict(content)})
 
@@ -414,11 +414,11 @@ class BNN(nn.Module):
             self._follow_prior(self.net_prior)
             if "optimizer" in state_dict and "bnn" in state_dict:
                 raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
-            ours = ("net.", "net_prior.", "net_guide.", "likelihood.", "samples.")
+            ours = ("net.", "net_prior.", "net_guide.", "samples.")
             if not any(str(key).startswith(ours) for key in state_dict):
                 raise RuntimeError(
-                    "this is the state of a plain net; load it into the net, and start the guide "
-                    "there: init_loc_fn=tyxe.guides.PretrainedInitializer.from_net(net)"
+                    "this is the state of a plain module, not of a BNN; a net's goes into the net, "
+                    "before the BNN is built, and an ensemble's into what to_ensemble returns"
                 ) from None
             raise RuntimeError(
                 f"the state dict does not fit this {type(self).__name__}, which was left as it "
