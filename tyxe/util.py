@@ -307,6 +307,13 @@ def call_with(function: Callable[..., Any], inputs: Inputs) -> Any:
         if others:
             raise RuntimeError(f"{error}; {others}") from error
         raise
+    except TypeError as error:
+        if isinstance(inputs, tuple) and "positional argument" in str(error):
+            raise TypeError(
+                f"{error}; each of the {len(inputs)} is an argument of the net: options go by "
+                "name, such as num_predictions=32, and targets to evaluate"
+            ) from error
+        raise
 
 
 def _other_dtypes(net: Any, inputs: Inputs) -> str:

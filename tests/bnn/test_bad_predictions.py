@@ -117,6 +117,24 @@ def test_one_hot_labels_are_told_of_argmax(dtype):
     rejects(bnn, error, r"targets\.argmax\(-1\)", lambda: bnn.fit([(X, one_hot)], ADAM, 1))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bnn: bnn.predict(X, 32),
+        lambda bnn: bnn.predict(X, Y),
+        lambda bnn: bnn.interval(X, 0.9),
+        lambda bnn: bnn.sample_predictive(X, 100),
+    ],
+)
+def test_options_that_went_to_the_net_are_told_of_their_names(call):
+    message = (
+        "forward.. takes 2 positional arguments but 3 were given; each of the 2 is an argument of "
+        "the net: options go by name, such as num_predictions=32, and targets to evaluate"
+    )
+    with pytest.raises(TypeError, match=message):
+        call(make())
+
+
 def test_maximum_likelihood_has_no_posterior_to_linearise_about():
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
     bnn = make(prior=prior, guide=None)
