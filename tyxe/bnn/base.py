@@ -316,6 +316,15 @@ class BNN(nn.Module):
         self._put_to_rest()
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BNN:
+        with exclusive():  # another thread may have draws, or modes of its own, in the net
+            reduced: Any = self.__reduce_ex__(4)
+            make, arguments, state = reduced[:3]
+            copied: BNN = make(*arguments)
+            memo[id(self)] = copied
+            copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._put_to_rest()
@@ -327,9 +336,10 @@ class BNN(nn.Module):
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state: tensors only, without the values that the net's sites came with."""
-        state = super().state_dict(*args, **options)
-        for name in self._sites_in_state(options.get("prefix", "")):
-            state.pop(name)
+        with exclusive():  # another thread may have draws in the places
+            state = super().state_dict(*args, **options)
+            for name in self._sites_in_state(options.get("prefix", "")):
+                state.pop(name)
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
