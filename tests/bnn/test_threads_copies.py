@@ -1,6 +1,7 @@
 """States and copies that one thread takes while another has draws in the net."""
 
 import copy
+import pickle
 import threading
 import time
 
@@ -12,7 +13,11 @@ from torch import nn
 import tyxe
 
 
-@pytest.mark.parametrize("take", [tyxe.VariationalBNN.state_dict, copy.deepcopy])
+def pickled(bnn):
+    return pickle.loads(pickle.dumps(bnn))
+
+
+@pytest.mark.parametrize("take", [tyxe.VariationalBNN.state_dict, copy.deepcopy, pickled])
 def test_what_is_taken_beside_another_threads_draws_has_none_of_them(take):
     bnn = tyxe.VariationalBNN(
         nn.Linear(2, 1),
@@ -38,3 +43,16 @@ def test_what_is_taken_beside_another_threads_draws_has_none_of_them(take):
         assert torch.equal(taken.in_places()["net.weight"], at_rest)
         taken = taken.state_dict()
     assert taken.keys() == alone.keys()
+
+
+def test_what_is_pickled_together_stays_one():
+    bnn = tyxe.PytorchBNN(
+        nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.guides.AutoNormal
+    )
+    optimizer = torch.optim.Adam(bnn.parameters(), lr=0.1)
+    loaded, its_optimizer = pickled((bnn, optimizer))
+    before = copy.deepcopy(loaded.state_dict())
+    loaded(torch.ones(3, 2)).sum().backward()
+    its_optimizer.step()
+    changed = [n for n, value in loaded.state_dict().items() if not torch.equal(value, before[n])]
+    assert any("loc" in name for name in changed)
