@@ -284,7 +284,7 @@ MISFITS = {
     "a string for the prior": (bad_entry("net_prior._entries.0.base_dist__loc"), "does not fit"),
     "NaN in a mean": (
         with_nan("net_guide.locs.0.weight"),
-        "net_guide.locs.0.weight of the state dict has NaN in it; nothing was changed",
+        "net_guide.locs.0.weight of the state dict has NaN in it; the BNN is as it was",
     ),
     "NaN in a prior": (with_nan("net_prior._entries.0.base_dist__loc"), "has NaN in it"),
     "a plain net": (
@@ -343,3 +343,26 @@ def test_samples_of_a_wrong_kind_change_nothing():
     with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
         bnn.load_state_dict({**bnn.state_dict(), "samples.net.bias": "a string"})
     assert_same_state(bnn, before)
+
+
+class Parent(nn.Module):
+    """A module that has a BNN among its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.bnn = tyxe.PytorchBNN(nn.Linear(2, 1), NORMAL, AutoNormal)
+
+
+def test_a_parent_loads_no_nan_into_its_bnn():
+    parent = Parent()
+    before, state = copy.deepcopy(parent), parent.state_dict()
+    bad = {n: torch.full_like(v, torch.nan) if "locs" in n else v for n, v in state.items()}
+    with pytest.raises(RuntimeError, match=r"bnn\.net_guide\.locs\.weight .* has NaN"):
+        parent.load_state_dict(bad)
+    assert_same_state(parent, before)
+
+
+def test_a_parent_may_assign_a_state_to_its_bnn():
+    parent, other = Parent(), Parent()
+    parent.load_state_dict(other.state_dict(), assign=True)
+    assert_same_state(parent, other)

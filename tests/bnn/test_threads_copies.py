@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tyxe.threads import exclusive
 
 
 def pickled(bnn):
@@ -56,3 +57,23 @@ def test_what_is_pickled_together_stays_one():
     its_optimizer.step()
     changed = [n for n, value in loaded.state_dict().items() if not torch.equal(value, before[n])]
     assert any("loc" in name for name in changed)
+
+
+def test_the_centre_of_a_module_is_taken_when_no_other_thread_is_inside():
+    bnn = tyxe.PytorchBNN(
+        nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.guides.AutoNormal
+    )
+    is_left, inside = [], threading.Event()
+    of_guide = bnn.net_guide.median
+    bnn.net_guide.median = lambda: (is_left.append(not other.is_alive()), of_guide())[1]
+
+    def be_inside():
+        with exclusive():
+            inside.set()
+            time.sleep(0.3)
+
+    other = threading.Thread(target=be_inside)
+    other.start()
+    assert inside.wait(60)
+    bnn.to_module()
+    assert is_left == [True]

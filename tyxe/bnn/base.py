@@ -191,13 +191,14 @@ class BNN(nn.Module):
             if parameter.name in priors
         }
         self._put_to_rest()
+        self.register_load_state_dict_post_hook(BNN._put_to_rest)  # type: ignore[no-untyped-call]
         self.net_prior = SitePriors(priors, self.net, prefix)
         self.net.__dict__[SITE_PRIORS] = self.net_prior
         self.__dict__[NET] = self.net
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
 
-    def _put_to_rest(self) -> None:
+    def _put_to_rest(self, *_: Any) -> None:
         """Let the places of sites hold parameters that a backward can replace by draws."""
         for slots in self._slots.values():
             module, attribute = slots[0]
@@ -351,6 +352,7 @@ class BNN(nn.Module):
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._check_numbers(state_dict, prefix)  # a parent's state comes to here only
         for name, own in self._sites_in_state(prefix).items():
             state_dict.setdefault(name, own.detach())
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -417,13 +419,12 @@ class BNN(nn.Module):
             return self._load_or_restore(state_dict, strict, assign)
 
     def _load_or_restore(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        self._check_numbers(state_dict)
+        self._check_numbers(state_dict, "")
         before = copy.deepcopy(self.state_dict())
         sites = {name: own.clone() for name, own in self._sites_in_state("").items()}
         priors = self.net_prior.snapshot()
         try:
             found = super().load_state_dict(state_dict, strict, assign)
-            self._put_to_rest()
             self._follow_prior(self.net_prior)
             return found
         except Exception as error:
@@ -443,12 +444,12 @@ class BNN(nn.Module):
                 "was; build it with the same net, prior, likelihood and guide. " + str(error)
             ) from None
 
-    def _check_numbers(self, state_dict: Mapping[str, Any]) -> None:
+    def _check_numbers(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Raise where anything in a state dict but the net's buffers has elements that are NaN."""
-        of_net = {f"net.{name}" for name, _ in self.net.named_buffers()}
+        of_net = dict(self.net.named_buffers(f"{prefix}net"))
         for name, value in state_dict.items():
             if name not in of_net and isinstance(value, Tensor) and bool(value.isnan().any()):
-                raise RuntimeError(f"{name} of the state dict has NaN in it; nothing was changed")
+                raise RuntimeError(f"{name} of the state dict has NaN in it; the BNN is as it was")
 
     def parameter_kinds(self) -> dict[str, str]:
         """Return the kind of each trainable parameter: `loc`, `scale` or `deterministic`."""

@@ -234,11 +234,8 @@ class PytorchBNN(BNN):
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or with `sample` at one draw."""
-        if sample or self.net_guide is None:
-            with exclusive():
-                return self.net_at(self._weights())
-        with torch.no_grad():
-            return self.net_at(self._median())
+        with exclusive(), torch.no_grad():
+            return self.net_at(self._weights() if sample else self._median())
 
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
