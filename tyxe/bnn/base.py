@@ -319,20 +319,12 @@ class BNN(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BNN:
         with exclusive():  # another thread may have draws, or modes of its own, in the net
-            reduced: Any = super().__reduce_ex__(4)
+            reduced: Any = self.__reduce_ex__(4)
             make, arguments, state = reduced[:3]
             copied: BNN = make(*arguments)
             memo[id(self)] = copied
             copied.__setstate__(copy.deepcopy(state, memo))
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is pickled is read later, when another thread may have draws in the net: containers
-        # are copied for it, and their tensors stay what a pickle's other objects refer to.
-        with exclusive():
-            reduced: Any = super().__reduce_ex__(protocol)
-            kept = {id(held): held for held in (self, *self.parameters(), *self.buffers())}
-            return *reduced[:2], copy.deepcopy(reduced[2], kept), *reduced[3:]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
