@@ -154,6 +154,9 @@ def test_a_bnn_inside_of_an_adjoint_names_the_cause():
         out.sum().backward()
 
 
+HANDLERS = [tyxe.poutine.local_reparameterization, tyxe.poutine.flipout]
+
+
 class Reentrant(Flow):
     def forward(self, x):
         x = x.clone().requires_grad_()
@@ -165,6 +168,21 @@ def test_a_reentrant_checkpoint_names_the_one_that_works():
     bnn = tyxe.PytorchBNN(Reentrant("plain"), PRIOR, AutoNormal)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         bnn(X).square().sum().backward()
+
+
+def sites_of_one_vector(model):
+    return pyro.infer.autoguide.AutoDiagonalNormal(model, init_scale=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("guide", [AutoNormal, sites_of_one_vector])
+@pytest.mark.parametrize("handler", [None, *HANDLERS])
+def test_a_reentrant_checkpoint_is_named_whatever_its_draws_are_made_of(guide, handler):
+    bnn = tyxe.PytorchBNN(Reentrant("plain"), PRIOR, guide)
+    with nullcontext() if handler is None else handler():
+        output = bnn(X)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        (output.square().sum() + bnn.cached_kl_loss).backward()
 
 
 def backward_in_another_thread(loss: torch.Tensor) -> None:
@@ -183,9 +201,6 @@ def backward_in_another_thread(loss: torch.Tensor) -> None:
         time.sleep(1e-3)
     if errors[0] is not None:
         raise errors[0]
-
-
-HANDLERS = [tyxe.poutine.local_reparameterization, tyxe.poutine.flipout]
 
 
 @pytest.mark.parametrize("handler", HANDLERS)

@@ -6,12 +6,11 @@ Figures go to docs/results/reliability.json and into the table of docs/reliabili
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import multiprocessing
 import platform
 import time
-import warnings
-from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,13 @@ import pyro
 import torch
 
 import tyxe
+from tests.soak.suites import SUITES, figures_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "reliability.json"
 PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- {} of figures: written by python -m tests.soak -->"
 BEGIN, END = MARK.format("begin"), MARK.format("end")
-# The module, the function, and the count of the full run.
-SUITES = {
-    "fuzz": ("fuzz", "run", 2000),
-    "threads": ("threads", "run", 100),
-    "kill": ("kill", "run", 200),
-    "interrupts": ("kill", "interrupts", 1000),
-    "corruption": ("corruption", "run", 200),
-    "device": ("device", "run", 10_000),
-}
-
-
-def function_of(name: str) -> Callable[[int, int], dict[str, Any]]:
-    """Return a suite's function of a count and a seed."""
-    module, function, _ = SUITES[name]
-    found: Callable[[int, int], dict[str, Any]] = getattr(
-        importlib.import_module(f"tests.soak.{module}"), function
-    )
-    return found
 
 
 def written(page: str, results: dict[str, Any]) -> str:
@@ -66,8 +48,6 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="of each suite, in place of the full count")
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", tyxe.TyxeWarning)
     versions = {"python": platform.python_version(), "tyxe": tyxe.__version__}
     versions |= {"torch": torch.__version__, "pyro": pyro.__version__}
     results: dict[str, Any] = {"command": "make soak", "versions": versions, "suites": {}}
@@ -75,7 +55,10 @@ def main() -> None:
         results["suites"] = json.loads(given.json.read_text())["suites"]
     for name in given.only:
         start = time.perf_counter()
-        figures = function_of(name)(given.count or SUITES[name][2], given.seed)
+        # In a process of its own: autograd's engine knows the devices of when it first ran.
+        count = given.count or SUITES[name][2]
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            figures = process.submit(figures_of, name, count, given.seed).result()
         lists = {key: value for key, value in figures.items() if isinstance(value, list)}
         numbers = {key: value for key, value in figures.items() if key not in lists}
         found = {"seed": given.seed, "seconds": time.perf_counter() - start, "figures": numbers}

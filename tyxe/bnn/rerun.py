@@ -61,6 +61,11 @@ def _is_nested() -> bool:
     return torch._C._current_graph_task_id() not in _REACHED and _reached() is not None
 
 
+def _in_reentrant_checkpoint() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "CheckpointFunctionBackward"
+
+
 def _left(task: int) -> None:
     _REACHED.pop(task, None)
 
@@ -89,6 +94,8 @@ class _Forward:
             return None
         value = self.values[name]
         is_lazy = isinstance(value, Draw)
+        if _in_reentrant_checkpoint() and (is_lazy or value.grad_fn is not None):
+            raise RuntimeError(REENTRANT)
         if name not in self._guarded and not is_lazy and value.grad_fn is not None:
             self._guarded.add(name)
             value.register_hook(self._guard(_behind(value.grad_fn)))
