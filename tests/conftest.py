@@ -10,6 +10,9 @@ import pyro
 import pytest
 import torch
 
+# Autograd knows the devices of when it first runs, which may be while tests are collected.
+import tests.soak.pretend  # noqa: F401
+
 # Figures are drawn, never shown: set here so that examples run as subprocesses inherit it.
 os.environ.setdefault("MPLBACKEND", "Agg")
 

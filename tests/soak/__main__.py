@@ -1,6 +1,6 @@
 """The suites of soundness at full size: `make soak`, or `python -m tests.soak --only threads`.
 
-Figures go to docs/results/reliability.json and into the table of docs/reliability.md.
+Figures go to docs/reliability.json and into the table of docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tyxe
 from tests.soak.suites import SUITES, figures_of
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results" / "reliability.json"
+RESULTS = ROOT / "docs" / "reliability.json"
 PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- {} of figures: written by python -m tests.soak -->"
 BEGIN, END = MARK.format("begin"), MARK.format("end")
