@@ -10,8 +10,10 @@ import pyro
 import pytest
 import torch
 
-# Autograd knows the devices of when it first runs, which may be while tests are collected.
-import tests.soak.pretend  # noqa: F401
+# Autograd knows the devices of when it first runs, which may be while tests are collected; and it
+# takes no fork once it has run with more devices than the CPU.
+if "TYXE_FORKS" not in os.environ:
+    import tests.soak.pretend  # noqa: F401
 
 # Figures are drawn, never shown: set here so that examples run as subprocesses inherit it.
 os.environ.setdefault("MPLBACKEND", "Agg")
