@@ -1,7 +1,7 @@
 """Imports run downward.
 
     threads, linalg, distributions, autocast, files, rng, util, errors
-      <- poutine, priors, likelihoods, guides
+      <- poutine, priors, likelihoods, guides, samplers
       <- curvature <- predictive, laplace <- bnn <- continual
 
 `metrics` and `plotting` are leaves, `testing` stands outside. Every import counts, those for type
@@ -21,7 +21,7 @@ from docs.floors import PICTURE, Import, package_of, picture, read_imports
 
 LEVELS = (
     ("threads", "linalg", "distributions", "autocast", "files", "rng", "util", "errors"),
-    ("poutine", "priors", "likelihoods", "guides"),
+    ("poutine", "priors", "likelihoods", "guides", "samplers"),
     ("curvature",),
     ("predictive", "laplace"),
     ("bnn",),

@@ -16,6 +16,7 @@ from tyxe import (
     poutine,
     predictive,
     priors,
+    samplers,
     util,
 )
 from tyxe.bnn import BNN, MCMC_BNN, LaplaceBNN, PytorchBNN, VariationalBNN
@@ -48,5 +49,6 @@ __all__ = [
     "poutine",
     "predictive",
     "priors",
+    "samplers",
     "util",
 ]

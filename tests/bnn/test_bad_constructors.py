@@ -168,7 +168,7 @@ CONSTRUCTORS = {
     "no kernel": (
         lambda: tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, 3),
         TypeError,
-        "kernel_builder is a int; expected a kernel class such as pyro.infer.mcmc.NUTS",
+        "kernel_builder is a int; expected a kernel such as tyxe.samplers.NUTS",
     ),
     "a likelihood's scale in dataset_size's place": (
         lambda: HomoskedasticGaussian(0.1),

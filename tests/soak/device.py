@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import tyxe
 from tests.soak.pretend import DEVICE, DeviceMismatch, Host, pretend
-from tyxe import guides, likelihoods, poutine, priors
+from tyxe import guides, likelihoods, poutine, priors, samplers
 
 __all__ = ["FLOWS", "Flow", "Seen", "follow", "run"]
 
@@ -75,6 +75,12 @@ GUIDES: dict[str, Any] = {
 }
 ONE_BY_ONE = [name for name in GUIDES if name.startswith(("AutoNormal", "AutoRadial"))]
 ONE_BY_ONE += ["AutoBernoulli, relaxed", "pyro AutoDelta"]
+KERNELS: dict[str, Any] = {
+    "pyro HMC": functools.partial(HMC, step_size=1e-3, num_steps=2),
+    "samplers HMC": samplers.HMC(step_size=1e-3, num_steps=2),
+    "samplers NUTS": samplers.NUTS(step_size=1e-3, max_tree_depth=3),
+    "samplers MCLMC": samplers.MCLMC(),
+}
 HANDLERS: dict[str, Callable[[], Any]] = {
     "none": nullcontext,
     "local_reparameterization": poutine.local_reparameterization,
@@ -271,11 +277,10 @@ def _pytorch(flow: Flow, host: Host) -> collections.Counter[str]:
 
 def _mcmc(flow: Flow, host: Host) -> collections.Counter[str]:
     likely = LIKELIHOODS[flow.likelihood]
-    kernel = functools.partial(HMC, step_size=1e-3, num_steps=2)
     net = _net(likely.outputs).to(DEVICE)
-    bnn = tyxe.MCMC_BNN(net, NORMAL, likely.build(), kernel)
+    bnn = tyxe.MCMC_BNN(net, NORMAL, likely.build(), KERNELS[flow.guide])
     batches = _batches(likely)
-    bnn.fit(batches, num_samples=3, warmup_steps=2, disable_progbar=True)
+    bnn.fit(batches, num_samples=3, warmup_steps=2, progress=False)
     _predict(bnn, *batches[0], lazy=False)
     return collections.Counter()
 
@@ -313,7 +318,7 @@ def _flows() -> Iterator[Flow]:
     yield from (Flow("LaplaceBNN", *f) for f in itertools.product(laplace, ["none"], normal))
     # MCMC trains no parameters.
     sampled = [name for name in LIKELIHOODS if name != "Gaussian, learned"]
-    yield from (Flow("MCMC_BNN", "", "none", name) for name in sampled)
+    yield from (Flow("MCMC_BNN", *f) for f in itertools.product(KERNELS, ["none"], sampled))
 
 
 FLOWS = [flow for flow in _flows() if _is_possible(flow)]
@@ -342,6 +347,6 @@ def run(count: int, seed: int) -> dict[str, int]:
     for flow in chosen:
         seen = follow(flow, seed)
         found["device mismatches"] += seen.mismatch is not None
-        key = f"host reads a step, {flow.guide or flow.wrapper}"
+        key = f"host reads a step, {flow.guide}"
         found[key] = max(found.get(key, 0), seen.step.total())
     return found

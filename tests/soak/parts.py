@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import tyxe
 from tests.oracles.architectures import CLASSES, NORMS, N
+from tyxe import samplers
 from tyxe.guides import AutoBernoulli, AutoInducing, AutoNormal, AutoRadial, PretrainedInitializer
 from tyxe.likelihoods import (
     Bernoulli,
@@ -258,6 +259,9 @@ KERNELS: Table = {
     "HMC": functools.partial(HMC, num_steps=2, **_FIXED),
     "HMC, adapting masses": functools.partial(HMC, num_steps=1, full_mass=True, **_FIXED),
     "NUTS": functools.partial(NUTS, max_tree_depth=1, **_FIXED),
+    "samplers HMC": functools.partial(samplers.HMC, num_steps=2, **_FIXED),
+    "samplers NUTS": samplers.NUTS(max_tree_depth=2, **_FIXED),
+    "samplers MCLMC": samplers.MCLMC,
 }
 ODD_KERNELS: Table = {
     "None": lambda: None,

@@ -205,6 +205,8 @@ def pretend() -> Iterator[Host]:
         mock.patch.object(torch, "tensor", _on_device(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _on_device(torch.as_tensor)),
         mock.patch.object(torch, "Generator", _AnyGenerator),
+        mock.patch.object(torch, "rand", _drawn(torch.rand)),
+        mock.patch.object(torch, "randn", _drawn(torch.randn)),
         mock.patch.object(torch.amp, "is_autocast_available", lambda kind: kind != NAME),
         mock.patch.object(DeviceTensor, "new_tensor", _new_tensor, create=True),
         Host() as host,
@@ -229,6 +231,16 @@ def _on_device(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if _is_ours(device):
             return function(data, *args, **kwargs).to(device)
         return function(data, *args, device=device, **kwargs)
+
+    return made
+
+
+def _drawn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # These take generators of PyTorch's only.
+    def made(*size: Any, generator: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+        if isinstance(generator, Generator):
+            return function(*size, generator=generator._own, **kwargs).to(device)
+        return function(*size, generator=generator, device=device, **kwargs)
 
     return made
 

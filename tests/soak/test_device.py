@@ -24,7 +24,9 @@ SLICE = [
     Flow("LaplaceBNN", "kron ggn", "none", "Categorical"),
     Flow("LaplaceBNN", "full empirical", "none", "heteroskedastic"),
     Flow("LaplaceBNN", "diag fisher", "none", "Poisson"),
-    Flow("MCMC_BNN", "", "none", "Gaussian, inferred"),
+    Flow("MCMC_BNN", "pyro HMC", "none", "Gaussian, inferred"),
+    Flow("MCMC_BNN", "samplers NUTS", "none", "Gaussian, inferred"),
+    Flow("MCMC_BNN", "samplers MCLMC", "none", "Categorical"),
 ]
 MOST_READS = 2
 

@@ -167,12 +167,18 @@ def fit_pytorch(session: Session) -> None:
 
 
 def fit_mcmc(session: Session) -> None:
-    option = session.choices.option
+    option, more = session.choices.option, {}
+    if session.choices.taken["guide"].startswith("samplers"):
+        starts = [0, "posterior", {"net.weight": torch.zeros(1)}]
+        more["num_chains"] = option("fit", "num_chains", [1, 2], parts.ODD_COUNTS)
+        more["thinning"] = option("fit", "thinning", [1, 2], parts.ODD_COUNTS)
+        more["init"] = option("fit", "init", ["prior", "net"], starts)
     session.bnn.fit(
         loader(session, session.inputs, session.targets),
         option("fit", "num_samples", [2, 3], [0, *parts.ODD_COUNTS]),
         warmup_steps=option("fit", "warmup_steps", [1, 2], [-1, 1.5, "1"]),
-        disable_progbar=True,
+        progress=False,
+        **more,
     )
 
 

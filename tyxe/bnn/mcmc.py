@@ -2,134 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from pyro.infer.mcmc import HMC
-from pyro.infer.mcmc.api import MCMC, _UnarySampler
+from pyro.infer.mcmc.api import MCMC
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import collect
+from tyxe.bnn.chains import (
+    KeepingSampler,
+    MCMCRun,
+    RunOptions,
+    Samples,
+    built,
+    check_continuous,
+    make_run,
+)
 from tyxe.bnn.checks import check_one_batch
-from tyxe.bnn.potential import functional_kernel
+from tyxe.bnn.potential import Potential, starts_of
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
-from tyxe.threads import INTERRUPTS
-from tyxe.util import SiteTensors, unwrapped
+from tyxe.samplers import Kernel
+from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.util import Inputs, unwrapped
 
 __all__ = ["MCMC_BNN"]
 
 
-class Samples(SiteTensors):
-    """Posterior samples by site, `(chains, samples, ...)`: buffers that load any number of them."""
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        found = {
-            name.removeprefix(prefix): value
-            for name, value in state_dict.items()
-            if name.startswith(prefix)
-        }
-        self.replace(found)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def replace(self, samples: dict[str, Tensor]) -> None:
-        """Replace all tensors by copies of these."""
-        self._modules.clear()
-        self._buffers.clear()
-        self._places = {}
-        for name, tensor in samples.items():
-            self._put(name, tensor.detach().clone(), trainable=None)
-
-
-def _interruptible(hook: Callable[..., Any] | None) -> Callable[..., None]:
-    """Return a hook that lets interrupts in, between the steps of a chain in this process."""
-
-    def wrapped(*args: Any) -> None:
-        with INTERRUPTS.let_in():
-            if hook is not None:
-                hook(*args)
-
-    return wrapped
-
-
-class _Keeping:
-    """A sampler of Pyro's `MCMC` that remembers what it has yielded."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.is_here = isinstance(sampler, _UnarySampler)
-        if self.is_here:
-            sampler.hook = _interruptible(sampler.hook)
-        self._shapes: dict[str, torch.Size] = {}
-        self._chains: dict[int, list[Tensor]] = {}
-
-    def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
-        """Yield shapes, samples as vectors, and diagnostics, each with the chain's number."""
-        for item, chain in self._sampler.run(*args, **kwargs):
-            if isinstance(item, Tensor):
-                self._chains.setdefault(chain, []).append(item.clone())
-            elif not self._shapes:
-                self._shapes = dict(item)
-            yield item, chain
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def samples(self) -> dict[str, Tensor]:
-        """Return unconstrained samples by site, `(chains, samples, ...)`, of as many as can be.
-
-        Chains are of one length, so that the shorter ones, or the ends of the longer, are left out.
-        """
-        chains = sorted(self._chains.values(), key=len, reverse=True)
-        if not chains:
-            return {}
-        most = max(range(1, len(chains) + 1), key=lambda n: n * len(chains[n - 1]))
-        length = len(chains[most - 1])
-        flat = torch.stack([torch.stack(chain[:length]) for chain in chains[:most]])
-        names = sorted(self._shapes)
-        parts = flat.split([self._shapes[name].numel() for name in names], -1)
-        shapes = [(most, length, *self._shapes[name]) for name in names]
-        return {n: part.reshape(s) for n, part, s in zip(names, parts, shapes, strict=True)}
-
-
 class MCMC_BNN(SupervisedBNN):
-    """Any net with posterior samples from HMC or NUTS over its weights.
+    """Any net with posterior samples of its weights, from several chains at once.
 
     The net runs in eval mode. The likelihood's own variables are sampled too; trainable parameters
     that the prior hides are not fitted, which gives a warning. Arguments that are not listed are
     those of `BNN` and `SupervisedBNN`.
 
     Args:
-        kernel_builder: makes a Pyro kernel from a model: `pyro.infer.mcmc.NUTS`, or a
-            `functools.partial` of a kernel.
+        kernel_builder: `tyxe.samplers.NUTS`, `HMC` or `MCLMC`, with options by calling it or by
+            `functools.partial`; or what makes a kernel of Pyro's from a model, such as
+            `pyro.infer.mcmc.NUTS`.
 
     Raises:
-        TypeError: `kernel_builder` is no kernel, or one that is built already.
+        TypeError: `kernel_builder` is no kernel, has options that there are not, or is one of
+            Pyro's that is built already.
         ValueError: there is nothing to sample, or it is discrete or in half precision; the
             likelihood has parameters to train.
 
     Example:
-        >>> import functools, torch, pyro.distributions as dist, tyxe
-        >>> from pyro.infer.mcmc import HMC
+        >>> import torch, pyro.distributions as dist, tyxe
         >>> bnn = MCMC_BNN(
         ...     nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
         ...     tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5),
-        ...     functools.partial(HMC, step_size=0.1, num_steps=5))
-        >>> mcmc = bnn.fit(
-        ...     [(torch.ones(4, 1), torch.ones(4, 1))], num_samples=20, warmup_steps=5,
-        ...     disable_progbar=True)
-        >>> mcmc.get_samples()["net.weight"].shape
-        torch.Size([20, 1, 1])
+        ...     tyxe.samplers.NUTS)
+        >>> data = torch.ones(4, 1), torch.ones(4, 1)
+        >>> run = bnn.fit([data], num_samples=20, warmup_steps=150, num_chains=2)
+        >>> run.get_samples()["net.weight"].shape
+        torch.Size([40, 1, 1])
     """
 
     def __init__(
@@ -141,10 +79,10 @@ class MCMC_BNN(SupervisedBNN):
         name: str = "",
     ) -> None:
         super().__init__(net, prior, likelihood, name)
-        if not callable(kernel_builder):
+        if not callable(kernel_builder) and not isinstance(kernel_builder, Kernel):
             raise TypeError(
-                f"kernel_builder is a {type(kernel_builder).__name__}; expected a kernel class "
-                "such as pyro.infer.mcmc.NUTS, or a functools.partial of one"
+                f"kernel_builder is a {type(kernel_builder).__name__}; expected a kernel such as "
+                "tyxe.samplers.NUTS(), or a class or functools.partial of one of pyro.infer.mcmc"
             )
         if not len(self.net_prior) and not likelihood.latent_priors():
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
@@ -162,10 +100,17 @@ class MCMC_BNN(SupervisedBNN):
                 f"kernel_builder is a {type(kind).__name__} already built; pass its class, or a "
                 "functools.partial of it: the BNN builds it on its own model"
             )
-        if isinstance(kind, type) and issubclass(kind, HMC):
-            _check_for_hmc(kind.__name__, self.net_prior, self.in_places())
-        self.kernel_builder: Callable[..., Any] = kernel_builder
-        self.samples = Samples({}, trainable=None)
+        self.kernel: Kernel | None = None
+        if isinstance(kernel_builder, Kernel):
+            self.kernel = kernel_builder
+        elif isinstance(kind, type) and issubclass(kind, Kernel):
+            self.kernel = built(kernel_builder, kind)
+        if self.kernel is not None or (isinstance(kind, type) and issubclass(kind, HMC)):
+            name_of_kind = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+            check_continuous(name_of_kind, likelihood, self.net_prior, self.in_places())
+        self.kernel_builder = kernel_builder
+        self._chains: MCMCRun | None = None
+        self.samples = Samples({})
 
     def fit(
         self,
@@ -174,52 +119,187 @@ class MCMC_BNN(SupervisedBNN):
         device: Any = None,
         batch_data: bool = False,
         *,
-        compile: bool = False,
-        **mcmc_kwargs: Any,
-    ) -> MCMC:
+        warmup_steps: int | None = None,
+        num_chains: int | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> Any:
         """Run the chains on the whole data set.
 
         Args:
             data_loader: yields `(inputs, targets)`; all batches are concatenated.
-            num_samples: number of samples of each chain.
+            num_samples: number of samples that are kept of each chain.
             device: device that the data are moved to.
             batch_data: whether `data_loader` is one batch itself, the pair `(inputs, targets)`.
-            compile: compile the potential and its gradient by TorchInductor, which needs a C++
-                compiler. It takes seconds once, and shortens steps on small nets. Several chains
-                run in processes that are spawned, so that the script needs `if __name__ == ...`.
-            mcmc_kwargs: arguments of `pyro.infer.MCMC`, such as `warmup_steps` and `num_chains`.
+            warmup_steps: transitions before, in which the kernel adapts; by default as many as
+                after.
+            num_chains: by default 4, or as many as there are starts; 1 for Pyro's kernels.
+            progress: show a bar; by default on a terminal only.
+            options: of a kernel of `tyxe.samplers`:
+
+                - `thinning` (1): every how many transitions a sample is kept;
+                - `init` ("prior"): where chains start: at draws from the prior, at the "net", at
+                  draws of a fitted BNN, at a `tyxe.samplers.warm_start(...)`, or at the values
+                  `(num_chains, ...)` of a mapping by joint name;
+                - `compile` (None): whether steps are compiled; by default where there is a compiler
+                  and the run is long. A compiled net has to do the same tensor operations whatever
+                  its weights are, and its hooks do not run;
+                - `resume` (False): go on with the last run where an interrupt has stopped it;
+                - `dtype`, `file`, `max_bytes`: of the samples, where they go instead of memory, and
+                  what they may take there.
+
+                Of one of Pyro's: the arguments of `pyro.infer.MCMC`.
 
         An interrupt from the keyboard is raised, and the BNN keeps the samples made until then.
 
         Returns:
-            Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
+            The run: `MCMCRun`, or Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
 
         Raises:
-            TypeError: `num_samples` is no integer.
-            ValueError: the data do not fit the likelihood; a kernel, prior or `mp_context` that
-                `compile` does not take.
+            TypeError: `num_samples` is no integer; an option that there is not.
+            ValueError: the data do not fit the likelihood; samples that do not fit into memory; bad
+                starts; hierarchical priors with a kernel of `tyxe.samplers`.
+            RuntimeError: a net that cannot be compiled; nothing to resume.
         """
         hint = ": fit(data_loader, num_samples, warmup_steps=...)"
         num_samples = check_count("num_samples", num_samples, hint=hint)
-        if mcmc_kwargs.get("warmup_steps") is not None:
-            check_count("warmup_steps", mcmc_kwargs["warmup_steps"], 0)
-        inputs, targets = collect([data_loader] if batch_data else data_loader, device)
+        if warmup_steps is not None:
+            check_count("warmup_steps", warmup_steps, 0)
+        if num_chains is not None:
+            check_count("num_chains", num_chains)
+        data = collect([data_loader] if batch_data else data_loader, device)
         with fitting(self, train=False), prior_fixed(self):
-            check_one_batch(self, self.net_prior, inputs, targets)
-            self._warn_of_setting(len(targets))
-            mcmc = self._chains((inputs, targets), num_samples, compile, mcmc_kwargs)
-            mcmc.sampler = kept = _Keeping(mcmc.sampler)
-            try:
-                # Chains in processes of their own are waited for, in no code of PyTorch's.
-                with nullcontext() if kept.is_here else INTERRUPTS.let_in():
-                    mcmc.run(inputs, targets)
-            except KeyboardInterrupt:
-                self._keep(kept, mcmc, (inputs, targets))
-                raise
-        self.samples.replace(mcmc.get_samples(group_by_chain=True))
+            check_one_batch(self, self.net_prior, *data)
+            self._warn_of_setting(len(data[1]))
+            known = [field.name for field in dataclasses.fields(RunOptions)]
+            if self.kernel is None:
+                wrong = [name for name in options if name in known]
+                if wrong:
+                    raise TypeError(
+                        f"{', '.join(wrong)}: of kernels of tyxe.samplers, and this one is Pyro's, "
+                        "whose options are those of pyro.infer.MCMC"
+                    )
+                given = {"warmup_steps": warmup_steps, "num_chains": num_chains, **options}
+                given = {name: value for name, value in given.items() if value is not None}
+                if progress is not None:
+                    given["disable_progbar"] = not progress
+                return self._fit_by_pyro(data, num_samples, given)
+            wrong = [name for name in options if name not in known]
+            if wrong:
+                raise TypeError(
+                    f"fit has no option {', '.join(wrong)} for kernels of tyxe.samplers; expected "
+                    f"warmup_steps, num_chains, progress, {', '.join(known)}"
+                )
+            told, length = RunOptions(**options), (num_samples, warmup_steps, num_chains)
+            chains = self._to_resume(data, length, options) if told.resume else None
+            return self._fit_by_kernel(
+                chains or self._new_run(data, length, told, progress), progress
+            )
+
+    def _to_resume(
+        self, data: tuple[Any, Tensor], length: tuple[Any, ...], options: dict[str, Any]
+    ) -> MCMCRun:
+        """Return the run that was stopped, if it is what is asked for."""
+        if self._chains is None:
+            raise RuntimeError(
+                "there is no run to resume: call fit without resume=True, and with init=bnn to "
+                "start at samples that there are"
+            )
+        new = [name for name in options if name not in ("resume", "thinning")]
+        if new:
+            raise ValueError(f"resume=True goes on with a run, and takes no {', '.join(new)}")
+        asked = dict(zip(("num_samples", "num_warmup", "num_chains"), length, strict=True))
+        self._chains.check_same(data, {**asked, "thinning": options.get("thinning")})
+        return self._chains
+
+    def _new_run(
+        self,
+        data: tuple[Any, Tensor],
+        length: tuple[Any, ...],
+        options: RunOptions,
+        progress: bool | None,
+    ) -> MCMCRun:
+        assert self.kernel is not None
+        num_samples, num_warmup, num_chains = length
+        if num_warmup is None:
+            num_warmup = num_samples * options.thinning
+        self._chains = None
+        potential = Potential(self, *data)
+        starts = starts_of(self, potential, options.init, num_chains, data[1], progress)
+        run = make_run(self.kernel, potential, starts, num_samples, num_warmup, options)
+        short = self.kernel.check(num_warmup)
+        if short is not None:
+            warn(short)
+        self._chains = MCMCRun(run, potential, data)
+        return self._chains
+
+    def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> MCMCRun:
+        try:
+            chains.go(progress)
+        except KeyboardInterrupt:
+            kept = chains.run.num_kept
+            if kept:
+                self._take(chains.get_samples(group_by_chain=True))
+            warn(
+                f"interrupted: the BNN keeps {kept or 'no new'} samples of each of "
+                f"{chains.num_chains} chains; fit(..., resume=True) goes on"
+            )
+            raise
+        self._take(chains.get_samples(group_by_chain=True))
+        chains.warn_of_result()
+        return chains
+
+    def starts(
+        self,
+        data_loader: Iterable[Any],
+        init: Any,
+        num_chains: int | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> dict[str, Tensor]:
+        """Return where chains would start, such as at the members that a `warm_start` trains.
+
+        Args:
+            data_loader, init, num_chains, progress: those of `fit`, which takes the result as
+                `init`.
+
+        Returns:
+            Values `(num_chains, ...)` by joint name.
+
+        Raises:
+            TypeError: `init` is none of what `fit` takes.
+            ValueError: a number of starts that is not `num_chains`; a start of a site that is
+                missing, of another shape, not finite, or without density.
+        """
+        data = collect(data_loader, None)
+        with fitting(self, train=False):
+            check_one_batch(self, self.net_prior, *data)
+            potential = Potential(self, *data)
+            found = starts_of(self, potential, init, num_chains, data[1], progress)
+        return potential.unflatten(found)
+
+    def _fit_by_pyro(
+        self, data: tuple[Any, Tensor], num_samples: int, options: dict[str, Any]
+    ) -> MCMC:
+        kernel = self.kernel_builder(self.model)
+        if not isinstance(kernel, MCMCKernel):
+            raise TypeError(
+                f"kernel_builder made a {type(kernel).__name__}; expected a kernel of Pyro's "
+                "MCMC, such as pyro.infer.mcmc.NUTS(model)"
+            )
+        mcmc = MCMC(kernel, num_samples, **options)
+        mcmc.sampler = kept = KeepingSampler(mcmc.sampler)
+        try:
+            # Chains in processes of their own are waited for, in no code of PyTorch's.
+            with nullcontext() if kept.is_here else INTERRUPTS.let_in():
+                mcmc.run(*data)
+        except KeyboardInterrupt:
+            self._keep(kept, mcmc, data)
+            raise
+        self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc
 
-    def _keep(self, kept: _Keeping, mcmc: MCMC, data: tuple[Any, Tensor]) -> None:
+    def _keep(self, kept: KeepingSampler, mcmc: MCMC, data: tuple[Any, Tensor]) -> None:
         """Take the samples that an interrupted run has made, if there are any."""
         samples = kept.samples()
         if not samples:
@@ -227,15 +307,17 @@ class MCMC_BNN(SupervisedBNN):
         if mcmc.transforms is None:
             mcmc._set_transforms(*data)
         inverse = {name: transform.inv for name, transform in mcmc.transforms.items()}
-        self.samples.replace({n: inverse[n](z) if n in inverse else z for n, z in samples.items()})
+        self._take({n: inverse[n](z) if n in inverse else z for n, z in samples.items()})
         chains, count = next(iter(samples.values())).shape[:2]
         warn(f"interrupted: the BNN keeps {count} samples of each of {chains} chains")
 
+    def _take(self, samples: dict[str, Tensor]) -> None:
+        with exclusive():
+            self.samples.replace(samples)
+
     def _warn_of_setting(self, points: int) -> None:
         if am_i_wrapped():
-            warn(
-                "Pyro's MCMC shields its model from handlers: those around fit have no effect",
-            )
+            warn("MCMC shields its model from handlers: those around fit have no effect")
         size = self.likelihood.dataset_size
         if points != size:
             warn(
@@ -248,42 +330,6 @@ class MCMC_BNN(SupervisedBNN):
                 f"MCMC does not fit {', '.join(hidden)}, which the prior hides; they stay as "
                 "they came with the net",
             )
-
-    def _chains(
-        self,
-        data: tuple[Any, Tensor],
-        num_samples: int,
-        compiled: bool,
-        options: dict[str, Any],
-    ) -> MCMC:
-        functional = None
-        if compiled and options.get("num_chains", 1) > 1:
-            context = options.get("mp_context") or "spawn"
-            options = options | {"mp_context": context}
-            if context == "fork":
-                raise ValueError(
-                    'compile=True does not go with mp_context="fork", since a forked process has '
-                    "not the compiler's threads and may wait for them for ever; leave it out"
-                )
-        if "initial_params" not in options:
-            chains = options.get("num_chains", 1)
-            functional = functional_kernel(self.kernel_builder, self, data, chains, compiled)
-        if functional is None:
-            if compiled:
-                raise ValueError(
-                    "compile=True needs priors that are distributions, and a kernel HMC or NUTS "
-                    "(or a functools.partial of one) that starts by itself and asks for nothing "
-                    "of the model; leave compile or initial_params, jit_compile ... out"
-                )
-            kernel = self.kernel_builder(self.model)
-            if not isinstance(kernel, MCMCKernel):
-                raise TypeError(
-                    f"kernel_builder made a {type(kernel).__name__}; expected a kernel of Pyro's "
-                    "MCMC, such as pyro.infer.mcmc.NUTS(model)"
-                )
-            return MCMC(kernel, num_samples, **options)
-        kernel, initial = functional
-        return MCMC(kernel, num_samples, initial_params=initial, **options)
 
     def get_samples(self) -> dict[str, Tensor]:
         """Return the samples of all chains together, `(chains * samples, ...)`, by joint name.
@@ -304,26 +350,46 @@ class MCMC_BNN(SupervisedBNN):
         total = len(next(iter(samples.values())))
         for index in range(num_predictions):
             position = (2 * index + 1) * total // (2 * num_predictions) % total
-            yield {name: value[position] for name, value in samples.items()}
+            yield self._for_net({name: value[position] for name, value in samples.items()})
 
     def one_draw(self) -> Values:
         samples = self.get_samples()
         position = int(torch.randint(len(next(iter(samples.values()))), ()))
-        return {name: value[position] for name, value in samples.items()}
+        return self._for_net({name: value[position] for name, value in samples.items()})
 
     def mean_values(self) -> Values:
         """Return the mean of the samples."""
-        return {name: value.mean(0) for name, value in self.get_samples().items()}
+        samples = self.get_samples().items()
+        return self._for_net(
+            {
+                name: value.float().mean(0) if value.itemsize < 4 else value.mean(0)
+                for name, value in samples
+            }
+        )
+
+    def _for_net(self, values: Values) -> Values:
+        """Return values where the net is and in its dtype, which need not be those of samples."""
+        places = self.in_places()
+        like = next(iter(places.values()), None)
+        return {
+            name: value if like is None else value.to(places.get(name, like))
+            for name, value in values.items()
+        }
 
     def gaussian_predictives(self) -> Mapping[str, Outputs]:
         """Return none, because samples are not Gaussian."""
         return {}
 
     def _follow_prior(self, priors: SitePriors) -> None:
-        """Do nothing, because the samples are kept."""
+        """Keep the samples, and forget the run, whose target has changed."""
+        self._chains = None
 
-    def to_arviz(self) -> Any:
-        """Return the samples as ArviZ's `InferenceData`, for `az.summary` (r-hat, ESS) and plots.
+    def to_arviz(self, inputs: Inputs | None = None) -> Any:
+        """Return samples as ArviZ's `InferenceData`, for `az.summary` (R-hat, ESS) and plots.
+
+        Args:
+            inputs: the predictions for these, the net's outputs, in place of the samples. Nets have
+                many equivalent sets of weights, so that chains that agree show it in these only.
 
         Raises:
             ImportError: ArviZ is not installed.
@@ -333,19 +399,30 @@ class MCMC_BNN(SupervisedBNN):
         except ImportError:
             raise ImportError('to_arviz needs ArviZ: pip install -e ".[mcmc]"') from None
         self.get_samples()
-        posterior = {name: value.cpu().numpy() for name, value in self.samples.items()}
+        if inputs is None:
+            posterior = {name: value.cpu().numpy() for name, value in self.samples.items()}
+        else:
+            chains, count = next(iter(self.samples.items()))[1].shape[:2]
+            outputs = self.predict(inputs, num_predictions=chains * count, aggregate=False)
+            posterior = {"predictions": outputs.unflatten(0, (chains, count)).cpu().numpy()}
         return arviz.from_dict(posterior=posterior)
 
+    def summary(self, inputs: Inputs | None = None) -> Any:
+        """Return a table of means, rank-normalised R-hat, and bulk and tail ESS (of ArviZ).
 
-def _check_for_hmc(kernel: str, priors: SitePriors, values: Mapping[str, Tensor]) -> None:
-    for name, prior in priors.priors():
-        if is_discrete(getattr(prior, "support", None)):
-            raise ValueError(
-                f"{kernel} samples no discrete weights, which {name!r} has; use "
-                "tyxe.VariationalBNN with tyxe.guides.AutoBernoulli, or a continuous prior"
-            )
-        dtype = values[priors.prefix + name].dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{kernel} needs float32 or float64, and {name!r} is in {dtype}; use net.float()"
-            )
+        Its rows are predictions for inputs, or the weights where there are none.
+
+        Raises:
+            ImportError: ArviZ is not installed.
+
+        Reference:
+            Vehtari et al. 2021.
+        """
+        found = self.to_arviz(inputs)
+        import arviz
+
+        return arviz.summary(found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the run, whose programs and generator belong to this object.
+        return {**self.__dict__, "_chains": None}

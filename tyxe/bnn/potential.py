@@ -1,80 +1,70 @@
-"""The negative log joint as a plain function, and kernels of Pyro on it."""
+"""The negative log joint as a plain function of one vector, and where chains start on it."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
-import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pyro
 import torch
 import torch.distributions as td
-from pyro.infer.mcmc import HMC, NUTS
-from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
-from pyro.infer.mcmc.util import initialize_model
-from pyro.poutine.runtime import am_i_wrapped
 from torch import Size, Tensor
 from torch.nn.functional import mse_loss
 
-from tyxe.bnn.compiled import CompiledFunction
 from tyxe.bnn.predict import SupervisedBNN
+from tyxe.bnn.training import progress_bar
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.moments import is_real
+from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
-from tyxe.util import Inputs, at_least_float32, call_with, unwrapped
+from tyxe.samplers.warm_start import WarmStart
+from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.util import Inputs, at_least_float32, call_with, tree_map_tensors
 
-__all__ = ["FlatKernel", "Potential", "functional_kernel"]
-
-# Options of a kernel that need a model instead of a plain function.
-_NEEDS_MODEL = {"jit_compile", "transforms", "max_plate_nesting"}
+__all__ = ["Potential", "alone", "starts_of"]
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Potential:
-    """`-log p(D | w) - log p(w)`, in nats, as a function of unconstrained values by site.
+    """`-log p(D | w) - log p(w)`, in nats, as a function of one vector of unconstrained values.
 
-    It equals the potential that Pyro derives from `bnn.model`, but needs no trace. Inside, all
-    values are one vector, so that the gradient is one tensor, and the Normal priors of all sites
-    are one dot product.
+    It equals the potential that Pyro derives from `bnn.model`, but needs no trace, and the Normal
+    priors of all sites are one dot product.
 
     Args:
         bnn: a BNN whose priors are distributions, not hierarchical.
         inputs: all inputs, as one batch.
         targets: all targets, in the same order.
-        transforms: maps from each site's values to unconstrained ones.
+
+    Raises:
+        ValueError: a prior that is no distribution.
 
     Example:
         >>> import torch, tyxe, pyro.distributions as dist
-        >>> from pyro.infer.mcmc import NUTS
         >>> bnn = tyxe.MCMC_BNN(
         ...     torch.nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        ...     tyxe.likelihoods.HomoskedasticGaussian(1, scale=1.0), NUTS)
-        >>> zero = {"net.weight": torch.zeros(1, 1), "net.bias": torch.zeros(1)}
-        >>> potential = Potential(bnn, torch.zeros(1, 1), torch.zeros(1, 1), {})
-        >>> round(potential(zero).item(), 4)  # three standard normals at zero
+        ...     tyxe.likelihoods.HomoskedasticGaussian(1, scale=1.0), tyxe.samplers.NUTS)
+        >>> potential = Potential(bnn, torch.zeros(1, 1), torch.zeros(1, 1))
+        >>> round(potential.at(torch.zeros(2)).item(), 4)  # three standard normals at zero
         2.7568
     """
 
-    def __init__(
-        self,
-        bnn: SupervisedBNN,
-        inputs: Inputs,
-        targets: Tensor,
-        transforms: Mapping[str, td.Transform],
-    ) -> None:
+    def __init__(self, bnn: SupervisedBNN, inputs: Inputs, targets: Tensor) -> None:
         self.bnn, self.inputs = bnn, inputs
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
         self._scale = bnn.likelihood.dataset_size / len(targets)
-        priors = self._priors()
+        self.priors = priors = self._priors()
         # Without those of real supports, which are the identity.
-        self.transforms = {n: transforms[n] for n, p in priors.items() if not is_real(p.support)}
-        # Sorted by name, as in Pyro's mass matrix, so that the momentum of the vector is drawn from
-        # the same random numbers as momenta of the sites.
+        self.transforms = {
+            name: td.biject_to(prior.support).inv
+            for name, prior in priors.items()
+            if not is_real(prior.support)
+        }
         shapes = {name: self._shape(name, priors[name]) for name in sorted(priors)}
         self.blocks = ParamBlocks.of_sites(shapes)
         self._joints = bnn.net_prior.joints()
@@ -85,9 +75,26 @@ class Potential:
         self._prepare_normals(priors)
         self._prepare_likelihood(targets)
 
-    def __call__(self, unconstrained: Mapping[str, Tensor]) -> Tensor:
-        """Return the potential energy."""
-        return self.at(self.blocks.flatten(unconstrained))
+    def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the vector `(d,)` of sites' values."""
+        like = next(self.bnn.parameters())
+        found = {n: self.transforms[n](v) if n in self.transforms else v for n, v in values.items()}
+        return self.blocks.flatten({n: v.to(like) for n, v in found.items()})
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the sites' values `(..., *shape)` of vectors `(..., d)`."""
+        values = self.blocks.unflatten(flat)
+        inverse = {name: transform.inv for name, transform in self.transforms.items()}
+        return {n: inverse[n](v) if n in inverse else v for n, v in values.items()}
+
+    def mean_loss(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
+        """Return the negative log-likelihood of some points at a vector, in nats per point."""
+        values = self.unflatten(flat)
+        latents = {name: values[joint] for name, joint in self._latents.items()}
+        predictions = at_least_float32(self.bnn.run_net(values, inputs))
+        targets = self.bnn.likelihood.prepare_targets(predictions, targets)
+        found = self.bnn.likelihood.log_likelihood(predictions, targets, "sum", latents)
+        return -found / len(targets)
 
     def at(self, flat: Tensor) -> Tensor:
         """Return the potential energy at a vector of unconstrained values."""
@@ -120,6 +127,12 @@ class Potential:
 
     def _priors(self) -> dict[str, Any]:
         own = {self.bnn.net_prior.prefix + n: prior for n, prior in self.bnn.net_prior.priors()}
+        for name, prior in own.items():
+            if not isinstance(prior, td.Distribution):
+                raise ValueError(
+                    f"the prior of {name!r} is hierarchical, a program of its own; these samplers "
+                    "take distributions: use a kernel of pyro.infer.mcmc, such as its NUTS"
+                )
         latent = self.bnn.likelihood.latent_priors().items()
         return own | {self._latents[name]: prior for name, prior in latent}
 
@@ -191,143 +204,157 @@ def _unvalidated(distribution: Any) -> Any:
     return distribution
 
 
-# --------------------------------------------------------------------------- kernels
-
-FLAT = "flat"  # the only site that Pyro's kernel sees
+# --------------------------------------------------------------------------- starts
 
 
-class _AtFlat:
-    """A function of a vector as a function of the kernel's only site."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.function = function
-
-    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
-        return self.function(values[FLAT])
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let no other thread swap parameters; validation would be control flow on values."""
+    with exclusive(), pyro.validation_enabled(False):
+        yield
 
 
-class _AtSites:
-    """A function of a vector as a function of all sites."""
-
-    def __init__(self, blocks: ParamBlocks, function: Callable[[Tensor], Tensor]) -> None:
-        self.blocks, self.function = blocks, function
-
-    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
-        return self.function(self.blocks.flatten(values))
-
-
-_OWN = {"kernel", "potential_fn", "transforms", "model", "initial_params", "_initial"}
-
-
-class FlatKernel(MCMCKernel):
-    """HMC or NUTS on one vector, with the interface of a kernel on sites.
-
-    The arithmetic of a step is done once instead of once for each site, with the same random
-    numbers. `function` is `potential.at`, or a compiled form of it.
-    """
-
-    def __init__(
-        self,
-        builder: Callable[..., Any],
-        potential: Potential,
-        function: Callable[[Tensor], Tensor],
-        transforms: Mapping[str, td.Transform],
-    ) -> None:
-        self.kernel = builder(potential_fn=_AtFlat(function))
-        self.potential_fn, self.transforms = potential, transforms
-        self.model = None
-        self._initial: Mapping[str, Tensor] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        # Step size, mass matrix and so on, for hooks and for users of `mcmc.kernel`.
-        if name == "kernel":
-            raise AttributeError(name)  # it is missing while unpickling
-        return getattr(self.kernel, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Hooks that change the step size have to change that of the kernel inside.
-        own = name in _OWN or "kernel" not in self.__dict__
-        if own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.kernel, name, value)
-
-    @property
-    def blocks(self) -> ParamBlocks:
-        """The layout of the sites in the vector."""
-        return self.potential_fn.blocks
-
-    @property
-    def initial_params(self) -> Mapping[str, Tensor] | None:
-        """The start values of the chain, by site."""
-        return self._initial
-
-    @initial_params.setter
-    def initial_params(self, params: Mapping[str, Tensor]) -> None:
-        self._initial = params
-
-    @property
-    def inverse_mass_matrix(self) -> dict[tuple[str, ...], Tensor]:
-        """The inverse mass matrix, under the names of all sites."""
-        (matrix,) = self.kernel.inverse_mass_matrix.values()
-        return {tuple(self.blocks.sites): matrix}
-
-    def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
-        assert self._initial is not None
-        _drop_idle_device_mode()
-        self.kernel.initial_params = {FLAT: self.blocks.flatten(self._initial)}
-        self.kernel.setup(warmup_steps, *args, **kwargs)
-
-    def sample(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        flat = self.kernel.sample({FLAT: self.blocks.flatten(params)})[FLAT]
-        return self.blocks.unflatten(flat)
-
-    def cleanup(self) -> None:
-        self.kernel.cleanup()
-
-    def logging(self) -> Any:
-        return self.kernel.logging()
-
-    def diagnostics(self) -> Any:
-        return self.kernel.diagnostics()
-
-
-def _drop_idle_device_mode() -> None:
-    """Undo that Pyro sets torch's default device, to what it is, at the start of a chain's process.
-
-    Every call of torch would pass through a mode, and steps of small nets take half as long again.
-    """
-    if multiprocessing.parent_process() and torch.get_default_device().type == "cpu":
-        torch.set_default_device(None)
-
-
-def functional_kernel(
-    builder: Callable[..., Any],
+def starts_of(
     bnn: SupervisedBNN,
-    data: tuple[Any, Tensor],
-    num_chains: int,
-    compiled: bool = False,
-) -> tuple[Any, dict[str, Tensor]] | None:
-    """Return a kernel on the plain potential, and start values as Pyro would choose them.
+    potential: Potential,
+    init: Any,
+    num_chains: int | None,
+    targets: Tensor,
+    progress: bool | None = False,
+) -> Tensor:
+    """Return the chains' starts, unconstrained, `(chains, d)`, see `MCMC_BNN.starts`."""
+    if isinstance(init, Mapping):
+        return _given(potential, init, num_chains)
+    count = 4 if num_chains is None else num_chains
+    if isinstance(init, WarmStart):
+        return _trained(bnn, potential, init, count, targets, progress)
+    if isinstance(init, SupervisedBNN):
+        return _stacked(potential, init.draws(count))
+    if not isinstance(init, str) or init not in ("net", "prior"):
+        raise TypeError(
+            f'init is {described(init)}; expected "prior", "net", a fitted BNN, '
+            "tyxe.samplers.warm_start(...), or a mapping of joint names to values (chains, ...)"
+        )
+    if init == "net":
+        return _stacked(potential, (_from_net(bnn) for _ in range(count)))
+    return _stacked(potential, (_from_prior(bnn, potential) for _ in range(count)))
 
-    Start values of several chains are stacked. The result is None where Pyro's model is needed: for
-    a builder that is no class or partial of HMC or NUTS, or has options that need a model; for
-    hierarchical priors; and inside of handlers.
-    """
-    constructor, options = unwrapped(builder)
-    plain = isinstance(constructor, type) and issubclass(constructor, HMC)
-    positional = isinstance(builder, functools.partial) and builder.args
-    priors = [prior for _, prior in bnn.net_prior.priors()]
-    if not plain or positional or _NEEDS_MODEL & set(options) or am_i_wrapped():
-        return None
-    if not all(isinstance(prior, td.Distribution) for prior in priors):
-        return None
-    start = {"init_strategy": options["init_strategy"]} if "init_strategy" in options else {}
-    initial, _, transforms, _ = initialize_model(bnn.model, data, num_chains=num_chains, **start)
-    potential = Potential(bnn, *data, transforms)
-    function = CompiledFunction(potential.at) if compiled else potential.at
-    # A list of blocks for the mass matrix names sites, and subclasses may use them.
-    if constructor in (HMC, NUTS) and isinstance(options.get("full_mass", False), bool):
-        return FlatKernel(builder, potential, function, transforms), initial
-    by_site = _AtSites(potential.blocks, function)
-    return builder(potential_fn=by_site, transforms=transforms), initial
+
+def _trained(
+    bnn: SupervisedBNN,
+    potential: Potential,
+    init: WarmStart,
+    count: int,
+    targets: Tensor,
+    progress: bool | None,
+) -> Tensor:
+    members = _stacked(potential, _reinitialised(bnn, count))
+    generator = torch.Generator(members.device).manual_seed(int(torch.randint(2**62, ())))
+
+    def loss(flat: Tensor, rows: Tensor) -> Tensor:
+        inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)
+        return potential.mean_loss(flat, inputs, targets[rows])
+
+    epochs = init.train(loss, members, len(targets), generator)
+    with progress_bar(range(init.num_epochs), "train members", "epoch", progress) as bar:
+        while True:
+            with alone():
+                found = next(epochs, None)
+            if found is None:
+                return members
+            members = found
+            bar.update()
+            with INTERRUPTS.let_in():
+                pass
+
+
+def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Tensor:
+    rows = []
+    for draw in draws:
+        missing = [name for name in potential.blocks.sites if name not in draw]
+        if missing:
+            raise ValueError(f"the starts have no values for {', '.join(missing)}")
+        for name in potential.blocks.sites:
+            shape = potential.priors[name].shape()
+            if draw[name].shape != shape:
+                raise ValueError(
+                    f"a start of {name!r} has the shape {tuple(draw[name].shape)}; expected "
+                    f"{tuple(shape)}, and in a mapping (num_chains, ...)"
+                )
+            # Before it is unconstrained, which would move it to the support's edge.
+            if not bool(potential.priors[name].support.check(draw[name]).all()):
+                raise ValueError(
+                    f"a start of {name!r} is not finite, or not in its prior's support"
+                )
+        rows.append(potential.flatten({n: draw[n].detach() for n in potential.blocks.sites}))
+    found = torch.stack(rows)
+    _check_density(potential, found)
+    return found
+
+
+def _from_prior(bnn: SupervisedBNN, potential: Potential) -> dict[str, Tensor]:
+    """Return a draw from the prior, from which a chain can move if one of a hundred is so."""
+    latents = bnn.likelihood.latent_priors().items()
+    for _ in range(100):
+        found = bnn.net_prior() | {f"{bnn.likelihood.prefix}.{n}": p.sample() for n, p in latents}
+        with alone(), torch.no_grad():
+            if bool(potential.at(potential.flatten(found)).isfinite()):
+                break
+    return found
+
+
+def _from_net(bnn: SupervisedBNN) -> dict[str, Tensor]:
+    means, found = bnn.likelihood.prior_means(), bnn.in_places()
+    for name, prior in bnn.likelihood.latent_priors().items():
+        # Some have no mean.
+        value = means[name] if bool(means[name].isfinite().all()) else prior.sample()
+        found[f"{bnn.likelihood.prefix}.{name}"] = value
+    return found
+
+
+def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the values of nets that are initialised anew, each from the next random numbers."""
+    names = bnn.net_prior.names()
+    for _ in range(count):
+        net = copy.deepcopy(bnn.net)
+        drawn = set()
+        for module in net.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+                drawn |= {id(p) for p in module.parameters()}
+        parameters = dict(net.named_parameters())
+        for name in names:
+            if id(parameters[name]) not in drawn:
+                raise ValueError(
+                    f"members need seeds of their own, and the module of {name!r} has no "
+                    "reset_parameters() to initialise it anew: give it one, or pass starts"
+                )
+        yield _from_net(bnn) | {bnn.net_prior.prefix + name: parameters[name] for name in names}
+
+
+def _given(potential: Potential, init: Mapping[str, Tensor], num_chains: int | None) -> Tensor:
+    for name in init:
+        check_known("site", name, potential.blocks.sites)
+    missing = [name for name in potential.blocks.sites if name not in init]
+    if missing:
+        raise ValueError(f"the starts have no values for {', '.join(missing)}")
+    values = {name: torch.as_tensor(value) for name, value in init.items()}
+    counts = {name: len(value) if value.dim() else 0 for name, value in values.items()}
+    count = num_chains or next(iter(counts.values()))
+    for name, number in counts.items():
+        if number != count:
+            raise ValueError(
+                f"there are {number} starts of {name!r} for {count} chains; expected tensors "
+                "(num_chains, ...)"
+            )
+    return _stacked(potential, ({n: v[i] for n, v in values.items()} for i in range(count)))
+
+
+def _check_density(potential: Potential, starts: Tensor) -> None:
+    for name, value in potential.unflatten(starts).items():
+        prior = potential.priors[name]
+        with pyro.validation_enabled(False):
+            density = torch.stack([torch.as_tensor(prior.log_prob(v)).sum() for v in value])
+        if not bool(density.isfinite().all()):
+            raise ValueError(f"a start of {name!r} has no density under its prior")

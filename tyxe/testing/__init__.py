@@ -11,6 +11,7 @@ Example:
 from tyxe.testing.guides import GUIDES, check_guide
 from tyxe.testing.handlers import HANDLERS, check_handler
 from tyxe.testing.joints import JOINTS, check_joint
+from tyxe.testing.kernels import KERNELS, check_kernel
 from tyxe.testing.likelihoods import LIKELIHOODS, LikelihoodCase, check_likelihood
 from tyxe.testing.operators import OPERATORS, check_operator
 from tyxe.testing.priors import PRIORS, check_prior
@@ -19,6 +20,7 @@ __all__ = [
     "GUIDES",
     "HANDLERS",
     "JOINTS",
+    "KERNELS",
     "LIKELIHOODS",
     "OPERATORS",
     "PRIORS",
@@ -26,6 +28,7 @@ __all__ = [
     "check_guide",
     "check_handler",
     "check_joint",
+    "check_kernel",
     "check_likelihood",
     "check_operator",
     "check_prior",

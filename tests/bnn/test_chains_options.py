@@ -1,0 +1,294 @@
+"""Options of fits by tyxe's samplers: what they are checked for, and what becomes of them."""
+
+import functools
+import itertools
+import signal
+import warnings
+from pathlib import Path
+
+import pyro.distributions as dist
+import pyro.infer.mcmc
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+import tyxe.bnn.chains
+import tyxe.samplers.run
+from tests.oracles.chains import NOISE, PRIOR, N, data
+from tests.soak.pretend import DEVICE, pretend
+from tyxe.likelihoods import HomoskedasticGaussian, Poisson
+from tyxe.samplers import HMC, MCLMC, NUTS, warm_start
+
+# Short runs get advice.
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+KERNEL = HMC(step_size=0.15, num_steps=3, adapt_step_size=False, adapt_mass_matrix=False)
+FREE = MCLMC(step_size=0.1, momentum_length=3.0)
+PAIR = tuple(part.float() for part in data())
+
+
+def make(kernel=KERNEL, net=None, likelihood=None, prior=PRIOR):
+    likelihood = likelihood or HomoskedasticGaussian(N, scale=NOISE)
+    return tyxe.MCMC_BNN(net or nn.Linear(1, 1), prior, likelihood, kernel)
+
+
+@pytest.mark.parametrize("kept", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("net", [torch.float32, torch.float64])
+def test_samples_of_any_dtype_predict(net: torch.dtype, kept: torch.dtype) -> None:
+    bnn = make(net=nn.Linear(1, 1).to(net))
+    x, y = (part.to(net) for part in PAIR)
+    bnn.fit([(x, y)], 20, dtype=kept)
+    assert bnn.samples["net.weight"].dtype == kept
+    outputs = bnn.predict(x, num_predictions=80, aggregate=False)
+    assert outputs.dtype == net
+    samples = {name: value.to(net) for name, value in bnn.get_samples().items()}
+    expected = x * samples["net.weight"] + samples["net.bias"][:, None]
+    torch.testing.assert_close(outputs, expected)
+    at_mean = bnn.predict(x, num_predictions=0, aggregate=False)
+    torch.testing.assert_close(at_mean[0], expected.mean(0), rtol=2e-3, atol=2e-3)
+    assert bnn.to_ensemble(5)(x)[0].isfinite().all()
+
+
+BAD = {
+    "whole numbers": (
+        {"dtype": torch.int32},
+        TypeError,
+        r"dtype is torch\.int32; expected that of",
+    ),
+    "a name": ({"dtype": "float16"}, TypeError, "dtype is 'float16'; expected that of samples"),
+    "yes": ({"compile": "yes"}, TypeError, "compile is 'yes'; expected None or True or False"),
+    "text of bytes": ({"max_bytes": "1"}, TypeError, "max_bytes is '1'; expected an integer"),
+    "no thinning": ({"thinning": 0}, ValueError, "thinning is 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_options_are_checked_before_the_run(case: str) -> None:
+    options, error, message = BAD[case]
+    bnn = make()
+    with pytest.raises(error, match=message):
+        bnn.fit([PAIR], 3, **options)
+    assert not len(bnn.samples)
+
+
+def test_a_file_of_samples_is_not_written_again(tmp_path: Path) -> None:
+    path, bnn = tmp_path / "samples", make()
+    bnn.fit([PAIR], 5, file=path)
+    kept = bnn.samples["net.weight"].clone()
+    with pytest.raises(FileExistsError, match="perhaps with another BNN's samples"):
+        make().fit([PAIR], 5, file=path)
+    assert torch.equal(bnn.samples["net.weight"], kept)
+
+
+def test_samples_of_a_device_go_to_a_file(tmp_path: Path) -> None:
+    with pretend():
+        bnn = make(net=nn.Linear(1, 1).to(DEVICE))
+        x, y = (part.to(DEVICE) for part in PAIR)
+        bnn.fit([(x, y)], 5, file=tmp_path / "samples")
+        assert bnn.samples["net.weight"].device.type == "cpu"
+        assert bnn.predict(x, num_predictions=4)[0].device == DEVICE
+
+
+OTHERS = {
+    "more samples": ([PAIR], 9, {}, "num_samples=6, not 9"),
+    "other chains": ([PAIR], 6, {"num_chains": 9}, "num_chains=4, not 9"),
+    "another warm-up": ([PAIR], 6, {"warmup_steps": 5}, "num_warmup=6, not 5"),
+    "another thinning": ([PAIR], 6, {"thinning": 7}, "thinning=1, not 7"),
+    "other data": ([(PAIR[0], PAIR[1] + 100)], 6, {}, "data and the dtype"),
+    "other starts": ([PAIR], 6, {"init": "net"}, "takes no init"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_run_is_not_gone_on_with(case: str) -> None:
+    loader, count, options, message = OTHERS[case]
+    bnn = make()
+    bnn.fit([PAIR], 6)
+    with pytest.raises(ValueError, match=message):
+        bnn.fit(loader, count, resume=True, **options)
+    bnn.fit([PAIR], 6, warmup_steps=6, thinning=1, num_chains=4, resume=True)
+
+
+def test_members_in_training_let_interrupts_in() -> None:
+    made = []
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure=None):
+            made.append(1)
+            if len(made) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return super().step(closure)
+
+    adam = functools.partial(Interrupted, lr=1e-3)
+    with pytest.raises(KeyboardInterrupt):
+        make(FREE).fit([PAIR], 3, warmup_steps=0, init=warm_start(adam, 50, batch_size=N))
+    assert len(made) == 3
+
+
+def test_starts_are_members_that_fits_take() -> None:
+    bnn = make(FREE, net=nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)))
+    before = {name: value.clone() for name, value in bnn.net.named_parameters()}
+    starts = bnn.starts([PAIR], warm_start(torch.optim.Adam, 5), 3)
+    assert {name: value.shape[0] for name, value in starts.items()} == dict.fromkeys(starts, 3)
+    assert starts["net.0.weight"].shape == (3, 3, 1)
+    assert len(starts["net.0.weight"].flatten().unique()) == 9
+    run = bnn.fit([PAIR], 2, warmup_steps=0, init=starts)
+    torch.testing.assert_close(run.potential.unflatten(run.run.starts), starts)
+    assert all(torch.equal(before[name], value) for name, value in bnn.net.named_parameters())
+
+
+def test_starts_of_numpy_and_of_another_net() -> None:
+    bnn = make(net=nn.Linear(1, 2))
+    pair = PAIR[0], PAIR[1].expand(-1, 2)
+    values = {"net.weight": torch.randn(3, 2, 1).numpy(), "net.bias": torch.randn(3, 2).numpy()}
+    starts = bnn.starts([pair], values)
+    assert torch.equal(starts["net.bias"], torch.from_numpy(values["net.bias"]))
+    other = tyxe.VariationalBNN(
+        nn.Linear(1, 1), PRIOR, HomoskedasticGaussian(N, scale=1.0), tyxe.guides.AutoNormal
+    )
+    with pytest.raises(ValueError, match=r"'net\.\w+' has the shape \(1,.*expected \(2,"):
+        bnn.starts([pair], other)
+
+
+@pytest.mark.parametrize("init", ["net", {"net.weight": [[[3.0]]], "net.bias": [[0.5]]}])
+def test_starts_outside_of_the_prior_s_support_are_refused(init) -> None:
+    net = nn.Linear(1, 1)
+    nn.init.constant_(net.weight, 3.0)
+    bnn = make(net=net, prior=tyxe.priors.IIDPrior(dist.Uniform(-1.0, 1.0)))
+    with pytest.raises(
+        ValueError, match=r"'net\.weight' is not finite, or not in its prior's supp"
+    ):
+        bnn.starts([PAIR], init)
+
+
+@pytest.mark.parametrize("optim", [torch.optim.LBFGS, lambda parameters: None])
+def test_members_are_trained_by_optimisers_of_gradients(optim) -> None:
+    with pytest.raises(TypeError, match=r"optim makes a .*; expected one of torch\.optim"):
+        make(FREE).starts([PAIR], warm_start(optim, 3))
+
+
+def test_a_file_too_large_for_its_disk_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"bytes of (memory|file), and may take"):
+        make().fit([PAIR], 10**12, warmup_steps=0, file=tmp_path / "samples")
+    assert not (tmp_path / "samples").exists()
+
+
+def test_options_of_ours_for_a_kernel_of_pyros() -> None:
+    bnn = make(pyro.infer.mcmc.HMC)
+    with pytest.raises(TypeError, match=r"thinning: of kernels of tyxe\.samplers, and this one is"):
+        bnn.fit([PAIR], 3, thinning=2)
+
+
+def test_a_run_prints_in_a_line() -> None:
+    run = make().fit([PAIR], 5)
+    assert repr(run).startswith("MCMCRun(Run(HMC(")
+    assert repr(run).endswith("4 chains in 2 dimensions, 5 samples))")
+
+
+def test_starts_of_noise_whose_prior_has_no_mean() -> None:
+    bnn = make(likelihood=HomoskedasticGaussian(N, scale=dist.HalfCauchy(1.0)))
+    assert bnn.starts([PAIR], "net")["likelihood.scale"].isfinite().all()
+
+
+def test_discrete_variables_of_the_likelihood_are_refused() -> None:
+    with pytest.raises(ValueError, match="no discrete variables, which the likelihood's 'scale'"):
+        make(likelihood=HomoskedasticGaussian(N, scale=dist.Poisson(1.0)))
+
+
+def test_starts_from_where_chains_cannot_move_are_refused() -> None:
+    bnn = make(likelihood=Poisson(N))
+    starts = {"net.weight": torch.zeros(2, 1, 1), "net.bias": torch.tensor([[0.0], [500.0]])}
+    with pytest.raises(ValueError, match=r"not finite at the starts of chains \[1\]"):
+        bnn.fit([(PAIR[0], torch.ones(N, 1))], 3, init=starts)
+
+
+def test_draws_from_the_prior_are_those_that_can_move() -> None:
+    """A Poisson rate of `exp(w x + b)` overflows for every third draw of these."""
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 100.0))
+    bnn = make(likelihood=Poisson(N), prior=prior)
+    pair = torch.ones(N, 1), torch.ones(N, 1)
+    starts = bnn.starts([pair], "prior", 20)
+    assert bool(((starts["net.weight"][..., 0] + starts["net.bias"]) < 89).all())
+    assert float(starts["net.bias"].std()) > 50
+    bnn.fit([pair], 3, num_chains=20)
+
+
+class Counts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) + self.calls
+
+
+class DrawsNoise(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.randn(x.shape, dtype=x.dtype)
+
+
+class Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if out.sum() > 0 else 2 * out
+
+
+@pytest.mark.parametrize("net", [Counts, DrawsNoise])
+def test_nets_that_are_no_functions_are_refused(net: type[nn.Linear]) -> None:
+    with pytest.raises(ValueError, match="other outputs for the same weights and inputs"):
+        make(net=net(1, 1)).fit([PAIR], 2)
+
+
+def test_nets_that_branch_are_sampled_and_not_compiled() -> None:
+    with pytest.raises(RuntimeError, match=r"data-dependent control flow or similar; pass compile"):
+        make(net=Branches(1, 1)).fit([PAIR], 2, compile=True)
+    bnn = make(FREE, net=Branches(1, 1))
+    with pytest.warns(tyxe.TyxeWarning, match=r"in a loop.*torch\.vmap does not take this net"):
+        bnn.fit([PAIR], 2, warmup_steps=0, init=warm_start(torch.optim.SGD, 3), num_chains=2)
+    assert bnn.samples["net.weight"].shape == (2, 2, 1, 1)
+
+
+def test_few_points_stop_members_too() -> None:
+    steep = functools.partial(torch.optim.SGD, lr=1e30)
+    with pytest.raises(ValueError, match=r"validation loss of members \[0, 1\] was never finite"):
+        make(FREE).starts([PAIR], warm_start(steep, 3), 2)
+    few = make(FREE, likelihood=HomoskedasticGaussian(1, scale=1.0))
+    with pytest.raises(ValueError, match=r"cannot be parted.*pass validation=0"):
+        few.starts([(PAIR[0][:1], PAIR[1][:1])], warm_start(torch.optim.SGD, 3))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (HMC(step_size=0.1, num_steps=3), ["step size=", "acceptance=", "leapfrogs=", "diverged="]),
+        (NUTS(step_size=0.1), ["step size=", "acceptance=", "depth=", "diverged="]),
+        (MCLMC(step_size=0.1), ["step size=", "energy variance=", "undone="]),
+    ],
+)
+def test_the_bar_tells_of_the_latest_transitions(kernel, words, capsys, monkeypatch) -> None:
+    # As if every step took a second.
+    monkeypatch.setattr(tyxe.bnn.chains.time, "monotonic", itertools.count().__next__)
+    make(kernel).fit([PAIR], 2, warmup_steps=3, num_chains=2, progress=True)
+    shown = capsys.readouterr().err
+    assert "warm up" in shown
+    assert [word for word in words if word not in shown] == []
+    make(kernel).fit([PAIR], 2, warmup_steps=1, num_chains=2)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_run_is_compiled_on_the_way(monkeypatch) -> None:
+    monkeypatch.setattr(tyxe.samplers.run, "_WORTH_COMPILING", 20)
+    found = []
+    for compile in (None, False):
+        torch.manual_seed(3)
+        bnn = make(net=nn.Linear(1, 1).double())
+        run = bnn.fit([data()], 30, warmup_steps=10, num_chains=2, compile=compile)
+        assert run.run.is_compiled is (compile is None)
+        found.append(bnn.samples["net.weight"])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_samples_are_kept_where_warnings_are_errors() -> None:
+    bnn = make(HMC(step_size=50.0, adapt_step_size=False, adapt_mass_matrix=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(tyxe.TyxeWarning, match="diverged"):
+            bnn.fit([PAIR], 3, warmup_steps=0)
+    assert bnn.samples["net.weight"].shape == (4, 3, 1, 1)

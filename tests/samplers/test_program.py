@@ -1,0 +1,116 @@
+"""Programs: what is traced, what is refused, and equal numbers compiled."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tyxe.samplers import batched
+from tyxe.samplers.program import Program, check_repeatable, has_compiler
+
+
+class Pair(NamedTuple):
+    """Two tensors."""
+
+    one: torch.Tensor
+    two: torch.Tensor
+
+
+def function(pair, scale):
+    """Return nested tuples, one of them of the arguments' kind."""
+    one = torch.where(pair.two > 0, pair.one.exp(), pair.one) * scale
+    return Pair(one.T, pair.two), (one.sum(-1), (pair.two > 0).long())
+
+
+def arguments(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    one, two = torch.randn(2, 3, 3, generator=generator, dtype=torch.double)
+    return Pair(one.clone(), two.clone()), torch.tensor(2.0, dtype=torch.double)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_program_returns_what_the_function_returns(compile):
+    program = Program(function, *arguments(), compile=compile)
+    for seed in range(3):
+        found, expected = program(*arguments(seed)), function(*arguments(seed))
+        assert type(found[0]) is Pair
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+        assert all(leaf.is_contiguous() for leaf in (*found[0], *found[1]))
+    leaves = program.at_leaves(*arguments(1)[0], arguments(1)[1])
+    torch.testing.assert_close(program.returned(leaves), function(*arguments(1)))
+
+
+def test_a_tensor_that_is_given_twice_is_two_arguments():
+    same = torch.ones(3)
+    program = Program(lambda a, b: (a - 2 * b,), same, same, compile=True)
+    (found,) = program(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 0.0, 1.0]))
+    assert found.tolist() == [-5.0, 2.0, 1.0]
+
+
+def test_arguments_that_are_not_contiguous_are_taken_by_their_numbers():
+    def weighted(x):
+        return (x @ torch.arange(4.0),)
+
+    plain = torch.randn(4, 3)
+    for traced in (plain.T, plain.T.contiguous()):
+        program = Program(weighted, traced, compile=True)
+        for given in (plain.T, plain.T.contiguous()):
+            torch.testing.assert_close(program(given), weighted(plain.T))
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda x: (x * 2 if bool(x.sum() > 0) else x,), "this net cannot be compiled"),
+        (lambda x: (x + float(x.sum()),), "this net cannot be compiled"),
+        (lambda x: (x[x > 0].sum(),), "depends on more than the shapes.*dynamic_output_shape"),
+        (lambda x: (x + torch.randn(3),), "depends on more than the shapes.*seeded"),
+    ],
+)
+def test_operations_that_depend_on_numbers_are_refused(refused, message):
+    with pytest.raises(RuntimeError, match=f"(?s){message}.*; pass compile=False"):
+        Program(refused, torch.ones(3), compile=True)
+    # Not compiled they are what they are.
+    assert torch.is_tensor(Program(refused, torch.ones(3))(torch.ones(3))[0])
+
+
+def test_a_function_of_tensors_alone_is_repeatable():
+    position = torch.randn(4, 3, dtype=torch.double)
+    check_repeatable(batched(lambda w: w.sin().sum(), position), position)
+
+
+def test_state_of_python_s_own_is_refused():
+    calls = []
+
+    def energy(w):
+        calls.append(1)
+        return len(calls) * w.square().sum()
+
+    position = torch.randn(4, 3, dtype=torch.double)
+    with pytest.raises(RuntimeError, match="forward depends on more than weights and inputs"):
+        check_repeatable(batched(energy, position), position)
+
+
+def test_state_that_changes_between_the_points_is_refused():
+    """A trace and the first point agree, and the second does not."""
+    sides = iter([1, 1, 2])
+
+    def turned(position):
+        side = next(sides)
+        return side * position.square().sum(-1), 2 * side * position
+
+    position = torch.randn(4, 3, dtype=torch.double)
+    with pytest.raises(RuntimeError, match="forward depends on more than weights and inputs"):
+        check_repeatable(turned, position)
+
+
+def test_a_potential_that_is_not_finite_is_compared_where_it_is():
+    def partly(position):
+        return position.square().sum(-1), torch.full_like(position, torch.nan)
+
+    position = torch.randn(4, 3)
+    check_repeatable(partly, position)
+
+
+def test_there_is_a_compiler_where_these_tests_run():
+    assert has_compiler(torch.device("cpu"))

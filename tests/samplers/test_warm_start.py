@@ -1,0 +1,171 @@
+"""Warm starts: each member against one that a plain loop trains alone, and stops by itself."""
+
+import functools
+
+import pytest
+import torch
+
+from tyxe.samplers import WarmStart, warm_start
+
+pytestmark = pytest.mark.usefixtures("double")
+
+MEMBERS, D, N = 4, 3, 37
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.5)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, D, generator=generator, dtype=torch.double)
+    noise = torch.randn(N, generator=generator, dtype=torch.double)
+    return x, x.sum(-1).sin() + 0.5 * noise
+
+
+X, Y = data()
+
+
+def loss(w, rows):
+    return (torch.tanh(X[rows] @ w) - Y[rows]).square().mean()
+
+
+def starts():
+    return torch.linspace(-1, 1, MEMBERS * D, dtype=torch.double).reshape(MEMBERS, D)
+
+
+def trained(start, **options):
+    generator = torch.Generator().manual_seed(5)
+    *_, found = warm_start(**options).train(loss, start, N, generator)
+    return found
+
+
+def rows_of(start, num_epochs, validation):
+    """Return the validation rows, and each epoch's rows of each member, by the same numbers."""
+    generator = torch.Generator().manual_seed(5)
+    order = torch.randperm(N, generator=generator).tolist()
+    held_out = round(validation * N)
+    kept, rows = order[:held_out], order[held_out:]
+    epochs = []
+    for _ in range(num_epochs):
+        keys = torch.rand(len(start), len(rows), generator=generator).tolist()
+        epochs.append([sorted(rows, key=dict(zip(rows, key, strict=True)).get) for key in keys])
+    return torch.tensor(kept), epochs
+
+
+def alone(start, optim, num_epochs, patience, batch_size, validation):
+    """Train each member by itself, and stop it for good where it has waited long enough."""
+    kept, epochs = rows_of(start, num_epochs, validation)
+    members, lengths = [], []
+    for member, first in enumerate(start):
+        w = first.clone().requires_grad_()
+        optimizer = optim([w])
+        best, least, waited, made = first.clone(), float("inf"), 0, 0
+        for epoch in epochs:
+            for at in range(0, len(epoch[member]), batch_size):
+                optimizer.zero_grad()
+                loss(w, torch.tensor(epoch[member][at : at + batch_size])).backward()
+                optimizer.step()
+            made += 1
+            if not len(kept):
+                best = w.detach().clone()
+                continue
+            now = float(loss(w.detach(), kept))
+            if now < least:
+                best, least, waited = w.detach().clone(), now, 0
+            else:
+                waited += 1
+            if waited == patience:
+                break
+        members.append(best)
+        lengths.append(made)
+    return torch.stack(members), lengths
+
+
+@pytest.mark.parametrize("optim", [ADAMW, SGD])
+@pytest.mark.parametrize("validation", [0.0, 0.3])
+def test_members_are_those_that_are_trained_alone(optim, validation):
+    options = {"num_epochs": 30, "patience": 3, "batch_size": 8, "validation": validation}
+    found = trained(starts(), optim=optim, **options)
+    expected, lengths = alone(starts(), optim, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert (found != starts()).any(-1).all()
+    if validation:
+        # Some have stopped, and not at the same time, while the others went on.
+        assert min(lengths) < 30
+        assert len(set(lengths)) > 1
+    else:
+        assert lengths == [30] * MEMBERS
+
+
+def test_members_have_orders_of_their_own():
+    same = starts()[:1].expand(MEMBERS, D).clone()
+    found = trained(same, optim=SGD, num_epochs=1, batch_size=8, validation=0.0)
+    assert len({tuple(row.tolist()) for row in found}) == MEMBERS
+    whole = trained(same, optim=SGD, num_epochs=1, batch_size=N, validation=0.0)
+    torch.testing.assert_close(whole, whole[:1].expand(MEMBERS, D))
+
+
+def test_a_member_whose_validation_never_falls_is_its_first_epoch():
+    """At a rate that makes every epoch worse than the one before."""
+    up = functools.partial(torch.optim.SGD, lr=0.01, maximize=True)
+    calls = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            calls.append(1)
+            return super().step(closure)
+
+    rising = functools.partial(Counting, lr=0.01, maximize=True)
+    options = {"patience": 4, "batch_size": N, "validation": 0.3}
+    found = trained(starts(), optim=rising, num_epochs=50, **options)
+    once = trained(starts(), optim=up, num_epochs=1, **options)
+    torch.testing.assert_close(found, once)
+    # One step an epoch: the first, and as many as the patience.
+    assert len(calls) == 5
+
+
+def test_a_run_ends_when_the_last_member_has_stopped():
+    lengths = alone(starts(), SGD, 200, 3, 8, 0.3)[1]
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+
+    def counted(w, at):
+        rows.append(1)
+        return loss(w, at)
+
+    epochs = list(warm_start(SGD, 200, 3, 8, 0.3).train(counted, starts(), N, generator))
+    batches = -(-(N - round(0.3 * N)) // 8)
+    assert max(lengths) < 200
+    assert len(epochs) == max(lengths)
+    # Once to see whether it can be batched; in each epoch for its batches, and for the validation.
+    assert len(rows) == 1 + max(lengths) * (batches + 1)
+
+
+def test_the_starts_stay_as_they_were():
+    before = starts()
+    given = before.clone()
+    trained(given, optim=ADAMW, num_epochs=2)
+    assert torch.equal(given, before)
+
+
+def test_defaults_are_those_of_the_paper():
+    assert warm_start() == WarmStart(torch.optim.AdamW, 1000, 10, 32, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"optim": "adam"}, TypeError, "optim is a str; expected an optimiser class such as"),
+        ({"optim": torch.optim.SGD([torch.zeros(1)])}, TypeError, "optim is a SGD; expected"),
+        ({"num_epochs": 0}, ValueError, "num_epochs is 0; expected 1 or more"),
+        ({"num_epochs": 1.5}, TypeError, "num_epochs is 1.5; expected an integer"),
+        ({"patience": 0}, ValueError, "patience is 0; expected 1 or more"),
+        ({"batch_size": "all"}, TypeError, "batch_size is 'all'; expected an integer"),
+        ({"validation": 1}, ValueError, r"validation is 1; expected a share .* in \[0, 1\)"),
+        ({"validation": -0.1}, ValueError, r"validation is -0.1; expected a share"),
+        ({"validation": float("nan")}, ValueError, r"validation is nan; expected a share"),
+        ({"validation": "some"}, TypeError, r"validation is 'some'; expected a share"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        warm_start(**options)

@@ -1,0 +1,399 @@
+"""Chains of a BNN: those of `tyxe.samplers`, and what Pyro's have made until an interrupt."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.infer.mcmc.api import _UnarySampler
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tyxe.bnn.potential import Potential, alone
+from tyxe.bnn.training import progress_bar
+from tyxe.distributions.moments import is_discrete
+from tyxe.errors import check_count, described, warn
+from tyxe.likelihoods import Likelihood
+from tyxe.priors.sites import SitePriors
+from tyxe.samplers import Kernel, Run, Transition, batched
+from tyxe.samplers.program import has_compiler
+from tyxe.threads import INTERRUPTS
+from tyxe.util import SiteTensors
+
+__all__ = [
+    "KeepingSampler",
+    "MCMCRun",
+    "RunOptions",
+    "Samples",
+    "built",
+    "check_continuous",
+    "make_run",
+]
+
+
+class Samples(SiteTensors):
+    """Posterior samples by site, `(chains, samples, ...)`: buffers that load any number of them."""
+
+    def __init__(self, samples: Mapping[str, Tensor]) -> None:
+        super().__init__(samples, trainable=None)
+        self.register_state_dict_post_hook(_each_its_own)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        found = {
+            name.removeprefix(prefix): value.detach().clone()
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
+        self.replace(found)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def replace(self, samples: dict[str, Tensor]) -> None:
+        """Replace all tensors by these."""
+        self._modules.clear()
+        self._buffers.clear()
+        self._places = {}
+        for name, tensor in samples.items():
+            self._put(name, tensor.detach(), trainable=None)
+
+
+def _each_its_own(samples: Samples, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Copy what shares its memory with other sites, as chains' samples do; files have each once."""
+    for name in samples:
+        value = state[prefix + name]
+        if value.untyped_storage().nbytes() > value.nbytes:
+            state[prefix + name] = value.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `MCMC_BNN.fit` for kernels of `tyxe.samplers`, which it lists."""
+
+    thinning: int = 1
+    init: Any = "prior"
+    compile: bool | None = None
+    resume: bool = False
+    dtype: torch.dtype | None = None
+    file: str | os.PathLike[str] | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("thinning", self.thinning)
+        if self.max_bytes is not None:
+            check_count("max_bytes", self.max_bytes)
+        for name, known in (("compile", (None, True, False)), ("resume", (True, False))):
+            if getattr(self, name) not in known:
+                expected = " or ".join(map(str, known))
+                raise TypeError(f"{name} is {described(getattr(self, name))}; expected {expected}")
+        dtype = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype is {dtype!r}; expected that of samples, such as torch.float16")
+        if self.file is not None and os.path.exists(self.file):
+            raise FileExistsError(
+                f"{os.fspath(self.file)} is there, perhaps with another BNN's samples: pass a new "
+                "name, or delete it"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class MCMCRun:
+    """The chains of a fit by a kernel of `tyxe.samplers`, which `MCMC_BNN.fit` returns.
+
+    Attributes:
+        run: the sampler's run, with the state of its chains.
+        potential: its target.
+        data: the inputs and targets of that.
+    """
+
+    run: Run
+    potential: Potential
+    data: tuple[Any, Tensor]
+
+    def __repr__(self) -> str:
+        return f"MCMCRun({self.run!r})"
+
+    @property
+    def num_chains(self) -> int:
+        """Number of chains."""
+        return len(self.run.starts)
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """What the kept transitions tell, such as `acceptance`, each `(chains, samples)`."""
+        found = self.run.kept.statistics[:, : self.run.num_kept].unbind(-1)
+        return dict(zip(self.run.kernel.statistics, found, strict=True))
+
+    @property
+    def potentials(self) -> Tensor:
+        """The negative log joints of the samples, `(chains, samples)`, in nats."""
+        return self.run.kept.potentials[:, : self.run.num_kept]
+
+    def get_samples(self, group_by_chain: bool = False) -> dict[str, Tensor]:
+        """Return samples by joint name, `(chains * samples, ...)`, or `(chains, samples, ...)`."""
+        found = self.potential.unflatten(self.run.kept.positions[:, : self.run.num_kept])
+        return found if group_by_chain else {n: v.flatten(0, 1) for n, v in found.items()}
+
+    def check_same(self, data: tuple[Any, Tensor], asked: dict[str, Any]) -> None:
+        """Raise a ValueError, with what differs, for a fit that is not the one to go on with.
+
+        Args:
+            data: inputs and targets.
+            asked: what the run is asked to be, by the names of its attributes; None for anything.
+        """
+        known = {
+            name: getattr(self.run, name) for name in ("num_samples", "num_warmup", "thinning")
+        }
+        known["num_chains"] = self.num_chains
+        for name, value in asked.items():
+            if value is not None and value != known[name]:
+                raise ValueError(
+                    f"resume=True goes on with a run of {name}={known[name]}, not {value}: leave "
+                    "resume out for a new one"
+                )
+        ours, given = tree_leaves(self.data), tree_leaves(data)
+        like = next(self.potential.bnn.parameters())
+        is_same = len(ours) == len(given) and all(map(_is_same, ours, given))
+        if not is_same or like.dtype != self.run.starts.dtype:
+            raise ValueError(
+                "resume=True goes on with the data and the dtype of the run that was stopped, and "
+                "these are others: leave resume out for a new one"
+            )
+
+    def go(self, progress: bool | None) -> None:
+        """Run to the end, with a bar, and let interrupts in between steps."""
+        total = self.run.num_transitions
+        recent: deque[Transition] = deque(maxlen=100)
+        with progress_bar(range(total), "sample", "transition", progress) as bar:
+            bar.update(int(self.run.transitions.min()))
+            shown = 0.0
+            for brought in self.run.steps():
+                with INTERRUPTS.let_in():
+                    pass
+                recent.append(brought)
+                # Rarely, because it reads numbers.
+                if not bar.disable and time.monotonic() > shown + 0.5:
+                    done = min(int(self.run.transitions.min()), total)
+                    bar.set_description(self._described(done), refresh=False)
+                    bar.update(done - bar.n)
+                    bar.set_postfix(self._told(recent))
+                    shown = time.monotonic()
+            bar.update(total - bar.n)
+
+    def _described(self, done: int) -> str:
+        what = "warm up" if done < self.run.num_warmup else "sample"
+        return f"{what}, compiled" if self.run.is_compiled else what
+
+    def _told(self, recent: deque[Transition]) -> dict[str, str]:
+        rows = torch.cat([brought.statistics[brought.done] for brought in recent])
+        found = {"step size": float(self.run.settings.step_size.mean())}
+        if len(rows):
+            kernel = self.run.kernel
+            found |= kernel.told(dict(zip(kernel.statistics, rows.unbind(-1), strict=True)))
+        return {name: f"{value:.2g}" for name, value in found.items()}
+
+    def warn_of_result(self) -> None:
+        """Warn, with the remedy, of what makes the samples less than they seem."""
+        for advice in self.run.kernel.advice(self.statistics):
+            warn(advice)
+        # Of fewer samples it says little.
+        if self.num_chains > 1 and self.run.num_kept >= 50:
+            found = _split_r_hat(self.potentials)
+            if not found < 1.1:
+                warn(
+                    f"the chains disagree: R-hat of the log joint is {found:.2f}, where 1.01 is "
+                    "wanted; take more samples and warm-up steps, and look at summary(inputs)"
+                )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)
+
+
+def _split_r_hat(values: Tensor) -> float:
+    """Return the split R-hat of `(chains, samples)` (Vehtari et al. 2021, eq. 3, without ranks)."""
+    half = values.shape[1] // 2
+    parts = torch.cat([values[:, :half], values[:, -half:]]).double()
+    within, between = parts.var(1).mean(), parts.mean(1).var()
+    return float(((half - 1) / half + between / within).sqrt())
+
+
+def make_run(
+    kernel: Kernel,
+    potential: Potential,
+    starts: Tensor,
+    num_samples: int,
+    num_warmup: int,
+    options: RunOptions,
+) -> Run:
+    """Return a run of a BNN's potential that has not started.
+
+    Raises:
+        ValueError: samples that do not fit into memory or a limit; a log joint that is not finite
+            at a start, or that depends on more than weights and data; no compiler for `compile`.
+    """
+    if options.compile and not has_compiler(starts.device):
+        raise ValueError("compile=True needs a C++ compiler, and none is found; leave compile out")
+    with alone():
+        every = batched(potential.at, starts)
+        first, again = every(starts)[0], every(starts)[0]
+    if not bool(first.isfinite().all()):
+        bad = (~first.isfinite()).nonzero().flatten().tolist()
+        raise ValueError(
+            f"the log joint is not finite at the starts of chains {bad}, so that they could not "
+            'move: pass other starts, such as init="net"'
+        )
+    if not torch.allclose(first, again, rtol=1e-3):
+        raise ValueError(
+            "the net gives other outputs for the same weights and inputs: a forward that draws "
+            "random numbers, or that counts its calls, has no posterior to sample"
+        )
+    positions = _room(kernel, starts, num_samples, options)
+    seed = int(torch.randint(2**62, ()))
+    return Run(
+        kernel,
+        every,
+        starts,
+        num_samples,
+        num_warmup,
+        options.thinning,
+        seed,
+        compile=options.compile,
+        positions=positions,
+        inside=alone,
+    )
+
+
+def _room(kernel: Kernel, starts: Tensor, num_samples: int, options: RunOptions) -> Tensor:
+    """Return a tensor of zeros for samples, in memory or in a file."""
+    (chains, d), dtype = starts.shape, options.dtype or starts.dtype
+    shape = torch.Size([chains, num_samples, d])
+    # The potential and what is told of each sample are in memory besides.
+    told = chains * num_samples * (1 + len(kernel.statistics)) * starts.itemsize
+    samples = shape.numel() * dtype.itemsize
+    limits = {"memory": (told + samples, _free_bytes(starts.device))}
+    if options.file is not None:
+        folder = os.path.dirname(os.path.abspath(options.file))
+        limits = {"memory": (told, _free_bytes(starts.device))}
+        limits["file"] = samples, shutil.disk_usage(folder).free
+    if options.max_bytes is not None:
+        limits = {"memory and file": (told + samples, options.max_bytes)}
+    for where, (needed, limit) in limits.items():
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"{chains} chains x {num_samples} samples x {d} numbers in {dtype} take "
+                f"{needed:,} bytes of {where}, and may take {limit:,}: raise thinning, pass "
+                "dtype=torch.float16, or file="
+            )
+    if options.file is not None:
+        path = os.fspath(options.file)
+        return torch.from_file(path, True, shape.numel(), dtype=dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=starts.device)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device that can be had, or None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo") as file:
+            found = dict(line.split(":") for line in file)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    return None
+
+
+# --------------------------------------------------------------------------- kernels
+
+
+def built(builder: Callable[..., Any], kind: type[Kernel]) -> Kernel:
+    """Return the kernel that a class or a partial of it makes; a TypeError names the options."""
+    try:
+        kernel: Kernel = builder()
+    except TypeError as error:
+        known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+        raise TypeError(f"{error}; the options of {kind.__name__} are {known}") from None
+    return kernel
+
+
+def check_continuous(
+    kernel: str, likelihood: Likelihood, priors: SitePriors, values: Mapping[str, Tensor]
+) -> None:
+    """Raise a ValueError for sites that are discrete, or in half precision."""
+    for name, latent in likelihood.latent_priors().items():
+        if is_discrete(latent.support):
+            raise ValueError(
+                f"{kernel} samples no discrete variables, which the likelihood's {name!r} is; take "
+                "a continuous prior"
+            )
+    for name, prior in priors.priors():
+        if is_discrete(getattr(prior, "support", None)):
+            raise ValueError(
+                f"{kernel} samples no discrete weights, which {name!r} has; use "
+                "tyxe.VariationalBNN with tyxe.guides.AutoBernoulli, or a continuous prior"
+            )
+        dtype = values[priors.prefix + name].dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{kernel} needs float32 or float64, and {name!r} is in {dtype}; use net.float()"
+            )
+
+
+# --------------------------------------------------------------------------- Pyro's chains
+
+
+def _interruptible(hook: Callable[..., Any] | None) -> Callable[..., None]:
+    """Return a hook that lets interrupts in, between the steps of a chain in this process."""
+
+    def wrapped(*args: Any) -> None:
+        with INTERRUPTS.let_in():
+            if hook is not None:
+                hook(*args)
+
+    return wrapped
+
+
+class KeepingSampler:
+    """A sampler of Pyro's `MCMC` that remembers what it has yielded."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.is_here = isinstance(sampler, _UnarySampler)
+        if self.is_here:
+            sampler.hook = _interruptible(sampler.hook)
+        self._shapes: dict[str, torch.Size] = {}
+        self._chains: dict[int, list[Tensor]] = {}
+
+    def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
+        """Yield shapes, samples as vectors, and diagnostics, each with the chain's number."""
+        for item, chain in self._sampler.run(*args, **kwargs):
+            if isinstance(item, Tensor):
+                self._chains.setdefault(chain, []).append(item.clone())
+            elif not self._shapes:
+                self._shapes = dict(item)
+            yield item, chain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def samples(self) -> dict[str, Tensor]:
+        """Return unconstrained samples by site, `(chains, samples, ...)`, of as many as can be.
+
+        Chains are of one length, so that the shorter ones, or the ends of the longer, are left out.
+        """
+        chains = sorted(self._chains.values(), key=len, reverse=True)
+        if not chains:
+            return {}
+        most = max(range(1, len(chains) + 1), key=lambda n: n * len(chains[n - 1]))
+        length = len(chains[most - 1])
+        flat = torch.stack([torch.stack(chain[:length]) for chain in chains[:most]])
+        names = sorted(self._shapes)
+        parts = flat.split([self._shapes[name].numel() for name in names], -1)
+        shapes = [(most, length, *self._shapes[name]) for name in names]
+        return {n: part.reshape(s) for n, part, s in zip(names, parts, shapes, strict=True)}

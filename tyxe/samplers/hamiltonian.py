@@ -1,0 +1,188 @@
+"""What HMC and NUTS share: the warm-up that adapts step sizes and masses."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tyxe.errors import described
+from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
+from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
+from tyxe.samplers.kernel import Chains, Kernel, Randomness, Transition, check_number
+from tyxe.samplers.potential import Potential
+
+__all__ = ["MAX_ENERGY_ERROR", "Hamiltonian", "Settings", "reasonable_step_size"]
+
+# An energy that is larger than at the start by this has diverged.
+MAX_ENERGY_ERROR = 1000.0
+
+
+class Settings(NamedTuple):
+    """What the warm-up sets.
+
+    Attributes:
+        step_size: `(chains,)`.
+        inverse_mass: the diagonal of the inverse mass matrix, `(chains, d)`.
+    """
+
+    step_size: Tensor
+    inverse_mass: Tensor
+
+
+class Learnt(NamedTuple):
+    """What the warm-up remembers."""
+
+    averaging: DualAveraging
+    moments: Moments
+
+
+@dataclass(frozen=True)
+class Hamiltonian(Kernel):
+    """Base of kernels that follow Hamiltonian dynamics by leapfrog steps.
+
+    Args:
+        step_size: the first one, of all chains.
+        adapt_step_size: reach `target_accept_prob` by dual averaging during warm-up.
+        adapt_mass_matrix: set the diagonal mass matrix by the variances of windows of the warm-up.
+        target_accept_prob: the mean acceptance probability that is wanted.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: a step size that is not positive; a target outside of (0, 1).
+    """
+
+    statistics: ClassVar[tuple[str, ...]] = ("acceptance", "leapfrogs", "diverged")
+    noises: ClassVar[int] = 1
+    coins: ClassVar[int] = 3
+
+    step_size: float = 1.0
+    adapt_step_size: bool = True
+    adapt_mass_matrix: bool = True
+    target_accept_prob: float = 0.8
+
+    def __post_init__(self) -> None:
+        check_number("step_size", self.step_size)
+        check_number("target_accept_prob", self.target_accept_prob, below=1)
+        for name in ("adapt_step_size", "adapt_mass_matrix"):
+            if not isinstance(getattr(self, name), bool):
+                found = described(getattr(self, name))
+                raise TypeError(f"{name} is {found}; expected True or False")
+
+    @abstractmethod
+    def begin(self, point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor) -> Any:
+        """Return the state at the start of a transition, from `(chains, d)` and `(chains,)`."""
+
+    def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
+        """Return chains at their starts, `(chains, d)`, with a step size that is not far off."""
+        inverse_mass = torch.ones_like(position)
+        point = Point.at(potential, position)
+        step_size = torch.full_like(point.potential, self.step_size)
+        noise, coin = random.noise[0], random.coins[2]
+        if self.adapt_step_size:
+            step_size = reasonable_step_size(potential, point, step_size, inverse_mass, noise)
+        return Chains(
+            self.begin(point, noise, coin, inverse_mass),
+            Settings(step_size, inverse_mass),
+            Learnt(DualAveraging.start(step_size), Moments.start(position)),
+        )
+
+    def schedule(self, num_steps: int) -> Tensor:
+        """Return whether a transition adds to the mass matrix, ends a window, and is the last."""
+        collects, ends = windows(num_steps)
+        last = torch.zeros(num_steps, dtype=torch.bool)
+        last[-1:] = True
+        return torch.stack([collects, ends, last], -1)
+
+    def adapt(
+        self,
+        before: Chains,
+        state: Any,
+        brought: Transition,
+        warm: Tensor,
+        rows: Tensor,
+        random: Randomness,
+    ) -> Chains:
+        """Return chains whose step size and masses hold for the transitions that begin now."""
+        settings, (averaging, moments) = before.settings, before.learnt
+        step_size, inverse_mass = settings
+        collects, ends, last = (warm & row for row in rows.unbind(-1))
+        if self.adapt_step_size:
+            adapted = averaging.updated(brought.statistics[:, 0], self.target_accept_prob)
+            averaging = choose(warm, adapted, averaging)
+            step_size = torch.where(warm, averaging.log_step.exp(), step_size)
+        if self.adapt_mass_matrix:
+            moments = choose(collects, moments.updated(brought.position), moments)
+            inverse_mass = choose(ends, moments.variance(), inverse_mass)
+            moments = choose(ends, Moments.start(brought.position), moments)
+            # The momentum that was drawn by the old mass is drawn by the new one.
+            noise, coin = random.noise[0], random.coins[2]
+            anew = self.begin(state.proposal, noise, coin, inverse_mass)
+            state = choose(ends, anew, state)
+            if self.adapt_step_size:
+                again = DualAveraging.start(averaging.log_average.exp())
+                averaging = choose(ends, again, averaging)
+                step_size = torch.where(ends, averaging.log_step.exp(), step_size)
+        if self.adapt_step_size:
+            step_size = torch.where(last, averaging.log_average.exp(), step_size)
+        return Chains(state, Settings(step_size, inverse_mass), Learnt(averaging, moments))
+
+    def check(self, num_warmup: int) -> str | None:
+        """Return what is to be said of fewer transitions than Stan's least, 150."""
+        adapts = [
+            name
+            for name, does in [
+                ("step sizes", self.adapt_step_size),
+                ("mass matrices", self.adapt_mass_matrix),
+            ]
+            if does
+        ]
+        if not adapts or num_warmup >= 150:
+            return None
+        return (
+            f"warmup_steps={num_warmup} is too short to adapt {' and '.join(adapts)}: take some "
+            "hundreds, or pass adapt_step_size=False and adapt_mass_matrix=False"
+        )
+
+    def advice(self, statistics: dict[str, Tensor]) -> list[str]:
+        """Return advice on transitions that diverged."""
+        share = float(statistics["diverged"].double().mean())
+        if not share:
+            return []
+        return [
+            f"{share:.1%} of the transitions diverged, and parts of the posterior may be missing: "
+            "raise target_accept_prob (to .95, say), warm up longer, or take a prior that bounds "
+            "scales away from zero"
+        ]
+
+
+def reasonable_step_size(
+    potential: Potential, point: Point, step_size: Tensor, inverse_mass: Tensor, noise: Tensor
+) -> Tensor:
+    """Double or halve step sizes until one step's acceptance probability crosses 0.8.
+
+    Reference:
+        Hoffman, Gelman 2014, algorithm 4, with Stan's threshold.
+    """
+    momentum = noise * inverse_mass.rsqrt()
+    energy = point.potential + kinetic_energy(momentum, inverse_mass)
+    threshold = torch.tensor(0.8, dtype=step_size.dtype, device=step_size.device).log()
+
+    def is_accepted(step_size: Tensor) -> Tensor:
+        after, turned = leapfrog(potential, point, momentum, step_size[:, None], inverse_mass)
+        gain = energy - after.potential - kinetic_energy(turned, inverse_mass)
+        return gain.nan_to_num(nan=-torch.inf) > threshold
+
+    grows = is_accepted(step_size)
+    active = torch.ones_like(grows)
+    # Fifty doublings reach any scale that single precision has.
+    for _ in range(50):
+        proposed = torch.where(grows, 2 * step_size, 0.5 * step_size)
+        step_size = torch.where(active, proposed, step_size)
+        active = active & (is_accepted(step_size) == grows)
+        if not bool(active.any()):
+            break
+    return step_size

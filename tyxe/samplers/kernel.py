@@ -1,0 +1,142 @@
+"""What every sampler of this package is: a start, a pure step, and a pure adaptation."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tyxe.errors import described
+from tyxe.samplers.potential import Potential
+
+__all__ = ["Chains", "Kernel", "Randomness", "Transition"]
+
+
+class Randomness(NamedTuple):
+    """The random numbers of one step of all chains.
+
+    Attributes:
+        noise: standard normal, `(kernel.noises, chains, d)`.
+        coins: uniform on [0, 1), `(kernel.coins, chains)`.
+    """
+
+    noise: Tensor
+    coins: Tensor
+
+
+class Transition(NamedTuple):
+    """What a step has brought, for each chain.
+
+    Attributes:
+        done: whether a transition ended, `(chains,)`; the other entries count only where it did.
+        position: the new position, `(chains, d)`.
+        potential: its potential, `(chains,)`, in nats.
+        statistics: `(chains, len(kernel.statistics))`.
+    """
+
+    done: Tensor
+    position: Tensor
+    potential: Tensor
+    statistics: Tensor
+
+
+class Chains(NamedTuple):
+    """Chains under way: tuples of tensors whose first dimension counts chains.
+
+    Attributes:
+        state: where they are.
+        settings: what the warm-up sets, such as step sizes.
+        learnt: what the warm-up remembers for that.
+    """
+
+    state: Any
+    settings: Any
+    learnt: Any
+
+
+class Kernel(ABC):
+    """Base of the samplers: options in, and functions of tensors.
+
+    A step takes and returns tuples of tensors, has no branch that depends on their numbers, and
+    draws nothing itself, so that a run can be compiled, continued and repeated.
+
+    Attributes:
+        statistics: the names of what a transition tells.
+        noises, coins: how many normal vectors and uniform numbers a step of a chain takes.
+    """
+
+    statistics: ClassVar[tuple[str, ...]]
+    noises: ClassVar[int]
+    coins: ClassVar[int]
+
+    @abstractmethod
+    def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
+        """Return chains at their starts, `(chains, d)`."""
+
+    @abstractmethod
+    def step(
+        self, potential: Potential, state: Any, settings: Any, random: Randomness
+    ) -> tuple[Any, Transition]:
+        """Return the state after one step of every chain, and what it has brought."""
+
+    @abstractmethod
+    def schedule(self, num_steps: int) -> Tensor:
+        """Return what `adapt` is told in each transition of a warm-up, `(num_steps, entries)`."""
+
+    @abstractmethod
+    def adapt(
+        self,
+        before: Chains,
+        state: Any,
+        brought: Transition,
+        warm: Tensor,
+        rows: Tensor,
+        random: Randomness,
+    ) -> Chains:
+        """Return chains that have learnt from a step of the warm-up.
+
+        Args:
+            before: the chains before it.
+            state: after it, from `step`.
+            brought: from `step`.
+            warm: which chains ended a transition of their warm-up, `(chains,)`.
+            rows: those of the schedule for these, `(chains, entries)`.
+            random: what the step took.
+        """
+
+    def check(self, num_warmup: int) -> str | None:
+        """Return what is to be said of a warm-up that is too short for what adapts, or None."""
+        return None
+
+    def advice(self, statistics: dict[str, Tensor]) -> list[str]:
+        """Return what is to be said of the kept transitions' statistics `(chains, samples)`."""
+        return []
+
+    def told(self, statistics: dict[str, Tensor]) -> dict[str, float]:
+        """Return what a progress bar shows of some transitions' statistics `(transitions,)`."""
+        return {name: float(values.mean()) for name, values in statistics.items()}
+
+    def randomness(self, position: Tensor, generator: torch.Generator | None = None) -> Randomness:
+        """Draw the numbers for a step of chains at positions `(chains, d)`."""
+        chains, d = position.shape
+        like = {"dtype": position.dtype, "device": position.device, "generator": generator}
+        noise = torch.randn((self.noises, chains, d), **like)  # type: ignore[call-overload]
+        coins = torch.rand((self.coins, chains), **like)  # type: ignore[call-overload]
+        return Randomness(noise, coins)
+
+
+def check_number(name: str, number: Any, *, above: float = 0, below: float = math.inf) -> None:
+    """Raise an error for an option that is no number between two others.
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range, or not finite.
+    """
+    expected = f"a number in ({above}, {below})"
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(f"{name} is {described(number)}; expected {expected}")
+    if not above < number < below:
+        raise ValueError(f"{name} is {number}; expected {expected}")

@@ -1,0 +1,227 @@
+"""Runs of a kernel: warm-up, thinning, what is kept, and going on where one stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from tyxe.errors import warn
+from tyxe.samplers.kernel import Chains, Kernel, Randomness, Transition
+from tyxe.samplers.potential import Potential
+from tyxe.samplers.program import Program, check_repeatable, has_compiler
+
+__all__ = ["Run"]
+
+# Steps after which a program is worth the seconds that it takes to compile, if as many are left.
+_WORTH_COMPILING = 3000
+
+
+class Kept(NamedTuple):
+    """What a run keeps of its chains.
+
+    Attributes:
+        positions: `(chains, num_samples, d)`.
+        potentials: `(chains, num_samples)`, in nats.
+        statistics: `(chains, num_samples, len(kernel.statistics))`.
+    """
+
+    positions: Tensor
+    potentials: Tensor
+    statistics: Tensor
+
+
+@dataclass(repr=False)
+class Run:
+    """Chains of a kernel, from their starts to a number of samples, which may stop between steps.
+
+    Args:
+        kernel: the sampler.
+        potential: of the target, see `batched`.
+        starts: `(chains, d)`.
+        num_samples: number kept of each chain.
+        num_warmup: transitions before, which adapt the kernel's settings and are not kept.
+        thinning: every how many transitions one is kept.
+        seed: of the random numbers of all chains.
+        compile: whether steps run as a compiled program; by default from the step on at which this
+            pays, where there is a compiler. A net that cannot be compiled then gives a warning.
+        positions: where samples go, `(chains, num_samples, d)`; by default a new tensor.
+        inside: makes a context for every step, such as a lock.
+        programs: those of another run of the kernel, the potential and shapes, to use again.
+
+    Example:
+        >>> from tyxe.samplers import NUTS
+        >>> normal = lambda w: (0.5 * w.square().sum(-1), w)
+        >>> run = Run(NUTS(), normal, torch.zeros(4, 2), num_samples=100, num_warmup=150)
+        >>> for chains in run.steps():
+        ...     pass
+        >>> run.kept.positions.shape
+        torch.Size([4, 100, 2])
+    """
+
+    kernel: Kernel
+    potential: Potential
+    starts: Tensor
+    num_samples: int
+    num_warmup: int = 0
+    thinning: int = 1
+    seed: int = 0
+    compile: bool | None = None
+    positions: Tensor | None = None
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    programs: tuple[Program, Program] | None = None
+    _random: Randomness | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = like = self.starts.contiguous()
+        chains, d = like.shape
+        self.generator = torch.Generator(like.device).manual_seed(self.seed)
+        # How many transitions each chain has made.
+        self.transitions = torch.zeros(chains, dtype=torch.long, device=like.device)
+        if self.positions is None:
+            self.positions = like.new_zeros(chains, self.num_samples, d)
+        self.kept = Kept(
+            self.positions,
+            like.new_zeros(chains, self.num_samples),
+            like.new_zeros(chains, self.num_samples, len(self.kernel.statistics)),
+        )
+        self._schedule = self.kernel.schedule(self.num_warmup).to(like.device)
+        # The leaves of the state, which is taken apart where chains adapt only.
+        self._state: list[Tensor] = []
+        self._settings: Any = None
+        self._learnt: Any = None
+        self._made = 0
+
+    def __repr__(self) -> str:
+        chains, d = self.starts.shape
+        return f"Run({self.kernel}, {chains} chains in {d} dimensions, {self.num_kept} samples)"
+
+    @property
+    def num_transitions(self) -> int:
+        """How many transitions every chain makes in all."""
+        return self.num_warmup + self.num_samples * self.thinning
+
+    @property
+    def num_kept(self) -> int:
+        """How many samples there are of every chain."""
+        done = int(self.transitions.min()) - self.num_warmup
+        return min(max(done // self.thinning, 0), self.num_samples)
+
+    @property
+    def settings(self) -> Any:
+        """The kernel's settings as they are now; None before the first step."""
+        return self._settings
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps run as a compiled program now."""
+        return self.programs is not None and self.programs[0].is_compiled
+
+    def steps(self) -> Iterator[Transition]:
+        """Make steps until every chain has its samples, and yield what each has brought.
+
+        Raises:
+            RuntimeError: `compile` is True, and the potential cannot be compiled.
+        """
+        if not self._state:
+            with torch.no_grad(), self.inside():
+                self._start()
+        if self.programs is None:
+            with torch.no_grad(), self.inside():
+                self.programs = self._built(compile=bool(self.compile))
+        while int(self.transitions.min()) < self.num_transitions:
+            if self.compile is None and self._made == _WORTH_COMPILING and self._is_long():
+                self._compile()
+            # A program needs no parameters in any places.
+            inside = nullcontext if self.is_compiled else self.inside
+            with torch.no_grad(), inside():
+                brought = self._advance()
+            self._made += 1
+            yield brought
+
+    def _is_long(self) -> bool:
+        """Say whether more steps are left than a program takes to pay, by those made so far."""
+        made = max(int(self.transitions.min()), 1)
+        left = self._made * (self.num_transitions / made - 1)
+        return left >= _WORTH_COMPILING and has_compiler(self.starts.device)
+
+    def _compile(self) -> None:
+        try:
+            with torch.no_grad(), self.inside():
+                self.programs = self._built(compile=True)
+        except RuntimeError as error:
+            warn(f"steps go on without a program: {error}")
+
+    def _start(self) -> None:
+        # As in every step, numbers that an interrupt has left unused are those of the next try.
+        self._random = self._random or self.kernel.randomness(self.starts, self.generator)
+        chains = self.kernel.start(self.potential, self.starts, self._random)
+        state, self._settings, self._learnt = chains
+        self._place = pytree.tree_structure(state)
+        self._state = [leaf.contiguous() for leaf in pytree.tree_leaves(state)]
+        self._random = None
+
+    def _built(self, compile: bool) -> tuple[Program, Program]:
+        """Return the programs of a step, and of the adaptation after it."""
+        kernel, potential, random = self.kernel, self.potential, self._random
+        if compile:
+            check_repeatable(potential, self.starts)
+        if random is None:
+            random = self._random = kernel.randomness(self.starts, self.generator)
+
+        def step(state: Any, settings: Any, random: Randomness) -> Any:
+            return kernel.step(potential, state, settings, random)
+
+        state = pytree.tree_unflatten(self._state, self._place)
+        brought = step(state, self._settings, random)[1]
+        chains = Chains(state, self._settings, self._learnt)
+        rows = self._schedule.new_zeros(len(self.starts), self._schedule.shape[-1])
+        given = (chains, state, brought, brought.done, rows, random)
+        adapts = int(self.transitions.min()) < self.num_warmup
+        return (
+            Program(step, state, self._settings, random, compile=compile),
+            Program(kernel.adapt, *given, compile=compile and adapts),
+        )
+
+    def _advance(self) -> Transition:
+        assert self.programs is not None
+        step, adapt = self.programs
+        # Numbers that an interrupt has left unused are those of the next step.
+        self._random = random = self._random or self.kernel.randomness(self.starts, self.generator)
+        leaves = step.at_leaves(*self._state, *self._settings, *random)
+        state, brought = leaves[: len(self._state)], Transition(*leaves[len(self._state) :])
+        settings, learnt = self._settings, self._learnt
+        transitions = self.transitions
+        if bool(brought.done.any()):
+            warm = brought.done & (transitions < self.num_warmup)
+            if bool(warm.any()):
+                rows = self._schedule[transitions.clamp(max=self.num_warmup - 1)]
+                before, after = (
+                    pytree.tree_unflatten(one, self._place) for one in (self._state, state)
+                )
+                chains = Chains(before, settings, learnt)
+                found, settings, learnt = adapt(chains, after, brought, warm, rows, random)
+                state = pytree.tree_leaves(found)
+            transitions = self._kept_of(brought)
+        self._state, self._settings, self._learnt = state, settings, learnt
+        self.transitions, self._random = transitions, None
+        return brought
+
+    def _kept_of(self, brought: Transition) -> Tensor:
+        """Keep what is to be kept of transitions that ended, and return the counts after them."""
+        transitions = self.transitions + brought.done
+        made = transitions - self.num_warmup
+        is_kept = brought.done & (made > 0) & (made % self.thinning == 0)
+        is_kept &= made <= self.num_samples * self.thinning
+        chains = is_kept.nonzero()[:, 0]
+        if len(chains):
+            at = made[chains] // self.thinning - 1
+            for kept, new in zip(self.kept, brought[1:], strict=True):
+                # Positions may be in a file, and so not where the chains are.
+                kept[chains.to(kept.device), at.to(kept.device)] = new[chains].to(kept)
+        return transitions

@@ -1,0 +1,136 @@
+"""Members of a deep ensemble, trained all at once, as starts of chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+from torch.optim import Optimizer
+
+from tyxe.errors import check_count, described
+from tyxe.samplers.potential import for_each
+
+__all__ = ["WarmStart", "warm_start"]
+
+# The mean loss of some data points at a vector `(d,)`; the points are given by their numbers.
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What `warm_start` returns: its arguments, and the training."""
+
+    optim: Callable[..., Optimizer]
+    num_epochs: int
+    patience: int
+    batch_size: int
+    validation: float
+
+    def train(
+        self, loss: Loss, members: Tensor, num_points: int, generator: torch.Generator
+    ) -> Iterator[Tensor]:
+        """Yield after each epoch members `(chains, d)` as they were when their loss was least.
+
+        That is the loss of the points kept for validation; without any, members are the latest.
+
+        Args:
+            loss: the mean loss of data points, by their numbers, at the vector of a member.
+            members: where they start.
+            num_points: number of data points.
+            generator: on the members' device.
+
+        Raises:
+            TypeError: `optim` makes no such optimiser.
+            ValueError: too few points to keep some for validation; a member whose validation loss
+                is never finite.
+        """
+        order = torch.randperm(num_points, generator=generator, device=members.device)
+        held_out = max(round(self.validation * num_points), 1) if self.validation else 0
+        kept, rows = order[:held_out], order[held_out:]
+        if not len(rows):
+            raise ValueError(
+                f"{num_points} data points cannot be parted into {held_out} for validation and "
+                "others to train: pass validation=0"
+            )
+        every = for_each(grad_and_value(loss), members, rows[:1].expand(len(members), 1))
+        weights = members.clone().requires_grad_()
+        optimizer = self.optim([weights])
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                f"optim makes a {type(optimizer).__name__}; expected one of torch.optim that takes "
+                "a step by gradients, such as torch.optim.AdamW"
+            )
+        best, least = members.clone(), members.new_full(members.shape[:1], torch.inf)
+        waited = torch.zeros_like(least)
+        for _ in range(self.num_epochs):
+            # Each member has an order of its own.
+            keys = torch.rand(len(members), len(rows), generator=generator, device=members.device)
+            for batch in rows[keys.argsort(-1)].split(self.batch_size, -1):
+                weights.grad = every(weights.detach(), batch)[0]
+                optimizer.step()
+            if not held_out:
+                yield weights.detach().clone()
+                continue
+            now = every(weights.detach(), kept.expand(len(members), -1))[1]
+            better = (now < least) & (waited < self.patience)
+            best = torch.where(better[:, None], weights.detach(), best)
+            least = torch.where(better, now, least)
+            waited = torch.where(better, 0, waited + 1)
+            yield best
+            if bool((waited >= self.patience).all()):
+                break
+        if held_out and not bool(least.isfinite().all()):
+            bad = (~least.isfinite()).nonzero().flatten().tolist()
+            raise ValueError(
+                f"the validation loss of members {bad} was never finite: lower the learning rate"
+            )
+
+
+def warm_start(
+    optim: Callable[..., Optimizer] = torch.optim.AdamW,
+    num_epochs: int = 1000,
+    patience: int = 10,
+    batch_size: int = 32,
+    validation: float = 0.1,
+) -> WarmStart:
+    """Start chains at the members of a deep ensemble, for `MCMC_BNN.fit(init=...)`.
+
+    All members are trained at once in one tensor, from seeds and in orders of their own, on the
+    likelihood alone. With `MCLMC` this is MILE.
+
+    Args:
+        optim: a torch optimiser class, or a `functools.partial` of one, that treats every number by
+            itself (as SGD, Adam and AdamW do).
+        num_epochs: of training, at most.
+        patience: a member stops after so many epochs without a lower validation loss.
+        batch_size: number of data points in a step of a member.
+        validation: the share of the data that only the training leaves out, to stop by; with 0 all
+            epochs are made.
+
+    Raises:
+        TypeError: `optim` is not callable; an argument of another type.
+        ValueError: numbers that are out of range.
+
+    Reference:
+        Sommer et al. 2025, 3.2.
+    """
+    if not callable(optim):
+        raise TypeError(
+            f"optim is a {type(optim).__name__}; expected an optimiser class such as "
+            "torch.optim.AdamW, or a functools.partial of one: the starts are its parameters"
+        )
+    for name, number in [
+        ("num_epochs", num_epochs),
+        ("patience", patience),
+        ("batch_size", batch_size),
+    ]:
+        check_count(name, number)
+    expected = "expected a share of the data in [0, 1)"
+    if isinstance(validation, bool) or not isinstance(validation, int | float):
+        raise TypeError(f"validation is {described(validation)}; {expected}")
+    if not 0 <= validation < 1:
+        raise ValueError(f"validation is {validation}; {expected}")
+    return WarmStart(optim, num_epochs, patience, batch_size, validation)

@@ -1,0 +1,107 @@
+"""The contract of samplers' kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from tyxe.samplers import HMC, MCLMC, NUTS, Chains, Kernel, Run
+from tyxe.testing.asserts import assert_close, assert_within
+
+__all__ = ["KERNELS", "check_kernel"]
+
+# Each function makes a kernel under which a standard Gaussian comes out to within its errors.
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    "HMC": lambda: HMC(num_steps=4),
+    "HMC, as given": lambda: HMC(
+        step_size=0.5, num_steps=3, adapt_step_size=False, adapt_mass_matrix=False
+    ),
+    "NUTS": NUTS,
+    "NUTS, shallow": lambda: NUTS(max_tree_depth=2),
+    "MCLMC": lambda: MCLMC(energy_variance=1e-6, step_size=0.1),
+}
+
+
+def check_kernel(make: Callable[[], Kernel]) -> None:
+    """Assert that a kernel is a pure step of all chains, and that it keeps a Gaussian.
+
+    A step changes nothing that it is given, is the same for the same random numbers, moves each
+    chain as if it were alone, and tells what its `statistics` name; a run gives the same samples
+    for a seed; means and variances of a standard Gaussian come out.
+
+    Args:
+        make: returns the kernel.
+
+    Raises:
+        AssertionError: a rule is broken, which the message names.
+
+    Example:
+        >>> check_kernel(lambda: HMC(num_steps=3))
+    """
+    kernel = make()
+    _check_step(kernel)
+    _check_chains_are_alone(kernel)
+    first, second = _samples(kernel, 20), _samples(kernel, 20)
+    assert torch.equal(first, second), "a run from the same seed gives other samples"
+    samples = _samples(kernel, 2000)
+    for values, expected in ((samples, 0.0), (samples.square(), 1.0)):
+        parts = values.unflatten(1, (10, -1)).mean(2).flatten(0, 1)
+        error = parts.std(0) / len(parts) ** 0.5
+        wanted = torch.full_like(error, expected)
+        assert_within(parts.mean(0), wanted, error, "a Gaussian's moments")
+
+
+def _normal(position: Tensor) -> tuple[Tensor, Tensor]:
+    return 0.5 * position.square().sum(-1), position
+
+
+def _started(kernel: Kernel) -> tuple[Chains, Any]:
+    generator = torch.Generator().manual_seed(0)
+    position = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    chains = kernel.start(_normal, position, kernel.randomness(position, generator))
+    return chains, kernel.randomness(position, generator)
+
+
+def _check_step(kernel: Kernel) -> None:
+    chains, random = _started(kernel)
+    before = pytree.tree_map(torch.clone, (chains, random))
+    found = kernel.step(_normal, chains.state, chains.settings, random)
+    again = kernel.step(_normal, chains.state, chains.settings, random)
+    pairs = [((chains, random), before, "a step changes what it is given")]
+    pairs.append((found, again, "a step with the same random numbers differs"))
+    for one, other, what in pairs:
+        leaves = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+        assert all(torch.equal(a, b) for a, b in leaves), what
+    state, brought = found
+    shapes = pytree.tree_map(lambda x: (x.shape, x.dtype), (chains.state, state))
+    assert shapes[0] == shapes[1], "a step changes the shapes or types of the state"
+    assert brought.done.dtype == torch.bool, "`done` is no mask"
+    expected = (3, len(kernel.statistics))
+    assert brought.statistics.shape == expected, "the statistics are not those that are named"
+    assert_close(brought.potential, _normal(brought.position)[0], "the potential of a position")
+
+
+def _check_chains_are_alone(kernel: Kernel) -> None:
+    chains, random = _started(kernel)
+
+    def only(leaf: Tensor) -> Tensor:
+        return leaf[1:2]
+
+    noise, coins = random.noise[:, 1:2], random.coins[:, 1:2]
+    state, settings = pytree.tree_map(only, (chains.state, chains.settings))
+    alone = kernel.step(_normal, state, settings, random._replace(noise=noise, coins=coins))
+    together = kernel.step(_normal, chains.state, chains.settings, random)
+    for one, other in zip(pytree.tree_leaves(alone), pytree.tree_leaves(together), strict=True):
+        assert_close(one.double(), only(other).double(), "a chain depends on the others")
+
+
+def _samples(kernel: Kernel, count: int) -> Tensor:
+    starts = torch.zeros(4, 3, dtype=torch.float64)
+    run = Run(kernel, _normal, starts, count, num_warmup=400, seed=1)
+    for _ in run.steps():
+        pass
+    return run.kept.positions
