@@ -8,19 +8,21 @@ import transformer
 import two_clusters
 
 
+# Chains as short as these get advice.
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_regression(smoke):
     found = smoke(two_clusters.experiments["regression"], before=("regression",))
     (cell,) = found.cells.values()
-    titles = ["(a) mean field, inside the handler", "(b) mean field, outside", "(c) HMC"]
+    titles = ["(a) mean field, inside the handler", "(b) mean field, outside", "(c) NUTS"]
     assert list(cell["rows"]) == list(cell["curves"]) == titles
     for title, row in cell["rows"].items():
         # the noise, 0.1, is in every predictive standard deviation (float32, so not exactly)
         assert all(value > 0.0999 for value in row.values())
         assert f"| {title} | {row['sd at data']:.3f} | {row['sd between']:.3f} |" in found.page
         assert len(cell["curves"][title]["sd"]) == 401
-    assert 0 <= cell["hmc"]["acceptance"] <= 1
-    assert len(cell["hmc"]["effective_sample_size"]) == 5
-    assert found.content["settings"]["hmc samples"] == 40
+    assert 0 <= cell["chain"]["acceptance"] <= 1
+    assert len(cell["chain"]["r_hat"]) == 5
+    assert found.content["settings"]["nuts samples"] == 4
 
 
 def test_variational_laplace(smoke):
