@@ -245,6 +245,40 @@ def test_nets_that_branch_are_sampled_and_not_compiled() -> None:
     assert bnn.samples["net.weight"].shape == (2, 2, 1, 1)
 
 
+class Square(torch.autograd.Function):
+    """As users have them who know nothing of `torch.func`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Squares(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Square.apply(super().forward(x))
+
+
+def test_custom_functions_are_sampled_as_what_they_compute() -> None:
+    found, start = [], {"net.weight": torch.ones(2, 1, 1), "net.bias": torch.zeros(2, 1)}
+    for net in (Squares(1, 1), nn.Sequential(nn.Linear(1, 1), Power())):
+        torch.manual_seed(3)
+        names = dict(zip(dict(net.named_parameters()), start.values(), strict=True))
+        bnn = make(net=net)
+        bnn.fit([PAIR], 5, warmup_steps=0, init={f"net.{n}": v for n, v in names.items()})
+        found.append(next(iter(bnn.get_samples().values())))
+    torch.testing.assert_close(*found)
+
+
+class Power(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x**2
+
+
 def test_few_points_stop_members_too() -> None:
     steep = functools.partial(torch.optim.SGD, lr=1e30)
     with pytest.raises(ValueError, match=r"validation loss of members \[0, 1\] was never finite"):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from tyxe.errors import warn
 
-__all__ = ["Potential", "batched", "for_each"]
+__all__ = ["Potential", "batched", "gradients"]
 
 # From positions `(chains, d)` to potentials `(chains,)`, in nats, and gradients `(chains, d)`.
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -32,26 +32,35 @@ def batched(energy: Callable[[Tensor], Tensor], position: Tensor) -> Potential:
         >>> potential(torch.tensor([[3.0, 4.0]]))
         (tensor([12.5000]), tensor([[3., 4.]]))
     """
-    gradients = for_each(grad_and_value(energy), position)
+    found = gradients(energy, position)
 
     def potential(position: Tensor) -> tuple[Tensor, Tensor]:
-        gradient, value = gradients(position)
+        gradient, value = found(position)
         return value, gradient
 
     return potential
 
 
-def for_each(one: Callable[..., Any], *tried: Tensor) -> Callable[..., Any]:
-    """Return a function of all chains from that of one, by `vmap` or with a warning by a loop.
+def gradients(one: Callable[..., Tensor], *tried: Tensor) -> Callable[..., Any]:
+    """Return the gradients and values of a function at all chains, by `vmap` or by a loop.
+
+    A loop gives a warning with the reason.
 
     Args:
-        one: takes tensors of a chain, and returns nested tuples of tensors.
+        one: takes tensors of a chain, of which the first is differentiated, and returns a number.
         tried: arguments whose first dimension counts chains, to see whether `vmap` takes it.
     """
-    together = vmap(one)
+    together = vmap(grad_and_value(one))
+
+    # By autograd, which takes more nets than `torch.func.grad`, such as custom functions.
+    def alone(point: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            point = point.detach().requires_grad_()
+            value = one(point, *others)
+            return torch.autograd.grad(value, point)[0], value.detach()
 
     def by_loop(*given: Tensor) -> Any:
-        found = [one(*row) for row in zip(*given, strict=True)]
+        found = [alone(*row) for row in zip(*given, strict=True)]
         return tree_map(lambda *parts: torch.stack(parts), *found)
 
     # What a loop refuses as well is an error of the function's own.

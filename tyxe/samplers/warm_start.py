@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 from torch.optim import Optimizer
 
 from tyxe.errors import check_count, described
-from tyxe.samplers.potential import for_each
+from tyxe.samplers.potential import gradients
 
 __all__ = ["WarmStart", "warm_start"]
 
@@ -55,7 +54,7 @@ class WarmStart:
                 f"{num_points} data points cannot be parted into {held_out} for validation and "
                 "others to train: pass validation=0"
             )
-        every = for_each(grad_and_value(loss), members, rows[:1].expand(len(members), 1))
+        every = gradients(loss, members, rows[:1].expand(len(members), 1))
         weights = members.clone().requires_grad_()
         optimizer = self.optim([weights])
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
