@@ -16,8 +16,8 @@ from torch import Tensor
 from training_step import METHODS, SCALE, make_bnn, plain_step
 
 from tyxe.bnn import elbo
-from tyxe.bnn.optim import gradient_norm
 from tyxe.bnn.training import FitOptions, Trainer
+from tyxe.optim.groups import gradient_norm
 
 
 class Stages:

@@ -2,7 +2,7 @@
 
     threads, linalg, distributions, autocast, files, rng, util, errors
       <- poutine, priors, likelihoods, guides, samplers
-      <- curvature <- predictive, laplace <- bnn <- continual
+      <- curvature, optim <- predictive, laplace <- bnn <- continual
 
 `metrics` and `plotting` are leaves, `testing` stands outside. Every import counts, those for type
 checking too: a name that is only written down is known all the same.
@@ -22,7 +22,7 @@ from docs.floors import PICTURE, Import, package_of, picture, read_imports
 LEVELS = (
     ("threads", "linalg", "distributions", "autocast", "files", "rng", "util", "errors"),
     ("poutine", "priors", "likelihoods", "guides", "samplers"),
-    ("curvature",),
+    ("curvature", "optim"),
     ("predictive", "laplace"),
     ("bnn",),
     ("continual",),

@@ -273,3 +273,23 @@ def test_sites_of_a_bnn_are_those_of_its_net(name):
         assert pyro_sample_sites(one) == pyro_sample_sites(one.net) == ["0.weight"]
         one.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, 3.0)))
         assert [float(prior.stddev.max()) for _, prior in named_pyro_samples(one)] == [3.0]
+
+
+def test_a_net_starts_anew_in_every_part() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4))
+    net[2].running_mean += 1
+    before = {name: value.clone() for name, value in net.named_parameters()}
+    torch.manual_seed(1)
+    assert tyxe.util.reset_parameters_(net) is net
+    after = dict(net.named_parameters())
+    drawn = [n for n in before if after[n].unique().numel() > 1]
+    assert len(drawn) >= 3
+    assert all(not torch.equal(before[n], after[n]) for n in drawn)
+    assert not net[2].running_mean.any()
+
+
+def test_a_part_that_cannot_start_anew_is_named() -> None:
+    holder = nn.Module()
+    holder.register_parameter("offset", nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match=r"'1\.offset' has no reset_parameters"):
+        tyxe.util.reset_parameters_(nn.Sequential(nn.Linear(2, 1), holder))

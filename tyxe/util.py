@@ -27,6 +27,7 @@ __all__ = [
     "named_pyro_samples",
     "pyro_sample_sites",
     "replace_activations_",
+    "reset_parameters_",
     "resolve_site_name",
     "site_spellings",
     "std_from_fans",
@@ -250,6 +251,45 @@ def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str 
 
 
 # --------------------------------------------------------------------------- nets and inputs
+
+
+def reset_parameters_(net: nn.Module, names: Iterable[str] | None = None) -> nn.Module:
+    """Start a net anew, in place: call `reset_parameters()` of every module that has it.
+
+    Members of an ensemble need starts of their own; of a trained body with a new head, pass the
+    head alone.
+
+    Args:
+        net: the net, or a part of it.
+        names: the parameters that have to be reached; all by default.
+
+    Returns:
+        The net.
+
+    Raises:
+        ValueError: a parameter of a module without `reset_parameters()`.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> before = net.weight.clone()
+        >>> bool((reset_parameters_(net).weight != before).any())
+        True
+    """
+    reached: set[int] = set()
+    for module in net.modules():
+        # That of attention is private.
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        if callable(reset):
+            reset()
+            reached |= {id(p) for p in module.parameters()}
+    parameters = dict(net.named_parameters())
+    for name in parameters if names is None else names:
+        if id(parameters[name]) not in reached:
+            raise ValueError(
+                f"members need seeds of their own, and the module of {name!r} has no "
+                "reset_parameters() to initialise it anew: give it one, or pass starts"
+            )
+    return net
 
 
 def replace_activations_(

@@ -17,7 +17,7 @@ from pyro.infer.autoguide import (
 
 import tyxe
 from tests.oracles.laplace import ADAM, classifier
-from tyxe.bnn.glm import glm_outputs
+from tyxe.bnn.variational import glm_outputs
 from tyxe.curvature import jacobian
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -1,8 +1,8 @@
 """The wrappers: a net, a prior, a likelihood, and a guide or kernel."""
 
 from tyxe.bnn.base import BNN
+from tyxe.bnn.checkpoint import History
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
-from tyxe.bnn.history import History
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN

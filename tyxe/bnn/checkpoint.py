@@ -1,11 +1,11 @@
-"""Checkpoints from which a fit continues."""
+"""The report of a fit, and checkpoints from which it continues."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,34 @@ from torch.optim import Optimizer
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive
 
-__all__ = ["Checkpoint", "Resumable"]
+__all__ = ["Checkpoint", "History", "Resumable"]
+
+
+@dataclass
+class History:
+    """Averages over each epoch, in nats for the whole data set.
+
+    Attributes:
+        loss: `beta * kl - log_likelihood`, the negative ELBO for `beta = 1`.
+        log_likelihood: expected log-likelihood of the data.
+        kl: divergence of the guide from the prior.
+
+    Example:
+        >>> history = History()
+        >>> history.append(loss=3.0, log_likelihood=-1.0, kl=2.0)
+        >>> history.loss
+        [3.0]
+    """
+
+    loss: list[float] = field(default_factory=list)
+    log_likelihood: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+
+    def append(self, *, loss: float, log_likelihood: float, kl: float) -> None:
+        """Add an epoch."""
+        self.loss.append(loss)
+        self.log_likelihood.append(log_likelihood)
+        self.kl.append(kl)
 
 
 @dataclass(frozen=True)

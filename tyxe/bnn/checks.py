@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoDelta
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tyxe.bnn.history import History
+from tyxe.bnn.checkpoint import History
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.distributions.moments import is_discrete

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import batches_of, is_loader
-from tyxe.bnn.checkpoint import Resumable
+from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
-from tyxe.bnn.history import History
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.training import FitOptions, Trainer, progress_bar
 from tyxe.curvature import Curvature, Linearization, collect_curvature, functional_covariance

@@ -22,7 +22,7 @@ from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
-from tyxe.util import Inputs, at_least_float32, call_with, tree_map_tensors
+from tyxe.util import Inputs, at_least_float32, call_with, reset_parameters_, tree_map_tensors
 
 __all__ = ["Potential", "alone", "starts_of"]
 
@@ -317,19 +317,8 @@ def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]
     names = bnn.net_prior.names()
     for _ in range(count):
         net = copy.deepcopy(bnn.net)
-        drawn = set()
-        for module in net.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-                drawn |= {id(p) for p in module.parameters()}
+        reset_parameters_(net, names)
         parameters = dict(net.named_parameters())
-        for name in names:
-            if id(parameters[name]) not in drawn:
-                raise ValueError(
-                    f"members need seeds of their own, and the module of {name!r} has no "
-                    "reset_parameters() to initialise it anew: give it one, or pass starts"
-                )
         yield _from_net(bnn) | {bnn.net_prior.prefix + name: parameters[name] for name in names}
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
+from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_beta, check_one_batch, nonfinite_message
 from tyxe.bnn.elbo import ElboTerms
-from tyxe.bnn.history import History
-from tyxe.bnn.optim import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
 from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
+from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.threads import exclusive
 from tyxe.util import Inputs

@@ -7,25 +7,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
+import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.checkpoint import Resumable
+from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
-from tyxe.bnn.glm import glm_outputs
-from tyxe.bnn.history import History
 from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.training import FitOptions, Trainer
+from tyxe.curvature import Linearization, functional_covariance
+from tyxe.curvature.output_covariance import covariance_through
 from tyxe.guides import Guide, PyroGuide
+from tyxe.guides.weight_covariance import weight_covariance
 from tyxe.likelihoods import Likelihood
+from tyxe.linalg import BlockDiagonal, Diagonal
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
-__all__ = ["VariationalBNN"]
+__all__ = ["VariationalBNN", "glm_outputs"]
 
 GuideBuilder = Callable[[Callable[..., Any]], Any]
 
@@ -197,6 +200,27 @@ class VariationalBNN(Resumable, SupervisedBNN):
                             break
         warn_of_result(self, history)
         return history
+
+
+@torch.no_grad()
+def glm_outputs(guide: Any, linear: Linearization) -> tuple[Tensor, Tensor]:
+    """Return mean and covariance of outputs in the linearised net, `(n, ...)`, `(n, ..., C, C)`.
+
+    Args:
+        guide: a guide for which `weight_covariance` is registered.
+        linear: the net linearised about the guide's means, on a batch.
+
+    Raises:
+        TypeError: the guide is not Normal.
+    """
+    covariance = weight_covariance(guide, linear.blocks)
+    outputs = linear.outputs.detach()
+    # A pruned weight has variance zero, and so no precision.
+    if not isinstance(covariance, Diagonal) or not bool(covariance.entries.all()):
+        return outputs, covariance_through(linear, covariance).detach()
+    precisions = covariance.inverse_diagonal().split(linear.blocks.sizes)
+    operators = {n: Diagonal(p) for n, p in zip(linear.blocks.names, precisions, strict=True)}
+    return outputs, functional_covariance(linear, BlockDiagonal(operators)).detach()
 
 
 class _LikelihoodProgram:
