@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.oracles.densities import scaled_gaussian
-from tyxe.samplers import HMC, NUTS, Run
+from tyxe.samplers import HMC, NUTS, Length, Run
 from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
 from tyxe.samplers.hamiltonian import reasonable_step_size
 from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
@@ -42,10 +42,10 @@ def test_windows_are_those_of_the_rule(length):
 
 
 def test_the_schedule_has_the_windows_and_the_last_transition():
-    schedule = NUTS().schedule(200)
+    schedule = NUTS().plan(Length(200))
     assert torch.equal(torch.stack(windows(200), -1), schedule[:, :2])
     assert schedule[:, 2].nonzero().flatten().tolist() == [199]
-    assert NUTS().schedule(0).shape == (0, 3)
+    assert NUTS().plan(Length(0)).shape == (0, 3)
 
 
 def test_running_moments_are_those_of_numpy():

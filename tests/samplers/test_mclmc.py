@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.oracles.densities import cells_p_value, scaled_gaussian
-from tyxe.samplers import MCLMC, Randomness, Run, Transition
+from tyxe.samplers import MCLMC, Length, Randomness, Run, Transition
 from tyxe.samplers.integrators import Point, minimal_norm
 from tyxe.samplers.mclmc import MCLMCState, Settings
 
@@ -90,7 +90,7 @@ def test_the_tuning_is_that_of_the_formulas():
     potential = scaled_gaussian(torch.ones(d))
     random = kernel.randomness(torch.randn(chains, d))
     state, settings, _ = found = kernel.start(potential, random.noise[0], random)
-    rows = kernel.schedule(steps)
+    rows = kernel.plan(Length(steps))
     sizes, errors, places, undone = [settings.step_size], [], [], []
     for row in rows:
         error, finite = 3 * torch.randn(chains), torch.rand(chains) < 0.8
@@ -129,13 +129,13 @@ def test_the_tuning_is_that_of_the_formulas():
 
 
 def test_the_wanted_variance_falls_over_nine_tenths_and_moments_are_of_the_last():
-    variance, taken, last = MCLMC(energy_variance=(0.5, 0.1)).schedule(100).unbind(-1)
+    variance, taken, last = MCLMC(energy_variance=(0.5, 0.1)).plan(Length(100)).unbind(-1)
     torch.testing.assert_close(variance[:90], 0.5 - 0.4 * torch.arange(90) / 90)
     torch.testing.assert_close(variance[90:], torch.full((10,), 0.1))
     assert taken.tolist() == [0] * 90 + [1] * 10
     assert last.tolist() == [0] * 99 + [1]
-    assert (MCLMC(energy_variance=5e-4).schedule(10)[:, 0] == 5e-4).all()
-    assert MCLMC().schedule(0).shape == (0, 3)
+    assert (MCLMC(energy_variance=5e-4).plan(Length(10))[:, 0] == 5e-4).all()
+    assert MCLMC().plan(Length(0)).shape == (0, 3)
 
 
 def test_chains_that_are_not_warm_keep_their_settings():
@@ -145,7 +145,7 @@ def test_chains_that_are_not_warm_keep_their_settings():
     before = kernel.start(potential, random.noise[0], random)
     state, brought = kernel.step(potential, before.state, before.settings, random)
     warm = torch.tensor([True, False, True, False])
-    rows = kernel.schedule(1).expand(chains, -1)
+    rows = kernel.plan(Length(1)).expand(chains, -1)
     after = kernel.adapt(before, state, brought, warm, rows, random)
     assert ((after.settings.step_size != before.settings.step_size) == warm).all()
     assert ((after.learnt.weight != 0) == warm).all()

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tyxe.errors import check_count, described
 from tyxe.poutine.draw import draws_are_lazy
-from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 __all__ = [
+    "OwnBatches",
     "SameDraws",
     "batches_of",
     "batches_to_predict",
@@ -50,9 +51,7 @@ def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
         empty = False
         yield batch
     if empty:
-        raise ValueError(
-            "the loader is empty: it yields no batch (a generator can be used once only)"
-        )
+        raise ValueError(_EMPTY)
 
 
 def check_has_targets(targets: Any) -> None:
@@ -72,27 +71,81 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
     A loader that is empty, or yields something else or a batch without points, is a ValueError; no
     iterable is a TypeError.
     """
+    _check_iterable(loader)
+    for batch in not_empty(loader):
+        yield _checked(batch, device)
+
+
+_EMPTY = "the loader is empty: it yields no batch (a generator can be used once only)"
+
+
+def _check_iterable(loader: Any) -> None:
     if not hasattr(loader, "__iter__"):
         raise TypeError(
             f"data_loader is a {type(loader).__name__}; expected an iterable of (inputs, targets), "
             "such as a torch.utils.data.DataLoader or [(x, y)]"
         )
-    for batch in not_empty(loader):
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise ValueError(f"the loader yields {_describe(batch)}; {_EXPECTED}")
-        inputs, targets = batch
-        if not isinstance(targets, Tensor):
-            raise ValueError(
-                f"the loader yields targets of type {type(targets).__name__}; {_EXPECTED}"
-            )
-        if not targets.numel():
-            raise ValueError(
-                f"the loader yields a batch without points, of targets {tuple(targets.shape)}; "
-                "leave it out"
-            )
-        if device is not None:
-            inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))
-        yield inputs, targets
+
+
+def _checked(batch: Any, device: Any) -> tuple[Any, Tensor]:
+    """Return inputs and targets on a device, or raise where a batch is something else."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(f"the loader yields {_describe(batch)}; {_EXPECTED}")
+    inputs, targets = batch
+    if not isinstance(targets, Tensor):
+        raise ValueError(f"the loader yields targets of type {type(targets).__name__}; {_EXPECTED}")
+    if not targets.numel():
+        raise ValueError(
+            f"the loader yields a batch without points, of targets {tuple(targets.shape)}; "
+            "leave it out"
+        )
+    if device is not None:
+        inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))
+    return inputs, targets
+
+
+class OwnBatches:
+    """Batches of a loader, epoch after epoch, in an order that a seed of their own gives.
+
+    Neither other users of PyTorch's generators nor an interrupt between two batches change it.
+
+    Attributes:
+        in_epoch: the number of points of the latest whole epoch; None before its end.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: Any, seed: int) -> None:
+        _check_iterable(loader)
+        self._loader, self._device = loader, device
+        self._iterator: Iterator[Any] = iter(())
+        self._next: list[tuple[Any, Tensor]] = []
+        self._points = 0
+        self.in_epoch: int | None = None
+        with torch_rng_kept():
+            torch.manual_seed(seed)
+            self._rng = torch_rng()
+
+    def peek(self) -> tuple[Any, Tensor]:
+        """Return the batch that the next `take` returns."""
+        self._next = [self.take()]
+        return self._next[0]
+
+    def take(self) -> tuple[Any, Tensor]:
+        """Return the next batch; errors are those of `batches_of`."""
+        if self._next:
+            return self._next.pop()
+        with torch_rng_kept():
+            set_torch_rng(self._rng)
+            batch = next(self._iterator, self)
+            if batch is self:
+                self.in_epoch, self._points = self._points or None, 0
+                self._iterator = iter(self._loader)
+                batch = next(self._iterator, self)
+            self._rng = torch_rng()
+        if batch is self:
+            raise ValueError(_EMPTY)
+        found = _checked(batch, self._device)
+        self._points += len(found[1])
+        return found
 
 
 _EXPECTED = (

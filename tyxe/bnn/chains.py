@@ -16,7 +16,7 @@ from pyro.infer.mcmc.api import _UnarySampler
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tyxe.bnn.potential import Potential, alone
+from tyxe.bnn.potential import BatchPotential, Potential, alone
 from tyxe.bnn.training import progress_bar
 from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, described, warn
@@ -76,7 +76,7 @@ class RunOptions:
     """The options of `MCMC_BNN.fit` for kernels of `tyxe.samplers`, which it lists."""
 
     thinning: int = 1
-    init: Any = "prior"
+    init: Any = None
     compile: bool | None = None
     resume: bool = False
     dtype: torch.dtype | None = None
@@ -108,12 +108,12 @@ class MCMCRun:
     Attributes:
         run: the sampler's run, with the state of its chains.
         potential: its target.
-        data: the inputs and targets of that.
+        data: the inputs and targets of that, or the loader of its mini-batches.
     """
 
     run: Run
     potential: Potential
-    data: tuple[Any, Tensor]
+    data: Any
 
     def __repr__(self) -> str:
         return f"MCMCRun({self.run!r})"
@@ -139,11 +139,11 @@ class MCMCRun:
         found = self.potential.unflatten(self.run.kept.positions[:, : self.run.num_kept])
         return found if group_by_chain else {n: v.flatten(0, 1) for n, v in found.items()}
 
-    def check_same(self, data: tuple[Any, Tensor], asked: dict[str, Any]) -> None:
+    def check_same(self, data: Any, asked: dict[str, Any]) -> None:
         """Raise a ValueError, with what differs, for a fit that is not the one to go on with.
 
         Args:
-            data: inputs and targets.
+            data: inputs and targets, or a loader.
             asked: what the run is asked to be, by the names of its attributes; None for anything.
         """
         known = {
@@ -232,6 +232,7 @@ def make_run(
     num_samples: int,
     num_warmup: int,
     options: RunOptions,
+    batches: BatchPotential | None = None,
 ) -> Run:
     """Return a run of a BNN's potential that has not started.
 
@@ -241,6 +242,29 @@ def make_run(
     """
     if options.compile and not has_compiler(starts.device):
         raise ValueError("compile=True needs a C++ compiler, and none is found; leave compile out")
+    every: Any = batches
+    if batches is None:
+        every = _of_all_data(potential, starts)
+    elif options.compile:
+        raise ValueError("a kernel of mini-batches is not compiled: leave compile out")
+    positions = _room(kernel, starts, num_samples, options)
+    seed = int(torch.randint(2**62, ()))
+    return Run(
+        kernel,
+        every,
+        starts,
+        num_samples,
+        num_warmup,
+        options.thinning,
+        seed,
+        compile=options.compile if batches is None else False,
+        positions=positions,
+        inside=alone,
+    )
+
+
+def _of_all_data(potential: Potential, starts: Tensor) -> Any:
+    """Return the potential of all chains, after it has been seen to be a function of weights."""
     with alone():
         every = batched(potential.at, starts)
         first, again = every(starts)[0], every(starts)[0]
@@ -255,20 +279,7 @@ def make_run(
             "the net gives other outputs for the same weights and inputs: a forward that draws "
             "random numbers, or that counts its calls, has no posterior to sample"
         )
-    positions = _room(kernel, starts, num_samples, options)
-    seed = int(torch.randint(2**62, ()))
-    return Run(
-        kernel,
-        every,
-        starts,
-        num_samples,
-        num_warmup,
-        options.thinning,
-        seed,
-        compile=options.compile,
-        positions=positions,
-        inside=alone,
-    )
+    return every
 
 
 def _room(kernel: Kernel, starts: Tensor, num_samples: int, options: RunOptions) -> Tensor:
@@ -294,8 +305,28 @@ def _room(kernel: Kernel, starts: Tensor, num_samples: int, options: RunOptions)
             )
     if options.file is not None:
         path = os.fspath(options.file)
+        _reserve(path, samples)
         return torch.from_file(path, True, shape.numel(), dtype=dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=starts.device)
+
+
+def _reserve(path: str, size: int) -> None:
+    """Make a file of a size whose place on the disk nothing else can take, or none.
+
+    A disk that is full where a sample is written to would end the process.
+    """
+    with open(path, "wb") as file:
+        try:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            os.remove(path)
+            raise OSError(
+                error.errno,
+                f"no room for {size:,} bytes of samples ({error.strerror}): raise thinning, pass "
+                "dtype=torch.float16, or another file=",
+                path,
+            ) from error
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -31,6 +31,7 @@ __all__ = [
     "check_options",
     "nonfinite_message",
     "warn_of_result",
+    "warn_of_size",
 ]
 
 # Ratio of KL and data term, in nats, above which the bound says more about the prior.
@@ -83,6 +84,19 @@ def check_one_batch(
         predictions = bnn.run_net(draw(), inputs)
         check_is_tensor(predictions)
         bnn.likelihood.check_batch(predictions, targets)
+
+
+def warn_of_size(points: int, size: int) -> bool:
+    """Warn of an epoch with far fewer points than a data set, or more; say whether this is so."""
+    # Somewhat fewer points in an epoch may be intended, as with a sampler.
+    if not points or size / 20 <= points <= size:
+        return False
+    much = "little" if points > size else "much"
+    warn(
+        f"an epoch had {points} points, but the likelihood was built with dataset_size={size}, so "
+        f"the data count for too {much} against the prior",
+    )
+    return True
 
 
 def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:

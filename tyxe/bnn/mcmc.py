@@ -15,7 +15,7 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import collect
+from tyxe.bnn.batches import OwnBatches, collect
 from tyxe.bnn.chains import (
     KeepingSampler,
     MCMCRun,
@@ -26,14 +26,14 @@ from tyxe.bnn.chains import (
     make_run,
 )
 from tyxe.bnn.checks import check_one_batch
-from tyxe.bnn.potential import Potential, starts_of
+from tyxe.bnn.potential import BatchPotential, Potential, starts_of
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.errors import check_count, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
-from tyxe.samplers import Kernel
+from tyxe.samplers import Kernel, WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, unwrapped
 
@@ -43,14 +43,15 @@ __all__ = ["MCMC_BNN"]
 class MCMC_BNN(SupervisedBNN):
     """Any net with posterior samples of its weights, from several chains at once.
 
-    The net runs in eval mode. The likelihood's own variables are sampled too; trainable parameters
-    that the prior hides are not fitted, which gives a warning. Arguments that are not listed are
-    those of `BNN` and `SupervisedBNN`.
+    The net runs in eval mode, and in train mode for kernels that take mini-batches. The
+    likelihood's own variables are sampled too; trainable parameters that the prior hides are not
+    fitted, which gives a warning. Arguments that are not listed are those of `BNN` and
+    `SupervisedBNN`.
 
     Args:
-        kernel_builder: `tyxe.samplers.NUTS`, `HMC` or `MCLMC`, with options by calling it or by
-            `functools.partial`; or what makes a kernel of Pyro's from a model, such as
-            `pyro.infer.mcmc.NUTS`.
+        kernel_builder: `tyxe.samplers.NUTS`, `HMC` or `MCLMC`, or for mini-batches `SGLD` or
+            `SGHMC`, with options by calling it or by `functools.partial`; or what makes a kernel of
+            Pyro's from a model, such as `pyro.infer.mcmc.NUTS`.
 
     Raises:
         TypeError: `kernel_builder` is no kernel, has options that there are not, or is one of
@@ -124,23 +125,26 @@ class MCMC_BNN(SupervisedBNN):
         progress: bool | None = None,
         **options: Any,
     ) -> Any:
-        """Run the chains on the whole data set.
+        """Run the chains on the whole data set, or on its mini-batches.
 
         Args:
-            data_loader: yields `(inputs, targets)`; all batches are concatenated.
+            data_loader: yields `(inputs, targets)`. All batches are concatenated; or, for `SGLD`
+                and `SGHMC`, a transition is a step on one of them.
             num_samples: number of samples that are kept of each chain.
             device: device that the data are moved to.
             batch_data: whether `data_loader` is one batch itself, the pair `(inputs, targets)`.
             warmup_steps: transitions before, in which the kernel adapts; by default as many as
                 after.
-            num_chains: by default 4, or as many as there are starts; 1 for Pyro's kernels.
+            num_chains: by default 4, or as many as there are starts; 1 for Pyro's kernels and for
+                mini-batches.
             progress: show a bar; by default on a terminal only.
             options: of a kernel of `tyxe.samplers`:
 
                 - `thinning` (1): every how many transitions a sample is kept;
-                - `init` ("prior"): where chains start: at draws from the prior, at the "net", at
-                  draws of a fitted BNN, at a `tyxe.samplers.warm_start(...)`, or at the values
-                  `(num_chains, ...)` of a mapping by joint name;
+                - `init`: where chains start: at draws from the "prior" (the default), at the "net"
+                  (the default for mini-batches), at draws of a fitted BNN, at a
+                  `tyxe.samplers.warm_start(...)`, or at the values `(num_chains, ...)` of a mapping
+                  by joint name;
                 - `compile` (None): whether steps are compiled; by default where there is a compiler
                   and the run is long. A compiled net has to do the same tensor operations whatever
                   its weights are, and its hooks do not run;
@@ -150,7 +154,8 @@ class MCMC_BNN(SupervisedBNN):
 
                 Of one of Pyro's: the arguments of `pyro.infer.MCMC`.
 
-        An interrupt from the keyboard is raised, and the BNN keeps the samples made until then.
+        An interrupt from the keyboard is raised, and the BNN keeps the samples made until then; so
+        it does where a rate is so large that a chain diverges.
 
         Returns:
             The run: `MCMCRun`, or Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
@@ -159,7 +164,8 @@ class MCMC_BNN(SupervisedBNN):
             TypeError: `num_samples` is no integer; an option that there is not.
             ValueError: the data do not fit the likelihood; samples that do not fit into memory; bad
                 starts; hierarchical priors with a kernel of `tyxe.samplers`.
-            RuntimeError: a net that cannot be compiled; nothing to resume.
+            RuntimeError: a net that cannot be compiled; nothing to resume; a chain diverges.
+            OSError: no room for the file of samples.
         """
         hint = ": fit(data_loader, num_samples, warmup_steps=...)"
         num_samples = check_count("num_samples", num_samples, hint=hint)
@@ -167,10 +173,12 @@ class MCMC_BNN(SupervisedBNN):
             check_count("warmup_steps", warmup_steps, 0)
         if num_chains is not None:
             check_count("num_chains", num_chains)
-        data = collect([data_loader] if batch_data else data_loader, device)
-        with fitting(self, train=False), prior_fixed(self):
+        loader = [data_loader] if batch_data else data_loader
+        by_batch = self.kernel is not None and self.kernel.takes_batches
+        data = collect(loader, device) if not by_batch else OwnBatches(loader, device, 0).take()
+        with fitting(self, train=by_batch), prior_fixed(self):
             check_one_batch(self, self.net_prior, *data)
-            self._warn_of_setting(len(data[1]))
+            self._warn_of_setting(None if by_batch else len(data[1]))
             known = [field.name for field in dataclasses.fields(RunOptions)]
             if self.kernel is None:
                 wrong = [name for name in options if name in known]
@@ -191,14 +199,14 @@ class MCMC_BNN(SupervisedBNN):
                     f"warmup_steps, num_chains, progress, {', '.join(known)}"
                 )
             told, length = RunOptions(**options), (num_samples, warmup_steps, num_chains)
-            chains = self._to_resume(data, length, options) if told.resume else None
+            whole = loader if by_batch else data
+            chains = self._to_resume(whole, length, options) if told.resume else None
+            batches = (loader, device) if by_batch else None
             return self._fit_by_kernel(
-                chains or self._new_run(data, length, told, progress), progress
+                chains or self._new_run(data, length, told, progress, batches), progress
             )
 
-    def _to_resume(
-        self, data: tuple[Any, Tensor], length: tuple[Any, ...], options: dict[str, Any]
-    ) -> MCMCRun:
+    def _to_resume(self, data: Any, length: tuple[Any, ...], options: dict[str, Any]) -> MCMCRun:
         """Return the run that was stopped, if it is what is asked for."""
         if self._chains is None:
             raise RuntimeError(
@@ -218,31 +226,43 @@ class MCMC_BNN(SupervisedBNN):
         length: tuple[Any, ...],
         options: RunOptions,
         progress: bool | None,
+        batches: tuple[Iterable[Any], Any] | None,
     ) -> MCMCRun:
         assert self.kernel is not None
         num_samples, num_warmup, num_chains = length
+        kernel = self.kernel.for_points(self.likelihood.dataset_size)
+        init = kernel.default_init if options.init is None else options.init
+        if batches is not None and isinstance(init, WarmStart):
+            raise ValueError(
+                "a warm start takes all data at once, and this kernel mini-batches: pass "
+                "init=bnn.starts(data_loader, tyxe.samplers.warm_start(...))"
+            )
+        if num_chains is None and not isinstance(init, Mapping):
+            num_chains = kernel.default_chains
         if num_warmup is None:
-            num_warmup = num_samples * options.thinning
+            num_warmup = kernel.default_warmup(num_samples, options.thinning)
         self._chains = None
-        potential = Potential(self, *data)
-        starts = starts_of(self, potential, options.init, num_chains, data[1], progress)
-        run = make_run(self.kernel, potential, starts, num_samples, num_warmup, options)
-        short = self.kernel.check(num_warmup)
+        potential = Potential(self, *data, kernel.temperature)
+        starts = starts_of(self, potential, init, num_chains, data[1], progress)
+        estimates = None if batches is None else BatchPotential(potential, starts, *batches)
+        run = make_run(kernel, potential, starts, num_samples, num_warmup, options, estimates)
+        short = kernel.check(num_warmup)
         if short is not None:
             warn(short)
-        self._chains = MCMCRun(run, potential, data)
+        self._chains = MCMCRun(run, potential, data if batches is None else batches[0])
         return self._chains
 
     def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> MCMCRun:
         try:
             chains.go(progress)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RuntimeError) as error:
             kept = chains.run.num_kept
             if kept:
                 self._take(chains.get_samples(group_by_chain=True))
+            how = "; fit(..., resume=True) goes on" if isinstance(error, KeyboardInterrupt) else ""
             warn(
                 f"interrupted: the BNN keeps {kept or 'no new'} samples of each of "
-                f"{chains.num_chains} chains; fit(..., resume=True) goes on"
+                f"{chains.num_chains} chains{how}"
             )
             raise
         self._take(chains.get_samples(group_by_chain=True))
@@ -315,11 +335,11 @@ class MCMC_BNN(SupervisedBNN):
         with exclusive():
             self.samples.replace(samples)
 
-    def _warn_of_setting(self, points: int) -> None:
+    def _warn_of_setting(self, points: int | None) -> None:
         if am_i_wrapped():
             warn("MCMC shields its model from handlers: those around fit have no effect")
         size = self.likelihood.dataset_size
-        if points != size:
+        if points not in (None, size):
             warn(
                 f"the likelihood was built with dataset_size={size}, but there are {points} "
                 f"points: each counts {size / points:.3g} times",

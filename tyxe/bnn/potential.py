@@ -13,18 +13,22 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from tyxe.bnn.batches import OwnBatches
+from tyxe.bnn.checks import warn_of_size
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.moments import is_real
 from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
+from tyxe.samplers.potential import by_autograd, gradients
 from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, at_least_float32, call_with, reset_parameters_, tree_map_tensors
 
-__all__ = ["Potential", "alone", "starts_of"]
+__all__ = ["BatchPotential", "Potential", "alone", "starts_of"]
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -37,8 +41,9 @@ class Potential:
 
     Args:
         bnn: a BNN whose priors are distributions, not hierarchical.
-        inputs: all inputs, as one batch.
+        inputs: all inputs, as one batch; of estimates, those of one.
         targets: all targets, in the same order.
+        temperature: by which the log-likelihood is divided.
 
     Raises:
         ValueError: a prior that is no distribution.
@@ -53,11 +58,13 @@ class Potential:
         2.7568
     """
 
-    def __init__(self, bnn: SupervisedBNN, inputs: Inputs, targets: Tensor) -> None:
-        self.bnn, self.inputs = bnn, inputs
+    def __init__(
+        self, bnn: SupervisedBNN, inputs: Inputs, targets: Tensor, temperature: float = 1.0
+    ) -> None:
+        self.bnn, self.inputs, self.temperature = bnn, inputs, temperature
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
-        self._scale = bnn.likelihood.dataset_size / len(targets)
+        self._scale = bnn.likelihood.dataset_size / len(targets) / temperature
         self.priors = priors = self._priors()
         # Without those of real supports, which are the identity.
         self.transforms = {
@@ -89,27 +96,41 @@ class Potential:
 
     def mean_loss(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         """Return the negative log-likelihood of some points at a vector, in nats per point."""
-        values = self.unflatten(flat)
+        return self._mean_loss(self.unflatten(flat), inputs, targets)
+
+    def _mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         latents = {name: values[joint] for name, joint in self._latents.items()}
         predictions = at_least_float32(self.bnn.run_net(values, inputs))
         targets = self.bnn.likelihood.prepare_targets(predictions, targets)
         found = self.bnn.likelihood.log_likelihood(predictions, targets, "sum", latents)
         return -found / len(targets)
 
+    def estimate(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
+        """Return the potential energy as a mini-batch tells it."""
+        values = self.blocks.unflatten(flat)
+        prior = self._prior_energy(flat, values)
+        points = self.bnn.likelihood.dataset_size / self.temperature
+        return prior + points * self._mean_loss(values, inputs, targets)
+
     def at(self, flat: Tensor) -> Tensor:
         """Return the potential energy at a vector of unconstrained values."""
         values = self.blocks.unflatten(flat)
+        energy = self._prior_energy(flat, values)
+        latents = {name: values[joint] for name, joint in self._latents.items()}
+        predictions = at_least_float32(self.bnn.run_net(values, self.inputs))
+        return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)
+
+    def _prior_energy(self, flat: Tensor, values: dict[str, Tensor]) -> Tensor:
+        """Return `-log p(w)`, and replace the values by constrained ones."""
         terms = self._constrain(values)
         terms += [prior.log_prob(values[name]).sum() for name, prior in self._others.items()]
         terms += [joint.log_prob(joint.flatten(values)) for joint in self._joints]
-        latents = {name: values[joint] for name, joint in self._latents.items()}
-        predictions = at_least_float32(self.bnn.run_net(values, self.inputs))
         residual = flat if self._loc is None else flat - self._loc
         weighted = residual if self._relative is None else residual * self._relative
         energy = torch.addcmul(self._constant, (residual * weighted).sum(), self._precision)
         for term in terms:
             energy = energy - term
-        return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)
+        return energy
 
     def _log_likelihood(self, predictions: Any, latents: Mapping[str, Tensor]) -> Tensor:
         if not self._one_noise:
@@ -186,6 +207,56 @@ class Potential:
             values[name] = transform.inv(given)
             log_jacobians.append(-transform.log_abs_det_jacobian(values[name], given).sum())
         return log_jacobians
+
+
+class BatchPotential:
+    """The potentials of chains `(chains, d)`, each as its next mini-batch estimates it.
+
+    Every chain goes through the loader in an order of its own.
+
+    Args:
+        potential: of a BNN.
+        starts: where the chains start, `(chains, d)`.
+        loader: yields `(inputs, targets)`.
+        device: that batches are moved to.
+    """
+
+    def __init__(
+        self, potential: Potential, starts: Tensor, loader: Iterable[Any], device: Any
+    ) -> None:
+        seeds = torch.randint(2**62, (len(starts),)).tolist()
+        self._batches = [OwnBatches(loader, device, seed) for seed in seeds]
+        self._size, self._has_warned = potential.bnn.likelihood.dataset_size, False
+
+        def one(flat: Tensor, *leaves: Any) -> Tensor:
+            return potential.estimate(flat, *tree_unflatten(leaves, self._place))
+
+        self._alone = by_autograd(one)
+        self._together = None
+        first = [tree_flatten(batches.peek()) for batches in self._batches]
+        self._place = first[0][1]
+        # One chain has nothing to be stacked with, and graphs cannot be.
+        if len(starts) > 1 and all(isinstance(leaf, Tensor) for leaf in first[0][0]):
+            with alone():
+                self._together = gradients(one, starts, *_in_rows([row for row, _ in first]))
+
+    def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return potentials `(chains,)`, in nats, and gradients `(chains, d)`."""
+        rows = [tree_leaves(batches.take()) for batches in self._batches]
+        if self._together is not None:
+            gradient, value = self._together(position, *_in_rows(rows))
+        else:
+            found = [self._alone(at, *row) for at, row in zip(position, rows, strict=True)]
+            gradient, value = (torch.stack(parts) for parts in zip(*found, strict=True))
+        points = self._batches[0].in_epoch
+        if points is not None and not self._has_warned:
+            self._has_warned = warn_of_size(points, self._size)
+        return value, gradient
+
+
+def _in_rows(rows: list[list[Tensor]]) -> list[Tensor]:
+    """Return what the batches of all chains are, stacked."""
+    return [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
 
 def _normal(distribution: Any) -> td.Normal | None:

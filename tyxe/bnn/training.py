@@ -14,10 +14,9 @@ from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.checks import check_beta, check_one_batch, nonfinite_message
+from tyxe.bnn.checks import check_beta, check_one_batch, nonfinite_message, warn_of_size
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
-from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.poutine.variational_laplace import announce_epoch
@@ -110,23 +109,12 @@ class Trainer:
             kl = kl + terms.kl.detach() * terms.points
             points += terms.points
         sums = self.processes.total([float(data), float(kl), points])
-        self._warn_of_size(int(sums[2]))
+        self._warned = self._warned or warn_of_size(int(sums[2]), self.bnn.likelihood.dataset_size)
         weight = 1.0 / max(sums[2], 1)
         log_likelihood, divergence = sums[0] * weight, sums[1] * weight
         loss = beta * divergence - log_likelihood
         history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
         self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
-
-    def _warn_of_size(self, points: int) -> None:
-        size = self.bnn.likelihood.dataset_size
-        # Somewhat fewer points in an epoch may be intended, as with a sampler.
-        if points and not size / 20 <= points <= size and not self._warned:
-            self._warned = True
-            much = "little" if points > size else "much"
-            warn(
-                f"an epoch had {points} points, but the likelihood was built with dataset_size="
-                f"{size}, so the data count for too {much} against the KL",
-            )
 
     def step(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
         """Make one step on a batch.

@@ -12,7 +12,7 @@ from torch import Tensor
 from tyxe.errors import described
 from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
 from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
-from tyxe.samplers.kernel import Chains, Kernel, Randomness, Transition, check_number
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
 from tyxe.samplers.potential import Potential
 
 __all__ = ["MAX_ENERGY_ERROR", "Hamiltonian", "Settings", "reasonable_step_size"]
@@ -49,6 +49,7 @@ class Hamiltonian(Kernel):
         adapt_step_size: reach `target_accept_prob` by dual averaging during warm-up.
         adapt_mass_matrix: set the diagonal mass matrix by the variances of windows of the warm-up.
         target_accept_prob: the mean acceptance probability that is wanted.
+        temperature: by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
 
     Raises:
         TypeError: an option of another type.
@@ -63,8 +64,10 @@ class Hamiltonian(Kernel):
     adapt_step_size: bool = True
     adapt_mass_matrix: bool = True
     target_accept_prob: float = 0.8
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        check_number("temperature", self.temperature)
         check_number("step_size", self.step_size)
         check_number("target_accept_prob", self.target_accept_prob, below=1)
         for name in ("adapt_step_size", "adapt_mass_matrix"):
@@ -90,10 +93,10 @@ class Hamiltonian(Kernel):
             Learnt(DualAveraging.start(step_size), Moments.start(position)),
         )
 
-    def schedule(self, num_steps: int) -> Tensor:
+    def plan(self, length: Length) -> Tensor:
         """Return whether a transition adds to the mass matrix, ends a window, and is the last."""
-        collects, ends = windows(num_steps)
-        last = torch.zeros(num_steps, dtype=torch.bool)
+        collects, ends = windows(length.num_warmup)
+        last = torch.zeros(length.num_warmup, dtype=torch.bool)
         last[-1:] = True
         return torch.stack([collects, ends, last], -1)
 

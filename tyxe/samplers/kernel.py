@@ -12,7 +12,7 @@ from torch import Tensor
 from tyxe.errors import described
 from tyxe.samplers.potential import Potential
 
-__all__ = ["Chains", "Kernel", "Randomness", "Transition"]
+__all__ = ["Chains", "Kernel", "Length", "Randomness", "Transition"]
 
 
 class Randomness(NamedTuple):
@@ -43,6 +43,25 @@ class Transition(NamedTuple):
     statistics: Tensor
 
 
+class Length(NamedTuple):
+    """How many transitions a run makes of each chain.
+
+    Attributes:
+        num_warmup: before the samples.
+        num_samples: number of samples that are kept.
+        thinning: number of transitions for each of them.
+    """
+
+    num_warmup: int
+    num_samples: int = 0
+    thinning: int = 1
+
+    @property
+    def total(self) -> int:
+        """Number of all transitions."""
+        return self.num_warmup + self.num_samples * self.thinning
+
+
 class Chains(NamedTuple):
     """Chains under way: tuples of tensors whose first dimension counts chains.
 
@@ -66,11 +85,18 @@ class Kernel(ABC):
     Attributes:
         statistics: the names of what a transition tells.
         noises, coins: how many normal vectors and uniform numbers a step of a chain takes.
+        default_chains, default_init: number and starts of the chains of an `MCMC_BNN`.
+        takes_batches: whether steps take estimates of the potential by mini-batches.
+        temperature: of the target, by which `MCMC_BNN` divides the data term.
     """
 
     statistics: ClassVar[tuple[str, ...]]
     noises: ClassVar[int]
     coins: ClassVar[int]
+    takes_batches: ClassVar[bool] = False
+    default_chains: ClassVar[int] = 4
+    default_init: ClassVar[str] = "prior"
+    temperature: float
 
     @abstractmethod
     def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
@@ -82,9 +108,24 @@ class Kernel(ABC):
     ) -> tuple[Any, Transition]:
         """Return the state after one step of every chain, and what it has brought."""
 
+    def for_points(self, count: int) -> Kernel:
+        """Return the kernel for the potential of a data set of so many points."""
+        return self
+
+    def default_warmup(self, num_samples: int, thinning: int) -> int:
+        """Return the warm-up of a run that is given none: as many transitions as after it."""
+        return num_samples * thinning
+
     @abstractmethod
-    def schedule(self, num_steps: int) -> Tensor:
-        """Return what `adapt` is told in each transition of a warm-up, `(num_steps, entries)`."""
+    def plan(self, length: Length) -> Tensor:
+        """Return what `adapt` is told in each transition in which it is called, a row for each.
+
+        Most kernels adapt in the warm-up only, which comes first.
+        """
+
+    def kept(self, length: Length) -> Tensor:
+        """Return the counts of the transitions whose positions are samples, `(num_samples,)`."""
+        return length.num_warmup + length.thinning * torch.arange(1, length.num_samples + 1)
 
     @abstractmethod
     def adapt(
@@ -96,19 +137,23 @@ class Kernel(ABC):
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        """Return chains that have learnt from a step of the warm-up.
+        """Return chains that have learnt from a step for which there is a plan.
 
         Args:
             before: the chains before it.
             state: after it, from `step`.
             brought: from `step`.
-            warm: which chains ended a transition of their warm-up, `(chains,)`.
-            rows: those of the schedule for these, `(chains, entries)`.
+            warm: which chains ended a transition of the plan, `(chains,)`.
+            rows: those of the plan for these, `(chains, entries)`.
             random: what the step took.
         """
 
     def check(self, num_warmup: int) -> str | None:
         """Return what is to be said of a warm-up that is too short for what adapts, or None."""
+        return None
+
+    def stops(self, brought: Transition) -> str | None:
+        """Return what is to be said of a step that a run cannot take, and has to stop, or None."""
         return None
 
     def advice(self, statistics: dict[str, Tensor]) -> list[str]:

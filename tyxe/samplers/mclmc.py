@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe.samplers.adaptation import choose
 from tyxe.samplers.integrators import Point, minimal_norm, refreshed
-from tyxe.samplers.kernel import Chains, Kernel, Randomness, Transition, check_number
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
 from tyxe.samplers.potential import Potential
 
 __all__ = ["MCLMC", "MCLMCState"]
@@ -68,6 +68,7 @@ class MCLMC(Kernel):
             that falls linearly from the first to the second over nine tenths of the warm-up. The
             default is for nets; 5e-4 gives variances of Gaussians within some percent.
         memory: number of steps that the step size is averaged over.
+        temperature: by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
 
     Raises:
         TypeError: an option of another type.
@@ -85,6 +86,7 @@ class MCLMC(Kernel):
     momentum_length: float | None = None
     energy_variance: float | tuple[float, float] = (0.5, 0.1)
     memory: float = 100.0
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("step_size", self.step_size)
@@ -93,6 +95,7 @@ class MCLMC(Kernel):
         for variance in self._variances():
             check_number("energy_variance", variance)
         check_number("memory", self.memory, above=1)
+        check_number("temperature", self.temperature)
 
     def _variances(self) -> tuple[float, float]:
         given = self.energy_variance
@@ -135,9 +138,9 @@ class MCLMC(Kernel):
         )
         return after, brought
 
-    def schedule(self, num_steps: int) -> Tensor:
+    def plan(self, length: Length) -> Tensor:
         """Return the wanted variance, whether moments are taken, and which step is the last."""
-        first, last = self._variances()
+        num_steps, (first, last) = length.num_warmup, self._variances()
         steps = torch.arange(num_steps, dtype=torch.double)
         share = (steps / max(0.9 * num_steps, 1)).clamp(max=1)
         rows = [first + (last - first) * share, steps >= 0.9 * num_steps, steps == num_steps - 1]

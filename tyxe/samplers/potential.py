@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from tyxe.errors import warn
 
-__all__ = ["Potential", "batched", "gradients"]
+__all__ = ["Potential", "batched", "by_autograd", "gradients"]
 
 # From positions `(chains, d)` to potentials `(chains,)`, in nats, and gradients `(chains, d)`.
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -41,6 +41,21 @@ def batched(energy: Callable[[Tensor], Tensor], position: Tensor) -> Potential:
     return potential
 
 
+def by_autograd(one: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the gradient and the value of a function of one chain.
+
+    It takes more nets than `torch.func.grad` does, such as those with custom functions.
+    """
+
+    def alone(point: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            point = point.detach().requires_grad_()
+            value = one(point, *others)
+            return torch.autograd.grad(value, point)[0], value.detach()
+
+    return alone
+
+
 def gradients(one: Callable[..., Tensor], *tried: Tensor) -> Callable[..., Any]:
     """Return the gradients and values of a function at all chains, by `vmap` or by a loop.
 
@@ -52,12 +67,7 @@ def gradients(one: Callable[..., Tensor], *tried: Tensor) -> Callable[..., Any]:
     """
     together = vmap(grad_and_value(one))
 
-    # By autograd, which takes more nets than `torch.func.grad`, such as custom functions.
-    def alone(point: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            point = point.detach().requires_grad_()
-            value = one(point, *others)
-            return torch.autograd.grad(value, point)[0], value.detach()
+    alone = by_autograd(one)
 
     def by_loop(*given: Tensor) -> Any:
         found = [alone(*row) for row in zip(*given, strict=True)]

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tyxe.errors import warn
-from tyxe.samplers.kernel import Chains, Kernel, Randomness, Transition
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 from tyxe.samplers.program import Program, check_repeatable, has_compiler
 
@@ -90,7 +90,13 @@ class Run:
             like.new_zeros(chains, self.num_samples),
             like.new_zeros(chains, self.num_samples, len(self.kernel.statistics)),
         )
-        self._schedule = self.kernel.schedule(self.num_warmup).to(like.device)
+        length = Length(self.num_warmup, self.num_samples, self.thinning)
+        self._plan = self.kernel.plan(length).to(like.device)
+        # The place of each transition's sample, by their counts, and -1 for none.
+        self.num_transitions = length.total
+        self._place_of = torch.full([self.num_transitions + 2], -1, device=like.device)
+        self._kept_at = self.kernel.kept(length)
+        self._place_of[self._kept_at] = torch.arange(self.num_samples, device=like.device)
         # The leaves of the state, which is taken apart where chains adapt only.
         self._state: list[Tensor] = []
         self._settings: Any = None
@@ -102,15 +108,9 @@ class Run:
         return f"Run({self.kernel}, {chains} chains in {d} dimensions, {self.num_kept} samples)"
 
     @property
-    def num_transitions(self) -> int:
-        """How many transitions every chain makes in all."""
-        return self.num_warmup + self.num_samples * self.thinning
-
-    @property
     def num_kept(self) -> int:
         """How many samples there are of every chain."""
-        done = int(self.transitions.min()) - self.num_warmup
-        return min(max(done // self.thinning, 0), self.num_samples)
+        return int((self._kept_at <= self.transitions.min().cpu()).sum())
 
     @property
     def settings(self) -> Any:
@@ -126,7 +126,8 @@ class Run:
         """Make steps until every chain has its samples, and yield what each has brought.
 
         Raises:
-            RuntimeError: `compile` is True, and the potential cannot be compiled.
+            RuntimeError: `compile` is True, and the potential cannot be compiled; a chain of a
+                kernel without accept step diverges, and stays where it was.
         """
         if not self._state:
             with torch.no_grad(), self.inside():
@@ -180,9 +181,9 @@ class Run:
         state = pytree.tree_unflatten(self._state, self._place)
         brought = step(state, self._settings, random)[1]
         chains = Chains(state, self._settings, self._learnt)
-        rows = self._schedule.new_zeros(len(self.starts), self._schedule.shape[-1])
+        rows = self._plan.new_zeros(len(self.starts), self._plan.shape[-1])
         given = (chains, state, brought, brought.done, rows, random)
-        adapts = int(self.transitions.min()) < self.num_warmup
+        adapts = int(self.transitions.min()) < len(self._plan)
         return (
             Program(step, state, self._settings, random, compile=compile),
             Program(kernel.adapt, *given, compile=compile and adapts),
@@ -196,11 +197,14 @@ class Run:
         leaves = step.at_leaves(*self._state, *self._settings, *random)
         state, brought = leaves[: len(self._state)], Transition(*leaves[len(self._state) :])
         settings, learnt = self._settings, self._learnt
+        stopped = self.kernel.stops(brought)
+        if stopped is not None:
+            raise RuntimeError(stopped)
         transitions = self.transitions
         if bool(brought.done.any()):
-            warm = brought.done & (transitions < self.num_warmup)
+            warm = brought.done & (transitions < len(self._plan))
             if bool(warm.any()):
-                rows = self._schedule[transitions.clamp(max=self.num_warmup - 1)]
+                rows = self._plan[transitions.clamp(max=len(self._plan) - 1)]
                 before, after = (
                     pytree.tree_unflatten(one, self._place) for one in (self._state, state)
                 )
@@ -215,12 +219,10 @@ class Run:
     def _kept_of(self, brought: Transition) -> Tensor:
         """Keep what is to be kept of transitions that ended, and return the counts after them."""
         transitions = self.transitions + brought.done
-        made = transitions - self.num_warmup
-        is_kept = brought.done & (made > 0) & (made % self.thinning == 0)
-        is_kept &= made <= self.num_samples * self.thinning
-        chains = is_kept.nonzero()[:, 0]
+        places = self._place_of[transitions.clamp(max=self.num_transitions + 1)]
+        chains = (brought.done & (places >= 0)).nonzero()[:, 0]
         if len(chains):
-            at = made[chains] // self.thinning - 1
+            at = places[chains]
             for kept, new in zip(self.kept, brought[1:], strict=True):
                 # Positions may be in a file, and so not where the chains are.
                 kept[chains.to(kept.device), at.to(kept.device)] = new[chains].to(kept)

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from tyxe.samplers import HMC, MCLMC, NUTS, Chains, Kernel, Run
+from tyxe.samplers import HMC, MCLMC, NUTS, SGHMC, SGLD, Chains, Kernel, Run
 from tyxe.testing.asserts import assert_close, assert_within
 
 __all__ = ["KERNELS", "check_kernel"]
@@ -23,6 +23,8 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "NUTS": NUTS,
     "NUTS, shallow": lambda: NUTS(max_tree_depth=2),
     "MCLMC": lambda: MCLMC(energy_variance=1e-6, step_size=0.1),
+    "SGLD": lambda: SGLD(lr=0.04),
+    "SGHMC": lambda: SGHMC(lr=0.02, friction=0.3),
 }
 
 

@@ -1,0 +1,229 @@
+"""Chains by mini-batches: rates, tempering, resuming, batches of their own, storage, errors."""
+
+import errno
+import functools
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+from tests.oracles.chains import NOISE, PRIOR, N, assert_moments, data
+from tyxe.bnn.chains import MCMCRun
+from tyxe.bnn.potential import BatchPotential, Potential
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+from tyxe.samplers import HMC, MCLMC, NUTS, SGHMC, SGLD, warm_start
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+X, Y = data()
+
+
+def make(kernel, net=None, likelihood=None):
+    likelihood = likelihood or HomoskedasticGaussian(N, scale=NOISE)
+    return tyxe.MCMC_BNN(net or nn.Linear(1, 1).double(), PRIOR, likelihood, kernel)
+
+
+def loader(batch_size=4, shuffle=True):
+    return DataLoader(TensorDataset(X, Y), batch_size, shuffle=shuffle)
+
+
+def posterior(temperature):
+    """Return mean and covariance under the prior and the tempered likelihood."""
+    design = torch.cat([X, torch.ones(N, 1).double()], 1)
+    precision = design.T @ design / NOISE**2 / temperature + torch.eye(2).double() / 1.5**2
+    mean = torch.linalg.solve(precision, design.T @ Y / NOISE**2 / temperature).squeeze(-1)
+    return mean, torch.linalg.inv(precision)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        functools.partial(SGLD, 0.01),
+        functools.partial(SGHMC, 0.01, friction=0.3),
+        functools.partial(NUTS),
+        functools.partial(HMC, num_steps=5),
+        functools.partial(MCLMC, energy_variance=1e-4, step_size=0.1),
+    ],
+    ids=lambda kernel: kernel.func.__name__,
+)
+def test_a_temperature_divides_the_data_term_alone(kernel, temperature):
+    bnn = make(kernel(temperature=temperature))
+    bnn.fit([(X, Y)], 150, warmup_steps=300, num_chains=16, thinning=3, compile=False)
+    samples = bnn.get_samples()
+    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
+    assert_moments(stacked, *posterior(temperature))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_step_without_noise_is_one_of_sgd_at_the_same_rate(temperature):
+    net = nn.Linear(1, 1).double()
+    kernel = SGHMC(0.05, friction=0.1, temperature=temperature, schedule="cyclical").for_points(N)
+    bnn, batches = make(kernel, net), list(loader(shuffle=False))
+    potential = Potential(bnn, *batches[0], temperature)
+    start = potential.flatten({f"net.{n}": p.detach() for n, p in net.named_parameters()})[None]
+    estimates = BatchPotential(potential, start, batches, None)
+    random = kernel.randomness(start)
+    state, settings, _ = kernel.start(estimates, start, random)
+    sgd = torch.optim.SGD(net.parameters(), 0.05, 0.9, weight_decay=temperature / N / 1.5**2)
+    for x, y in batches + batches:
+        state, _ = kernel.step(estimates, state, settings, random)
+        sgd.zero_grad()
+        (-bnn.likelihood.log_likelihood(net(x), y, "mean")).backward()
+        sgd.step()
+    after = {f"net.{n}": p.detach() for n, p in net.named_parameters()}
+    torch.testing.assert_close(state.point.position[0], potential.flatten(after))
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been():
+    kernel = SGHMC(0.02, schedule="cyclical", num_cycles=2)
+
+    def fitted(stop_at):
+        torch.manual_seed(5)
+        bnn = make(kernel)
+        fit = functools.partial(bnn.fit, loader(5), 8, thinning=2)
+        if stop_at:
+            at = Stop(stop_at)
+            with at, pytest.raises(KeyboardInterrupt):
+                fit()
+            assert 0 < bnn.samples["net.weight"].shape[1] < 8
+            torch.randn(3)  # other uses of the generator do not matter
+            fit = functools.partial(bnn.fit, at.loader_of(bnn), 8, thinning=2, resume=True)
+        return fit().get_samples()["net.weight"]
+
+    torch.testing.assert_close(fitted(None), fitted(75), rtol=0, atol=0)
+
+
+class Stop:
+    """Interrupt the sampling after some transitions."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __enter__(self):
+        self.go, run = MCMCRun.go, self
+
+        def go(chains, progress):
+            for _, _ in zip(range(run.count), chains.run.steps(), strict=False):
+                pass
+            raise KeyboardInterrupt
+
+        MCMCRun.go = go
+
+    def __exit__(self, *error):
+        MCMCRun.go = self.go
+
+    @staticmethod
+    def loader_of(bnn):
+        return bnn._chains.data
+
+
+def test_resuming_with_another_loader_is_an_error():
+    bnn = make(SGLD(0.01))
+    with Stop(30), pytest.raises(KeyboardInterrupt):
+        bnn.fit(loader(), 20)
+    with pytest.raises(ValueError, match="resume=True goes on with the data"):
+        bnn.fit(loader(), 20, resume=True)
+
+
+def test_chains_meet_the_batches_in_orders_of_their_own_and_move_as_alone():
+    net = nn.Linear(1, 1).double()
+    found = []
+    for given in (net, Looped(net)):
+        bnn = make(SGLD(0.01), given)
+        torch.manual_seed(1)
+        run = bnn.fit(loader(5), 10, warmup_steps=0, num_chains=3)
+        found += [v for n, v in run.get_samples(True).items() if n.endswith("weight")]
+    assert len({float(chain[0]) for chain in found[0]}) == 3
+    torch.testing.assert_close(found[1], found[0])
+
+
+class Looped(nn.Module):
+    """A net that `torch.vmap` refuses, as its forward depends on values."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.inner = nn.Linear(1, 1).double()
+        self.inner.load_state_dict(net.state_dict())
+
+    def forward(self, x):
+        return self.inner(x) if bool(self.inner.weight.abs().sum() < 1e9) else x
+
+
+def test_norms_use_the_batch_and_learn_their_statistics():
+    net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    bnn = make(SGHMC(0.01), net)
+    bnn.fit(loader(), 4, warmup_steps=10)
+    assert int(bnn.net[1].num_batches_tracked) > 10
+    assert not bnn.net[1].training or net[1].training
+    assert bnn.predict(X, num_predictions=4)[0].isfinite().all()
+
+
+def test_function_space_diagnostics():
+    pytest.importorskip("arviz")
+    bnn = make(SGHMC(0.02, friction=0.3))
+    bnn.fit(loader(), 200, warmup_steps=200, num_chains=4)
+    table = bnn.summary(X[:3])
+    assert len(table) == 3
+    assert (table["r_hat"] < 1.1).all()
+    assert (table["ess_bulk"] > 50).all()
+
+
+def test_samples_on_disk_in_half_precision(tmp_path):
+    bnn = make(SGLD(0.01))
+    path = tmp_path / "samples"
+    bnn.fit(loader(), 50, thinning=3, file=path, dtype=torch.float16)
+    assert path.stat().st_size == 50 * 2 * 2
+    assert bnn.samples["net.weight"].dtype == torch.float16
+    assert bnn.predict(X, num_predictions=10)[0].isfinite().all()
+
+
+def test_a_full_disk_is_an_error_before_the_first_step(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    bnn = make(SGLD(0.01))
+    with pytest.raises(OSError, match=r"no room for 400 bytes of samples.*float16"):
+        bnn.fit(loader(), 25, file=tmp_path / "samples")
+    assert not os.listdir(tmp_path)
+    assert not len(bnn.samples)
+
+
+def test_a_rate_that_diverges_leaves_what_was_good():
+    x, y = torch.randn(64, 3), torch.randint(2, (64,))
+    net = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 2))
+    bnn = make(SGHMC(3e3, temperature=0.1), net, Categorical(64))
+    with pytest.raises(RuntimeError, match=r"SGHMC diverged .* lower lr=3000"):
+        bnn.fit([(x[:32], y[:32]), (x[32:], y[32:])], 2000, warmup_steps=0)
+    assert 0 < bnn.samples["net.0.weight"].shape[1] < 2000
+    assert all(value.isfinite().all() for value in bnn.get_samples().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"compile": True}, ValueError, "mini-batches is not compiled"),
+        ({"init": warm_start()}, ValueError, r"a warm start takes all data at once.*bnn\.starts"),
+        ({"warmup_steps": 3}, ValueError, "13 steps are too few for 4 cycles"),
+    ],
+)
+def test_bad_options(options, error, message):
+    bnn = make(SGLD(0.01, schedule="cyclical"))
+    with pytest.raises(error, match=message):
+        bnn.fit(loader(), 10, **options)
+
+
+@pytest.mark.parametrize("bad", [[], 3, [X]])
+def test_bad_loaders(bad):
+    with pytest.raises((TypeError, ValueError), match="loader"):
+        make(SGLD(0.01)).fit(bad, 10)
+
+
+def test_an_epoch_of_another_size_is_told():
+    bnn = make(SGLD(0.01), likelihood=HomoskedasticGaussian(6 * N, scale=NOISE))
+    bnn.likelihood.dataset_size = 500
+    with pytest.warns(tyxe.TyxeWarning, match="an epoch had 12 points"):
+        bnn.fit(loader(), 10)

@@ -1,0 +1,135 @@
+"""SGLD and SGHMC: exact stationary moments of the discrete dynamics, schedules, divergence."""
+
+import math
+
+import pytest
+import torch
+
+from tyxe.samplers import SGHMC, SGLD, Length, Run
+
+
+def normal(position):
+    return 0.5 * position.square().sum(-1), position
+
+
+def stationary(rate, friction):
+    """Return the variances of position and velocity under a standard normal, by iteration."""
+    a, eta = friction, rate
+    # The next position and velocity from those before: v' = (1 - a) v - eta w + noise, w' = w + v'.
+    step = torch.tensor([[1 - eta, 1 - a], [-eta, 1 - a]], dtype=torch.double)
+    noise = torch.full([2, 2], 2 * a * eta, dtype=torch.double)
+    covariance = torch.eye(2, dtype=torch.double)
+    for _ in range(20_000):
+        covariance = step @ covariance @ step.T + noise
+    return covariance.diagonal()
+
+
+@pytest.mark.parametrize("make", [lambda lr: SGLD(lr), lambda lr: SGHMC(lr, friction=0.3)])
+def test_moments_are_those_of_the_discrete_dynamics(make):
+    kernel, chains = make(0.1), 20_000
+    run = Run(kernel, normal, torch.randn(chains, 1).double(), 1, num_warmup=200, seed=3)
+    assert len(list(run.steps())) == 201
+    found = run.kept.positions.square().mean()
+    expected = stationary(0.1, kernel.friction)[0]
+    assert abs(found / expected - 1) < 4 * math.sqrt(2 / chains)
+
+
+@pytest.mark.parametrize("friction", [1.0, 0.5, 0.1])
+def test_the_bias_halves_with_the_rate(friction):
+    """Of the recursion that the test above finds the kernels to be."""
+    biases = [stationary(rate, friction)[0] - 1 for rate in (0.08, 0.04, 0.02)]
+    assert 1.9 < biases[0] / biases[1] < 2.2
+    assert 1.9 < biases[1] / biases[2] < 2.2
+
+
+def test_the_velocity_has_the_variance_of_the_paper():
+    variance = stationary(1e-3, 0.1)[1]
+    torch.testing.assert_close(
+        variance, torch.tensor(1e-3 / (1 - 0.05)).double(), rtol=2e-3, atol=0
+    )
+
+
+def test_cycles_are_cosines_without_noise_at_first():
+    kernel = SGHMC(0.5, schedule="cyclical", num_cycles=3, exploration=0.75)
+    noises = []
+    run = Run(kernel, normal, torch.zeros(1, 1), 6, num_warmup=54, seed=0)
+    assert len(list(run.steps())) == 60
+    plan = kernel.plan(Length(54, 6))
+    for step in range(1, 60):  # of the formula, counted from 1 there
+        inside = (step % 20) / 20
+        expected = 0.5 * (math.cos(math.pi * inside) + 1)
+        torch.testing.assert_close(plan[step - 1, 0], torch.tensor(expected).double())
+        assert plan[step - 1, 1] == (inside >= 0.75)
+        noises.append(inside >= 0.75)
+    assert sum(noises) == 15
+    # Two samples from the end of each.
+    assert kernel.kept(Length(54, 6)).tolist() == [19, 20, 39, 40, 59, 60]
+    kept_rates = run.kept.statistics[0, :, 0]
+    expected = 0.5 * 0.5 * torch.tensor([math.cos(math.pi * s / 20) + 1 for s in (18, 19)] * 3)
+    torch.testing.assert_close(kept_rates, expected)
+
+
+def test_the_first_part_of_a_cycle_is_deterministic():
+    kernel = SGHMC(0.1, schedule="cyclical", num_cycles=1)
+    start = torch.ones(1, 2)
+    found = []
+    for seed in (0, 1):
+        run = Run(kernel, normal, start, 1, num_warmup=99, seed=seed)
+        found.append(torch.cat([brought.position for brought in run.steps()]))
+    assert torch.equal(found[0][:80], found[1][:80])
+    assert not torch.equal(found[0][80], found[1][80])
+
+
+def test_polynomial_rates():
+    kernel = SGLD(0.2, schedule="polynomial", power=0.6, offset=10.0)
+    run = Run(kernel, normal, torch.zeros(1, 1), 5, num_warmup=0, seed=0)
+    assert len(list(run.steps())) == 5
+    expected = 0.2 * (1 + torch.arange(5) / 10.0) ** -0.6
+    torch.testing.assert_close(run.kept.statistics[0, :, 0], expected)
+
+
+def test_samples_that_no_cycle_ends_with():
+    kernel = SGLD(0.1, schedule="cyclical")
+    message = (
+        r"100 steps are too few for 4 cycles, .* 20% give 40 samples .* warmup_steps=180 or more"
+    )
+    with pytest.raises(ValueError, match=message):
+        Run(kernel, normal, torch.zeros(1, 1), 40, num_warmup=60)
+    length = Length(kernel.default_warmup(40, 3), 40, 3)
+    steps = kernel.kept(length)
+    assert len(steps) == 40
+    # The noise of the step to each is that of the plan's row before.
+    assert kernel.plan(length)[steps - 2, 1].all()
+
+
+def test_a_rate_that_diverges_leaves_the_last_good_sample():
+    run = Run(SGHMC(5.0), normal, torch.ones(1, 2), 1000, seed=0)
+    with pytest.raises(RuntimeError, match=r"SGHMC diverged at the rate 5, .* lower lr=5"):
+        list(run.steps())
+    assert 1 < run.num_kept < 1000
+    assert run.kept.positions[:, : run.num_kept].isfinite().all()
+
+
+def test_clipping_bounds_a_step():
+    kernel = SGLD(0.1, clip_norm=0.5, schedule="cyclical", num_cycles=1)
+    run = Run(kernel, normal, torch.tensor([[30.0, 40.0]]), 1, num_warmup=9)
+    first = next(run.steps())
+    torch.testing.assert_close(first.position, torch.tensor([[30.0 - 0.03, 40.0 - 0.04]]))
+    assert first.statistics[0].tolist() == pytest.approx([0.1, 50.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": 0.0}, ValueError, "lr is 0.0"),
+        ({"lr": 0.1, "temperature": -1.0}, ValueError, "temperature"),
+        ({"lr": 0.1, "schedule": "cosine"}, ValueError, "schedule is 'cosine'"),
+        ({"lr": 0.1, "friction": 1.0}, ValueError, "friction is 1.0"),
+        ({"lr": 0.1, "exploration": 1.0}, ValueError, "exploration is 1.0"),
+        ({"lr": 0.1, "num_cycles": 0}, ValueError, "num_cycles is 0"),
+        ({"lr": "0.1"}, TypeError, "lr is"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        SGHMC(**options)

@@ -1,0 +1,241 @@
+"""Langevin dynamics by gradients of mini-batches, with or without momentum: SGLD and SGHMC.
+
+There is no accept step: the bias is of first order in the rate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tyxe.errors import check_count, check_known
+from tyxe.samplers.integrators import Point
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
+from tyxe.samplers.potential import Potential
+
+__all__ = ["SGHMC", "SGLD"]
+
+SCHEDULES = ("constant", "polynomial", "cyclical")
+
+
+class State(NamedTuple):
+    """Where chains are, with the gradient of a mini-batch there, and their last moves."""
+
+    point: Point
+    velocity: Tensor
+
+
+class Settings(NamedTuple):
+    """Of the next step, `(chains,)`: the rate, and 1 or 0, whether it has noise."""
+
+    step_size: Tensor
+    noise: Tensor
+
+
+@dataclass(frozen=True)
+class SGLD(Kernel):
+    r"""Stochastic-gradient Langevin dynamics, a kernel of `MCMC_BNN`.
+
+    A transition is a step on one mini-batch, `w <- w - eta grad U + sqrt(2 eta) z`, where `U` is
+    the batch's estimate of the potential. A cyclical run has `num_cycles`, in each of which the
+    rate falls from `lr` to 0 as a cosine, and takes as many samples from the end of each.
+
+    Args:
+        lr: rate of the mean loss of a data point, as that of the plain net's SGD: with `N` points
+            `eta = lr T / N`. For a `Run` of a potential of your own it is `eta`.
+        temperature: `T`, by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
+        schedule: `"constant"`; `"polynomial"`, `lr (1 + t / offset)^-power` at step `t`; or
+            `"cyclical"`.
+        clip_norm: largest norm of the mean loss's gradient, above which it is scaled down.
+        num_cycles: of a cyclical run.
+        exploration: the first part of each cycle, which has no noise.
+        power, offset: of a polynomial schedule.
+        points: `N / T`, which `MCMC_BNN` sets.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: numbers out of range; an unknown schedule.
+
+    References:
+        Welling, Teh 2011; Zhang et al. 2020, eq. 1 and algorithm 1, for cycles.
+
+    Example:
+        >>> import functools, pyro.distributions as dist, torch, tyxe
+        >>> data = [(torch.ones(2, 1), torch.ones(2, 1)), (torch.zeros(2, 1), torch.zeros(2, 1))]
+        >>> bnn = tyxe.MCMC_BNN(
+        ...     torch.nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5),
+        ...     functools.partial(tyxe.samplers.SGLD, lr=0.01))
+        >>> run = bnn.fit(data, num_samples=20, warmup_steps=100, thinning=5)
+        >>> run.get_samples()["net.weight"].shape
+        torch.Size([20, 1, 1])
+    """
+
+    statistics: ClassVar[tuple[str, ...]] = ("lr", "gradient_norm")
+    noises: ClassVar[int] = 1
+    coins: ClassVar[int] = 0
+    takes_batches: ClassVar[bool] = True
+    default_chains: ClassVar[int] = 1
+    default_init: ClassVar[str] = "net"
+    friction = 1.0  # no field: without momentum
+
+    lr: float
+    temperature: float = 1.0
+    schedule: str = "constant"
+    clip_norm: float | None = None
+    num_cycles: int = 4
+    exploration: float = 0.8
+    power: float = 0.55
+    offset: float = 1000.0
+    points: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "temperature", "power", "offset", "points"):
+            check_number(name, getattr(self, name))
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm)
+        check_known("schedule", self.schedule, SCHEDULES)
+        check_count("num_cycles", self.num_cycles)
+        if self.exploration != 0:
+            check_number("exploration", self.exploration, below=1)
+
+    def for_points(self, count: int) -> SGLD:
+        """Return the kernel whose rate is that of a point's mean loss."""
+        return dataclasses.replace(self, points=count / self.temperature)
+
+    def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
+        """Return chains at rest at their starts, `(chains, d)`."""
+        point = Point.at(potential, position)
+        rate = torch.full_like(point.potential, self.lr / self.points)
+        noise = torch.full_like(rate, self._has_noise(torch.zeros(1)).item())
+        return Chains(State(point, torch.zeros_like(position)), Settings(rate, noise), ())
+
+    def step(
+        self, potential: Potential, state: State, settings: Settings, random: Randomness
+    ) -> tuple[State, Transition]:
+        """Return chains after one step, at whose ends the next batches have been met."""
+        (position, _, gradient), velocity = state
+        rate = settings.step_size
+        norm = gradient.norm(dim=-1) / self.points
+        move = rate if self.clip_norm is None else rate * (self.clip_norm / norm).clamp(max=1)
+        spread = (2 * self.friction * rate).sqrt() * settings.noise
+        after = (1 - self.friction) * velocity if self.friction < 1 else torch.zeros_like(velocity)
+        after = after.addcmul_(gradient, -move[:, None])
+        after = after.addcmul_(random.noise[0], spread[:, None])
+        point = Point.at(potential, position + after)
+        statistics = torch.stack([rate * self.points, norm], -1)
+        done = torch.ones_like(rate, dtype=torch.bool)
+        return State(point, after), Transition(done, point.position, point.potential, statistics)
+
+    def plan(self, length: Length) -> Tensor:
+        """Return the factor of the rate and whether there is noise, for the steps that follow."""
+        steps = torch.arange(1, length.total + 1, dtype=torch.double)
+        if self.schedule == "cyclical":
+            share = self._share(steps, length.total)
+            return torch.stack([0.5 * (math.pi * share).cos() + 0.5, self._has_noise(share)], -1)
+        factor = one = torch.ones_like(steps)
+        if self.schedule == "polynomial":
+            factor = (1 + steps / self.offset) ** -self.power
+        return torch.stack([factor, one], -1)
+
+    def _share(self, steps: Tensor, total: int) -> Tensor:
+        """Return the share of its cycle that is over before a step, counted from 0."""
+        return (steps * self.num_cycles / total) % 1
+
+    def _has_noise(self, share: Tensor) -> Tensor:
+        is_cyclical = self.schedule == "cyclical"
+        return (share >= self.exploration).to(share) if is_cyclical else torch.ones_like(share)
+
+    def adapt(
+        self,
+        before: Chains,
+        state: State,
+        brought: Transition,
+        warm: Tensor,
+        rows: Tensor,
+        random: Randomness,
+    ) -> Chains:
+        """Return chains with the rate of the next step."""
+        factor, noise = rows.to(brought.potential).unbind(-1)
+        return Chains(state, Settings(self.lr / self.points * factor, noise), ())
+
+    def default_warmup(self, num_samples: int, thinning: int) -> int:
+        """Return the warm-up of a run that is given none, for cycles the shortest."""
+        if self.schedule != "cyclical":
+            return super().default_warmup(num_samples, thinning)
+        return self._shortest(Length(0, num_samples, thinning)) - num_samples * thinning
+
+    def _shortest(self, length: Length) -> int:
+        """Return the number of transitions of the shortest run in cycles that has its samples."""
+        each = -(-length.num_samples // self.num_cycles)
+        # One more, since ends of cycles are rounded.
+        steps = (each * length.thinning + 1) / (1 - self.exploration)
+        return self.num_cycles * math.ceil(round(steps, 6))
+
+    def kept(self, length: Length) -> Tensor:
+        """Return the counts of the transitions that are kept: of cycles their last ones."""
+        if self.schedule != "cyclical":
+            return super().kept(length)
+        shortest = self._shortest(length)
+        if length.total < shortest:
+            raise ValueError(
+                f"{length.total} steps are too few for {self.num_cycles} cycles, of which the last "
+                f"{1 - self.exploration:.0%} give {length.num_samples} samples with "
+                f"thinning={length.thinning}: pass warmup_steps="
+                f"{shortest - length.total + length.num_warmup} or more, or fewer cycles"
+            )
+        found = []
+        for cycle in range(self.num_cycles):
+            end = (cycle + 1) * length.total // self.num_cycles
+            # The last cycles have one more, where they cannot have as many.
+            count = (length.num_samples + cycle) // self.num_cycles
+            found += [end - length.thinning * back for back in reversed(range(count))]
+        return torch.tensor(found)
+
+    def stops(self, brought: Transition) -> str | None:
+        """Return what is to be said where a chain has left all that is finite."""
+        finite = brought.potential.isfinite() & brought.statistics.isfinite().all(-1)
+        if bool(finite.all()):
+            return None
+        lr, norm = brought.statistics[int((~finite).nonzero()[0])].tolist()
+        return (
+            f"{type(self).__name__} diverged at the rate {lr:.3g}, where the gradient's norm was "
+            f"{norm:.3g}: lower lr={self.lr:g}, or pass clip_norm=1.0"
+        )
+
+    def told(self, statistics: dict[str, Tensor]) -> dict[str, float]:
+        """Return what a progress bar shows: the last rate, and the mean norm of gradients."""
+        rates, norms = (statistics[name] for name in self.statistics)
+        return {"lr": float(rates[-1]), "gradient": float(norms.mean())}
+
+
+@dataclass(frozen=True)
+class SGHMC(SGLD):
+    r"""Stochastic-gradient Hamiltonian Monte Carlo, a kernel of `MCMC_BNN`.
+
+    SGD with momentum `1 - a` and noise: `v <- (1 - a) v - eta grad U + sqrt(2 a eta) z`, and
+    `w <- w + v`. Arguments and errors that are not listed are those of `SGLD`.
+
+    Args:
+        friction: `a`, in (0, 1).
+
+    Reference:
+        Chen, Fox, Guestrin 2014, eq. 15.
+
+    Example:
+        >>> import functools, tyxe
+        >>> kernel = functools.partial(tyxe.samplers.SGHMC, lr=0.1, schedule="cyclical")
+        >>> kernel().friction
+        0.1
+    """
+
+    friction: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("friction", self.friction, below=1)
