@@ -17,8 +17,8 @@ def test_the_packages_own(name: str) -> None:
 
 @dataclass(frozen=True)
 class Wide(HMC):
-    def randomness(self, position, generator=None):
-        random = super().randomness(position, generator)
+    def randomness(self, position, generator=None, settings=None):
+        random = super().randomness(position, generator, settings)
         return Randomness(1.3 * random.noise, random.coins)
 
 

@@ -247,7 +247,11 @@ class BatchPotential:
             gradient, value = self._together(position, *_in_rows(rows))
         else:
             found = [self._alone(at, *row) for at, row in zip(position, rows, strict=True)]
-            gradient, value = (torch.stack(parts) for parts in zip(*found, strict=True))
+            # One chain is not copied.
+            gradient, value = (
+                parts[0][None] if len(parts) == 1 else torch.stack(parts)
+                for parts in zip(*found, strict=True)
+            )
         points = self._batches[0].in_epoch
         if points is not None and not self._has_warned:
             self._has_warned = warn_of_size(points, self._size)

@@ -164,8 +164,10 @@ class Kernel(ABC):
         """Return what a progress bar shows of some transitions' statistics `(transitions,)`."""
         return {name: float(values.mean()) for name, values in statistics.items()}
 
-    def randomness(self, position: Tensor, generator: torch.Generator | None = None) -> Randomness:
-        """Draw the numbers for a step of chains at positions `(chains, d)`."""
+    def randomness(
+        self, position: Tensor, generator: torch.Generator | None = None, settings: Any = None
+    ) -> Randomness:
+        """Draw the numbers for a step, or a start, of chains at positions `(chains, d)`."""
         chains, d = position.shape
         like = {"dtype": position.dtype, "device": position.device, "generator": generator}
         noise = torch.randn((self.noises, chains, d), **like)  # type: ignore[call-overload]

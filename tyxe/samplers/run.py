@@ -193,7 +193,9 @@ class Run:
         assert self.programs is not None
         step, adapt = self.programs
         # Numbers that an interrupt has left unused are those of the next step.
-        self._random = random = self._random or self.kernel.randomness(self.starts, self.generator)
+        self._random = random = self._random or self.kernel.randomness(
+            self.starts, self.generator, self._settings
+        )
         leaves = step.at_leaves(*self._state, *self._settings, *random)
         state, brought = leaves[: len(self._state)], Transition(*leaves[len(self._state) :])
         settings, learnt = self._settings, self._learnt

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +114,15 @@ class SGLD(Kernel):
         rate = torch.full_like(point.potential, self.lr / self.points)
         noise = torch.full_like(rate, self._has_noise(torch.zeros(1)).item())
         return Chains(State(point, torch.zeros_like(position)), Settings(rate, noise), ())
+
+    def randomness(
+        self, position: Tensor, generator: torch.Generator | None = None, settings: Any = None
+    ) -> Randomness:
+        """Draw the numbers for a step, or none where all steps are without noise."""
+        if settings is None or bool(settings.noise.any()):
+            return super().randomness(position, generator, settings)
+        none = position.new_zeros(())
+        return Randomness(none.expand(1, *position.shape), none.expand(0, len(position)))
 
     def step(
         self, potential: Potential, state: State, settings: Settings, random: Randomness
