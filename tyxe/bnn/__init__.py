@@ -3,6 +3,7 @@
 from tyxe.bnn.base import BNN
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
+from tyxe.bnn.ensemble import EnsembleBNN
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
@@ -12,6 +13,7 @@ __all__ = [
     "BNN",
     "MCMC_BNN",
     "ElboTerms",
+    "EnsembleBNN",
     "History",
     "LaplaceBNN",
     "PytorchBNN",

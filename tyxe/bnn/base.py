@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import weakref
 from abc import abstractmethod
@@ -15,8 +14,7 @@ import torch
 from torch import Size, Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from tyxe import files
-from tyxe.bnn.checkpoint import Resumable
+from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.rerun import Resting, remember
 from tyxe.errors import described
 from tyxe.poutine.draw import substituted
@@ -154,7 +152,7 @@ def _is_frozen(part: nn.Module, sites: set[int]) -> bool:
     return bool(parameters) and not any(p.requires_grad or id(p) in sites for p in parameters)
 
 
-class BNN(nn.Module):
+class BNN(Saved, nn.Module):
     """Base of all wrappers: a net with a prior.
 
     The net is copied, and the copy keeps its class, forward and hooks. Parameters that the prior
@@ -348,56 +346,6 @@ class BNN(nn.Module):
         for name, own in self._sites_in_state(prefix).items():
             state_dict.setdefault(name, own.detach())
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def save(self, path: str | os.PathLike[str], training: bool = False) -> None:
-        """Save the state to a file, which `load` reads; an earlier file is replaced at the end.
-
-        A process that is killed while it saves, or a full disk, leaves the earlier file.
-
-        Args:
-            path: the file.
-            training: save the `checkpoint` that `fit` goes on from as well.
-
-        Raises:
-            OSError: the file cannot be written.
-            TypeError: `training` for a wrapper whose `fit` cannot be gone on with.
-
-        Example:
-            >>> import tempfile, pyro.distributions as dist, tyxe
-            >>> bnn = tyxe.VariationalBNN(
-            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     bnn.save(f"{folder}/bnn.tyxe")
-            ...     bnn.load(f"{folder}/bnn.tyxe")
-        """
-        if not training:
-            content = self.state_dict()
-        elif isinstance(self, Resumable):
-            content = self.checkpoint()
-        else:
-            raise TypeError(
-                f"{type(self).__name__} has no fit to go on with: save its state, by save(path)"
-            )
-        files.write(path, {"training": training, "content": dict(content)})
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Load what `save` has written; the next `fit` goes on from a training's checkpoint.
-
-        Raises:
-            FileNotFoundError: there is no file.
-            ValueError: the file is damaged, or was not written by `save`.
-            RuntimeError: it is the state of another BNN. No error leaves anything changed.
-        """
-        saved = files.read(path)
-        if not isinstance(saved, dict) or set(saved) != {"training", "content"}:
-            raise ValueError(f"{path} was not written by the save of a BNN")
-        if not saved["training"]:
-            self.load_state_dict(saved["content"])
-        elif isinstance(self, Resumable):
-            self.load_checkpoint(saved["content"])
-        else:
-            raise RuntimeError(f"{path} has a checkpoint, for another wrapper than this")
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

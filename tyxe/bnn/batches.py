@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 __all__ = [
+    "DrawsOfEach",
     "OwnBatches",
     "SameDraws",
     "batches_of",
@@ -29,6 +31,9 @@ __all__ = [
     "split_rows",
     "take_rows",
 ]
+
+
+T = TypeVar("T")
 
 
 def is_loader(inputs: Inputs) -> bool:
@@ -308,6 +313,31 @@ class SameDraws:
             self._others = None
 
 
+# Those of the member of an ensemble, whose batches are one call each.
+_DRAWS: ContextVar[SameDraws | None] = ContextVar("_DRAWS", default=None)
+
+
+class DrawsOfEach:
+    """For each of several BNNs the same draws in all batches of one call.
+
+    `first` is of the first BNN; the other draws go on where its own end in the first batch.
+    """
+
+    def __init__(self) -> None:
+        self._of: list[SameDraws] = []
+
+    def over(self, bnns: Iterable[T], first: SameDraws) -> Iterator[tuple[T, SameDraws]]:
+        """Yield BNNs with their draws, which their own predictions take in the meantime."""
+        for index, bnn in enumerate(bnns):
+            if index == len(self._of):
+                self._of.append(SameDraws(apart=False) if index else first)
+            token = _DRAWS.set(self._of[index])
+            try:
+                yield bnn, self._of[index]
+            finally:
+                _DRAWS.reset(token)
+
+
 def on_each(
     bnn: Bnn,
     inputs: tuple[Any, ...],
@@ -330,7 +360,7 @@ def on_each(
     # A loader may take random numbers, and wait for other threads, before it yields a batch.
     waits = is_loader(given) and not isinstance(given, list)
     with exclusive():
-        again = SameDraws(apart=waits)
+        again = _DRAWS.get() or SameDraws(apart=waits)
         batches = iter(batches_to_predict(given, targets, batch_size))
         found = [] if waits else [one(next(batches))]
     found += [one(batch) for batch in batches]

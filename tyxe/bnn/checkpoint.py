@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -11,10 +12,11 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tyxe import files
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive
 
-__all__ = ["Checkpoint", "History", "Resumable"]
+__all__ = ["Checkpoint", "History", "Resumable", "Saved"]
 
 
 @dataclass
@@ -128,6 +130,63 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
     # Factored second moments have one number in the place of many.
     pairs = zip(value.shape, parameter.shape, strict=False)
     return value.dim() == parameter.dim() and all(a in (1, b) for a, b in pairs)
+
+
+class Saved:
+    """A module that is saved to files, whole or not at all."""
+
+    state_dict: Any
+    load_state_dict: Any
+
+    def save(self, path: str | os.PathLike[str], training: bool = False) -> None:
+        """Save the state to a file, which `load` reads; an earlier file is replaced at the end.
+
+        A process that is killed while it saves, or a full disk, leaves the earlier file.
+
+        Args:
+            path: the file.
+            training: save the `checkpoint` that `fit` goes on from as well.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: `training` for a wrapper whose `fit` cannot be gone on with.
+
+        Example:
+            >>> import tempfile, pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     bnn.save(f"{folder}/bnn.tyxe")
+            ...     bnn.load(f"{folder}/bnn.tyxe")
+        """
+        if not training:
+            content = self.state_dict()
+        elif hasattr(self, "checkpoint"):
+            content = self.checkpoint()
+        else:
+            raise TypeError(
+                f"{type(self).__name__} has no fit to go on with: save its state, by save(path)"
+            )
+        files.write(path, {"training": training, "content": dict(content)})
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load what `save` has written; the next `fit` goes on from a training's checkpoint.
+
+        Raises:
+            FileNotFoundError: there is no file.
+            ValueError: the file is damaged, or was not written by `save`.
+            RuntimeError: it is the state of another BNN. No error leaves anything changed.
+        """
+        saved = files.read(path)
+        if not isinstance(saved, dict) or set(saved) != {"training", "content"}:
+            raise ValueError(f"{path} was not written by the save of a BNN")
+        if not saved["training"]:
+            self.load_state_dict(saved["content"])
+        elif hasattr(self, "load_checkpoint"):
+            self.load_checkpoint(saved["content"])
+        else:
+            raise RuntimeError(f"{path} has a checkpoint, for another wrapper than this")
 
 
 class Resumable:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tyxe.poutine.selective import masked_pointwise
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
-from tyxe.predictive.scores import gaussian_scores, mixture_scores
+from tyxe.predictive.scores import Scores, gaussian_scores, mixture_scores
 from tyxe.priors import Prior
 from tyxe.threads import exclusive
 from tyxe.util import Inputs, at_least_float32, call_with
@@ -39,7 +39,50 @@ VMAP_CHUNK = 8
 FEWEST_SAMPLES = 100
 
 
-class SupervisedBNN(BNN):
+class Intervals:
+    """What follows from samples of the predictive distribution."""
+
+    likelihood: Likelihood
+    sample_predictive: Callable[..., Tensor]
+
+    def interval(
+        self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
+
+        As many samples lie below as above; each number of a target has an interval of its own.
+
+        Args:
+            level: the probability, between 0 and 1.
+            num_samples: number of samples of `sample_predictive`, which takes the other options.
+
+        Raises:
+            TypeError: the targets are classes, which have no order.
+            ValueError: a level that is no probability.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> lower, upper = bnn.interval(torch.zeros(5, 2), level=0.5)
+            >>> bool((lower < upper).all())
+            True
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
+        if not self.likelihood.has_order:
+            raise TypeError(
+                f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
+                "and so no interval: use predict(...).softmax(-1)"
+            )
+        samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
+        last, tail = num_samples - 1, (1 - level) / 2
+        outside = math.floor(tail * last + 1e-9)  # a product such as 0.05 * 100 is rounded
+        return samples[outside], samples[last - outside]
+
+
+class SupervisedBNN(Intervals, BNN):
     """Base of BNNs with a likelihood, which predict and evaluate.
 
     A subclass implements `draws`, `one_draw`, `mean_values` and `gaussian_predictives`.
@@ -311,42 +354,6 @@ class SupervisedBNN(BNN):
         samples: Tensor = on_each(self, inputs, batch_size, one, 1)
         return samples
 
-    def interval(
-        self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
-
-        As many samples lie below as above; each number of a target has an interval of its own.
-
-        Args:
-            level: the probability, between 0 and 1.
-            num_samples: number of samples of `sample_predictive`, which takes the other options.
-
-        Raises:
-            TypeError: the targets are classes, which have no order.
-            ValueError: a level that is no probability.
-
-        Example:
-            >>> import pyro.distributions as dist, tyxe
-            >>> bnn = tyxe.VariationalBNN(
-            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
-            >>> lower, upper = bnn.interval(torch.zeros(5, 2), level=0.5)
-            >>> bool((lower < upper).all())
-            True
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
-        if not self.likelihood.has_order:
-            raise TypeError(
-                f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
-                "and so no interval: use predict(...).softmax(-1)"
-            )
-        samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
-        last, tail = num_samples - 1, (1 - level) / 2
-        outside = math.floor(tail * last + 1e-9)  # a product such as 0.05 * 100 is rounded
-        return samples[outside], samples[last - outside]
-
     def evaluate(
         self,
         input_data: Inputs,
@@ -382,18 +389,28 @@ class SupervisedBNN(BNN):
                 reduction.
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
-        if (y is None) != is_loader(input_data):
-            raise ValueError(
-                "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
-                "loader or list of pairs; several arguments of the net are a tuple"
-            )
-        if y is not None:
-            check_has_targets(y)
-        reduce_points(torch.zeros(1), reduction)
+        check_evaluation(input_data, y, reduction)
+        score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)
+
+        def one(inputs: Inputs, targets: Tensor, again: SameDraws) -> tuple[Tensor, Tensor]:
+            return score(inputs, targets, again)[:2]
+
+        errors, log_likelihoods = on_each(self, (input_data,), batch_size, one, -1, y)
+        return reduce_points(errors, reduction), reduce_points(log_likelihoods, reduction)
+
+    def scorer(
+        self,
+        num_predictions: int,
+        aggregate: bool = True,
+        vectorize: bool | None = None,
+        predictive: str | Outputs | None = None,
+        link: str = "mc",
+    ) -> Callable[[Inputs, Tensor, AbstractContextManager[None]], Scores]:
+        """Return what scores a batch in `evaluate`, whose arguments these are."""
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
 
-        def one(inputs: Inputs, targets: Tensor, again: SameDraws) -> tuple[Tensor, Tensor]:
+        def score(inputs: Inputs, targets: Tensor, again: AbstractContextManager[None]) -> Scores:
             rows = self._rows_that_count(targets)
             if gaussian is not None:
                 mean, covariance = (_rows(part, rows) for part in gaussian(inputs))
@@ -404,8 +421,11 @@ class SupervisedBNN(BNN):
             kept = _rows(outputs, rows, 1), latents, _rows(targets, rows)
             return mixture_scores(self.likelihood, *kept, aggregate)
 
-        errors, log_likelihoods = on_each(self, (input_data,), batch_size, one, -1, y)
-        return reduce_points(errors, reduction), reduce_points(log_likelihoods, reduction)
+        return score
+
+    def that_count(self, targets: Tensor) -> Tensor:
+        """Return the targets that a mask leaves."""
+        return _rows(targets, self._rows_that_count(targets))
 
     def _rows_that_count(self, targets: Tensor) -> Tensor | None:
         """Return the rows that a mask leaves, or None for all."""
@@ -478,6 +498,18 @@ class SupervisedBNN(BNN):
         with exclusive(), modes_restored(self), torch.no_grad():
             self.eval()
             yield
+
+
+def check_evaluation(input_data: Inputs, y: Tensor | None, reduction: str) -> None:
+    """Raise where data for `evaluate` have no targets or two, or a reduction is unknown."""
+    if (y is None) != is_loader(input_data):
+        raise ValueError(
+            "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
+            "loader or list of pairs; several arguments of the net are a tuple"
+        )
+    if y is not None:
+        check_has_targets(y)
+    reduce_points(torch.zeros(1), reduction)
 
 
 def _rows(values: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
-__all__ = ["FitOptions", "Trainer", "progress_bar"]
+__all__ = ["FitOptions", "Trainer", "bars_named", "progress_bar"]
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -52,9 +53,24 @@ class FitOptions:
         return check_beta(self.beta(epoch) if callable(self.beta) else self.beta, epoch)
 
 
+# What the bars inside of a longer job are of, such as a member of an ensemble.
+_BAR_OF: ContextVar[str] = ContextVar("_BAR_OF", default="")
+
+
+@contextmanager
+def bars_named(what: str) -> Iterator[None]:
+    """Let bars inside say what they are of."""
+    token = _BAR_OF.set(what)
+    try:
+        yield
+    finally:
+        _BAR_OF.reset(token)
+
+
 def progress_bar(items: range, what: str, unit: str, progress: bool | None) -> Any:
     """Return an iterator over items with a bar, by default on a terminal only."""
     disable = None if progress is None else not progress
+    what = f"{_BAR_OF.get()} {what}".strip()
     return tqdm(items, desc=what, unit=unit, disable=disable)
 
 

@@ -124,7 +124,11 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def aggregate_predictions(
-        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+        self,
+        predictions: Tensor,
+        dim: int = 0,
+        latents: Mapping[str, Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> Predictions:
         """Combine predictions of several draws into one, in the likelihood's parametrisation.
 
@@ -132,6 +136,8 @@ class Likelihood(nn.Module, ABC):
             predictions: net outputs stacked along `dim`.
             dim: the dimension of the draws.
             latents: the draws of the likelihood's own variables, stacked along dimension 0.
+            weights: of the draws, which sum to one; equal by default. A likelihood of your own
+                needs them for ensembles with weights only.
         """
 
     def prepare_targets(self, predictions: Predictions, targets: Tensor) -> Tensor:
@@ -328,6 +334,18 @@ class Likelihood(nn.Module, ABC):
     ) -> Tensor:
         """Draw targets from the predictive distribution, `sample_shape + (n, ...)`."""
         return self.predictive_distribution(predictions, latents).sample(torch.Size(sample_shape))
+
+
+def mean_over(values: Tensor, dim: int, weights: Tensor | None = None) -> Tensor:
+    """Return the mean along a dimension, by weights that sum to one where there are some."""
+    return values.mean(dim) if weights is None else values.movedim(dim, -1) @ weights.to(values)
+
+
+def log_mean_exp(logs: Tensor, dim: int, weights: Tensor | None = None) -> Tensor:
+    """Return the logarithm of the mean of exponentials, see `mean_over`."""
+    if weights is None:
+        return logs.logsumexp(dim) - math.log(logs.shape[dim])
+    return (logs.movedim(dim, -1) + weights.to(logs).log()).logsumexp(-1)
 
 
 def mean_of(predictions: Predictions) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, nll_loss
 
 from tyxe.errors import warn
-from tyxe.likelihoods.base import Likelihood
+from tyxe.likelihoods.base import Likelihood, log_mean_exp, mean_over
 from tyxe.util import at_least_float32
 
 __all__ = ["Bernoulli", "Categorical"]
@@ -87,12 +87,15 @@ class Categorical(Likelihood):
         return (predictions.argmax(-1) != targets).to(predictions.dtype)
 
     def aggregate_predictions(
-        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+        self,
+        predictions: Tensor,
+        dim: int = 0,
+        latents: Mapping[str, Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         if not self.logit_predictions:
-            return predictions.mean(dim)
-        log_probs = predictions.log_softmax(-1)
-        return log_probs.logsumexp(dim) - math.log(predictions.shape[dim])
+            return mean_over(predictions, dim, weights)
+        return log_mean_exp(predictions.log_softmax(-1), dim, weights)
 
 
 class _ProbCategorical(dist.Categorical):
@@ -173,12 +176,17 @@ class Bernoulli(Likelihood):
         return ((predictions > threshold) != (targets > 0.5)).to(predictions.dtype)
 
     def aggregate_predictions(
-        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+        self,
+        predictions: Tensor,
+        dim: int = 0,
+        latents: Mapping[str, Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         if not self.logit_predictions:
-            return predictions.mean(dim)
+            return mean_over(predictions, dim, weights)
         # The difference of two log-mean-exps stays finite where the mean rounds to 0 or 1.
-        return logsigmoid(predictions).logsumexp(dim) - logsigmoid(-predictions).logsumexp(dim)
+        one, zero = logsigmoid(predictions), logsigmoid(-predictions)
+        return log_mean_exp(one, dim, weights) - log_mean_exp(zero, dim, weights)
 
 
 def _check_kind(expects_logits: bool, are_probabilities: bool) -> None:

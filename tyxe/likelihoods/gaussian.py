@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from tyxe.distributions.buffered import BufferedDistribution
-from tyxe.likelihoods.base import Likelihood, Predictions, mean_of
+from tyxe.likelihoods.base import Likelihood, Predictions, mean_of, mean_over
 
 __all__ = ["HeteroskedasticGaussian", "HomoskedasticGaussian"]
 
@@ -141,13 +141,17 @@ class HomoskedasticGaussian(Likelihood):
         return (mean_of(predictions) - targets).square()
 
     def aggregate_predictions(
-        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+        self,
+        predictions: Tensor,
+        dim: int = 0,
+        latents: Mapping[str, Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         noise = self.scale_of(latents, predictions).square()
         if self.noise_prior is not None:
-            noise = noise.mean(0)
-        variance = _spread(predictions, dim) + noise.to(predictions.dtype)
-        return predictions.mean(dim), variance.sqrt()
+            noise = mean_over(noise, 0, weights)
+        mean, spread = _moments(predictions, dim, weights)
+        return mean, (spread + noise.to(predictions.dtype)).sqrt()
 
 
 class HeteroskedasticGaussian(Likelihood):
@@ -199,19 +203,25 @@ class HeteroskedasticGaussian(Likelihood):
         return (self._split(predictions)[0] - targets).square()
 
     def aggregate_predictions(
-        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+        self,
+        predictions: Tensor,
+        dim: int = 0,
+        latents: Mapping[str, Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         loc, scale = self._split(predictions)
-        total = (_spread(loc, dim) + scale.square().mean(dim)).sqrt()
+        mean, spread = _moments(loc, dim, weights)
+        total = (spread + mean_over(scale.square(), dim, weights)).sqrt()
         if not self.positive_scale:
             # The inverse of softplus: x + log(1 - exp(-x)).
             total = total + torch.log(-torch.expm1(-total))
-        return torch.cat([loc.mean(dim), total], dim=-1)
+        return torch.cat([mean, total], dim=-1)
 
 
-def _spread(draws: Tensor, dim: int) -> Tensor:
-    """Return the variance over draws; `Tensor.var` warns where there is no point."""
-    return (draws - draws.mean(dim, keepdim=True)).square().mean(dim)
+def _moments(draws: Tensor, dim: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return mean and variance over draws, where one draw has the variance 0."""
+    mean = mean_over(draws, dim, weights)
+    return mean, mean_over((draws - mean.unsqueeze(dim)).square(), dim, weights)
 
 
 def _fits(scale: Tensor, loc: Tensor) -> bool:

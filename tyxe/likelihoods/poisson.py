@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import pyro.distributions as dist
 from torch import Tensor
 
-from tyxe.likelihoods.base import Likelihood
+from tyxe.likelihoods.base import Likelihood, log_mean_exp
 
 __all__ = ["Poisson"]
 
@@ -42,6 +41,10 @@ class Poisson(Likelihood):
         return (predictions.exp() - targets).square()
 
     def aggregate_predictions(
-        self, predictions: Tensor, dim: int = 0, latents: Mapping[str, Tensor] | None = None
+        self,
+        predictions: Tensor,
+        dim: int = 0,
+        latents: Mapping[str, Tensor] | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        return predictions.logsumexp(dim) - math.log(predictions.shape[dim])
+        return log_mean_exp(predictions, dim, weights)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods import HeteroskedasticGaussian, Likelihood
+from tyxe.likelihoods.base import Predictions
 from tyxe.util import at_least_float32
 
-__all__ = ["Ensemble"]
+__all__ = ["Ensemble", "Mixture", "mixed"]
 
 
 class Ensemble(nn.Module):
@@ -56,3 +57,50 @@ class Ensemble(nn.Module):
             return outputs
         latents = {name: getattr(self, f"draws_of_{name}") for name in self._latents}
         return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
+
+
+class Mixture(nn.Module):
+    """Ensembles of several posteriors, whose aggregated predictions are mixed with weights.
+
+    Args:
+        parts: `Ensemble`s with a likelihood.
+        weights: of each, which sum to one; None for equal ones.
+    """
+
+    def __init__(self, parts: Iterable[Ensemble], weights: Tensor | None = None) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.register_buffer("weights", weights)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the prediction for a batch."""
+        likelihood: Any = self.parts[0].likelihood
+        found = [part(*inputs, **kwargs) for part in self.parts]
+        return mixed(likelihood, found, self.weights)  # type: ignore[arg-type]
+
+
+def mixed(
+    likelihood: Likelihood, predictions: Sequence[Predictions], weights: Tensor | None = None
+) -> Predictions:
+    """Return the mixture of aggregated predictions, in the likelihood's parametrisation.
+
+    Args:
+        likelihood: of all of them; its own noise does not count, as they have theirs.
+        predictions: what `aggregate_predictions` returned, for each posterior.
+        weights: of each, which sum to one; None for equal ones.
+
+    Example:
+        >>> from tyxe.likelihoods import HomoskedasticGaussian
+        >>> one, other = (torch.zeros(1), torch.tensor([0.3])), (torch.ones(1), torch.tensor([0.4]))
+        >>> mixed(HomoskedasticGaussian(10, scale=0.3), [one, other])
+        (tensor([0.5000]), tensor([0.6124]))
+    """
+    how: dict[str, Any] = {} if weights is None else {"weights": weights}
+    if not isinstance(predictions[0], tuple):
+        parts: Any = predictions
+        return likelihood.aggregate_predictions(torch.stack([*parts]), 0, **how)
+    # Means and scales are those of Gaussians with a scale of each point.
+    pairs = torch.stack([torch.stack([*pair], -1) for pair in predictions])
+    found = HeteroskedasticGaussian(positive_scale=True).aggregate_predictions(pairs, 0, **how)
+    mean, scale = found.unbind(-1)
+    return mean, scale

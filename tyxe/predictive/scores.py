@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods.base import Predictions
 from tyxe.predictive.gaussian import (
     LinkOptions,
     gaussian_log_likelihood,
@@ -15,9 +17,15 @@ from tyxe.predictive.gaussian import (
 )
 from tyxe.util import at_least_float32
 
-__all__ = ["gaussian_scores", "mixture_scores"]
+__all__ = ["Scores", "gaussian_scores", "mixture_scores"]
 
-Scores = tuple[Tensor, Tensor]
+
+class Scores(NamedTuple):
+    """Error and log-likelihood of each point, in nats, and the prediction that the error is of."""
+
+    error: Tensor
+    log_likelihood: Tensor
+    prediction: Predictions | None = None
 
 
 def mixture_scores(
@@ -41,12 +49,12 @@ def mixture_scores(
     """
     if not len(targets):  # all points are masked
         none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
-        return none, none
+        return Scores(none, none)
     likelihood.check_targets(outputs[0], targets)
     if aggregate:
         combined = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
         found = likelihood.mixture_log_likelihood(outputs, targets, latents)
-        return _numbers(likelihood.error(combined, targets), found)
+        return _numbers(likelihood.error(combined, targets), found, combined)
     draws = [slice(s, s + 1) for s in range(len(outputs))]
     each = [
         likelihood.mixture_log_likelihood(
@@ -79,18 +87,18 @@ def gaussian_scores(
     """
     if not len(targets):
         none = mean.new_zeros(0)
-        return none, none
+        return Scores(none, none)
     likelihood.check_targets(mean, targets)
     prediction = predict_from_gaussian(likelihood, mean, covariance, **options._asdict())
     found = gaussian_log_likelihood(likelihood, prediction, mean, covariance, targets, options)
-    return _numbers(likelihood.error(prediction, targets), found)
+    return _numbers(likelihood.error(prediction, targets), found, prediction)
 
 
-def _numbers(errors: Tensor, log_likelihoods: Tensor) -> Scores:
+def _numbers(errors: Tensor, log_likelihoods: Tensor, prediction: Any = None) -> Scores:
     bad = log_likelihoods.isnan()
     if bool(bad.any()):
         raise ValueError(
             f"the log-likelihood of {int(bad.sum())} of {bad.numel()} points is not a number: look "
             "for NaN in the inputs, or in the weights"
         )
-    return errors, log_likelihoods
+    return Scores(errors, log_likelihoods, prediction)

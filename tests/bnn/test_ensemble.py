@@ -1,0 +1,312 @@
+"""Ensembles: mixtures by hand, seeds and resuming, state, kinds of members, errors."""
+
+import copy
+import functools
+import pickle
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Poisson,
+)
+
+N = 24
+X = torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
+HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+LIKELIHOODS = {
+    "categorical": (Categorical(N), 3, torch.arange(N) % 3),
+    "probabilities": (Categorical(N, logit_predictions=False), 3, torch.arange(N) % 3),
+    "bernoulli": (Bernoulli(N, event_dim=1), 1, (torch.arange(N) % 2)[:, None].float()),
+    "poisson": (Poisson(N, event_dim=1), 1, (torch.arange(N) % 4)[:, None].float()),
+    "gaussian": (HomoskedasticGaussian(N, scale=0.3), 1, X.sum(-1, keepdim=True)),
+    "learnt noise": (
+        HomoskedasticGaussian(N, scale=0.3, learn_scale=True),
+        1,
+        X.sum(-1, keepdim=True),
+    ),
+    "heteroskedastic": (HeteroskedasticGaussian(N), 2, X.sum(-1, keepdim=True)),
+}
+
+
+def net_for(likelihood, outputs):
+    ends = [] if getattr(likelihood, "logit_predictions", True) else [nn.Softmax(-1)]
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs), *ends)
+
+
+def make(kind, likelihood, outputs):
+    net = net_for(likelihood, outputs)
+    if kind == "map":
+        return tyxe.VariationalBNN(net, NORMAL, likelihood, AutoDelta)
+    if kind == "mean field":
+        return tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
+    if kind == "laplace":
+        return tyxe.LaplaceBNN(net, NORMAL, likelihood)
+    return tyxe.VariationalBNN(net, HIDDEN, likelihood)
+
+
+def ensemble_of(kind, name="categorical", count=2, **options):
+    likelihood, outputs, y = LIKELIHOODS[name]
+    torch.manual_seed(0)
+    ensemble = tyxe.EnsembleBNN(lambda _: make(kind, likelihood, outputs), count, **options)
+    loader = DataLoader(TensorDataset(X, y), 7, shuffle=True)
+    ensemble.fit(loader, ADAM, 5)
+    return ensemble, y
+
+
+@pytest.mark.parametrize("kind", ["ml", "map", "mean field", "laplace"])
+def test_an_ensemble_of_one_is_the_member(kind):
+    ensemble, y = ensemble_of(kind, count=1)
+    (member,) = ensemble.members
+    for call in (
+        lambda bnn: bnn.predict(X, num_predictions=4),
+        lambda bnn: bnn.predict(X, num_predictions=4, batch_size=5),
+        lambda bnn: bnn.predict(X, num_predictions=3, aggregate=False),
+        lambda bnn: bnn.evaluate(X, y, num_predictions=4)[1],
+        lambda bnn: bnn.evaluate([(X[:9], y[:9]), (X[9:], y[9:])], num_predictions=4)[0],
+        lambda bnn: bnn.sample_predictive(X, num_samples=6),
+    ):
+        torch.manual_seed(3)
+        expected = call(member)
+        torch.manual_seed(3)
+        torch.testing.assert_close(call(ensemble), expected)
+
+
+@pytest.mark.parametrize("weights", [None, [3.0, 1.0]])
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_two_members_are_their_mixture(name, weights):
+    ensemble, y = ensemble_of("ml", name, weights=weights)
+    w = torch.tensor([0.5, 0.5] if weights is None else [0.75, 0.25])
+    likelihoods = [member.likelihood for member in ensemble.members]
+    with torch.no_grad():
+        outputs = [member.net(X) for member in ensemble.members]
+    each = [lik.predictive_distribution(f) for lik, f in zip(likelihoods, outputs, strict=True)]
+    logs = [lik.log_likelihood(f, y) for lik, f in zip(likelihoods, outputs, strict=True)]
+    expected = (torch.stack(logs).exp() * w[:, None]).sum(0).log()
+    error, log_likelihood = ensemble.evaluate(X, y, reduction="none")
+    torch.testing.assert_close(log_likelihood, expected)
+    found = ensemble.predict(X)
+    mean = sum(s * d.mean for s, d in zip(w, each, strict=True)) if name != "categorical" else None
+    if name in ("gaussian", "learnt noise", "heteroskedastic"):
+        second = sum(s * (d.variance + d.mean**2) for s, d in zip(w, each, strict=True))
+        if name == "heteroskedastic":
+            found = found[..., :1], nn.functional.softplus(found[..., 1:])
+        torch.testing.assert_close(found[0], mean)
+        torch.testing.assert_close(found[1], (second - mean**2).sqrt())
+        torch.testing.assert_close(error, (mean - y).square().sum(-1))
+    elif name in ("categorical", "probabilities"):
+        probs = sum(s * d.probs for s, d in zip(w, each, strict=True))
+        torch.testing.assert_close(found.softmax(-1) if name == "categorical" else found, probs)
+        torch.testing.assert_close(error.long(), (probs.argmax(-1) != y).long())
+    else:
+        like = found.sigmoid() if name == "bernoulli" else found.exp()
+        torch.testing.assert_close(like, mean)
+
+
+def test_samples_are_spread_by_weights():
+    ensemble, _ = ensemble_of("ml", "gaussian", weights=[4, 1])
+    samples = ensemble.sample_predictive(X, num_samples=500)
+    with torch.no_grad():
+        means = [member.net(X) for member in ensemble.members]
+    assert samples.shape == (500, N, 1)
+    for part, mean in zip(samples.split([400, 100]), means, strict=True):
+        assert bool(((part.mean(0) - mean).abs() < 5 * 0.3 / len(part) ** 0.5).all())
+    lower, upper = ensemble.interval(X, level=0.5)
+    assert bool((lower < upper).all())
+
+
+def test_mixtures_of_laplace_use_their_own_predictive():
+    ensemble, _ = ensemble_of("laplace", "gaussian")
+    torch.manual_seed(1)
+    mean, scale = ensemble.predict(X)
+    parts = [member.predict(X) for member in ensemble.members]
+    second = sum(s**2 + m**2 for m, s in parts) / 2
+    torch.testing.assert_close(mean, sum(m for m, _ in parts) / 2)
+    torch.testing.assert_close(scale, (second - mean**2).sqrt())
+
+
+def test_chains_are_members():
+    kernel = tyxe.samplers.HMC(step_size=0.05, num_steps=3)
+
+    def member(_):
+        return tyxe.MCMC_BNN(net_for(None, 3), NORMAL, Categorical(N), kernel)
+
+    ensemble = tyxe.EnsembleBNN(member, 2)
+    with pytest.warns(tyxe.TyxeWarning):
+        ensemble.fit([(X, torch.arange(N) % 3)], 4, warmup_steps=4, num_chains=1)
+    assert ensemble.predict(X, num_predictions=4, aggregate=False).shape == (8, N, 3)
+
+
+def test_disagreement():
+    ensemble, _ = ensemble_of("ml", count=3)
+    probs = ensemble.predict(X, aggregate=False).softmax(-1)
+    parts = tyxe.predictive.entropy_decomposition(probs)
+    torch.testing.assert_close(parts.total, torch.special.entr(probs.mean(0)).sum(-1))
+    assert bool((parts.mutual_information > 0).all())
+
+
+@pytest.mark.parametrize("weights", [None, [0.9, 0.1]])
+@pytest.mark.parametrize("name", ["categorical", "learnt noise"])
+def test_to_ensemble_is_a_plain_module(name, weights):
+    ensemble, _ = ensemble_of("ml", name, weights=weights)
+    module = ensemble.to_ensemble(1)
+    torch.testing.assert_close(module(X), ensemble.predict(X))
+    program = torch.export.export(module, (X,))
+    torch.testing.assert_close(program.module()(X), ensemble.predict(X))
+
+
+def test_a_prior_of_each_member_and_of_none_after_an_error():
+    ensemble, _ = ensemble_of("mean field")
+
+    def posterior(member):
+        return tyxe.priors.DictPrior(member.net_guide.get_detached_distributions())
+
+    ensemble.update_prior(posterior)
+    for member in ensemble.members:
+        loc = dict(member.net_prior.priors())["0.weight"].base_dist.loc
+        torch.testing.assert_close(loc, member.net_guide.get_loc("0.weight").detach())
+    before = [member.prior for member in ensemble.members]
+
+    def wrong(member):
+        return NORMAL if member is ensemble.members[0] else tyxe.priors.DictPrior({})
+
+    with pytest.raises(ValueError, match=r"0\.weight|site"):
+        ensemble.update_prior(wrong)
+    assert [member.prior for member in ensemble.members] == before
+
+
+class TestFit:
+    @staticmethod
+    def fitted(stop_at=None, through=None):
+        likelihood, outputs, y = LIKELIHOODS["categorical"]
+        torch.manual_seed(0)
+        ensemble = tyxe.EnsembleBNN(lambda _: make("mean field", likelihood, outputs), 3)
+        fit = functools.partial(ensemble.fit, DataLoader(TensorDataset(X, y), 7, shuffle=True))
+
+        def stop(bnn, epoch, loss):
+            if bnn is ensemble.members[1] and epoch == 2:
+                raise KeyboardInterrupt
+
+        if stop_at:
+            start = copy.deepcopy(ensemble.members[1].state_dict())
+            with pytest.raises(KeyboardInterrupt):
+                fit(ADAM, 5, callback=stop)
+            for name, value in ensemble.members[1].state_dict().items():
+                torch.testing.assert_close(value, start[name])
+            torch.randn(7)
+            if through:
+                ensemble.save(through, training=True)
+                ensemble = tyxe.EnsembleBNN(lambda _: make("mean field", likelihood, outputs), 3)
+                ensemble.load(through)
+                fit = functools.partial(ensemble.fit, fit.args[0])
+            assert len(fit(ADAM, 5, resume=True)) == 2
+        else:
+            assert len(fit(ADAM, 5)) == 3
+        return ensemble
+
+    def test_an_interrupted_fit_goes_on_by_members(self, tmp_path):
+        expected = self.fitted().state_dict()
+        for through in (None, tmp_path / "ensemble.tyxe"):
+            found = self.fitted(stop_at=1, through=through)
+            for name, value in found.state_dict().items():
+                assert torch.equal(value, expected[name]), name
+            with pytest.raises(RuntimeError, match="no fit to resume"):
+                found.fit([(X, torch.arange(N) % 3)], ADAM, 1, resume=True)
+
+    def test_each_member_has_a_seed_of_its_own_and_the_callers_stream_goes_on(self):
+        likelihood, outputs, y = LIKELIHOODS["categorical"]
+        following = []
+        for epochs in (1, 3):
+            torch.manual_seed(0)
+            ensemble = tyxe.EnsembleBNN(lambda _: make("mean field", likelihood, outputs), 2)
+            ensemble.fit([(X, y)], ADAM, epochs)
+            following.append(torch.rand(()))
+        assert following[0] == following[1]
+        done = []
+        ensemble.fit([(X, y)], ADAM, 1, member_callback=lambda e, i: done.append((e, i)))
+        assert done == [(ensemble, 0), (ensemble, 1)]
+
+    def test_one_bar_that_names_the_member(self, capsys):
+        likelihood, outputs, y = LIKELIHOODS["categorical"]
+        ensemble = tyxe.EnsembleBNN(lambda _: make("ml", likelihood, outputs), 2)
+        ensemble.fit([(X, y)], ADAM, 1, progress=True)
+        assert "member 2/2 fit: 100%" in capsys.readouterr().err
+
+
+def test_state():
+    ensemble, _ = ensemble_of("mean field", weights=[1, 2])
+    expected = ensemble.predict(X, num_predictions=0)
+    for other in (copy.deepcopy(ensemble), pickle.loads(pickle.dumps(ensemble))):
+        torch.testing.assert_close(other.predict(X, num_predictions=0), expected)
+    fresh = tyxe.EnsembleBNN(
+        lambda _: make("mean field", *LIKELIHOODS["categorical"][:2]), 2, weights=[1, 1]
+    )
+    before = copy.deepcopy(fresh.state_dict())
+    state = ensemble.state_dict()
+    broken = {**state, "members.1.net_guide.locs.2:bias": torch.zeros(7)}
+    name = next(k for k in state if k.startswith("members.1.net_guide.locs"))
+    for bad in ({**state, name: torch.full_like(state[name], torch.nan)}, {}, broken):
+        with pytest.raises(RuntimeError):
+            fresh.load_state_dict(bad)
+        for name, value in fresh.state_dict().items():
+            assert torch.equal(value, before[name])
+    with pytest.raises(RuntimeError, match="no checkpoint of an ensemble"):
+        fresh.load_checkpoint(state)
+    fresh.load_state_dict(state)
+    torch.testing.assert_close(fresh.predict(X, num_predictions=0), expected)
+    assert ensemble.double().predict(X.double(), num_predictions=0).dtype == torch.float64
+
+
+def test_members_that_are_one():
+    likelihood, outputs, _ = LIKELIHOODS["categorical"]
+    one = make("ml", likelihood, outputs)
+    with pytest.raises(ValueError, match=r"members 0 and 1 share '.*': make_member has to make"):
+        tyxe.EnsembleBNN(lambda _: one, 2)
+    other = make("ml", likelihood, outputs)
+    other.net[0].weight = one.net[0].weight
+    with pytest.raises(ValueError, match=r"members 0 and 1 share 'net\.0\.weight'"):
+        tyxe.EnsembleBNN(lambda i: (one, other)[i], 2)
+    for bnn in (one, other):  # a frozen body may be one
+        bnn.net[0].requires_grad_(False)
+    other.net[0].bias = one.net[0].bias
+    assert len(tyxe.EnsembleBNN(lambda i: (one, other)[i], 2).members) == 2
+
+
+def test_members_that_start_alike():
+    likelihood, outputs, _ = LIKELIHOODS["categorical"]
+    net = net_for(likelihood, outputs)
+    with pytest.warns(tyxe.TyxeWarning, match="reset_parameters_"):
+        tyxe.EnsembleBNN(lambda _: tyxe.VariationalBNN(net, HIDDEN, likelihood), 2)
+
+
+@pytest.mark.parametrize(
+    ("members", "options", "error", "message"),
+    [
+        (0, {}, ValueError, "num_members is 0"),
+        (2, {"weights": [1.0]}, ValueError, "weights are .* expected 2 numbers"),
+        (2, {"weights": [1.0, -1.0]}, ValueError, "not negative"),
+        (2, {"weights": [0.0, 0.0]}, ValueError, "not all 0"),
+    ],
+)
+def test_bad_arguments(members, options, error, message):
+    with pytest.raises(error, match=message):
+        tyxe.EnsembleBNN(lambda _: make("ml", *LIKELIHOODS["categorical"][:2]), members, **options)
+
+
+def test_bad_members():
+    with pytest.raises(TypeError, match=r"make_member made .*Linear"):
+        tyxe.EnsembleBNN(lambda _: nn.Linear(2, 1), 2)
+    kinds = ["gaussian", "poisson"]
+    with pytest.raises(ValueError, match="several kinds"):
+        tyxe.EnsembleBNN(lambda i: make("ml", *LIKELIHOODS[kinds[i]][:2]), 2)

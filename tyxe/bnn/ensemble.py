@@ -1,0 +1,354 @@
+"""Ensembles: a mixture of posteriors that are fitted apart."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tyxe.bnn.batches import DrawsOfEach, SameDraws, on_each
+from tyxe.bnn.checkpoint import Saved
+from tyxe.bnn.predict import Intervals, SupervisedBNN, check_evaluation
+from tyxe.bnn.training import bars_named
+from tyxe.errors import check_count, described, warn
+from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods.base import reduce_points
+from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
+from tyxe.priors import Prior
+from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.threads import INTERRUPTS
+from tyxe.util import Inputs
+
+__all__ = ["EnsembleBNN"]
+
+
+class EnsembleBNN(Intervals, Saved, nn.Module):
+    """A mixture of BNNs of any kind, such as nets trained from different starts.
+
+    Members of maximum likelihood are a deep ensemble; of SWAG, Multi-SWAG; of Laplace, a mixture of
+    Gaussians. `num_predictions` counts draws of each member everywhere, and all other arguments are
+    those of the members.
+
+    Args:
+        make_member: makes the BNN of a number from 0. Nets need starts of their own: make one
+            anew, or `tyxe.util.reset_parameters_(net)`, perhaps of its head alone.
+        num_members: how many.
+        weights: of the members, not negative; equal by default.
+
+    Raises:
+        TypeError: `make_member` makes something else than a BNN that predicts.
+        ValueError: fewer than one member; members that share parameters, or have likelihoods of
+            several kinds; weights that do not fit.
+
+    Reference:
+        Lakshminarayanan, Pritzel, Blundell 2017; Wilson, Izmailov 2020, for other members.
+
+    Example:
+        >>> import pyro.distributions as dist, torch, tyxe
+        >>> x, y = torch.randn(20, 2), torch.randint(3, (20,))
+        >>> def make_member(index):
+        ...     return tyxe.VariationalBNN(
+        ...         nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True),
+        ...         tyxe.likelihoods.Categorical(20))
+        >>> ensemble = EnsembleBNN(make_member, 5)
+        >>> _ = ensemble.fit([(x, y)], torch.optim.Adam, num_epochs=10)
+        >>> ensemble.predict(x).softmax(-1).shape
+        torch.Size([20, 3])
+        >>> each = ensemble.predict(x, aggregate=False).softmax(-1)  # disagreement of the members
+        >>> tyxe.predictive.entropy_decomposition(each).mutual_information.shape
+        torch.Size([20])
+    """
+
+    def __init__(
+        self,
+        make_member: Callable[[int], SupervisedBNN],
+        num_members: int,
+        *,
+        weights: Sequence[float] | Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        num_members = check_count("num_members", num_members)
+        members = [make_member(index) for index in range(num_members)]
+        for member in members:
+            if not isinstance(member, SupervisedBNN):
+                raise TypeError(
+                    f"make_member made {described(member)}; expected a BNN that predicts, such as "
+                    "tyxe.VariationalBNN(net, prior, likelihood)"
+                )
+        _check_apart(members)
+        self.members = nn.ModuleList(members)
+        self.weights: Tensor | None
+        self.register_buffer("weights", _checked_weights(weights, num_members))
+        # What the last fit has still to do: the members' seeds, without those that are done.
+        self._left: dict[int, int] = {}
+
+    @property
+    def likelihood(self) -> Likelihood:  # type: ignore[override]
+        """The first member's likelihood."""
+        likelihood: Likelihood = self.members[0].likelihood  # type: ignore[assignment]
+        return likelihood
+
+    @property
+    def _bnns(self) -> list[SupervisedBNN]:
+        return list(self.members)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ fit
+
+    def fit(
+        self,
+        data_loader: Iterable[Any],
+        *arguments: Any,
+        resume: bool = False,
+        member_callback: Callable[[EnsembleBNN, int], Any] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        """Fit one member after the other, each from a seed of its own.
+
+        Args:
+            data_loader, arguments, options: those of the members' fit.
+            resume: go on with the members that the last fit, or a loaded one, has not finished.
+            member_callback: called as `member_callback(ensemble, index)` after each member, such as
+                to save what a killed program goes on from: `ensemble.save(path, training=True)`.
+
+        Returns:
+            What the members' fits have returned.
+
+        Raises:
+            RuntimeError: `resume`, and there is nothing left. Errors of a member's fit leave that
+                member as it was before, and the earlier ones fitted.
+        """
+        if resume and not self._left:
+            raise RuntimeError("there is no fit to resume: call fit without resume=True")
+        if not resume:
+            seeds = torch.randint(2**62, (len(self.members),)).tolist()
+            self._left = dict(enumerate(seeds))
+        found = []
+        for index, seed in list(self._left.items()):
+            member: Any = self.members[index]
+            before = copy.deepcopy(member.state_dict())
+            try:
+                with _from_seed(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
+                    found.append(member.fit(data_loader, *arguments, **options))
+            except BaseException:
+                with INTERRUPTS:
+                    member.load_state_dict(before)
+                raise
+            del self._left[index]
+            if member_callback is not None:
+                member_callback(self, index)
+        return found
+
+    # ------------------------------------------------------------------ predict
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Run the members in eval mode and without gradients; no other thread runs a BNN."""
+        with ExitStack() as stack:
+            for member in self._bnns:
+                stack.enter_context(member.predicting())
+            yield
+
+    def predict(
+        self,
+        *inputs: Any,
+        num_predictions: int = 1,
+        aggregate: bool = True,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the mixture of the members' predictions, or the outputs of all their draws.
+
+        Args:
+            inputs, batch_size, options: those of the members' `predict`.
+            num_predictions: number of draws of each member; 0 predicts at the members' centres.
+            aggregate: `False` returns the outputs, `(members * num_predictions, n, ...)`.
+        """
+        given = {"num_predictions": num_predictions, "aggregate": aggregate, **options}
+        draws = DrawsOfEach()
+
+        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
+            found = [m.predict(inputs, **given) for m, _ in draws.over(self._bnns, again)]
+            return mixed(self.likelihood, found, self.weights) if aggregate else torch.cat(found)
+
+        return on_each(self, inputs, batch_size, one, 0 if aggregate else 1)
+
+    def sample_predictive(
+        self, *inputs: Any, num_samples: int = 100, batch_size: int | None = None, **options: Any
+    ) -> Tensor:
+        """Draw targets from the mixture, `(num_samples, n, ...)`, in an order by members.
+
+        Args:
+            inputs, batch_size, options: those of the members' `sample_predictive`.
+            num_samples: number of samples, spread over the members by their weights.
+        """
+        num_samples = check_count("num_samples", num_samples)
+        ends = [round(num_samples * share) for share in self._shares().cumsum(0).tolist()]
+        counts = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+        asked = [(m, count) for m, count in zip(self._bnns, counts, strict=True) if count]
+        draws = DrawsOfEach()
+
+        def one(inputs: Inputs, _: Any, again: SameDraws) -> Tensor:
+            found = [
+                member.sample_predictive(inputs, num_samples=count, **options)
+                for (member, count), _ in draws.over(asked, again)
+            ]
+            return torch.cat(found)
+
+        samples: Tensor = on_each(self, inputs, batch_size, one, 1)
+        return samples
+
+    def evaluate(
+        self,
+        input_data: Inputs,
+        y: Tensor | None = None,
+        num_predictions: int = 1,
+        *,
+        reduction: str = "sum",
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return error and log-likelihood of the mixture, `log sum_k w_k p_k(y | x)`, in nats.
+
+        Args:
+            input_data, y, reduction, batch_size, options: those of the members' `evaluate`.
+            num_predictions: number of draws of each member.
+        """
+        num_predictions = check_count("num_predictions", num_predictions, 0)
+        check_evaluation(input_data, y, reduction)
+        scorers = [member.scorer(num_predictions, **options) for member in self._bnns]
+        draws = DrawsOfEach()
+
+        def one(inputs: Inputs, targets: Tensor, again: SameDraws) -> tuple[Tensor, Tensor]:
+            found = [score(inputs, targets, own) for score, own in draws.over(scorers, again)]
+            logs = torch.stack([scores.log_likelihood for scores in found], -1)
+            together = (logs + self._shares().to(logs).log()).logsumexp(-1)
+            predictions: list[Any] = [scores.prediction for scores in found]
+            if predictions[0] is None:  # all points are masked
+                return found[0][:2]
+            prediction = mixed(self.likelihood, predictions, self.weights)
+            return self.likelihood.error(prediction, self._bnns[0].that_count(targets)), together
+
+        errors, log_likelihoods = on_each(self, (input_data,), batch_size, one, -1, y)
+        return reduce_points(errors, reduction), reduce_points(log_likelihoods, reduction)
+
+    def _shares(self) -> Tensor:
+        count = len(self.members)
+        return torch.full([count], 1 / count) if self.weights is None else self.weights
+
+    def to_ensemble(self, num_draws: int = 1) -> Mixture:
+        """Return draws of all members as one plain module, see `SupervisedBNN.to_ensemble`."""
+        parts: list[Ensemble] = [member.to_ensemble(num_draws) for member in self._bnns]
+        return Mixture(parts, self.weights)
+
+    # ------------------------------------------------------------------ priors and state
+
+    def update_prior(self, prior: Prior | Callable[[SupervisedBNN], Prior]) -> None:
+        """Replace the members' priors, by one or by what a function makes of each member.
+
+        An error, those of `BNN.update_prior`, leaves all of them as they were.
+        """
+        done: list[tuple[SupervisedBNN, Prior]] = []
+        try:
+            for member in self._bnns:
+                new, old = prior if isinstance(prior, Prior) else prior(member), member.prior
+                member.update_prior(new)
+                done.append((member, old))
+        except Exception:
+            for member, old in done:
+                member.update_prior(old)
+            raise
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict into all members, or raise a RuntimeError and change nothing."""
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in state_dict.items():
+            start, _, rest = name.removeprefix("members.").partition(".")
+            parts.setdefault(start if name.startswith("members.") else "", {})[rest or name] = value
+        own = parts.pop("", {})
+        expected = {str(index) for index in range(len(self.members))}
+        if parts.keys() != expected or own.keys() != ({"weights"} & self.state_dict().keys()):
+            raise RuntimeError(
+                f"the state dict does not fit this ensemble of {len(expected)} members, which was "
+                f"left as it was: it has {len(parts)} members and {', '.join(own) or 'no weights'}"
+            )
+        before = [copy.deepcopy(member.state_dict()) for member in self._bnns]
+        try:
+            for index, member in enumerate(self._bnns):
+                member.load_state_dict(parts[str(index)], strict, assign)
+        except Exception:
+            for member, state in zip(self._bnns, before, strict=True):
+                member.load_state_dict(state)
+            raise
+        if self.weights is not None:
+            self.weights = own["weights"].to(self.weights)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return the state, and which members the last fit has not finished, with their seeds."""
+        return {"ensemble": dict(self.state_dict()), "left": [*map(list, self._left.items())]}
+
+    def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load what `checkpoint` returned, from which `fit(..., resume=True)` goes on.
+
+        Raises:
+            RuntimeError: it does not fit, or is no checkpoint of an ensemble; nothing is changed.
+        """
+        if checkpoint.keys() != {"ensemble", "left"}:
+            raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")
+        self.load_state_dict(checkpoint["ensemble"])
+        self._left = dict(checkpoint["left"])
+
+
+@contextmanager
+def _from_seed(seed: int) -> Iterator[None]:
+    """Let random numbers start from a seed, and set the generators back at the end."""
+    before = torch_rng()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_torch_rng(before)
+
+
+def _checked_weights(weights: Any, count: int) -> Tensor | None:
+    if weights is None:
+        return None
+    found = torch.as_tensor(weights, dtype=torch.float32)
+    if found.shape != (count,) or not bool((found >= 0).all()) or not 0 < found.sum() < torch.inf:
+        raise ValueError(
+            f"weights are {found.tolist()}; expected {count} numbers, not negative and not all 0"
+        )
+    return found / found.sum()
+
+
+def _check_apart(members: list[SupervisedBNN]) -> None:
+    """Raise for members that are no mixture, and warn of ones that are all the same."""
+    kinds = {type(member.likelihood).__name__ for member in members}
+    if len(kinds) > 1:
+        raise ValueError(f"the members have likelihoods of several kinds: {', '.join(kinds)}")
+    owners: dict[int, int] = {}
+    for index, member in enumerate(members):
+        trained = {n: p for n, p in member.named_parameters() if p.requires_grad}
+        for name, tensor in {**trained, **member.in_places()}.items():
+            first = owners.setdefault(tensor.data_ptr() or id(tensor), index)
+            if first != index:
+                raise ValueError(
+                    f"members {first} and {index} share {name!r}: make_member has to make a BNN, "
+                    "with a copy of its own of all that is fitted, each time that it is called"
+                )
+    starts = [{**dict(m.named_parameters()), **m.in_places()} for m in members]
+    if len(members) > 1 and all(_same(starts[0], other) for other in starts[1:]):
+        warn(
+            "all members start at the same weights, so that they differ by the order of batches "
+            "alone: call tyxe.util.reset_parameters_(net), perhaps of its head, in make_member"
+        )
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
