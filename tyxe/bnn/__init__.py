@@ -7,11 +7,12 @@ from tyxe.bnn.ensemble import EnsembleBNN
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
-from tyxe.bnn.variational import VariationalBNN
+from tyxe.bnn.variational import DropoutBNN, VariationalBNN
 
 __all__ = [
     "BNN",
     "MCMC_BNN",
+    "DropoutBNN",
     "ElboTerms",
     "EnsembleBNN",
     "History",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
@@ -22,13 +24,15 @@ from tyxe.guides import Guide, PyroGuide
 from tyxe.guides.weight_covariance import weight_covariance
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import BlockDiagonal, Diagonal
+from tyxe.poutine.dropout import random_dropout
+from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import Outputs
-from tyxe.priors import Prior
+from tyxe.priors import IIDPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
-__all__ = ["VariationalBNN", "glm_outputs"]
+__all__ = ["DropoutBNN", "VariationalBNN", "glm_outputs"]
 
 GuideBuilder = Callable[[Callable[..., Any]], Any]
 
@@ -200,6 +204,71 @@ class VariationalBNN(Resumable, SupervisedBNN):
                             break
         warn_of_result(self, history)
         return history
+
+
+class DropoutBNN(VariationalBNN):
+    """A net whose dropout stays random when it predicts: Monte Carlo dropout.
+
+    A forward draws masks for every row; `num_predictions` forwards are as many draws. `fit` is
+    maximum likelihood with dropout, where the optimiser's `weight_decay` stands for the prior.
+    Random are modules of dropout, those inside of attention and recurrent layers, and functional
+    dropout; everything else is in eval mode. Arguments are those of `SupervisedBNN`, without prior.
+
+    Raises:
+        ValueError: at the first forward, a net in which nothing drops.
+
+    Reference:
+        Gal, Ghahramani 2016.
+
+    Example:
+        >>> import torch, tyxe
+        >>> net = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Dropout(0.1), nn.Linear(50, 3))
+        >>> bnn = DropoutBNN(net, tyxe.likelihoods.Categorical(10))
+        >>> bnn.predict(torch.zeros(5, 2), num_predictions=8).shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(self, net: nn.Module, likelihood: Likelihood, name: str = "") -> None:
+        super().__init__(net, IIDPrior(dist.Normal(0, 1), hide_all=True), likelihood, name=name)
+
+    _drops = False  # whether a forward of a fit has met dropout
+
+    def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
+        with nullcontext() if self._drops else self._dropping():
+            predictions = super().model(inputs, obs)
+        self._drops = True
+        return predictions
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with exclusive(), self._dropping():
+            return super().forward(*inputs, **kwargs)
+
+    def _stacked_outputs(
+        self, inputs: Inputs, num_predictions: int, vectorize: bool | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        with self._dropping() if num_predictions else nullcontext():
+            return super()._stacked_outputs(inputs, num_predictions, vectorize)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        with random_dropout(self.net) as dropout:
+            yield
+        if not dropout.met:
+            raise ValueError(
+                f"nothing drops in this {type(self.net).__name__}, so that all draws are one: give "
+                "it nn.Dropout layers with p above 0, or take tyxe.EnsembleBNN or tyxe.LaplaceBNN"
+            )
+
+    def to_module(self, sample: bool = False) -> nn.Module:
+        """Return a plain net without dropout; a `sample` is a TypeError, see `to_ensemble`."""
+        return self.to_ensemble(1) if sample else super().to_module()
+
+    def to_ensemble(self, num_draws: int) -> Ensemble:
+        """Raise a TypeError: masks are of forwards, so that there are no weights to take along."""
+        raise TypeError(
+            "dropout draws masks in every forward, and there are no draws of weights to take "
+            "along: call predict, or to_module() for the net without dropout"
+        )
 
 
 @torch.no_grad()
