@@ -138,19 +138,31 @@ class OwnBatches:
         """Return the next batch; errors are those of `batches_of`."""
         if self._next:
             return self._next.pop()
+        return self._advance(anew=False) or self._advance(anew=True) or self._raise()
+
+    def epoch(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the batches of a new epoch."""
+        batch: Any = self._advance(anew=True) or self._raise()
+        while batch is not None:
+            yield batch
+            batch = self._advance(anew=False)
+
+    def _advance(self, anew: bool) -> tuple[Any, Tensor] | None:
         with torch_rng_kept():
             set_torch_rng(self._rng)
-            batch = next(self._iterator, self)
-            if batch is self:
+            if anew:
                 self.in_epoch, self._points = self._points or None, 0
                 self._iterator = iter(self._loader)
-                batch = next(self._iterator, self)
+            batch = next(self._iterator, self)
             self._rng = torch_rng()
         if batch is self:
-            raise ValueError(_EMPTY)
+            return None
         found = _checked(batch, self._device)
         self._points += len(found[1])
         return found
+
+    def _raise(self) -> Any:
+        raise ValueError(_EMPTY)
 
 
 _EXPECTED = (

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.batches import DrawsOfEach, SameDraws, on_each
-from tyxe.bnn.checkpoint import Saved
+from tyxe.bnn.base import fitting, prior_fixed
+from tyxe.bnn.batches import DrawsOfEach, OwnBatches, SameDraws, on_each
+from tyxe.bnn.checkpoint import History, Saved
+from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options
+from tyxe.bnn.parallel import Together
 from tyxe.bnn.predict import Intervals, SupervisedBNN, check_evaluation
-from tyxe.bnn.training import bars_named
+from tyxe.bnn.training import FitOptions, bars_named, progress_bar
+from tyxe.bnn.variational import VariationalBNN
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
+from tyxe.optim.groups import make_optimizer
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.rng import set_torch_rng, torch_rng
@@ -104,20 +109,27 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         *arguments: Any,
         resume: bool = False,
         member_callback: Callable[[EnsembleBNN, int], Any] | None = None,
+        vectorize: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """Fit one member after the other, each from a seed of its own.
+        """Fit one member after the other, or all at once, each from a seed of its own.
 
         Args:
             data_loader, arguments, options: those of the members' fit.
             resume: go on with the members that the last fit, or a loaded one, has not finished.
             member_callback: called as `member_callback(ensemble, index)` after each member, such as
                 to save what a killed program goes on from: `ensemble.save(path, training=True)`.
+            vectorize: train `VariationalBNN`s together in stacked tensors, which is faster for
+                small nets, with the same result but for rounding and for random numbers inside of
+                steps. `optim` has to treat every number by itself, as SGD and Adam do; the other
+                arguments are `num_epochs`, `device`, `beta`, `clip_norm` and `progress`.
 
         Returns:
             What the members' fits have returned.
 
         Raises:
+            TypeError: `vectorize` with members, or arguments, that it does not take.
+            ValueError: `vectorize` with nets that `torch.vmap` does not take.
             RuntimeError: `resume`, and there is nothing left. Errors of a member's fit leave that
                 member as it was before, and the earlier ones fitted.
         """
@@ -126,6 +138,13 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         if not resume:
             seeds = torch.randint(2**62, (len(self.members),)).tolist()
             self._left = dict(enumerate(seeds))
+        if vectorize:
+            members = [self._bnns[index] for index in self._left]
+            found = _fit_together(
+                members, list(self._left.values()), data_loader, *arguments, **options
+            )
+            self._left = {}
+            return found
         found = []
         for index, seed in list(self._left.items()):
             member: Any = self.members[index]
@@ -303,6 +322,71 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")
         self.load_state_dict(checkpoint["ensemble"])
         self._left = dict(checkpoint["left"])
+
+
+def _fit_together(
+    members: list[SupervisedBNN],
+    seeds: list[int],
+    data_loader: Iterable[Any],
+    optim: Any,
+    num_epochs: int,
+    device: Any = None,
+    *,
+    beta: float | Callable[[int], float] = 1.0,
+    clip_norm: float | None = None,
+    progress: bool | None = None,
+) -> list[History]:
+    """Train members in stacked tensors, each on the batches that it would meet alone."""
+    for member in members:
+        if not isinstance(member, VariationalBNN):
+            raise TypeError(
+                f"vectorize=True trains VariationalBNNs, and not a {type(member).__name__}: leave "
+                "vectorize out"
+            )
+    num_epochs, _ = check_fit_arguments(optim, num_epochs)
+    check_options(beta, clip_norm)
+    batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
+    histories = [History() for _ in members]
+    options, first = FitOptions(beta, clip_norm), members[0]
+    with ExitStack() as stack:
+        for member in members:
+            stack.enter_context(fitting(member, train=True))
+            stack.enter_context(prior_fixed(member))
+        check_one_batch(first, first.one_draw, *OwnBatches(data_loader, device, seeds[0]).take())
+        together = Together(members)
+        optimizer = make_optimizer(optim, together.parameters, first.parameter_kinds())
+        for epoch in progress_bar(range(num_epochs), "fit members", "epoch", progress):
+            sums, points, weight = torch.zeros(2, len(members)), 0, options.beta_at(epoch)
+            for rows in zip(*(own.epoch() for own in batches), strict=True):
+                count = len(rows[0][1])
+                sums += count * _step_together(together, optimizer, rows, weight, clip_norm)
+                points += count
+            for history, (data, kl) in zip(histories, (sums / points).T.tolist(), strict=True):
+                history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
+        together.hand_over()
+    return histories
+
+
+def _step_together(
+    together: Together, optimizer: Any, rows: Any, beta: float, clip_norm: float | None
+) -> Tensor:
+    """Make a step of all members, and return their data terms and KLs, `(2, members)`."""
+    terms = torch.stack([*together.gradients(rows, beta)])
+    found = [p.grad for p in together.parameters.values() if p.grad is not None]
+    gradients = [gradient.view(len(gradient), -1) for gradient in found]
+    norms = torch.stack([gradient.norm(dim=1) for gradient in gradients]).norm(dim=0)
+    bad = (~(terms.sum(0) + norms).isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise RuntimeError(
+            f"training stopped: the loss or the gradient of members {bad} is not finite. All are "
+            "as they were before; a smaller learning rate, or clip_norm, helps"
+        )
+    if clip_norm is not None:
+        for gradient in gradients:
+            gradient *= (clip_norm / (norms + 1e-6)).clamp(max=1)[:, None]
+    optimizer.step()
+    with INTERRUPTS.let_in():
+        return terms
 
 
 @contextmanager

@@ -1,0 +1,157 @@
+"""Members in one tensor: as in the loop, nets that this takes and that it does not, errors."""
+
+import functools
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+N = 24
+X = torch.randn(N, 2, generator=torch.Generator().manual_seed(0)).double()
+Y = torch.arange(N) % 3
+HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+
+
+def ensemble_of(kind="ml", net=mlp, likelihood=None, count=3):
+    likelihood = likelihood or Categorical(N)
+    torch.manual_seed(0)
+
+    def member(_):
+        if kind == "ml":
+            return tyxe.VariationalBNN(net(), HIDDEN, likelihood)
+        guide = AutoDelta if kind == "map" else tyxe.guides.AutoNormal
+        return tyxe.VariationalBNN(net(), NORMAL, likelihood, guide)
+
+    return tyxe.EnsembleBNN(member, count)
+
+
+def loader(y=Y):
+    return DataLoader(TensorDataset(X, y), 7, shuffle=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1, "beta": lambda e: 1 / (e + 1)}])
+@pytest.mark.parametrize(
+    "optim",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2),
+        functools.partial(torch.optim.Adam, lr=1e-2),
+    ],
+    ids=["SGD", "Adam"],
+)
+@pytest.mark.parametrize("kind", ["ml", "map"])
+def test_members_together_are_as_in_the_loop(kind, optim, options):
+    found = []
+    for vectorize in (False, True):
+        ensemble = ensemble_of(kind)
+        torch.manual_seed(1)
+        histories = ensemble.fit(loader(), optim, 4, vectorize=vectorize, **options)
+        found.append((ensemble.state_dict(), histories, torch.rand(())))
+    (looped, first, after), (together, second, after_too) = found
+    assert after == after_too
+    for name, value in together.items():
+        torch.testing.assert_close(value, looped[name])
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(torch.tensor(one.loss), torch.tensor(other.loss))
+        torch.testing.assert_close(torch.tensor(one.kl), torch.tensor(other.kl))
+
+
+@pytest.mark.parametrize("net", [batch_norm, mlp])
+def test_statistics_and_learnt_noise_are_each_members_own(net):
+    likelihood = HomoskedasticGaussian(N, scale=0.5, learn_scale=True)
+    sgd = functools.partial(torch.optim.SGD, lr=1e-2)
+    states = []
+    for vectorize in (False, True):
+        ensemble = ensemble_of(net=net, likelihood=likelihood)
+        torch.manual_seed(1)
+        ensemble.fit(loader(X.tile(1, 2)[:, :3]), sgd, 3, vectorize=vectorize)
+        states.append(ensemble.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, msg=name)
+    noises = [member.likelihood.log_noise.item() for member in ensemble.members]
+    assert len(set(noises)) == 3
+
+
+def test_draws_of_mean_fields_differ_between_members_and_steps():
+    ensemble = ensemble_of("mean field")
+    for member in ensemble.members:
+        member.load_state_dict(ensemble.members[0].state_dict())
+    histories = ensemble.fit(
+        [(X, Y)], functools.partial(torch.optim.SGD, lr=1e-12), 3, vectorize=True
+    )
+    losses = {loss for history in histories for loss in history.log_likelihood}
+    assert len(losses) == 9
+    ensemble = ensemble_of("mean field")
+    fit = functools.partial(ensemble.fit, loader(), functools.partial(torch.optim.Adam, lr=1e-2))
+    before = fit(1, vectorize=True)
+    after = fit(60, vectorize=True)
+    assert all(b.loss[-1] < a.loss[0] for a, b in zip(before, after, strict=True))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3).double()
+
+    def forward(self, x):
+        outputs = self.layer(x)
+        return outputs if bool(outputs.sum() < 1e9) else -outputs
+
+
+def test_a_net_that_vmap_does_not_take():
+    ensemble = ensemble_of(net=Branches)
+    before = {n: v.clone() for n, v in ensemble.state_dict().items()}
+    with pytest.raises(ValueError, match=r"nets that torch\.vmap takes.*leave vectorize out"):
+        ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)
+    for name, value in ensemble.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_loss_that_is_not_finite_leaves_all_members_as_they_were():
+    ensemble = ensemble_of()
+    before = {n: v.clone() for n, v in ensemble.state_dict().items()}
+    bad = X.clone()
+    bad[3] = torch.inf
+    with pytest.raises(RuntimeError, match=r"of members \[0, 1, 2\] is not finite"):
+        ensemble.fit([(X, Y), (bad, Y)], torch.optim.Adam, 1, vectorize=True)
+    for name, value in ensemble.state_dict().items():
+        assert torch.equal(value, before[name])
+    ensemble.fit([(X, Y)], torch.optim.Adam, 1, resume=True, vectorize=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (lambda i: tyxe.LaplaceBNN(mlp(), NORMAL, Categorical(N)), {}, TypeError, "LaplaceBNN"),
+        (
+            lambda i: tyxe.VariationalBNN((mlp, batch_norm)[i](), HIDDEN, Categorical(N)),
+            {},
+            ValueError,
+            "member 1 has other parameters than member 0",
+        ),
+        (
+            lambda i: tyxe.VariationalBNN(mlp(), HIDDEN, Categorical(N)),
+            {"num_particles": 2},
+            TypeError,
+            "num_particles",
+        ),
+    ],
+)
+def test_bad_input(make, options, error, message):
+    ensemble = tyxe.EnsembleBNN(make, 2)
+    with pytest.raises(error, match=message):
+        ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True, **options)
