@@ -25,7 +25,7 @@ from tyxe.distributions.joint import JointSite
 from tyxe.distributions.normal_kl import fusable, fused_kl, log_density
 from tyxe.poutine import Draw
 
-__all__ = ["ElboTerms", "check_gradients", "elbo_terms"]
+__all__ = ["ElboTerms", "check_gradients", "data_term", "elbo_terms"]
 
 # A site of the guide, and the model's site of the same name.
 Pair = tuple[Any, Any]
@@ -94,7 +94,7 @@ def elbo_terms(
     model_trace = model_messenger.trace
     latents = _samples(guide_trace, observed=False)
     _check_guide(latents, closed_form_kl)
-    data, count = _data_term(model_trace)
+    data, count = data_term(model_trace)
     pairs = {name: (site, model_trace.nodes.get(name)) for name, site in latents}
     kl = _sum_of_kls(pairs, closed_form_kl)
     for name, _ in _samples(model_trace, observed=False):
@@ -127,7 +127,8 @@ def _log_prob(site: Any, is_bounded: bool = False) -> Tensor:
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
 
-def _data_term(trace: Trace) -> tuple[Tensor, int]:
+def data_term(trace: Trace) -> tuple[Tensor, int]:
+    """Return the log-density of a trace's observed sites, and the number of their points."""
     total: Any = 0.0
     count = 0
     observed = _samples(trace, observed=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyro
+import pyro.poutine as poutine
 import torch
 import torch.distributed
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DistributedSampler
 
-from tyxe.bnn.elbo import ElboTerms, elbo_terms
+from tyxe.bnn.elbo import ElboTerms, data_term, elbo_terms
 from tyxe.bnn.rerun import Resting
 from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
@@ -50,6 +51,12 @@ class Objective(nn.Module):
         )
         scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
         return (beta * terms.kl - terms.data) * scale
+
+    def data_at(self, values: Any, inputs: Inputs, targets: Tensor) -> tuple[Tensor, int]:
+        """Return the log-likelihood, scaled to the data set, at sites' values; and the points."""
+        with poutine.trace() as messenger:
+            self.bnn.likelihood(self.bnn.run_net(values, inputs), targets)
+        return data_term(messenger.trace)
 
     def take_terms(self) -> ElboTerms:
         """Return the terms of the latest forward, and remove them."""

@@ -19,6 +19,7 @@ from tyxe.bnn.checks import check_beta, check_one_batch, nonfinite_message, warn
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
 from tyxe.linalg.checks import numbers_unchecked
+from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.threads import exclusive
@@ -90,6 +91,8 @@ class Trainer:
         self.scheduler = pyro_scheduler(optim, self.parameters)
         self._pyro_clip = pyro_clipping(optim)
         self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
+        own = self.optimizer if isinstance(self.optimizer, ParticleOptimizer) else None
+        self._own = None if own is None else own.particle_of(self.objective, options)
         self.processes = Processes(self.objective, options.parallel)
         # Statistics that a forward changes before its loss is known to be finite.
         norms = [module for module in bnn.net.modules() if isinstance(module, _WITH_STATISTICS)]
@@ -172,7 +175,9 @@ class Trainer:
             raise
 
     def _particle(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
-        """Add one draw's gradient of `(beta kl - data) / N / particles`."""
+        """Add one draw's gradient of `(beta kl - data) / N / particles`, or the optimiser's own."""
+        if self._own is not None:
+            return ElboTerms(*self._own(inputs, targets, beta))
         loss = self.processes.objective(inputs, targets, beta)
         terms = self.objective.take_terms()
         loss.backward()

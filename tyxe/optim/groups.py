@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pyro.optim import PyroOptim
@@ -20,6 +20,20 @@ __all__ = ["LR_KINDS", "gradient_norm", "make_optimizer", "pyro_clipping", "pyro
 LR_KINDS = ("loc", "scale", "deterministic")
 
 Named = Mapping[str, nn.Parameter]
+
+
+@runtime_checkable
+class ParticleOptimizer(Protocol):
+    """A torch optimiser that takes gradients itself, in the place of the ELBO's.
+
+    A fit calls `particle_of` once, and the `particle(inputs, targets, beta)` that it returns for
+    each draw of a step: it adds `1 / options.num_particles` of a gradient to `.grad`, and returns
+    the fields of `tyxe.bnn.ElboTerms`. `objective` has the `bnn`, and its log-likelihood
+    `data_at(values, inputs, targets)`; `options` are the arguments of `fit`.
+    """
+
+    def particle_of(self, objective: Any, options: Any) -> Callable[..., tuple[Any, ...]]:
+        """Return the particle of a fit, or raise for what the optimiser does not serve."""
 
 
 def make_optimizer(

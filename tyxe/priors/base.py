@@ -88,7 +88,7 @@ class Prior(ABC):
             raise TypeError(
                 f"the prior of {name!r} is a {type(prior).__name__}; expected a distribution"
             )
-        if isinstance(_without_events(prior), dist.Delta):
+        if isinstance(without_events(prior), dist.Delta):
             raise ValueError(
                 f"the prior of {name!r} is a point, which no weight could leave. Where a posterior "
                 "is to become the prior, use a guide with a spread, such as "
@@ -145,7 +145,8 @@ class _AsEvent:
         return as_event(self.function(), self.name, self.shape)
 
 
-def _without_events(distribution: td.Distribution) -> td.Distribution:
+def without_events(distribution: Any) -> Any:
+    """Return the distribution inside of `Independent`s."""
     while isinstance(distribution, td.Independent):
         distribution = distribution.base_dist
     return distribution

@@ -1,0 +1,175 @@
+"""What IVON does not serve is an error that says what it needs, and changes nothing."""
+
+import functools
+
+import pyro.distributions as dist
+import pyro.poutine
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tyxe
+from tests.oracles.rejections import PRIOR, N, X, Y, make, rejects
+from tyxe.guides import AutoNormal, AutoRadial
+from tyxe.likelihoods import HomoskedasticGaussian
+from tyxe.optim import IVON
+
+# A mask that no site has met, because the fit has not begun.
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+OPTIM = functools.partial(IVON, lr=0.1)
+
+
+def pruned():
+    bnn = make()
+    tyxe.guides.prune_(bnn.net_guide, keep=0.5)
+    return bnn
+
+
+def own_likelihood():
+    likelihood = HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
+    return tyxe.VariationalBNN(nn.Linear(2, 1), PRIOR, likelihood, AutoNormal, AutoNormal)
+
+
+def likelihood_only():
+    likelihood = HomoskedasticGaussian(N, scale=0.5)
+    return tyxe.VariationalBNN(
+        nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True), likelihood
+    )
+
+
+def hierarchical():
+    def prior(name, module, param):
+        def sample():
+            tau = pyro.sample(f"{name}.tau", dist.LogNormal(0.0, 1.0))
+            return dist.Normal(torch.zeros_like(param), tau)
+
+        return sample
+
+    return make(prior=tyxe.priors.LambdaPrior(prior))
+
+
+def joint():
+    bnn = make(guide=functools.partial(AutoDiagonalNormal, init_scale=0.1))
+    prior = bnn.net_guide.get_detached_distributions()
+    return make(prior=tyxe.priors.DictPrior(prior))
+
+
+BNNS = {
+    "another guide": (lambda: make(guide=AutoRadial), "AutoRadial"),
+    "Pyro's guide": (lambda: make(guide=AutoDiagonalNormal), "the guide a PyroGuide"),
+    "no guide": (likelihood_only, "the guide None"),
+    "another wrapper": (
+        lambda: tyxe.LaplaceBNN(nn.Linear(2, 1), PRIOR, HomoskedasticGaussian(N, scale=0.5)),
+        "the guide a LaplaceGuide",
+    ),
+    "a cap": (lambda: make(guide=functools.partial(AutoNormal, max_guide_scale=1.0)), "0.weight"),
+    "fixed means": (lambda: make(guide=functools.partial(AutoNormal, train_loc=False)), "0.weight"),
+    "fixed scales": (
+        lambda: make(guide=functools.partial(AutoNormal, train_scale=False)),
+        "0.weight",
+    ),
+    "pruned weights": (pruned, "net.0.weight' with the posterior a PrunedNormal"),
+    "a constrained support": (
+        lambda: make(
+            prior=tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0), expose=["2.bias"]),
+            guide=functools.partial(AutoNormal, init_loc_fn=tyxe.guides.init_to_median),
+        ),
+        "net.2.bias",
+    ),
+    "another prior": (
+        lambda: make(prior=tyxe.priors.IIDPrior(dist.Laplace(0, 1))),
+        "net.0.weight.* and the prior a Laplace",
+    ),
+    "a hierarchical prior": (hierarchical, "net.0.weight"),
+    "a guide of the likelihood": (own_likelihood, "a guide of the likelihood"),
+}
+
+
+@pytest.mark.parametrize("case", BNNS)
+def test_what_is_not_served_is_named(case):
+    make_bnn, message = BNNS[case]
+    bnn = make_bnn()
+    rejects(
+        bnn, ValueError, f"IVON does not serve .*{message}.*", lambda: bnn.fit([(X, Y)], OPTIM, 1)
+    )
+
+
+HANDLERS = {
+    "local_reparameterization": tyxe.poutine.local_reparameterization,
+    "flipout": tyxe.poutine.flipout,
+    "variational_laplace": tyxe.poutine.variational_laplace,
+    "selective_mask": lambda: tyxe.poutine.selective_mask(
+        mask=torch.ones(N, dtype=torch.bool), expose=["likelihood.data"]
+    ),
+    "selective_scale": lambda: tyxe.poutine.selective_scale(scale=2.0, expose=["likelihood.data"]),
+    "Pyro's": lambda: pyro.poutine.scale(scale=2.0),
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_handlers_are_refused(handler):
+    bnn = make()
+    with HANDLERS[handler]():
+        rejects(bnn, ValueError, "an active handler", lambda: bnn.fit([(X, Y)], OPTIM, 1))
+
+
+OPTIONS = {
+    "parallel": ({"parallel": DistributedDataParallel}, "parallel"),
+    "closed_form_kl": ({"closed_form_kl": False}, "closed_form_kl=False"),
+    "lr_multipliers": ({"lr_multipliers": {"scale": 10.0}}, "lr_multipliers of scales"),
+    "beta": ({"beta": 0.0}, "positive temperature"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_are_refused(case):
+    bnn, (options, message) = make(), OPTIONS[case]
+    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], OPTIM, 1, **options))
+
+
+def test_rates_of_means_may_have_factors():
+    bnn = make()
+    bnn.fit([(X, Y)], OPTIM, 1, lr_multipliers={"loc": 0.5, "scale": 1.0})
+    assert {group["lr"] for group in bnn.optimizer.param_groups} == {0.05, 0.1}
+
+
+def test_an_instance_has_to_hold_all_of_the_guide():
+    bnn = make()
+    optimizer = IVON([bnn.net_guide.locs["0.weight"]], lr=0.1)
+    rejects(bnn, ValueError, "net.0.weight", lambda: bnn.fit([(X, Y)], optimizer, 1))
+
+
+ARGUMENTS = {
+    "lr": ({"lr": 0.0}, "lr is 0.0; expected a positive number"),
+    "infinite lr": ({"lr": float("inf")}, "lr is inf"),
+    "text": ({"lr": "fast"}, "lr is 'fast'"),
+    "hess_init": ({"lr": 0.1, "hess_init": -1.0}, "hess_init is -1.0"),
+    "betas": ({"lr": 0.1, "betas": (0.9, 1.0)}, "betas are"),
+    "one beta": ({"lr": 0.1, "betas": (0.9,)}, "betas are"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_are_checked(case):
+    bnn, (arguments, message) = make(), ARGUMENTS[case]
+    optim = functools.partial(IVON, **arguments)
+    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], optim, 1))
+
+
+def test_a_loop_of_ones_own_is_an_error():
+    net = nn.Linear(2, 1)
+    before = net.weight.detach().clone()
+    optimizer = IVON(net.parameters(), lr=0.1)
+    net(X).sum().backward()
+    with pytest.raises(RuntimeError, match=r"VariationalBNN\.fit"):
+        optimizer.step()
+    assert torch.equal(net.weight, before)
+
+
+def test_a_step_more_than_the_fit_has_made_is_an_error():
+    bnn = make()
+    bnn.fit([(X, Y)], OPTIM, 1)
+    with pytest.raises(RuntimeError, match=r"VariationalBNN\.fit"):
+        bnn.optimizer.step()
