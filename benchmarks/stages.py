@@ -48,7 +48,7 @@ def our_stages(
         with handler(), pyro.validation_enabled(False):
             model = poutine.trace(poutine.replay(bnn.model, trace=guide)).get_trace(x, y)
         yield "model"
-        data, _ = elbo._data_term(model)
+        data, _ = elbo.data_term(model)
         yield "log-likelihood"
         latents = elbo._samples(guide, observed=False)
         kl = elbo._sum_of_kls({n: (site, model.nodes[n]) for n, site in latents}, True)

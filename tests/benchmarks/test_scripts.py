@@ -28,13 +28,14 @@ CASES = {
     "inducing": ["step", "predict"],
     "revisions": ["training", "prediction", "laplace", "inducing", "binary"],
     "serving": ["mlp", "resnet18", "threads"],
+    "baselines": ["ivon-mlp", "ivon-resnet18", "stored-samples"],
     "samplers": ["leapfrogs", "mclmc", "ess", "compilation"],
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
 # Compiling the ResNet takes the library through the same code for longer.
 LEFT_OUT = {"compile": ["--case", "mlp"]}
 # Those in which nothing is written by hand: the plain net is the only yardstick.
-WITHOUT_LIMITS = {"startup", "gpu", "revisions", "serving", "samplers"}
+WITHOUT_LIMITS = {"startup", "gpu", "revisions", "serving", "samplers", "baselines"}
 # Beside other libraries' alone, which are left out where they are not installed.
 BESIDE_PEERS = {"samplers"}
 

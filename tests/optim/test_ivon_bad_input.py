@@ -83,6 +83,7 @@ BNNS = {
         "net.0.weight.* and the prior a Laplace",
     ),
     "a hierarchical prior": (hierarchical, "net.0.weight"),
+    "half precision": (lambda: make().bfloat16(), "0.weight"),
     "a guide of the likelihood": (own_likelihood, "a guide of the likelihood"),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from tyxe.priors.base import without_events
 from tyxe.threads import handlers
 
 __all__ = ["IVON"]
-
-_CHUNK = 2**15  # numbers that are updated together on a CPU, in whose cache they stay
 
 # A site's name, posterior (of the guide's parameters), prior, and the prior's mean and precision.
 _Site = tuple[str, FactorizedNormal, td.Distribution, Any, Any]
@@ -139,22 +136,16 @@ class IVON(Optimizer):
 def _newton(
     site: _Site, gm: Tensor, h: Tensor, size: float, lr: float, b2: float, correction: float
 ) -> None:
-    """Update `h`, `m` and the logarithm of the scale, in the symbols of the class."""
-    _, q, _, mean, precision = site
-    parts: Any = [[q.loc, q.log_scale, q.log_scale.grad, gm, h, mean, precision]]
-    tensors = [part for part in parts[0] if isinstance(part, Tensor)]
-    if all(t.device.type == "cpu" and t.is_contiguous() for t in tensors):
-        split = (t.view(-1).split(_CHUNK) if isinstance(t, Tensor) else repeat(t) for t in parts[0])
-        parts = zip(*split, strict=False)
-    for m, log_scale, ge, gm, h, mu, precision in parts:
-        delta = precision / size
-        q = h + delta
-        # (1 - b2) (h - hhat) / q = u takes q to q (1 - u + u^2 / 2), which is positive.
-        u = (h / q).sub_(ge, alpha=size).mul_(1 - b2)
-        h.addcmul_(q, (u / 2).sub_(1).mul_(u))
-        torch.add(h, delta, out=q)
-        m.addcdiv_((m - mu).mul_(delta).add_(gm, alpha=1 / correction), q, value=-lr)
-        torch.mul(q.mul_(size).log_(), -0.5, out=log_scale)
+    """Update `h`, `m` and the logarithms of the scales in few passes, in the class's symbols."""
+    _, own, _, mean, precision = site
+    delta = precision / size
+    q = h + delta
+    # u = (h - hhat) / q takes q to q (1 - (1 - b2) u + (1 - b2)^2 u^2 / 2), which is positive.
+    u = (h / q).sub_(own.log_scale.grad, alpha=size)
+    h.addcmul_(q, torch.addcmul(u, u, u, value=(b2 - 1) / 2), value=b2 - 1)
+    torch.add(h, delta, out=q)
+    own.loc.addcdiv_((own.loc - mean).mul_(delta).add_(gm, alpha=1 / correction), q, value=-lr)
+    torch.mul(q.mul_(size).log_(), -0.5, out=own.log_scale)
 
 
 def _sites_of(bnn: Any, options: Any, groups: Any) -> dict[Tensor, _Site]:
@@ -175,6 +166,7 @@ def _sites_of(bnn: Any, options: Any, groups: Any) -> dict[Tensor, _Site]:
         name, prior = bnn.net_prior.prefix + own, without_events(given)
         q: Any = posterior[name]
         plain = isinstance(q, FactorizedNormal) and held >= {id(q.loc), id(q.log_scale)}
+        plain = plain and q.loc.element_size() >= 4  # small changes of h are lost in others
         of = f"{name!r} with the posterior {described(q)} and the prior {described(prior)}"
         refused[of] = not (plain and isinstance(prior, td.Normal))
         if not refused[of]:
@@ -183,7 +175,7 @@ def _sites_of(bnn: Any, options: Any, groups: Any) -> dict[Tensor, _Site]:
     for what in (what for what, is_so in refused.items() if is_so):
         raise ValueError(
             f"IVON does not serve {what}: it needs a VariationalBNN with tyxe.guides.AutoNormal, "
-            "whose means and scales are trained, uncapped and unpruned, independent Normals as "
-            "priors, and a plain fit in one process; change that, or fit by torch.optim.Adam"
+            "whose means and scales are trained, uncapped, unpruned and in float32 or float64, "
+            "independent Normals as priors, and a plain fit in one process; change it, or use Adam"
         )
     return found
