@@ -15,6 +15,7 @@ from tyxe.testing.kernels import KERNELS, check_kernel
 from tyxe.testing.likelihoods import LIKELIHOODS, LikelihoodCase, check_likelihood
 from tyxe.testing.operators import OPERATORS, check_operator
 from tyxe.testing.priors import PRIORS, check_prior
+from tyxe.testing.wrappers import WRAPPERS, check_wrapper
 
 __all__ = [
     "GUIDES",
@@ -24,6 +25,7 @@ __all__ = [
     "LIKELIHOODS",
     "OPERATORS",
     "PRIORS",
+    "WRAPPERS",
     "LikelihoodCase",
     "check_guide",
     "check_handler",
@@ -32,4 +34,5 @@ __all__ = [
     "check_likelihood",
     "check_operator",
     "check_prior",
+    "check_wrapper",
 ]

@@ -1,0 +1,49 @@
+"""The contract of wrappers, for the package's own, and wrappers that break it."""
+
+import pytest
+from torch import nn
+
+import tyxe
+from tyxe.testing import WRAPPERS, check_wrapper
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_packages_own(name: str) -> None:
+    check_wrapper(WRAPPERS[name])
+
+
+class TrainsNoMore(tyxe.VariationalBNN):
+    def predict(self, *inputs, **options):
+        found = super().predict(*inputs, **options)
+        self.eval()
+        return found
+
+
+class Elsewhere(tyxe.VariationalBNN):
+    def to_module(self, sample=False):
+        return nn.Linear(2, 3)
+
+
+class Drawn(tyxe.VariationalBNN):
+    def mean_values(self):
+        return self.one_draw()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (TrainsNoMore, "predict changes modes"),
+        (Elsewhere, "to_module is not at the centre"),
+        (Drawn, "the centre is random"),
+    ],
+)
+def test_what_breaks_it_is_named(kind, message) -> None:
+    def make():
+        bnn = WRAPPERS["mean field"]()
+        bnn.__class__ = kind
+        return bnn
+
+    with pytest.raises(AssertionError, match=message):
+        check_wrapper(make)
