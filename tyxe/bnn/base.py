@@ -281,11 +281,12 @@ class BNN(Saved, nn.Module):
             ValueError: there are no draws.
         """
         nets: list[nn.Module] = []
+        with exclusive():  # before the draws, which may bring buffers of their own
+            own = {n: t for n, t in _tensors_of(self.net).items() if not isinstance(t, Resting)}
         for values in draws:
             with exclusive():
                 first = _tensors_of(nets[0]) if nets else {}
-                own = _tensors_of(self.net) if nets else {}
-                shared = {id(t): first[n] for n, t in own.items() if not isinstance(t, Resting)}
+                shared = {id(own[name]): tensor for name, tensor in first.items() if name in own}
                 nets.append(self.net_at(values, shared))
         if not nets:
             raise ValueError("there are no draws; expected one or more")

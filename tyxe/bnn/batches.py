@@ -308,15 +308,18 @@ class SameDraws:
         self._start = torch_rng()
         self._is_first, self._apart = True, apart
         self._others: list[Tensor] | None = None
+        self._known: list[Any] = []
         if apart:
             torch.manual_seed(int(torch.randint(2**62, ())))
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> list[Any]:
+        """Return what is known of each draw, a list to fill."""
         # Where a handler samples inside the net, its noise must differ between data points.
         if self._is_first or not draws_are_lazy():
             goes_on = self._is_first and not self._apart
             self._others = None if goes_on else torch_rng()
             set_torch_rng(self._start)
+        return self._known
 
     def __exit__(self, *error: object) -> None:
         self._is_first = False

@@ -370,31 +370,22 @@ class MCMC_BNN(SupervisedBNN):
         total = len(next(iter(samples.values())))
         for index in range(num_predictions):
             position = (2 * index + 1) * total // (2 * num_predictions) % total
-            yield self._for_net({name: value[position] for name, value in samples.items()})
+            yield self.for_net({name: value[position] for name, value in samples.items()})
 
     def one_draw(self) -> Values:
         samples = self.get_samples()
         position = int(torch.randint(len(next(iter(samples.values()))), ()))
-        return self._for_net({name: value[position] for name, value in samples.items()})
+        return self.for_net({name: value[position] for name, value in samples.items()})
 
     def mean_values(self) -> Values:
         """Return the mean of the samples."""
         samples = self.get_samples().items()
-        return self._for_net(
+        return self.for_net(
             {
                 name: value.float().mean(0) if value.itemsize < 4 else value.mean(0)
                 for name, value in samples
             }
         )
-
-    def _for_net(self, values: Values) -> Values:
-        """Return values where the net is and in its dtype, which need not be those of samples."""
-        places = self.in_places()
-        like = next(iter(places.values()), None)
-        return {
-            name: value if like is None else value.to(places.get(name, like))
-            for name, value in values.items()
-        }
 
     def gaussian_predictives(self) -> Mapping[str, Outputs]:
         """Return none, because samples are not Gaussian."""

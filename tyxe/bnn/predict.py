@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import BNN, modes_restored
-from tyxe.bnn.batches import SameDraws, check_has_targets, is_loader, on_each
+from tyxe.bnn.base import BNN, fitting, modes_restored
+from tyxe.bnn.batches import SameDraws, batches_to_predict, check_has_targets, is_loader, on_each
 from tyxe.bnn.rerun import remember
 from tyxe.curvature import Linearization
 from tyxe.errors import check_count, described
@@ -24,10 +25,12 @@ from tyxe.poutine.selective import masked_pointwise
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
+from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, statistics_in
 from tyxe.predictive.scores import Scores, gaussian_scores, mixture_scores
 from tyxe.priors import Prior
+from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
-from tyxe.util import Inputs, at_least_float32, call_with
+from tyxe.util import Inputs, at_least_float32, call_with, tree_map_tensors
 
 __all__ = ["SupervisedBNN"]
 
@@ -37,6 +40,10 @@ Values = dict[str, Tensor]
 VMAP_CHUNK = 8
 # Smallest number of samples of Gaussian outputs, which are cheap.
 FEWEST_SAMPLES = 100
+
+# Loaders for the statistics of norms at each draw, and these norms. Attributes would be pickled.
+_NORM_LOADERS: weakref.WeakKeyDictionary[SupervisedBNN, tuple[Any, list[Any]]]
+_NORM_LOADERS = weakref.WeakKeyDictionary()
 
 
 class Intervals:
@@ -129,7 +136,9 @@ class SupervisedBNN(Intervals, BNN):
             sample: return the net at one draw instead.
         """
         with exclusive(), torch.no_grad():
-            return self.net_at(self.one_draw() if sample else self.mean_values())
+            values = self.one_draw() if sample else self.mean_values()
+            with statistics_in(self._statistics(values) if sample else {}):
+                return self.net_at(values)
 
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
@@ -155,13 +164,14 @@ class SupervisedBNN(Intervals, BNN):
         num_draws = check_count("num_draws", num_draws)
         kept: list[Values] = []
 
-        def draws() -> Iterator[Values]:
+        def draws() -> Generator[Values, None, None]:
             for values in self.draws(num_draws):
                 kept.append({name: v.clone() for name, v in self._only_latents(values).items()})
-                yield values
+                with statistics_in(self._statistics(values)):
+                    yield values
 
-        with self.predicting():
-            nets = self.nets_at(draws())
+        with self.predicting(), closing(draws()) as made:
+            nets = self.nets_at(made)
             return Ensemble(nets, copy.deepcopy(self.likelihood), self._latents(kept))
 
     def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
@@ -186,6 +196,15 @@ class SupervisedBNN(Intervals, BNN):
     def one_draw(self) -> Values:
         """Return a single draw from the posterior."""
 
+    def for_net(self, values: Values) -> Values:
+        """Return values where the net is and in its dtype, which need not be the posterior's."""
+        places = self.in_places()
+        like = next(iter(places.values()), None)
+        return {
+            name: value if like is None else value.to(places.get(name, like))
+            for name, value in values.items()
+        }
+
     def _latents(self, draws: list[Values]) -> dict[str, Tensor]:
         """Return the likelihood's own variables, stacked over draws, by their own names."""
         names = {
@@ -199,15 +218,21 @@ class SupervisedBNN(Intervals, BNN):
         return {name: v for name, v in values.items() if name not in self._slots}
 
     def _stacked_outputs(
-        self, inputs: Inputs, num_predictions: int, vectorize: bool | None
+        self, inputs: Inputs, num_predictions: int, vectorize: bool | None, known: list[Statistics]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables."""
+        """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables.
+
+        The statistics of norms at each draw are in `known`, or are put there.
+        """
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
         if vectorize and self._slots:
             return self._vmapped_outputs(draws, inputs)
         outputs, kept = [], []
-        for values in draws:
-            outputs.append(self.run_net(values, inputs))
+        for index, values in enumerate(draws):
+            if index == len(known):
+                known.append(self._statistics(values) if num_predictions else {})
+            with statistics_in(known[index]):
+                outputs.append(self.run_net(values, inputs))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
@@ -216,10 +241,11 @@ class SupervisedBNN(Intervals, BNN):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, kept = [], []
         while chunk := [values for _, values in zip(range(VMAP_CHUNK), draws, strict=False)]:
-            if draws_are_lazy():
+            if draws_are_lazy() or self in _NORM_LOADERS:
                 raise ValueError(
-                    "vectorize=True needs drawn weights, but a handler such as "
-                    "local_reparameterization samples inside the net: leave vectorize out"
+                    "vectorize=True needs drawn weights and the same statistics of norms, but a "
+                    "handler such as local_reparameterization samples inside the net, or "
+                    "update_norm_statistics has been called: leave vectorize out"
                 )
             stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
             outputs.append(self._under_vmap(stacked, inputs))
@@ -297,8 +323,8 @@ class SupervisedBNN(Intervals, BNN):
                 if not aggregate:
                     return _output_samples(moments, num_predictions)
                 return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
-            with again:
-                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
+            with again as known:
+                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize, known)
             if not aggregate:
                 return outputs
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -342,8 +368,8 @@ class SupervisedBNN(Intervals, BNN):
                 outputs = sample_outputs(*gaussian(inputs), num_samples)
                 latents = options.latents_of(num_samples)
             else:
-                with again:
-                    outputs, latents = self._stacked_outputs(inputs, num_samples, vectorize)
+                with again as known:
+                    outputs, latents = self._stacked_outputs(inputs, num_samples, vectorize, known)
             return torch.stack(
                 [
                     self.likelihood.sample(each, latents={n: v[s] for n, v in latents.items()})
@@ -405,19 +431,21 @@ class SupervisedBNN(Intervals, BNN):
         vectorize: bool | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
-    ) -> Callable[[Inputs, Tensor, AbstractContextManager[None]], Scores]:
+    ) -> Callable[[Inputs, Tensor, AbstractContextManager[list[Any]]], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
 
-        def score(inputs: Inputs, targets: Tensor, again: AbstractContextManager[None]) -> Scores:
+        def score(
+            inputs: Inputs, targets: Tensor, again: AbstractContextManager[list[Any]]
+        ) -> Scores:
             rows = self._rows_that_count(targets)
             if gaussian is not None:
                 mean, covariance = (_rows(part, rows) for part in gaussian(inputs))
                 kept_targets = _rows(targets, rows)
                 return gaussian_scores(self.likelihood, mean, covariance, kept_targets, options)
-            with again:
-                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize)
+            with again as known:
+                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize, known)
             kept = _rows(outputs, rows, 1), latents, _rows(targets, rows)
             return mixture_scores(self.likelihood, *kept, aggregate)
 
@@ -433,6 +461,55 @@ class SupervisedBNN(Intervals, BNN):
         rows = torch.arange(len(targets), device=targets.device)
         kept = masked_pointwise(self.likelihood.data_name, rows)
         return None if len(kept) == len(rows) else kept
+
+    # ------------------------------------------------------------------ statistics of norms
+
+    def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
+        """Average the statistics of normalising layers anew: at the centre now, then at each draw.
+
+        The averages over batches are the net's own at the posterior's centre. `predict` and its
+        like, `to_ensemble` and `to_module` then go through the loader for each draw, once a call.
+        Only layers whose statistics `fit` changes take part; without any, nothing happens. The
+        loader is neither copied nor saved with the BNN.
+
+        Args:
+            data_loader: yields `(inputs, targets)` or inputs; None: draws take the net's own again.
+
+        Raises:
+            TypeError: no loader.
+            ValueError: an empty one; also in a prediction, such as a generator that is used up.
+
+        Reference:
+            Izmailov et al. 2018; for each draw, Maddox et al. 2019.
+        """
+        with fitting(self, train=True):
+            norms = [norm for norm in norms_of(self.net) if norm.training]
+        if data_loader is None or not norms:
+            _NORM_LOADERS.pop(self, None)
+            return
+        if not is_loader(data_loader):
+            raise TypeError(
+                f"data_loader is {described(data_loader)}; expected a loader, or a list of batches"
+            )
+        with self.predicting():
+            found = self._statistics(self.mean_values(), (data_loader, norms))
+            for norm, buffers in found.items():
+                norm.load_state_dict(buffers, strict=False)
+        _NORM_LOADERS[self] = data_loader, norms
+
+    def _statistics(self, values: Values, given: tuple[Any, list[Any]] | None = None) -> Statistics:
+        """Return the statistics of norms at a draw, or none where it takes the net's own."""
+        loader, norms = given or _NORM_LOADERS.get(self, ((), []))
+        if not norms:
+            return {}
+
+        def run(batch: tuple[Any, Any]) -> None:
+            device = next(self.net.parameters()).device
+            self.run_net(values, tree_map_tensors(lambda t: t.to(device), batch[0]))
+
+        with torch_rng_kept(), modes_restored(self), torch.no_grad():
+            self.eval()
+            return averaged_statistics(norms, run, batches_to_predict(loader, None, None))
 
     # ------------------------------------------------------------------ the linearised net
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyro
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
@@ -22,20 +22,11 @@ from tyxe.linalg.checks import numbers_unchecked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.poutine.variational_laplace import announce_epoch
+from tyxe.predictive.norms import norms_of
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
 __all__ = ["FitOptions", "Trainer", "bars_named", "progress_bar"]
-
-_WITH_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 
 
 @dataclass(frozen=True)
@@ -95,8 +86,8 @@ class Trainer:
         self._own = None if own is None else own.particle_of(self.objective, options)
         self.processes = Processes(self.objective, options.parallel)
         # Statistics that a forward changes before its loss is known to be finite.
-        norms = [module for module in bnn.net.modules() if isinstance(module, _WITH_STATISTICS)]
-        self._statistics = [b for module in norms for b in module.buffers(recurse=False)]
+        norms = norms_of(bnn.net)
+        self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._checked = self._warned = False
         self.steps = 0
 

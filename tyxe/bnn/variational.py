@@ -244,10 +244,10 @@ class DropoutBNN(VariationalBNN):
             return super().forward(*inputs, **kwargs)
 
     def _stacked_outputs(
-        self, inputs: Inputs, num_predictions: int, vectorize: bool | None
+        self, inputs: Inputs, num_predictions: int, vectorize: bool | None, known: list[Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._dropping() if num_predictions else nullcontext():
-            return super()._stacked_outputs(inputs, num_predictions, vectorize)
+            return super()._stacked_outputs(inputs, num_predictions, vectorize, known)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
