@@ -266,12 +266,15 @@ def test_draws_come_from_torchs_generator(make):
     torch.manual_seed(3)
     first = precision.sample((4,))
     torch.manual_seed(3)
+    close(precision.sample((4,)), first)
+    torch.manual_seed(3)
     noise = torch.randn(4, precision.size, dtype=torch.float64)
-    close(first, precision.inverse_sqrt(noise))
+    close(precision.sample((4,), noise), precision.inverse_sqrt(noise))
 
 
-def test_draws_have_the_inverse_as_covariance():
-    precision, count = OPERATORS["Kronecker"](), 20_000
+@pytest.mark.parametrize("kind", ["Kronecker", "Inverse of LowRank"])
+def test_draws_have_the_inverse_as_covariance(kind):
+    precision, count = OPERATORS[kind](), 20_000
     draws = precision.sample((count,))
     covariance = torch.linalg.inv(precision.to_dense())
     variances = covariance.diagonal()

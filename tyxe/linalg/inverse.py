@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from tyxe.linalg.base import Operator
 from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import check_small
 from tyxe.linalg.dense import Dense
+from tyxe.linalg.low_rank import LowRank
 from tyxe.linalg.triangular import Cholesky
 
 __all__ = ["Inverse", "root"]
@@ -90,6 +91,11 @@ class Inverse(Operator):
 
     def inverse_diagonal(self) -> Tensor:
         return self.operator.diagonal()
+
+    def sample(self, sample_shape: Sequence[int] = (), noise: Tensor | None = None) -> Tensor:
+        if noise is None and isinstance(self.operator, LowRank):
+            return self.operator.draw(sample_shape)
+        return super().sample(sample_shape, noise)
 
     def _inverse_sqrt(self, z: Tensor) -> Tensor:
         return root(self.operator)(z, False)

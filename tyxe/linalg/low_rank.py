@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -103,6 +104,11 @@ class LowRank(Operator):
 
     def _quadratic(self, x: Tensor) -> Tensor:
         return x.square() @ self.entries + (x @ self.factor).square().sum(-1)
+
+    def draw(self, shape: Sequence[int]) -> Tensor:
+        """Return draws `(*shape, P)` of covariance `A`, which take `P + R` random numbers each."""
+        z, u = (self.entries.new_empty(*shape, n).normal_() for n in self.factor.shape)
+        return self.entries.sqrt() * z + u @ self.factor.mT
 
     def diagonal(self) -> Tensor:
         return self.entries + self.factor.square().sum(-1)
