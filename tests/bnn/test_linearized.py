@@ -19,6 +19,8 @@ import tyxe
 from tests.oracles.laplace import ADAM, classifier
 from tyxe.bnn.variational import glm_outputs
 from tyxe.curvature import jacobian
+from tyxe.distributions import JointNormal, ParamBlocks
+from tyxe.linalg import Dense
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -112,6 +114,34 @@ def test_the_linearised_predictive_of_a_normal_over_all_sites_has_its_covariance
     _, found = glm_outputs(bnn.net_guide, linear)
     expected = rows @ covariance[order][:, order] @ rows.mT
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    check_predictions(bnn, x, found)
+
+
+class AutoDense(tyxe.guides.Guide):
+    """One Normal over all sites with a known precision."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.blocks = ParamBlocks.of_sites({s.name: s.shape for s in reversed(self.sites)})
+        rows = torch.randn(2 * self.blocks.size, self.blocks.size)
+        self.precision = Dense(rows.mT @ rows)
+        self.loc = nn.Parameter(torch.randn(self.blocks.size))
+
+    def joints(self):
+        return (JointNormal(self.blocks, self.loc, self.precision),)
+
+    def site_distribution(self, site):
+        raise AssertionError("all sites are of the joint")
+
+
+def test_the_linearised_predictive_of_a_joint_normal_of_ones_own():
+    bnn, x = small(AutoDense)
+    guide, linear = bnn.net_guide, bnn.linearize(x)
+    order = linear.blocks.flatten(guide.blocks.unflatten(torch.arange(len(guide.loc))))
+    covariance = torch.linalg.inv(guide.precision.to_dense())[order][:, order]
+    rows = jacobian(linear)
+    _, found = glm_outputs(guide, linear)
+    torch.testing.assert_close(found, rows @ covariance @ rows.mT, rtol=1e-9, atol=1e-12)
     check_predictions(bnn, x, found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributions as td
 
-from tyxe.distributions import ParamBlocks, center, independent_moments
+from tyxe.distributions import JointNormal, ParamBlocks, center, independent_moments
 from tyxe.guides.base import Guide
 from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.linalg import Diagonal, Inverse, Operator
@@ -23,7 +23,7 @@ def weight_covariance(guide: Any, blocks: ParamBlocks) -> Operator:
     """Return the covariance of a Normal guide's weights; register other such guides here.
 
     Args:
-        guide: a mean-field guide, or one of Pyro's with a joint Normal.
+        guide: a guide of mean-field or joint Normals, ours or Pyro's.
         blocks: the linearised net's blocks, whose order the weights take.
 
     Raises:
@@ -47,15 +47,16 @@ def _(guide: PyroGuide, blocks: ParamBlocks) -> Operator:
             f"the posterior of {name!r} is no Normal, but one transformed to the support "
             f"{support}: predict with predictive='bnn'"
         )
-    joint = guide.joint_normal()
-    if joint is None:
-        return _of_sites(guide.site_posteriors(), blocks)
-    assert isinstance(joint.precision, Inverse)
-    order = torch.arange(joint.loc.numel(), device=joint.loc.device)
-    return permuted(joint.precision.operator, blocks.flatten(joint.unflatten(order)))
+    return _of_sites(guide.site_posteriors(), blocks)
 
 
 def _of_sites(posterior: Mapping[str, td.Distribution], blocks: ParamBlocks) -> Operator:
+    joint = getattr(next(iter(posterior.values())), "joint", None)
+    if isinstance(joint, JointNormal) and set(joint.names) == set(posterior):
+        order = torch.arange(joint.loc.numel(), device=joint.loc.device)
+        precision = joint.precision
+        covariance = precision.operator if isinstance(precision, Inverse) else Inverse(precision)
+        return permuted(covariance, blocks.flatten(joint.unflatten(order)))
     variances = {}
     for name, q in posterior.items():
         moments = independent_moments(q)
