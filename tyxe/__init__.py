@@ -20,7 +20,16 @@ from tyxe import (
     samplers,
     util,
 )
-from tyxe.bnn import BNN, MCMC_BNN, DropoutBNN, EnsembleBNN, LaplaceBNN, PytorchBNN, VariationalBNN
+from tyxe.bnn import (
+    BNN,
+    MCMC_BNN,
+    SWAG_BNN,
+    DropoutBNN,
+    EnsembleBNN,
+    LaplaceBNN,
+    PytorchBNN,
+    VariationalBNN,
+)
 from tyxe.errors import TyxeWarning
 from tyxe.laplace import LaplaceOptions
 
@@ -32,6 +41,7 @@ except PackageNotFoundError:  # a checkout on the path, not installed
 __all__ = [
     "BNN",
     "MCMC_BNN",
+    "SWAG_BNN",
     "DropoutBNN",
     "EnsembleBNN",
     "LaplaceBNN",

@@ -429,6 +429,21 @@ def at_least_float32(tensors: T) -> T:
     return tensors.to(torch.promote_types(tensors.dtype, torch.float32))
 
 
+def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `fn` with float32 for half precision, where matrices cannot be factorised.
+
+    Example:
+        >>> with_float32(Tensor.half)(torch.zeros(1)).dtype
+        torch.float32
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        found = fn(tensor)
+        return tensor.to(found.device, torch.float32) if found.dtype.itemsize < 4 else found
+
+    return moved
+
+
 def in_function_transform() -> bool:
     """Say whether a `torch.func` transform is active, which custom autograd nodes do not support.
 

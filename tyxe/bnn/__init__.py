@@ -7,11 +7,13 @@ from tyxe.bnn.ensemble import EnsembleBNN
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
+from tyxe.bnn.swag import SWAG_BNN
 from tyxe.bnn.variational import DropoutBNN, VariationalBNN
 
 __all__ = [
     "BNN",
     "MCMC_BNN",
+    "SWAG_BNN",
     "DropoutBNN",
     "ElboTerms",
     "EnsembleBNN",

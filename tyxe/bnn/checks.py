@@ -17,6 +17,7 @@ from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, described, warn
+from tyxe.guides.swag import SWAGGuide
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs
 
@@ -151,14 +152,16 @@ def warn_of_result(bnn: SupervisedBNN, history: History) -> None:
     data = max(abs(history.log_likelihood[0]), abs(history.log_likelihood[-1]), size)
     weighted = history.loss[-1] + history.log_likelihood[-1]
     # The KL of a MAP estimate is minus a log-density, with arbitrary constants.
-    is_map = isinstance(getattr(getattr(bnn, "net_guide", None), "guide", None), AutoDelta)
+    guide = getattr(bnn, "net_guide", None)
+    is_map = isinstance(getattr(guide, "guide", guide), AutoDelta | SWAGGuide)
     if weighted > KL_DWARFS * data and not is_map:
         warn(
             f"the weighted KL ({weighted:.3g} nats) dwarfs the data ({data:.3g} nats): the bound "
             "says more about the prior than about them. Check dataset_size; train on, with "
             "lr_multipliers={'scale': 10} if scales started small; or weigh the KL by beta < 1",
         )
-    _warn_of_scales(bnn)
+    if not is_map:
+        _warn_of_scales(bnn)
 
 
 def _warn_of_scales(bnn: SupervisedBNN) -> None:

@@ -22,6 +22,7 @@ from tyxe.guides.normal import AutoNormal, MeanField
 from tyxe.guides.prune import parameter_count, prune_, prune_inducing_
 from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.guides.radial import AutoRadial
+from tyxe.guides.swag import SWAGGuide
 
 __all__ = [
     "AutoBernoulli",
@@ -33,6 +34,7 @@ __all__ = [
     "MeanField",
     "PretrainedInitializer",
     "PyroGuide",
+    "SWAGGuide",
     "init_to_constant",
     "init_to_median",
     "init_to_net",

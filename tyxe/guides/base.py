@@ -22,7 +22,7 @@ from tyxe.files import packed, unpacked
 from tyxe.threads import only_handlers
 from tyxe.util import resolve_site_name
 
-__all__ = ["Guide", "Site", "detached_together", "site_named", "sites_of"]
+__all__ = ["Guide", "Site", "check_real", "detached_together", "site_named", "sites_of"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,16 @@ def site_named(sites: Iterable[Site], name: str) -> Site:
     known = {site.own_name: site for site in sites}
     joint = {site.name: site for site in known.values()}
     return joint[name] if name in joint else known[resolve_site_name(name, known)]
+
+
+def check_real(sites: Iterable[Site], what: str) -> None:
+    """Raise a ValueError for a site whose support a Gaussian leaves."""
+    for site in sites:
+        if not site.is_real:
+            raise ValueError(
+                f"{what} is a Gaussian, but {site.name!r} has the support {site.support}; hide it, "
+                "or use VariationalBNN"
+            )
 
 
 class Guide(nn.Module, ABC):

@@ -15,14 +15,14 @@ from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.files import packed, unpacked
-from tyxe.guides.base import detached_together, site_named, sites_of
+from tyxe.guides.base import check_real, detached_together, site_named, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.laplace.gaussian_prior import is_factorized
 from tyxe.laplace.online import normals_of
 from tyxe.laplace.state import LaplaceState
 from tyxe.linalg import BlockDiagonal
 from tyxe.linalg.state import operator_from_state, operator_state
-from tyxe.util import SiteTensors, at_least_float32
+from tyxe.util import SiteTensors, at_least_float32, with_float32
 
 __all__ = ["LaplaceGuide"]
 
@@ -52,12 +52,7 @@ class LaplaceGuide(nn.Module):
         super().__init__()
         self.structure = structure
         self.sites, messages = sites_of(module)
-        for site in self.sites:
-            if not site.is_real:
-                raise ValueError(
-                    f"the Laplace approximation is a Gaussian, but {site.name!r} has the support "
-                    f"{site.support}; hide it, or use VariationalBNN"
-                )
+        check_real(self.sites, "the Laplace approximation")
         starts = {s.own_name: init_to_net(messages[s.name]) for s in self.sites}
         self.locs = SiteTensors(starts, trainable=True)
         self._state: LaplaceState | None = None
@@ -147,7 +142,7 @@ class LaplaceGuide(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceGuide:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = _with_float32(fn)
+        moved = with_float32(fn)
         if self._loaded is not None:
             self._loaded = self._loaded.map(moved)
         elif self._state is not None:
@@ -192,13 +187,3 @@ class LaplaceGuide(nn.Module):
         operator = operator_from_state({k: v.to(like) for k, v in saved["curvature"].items()})
         assert isinstance(operator, BlockDiagonal)
         self._loaded = Curvature(operator, blocks, **saved["numbers"])
-
-
-def _with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return `fn` with float32 for half precision, where matrices cannot be factorised."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        found = fn(tensor)
-        return tensor.to(found.device, torch.float32) if found.dtype.itemsize < 4 else found
-
-    return moved

@@ -1,0 +1,387 @@
+"""SWAG_BNN: snapshots of a training or of a loop of one's own, and what follows from them."""
+
+import copy
+import functools
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tests.oracles.states import assert_same_state, through_a_file
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+N = 24
+
+
+def data(n=N):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 2, generator=generator)
+    return x, x @ torch.tensor([[1.0], [-2.0]]) + 0.5 * torch.randn(n, 1, generator=generator)
+
+
+def loader(size=6):
+    return list(zip(*(part.split(size) for part in data()), strict=True))
+
+
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def make(rank=4, module=None, prior=NORMAL, scale=0.5):
+    torch.manual_seed(0)
+    likelihood = HomoskedasticGaussian(N, scale=scale)
+    return tyxe.SWAG_BNN(module or net(), prior, likelihood, rank=rank)
+
+
+def fitted(rank=4, epochs=8, start=0.5, **options):
+    bnn = make(rank)
+    bnn.fit(loader(), SGD, epochs, start=start, **options)
+    return bnn
+
+
+def points(bnn):
+    return bnn.net_guide.blocks.flatten({n: v.detach().clone() for n, v in values(bnn).items()})
+
+
+def values(bnn):
+    return {site.name: bnn.net_guide.locs[site.own_name] for site in bnn.net_guide.sites}
+
+
+# --------------------------------------------------------------------------- snapshots
+
+
+@pytest.mark.parametrize(
+    ("epochs", "start", "every", "taken"),
+    [
+        (8, 0.5, 1, [5, 6, 7, 8]),
+        (8, 0.75, 1, [7, 8]),
+        (10, 0.3, 2, [5, 7, 9]),
+        (10, 0.7, 1, [8, 9, 10]),  # where 0.7 * 10 is not 7
+        (6, 0.0, 3, [3, 6]),
+        (5, 0.5, 1, [4, 5]),  # from 2.5 on
+    ],
+)
+def test_snapshots_are_of_the_later_epochs(epochs, start, every, taken):
+    bnn, seen = make(rank=2), []
+    bnn.fit(loader(), SGD, epochs, lambda b, *_: seen.append(points(b)), start=start, every=every)
+    weights = torch.stack([seen[epoch - 1] for epoch in taken])
+    assert int(bnn.net_guide.count) == len(taken)
+    torch.testing.assert_close(bnn.net_guide.mean, weights.mean(0))
+    spread = bnn.net_guide.squares / len(taken)
+    torch.testing.assert_close(spread, weights.var(0, correction=0), rtol=1e-3, atol=1e-8)
+
+
+def test_training_is_map():
+    torch.manual_seed(0)
+    other = tyxe.VariationalBNN(
+        net(), NORMAL, HomoskedasticGaussian(N, scale=0.5), pyro.infer.autoguide.AutoDelta
+    )
+    history = other.fit(loader(), SGD, 8)
+    bnn = make(rank=2)
+    assert bnn.fit(loader(), SGD, 8).loss == pytest.approx(history.loss, rel=1e-5)
+    torch.testing.assert_close(points(bnn), bnn.net_guide.blocks.flatten(other.mean_values()))
+
+
+def test_a_second_fit_goes_on_collecting_and_reset_forgets():
+    bnn = fitted()
+    bnn.fit(loader(), SGD, 3, start=0)
+    assert int(bnn.net_guide.count) == 7
+    weights = points(bnn)
+    bnn.reset()
+    assert int(bnn.net_guide.count) == 0
+    torch.testing.assert_close(points(bnn), weights, rtol=0, atol=0)
+    bnn.fit(loader(), SGD, 4, start=0)
+    other = make()
+    for name, loc in other.net_guide.locs.items():
+        loc.data.copy_(bnn.net_guide.blocks.unflatten(weights)["net." + name])
+    other.fit(loader(), SGD, 4, start=0)
+    assert_same_state(bnn, other)
+
+
+def test_snapshots_of_a_loop_of_ones_own():
+    bnn, torch_net, states = make(rank=3), net(), []
+    optimizer = torch.optim.SGD(torch_net.parameters(), lr=0.05)
+    for x, y in loader() * 2:
+        optimizer.zero_grad()
+        (torch_net(x) - y).square().mean().backward()
+        optimizer.step()
+        bnn.collect(torch_net)
+        states.append(copy.deepcopy(torch_net.state_dict()))
+    for name, value in bnn.mean_values().items():
+        expected = torch.stack([state[name.removeprefix("net.")] for state in states]).mean(0)
+        torch.testing.assert_close(value, expected)
+    assert bnn.predict(data()[0], num_predictions=3, aggregate=False).shape == (3, N, 1)
+
+
+def test_collect_takes_what_the_prior_hides_and_buffers():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn = make(2, nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)), prior)
+    other = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    nn.init.normal_(other[1].weight)
+    other(data()[0])
+    for _ in range(2):
+        bnn.collect(other)
+    torch.testing.assert_close(bnn.net[1].weight, other[1].weight)
+    torch.testing.assert_close(bnn.to_module()(data()[0]), other.eval()(data()[0]))
+
+
+# --------------------------------------------------------------------------- posterior
+
+
+def test_the_mean_of_a_constant_rate_is_the_mode():
+    x, y = data(400)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    likelihood = HomoskedasticGaussian(400, scale=0.5)
+    bnn = tyxe.SWAG_BNN(nn.Linear(2, 1), prior, likelihood, rank=10)
+    torch.manual_seed(0)
+    batches = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, y), batch_size=20, shuffle=True
+    )
+    weights = []
+    bnn.fit(
+        batches, functools.partial(torch.optim.SGD, lr=0.05), 200,
+        lambda b, *_: weights.append(points(b)), start=0.2,
+    )  # fmt: skip
+    design = torch.cat([x, torch.ones(400, 1)], 1)
+    precision = design.T @ design / 0.25 + torch.eye(3)
+    mode = torch.linalg.solve(precision, design.T @ y / 0.25)[:, 0]
+    # Snapshots an epoch apart are nearly independent: the mean's standard error, from their own.
+    weights = torch.stack(weights[40:])
+    error = weights.std(0) / len(weights) ** 0.5
+    assert bool(((bnn.net_guide.mean - mode).abs() < 4 * error).all())
+
+
+def test_glm_of_a_linear_net_is_that_of_the_dense_covariance():
+    bnn = make(3, nn.Linear(2, 1))
+    bnn.fit(loader(), SGD, 8, start=0.5)
+    x = data()[0]
+    mean, scale = bnn.predict(x, num_predictions=1, predictive="glm")
+    (joint,) = bnn.net_guide.joints()
+    dense = joint.precision.operator.to_dense()
+    order = joint.unflatten(torch.arange(3))
+    rows = torch.zeros(N, 3)
+    rows[:, order["net.weight"].flatten()], rows[:, order["net.bias"]] = x, 1.0
+    torch.testing.assert_close(mean[:, 0], rows @ joint.mean)
+    expected = torch.einsum("ni,ij,nj->n", rows, dense, rows) + 0.25
+    torch.testing.assert_close(scale[:, 0].square(), expected)
+
+
+def test_draws_are_of_one_normal_over_all_sites():
+    bnn = fitted()
+    ensemble = bnn.to_ensemble(3)
+    assert ensemble(data()[0])[0].shape == (N, 1)
+    posterior = bnn.net_guide.get_detached_distributions()
+    bnn.update_prior(tyxe.priors.DictPrior(posterior))
+    terms = tyxe.bnn.elbo_terms(bnn.model, bnn.guide, *loader()[0])
+    assert abs(terms.kl.item()) < 1e-2  # in closed form, of the posterior from itself
+    bnn.reset()
+    history = bnn.fit(loader(), functools.partial(torch.optim.SGD, lr=1e-9), 4, start=0)
+    (joint,) = fitted().net_guide.joints()
+    expected = -joint.log_prob(points(bnn)).item()
+    assert history.kl[-1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_inferred_noise_is_a_point():
+    bnn = make(scale=dist.LogNormal(-1.0, 0.5))
+    bnn.fit(loader(), SGD, 8, start=0.5)
+    first, second = bnn.draws(2)
+    assert first["likelihood.scale"] == second["likelihood.scale"]
+    assert not torch.equal(first["net.0.weight"], second["net.0.weight"])
+
+
+def test_half_precision():
+    bnn = make(module=net().bfloat16())
+    bnn.fit([(x.bfloat16(), y.bfloat16()) for x, y in loader()], SGD, 8, start=0.5)
+    x = data()[0].bfloat16()
+    assert bnn.predict(x, num_predictions=2, aggregate=False).dtype == torch.bfloat16
+    assert bnn.to_module()(x).dtype == torch.bfloat16
+    assert bnn.net_guide.mean.dtype == torch.float32
+
+
+# --------------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6])
+def test_a_resumed_training_is_the_uninterrupted_one(stop):
+    def batches():
+        return torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*data()), batch_size=6, shuffle=True
+        )
+
+    def fit(bnn, epochs, callback=None):
+        optim = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+        return bnn.fit(batches(), optim, epochs, callback, start=0.5)
+
+    straight = make()
+    whole = fit(straight, 8)
+    first = make()
+    before = fit(first, 8, lambda bnn, epoch, loss: epoch + 1 == stop)
+    checkpoint = through_a_file(first.checkpoint())
+    resumed = make()
+    resumed.load_checkpoint(checkpoint)
+    torch.rand(7)
+    after = fit(resumed, 8 - stop)
+    assert_same_state(straight, resumed)
+    assert before.loss + after.loss == whole.loss
+
+
+@pytest.mark.parametrize("count", [0, 2, 4, 6])
+def test_copies_and_files(count, tmp_path):
+    bnn, weights = make(), net()
+    for index in range(count):
+        nn.init.constant_(weights[0].bias, float(index))
+        bnn.collect(weights)
+    bnn.save(tmp_path / "swag")
+    loaded = make()
+    loaded.load(tmp_path / "swag")
+    for other in (loaded, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert_same_state(bnn, other)
+        other.double()
+        assert other.net_guide.mean.dtype == torch.float64
+
+
+def test_a_copy_from_within_a_callback_is_fitted():
+    bnn, copies = make(), []
+    bnn.fit(loader(), SGD, 8, lambda b, *_: copies.append(copy.deepcopy(b)), start=0.5)
+    pyro.set_rng_seed(0)
+    expected = bnn.predict(data()[0], num_predictions=3, aggregate=False)
+    pyro.set_rng_seed(0)
+    torch.testing.assert_close(
+        copies[-1].predict(data()[0], num_predictions=3, aggregate=False), expected
+    )
+
+
+def test_a_state_of_another_rank_changes_nothing():
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(RuntimeError, match="does not fit this SWAG_BNN"):
+        bnn.load_state_dict(make(5).state_dict())
+    assert_same_state(bnn, before)
+
+
+# --------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("epochs", "options", "match"),
+    [
+        (8, {}, "8 epochs with start=0.75 and every=1 make 2 snapshots, and there are 0"),
+        (8, {"start": 0, "every": 3}, "make 2 snapshots.*rank=4.*lower rank, more epochs or an ea"),
+        (0, {}, "make 0 snapshots"),
+        (8, {"start": 1.0}, "start is 1.0; expected a part of the epochs"),
+        (8, {"start": -0.5}, "start is -0.5"),
+        (8, {"every": 0}, "every is 0"),
+    ],
+)
+def test_fits_with_too_few_snapshots(epochs, options, match):
+    bnn = make()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(ValueError, match=match):
+        bnn.fit(loader(), SGD, epochs, **options)
+    assert_same_state(bnn, before)
+    assert not bnn.net_guide.moves
+
+
+def test_there_is_no_posterior_before_the_snapshots():
+    bnn, x = make(), data()[0]
+    uses = [
+        lambda: bnn.predict(x), lambda: bnn.predict(x, num_predictions=0),
+        lambda: bnn.predict(x, predictive="glm"), lambda: bnn.evaluate(x, data()[1]),
+        lambda: bnn(x), bnn.to_module, lambda: bnn.to_ensemble(2), bnn.guide,
+        bnn.net_guide.get_detached_distributions,
+    ]  # fmt: skip
+    bnn.collect(net())
+    for use in uses:
+        with pytest.raises(RuntimeError, match="there are 1 snapshots for rank=4"):
+            use()
+
+
+def test_predictions_inside_a_fit_are_those_of_the_weights():
+    found = []
+
+    def callback(bnn, epoch, loss):
+        found.append(bnn.predict(data()[0], num_predictions=2, aggregate=False))
+        return epoch == 2
+
+    bnn = make()
+    bnn.fit(loader(), SGD, 8, callback, start=0.5)  # stopped before it has a posterior
+    torch.testing.assert_close(found[-1][0], found[-1][1])
+    with pytest.raises(RuntimeError, match="there are 0 snapshots"):
+        bnn.predict(data()[0])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))],
+    ids=["names", "shapes"],
+)
+def test_collect_of_another_net(other):
+    bnn = fitted()
+    before = copy.deepcopy(bnn)
+    with pytest.raises(ValueError, match=r"is not the same in this \w+ and in the BNN's"):
+        bnn.collect(other)
+    assert_same_state(bnn, before)
+
+
+def test_collect_of_weights_that_are_not_finite():
+    bnn, other = fitted(), net()
+    before = copy.deepcopy(bnn)
+    nn.init.constant_(other[0].weight, torch.inf)
+    with pytest.raises(ValueError, match=r"net.0.weight are not finite"):
+        bnn.collect(other)
+    assert_same_state(bnn, before)
+
+
+def test_a_rate_that_diverges_is_an_error():
+    bnn = make()
+    with pytest.raises((RuntimeError, ValueError), match=r"not finite|is nan|is -inf"):
+        bnn.fit(loader(), functools.partial(torch.optim.SGD, lr=1e4), 40)
+    assert not bnn.net_guide.moves
+
+
+@pytest.mark.parametrize(
+    ("prior", "match"),
+    [
+        (tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True), "exposes no variables"),
+        (tyxe.priors.IIDPrior(dist.Gamma(2.0, 2.0)), "SWAG's posterior is a Gaussian"),
+    ],
+    ids=["hidden", "positive"],
+)
+def test_priors_that_it_cannot_serve(prior, match):
+    with pytest.raises(ValueError, match=match):
+        make(prior=prior)
+
+
+def test_rank_below_two():
+    with pytest.raises(ValueError, match="rank is 1"):
+        make(rank=1)
+
+
+# --------------------------------------------------------------------------- norms
+
+
+def test_fit_recomputes_norms():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    bnn = tyxe.SWAG_BNN(module, NORMAL, Categorical(N), rank=3)
+    x, _ = data()
+    batches = [(a, (b[:, 0] > 0).long()) for a, b in loader()]
+    bnn.fit(batches, SGD, 6, start=0.5)
+    own = copy.deepcopy(bnn.net[1].running_mean)
+    with torch.no_grad():
+        hidden = [bnn.to_module()[0](a).mean(0) for a, _ in batches]
+    torch.testing.assert_close(own, torch.stack(hidden).mean(0))
+    plain = tyxe.VariationalBNN(module, NORMAL, Categorical(N), AutoNormal)
+    plain.fit(batches, SGD, 1)
+    pyro.set_rng_seed(0)
+    with_loader = bnn.predict(x, num_predictions=3, aggregate=False)
+    bnn.update_norm_statistics(None)
+    pyro.set_rng_seed(0)
+    assert not torch.equal(with_loader, bnn.predict(x, num_predictions=3, aggregate=False))

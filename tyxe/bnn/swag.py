@@ -1,0 +1,145 @@
+"""Stochastic weight averaging: a Gaussian from the weights that SGD goes through."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from pyro.infer.autoguide import AutoDelta
+from torch import nn
+
+from tyxe.bnn.checkpoint import History
+from tyxe.bnn.checks import check_fit_arguments
+from tyxe.bnn.predict import Values
+from tyxe.bnn.variational import VariationalBNN
+from tyxe.errors import check_count
+from tyxe.guides.swag import SWAGGuide
+from tyxe.likelihoods import Likelihood
+from tyxe.priors import Prior
+from tyxe.threads import exclusive
+
+__all__ = ["SWAG_BNN"]
+
+
+class SWAG_BNN(VariationalBNN):
+    """Any net with a Gaussian about the weights that SGD goes through at a constant rate.
+
+    The mean is theirs, and the covariance half of their diagonal and half of a low rank:
+    `tyxe.guides.SWAGGuide`. What the prior hides, and the likelihood's own variables, have the
+    last values of the training. Arguments and errors that are not listed are those of
+    `VariationalBNN`.
+
+    Args:
+        rank: how many snapshots the low rank has, and the fewest that make a posterior.
+
+    Raises:
+        ValueError: a rank below 2; a site with a constrained support.
+
+    Reference:
+        Maddox et al. 2019.
+
+    Example:
+        >>> import functools, torch, pyro.distributions as dist, tyxe
+        >>> bnn = SWAG_BNN(
+        ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5), rank=5)
+        >>> data = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(2)]
+        >>> history = bnn.fit(data, functools.partial(torch.optim.SGD, lr=0.1), num_epochs=20)
+        >>> mean, scale = bnn.predict(torch.zeros(3, 2), num_predictions=8)
+    """
+
+    net_guide: SWAGGuide
+    _due = range(0)  # the epochs, counted from 1, after which snapshots are taken
+
+    def __init__(
+        self, net: nn.Module, prior: Prior, likelihood: Likelihood, rank: int = 20, name: str = ""
+    ) -> None:
+        has_own = isinstance(likelihood, Likelihood) and bool(likelihood.latent_priors())
+        guide = functools.partial(SWAGGuide, rank=rank)
+        super().__init__(net, prior, likelihood, guide, AutoDelta if has_own else None, name)
+
+    def draws(self, num_predictions: int) -> Iterator[Values]:
+        return map(self.for_net, super().draws(num_predictions))
+
+    def mean_values(self) -> Values:
+        """Return the mean of the snapshots, and inside of `fit` the weights that move."""
+        return self.for_net(super().mean_values())
+
+    def collect(self, net: nn.Module) -> None:
+        """Take a snapshot of a net that you train yourself, and its hidden parameters and buffers.
+
+        Raises:
+            ValueError: it is not like the net that the BNN was built with, or not finite.
+        """
+        own, state = self.net.state_dict(), net.state_dict()
+        shapes = [{n: getattr(v, "shape", None) for n, v in part.items()} for part in (own, state)]
+        for name, _ in sorted(shapes[0].items() ^ shapes[1].items(), key=str):
+            raise ValueError(
+                f"{name!r} is not the same in this {type(net).__name__} and in the BNN's net: "
+                "collect takes a net like the one that the BNN was built with"
+            )
+        sites = {name: name.removeprefix(self.net_prior.prefix) for name in self._slots}
+        with exclusive():
+            self.net_guide.collect({name: state[own_name] for name, own_name in sites.items()})
+            hidden = {name: state[name] for name in state.keys() - sites.values()}
+            self.net.load_state_dict(hidden, strict=False)
+
+    def reset(self) -> None:
+        """Forget all snapshots, such as those of an earlier task; the weights stay."""
+        for buffer in self.net_guide.buffers():
+            buffer.zero_()
+
+    def fit(
+        self,
+        data_loader: Iterable[Any],
+        optim: Any,
+        num_epochs: int,
+        callback: Callable[[VariationalBNN, int, float], Any] | None = None,
+        *arguments: Any,
+        start: float = 0.75,
+        every: int = 1,
+        **options: Any,
+    ) -> History:
+        """Maximise the posterior, take snapshots of later epochs, and update statistics of norms.
+
+        Let `callback` set a constant rate in `bnn.optimizer.param_groups`, such as half of the
+        first. Until the end, predictions are those of the weights that move. A further call adds to
+        the snapshots. The history's `kl` is minus the log-density of the prior.
+
+        Args:
+            data_loader, optim, num_epochs, callback, arguments, options: of `VariationalBNN.fit`.
+            start: part of all epochs, with those of a checkpoint, that go before the snapshots.
+            every: number of epochs from one snapshot to the next.
+
+        Raises:
+            ValueError: fewer snapshots than the rank; weights that are not finite.
+        """
+        num_epochs, _ = check_fit_arguments(optim, num_epochs)
+        every = check_count("every", every)
+        if not 0 <= start < 1:
+            raise ValueError(f"start is {start}; expected a part of the epochs, from 0 to below 1")
+        done, guide = 0 if self._pending is None else self._pending.epoch, self.net_guide
+        first = math.ceil(start * (done + num_epochs) - 1e-9)
+        due = range(first + every, done + num_epochs + 1, every)
+        there, new = int(guide.count), sum(epoch > done for epoch in due)
+        if there + new < guide.rank:
+            raise ValueError(
+                f"{num_epochs} epochs with start={start} and every={every} make {new} snapshots, "
+                f"and there are {there}, which is fewer than rank={guide.rank}: take a lower rank, "
+                "more epochs or an earlier start"
+            )
+        self._due, guide.moves = due, True
+        try:
+            history = super().fit(data_loader, optim, num_epochs, callback, *arguments, **options)
+        finally:
+            self._due, guide.moves = range(0), False
+        if guide.count >= guide.rank:  # a callback may have stopped it before
+            self.update_norm_statistics(data_loader)
+        return history
+
+    def _end_epoch(self, epoch: int) -> None:
+        if epoch + 1 in self._due:
+            self.net_guide.collect(self.net_guide.median())
+        super()._end_epoch(epoch)
