@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from _harness import Case, Contestant, run
-from _nets import images, mlp, resnet18, vectors
+from _nets import images, mlp, one_block, resnet18, vectors
 from prediction import plain_forwards
 from torch import Tensor, nn
 from training_step import make_bnn
@@ -78,6 +78,82 @@ def ivon_resnet(smoke_test: bool) -> Case:
     return ivon(lambda: resnet18(smoke_test), data, "ivon-resnet18", title, 9)
 
 
+# --------------------------------------------------------------------------- stochastic gradients
+
+
+def sghmc(smoke_test: bool) -> Case:
+    """Return a step of SGHMC in a run that keeps its last sample, and one of SGD with momentum."""
+    (x, y), steps = vectors(8 if smoke_test else 128, smoke_test), 3 if smoke_test else 100
+    batches, size = [(x, y)] * steps, 50_000
+    plain = by_likelihood(mlp(smoke_test), size)
+    kernel = functools.partial(tyxe.samplers.SGHMC, lr=1e-3)
+    bnn = tyxe.MCMC_BNN(mlp(smoke_test), PRIOR, tyxe.likelihoods.Categorical(size), kernel)
+
+    def trained() -> int:
+        plain.fit(batches, functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9), 1)
+        return steps
+
+    def sampled() -> int:
+        options = {"num_samples": 1, "warmup_steps": steps - 1, "num_chains": 1}
+        bnn.fit(batches, **options, progress=False)
+        return steps
+
+    found = [Contestant("SGD", trained, "plain"), Contestant("SGHMC", sampled, "ours")]
+    title = "SGHMC, MLP 784-400-400-10, batch 128, 100 steps"
+    findings = target("SGHMC at most 1.2 of SGD with momentum")
+    return Case("sghmc", title, "step", 15, found, findings=findings)
+
+
+# --------------------------------------------------------------------------- averages, ensembles
+
+
+def swag(smoke_test: bool) -> Case:
+    """Return a snapshot of SWAG, and an epoch of the training that it is taken from."""
+    width, rows = (2, 2) if smoke_test else (16, 64)
+    batches = [images(rows, smoke_test) for _ in range(2 if smoke_test else 20)]
+    net, size = one_block(width), rows * len(batches)
+    plain = by_likelihood(net, size)
+    bnn = tyxe.SWAG_BNN(net, PRIOR, tyxe.likelihoods.Categorical(size), rank=20)
+    sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+
+    def epoch() -> None:
+        plain.fit(batches, sgd, 1)
+
+    def snapshot() -> None:
+        bnn.collect(net)
+
+    found = [Contestant("epoch of SGD", epoch, "plain"), Contestant("snapshot", snapshot, "ours")]
+    title = "SWAG of rank 20, a residual block on 32 x 32 images, 20 batches of 64"
+    findings = target("a snapshot at most 0.1 of an epoch")
+    return Case("swag", title, "epoch or snapshot", 9, found, findings=findings)
+
+
+def ensemble(smoke_test: bool) -> Case:
+    """Return a training of five small MLPs in one tensor, and of one in the loop."""
+    rows, hidden, epochs = (8, 3, 1) if smoke_test else (1024, 50, 5)
+    x = torch.randn(rows, 8)
+    y = torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(rows, 1)
+    batches = list(zip(x.split(rows // 8), y.split(rows // 8), strict=True))
+
+    def member(_: int) -> tyxe.VariationalBNN:
+        layers = (nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+        net = nn.Sequential(*layers, nn.Linear(hidden, 1))
+        return tyxe.VariationalBNN(net, NONE, tyxe.likelihoods.HomoskedasticGaussian(rows, 0.1))
+
+    one, five = member(0), tyxe.EnsembleBNN(member, 5)
+
+    def alone() -> None:
+        one.fit(batches, ADAM, epochs)
+
+    def together() -> None:
+        five.fit(batches, ADAM, epochs, vectorize=True)
+
+    found = [Contestant("one", alone, "plain"), Contestant("five, vectorised", together, "ours")]
+    title = "Ensemble of 5 MLPs 8-50-50-1, 1,024 rows in batches of 128, 5 epochs"
+    findings = target("five at most 2.5 of one")
+    return Case("ensemble", title, "training", 15, found, findings=findings)
+
+
 # --------------------------------------------------------------------------- stored samples
 
 
@@ -108,5 +184,12 @@ def stored(smoke_test: bool) -> Case:
 if __name__ == "__main__":
     run(
         "Seconds of the baselines' work, and ratios to what each is measured by.",
-        {"ivon-mlp": ivon_mlp, "ivon-resnet18": ivon_resnet, "stored-samples": stored},
+        {
+            "ivon-mlp": ivon_mlp,
+            "ivon-resnet18": ivon_resnet,
+            "sghmc": sghmc,
+            "swag": swag,
+            "ensemble": ensemble,
+            "stored-samples": stored,
+        },
     )
