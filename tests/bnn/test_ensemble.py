@@ -51,6 +51,8 @@ def make(kind, likelihood, outputs):
         return tyxe.VariationalBNN(net, NORMAL, likelihood, AutoDelta)
     if kind == "mean field":
         return tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
+    if kind == "swag":
+        return tyxe.SWAG_BNN(net, NORMAL, likelihood, rank=2)
     if kind == "laplace":
         return tyxe.LaplaceBNN(net, NORMAL, likelihood)
     return tyxe.VariationalBNN(net, HIDDEN, likelihood)
@@ -61,11 +63,11 @@ def ensemble_of(kind, name="categorical", count=2, **options):
     torch.manual_seed(0)
     ensemble = tyxe.EnsembleBNN(lambda _: make(kind, likelihood, outputs), count, **options)
     loader = DataLoader(TensorDataset(X, y), 7, shuffle=True)
-    ensemble.fit(loader, ADAM, 5)
+    ensemble.fit(loader, ADAM, 5, **({"start": 0.0} if kind == "swag" else {}))
     return ensemble, y
 
 
-@pytest.mark.parametrize("kind", ["ml", "map", "mean field", "laplace"])
+@pytest.mark.parametrize("kind", ["ml", "map", "mean field", "laplace", "swag"])
 def test_an_ensemble_of_one_is_the_member(kind):
     ensemble, y = ensemble_of(kind, count=1)
     (member,) = ensemble.members

@@ -259,6 +259,11 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         count = len(self.members)
         return torch.full([count], 1 / count) if self.weights is None else self.weights
 
+    def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
+        """Average statistics of norms anew, see `SupervisedBNN.update_norm_statistics`."""
+        for member in self._bnns:
+            member.update_norm_statistics(data_loader)
+
     def to_ensemble(self, num_draws: int = 1) -> Mixture:
         """Return draws of all members as one plain module, see `SupervisedBNN.to_ensemble`."""
         parts: list[Ensemble] = [member.to_ensemble(num_draws) for member in self._bnns]

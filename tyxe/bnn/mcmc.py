@@ -202,9 +202,11 @@ class MCMC_BNN(SupervisedBNN):
             whole = loader if by_batch else data
             chains = self._to_resume(whole, length, options) if told.resume else None
             batches = (loader, device) if by_batch else None
-            return self._fit_by_kernel(
-                chains or self._new_run(data, length, told, progress, batches), progress
-            )
+            chains = chains or self._new_run(data, length, told, progress, batches)
+            self._fit_by_kernel(chains, progress)
+        if by_batch:  # of chains of several weights the running ones are nobody's
+            self.update_norm_statistics(loader)
+        return chains
 
     def _to_resume(self, data: Any, length: tuple[Any, ...], options: dict[str, Any]) -> MCMCRun:
         """Return the run that was stopped, if it is what is asked for."""
@@ -252,7 +254,7 @@ class MCMC_BNN(SupervisedBNN):
         self._chains = MCMCRun(run, potential, data if batches is None else batches[0])
         return self._chains
 
-    def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> MCMCRun:
+    def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> None:
         try:
             chains.go(progress)
         except (KeyboardInterrupt, RuntimeError) as error:
@@ -267,7 +269,6 @@ class MCMC_BNN(SupervisedBNN):
             raise
         self._take(chains.get_samples(group_by_chain=True))
         chains.warn_of_result()
-        return chains
 
     def starts(
         self,

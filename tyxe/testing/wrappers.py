@@ -61,6 +61,9 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "SGHMC": lambda: _trained(
         tyxe.MCMC_BNN(_net(), _NORMAL, _LIKELIHOOD, functools.partial(tyxe.samplers.SGHMC, 0.01)), 6
     ),
+    "SWAG": lambda: _trained(
+        tyxe.SWAG_BNN(_net(), _NORMAL, _LIKELIHOOD, rank=2), _SGD, 4, start=0.0
+    ),
     "dropout": lambda: _trained(tyxe.DropoutBNN(_net(nn.Dropout(0.2)), _LIKELIHOOD), _SGD, 3),
     "ensemble": lambda: _trained(
         tyxe.EnsembleBNN(
