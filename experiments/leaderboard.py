@@ -28,8 +28,9 @@ import pyro
 import runner
 import tables
 import torch
-from leaderboard_data import IMAGES, UCI, problem, scores
+from leaderboard_data import IMAGES, UCI, problem, scores, validated
 from leaderboard_methods import METHODS, Case
+from matplotlib.ticker import LogLocator, NullLocator
 from resnet import now
 from runner import how, setting, settings, which, words
 
@@ -37,7 +38,7 @@ FORMS = {"NLL": ".3f", "error %": ".1f", "RMSE": ".3f", "ECE %": ".1f", "interva
 FORMS |= {"OOD AUROC": ".3f"}
 COSTS = {"training": "train s", "prediction": "predict s", "memory": "bytes"}
 GRIDS = {
-    "Adam's rate": [1e-3, 3e-3, 1e-2],
+    "Adam's rate": [3e-3, 1e-2, 3e-2],
     "SGD's rate": [0.03, 0.1, 0.3],
     "SGHMC's rate": [0.01, 0.03, 0.1],
     "IVON's rate": [0.03, 0.1, 0.3],
@@ -49,7 +50,7 @@ LEADING += ["Laplace, last layer", "SWAG", "Multi-SWAG", "IVON"]
 # What is not run, by data set: the rows, and why.
 WHOLE = "each step of a chain takes two gradients of all data"
 NOT_RUN = {name: {"MCLMC ensemble": WHOLE} for name in ("fashion", "bikesharing", "protein")}
-NOT_RUN["cifar10"] = {name: "not among the ten leading rows" for name in {*METHODS} - {*LEADING}}
+NOT_RUN["cifar10"] = dict.fromkeys({*METHODS} - {*LEADING}, "not among the ten leading rows")
 
 
 @settings
@@ -121,7 +122,7 @@ def noise_of(s, found, name, method, seed):
 
 
 def attempt(s, found, name, method, seed, knob, temperature):
-    """Return the cell of a row at values of its settings, or the reason why there is none."""
+    """Return the validation NLL of a row at values of its settings, and what returns its cell."""
     begins, start, seconds = METHODS[method].start, None, 0.0
     warmed_up(s, name)
     try:
@@ -134,52 +135,54 @@ def attempt(s, found, name, method, seed, knob, temperature):
         first = now(s)
         fitted = METHODS[method].fit(Case(own, s, start, knob, temperature))
         seconds += now(s) - first
-        return {**predicted(s, own, fitted), "train s": seconds}
-    except RuntimeError as error:  # what is not finite, in training or in the scores
-        return {"reason": str(error).splitlines()[0]}
+        parts, how = own.parts, {"batch_size": 500}
+        if own.by_nodes and fitted.nodes:
+            parts, how = own.by_nodes(fitted.nodes)[1], {}
+        how |= {"num_predictions": fitted.draws, "aggregate": False}
+        inputs, targets = parts["validation"]
+        validation = validated(fitted.bnn.predict(*inputs, **how), targets)
+        if not math.isfinite(validation["validation NLL"]):
+            raise RuntimeError("predictions are not finite")
+    except RuntimeError as error:  # what diverges
+        return math.inf, partial(dict, reason=str(error).splitlines()[0])
+    told = validation | {"train s": seconds}
+    return validation["validation NLL"], partial(tested, s, fitted.bnn, parts, how, told)
 
 
-def predicted(s, own, fitted):
+def tested(s, bnn, parts, how, told):
     """Return scores, the seconds of predicting the test set, and the size of what is saved."""
-    parts, how = own.parts, {"aggregate": False, "batch_size": 500}
-    if own.by_nodes and fitted.nodes:
-        parts, how["batch_size"] = own.by_nodes(fitted.nodes)[1], None
-    predict = partial(fitted.bnn.predict, num_predictions=fitted.draws, **how)
-    seconds = []
+    outputs, seconds = {}, []
     while sum(seconds) < 0.2 and len(seconds) < 5:  # the first is slower
         start = now(s)
-        predict(*parts["test"][0])
+        outputs["test"] = bnn.predict(*parts["test"][0], **how)
         seconds.append(now(s) - start)
-    row = scores(parts, {part: predict(*inputs) for part, (inputs, _) in parts.items()})
-    if not all(map(math.isfinite, row.values())):
-        raise RuntimeError("predictions are not finite")
+    if "unknown" in parts:
+        outputs["unknown"] = bnn.predict(*parts["unknown"][0], **how)
+    row = scores(outputs, parts["test"][1], told.get("noise")) | told
     with tempfile.TemporaryDirectory() as folder:
-        fitted.bnn.save(f"{folder}/bnn")
+        bnn.save(f"{folder}/bnn")
         return row | {"predict s": min(seconds), "bytes": Path(folder, "bnn").stat().st_size}
 
 
 def choose(s, found, name, method):
     """Return what was chosen and tried, and the cell that it leaves."""
-    temperatures = s.temperatures if METHODS[method].tempered else [1.0]
-    tried = {}
+    row, tried = METHODS[method], {}
+    temperatures = s.temperatures if row.tempered else [1.0]
 
     def best():
-        return min(tried, key=lambda pair: tried[pair].get("validation NLL", math.inf))
+        return min(tried, key=lambda pair: tried[pair][0])
 
-    def look(*pair):
-        tried[pair] = attempt(s, found, name, method, s.chosen_on, *pair)
-
-    for knob in s.grids[METHODS[method].knob]:
-        look(knob, temperatures[0])
+    for knob in s.grids[row.knob]:
+        tried[knob, temperatures[0]] = attempt(
+            s, found, name, method, s.chosen_on, knob, temperatures[0]
+        )
+    at = best()[0]
     for temperature in temperatures[1:]:
-        look(best()[0], temperature)
-    knob, temperature = best()
-    cell = tried[best()]
-    told = {
-        words([*pair]): one.get("validation NLL", one.get("reason")) for pair, one in tried.items()
-    }
+        tried[at, temperature] = attempt(s, found, name, method, s.chosen_on, at, temperature)
+    cell = tried[best()][1]()
+    nlls = {words([*pair]): nll if nll < math.inf else None for pair, (nll, _) in tried.items()}
+    choice = dict(zip(("knob", "temperature"), best(), strict=True), **{"validation NLL": nlls})
     reason = {"reason": cell["reason"]} if "reason" in cell else {}
-    choice = {"knob": knob, "temperature": temperature, "validation NLL by both": told}
     return {"choice": choice | reason, str(s.chosen_on): cell}
 
 
@@ -200,7 +203,7 @@ def run(s, found, name, method, seed):
         pair = chosen(found, name, method)
     except RuntimeError as error:
         return {"reason": str(error)}
-    return attempt(s, found, name, method, seed, *pair)
+    return attempt(s, found, name, method, seed, *pair)[1]()
 
 
 def rows_of(record, name):
@@ -234,7 +237,10 @@ def page(columns, reasons, rows):
     """Return a table of columns, pairs of a title and texts by row, and why cells are empty."""
     shown = [row for row in rows if row in reasons or any(texts.get(row) for _, texts in columns)]
     lines = [[row, *(texts.get(row, "") for _, texts in columns)] for row in shown]
-    empty = [f"- {row}: {reason}" for row, reason in reasons.items()]
+    alike = {}
+    for row, reason in reasons.items():
+        alike.setdefault(reason, []).append(row)
+    empty = [f"- {', '.join(those)}: {reason}" for reason, those in alike.items()]
     return "\n".join([tables.markdown(["", *(title for title, _ in columns)], lines), "", *empty])
 
 
@@ -253,12 +259,123 @@ def of_set(record, name):
     return page(columns, reasons, METHODS)
 
 
+def ranks(record, names, title):
+    """Return the ranks of rows among all that have a score, one for each set and seed."""
+    found = {}
+    for name in names:
+        rows = rows_of(record, name)[0]
+        for seed in rows["ML"]:
+            own = {row: cells[seed][title] for row, cells in rows.items() if seed in cells}
+            for rank, row in enumerate(sorted(own, key=own.get), 1):
+                found.setdefault(row, []).append(rank)
+    return found
+
+
+def of_sets(record, names):
+    """Return the tables of regression: mean ranks and costs, then each score by set."""
+    rows, reasons = zip(*(rows_of(record, name) for name in names), strict=True)
+    columns = [("mean rank, NLL", bold(ranks(record, names, "NLL"), ".1f"))]
+    columns += [("mean rank, RMSE", bold(ranks(record, names, "RMSE"), ".1f"))]
+    for title in COSTS:
+        texts = {}
+        for row in METHODS:
+            if values := [c[title] for own in rows for c in own.get(row, {}).values()]:
+                texts[row] = f"{statistics.geometric_mean(values):.2g}"
+        columns.append((title, texts))
+    pages = [page(columns, {}, METHODS)]
+    for title in ("NLL", "RMSE", "interval error %"):
+        columns = []
+        for name, own in zip(names, rows, strict=True):
+            values = {row: [c[title] for c in own.get(row, {}).values()] for row in METHODS}
+            columns.append((name, bold(values, FORMS[title])))
+        told = {row: why for each in reasons for row, why in each.items()} if title == "NLL" else {}
+        pages.append(f"**{title}**\n\n{page(columns, told, METHODS)}")
+    return "\n".join(pages)
+
+
+def families(record):
+    """Return the sets of which there are cells, those of regression together."""
+    names = {key[0] for key in record.cells}
+    found = {name: [name] for name in ("digits", "fashion", "cora", "cifar10") if name in names}
+    regression = [name for name in UCI if name in names]
+    return found | ({"uci": regression} if regression else {})
+
+
 def table(record):
-    names = dict.fromkeys(key[0] for key in record.cells)
-    return {f"_{name}": of_set(record, name) for name in names}
+    made = {"uci": of_sets}
+    return {
+        f"_{family}": made[family](record, names) if family in made else of_set(record, family)
+        for family, names in families(record).items()
+    }
 
 
-experiment = runner.Experiment("leaderboard", Settings, cells, ("data", "method", "seed"), table)
+def front(points):
+    """Return the names of those that no other beats in both numbers, by the first."""
+    found, least = [], math.inf
+    for name, (_, score) in sorted(points.items(), key=lambda item: item[1]):
+        if score < least:
+            found, least = [*found, name], score
+    return found
+
+
+def against(record, names, cost):
+    """Return a cost and the NLL of each row that has both on all sets, as means over seeds.
+
+    Of costs it is the geometric mean; of NLLs on several sets that of the differences from ML's.
+    """
+    tables_of = [rows_of(record, name)[0] for name in names]
+    points = {}
+    for row in tables_of[0]:
+        if all(row in rows for rows in tables_of):
+            cells = [(rows["ML"][seed], c) for rows in tables_of for seed, c in rows[row].items()]
+            less = [c["NLL"] - (ml["NLL"] if len(names) > 1 else 0.0) for ml, c in cells]
+            costs = statistics.geometric_mean(c[cost] for _, c in cells)
+            points[row] = costs, statistics.fmean(less)
+    return points
+
+
+def draw(ax, points):
+    """Draw rows as their numbers, the Pareto front in red; what is far above is at the top."""
+    best, scores = front(points), sorted(score for _, score in points.values())
+    low, middle = scores[0], statistics.median(scores)
+    top = min(middle + 1.5 * (middle - low), scores[-1]) if middle > low else low + 1.0
+    ends = [*(points[row] for row in best), (1.3 * max(x for x, _ in points.values()), low)]
+    ax.step(*zip(*ends, strict=True), where="post", color="C3", alpha=0.4)
+    for row, (x, y) in points.items():
+        text = f"{[*METHODS].index(row) + 1}{'↑' * (y > top)}"
+        look = {"color": "C3", "weight": "bold"} if row in best else {"color": "0.3"}
+        ax.annotate(text, (x, min(y, top)), ha="center", va="center", fontsize=9, **look)
+    ax.set(xscale="log", ylim=(low - 0.1 * (top - low), top + 0.1 * (top - low)))
+    ax.set_xlim(0.75 * min(x for x, _ in points.values()), ends[-1][0])
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def drawn(record, cost):
+    """Draw the NLL against a cost, a panel for each family of sets, and the rows' numbers."""
+    panels = families(record)
+    across = min(len(panels) + 1, 3)
+    down = -(-(len(panels) + 1) // across)
+    figure, axes = tables.subplots(down, across, figsize=(4.2 * across, 3.6 * down), squeeze=False)
+    for ax, (family, names) in zip(axes.flat, panels.items(), strict=False):
+        draw(ax, against(record, names, cost))
+        ax.set(title=family, xlabel=f"{cost} time in units of ML's")
+        ax.set_ylabel("test NLL" if len(names) == 1 else "test NLL less ML's, mean of sets")
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
+    text = "\n".join(f"{number}  {row}" for number, row in enumerate(METHODS, 1))
+    axes.flat[len(panels)].text(0.05, 1.0, text, va="top", fontsize=8)
+    return figure
+
+
+def figure(record):
+    return {f"_{cost}": drawn(record, cost) for cost in ("training", "prediction")}
+
+
+experiment = runner.Experiment(
+    "leaderboard", Settings, cells, ("data", "method", "seed"), table, figure
+)
 
 if __name__ == "__main__":
     experiment.main()

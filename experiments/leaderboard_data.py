@@ -1,5 +1,6 @@
 """The data sets of the leaderboard with their nets, and the scores of predictions on them."""
 
+import math
 from functools import cache, partial
 
 import common
@@ -22,10 +23,10 @@ NOISES = torch.logspace(-2, 0.5, 51)  # to choose from, of standardised targets
 
 
 def small_cnn(channels, width, side, classes, dropout=0.0):
-    conv, pool = partial(nn.Conv2d, kernel_size=3, padding=1), nn.AvgPool2d(2)
+    conv = partial(nn.Conv2d, kernel_size=3, padding=1)
     return nn.Sequential(
-        *(conv(channels, width), nn.ReLU(), pool, nn.Dropout(dropout)),
-        *(conv(width, 2 * width), nn.ReLU(), pool, nn.Flatten(), nn.Dropout(dropout)),
+        *(conv(channels, width, stride=2), nn.ReLU(), nn.Dropout(dropout)),
+        *(conv(width, 2 * width), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(dropout)),
         nn.Linear(2 * width * (side // 4) ** 2, classes),
     )
 
@@ -63,6 +64,8 @@ def images(s, name, seed):
     known, test, unknown = common.known_and_unknown({"fashion": "fashion_mnist"}.get(name, name))
     if name == "fashion":
         unknown = common.images("notmnist", "test")[0]
+    if name == "cifar10" and len(unknown) < 1_000:  # of a local subset, all
+        unknown = torch.cat([unknown, common.images("svhn_subset", "train")[0]])
     order = torch.randperm(len(known[1]), generator=torch.Generator().manual_seed(seed))
     count = min(s.training_images, round(0.8 * len(order)))
     rows = {"train": order[:count], "validation": order[count:][: s.validation_images]}
@@ -131,33 +134,34 @@ def problem(s, name, seed, noise=1.0):
     return regression(s, name, seed, noise) if name in UCI else images(s, name, seed)
 
 
-def scores(parts, draws):
-    """Return scores of draws of outputs `(S, n, ...)` by part, those of numbers by one noise."""
-    (_, known), (_, y) = parts["validation"], parts["test"]
-    if known.is_floating_point():
-        return of_numbers(draws, known, y)
-    probs = {part: outputs.softmax(-1).mean(0) for part, outputs in draws.items()}
-    found = tables.scores(probs["test"], y)
-    row = {"NLL": found["NLL"], "error %": 100 - found["accuracy %"], "ECE %": found["ECE %"]}
-    if "unknown" in probs:
-        row["OOD AUROC"] = tables.by_entropy(probs["test"], probs["unknown"])[-1]
-    return row | {"validation NLL": tyxe.metrics.nll(probs["validation"], known).item()}
+def mixture_nll(outputs, targets, noise):
+    logs = Normal(outputs, noise).log_prob(targets).double()
+    return (math.log(len(logs)) - logs.logsumexp(0)).mean().item()
 
 
-def of_numbers(draws, known, y):
-    """Return scores of mixtures of Gaussians, whose noise has the lowest validation NLL."""
-
-    def nll(outputs, targets, noise):
-        return -Normal(outputs, noise).log_prob(targets).double().exp().mean(0).log().mean().item()
-
-    found = {noise: nll(draws["validation"], known, noise) for noise in NOISES.tolist()}
+def validated(outputs, targets):
+    """Return the NLL of draws of outputs `(S, n, ...)`, of numbers by the noise of the lowest."""
+    if not targets.is_floating_point():
+        return {"validation NLL": tyxe.metrics.nll(outputs.softmax(-1).mean(0), targets).item()}
+    found = {noise: mixture_nll(outputs, targets, noise) for noise in NOISES.tolist()}
     noise = min(found, key=found.get)
-    ranks = Normal(draws["test"], noise).cdf(y).mean(0)
+    return {"validation NLL": found[noise], "noise": noise}
+
+
+def scores(outputs, targets, noise=None):
+    """Return scores of draws of outputs by part; numbers have the mixture of as many Gaussians."""
+    if noise is None:
+        probs = {part: draws.softmax(-1).mean(0) for part, draws in outputs.items()}
+        found = tables.scores(probs["test"], targets)
+        row = {"NLL": found["NLL"], "error %": 100 - found["accuracy %"], "ECE %": found["ECE %"]}
+        if "unknown" in probs:
+            row["OOD AUROC"] = tables.by_entropy(probs["test"], probs["unknown"])[-1]
+        return row
+    draws = outputs["test"]
+    ranks = Normal(draws, noise).cdf(targets).mean(0)
     covered = ((ranks - 0.5).abs() <= 0.5 * LEVELS).double().mean(0)
     return {
-        "NLL": nll(draws["test"], y, noise),
-        "RMSE": tyxe.metrics.rmse(draws["test"].mean(0), y).item(),
+        "NLL": mixture_nll(draws, targets, noise),
+        "RMSE": tyxe.metrics.rmse(draws.mean(0), targets).item(),
         "interval error %": 100 * (covered - LEVELS).abs().mean().item(),
-        "noise": noise,
-        "validation NLL": found[noise],
     }
