@@ -7,8 +7,9 @@ the same epochs of the same batches, by Adam, its rate falling as a cosine; thos
 net of ML or MAP have as many epochs again, ensembles and Multi-SWAG five times as many, SGLD and
 SGHMC as many mini-batches, and MCLMC takes steps by all data after the members' training. Chosen by
 the NLL on validation data, on one seed for all: a knob of three values (a rate; of Laplace the
-prior's precision), then a temperature of as many. Regression trains with the noise that ML has on
-validation data, and every method's predictions have the one noise of the lowest validation NLL.
+prior's precision), then a temperature of as many; ensembles take what their member has. Regression
+trains with the noise that ML has on validation data, and every method's predictions have the one
+noise of the lowest validation NLL.
 
 Columns, mean and standard error over seeds, in bold what is within one standard error of the best:
 NLL, nats a point; error, or RMSE of standardised targets; ECE (15 bins), or the mean difference of
@@ -58,7 +59,9 @@ class Settings(runner.Settings):
     data: list[str] = which(
         ["digits", "fashion", "cora", *UCI], "the sets", choices=[*IMAGES, "cora", *UCI]
     )
-    methods: list[str] = which([*METHODS], "the rows, and ML and MAP", choices=[*METHODS])
+    methods: list[str] = which(
+        [*METHODS], "the rows, and those that they start at", choices=[*METHODS]
+    )
     seeds: list[int] = which([0, 1, 2], "of data and fits", smoke=[0])
     device: str = how("cpu", "where to compute")
     chosen_on: int = setting(0, "the seed by which settings are chosen")
@@ -167,18 +170,24 @@ def tested(s, bnn, parts, how, told):
 def choose(s, found, name, method):
     """Return what was chosen and tried, and the cell that it leaves."""
     row, tried = METHODS[method], {}
-    temperatures = s.temperatures if row.tempered else [1.0]
+    knobs, temperatures = s.grids[row.knob], s.temperatures if row.tempered else [1.0]
+    if row.like:
+        like = found[name, row.like, "choice"]
+        if "reason" in like:
+            return {"choice": like, str(s.chosen_on): like}
+        knobs, temperatures = [like["knob"]], [like["temperature"]]
+
+    def look(*pair):
+        tried[pair] = attempt(s, found, name, method, s.chosen_on, *pair)
 
     def best():
         return min(tried, key=lambda pair: tried[pair][0])
 
-    for knob in s.grids[row.knob]:
-        tried[knob, temperatures[0]] = attempt(
-            s, found, name, method, s.chosen_on, knob, temperatures[0]
-        )
-    at = best()[0]
+    for knob in knobs:
+        look(knob, temperatures[0])
+    knob = best()[0]
     for temperature in temperatures[1:]:
-        tried[at, temperature] = attempt(s, found, name, method, s.chosen_on, at, temperature)
+        look(knob, temperature)
     cell = tried[best()][1]()
     nlls = {words([*pair]): nll if nll < math.inf else None for pair, (nll, _) in tried.items()}
     choice = dict(zip(("knob", "temperature"), best(), strict=True), **{"validation NLL": nlls})
@@ -187,9 +196,13 @@ def choose(s, found, name, method):
 
 
 def cells(s, found):
-    """Yield for each set what chooses a row's settings, ML and MAP first, then other seeds."""
-    rows = [method for method in METHODS if method in {"ML", "MAP", *s.methods}]
-    for name, seed, method in product(s.data, [s.chosen_on, *s.seeds], rows):
+    """Yield for each set what chooses a row's settings, then other seeds."""
+    needed = {"ML"} | {
+        n for method in s.methods for n in (METHODS[method].start, METHODS[method].like)
+    }
+    rows = [method for method in METHODS if method in {*needed, *s.methods}]
+    seeds = dict.fromkeys([s.chosen_on, *s.seeds])
+    for name, seed, method in product(s.data, seeds, rows):
         if reason := NOT_RUN.get(name, {}).get(method):
             yield (name, method, "none"), partial(dict, reason=reason)
         elif seed == s.chosen_on:

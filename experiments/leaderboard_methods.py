@@ -245,12 +245,17 @@ def chains(on):
 
 
 class Method(NamedTuple):
-    """A row: its function, the row whose net it starts at, and the settings' grid of its knob."""
+    """A row: its function, the row whose net it starts at, and what is chosen for it.
+
+    That is a knob, of the settings' grid of that name, and a temperature, or what was chosen for a
+    row that it is `like`.
+    """
 
     fit: Callable[[Case], Fitted]
     start: str | None = None
     knob: str = "Adam's rate"
     tempered: bool = True
+    like: str | None = None
 
 
 PRECISION = "prior's precision"
@@ -259,7 +264,7 @@ METHODS = {
     "ML": Method(ml, tempered=False),
     "MAP": Method(maximum_a_posteriori),
     "MC dropout": Method(dropout, tempered=False),
-    "ensemble": Method(ensemble, tempered=False),
+    "ensemble": Method(ensemble, like="ML"),
     "mean field": Method(gaussian),
     "mean field, local reparam.": Method(partial(gaussian, handler=local_reparameterization)),
     "mean field, flipout": Method(partial(gaussian, handler=flipout)),
@@ -272,7 +277,7 @@ METHODS = {
     "Laplace, kron": Method(laplace, "MAP", PRECISION),
     "Laplace, last layer": Method(partial(laplace, nodes=1_000, last=True), "MAP", PRECISION),
     "SWAG": Method(one_swag),
-    "Multi-SWAG": Method(swags),
+    "Multi-SWAG": Method(swags, like="SWAG"),
     "SGLD": Method(sgld, knob="SGD's rate"),
     "SGHMC, cyclical": Method(sghmc, knob="SGHMC's rate"),
     "IVON": Method(ivon, knob="IVON's rate"),

@@ -141,8 +141,9 @@ class Record:
         self.content = about | {"commands": list(dict.fromkeys(commands)), "cells by": self.by}
         self.cells.update(found)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.with_suffix(".new").write_text(self.text())
-        self.path.with_suffix(".new").replace(self.path)
+        new = self.path.with_suffix(f".{os.getpid()}")  # other runs may write at the same time
+        new.write_text(self.text())
+        new.replace(self.path)
         self.read()  # keys of dictionaries are strings there
 
     def text(self) -> str:

@@ -52,7 +52,9 @@ def test_every_row_on_every_kind_of_set(data, smoke, folder):
                 continue
             choice, cell = found.cells[name, row, "choice"], found.cells[name, row, "0"]
             assert choice["knob"] == S.grids[method.knob][0]
-            assert choice["temperature"] == (0.1 if method.tempered else 1.0)
+            assert choice["temperature"] == (
+                0.1 if method.tempered and method.like != "ML" else 1.0
+            )
             assert math.isfinite(cell["NLL"]), row
             assert cell["train s"] > 0
             assert cell["predict s"] > 0
@@ -110,6 +112,28 @@ def test_a_row_that_fails_everywhere_has_its_reason(rows):
     again = leaderboard.run(s, told, "digits", "lost", 1)
     assert again == {"reason": "lost: the loss is nan"}
     assert len(seen) == 3
+
+
+def test_ensembles_have_what_was_chosen_for_their_members(rows, monkeypatch):
+    s, seen = rows
+    monkeypatch.setitem(METHODS, "known", METHODS["known"]._replace(like="SWAG"))
+    like = {"knob": 2.0, "temperature": 0.1}
+    found = leaderboard.choose(s, {("digits", "SWAG", "choice"): like}, "digits", "known")
+    assert seen == [("known", 2.0, 0.1)]
+    assert found["choice"] == like | {"validation NLL": {"2 0.1": pytest.approx(0.16)}}
+    lost = {("digits", "SWAG", "choice"): {"reason": "no"}}
+    assert leaderboard.choose(s, lost, "digits", "known")["0"] == {"reason": "no"}
+
+
+def test_rows_come_with_those_that_they_need():
+    s = leaderboard.Settings.at("smoke", data=["fashion"], methods=["Laplace, kron", "Multi-SWAG"])
+    keys = [key for key, _ in leaderboard.cells(s, {})]
+    assert [row for _, row, _ in keys] == ["ML", "MAP", "Laplace, kron", "SWAG", "Multi-SWAG"]
+    assert {tuple(parts) for *_, parts in keys} == {("choice", 0)}
+    s = leaderboard.Settings.at(data=["fashion"], methods=["MCLMC ensemble"])
+    keys = [key for key, _ in leaderboard.cells(s, {})]
+    assert keys[:2] == [("fashion", "ML", ["choice", 0]), ("fashion", "MCLMC ensemble", "none")]
+    assert ("fashion", "ML", 2) in keys
 
 
 def record_of(cells):
