@@ -45,7 +45,8 @@ GRIDS = {
     "IVON's rate": [0.03, 0.1, 0.3],
     "prior's precision": [1.0, 10.0, 100.0],
 }
-EPOCHS = {"digits": 100, "fashion": 20, "cifar10": 24, "cora": 200, "uci": 100}
+EPOCHS = {"digits": 100, "fashion": 20, "cifar10": 24, "cora": 200, "yacht": 500, "energy": 200}
+EPOCHS |= {"concrete": 200, "airfoil": 150, "bikesharing": 50, "protein": 50}
 LEADING = ["ML", "MAP", "MC dropout", "ensemble", "mean field, local reparam.", "last layer"]
 LEADING += ["Laplace, last layer", "SWAG", "Multi-SWAG", "IVON"]
 # What is not run, by data set: the rows, and why.

@@ -123,7 +123,7 @@ def regression(s, name, seed, noise):
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(sizes[0], scale=noise)
     make = partial(tanh_net, x.shape[1], s.hidden_units)
     loader = common.Batches(*train, s.batch)
-    return Problem(loader, parts, make, likelihood, s.epochs["uci"], unit=noise**2)
+    return Problem(loader, parts, make, likelihood, s.epochs[name], unit=noise**2)
 
 
 @cache
