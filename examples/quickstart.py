@@ -1,4 +1,4 @@
-"""Eight ways to train one small CNN, and what each knows about what it does not know.
+"""Thirteen ways to train one small CNN, and what each knows about what it does not know.
 
 The task is scikit-learn's digits 0 to 7, with 8 and 9 out-of-distribution; `--data mnist`: MNIST,
 with FashionMNIST and notMNIST. Settings were chosen on held-out training data (MNIST: untuned); the
@@ -6,6 +6,7 @@ KL's weight `beta` is far below one, so what is shown is a tempered posterior. N
 point, ECE has 15 bins, AUROC is by maximal probability, seconds are for 32 draws.
 """
 
+import copy
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import shlex
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -65,28 +67,31 @@ else:
     parts = [(x[:50_000], y[:50_000]), (x[50_000:], y[50_000:]), images("mnist", "test")]
     ood = {"AUROC Fashion": "fashion_mnist", "AUROC notMNIST": "notmnist"}
     ood = {column: images(name, "test")[0] for column, name in ood.items()}
-count, epochs, draws = (200, 1, 2) if args.smoke_test else (None, 150, 32)
+count, epochs, draws = (200, 20, 4) if args.smoke_test else (None, 150, 32)
 epochs, beta, classes = (epochs, 0.01, 8) if args.data == "digits" else (min(epochs, 10), 1.0, 10)
 train, validation, test = ([values[:count] for values in part] for part in parts)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*train), 100, shuffle=True)
 conv, pool = partial(nn.Conv2d, kernel_size=3, padding=1), nn.MaxPool2d(2)
 net = nn.Sequential(conv(1, 16), nn.ReLU(), pool, conv(16, 32), nn.ReLU(), pool, nn.Flatten())
 net.append(nn.Linear(32 * (x.shape[-1] // 4) ** 2, classes))
+likelihood = tyxe.likelihoods.Categorical(len(train[0]))
+adam = pyro.optim.Adam({"lr": 1e-3})
 rows, results, columns = {}, {}, ["error %", "NLL", "ECE %", *ood, "train s", "predict s"]
 print(f"{'':24}" + "".join(f"{column:>16}" for column in columns))
 
 
-def run(name, net, prior, guide=None, draws=1, local=False, **options):
-    likelihood, start = tyxe.likelihoods.Categorical(len(train[0])), time.perf_counter()
-    if guide is tyxe.LaplaceBNN:
-        bnn = guide(net, prior, likelihood)
-        bnn.fit_curvature(loader)
-        bnn.optimize_prior_precision("grid", [validation])
-    else:
-        bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
-        fit = tyxe.poutine.local_reparameterization()(bnn.fit) if local else bnn.fit
-        fit(loader, pyro.optim.Adam({"lr": 1e-3}), epochs, **options)
-    predict = partial(bnn.predict, num_predictions=draws, batch_size=1_000)
+def run(name, bnn, draws=1, optim=adam, handler=nullcontext, **options):
+    start = time.perf_counter()
+    with handler():
+        if isinstance(bnn, tyxe.LaplaceBNN):
+            bnn.fit_curvature(loader)
+            bnn.optimize_prior_precision("grid", [validation])
+        elif isinstance(bnn, tyxe.MCMC_BNN):
+            bnn.fit(loader, draws, **options)
+        else:
+            bnn.fit(loader, optim, epochs, **options)
+    each = draws // len(getattr(bnn, "members", [bnn])) or 1
+    predict = partial(bnn.predict, num_predictions=each, batch_size=1_000)
     fitted, probs = time.perf_counter(), predict(test[0]).softmax(-1)
     done, unknown = time.perf_counter(), [predict(x[:count]).softmax(-1) for x in ood.values()]
     row = [100 - 100 * metrics.accuracy(probs, test[1]).item(), metrics.nll(probs, test[1]).item()]
@@ -97,23 +102,49 @@ def run(name, net, prior, guide=None, draws=1, local=False, **options):
     seen = metrics.nll(predict(validation[0]).softmax(-1), validation[1]).item()
     rows[name] = dict(zip(columns, row, strict=True)) | {"validation NLL": seen}
     results[name] = (probs, test[1], torch.cat(unknown))
-    return bnn.to_module()
+    return bnn
 
 
-normal = pyro.distributions.Normal(0, 1)
+def variational(net, prior, guide=None):
+    return tyxe.VariationalBNN(net, prior, likelihood, guide)
+
+
+def member(index):
+    return variational(tyxe.util.reset_parameters_(copy.deepcopy(net)), nothing)
+
+
+normal, local = pyro.distributions.Normal(0, 1), tyxe.poutine.local_reparameterization
 prior, head = tyxe.priors.IIDPrior(normal), tyxe.priors.IIDPrior(normal, expose=["7.*"])
-ml = run("ML", net, tyxe.priors.IIDPrior(normal, hide_all=True))
-mode = run("MAP", net, prior, pyro.infer.autoguide.AutoDelta)
-run("Laplace", mode, prior, tyxe.LaplaceBNN, draws)
-run("last layer, Laplace", mode, head, tyxe.LaplaceBNN, draws)
+nothing = tyxe.priors.IIDPrior(normal, hide_all=True)
+ml = run("ML", variational(net, nothing)).to_module()
+mode = run("MAP", variational(net, prior, pyro.infer.autoguide.AutoDelta)).to_module()
+dropping = nn.Sequential(*net[:-1], nn.Dropout(0.1), net[-1])
+run("dropout", tyxe.DropoutBNN(dropping, likelihood), draws)
+run("ensemble of 5", tyxe.EnsembleBNN(member, 5))
+faster, rank = pyro.optim.Adam({"lr": 3e-3}), min(epochs // 5, 20)
+run("SWAG", tyxe.SWAG_BNN(net, prior, likelihood, rank), draws, faster, beta=beta)
+run("Laplace", tyxe.LaplaceBNN(mode, prior, likelihood), draws)
+run("last layer, Laplace", tyxe.LaplaceBNN(mode, head, likelihood), draws)
 guide = partial(tyxe.guides.AutoNormal, init_scale=1e-4)
 capped = partial(guide, max_guide_scale=0.1)
 fit = {"draws": draws, "beta": beta, "lr_multipliers": {"scale": 10}}  # scales start small
-run("mean field", ml, prior, capped, local=True, **fit)
-run("mean field, sd only", ml, prior, partial(capped, train_loc=False), local=True, **fit)
-run("last layer, mean field", ml.requires_grad_(False), head, guide, local=True, **fit)  # frozen
+run("mean field", variational(ml, prior, capped), handler=local, **fit)
+run(
+    "mean field, sd only",
+    variational(ml, prior, partial(capped, train_loc=False)),
+    handler=local,
+    **fit,
+)
+ivon = partial(tyxe.optim.IVON, lr=0.03, betas=(0.9, 0.999), hess_init=0.5)
+run("mean field, IVON", variational(net, prior, guide), draws, ivon, beta=beta)
+frozen = ml.requires_grad_(False)
+run("last layer, mean field", variational(frozen, head, guide), handler=local, **fit)
 guide = partial(pyro.infer.autoguide.AutoLowRankMultivariateNormal, rank=10, init_scale=1e-4)
-run("last layer, low rank", ml, head, guide, **fit)
+run("last layer, low rank", variational(frozen, head, guide), **fit)
+kernel = partial(tyxe.samplers.SGHMC, lr=0.1, temperature=beta, schedule="cyclical")
+steps, thinning = len(loader) * epochs, len(loader) * epochs // (6 * draws)
+length = {"warmup_steps": steps - thinning * draws, "thinning": thinning}
+run("SGHMC", tyxe.MCMC_BNN(net, prior, likelihood, kernel), draws, **length)
 settings = {"data": args.data, "training images": len(train[0]), "test images": len(test[0])}
 settings |= {"epochs": epochs, "draws": draws, "beta": beta}
 versions = {"python": platform.python_version(), "tyxe": tyxe.__version__}

@@ -1,6 +1,7 @@
 """What every test gets: a seed, one thread, and a check of Pyro's global parameter store."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ hypothesis.settings.register_profile("tyxe", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tyxe")
 
 torch.set_num_threads(1)
+
+# A shell starts what runs in its background deaf to Ctrl-C, for which some tests wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -36,12 +36,17 @@ PNG = b"\x89PNG\r\n\x1a\n"
 METHODS = [
     "ML",
     "MAP",
+    "dropout",
+    "ensemble of 5",
+    "SWAG",
     "Laplace",
     "last layer, Laplace",
     "mean field",
     "mean field, sd only",
+    "mean field, IVON",
     "last layer, mean field",
     "last layer, low rank",
+    "SGHMC",
 ]
 Run = Callable[..., str]
 

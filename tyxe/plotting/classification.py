@@ -233,7 +233,8 @@ def _draw_methods(
     bins: dict[str, int],
 ) -> None:
     for i, (name, (probs, targets, ood_probs)) in enumerate(results.items()):
-        color, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
+        turn, which = divmod(i, len(PALETTE))  # with each turn of colours other markers
+        color, marker = PALETTE[which], MARKERS[(which + turn) % len(MARKERS)]
         calibration_curve(probs, targets, left, label=name, color=color, marker=marker, **bins)
         for p, linestyle in ((probs, "solid"), (ood_probs, "dashed")):
             if p is not None:
