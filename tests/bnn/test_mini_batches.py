@@ -4,6 +4,8 @@ import copy
 import errno
 import functools
 import os
+import weakref
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -184,6 +186,26 @@ def test_samples_on_disk_in_half_precision(tmp_path):
     assert path.stat().st_size == 50 * 2 * 2
     assert bnn.samples["net.weight"].dtype == torch.float16
     assert bnn.predict(X, num_predictions=10)[0].isfinite().all()
+
+
+@dataclass(frozen=True)
+class Watched(SGLD):
+    """Counts the positions that are alive."""
+
+    seen: list = field(default_factory=list)
+    counts: list = field(default_factory=list)
+
+    def stops(self, brought):
+        self.seen.append(weakref.ref(brought.position))
+        self.counts.append(sum(ref() is not None for ref in self.seen))
+        return super().stops(brought)
+
+
+def test_positions_of_large_nets_are_let_go(tmp_path):
+    bnn = make(Watched(0.01))
+    bnn.fit(loader(), 40, file=tmp_path / "samples")
+    assert len(bnn.kernel.counts) == 80
+    assert max(bnn.kernel.counts) <= 2
 
 
 def test_a_full_disk_is_an_error_before_the_first_step(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors.sites import SitePriors
-from tyxe.samplers import Kernel, Run, Transition, batched
+from tyxe.samplers import Kernel, Run, batched
 from tyxe.samplers.program import has_compiler
 from tyxe.threads import INTERRUPTS
 from tyxe.util import SiteTensors
@@ -168,14 +168,14 @@ class MCMCRun:
     def go(self, progress: bool | None) -> None:
         """Run to the end, with a bar, and let interrupts in between steps."""
         total = self.run.num_transitions
-        recent: deque[Transition] = deque(maxlen=100)
+        recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=100)
         with progress_bar(range(total), "sample", "transition", progress) as bar:
             bar.update(int(self.run.transitions.min()))
             shown = 0.0
             for brought in self.run.steps():
                 with INTERRUPTS.let_in():
                     pass
-                recent.append(brought)
+                recent.append((brought.done, brought.statistics))  # positions may be large
                 # Rarely, because it reads numbers.
                 if not bar.disable and time.monotonic() > shown + 0.5:
                     done = min(int(self.run.transitions.min()), total)
@@ -189,8 +189,8 @@ class MCMCRun:
         what = "warm up" if done < self.run.num_warmup else "sample"
         return f"{what}, compiled" if self.run.is_compiled else what
 
-    def _told(self, recent: deque[Transition]) -> dict[str, str]:
-        rows = torch.cat([brought.statistics[brought.done] for brought in recent])
+    def _told(self, recent: deque[tuple[Tensor, Tensor]]) -> dict[str, str]:
+        rows = torch.cat([statistics[done] for done, statistics in recent])
         found = {"step size": float(self.run.settings.step_size.mean())}
         if len(rows):
             kernel = self.run.kernel
