@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_like", "full_precision"]
-
 
 def autocast_like(tensor: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     """Return autocast on a tensor's device, with the settings that are active now."""

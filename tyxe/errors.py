@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["TyxeWarning", "check_count", "check_known", "described", "warn"]
-
 # Packages whose frames are skipped between a warning and the line that it is about.
 _INTERNAL = ("tyxe", "pyro", "torch", "contextlib", "functools", "tqdm")
 

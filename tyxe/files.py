@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_map
 
 from tyxe.threads import INTERRUPTS
 
-__all__ = ["packed", "read", "unpacked", "write"]
-
 # A file: this, the number of the content's bytes, their SHA-256, the content as of `torch.save`.
 _MAGIC = b"tyxe file 1\n"
 _HEADER = len(_MAGIC) + 8 + 32

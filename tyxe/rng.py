@@ -15,16 +15,6 @@ from torch import Tensor
 
 from tyxe.threads import exclusive
 
-__all__ = [
-    "random_state",
-    "seeded",
-    "set_random_state",
-    "set_torch_rng",
-    "torch_rng",
-    "torch_rng_kept",
-]
-
-
 # --------------------------------------------------------------------------- PyTorch
 
 

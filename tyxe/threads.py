@@ -24,16 +24,6 @@ from pyro.poutine.messenger import Messenger
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "INTERRUPTS",
-    "Handler",
-    "exclusive",
-    "handlers",
-    "in_backward",
-    "in_engine",
-    "only_handlers",
-]
-
 
 class _Stack(threading.local, MutableSequence[Any]):
     """A list for each thread."""

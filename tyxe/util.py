@@ -8,33 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from pyro.nn.module import PyroModule, to_pyro_module_
+from pyro.nn.module import PyroModule
+from pyro.nn.module import to_pyro_module_ as to_pyro_module_  # offered from here
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tyxe.errors import check_known
-
-__all__ = [
-    "Inputs",
-    "SiteTensors",
-    "at_least_float32",
-    "calculate_prior_std",
-    "call_with",
-    "fan_in_fan_out",
-    "in_function_transform",
-    "is_constant",
-    "last_layer",
-    "named_pyro_samples",
-    "pyro_sample_sites",
-    "replace_activations_",
-    "reset_parameters_",
-    "resolve_site_name",
-    "site_spellings",
-    "std_from_fans",
-    "to_pyro_module_",
-    "tree_map_tensors",
-    "unwrapped",
-]
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...])
 

@@ -24,8 +24,6 @@ from tyxe.priors.sites import SitePriors
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import NET, SITE_PRIORS, Inputs, call_with
 
-__all__ = ["BNN", "fitting", "modes_restored", "prior_fixed", "set_train_mode"]
-
 
 @contextmanager
 def modes_restored(module: nn.Module) -> Iterator[None]:

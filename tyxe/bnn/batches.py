@@ -16,23 +16,6 @@ from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
-__all__ = [
-    "DrawsOfEach",
-    "OwnBatches",
-    "SameDraws",
-    "batches_of",
-    "batches_to_predict",
-    "check_has_targets",
-    "collect",
-    "concatenated",
-    "is_loader",
-    "not_empty",
-    "on_each",
-    "split_rows",
-    "take_rows",
-]
-
-
 T = TypeVar("T")
 
 

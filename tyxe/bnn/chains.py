@@ -27,16 +27,6 @@ from tyxe.samplers.program import has_compiler
 from tyxe.threads import INTERRUPTS
 from tyxe.util import SiteTensors
 
-__all__ = [
-    "KeepingSampler",
-    "MCMCRun",
-    "RunOptions",
-    "Samples",
-    "built",
-    "check_continuous",
-    "make_run",
-]
-
 
 class Samples(SiteTensors):
     """Posterior samples by site, `(chains, samples, ...)`: buffers that load any number of them."""

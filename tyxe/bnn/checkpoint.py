@@ -16,8 +16,6 @@ from tyxe import files
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive
 
-__all__ = ["Checkpoint", "History", "Resumable", "Saved"]
-
 
 @dataclass
 class History:

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from tyxe.bnn.elbo import ElboTerms
     from tyxe.bnn.predict import SupervisedBNN
 
-__all__ = [
-    "check_beta",
-    "check_fit_arguments",
-    "check_one_batch",
-    "check_options",
-    "nonfinite_message",
-    "warn_of_result",
-    "warn_of_size",
-]
-
 # Ratio of KL and data term, in nats, above which the bound says more about the prior.
 KL_DWARFS = 100.0
 # Scales outside of these multiples of the prior's are not plausible for a posterior.

@@ -25,8 +25,6 @@ from tyxe.distributions.joint import JointSite
 from tyxe.distributions.normal_kl import fusable, fused_kl, log_density
 from tyxe.poutine import Draw
 
-__all__ = ["ElboTerms", "check_gradients", "data_term", "elbo_terms"]
-
 # A site of the guide, and the model's site of the same name.
 Pair = tuple[Any, Any]
 

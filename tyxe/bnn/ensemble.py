@@ -28,8 +28,6 @@ from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import INTERRUPTS
 from tyxe.util import Inputs
 
-__all__ = ["EnsembleBNN"]
-
 
 class EnsembleBNN(Intervals, Saved, nn.Module):
     """A mixture of BNNs of any kind, such as nets trained from different starts.

@@ -25,8 +25,6 @@ from tyxe.predictive.gp import GPPredictive, hessian_root
 from tyxe.predictive.linear_model import LinearModel
 from tyxe.util import Inputs, tree_map_tensors
 
-__all__ = ["METHODS", "GPOnSubset", "RefinedPosterior", "refined"]
-
 Gaussian = tuple[Tensor, Tensor]
 
 # Number of points that are linearised at a time.

@@ -41,8 +41,6 @@ from tyxe.rng import torch_rng_kept
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
-__all__ = ["LaplaceBNN"]
-
 
 def _option(name: str, doc: str) -> Any:
     """Return a property for one of a BNN's options."""

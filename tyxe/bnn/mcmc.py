@@ -37,8 +37,6 @@ from tyxe.samplers import Kernel, WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, unwrapped
 
-__all__ = ["MCMC_BNN"]
-
 
 class MCMC_BNN(SupervisedBNN):
     """Any net with posterior samples of its weights, from several chains at once.

@@ -22,8 +22,6 @@ from tyxe.linalg.checks import numbers_unchecked
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
-__all__ = ["Objective", "Parallel", "Processes", "Together", "shuffle_anew"]
-
 Parallel = Callable[[nn.Module], DistributedDataParallel]
 
 

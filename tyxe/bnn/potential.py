@@ -28,8 +28,6 @@ from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, at_least_float32, call_with, reset_parameters_, tree_map_tensors
 
-__all__ = ["BatchPotential", "Potential", "alone", "starts_of"]
-
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 

@@ -32,8 +32,6 @@ from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
 from tyxe.util import Inputs, at_least_float32, call_with, tree_map_tensors
 
-__all__ = ["SupervisedBNN"]
-
 Values = dict[str, Tensor]
 
 # Draws at a time under torch.vmap, which is slower than a loop on CPUs except for small nets.

@@ -29,8 +29,6 @@ from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import exclusive, in_engine
 from tyxe.util import call_with
 
-__all__ = ["PytorchBNN"]
-
 
 class _Held(NamedTuple):
     """A draw that several forwards use, and the state of the generators before it."""

@@ -22,8 +22,6 @@ from tyxe.poutine import Draw
 from tyxe.threads import in_backward
 from tyxe.util import in_function_transform
 
-__all__ = ["Resting", "draws_of_backward", "remember"]
-
 
 class Bnn(Protocol):
     """What is needed of a BNN here."""

@@ -20,8 +20,6 @@ from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
 from tyxe.threads import exclusive
 
-__all__ = ["SWAG_BNN"]
-
 
 class SWAG_BNN(VariationalBNN):
     """Any net with a Gaussian about the weights that SGD goes through at a constant rate.

@@ -26,8 +26,6 @@ from tyxe.predictive.norms import norms_of
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
-__all__ = ["FitOptions", "Trainer", "bars_named", "progress_bar"]
-
 
 @dataclass(frozen=True)
 class FitOptions:

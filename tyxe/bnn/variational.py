@@ -32,8 +32,6 @@ from tyxe.priors.sites import SitePriors
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
-__all__ = ["DropoutBNN", "VariationalBNN", "glm_outputs"]
-
 GuideBuilder = Callable[[Callable[..., Any]], Any]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from tyxe.bnn import BNN
 from tyxe.continual.heads import Heads
 
-__all__ = ["CORESETS", "coreset_indices", "k_center", "random_points", "restored", "split_coreset"]
-
 Pair = tuple[Tensor, Tensor]
 
 

@@ -17,8 +17,6 @@ from tyxe.bnn.base import fitting
 from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
 
-__all__ = ["Heads"]
-
 Task = str | int
 Values = dict[str, Tensor]
 

@@ -17,8 +17,6 @@ from tyxe.continual.penalties import GaussianPenalty
 from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
 
-__all__ = ["SynapticIntelligence", "path_importance"]
-
 
 def path_importance(omega: Tensor, displacement: Tensor, xi: float) -> Tensor:
     """Return what a task adds to `Omega`: `max(0, omega) / (Delta^2 + xi)`.

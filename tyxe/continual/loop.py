@@ -20,9 +20,6 @@ from tyxe.rng import random_state, set_random_state
 from tyxe.threads import exclusive
 from tyxe.util import pyro_sample_sites
 
-__all__ = ["Stateful", "TaskLoop", "posterior_to_prior"]
-
-
 _KEYS = {"tasks", "done", "accuracy", "bnn", "heads", "parts", "rng"}
 
 

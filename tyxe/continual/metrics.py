@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["average_accuracy", "backward_transfer", "forgetting", "forward_transfer"]
-
 
 def average_accuracy(accuracy: Tensor) -> Tensor:
     r"""Return the mean accuracy over the tasks seen, after each task: `1/(t+1) sum_{i<=t} A[t, i]`.

@@ -18,8 +18,6 @@ from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.linalg.checks import dense_bytes
 from tyxe.util import at_least_float32
 
-__all__ = ["ACCUMULATORS", "Accumulator"]
-
 
 class Accumulator(ABC):
     """Sums up a curvature from the gradients of all cotangents of all batches.

@@ -23,8 +23,6 @@ from tyxe.linalg import BlockDiagonal
 from tyxe.poutine.selective import masked_pointwise
 from tyxe.threads import exclusive
 
-__all__ = ["CURVATURES", "Curvature", "check_blocks", "collect_curvature"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curvature:

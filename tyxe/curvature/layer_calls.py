@@ -14,19 +14,6 @@ from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock, SiteBlock
 from tyxe.poutine import Draw, LinearMap, LinearMapMessenger
 
-__all__ = [
-    "POINTS_FIRST",
-    "BatchDims",
-    "LayerCall",
-    "LayerCallRecorder",
-    "alternating_points",
-    "find_batch_dims",
-    "find_blocks",
-    "inputs_of",
-    "patches",
-    "positions",
-]
-
 
 class BatchDims(NamedTuple):
     """The place of the data points in a map's rows.

@@ -32,14 +32,6 @@ from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
 from tyxe.util import Inputs, at_least_float32, call_with
 
-__all__ = [
-    "DenseGradients",
-    "Linearization",
-    "OuterProductGradients",
-    "PointGradients",
-    "check_is_tensor",
-]
-
 # Nets that torch.vmap does not take, so that it is not tried again for each column and batch.
 _NOT_VECTORIZED: WeakSet[nn.Module] = WeakSet()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tyxe.linalg.checks import dense_bytes
 
-__all__ = ["check_memory", "check_size"]
-
 # Largest number of bytes for one object: a matrix, a layer's factors, the Jacobians of all data.
 MEMORY_LIMIT = 8 * 2**30
 

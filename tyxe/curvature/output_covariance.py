@@ -16,14 +16,6 @@ from tyxe.curvature.linearize import (
 from tyxe.curvature.per_point import BUDGET
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
-__all__ = [
-    "covariance_through",
-    "functional_covariance",
-    "jacobian",
-    "joint_covariance",
-    "one_hot",
-]
-
 # Elements of Jacobians that are held at a time, so that they fit the processor's cache.
 CACHED_ROWS = 2**20
 

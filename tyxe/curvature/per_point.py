@@ -12,14 +12,6 @@ from torch.utils._pytree import tree_map
 
 from tyxe.util import Inputs, is_constant
 
-__all__ = [
-    "BUDGET",
-    "PointFunction",
-    "Substituted",
-    "looped_gradients",
-    "vectorized_gradients",
-]
-
 # A function of the sites' values, a batch of one point and its row of the cotangent.
 PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
 # Puts values in the sites' places.

@@ -16,8 +16,6 @@ from tyxe.distributions.joint_state import joint_state
 from tyxe.files import packed, unpacked
 from tyxe.linalg import Operator
 
-__all__ = ["BufferedDistribution", "detached", "unexpanded"]
-
 _CONTAINERS = (td.Distribution, td.Transform, Operator)
 
 

@@ -19,8 +19,6 @@ from tyxe.distributions.joint import IndependentSites, JointDistribution
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.distributions.param_blocks import LinearBlock
 
-__all__ = ["InducingWeights", "LayerPrior", "has_prior_of", "isotropic_scale"]
-
 
 @dataclass(frozen=True)
 class LayerPrior:

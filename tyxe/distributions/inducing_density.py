@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tyxe.distributions.inducing_formulas import Side, precise
 
-__all__ = ["DensityBlock", "density_block", "mixture_log_density"]
-
 
 class DensityBlock(NamedTuple):
     """A layer's part of the density `N(B mu, lambda^2 (I - B B^T) + B S B^T)` of its weights.

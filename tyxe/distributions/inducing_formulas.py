@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Side", "conditional_divergence", "inducing_side", "matheron", "precise"]
-
 
 class Side(NamedTuple):
     """The factors that map the rows (or the columns) of `U` to those of a layer's matrix.

@@ -13,8 +13,6 @@ from tyxe.distributions.inducing_density import mixture_log_density
 from tyxe.distributions.inducing_u import InducingU, SampleShape
 from tyxe.distributions.joint import IndependentSites, JointDistribution
 
-__all__ = ["HierarchicalInducing", "StackedU"]
-
 
 def _stack_components(stack: InducingWeights) -> tuple[Tensor, Tensor]:
     """Return means `(K, n)` and covariance of all elements of a stack, row by row."""

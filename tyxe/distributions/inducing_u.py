@@ -8,17 +8,6 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
-__all__ = [
-    "DiagonalU",
-    "EnsembleU",
-    "FullU",
-    "GaussianU",
-    "InducingU",
-    "MatrixU",
-    "Turn",
-    "WhitenedU",
-]
-
 SampleShape = Size | list[int] | tuple[int, ...]
 
 # Columns of a covariance's root that are mapped at a time, to limit memory.

@@ -12,8 +12,6 @@ import torch.distributions as td
 from torch import Tensor
 from torch.distributions import constraints
 
-__all__ = ["IndependentSites", "JointDistribution", "JointMarginal", "JointSite", "OneEvent"]
-
 
 class OneEvent(dist.TorchDistribution):
     """Base of distributions over real values that are one event, without batch dimensions."""

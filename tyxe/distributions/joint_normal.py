@@ -19,8 +19,6 @@ from tyxe.linalg.checks import SMALL
 from tyxe.linalg.sum import invertible, plus
 from tyxe.util import in_function_transform
 
-__all__ = ["GaussianJoint", "JointNormal", "NormalProduct", "product_of", "quadratic"]
-
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 

@@ -15,8 +15,6 @@ from tyxe.distributions.normal import FactorizedNormal
 from tyxe.linalg.trace import trace_of_solve
 from tyxe.util import at_least_float32
 
-__all__ = ["normal_moments"]
-
 HALF_LOG_2PI_E = 0.5 * (math.log(2 * math.pi) + 1)
 
 

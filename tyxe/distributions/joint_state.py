@@ -11,8 +11,6 @@ from tyxe.distributions.joint_normal import GaussianJoint, JointNormal, NormalPr
 from tyxe.distributions.param_blocks import ParamBlocks
 from tyxe.linalg.state import operator_from_state, operator_state
 
-__all__ = ["joint_from_state", "joint_state"]
-
 
 def joint_state(joint: GaussianJoint) -> dict[str, Any]:
     """Return the blocks and structures from which `joint_from_state` builds a Gaussian."""

@@ -15,18 +15,6 @@ from torch.distributions import constraints
 
 from tyxe.util import at_least_float32
 
-__all__ = [
-    "center",
-    "deviation",
-    "elementwise",
-    "independent_moments",
-    "is_discrete",
-    "is_factorized",
-    "is_real",
-    "known_entropy",
-    "same_support",
-]
-
 
 @singledispatch
 def independent_moments(distribution: td.Distribution) -> tuple[Tensor, Tensor] | None:

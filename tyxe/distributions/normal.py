@@ -13,8 +13,6 @@ from torch.distributions import constraints
 from tyxe.distributions.moments import center, deviation, independent_moments
 from tyxe.util import at_least_float32
 
-__all__ = ["FactorizedNormal"]
-
 
 class FactorizedNormal(dist.Independent):
     """`prod_i N(w_i; loc_i, exp(log_scale_i)^2)` as one event.

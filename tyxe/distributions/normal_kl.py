@@ -15,8 +15,6 @@ from torch import Tensor
 from tyxe.distributions.normal import FactorizedNormal
 from tyxe.util import at_least_float32, in_function_transform
 
-__all__ = ["factorized_normal_kl", "fusable", "fused_kl", "log_density"]
-
 
 def _scalar(tensor: Tensor) -> Tensor | None:
     """Return the one number that an expanded tensor repeats, or None."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tyxe.distributions.signed_bernoulli import Signs
 
-__all__ = ["PackedSamples", "PackedSigns"]
-
 _BYTE = 8
 
 

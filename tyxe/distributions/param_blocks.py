@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
-__all__ = ["LinearBlock", "ParamBlock", "ParamBlocks", "SiteBlock"]
-
 
 class ParamBlock(Protocol):
     """Some sites whose elements are adjacent in a vector."""

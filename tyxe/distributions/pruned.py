@@ -14,8 +14,6 @@ from tyxe.distributions.moments import center, independent_moments
 from tyxe.distributions.normal import FactorizedNormal
 from tyxe.util import at_least_float32
 
-__all__ = ["PrunedNormal"]
-
 
 class PrunedNormal(OneEvent):
     """A factorised Normal whose pruned elements are zero, and left out of densities and KLs.

@@ -19,8 +19,6 @@ from tyxe.distributions.moments import independent_moments
 from tyxe.distributions.two_values import two_value_kl, two_value_moments
 from tyxe.util import at_least_float32
 
-__all__ = ["RelaxedSignedBernoulli", "SignedBernoulli", "SignedBetaBernoulli", "Signs"]
-
 
 class Signs(constraints.Constraint):
     """The support of the two values `-scale` and `scale`."""

@@ -16,8 +16,6 @@ from torch.nn.functional import logsigmoid
 
 from tyxe.util import in_function_transform
 
-__all__ = ["two_value_kl", "two_value_moments"]
-
 
 def _less_likely(phi: Tensor) -> Tensor:
     return phi.abs().neg_().sigmoid_()

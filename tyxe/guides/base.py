@@ -22,8 +22,6 @@ from tyxe.files import packed, unpacked
 from tyxe.threads import only_handlers
 from tyxe.util import resolve_site_name
 
-__all__ = ["Guide", "Site", "check_real", "detached_together", "site_named", "sites_of"]
-
 
 @dataclass(frozen=True)
 class Site:

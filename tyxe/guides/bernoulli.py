@@ -18,8 +18,6 @@ from tyxe.errors import check_count
 from tyxe.guides.base import Guide, Site
 from tyxe.util import SiteTensors
 
-__all__ = ["AutoBernoulli"]
-
 # A mean of 1 has an infinite logit, and close to 1 the gradient vanishes.
 LARGEST_MEAN = 0.99
 

@@ -26,8 +26,6 @@ from tyxe.guides.normal import AutoNormal
 from tyxe.guides.scales import capped_log, uncapped
 from tyxe.util import SiteTensors, resolve_site_name
 
-__all__ = ["AutoInducing", "InducingOptions"]
-
 # The name, among those of layers, of the matrix that stacks all layers' inducing weights.
 GLOBAL = "inducing_weights"
 

@@ -13,8 +13,6 @@ from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.guides.base import Site
 from tyxe.util import resolve_site_name
 
-__all__ = ["InducingLayer", "Size", "find_layers", "inducing_layers"]
-
 Size = int | float | Mapping[str, int | float | None]
 Messages = Mapping[str, Any]
 

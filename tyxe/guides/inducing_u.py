@@ -22,8 +22,6 @@ from tyxe.files import packed, unpacked
 from tyxe.guides.scales import capped_log, uncapped
 from tyxe.util import SiteTensors
 
-__all__ = ["Q_INDUCING", "FamilyOptions", "InducingFamily"]
-
 
 @dataclass(frozen=True)
 class FamilyOptions:

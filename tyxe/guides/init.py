@@ -19,23 +19,6 @@ from torch import Tensor, nn
 from tyxe.distributions.moments import elementwise
 from tyxe.util import site_spellings, std_from_fans
 
-__all__ = [
-    "PretrainedInitializer",
-    "init_to_constant",
-    "init_to_median",
-    "init_to_net",
-    "init_to_normal",
-    "init_to_normal_kaiming",
-    "init_to_normal_radford",
-    "init_to_normal_xavier",
-    "init_to_sample",
-    "init_to_zero",
-    "layerwise_std",
-    "scale_below_net",
-    "scale_below_prior",
-    "stationary_scale",
-]
-
 Message = Mapping[str, Any]
 
 

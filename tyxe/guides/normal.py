@@ -18,9 +18,6 @@ from tyxe.guides.init import init_to_net, layerwise_std, scale_below_net
 from tyxe.guides.scales import capped_log, uncapped
 from tyxe.util import SiteTensors, resolve_site_name
 
-__all__ = ["AutoNormal", "MeanField"]
-
-
 InitScale = float | str | Mapping[str, float | Tensor] | Callable[[Any], float | Tensor]
 
 

@@ -11,8 +11,6 @@ from tyxe.guides.inducing import AutoInducing
 from tyxe.guides.normal import AutoNormal
 from tyxe.util import SiteTensors
 
-__all__ = ["parameter_count", "prune_", "prune_inducing_"]
-
 
 def prune_(guide: AutoNormal, keep: float) -> None:
     r"""Fix the weights with the smallest `|mean| / sd` of a mean field at zero, biases excepted.

@@ -26,8 +26,6 @@ from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_n
 from tyxe.threads import exclusive, only_handlers
 from tyxe.util import resolve_site_name, unwrapped
 
-__all__ = ["PyroGuide"]
-
 # Pyro's guides that draw a site with others.
 _COUPLED = AutoContinuous, AutoStructured, AutoGaussian
 

@@ -19,8 +19,6 @@ from tyxe.distributions import JointNormal, ParamBlocks
 from tyxe.distributions.moments import is_real
 from tyxe.linalg import Cholesky, Inverse, LowRank, Operator
 
-__all__ = ["constrained_sites", "covariance_of", "independent_sites", "joint_normal"]
-
 
 @functools.singledispatch
 def covariance_of(guide: AutoGuide) -> Operator | None:

@@ -14,8 +14,6 @@ from tyxe.distributions import known_entropy
 from tyxe.distributions.joint import OneEvent
 from tyxe.guides.normal import MeanField
 
-__all__ = ["AutoRadial", "Radial"]
-
 
 class Radial(OneEvent):
     """A direction uniform on the sphere times a half-normal radius, scaled and shifted.

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-__all__ = ["capped_log", "uncapped"]
-
 
 def uncapped(scale: Tensor, cap: float | None, names: tuple[str, str]) -> Tensor:
     """Return `r` with `scale = exp(r)`, or `scale = c sigmoid(r)` under a cap `c`, in float64.

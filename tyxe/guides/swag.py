@@ -17,8 +17,6 @@ from tyxe.guides.init import init_to_net
 from tyxe.linalg import Inverse, LowRank
 from tyxe.util import SiteTensors, at_least_float32, with_float32
 
-__all__ = ["SWAGGuide"]
-
 # Of a weight that has not moved.
 LEAST_VARIANCE = 1e-30
 

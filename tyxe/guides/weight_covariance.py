@@ -15,8 +15,6 @@ from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.linalg import Diagonal, Inverse, Operator
 from tyxe.linalg.permutation import permuted
 
-__all__ = ["weight_covariance"]
-
 
 @functools.singledispatch
 def weight_covariance(guide: Any, blocks: ParamBlocks) -> Operator:

@@ -14,8 +14,6 @@ from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import Operator
 from tyxe.linalg.sum import invertible
 
-__all__ = ["gaussian_log_likelihood", "log_evidence", "with_noise"]
-
 
 def log_evidence(
     log_likelihood: float | Tensor,

@@ -19,17 +19,6 @@ from tyxe.linalg.sum import is_diagonal
 from tyxe.priors.sites import SitePrior
 from tyxe.util import at_least_float32
 
-__all__ = [
-    "PriorPrecision",
-    "factorized_prior",
-    "gaussian_prior",
-    "independent_terms",
-    "is_factorized",
-    "of_terms",
-    "reordered",
-    "with_precision",
-]
-
 PriorPrecision = float | Tensor | Mapping[str, float | Tensor]
 
 

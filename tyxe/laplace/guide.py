@@ -24,8 +24,6 @@ from tyxe.linalg import BlockDiagonal
 from tyxe.linalg.state import operator_from_state, operator_state
 from tyxe.util import SiteTensors, at_least_float32, with_float32
 
-__all__ = ["LaplaceGuide"]
-
 _NUMBERS = ("log_likelihood", "error", "num_targets", "key")
 
 

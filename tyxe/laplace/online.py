@@ -15,8 +15,6 @@ from tyxe.distributions import JointNormal
 from tyxe.distributions.joint_normal import GaussianJoint, product_of
 from tyxe.errors import warn
 
-__all__ = ["AbsorbingNormal", "key_of", "normals_of", "prior_of_tasks", "warn_of_copy"]
-
 
 def key_of(curvature: int, weight: float) -> int:
     """Return the key of a curvature that is multiplied by a weight, from its own."""

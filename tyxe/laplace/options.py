@@ -9,8 +9,6 @@ from typing import Any, SupportsFloat
 from tyxe.errors import check_count, check_known
 from tyxe.laplace.precision import ACCUMULATE
 
-__all__ = ["LaplaceOptions", "check_settings"]
-
 
 def check_settings(temperature: float, curvature_weight: float, accumulate: str) -> None:
     """Raise unless temperature and weight are positive numbers, and `accumulate` is known."""

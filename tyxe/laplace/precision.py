@@ -10,8 +10,6 @@ from tyxe.distributions.joint_normal import GaussianJoint
 from tyxe.linalg import BlockDiagonal, Kronecker, Operator, Sum
 from tyxe.linalg.sum import average, is_diagonal, plus
 
-__all__ = ["ACCUMULATE", "check_damping", "posterior_precision"]
-
 # Functions that combine an earlier precision and a new curvature.
 ACCUMULATE: dict[str, Callable[[Operator, Operator], Operator]] = {
     "sum": plus,

@@ -16,8 +16,6 @@ from tyxe.laplace.state import LaplaceState
 from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
 from tyxe.linalg.kronecker import is_one_number
 
-__all__ = ["best_of_grid", "check_one_number", "most_evidence", "with_numbers"]
-
 # From prior precisions by name to the log-determinant of the posterior's precision.
 Logdet = Callable[[Mapping[str, Tensor]], Tensor]
 

@@ -20,8 +20,6 @@ from tyxe.laplace.precision import posterior_precision
 from tyxe.linalg import BlockDiagonal
 from tyxe.linalg.caching import factorization
 
-__all__ = ["LaplaceState"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LaplaceState:

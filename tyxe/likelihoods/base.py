@@ -18,8 +18,6 @@ from tyxe.errors import check_count
 from tyxe.poutine.selective import masked_pointwise
 from tyxe.util import at_least_float32
 
-__all__ = ["Likelihood", "mean_of", "reduce_points"]
-
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
 
 

@@ -15,8 +15,6 @@ from tyxe.errors import warn
 from tyxe.likelihoods.base import Likelihood, log_mean_exp, mean_over
 from tyxe.util import at_least_float32
 
-__all__ = ["Bernoulli", "Categorical"]
-
 
 class Categorical(Likelihood):
     """One of `C` classes; predictions are class logits `(n, ..., C)`, targets integers `(n, ...)`.

@@ -14,8 +14,6 @@ from torch.nn.functional import softplus
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.likelihoods.base import Likelihood, Predictions, mean_of, mean_over
 
-__all__ = ["HeteroskedasticGaussian", "HomoskedasticGaussian"]
-
 
 class HomoskedasticGaussian(Likelihood):
     """Gaussian noise of one scale for all points; predictions are means `(n, ...)`.

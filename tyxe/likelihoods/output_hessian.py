@@ -25,14 +25,6 @@ from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaus
 from tyxe.likelihoods.poisson import Poisson
 from tyxe.util import at_least_float32
 
-__all__ = [
-    "SqrtColumns",
-    "output_hessian",
-    "output_hessian_sqrt",
-    "sampled_gradient",
-    "true_gradient",
-]
-
 Latents = Mapping[str, Tensor]
 
 

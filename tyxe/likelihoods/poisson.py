@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tyxe.likelihoods.base import Likelihood, log_mean_exp
 
-__all__ = ["Poisson"]
-
 
 class Poisson(Likelihood):
     """Counts with a log link: predictions are log-rates `(n, ...)`, one for each target.

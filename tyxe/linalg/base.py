@@ -19,8 +19,6 @@ from tyxe.linalg.checks import (
     like,
 )
 
-__all__ = ["Operator"]
-
 OperatorT = TypeVar("OperatorT", bound="Operator")
 
 

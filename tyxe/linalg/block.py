@@ -12,8 +12,6 @@ from torch import Tensor
 from tyxe.linalg.base import Operator
 from tyxe.linalg.checks import check_same_kind
 
-__all__ = ["BlockDiagonal"]
-
 BlockDiagonalT = TypeVar("BlockDiagonalT", bound="BlockDiagonal")
 
 

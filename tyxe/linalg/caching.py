@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["factorization"]
-
 T = TypeVar("T")
 
 

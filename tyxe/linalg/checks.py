@@ -11,25 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "SMALL",
-    "NotPositiveDefiniteError",
-    "check_dtype",
-    "check_field",
-    "check_finite",
-    "check_non_negative",
-    "check_positive_definite",
-    "check_rows",
-    "check_same_kind",
-    "check_small",
-    "check_symmetric",
-    "check_vectors",
-    "cholesky",
-    "dense_bytes",
-    "like",
-    "numbers_unchecked",
-]
-
 DTYPES = (torch.float32, torch.float64)
 # Rows up to which a dense matrix is factorised for an operator without an inverse of its own.
 SMALL = 4096

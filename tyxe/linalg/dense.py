@@ -13,8 +13,6 @@ from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import check_symmetric, cholesky
 from tyxe.linalg.triangular import solve_rows
 
-__all__ = ["Dense"]
-
 DenseT = TypeVar("DenseT", bound="Dense")
 
 

@@ -11,8 +11,6 @@ from tyxe.linalg.base import Operator
 from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import check_field, check_non_negative, check_positive_definite
 
-__all__ = ["Diagonal"]
-
 DiagonalT = TypeVar("DiagonalT", bound="Diagonal")
 
 

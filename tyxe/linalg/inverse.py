@@ -17,8 +17,6 @@ from tyxe.linalg.dense import Dense
 from tyxe.linalg.low_rank import LowRank
 from tyxe.linalg.triangular import Cholesky
 
-__all__ = ["Inverse", "root"]
-
 InverseT = TypeVar("InverseT", bound="Inverse")
 
 # `(z, transposed)` to `R z` or `R^T z`.

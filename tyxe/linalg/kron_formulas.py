@@ -5,15 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "clipped_eigh",
-    "kron_diagonal",
-    "kron_eigenvalues",
-    "kron_rotate",
-    "kron_rotate_summed",
-    "kron_variance",
-]
-
 
 def kron_eigenvalues(d_g: Tensor, d_a: Tensor, scale: Tensor) -> Tensor:
     """Return the eigenvalues `scale * d_g d_a^T` of a product, `(out, in)` [GLM A.3]."""

@@ -26,8 +26,6 @@ from tyxe.linalg.kron_formulas import (
     kron_variance,
 )
 
-__all__ = ["Kronecker", "is_one_number"]
-
 KroneckerT = TypeVar("KroneckerT", bound="Kronecker")
 
 

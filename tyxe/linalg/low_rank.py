@@ -19,8 +19,6 @@ from tyxe.linalg.checks import (
     cholesky,
 )
 
-__all__ = ["LowRank", "capacitance_cholesky", "low_rank_root"]
-
 LowRankT = TypeVar("LowRankT", bound="LowRank")
 
 

@@ -13,8 +13,6 @@ from tyxe.linalg.diagonal import Diagonal
 from tyxe.linalg.low_rank import LowRank
 from tyxe.linalg.triangular import Cholesky
 
-__all__ = ["permuted"]
-
 
 @functools.singledispatch
 def permuted(operator: Operator, order: Tensor) -> Operator:

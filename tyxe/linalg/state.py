@@ -17,8 +17,6 @@ from tyxe.linalg.low_rank import LowRank
 from tyxe.linalg.sum import Sum
 from tyxe.linalg.triangular import Cholesky
 
-__all__ = ["STATE_NAMES", "operator_from_state", "operator_state"]
-
 # Names of structures in states. Add a class of your own, whose fields are tensors, under a new one.
 STATE_NAMES: dict[str, type[Operator]] = {
     "dense": Dense,

@@ -18,8 +18,6 @@ from tyxe.linalg.diagonal import Diagonal
 from tyxe.linalg.kronecker import Kronecker, is_one_number
 from tyxe.linalg.low_rank import LowRank
 
-__all__ = ["Sum", "average", "invertible", "is_diagonal", "plus"]
-
 SumT = TypeVar("SumT", bound="Sum")
 
 

@@ -15,8 +15,6 @@ from tyxe.linalg.low_rank import LowRank
 from tyxe.linalg.sum import Sum
 from tyxe.linalg.triangular import Cholesky
 
-__all__ = ["trace_of_solve"]
-
 
 def trace_of_solve(a: Operator, b: Operator) -> Tensor:
     """Return `tr(A B^-1)`, the expectation of `w^T A w` for `w` of precision `B`.

@@ -12,8 +12,6 @@ from tyxe.linalg.base import Operator
 from tyxe.linalg.caching import factorization
 from tyxe.linalg.checks import check_field, check_positive_definite, cholesky
 
-__all__ = ["Cholesky", "solve_rows"]
-
 CholeskyT = TypeVar("CholeskyT", bound="Cholesky")
 
 

@@ -7,16 +7,6 @@ from torch import Tensor
 
 from tyxe.metrics.checks import check_classified, check_probs
 
-__all__ = [
-    "CalibrationCurve",
-    "accuracy",
-    "brier_score",
-    "calibration_curve",
-    "expected_calibration_error",
-    "nll",
-    "predictive_entropy",
-]
-
 
 class CalibrationCurve(NamedTuple):
     """Confidence against accuracy in the `k` bins that hold a point, by increasing confidence.

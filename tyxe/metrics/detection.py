@@ -5,8 +5,6 @@ from torch import Tensor
 
 from tyxe.metrics.checks import check_scores
 
-__all__ = ["ood_aupr", "ood_auroc"]
-
 
 def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> Tensor:
     r"""Area under the ROC curve when in-distribution is the positive class.

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from tyxe.metrics.checks import check_regression, check_scale
 
-__all__ = ["crps_gaussian", "gaussian_nll", "interval_coverage", "rmse"]
-
 
 def rmse(mean: Tensor, targets: Tensor) -> Tensor:
     r"""Root of the mean squared error, in the targets' units.

@@ -15,8 +15,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from tyxe.errors import warn
 from tyxe.util import unwrapped
 
-__all__ = ["LR_KINDS", "gradient_norm", "make_optimizer", "pyro_clipping", "pyro_scheduler"]
-
 LR_KINDS = ("loc", "scale", "deterministic")
 
 Named = Mapping[str, nn.Parameter]

@@ -17,8 +17,6 @@ from tyxe.guides import AutoNormal
 from tyxe.priors.base import without_events
 from tyxe.threads import handlers
 
-__all__ = ["IVON"]
-
 # A site's name, posterior (of the guide's parameters), prior, and the prior's mean and precision.
 _Site = tuple[str, FactorizedNormal, td.Distribution, Any, Any]
 

@@ -9,8 +9,6 @@ from tyxe.metrics.checks import check_real
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["MARKERS", "PALETTE", "axes", "flat", "pyplot"]
-
 # Okabe and Ito (2008) without its yellow, which is hard to see on white, then three of Paul Tol's
 PALETTE = (
     "#0072B2",

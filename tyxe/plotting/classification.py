@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["calibration_and_entropy", "calibration_curve", "entropy_ecdf", "ood_histogram"]
-
 
 def calibration_curve(
     probs: Tensor,

@@ -10,8 +10,6 @@ from tyxe.plotting.axes import PALETTE, axes, flat
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["predictive_band"]
-
 
 def predictive_band(
     x: Tensor,

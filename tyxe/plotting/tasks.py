@@ -12,8 +12,6 @@ from tyxe.plotting.axes import MARKERS, PALETTE, axes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["accuracy_over_tasks"]
-
 
 def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None) -> "Axes":
     r"""Draw the mean accuracy over the tasks seen, after each task, for several methods.

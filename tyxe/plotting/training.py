@@ -8,8 +8,6 @@ from tyxe.plotting.axes import PALETTE, axes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["HistoryLike", "history"]
-
 
 class HistoryLike(Protocol):
     """The lists that `history` draws, of one number per epoch, in nats, such as `fit` returns."""

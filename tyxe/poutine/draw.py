@@ -23,8 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from tyxe.distributions import center, deviation, independent_moments
 from tyxe.rng import seeded
 
-__all__ = ["Draw", "Places", "draws_are_lazy", "substitute_site", "substituted"]
-
 View = Callable[[Tensor], Tensor]
 # Of each site by joint name: the modules, and the names under which they hold the parameter.
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]

@@ -11,8 +11,6 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["RandomDropout", "random_dropout"]
-
 # Modules whose mode says nothing but whether they drop: a transformer's layer has a fast path in
 # eval mode that drops nothing.
 _BY_MODE = (

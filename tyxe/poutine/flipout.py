@@ -10,8 +10,6 @@ from torch import Tensor
 from tyxe.poutine.draw import Draw
 from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
 
-__all__ = ["FlipoutMessenger", "flipout"]
-
 
 class FlipoutMessenger(LinearMapMessenger):
     """The handler of `flipout`."""

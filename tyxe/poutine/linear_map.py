@@ -24,8 +24,6 @@ from tyxe.errors import warn
 from tyxe.poutine.draw import RULES, Draw, use_values
 from tyxe.threads import Handler, handlers, in_backward, only_handlers
 
-__all__ = ["LinearMap", "LinearMapMessenger"]
-
 
 class _Attention(NamedTuple):
     """What is known inside of attention, whose projections are on (sequence, batch, features)."""

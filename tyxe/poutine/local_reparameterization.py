@@ -9,12 +9,6 @@ from tyxe.autocast import full_precision
 from tyxe.poutine.draw import Draw
 from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
 
-__all__ = [
-    "LocalReparameterizationMessenger",
-    "local_reparameterization",
-    "local_reparameterization_moments",
-]
-
 Moments = tuple[Tensor, Tensor | None]
 
 

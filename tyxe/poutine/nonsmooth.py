@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-__all__ = ["WITHOUT_SECOND_DERIVATIVE", "nonsmooth_functions"]
-
 # Names of nodes in the graph, and the modules that create them.
 NONSMOOTH: dict[str, tuple[type[nn.Module], ...]] = {
     "Relu": (nn.ReLU,),

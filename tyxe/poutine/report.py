@@ -11,8 +11,6 @@ from tyxe.poutine.draw import Draw
 from tyxe.threads import Handler
 from tyxe.util import site_spellings
 
-__all__ = ["Report", "report"]
-
 
 class Row(NamedTuple):
     """One use of a site.

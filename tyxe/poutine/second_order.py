@@ -13,8 +13,6 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import constraints
 
-__all__ = ["SECOND_ORDER_TERMS", "Expansion", "SecondOrderTerm", "Shifted"]
-
 # Weights up to which the Hessian's exact diagonal is computed, with a backward pass for each.
 HESSIAN_LIMIT = 20_000
 # Rows of the Hessian that are computed at a time.

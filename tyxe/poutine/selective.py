@@ -14,8 +14,6 @@ from tyxe.errors import described, warn
 from tyxe.threads import Handler
 from tyxe.util import site_spellings
 
-__all__ = ["masked_pointwise", "selective_mask", "selective_scale"]
-
 
 @effectful(type="pointwise")
 def masked_pointwise(site: str, values: Tensor) -> Tensor:

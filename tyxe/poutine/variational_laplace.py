@@ -19,8 +19,6 @@ from tyxe.poutine.nonsmooth import WITHOUT_SECOND_DERIVATIVE, nonsmooth_function
 from tyxe.poutine.second_order import SECOND_ORDER_TERMS, Expansion, Hessian, Shifted
 from tyxe.threads import Handler
 
-__all__ = ["VariationalLaplaceMessenger", "announce_epoch", "variational_laplace"]
-
 CONFLICT = (
     "variational_laplace runs the net at its guide's means, and another handler around it samples "
     "the same sites: use one of them, such as local_reparameterization, at a time"

@@ -11,14 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "EntropyDecomposition",
-    "VarianceDecomposition",
-    "entropy_decomposition",
-    "regression_decomposition",
-    "variance_decomposition",
-]
-
 
 class VarianceDecomposition(NamedTuple):
     """Variance of the target, in two parts.

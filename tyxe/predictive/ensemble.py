@@ -12,8 +12,6 @@ from tyxe.likelihoods import HeteroskedasticGaussian, Likelihood
 from tyxe.likelihoods.base import Predictions
 from tyxe.util import at_least_float32
 
-__all__ = ["Ensemble", "Mixture", "mixed"]
-
 
 class Ensemble(nn.Module):
     """Plain nets, one for each draw of the weights, whose predictions are aggregated.

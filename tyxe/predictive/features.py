@@ -16,8 +16,6 @@ from tyxe.curvature.linearize import (
 )
 from tyxe.curvature.output_covariance import one_hot
 
-__all__ = ["Features", "Part", "output_features"]
-
 
 @dataclass(frozen=True, eq=False)
 class Part:

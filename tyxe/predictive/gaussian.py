@@ -15,15 +15,6 @@ from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Like
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
 from tyxe.util import at_least_float32
 
-__all__ = [
-    "LinkOptions",
-    "Outputs",
-    "check_link",
-    "gaussian_log_likelihood",
-    "gaussian_prediction",
-    "predict_from_gaussian",
-]
-
 # From a batch of inputs to the outputs' mean, `(n, ...)`, and covariance, `(n, ..., C, C)`.
 Outputs = Callable[[Any], tuple[Tensor, Tensor]]
 

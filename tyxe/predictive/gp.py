@@ -20,8 +20,6 @@ from tyxe.likelihoods import Likelihood, output_hessian_sqrt
 from tyxe.linalg.checks import dense_bytes
 from tyxe.predictive.features import Features
 
-__all__ = ["GPPredictive", "hessian_root"]
-
 
 class GPPredictive:
     """The covariance of outputs given `M` training points.

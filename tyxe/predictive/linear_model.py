@@ -12,8 +12,6 @@ from tyxe.likelihoods import Likelihood, output_hessian
 from tyxe.likelihoods.output_hessian import true_gradient
 from tyxe.linalg import Dense, Diagonal, Operator
 
-__all__ = ["CHUNK", "STRUCTURES", "LinearModel"]
-
 STRUCTURES: dict[str, Callable[[Tensor], Operator]] = {"full": Dense, "diag": Diagonal}
 
 # Numbers that a product with Jacobians has at a time, to limit memory.

@@ -18,19 +18,6 @@ from torch.nn.functional import logsigmoid
 from tyxe.errors import warn
 from tyxe.util import at_least_float32
 
-__all__ = [
-    "BINARY_LINKS",
-    "CLASS_LINKS",
-    "Link",
-    "bridge_log_concentration",
-    "log_bridge",
-    "log_mc",
-    "log_probit",
-    "logit_mc",
-    "logit_probit",
-    "sample_outputs",
-]
-
 Link = Callable[[Tensor, Tensor, int], Tensor]
 
 NUM_SAMPLES = 100

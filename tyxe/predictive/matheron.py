@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tyxe.linalg.checks import cholesky
 
-__all__ = ["ConditionedKernel"]
-
 # Class Hessians have an eigenvalue of zero, which rounding leaves far below this.
 NEGLIGIBLE = 1e-8
 

@@ -26,8 +26,6 @@ from tyxe.predictive.linear_model import CHUNK, STRUCTURES, LinearModel
 from tyxe.predictive.links import sample_outputs
 from tyxe.predictive.matheron import ConditionedKernel
 
-__all__ = ["Iterate", "OutputIterate", "Posterior", "WeightIterate", "started"]
-
 Posterior = tuple[Tensor, Operator]
 
 

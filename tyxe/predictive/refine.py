@@ -17,8 +17,6 @@ from tyxe.linalg import Operator
 from tyxe.predictive.linear_model import STRUCTURES, LinearModel
 from tyxe.predictive.natural_gradient import Iterate, Posterior, started
 
-__all__ = ["EXPECTATIONS", "Posterior", "refine_laplace", "refine_variational"]
-
 # From a model, a mean, a precision and a number of draws to outputs.
 Draws = Callable[[LinearModel, Tensor, Operator, int], Iterator[Tensor]]
 

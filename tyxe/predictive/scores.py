@@ -17,8 +17,6 @@ from tyxe.predictive.gaussian import (
 )
 from tyxe.util import at_least_float32
 
-__all__ = ["Scores", "gaussian_scores", "mixture_scores"]
-
 
 class Scores(NamedTuple):
     """Error and log-likelihood of each point, in nats, and the prediction that the error is of."""

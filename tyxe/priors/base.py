@@ -16,8 +16,6 @@ from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePrior, SitePriors
 from tyxe.util import SITE_PRIORS
 
-__all__ = ["Prior"]
-
 
 class Prior(ABC):
     """A prior over the parameters of any net.

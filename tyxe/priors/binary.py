@@ -12,8 +12,6 @@ from tyxe.distributions import SignedBernoulli, SignedBetaBernoulli
 from tyxe.priors.base import Prior
 from tyxe.util import calculate_prior_std, layer_weight
 
-__all__ = ["BinaryPrior"]
-
 
 class BinaryPrior(Prior):
     r"""Weights of two values, each as likely as the other, for `tyxe.guides.AutoBernoulli`.

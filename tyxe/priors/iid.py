@@ -9,8 +9,6 @@ from torch import nn
 
 from tyxe.priors.base import Prior
 
-__all__ = ["IIDPrior"]
-
 
 class IIDPrior(Prior):
     """The same scalar distribution, independently for every weight.

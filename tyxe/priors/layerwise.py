@@ -11,8 +11,6 @@ from torch import nn
 from tyxe.priors.base import Prior
 from tyxe.util import calculate_prior_std, layer_weight
 
-__all__ = ["LayerwiseNormalPrior"]
-
 
 class LayerwiseNormalPrior(Prior):
     r"""Zero-mean Normals with the standard deviations of initialisation schemes.

@@ -14,8 +14,6 @@ from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePrior
 from tyxe.util import resolve_site_name
 
-__all__ = ["DictPrior", "LambdaPrior"]
-
 
 class DictPrior(Prior):
     """A distribution for each parameter, by name: how a posterior becomes the next prior.

@@ -11,8 +11,6 @@ from torch import nn
 
 from tyxe.errors import described
 
-__all__ = ["Parameter", "Selection", "parameters_of"]
-
 Place = tuple[nn.Module, str]
 
 RULES = ("", "modules", "module_types", "parameters", "fn")

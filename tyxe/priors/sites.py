@@ -18,8 +18,6 @@ from tyxe.distributions.joint_state import joint_from_state
 from tyxe.files import unpacked
 from tyxe.util import fan_in_fan_out, layer_weight
 
-__all__ = ["SitePrior", "SitePriors"]
-
 SitePrior = td.Distribution | Callable[[], td.Distribution]
 
 

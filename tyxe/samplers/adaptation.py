@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["DualAveraging", "Moments", "choose", "windows"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
 from tyxe.samplers.potential import Potential
 
-__all__ = ["MAX_ENERGY_ERROR", "Hamiltonian", "Settings", "reasonable_step_size"]
-
 # An energy that is larger than at the start by this has diverged.
 MAX_ENERGY_ERROR = 1000.0
 

@@ -15,8 +15,6 @@ from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
 from tyxe.samplers.kernel import Randomness, Transition
 from tyxe.samplers.potential import Potential
 
-__all__ = ["HMC", "HMCState"]
-
 
 class HMCState(NamedTuple):
     """A trajectory under way, for each chain.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from tyxe.samplers.potential import Potential
 
-__all__ = ["Point", "kinetic_energy", "leapfrog", "minimal_norm", "refreshed"]
-
 
 class Point(NamedTuple):
     """Positions `(chains, d)` with their potentials `(chains,)` and gradients `(chains, d)`."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from tyxe.errors import described
 from tyxe.samplers.potential import Potential
 
-__all__ = ["Chains", "Kernel", "Length", "Randomness", "Transition"]
-
 
 class Randomness(NamedTuple):
     """The random numbers of one step of all chains.

@@ -17,8 +17,6 @@ from tyxe.samplers.integrators import Point, minimal_norm, refreshed
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
 from tyxe.samplers.potential import Potential
 
-__all__ = ["MCLMC", "MCLMCState"]
-
 
 class MCLMCState(NamedTuple):
     """Where chains are, and their unit velocities `(chains, d)`."""

@@ -20,8 +20,6 @@ from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
 from tyxe.samplers.kernel import Randomness, Transition
 from tyxe.samplers.potential import Potential
 
-__all__ = ["NUTS", "Blocks", "NUTSState", "begin", "step"]
-
 
 class Blocks(NamedTuple):
     """Of every aligned block of 1, 2, 4, ... leaves that the newest leaf is in: its beginning.

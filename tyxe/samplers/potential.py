@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_map
 
 from tyxe.errors import warn
 
-__all__ = ["Potential", "batched", "by_autograd", "gradients"]
-
 # From positions `(chains, d)` to potentials `(chains,)`, in nats, and gradients `(chains, d)`.
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -13,8 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tyxe.samplers.potential import Potential
 
-__all__ = ["Program", "check_repeatable", "has_compiler"]
-
 # Operations with one of these tags may differ between calls, and a trace does not show it.
 _NOT_FIXED = {
     torch.Tag.data_dependent_output,

@@ -16,8 +16,6 @@ from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 from tyxe.samplers.program import Program, check_repeatable, has_compiler
 
-__all__ = ["Run"]
-
 # Steps after which a program is worth the seconds that it takes to compile, if as many are left.
 _WORTH_COMPILING = 3000
 

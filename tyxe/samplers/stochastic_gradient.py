@@ -18,8 +18,6 @@ from tyxe.samplers.integrators import Point
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
 from tyxe.samplers.potential import Potential
 
-__all__ = ["SGHMC", "SGLD"]
-
 SCHEDULES = ("constant", "polynomial", "cyclical")
 
 

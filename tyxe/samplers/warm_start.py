@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from tyxe.errors import check_count, described
 from tyxe.samplers.potential import gradients
 
-__all__ = ["WarmStart", "warm_start"]
-
 # The mean loss of some data points at a vector `(d,)`; the points are given by their numbers.
 Loss = Callable[[Tensor, Tensor], Tensor]
 

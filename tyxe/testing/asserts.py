@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["assert_close", "assert_raises", "assert_within"]
-
 # A standard normal exceeds this with probability 2e-9, which allows thousands of comparisons.
 STANDARD_ERRORS = 6.0
 

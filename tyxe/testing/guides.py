@@ -22,8 +22,6 @@ from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
 from tyxe.testing.asserts import assert_close, assert_raises
 
-__all__ = ["GUIDES", "check_guide"]
-
 AnyGuide = Guide | PyroGuide
 Builder = Callable[[Callable[..., Any]], Any]
 

@@ -19,8 +19,6 @@ from tyxe.poutine import flipout, local_reparameterization, report
 from tyxe.priors import IIDPrior
 from tyxe.testing.asserts import assert_close, assert_within
 
-__all__ = ["HANDLERS", "check_handler"]
-
 NUM_DRAWS = 800
 
 HANDLERS: dict[str, Callable[[], Any]] = {

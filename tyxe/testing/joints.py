@@ -18,8 +18,6 @@ from tyxe.linalg import BlockDiagonal, Cholesky, Dense, Diagonal, Inverse, Krone
 from tyxe.testing.asserts import assert_close
 from tyxe.testing.tensors import random_gram, random_tensor
 
-__all__ = ["JOINTS", "check_joint"]
-
 # A grouped transposed convolution (twelve weights and two biases) and a vector of three.
 BLOCKS = ParamBlocks(
     (LinearBlock("w", "b", Size([2, 1, 3, 2]), 2, True), SiteBlock("s", Size([3])))

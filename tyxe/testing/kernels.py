@@ -12,8 +12,6 @@ from torch import Tensor
 from tyxe.samplers import HMC, MCLMC, NUTS, SGHMC, SGLD, Chains, Kernel, Run
 from tyxe.testing.asserts import assert_close, assert_within
 
-__all__ = ["KERNELS", "check_kernel"]
-
 # Each function makes a kernel under which a standard Gaussian comes out to within its errors.
 KERNELS: dict[str, Callable[[], Kernel]] = {
     "HMC": lambda: HMC(num_steps=4),

@@ -24,8 +24,6 @@ from tyxe.likelihoods import (
 )
 from tyxe.testing.asserts import assert_close, assert_raises, assert_within
 
-__all__ = ["LIKELIHOODS", "LikelihoodCase", "check_likelihood"]
-
 NUM_SAMPLES = 4000
 
 

@@ -27,8 +27,6 @@ from tyxe.linalg.state import operator_from_state, operator_state
 from tyxe.testing.asserts import assert_close, assert_raises
 from tyxe.testing.tensors import random_gram, random_tensor
 
-__all__ = ["OPERATORS", "check_operator"]
-
 TOLERANCE = 1e-10
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (0,))
 

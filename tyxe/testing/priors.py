@@ -19,8 +19,6 @@ from tyxe.priors.sites import SitePriors
 from tyxe.testing.asserts import assert_close
 from tyxe.util import pyro_sample_sites
 
-__all__ = ["PRIORS", "check_prior"]
-
 
 def example_net() -> nn.Module:
     """Return a small net with a convolution, a norm, a buffer and a frozen parameter."""

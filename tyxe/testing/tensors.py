@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["random_gram", "random_tensor"]
-
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     """Return independent standard normals."""

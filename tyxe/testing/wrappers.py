@@ -19,8 +19,6 @@ from torch import Tensor, nn
 import tyxe
 from tyxe.testing.asserts import assert_close, assert_raises
 
-__all__ = ["WRAPPERS", "check_wrapper"]
-
 _N = 12
 _X, _Y = torch.linspace(-1, 1, 2 * _N).view(_N, 2), torch.arange(_N) % 3
 _LOADER = [(_X[:6], _Y[:6]), (_X[6:], _Y[6:])]
