@@ -67,7 +67,7 @@ else:
     parts = [(x[:50_000], y[:50_000]), (x[50_000:], y[50_000:]), images("mnist", "test")]
     ood = {"AUROC Fashion": "fashion_mnist", "AUROC notMNIST": "notmnist"}
     ood = {column: images(name, "test")[0] for column, name in ood.items()}
-count, epochs, draws = (200, 20, 4) if args.smoke_test else (None, 150, 32)
+count, epochs, draws = (200, 10, 4) if args.smoke_test else (None, 150, 32)
 epochs, beta, classes = (epochs, 0.01, 8) if args.data == "digits" else (min(epochs, 10), 1.0, 10)
 train, validation, test = ([values[:count] for values in part] for part in parts)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*train), 100, shuffle=True)
@@ -142,9 +142,8 @@ run("last layer, mean field", variational(frozen, head, guide), handler=local, *
 guide = partial(pyro.infer.autoguide.AutoLowRankMultivariateNormal, rank=10, init_scale=1e-4)
 run("last layer, low rank", variational(frozen, head, guide), **fit)
 kernel = partial(tyxe.samplers.SGHMC, lr=0.1, temperature=beta, schedule="cyclical")
-steps, thinning = len(loader) * epochs, len(loader) * epochs // (6 * draws)
-length = {"warmup_steps": steps - thinning * draws, "thinning": thinning}
-run("SGHMC", tyxe.MCMC_BNN(net, prior, likelihood, kernel), draws, **length)
+thinning = max(len(loader) * epochs // (5 * draws), 1)  # the run is as long as it has to be
+run("SGHMC", tyxe.MCMC_BNN(net, prior, likelihood, kernel), draws, thinning=thinning)
 settings = {"data": args.data, "training images": len(train[0]), "test images": len(test[0])}
 settings |= {"epochs": epochs, "draws": draws, "beta": beta}
 versions = {"python": platform.python_version(), "tyxe": tyxe.__version__}

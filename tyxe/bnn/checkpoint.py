@@ -150,7 +150,7 @@ class Saved:
             TypeError: `training` for a wrapper whose `fit` cannot be gone on with.
 
         Example:
-            >>> import tempfile, pyro.distributions as dist, tyxe
+            >>> import tempfile, torch.nn as nn, pyro.distributions as dist, tyxe
             >>> bnn = tyxe.VariationalBNN(
             ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
             ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
