@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import warnings
 
 import pyro.distributions as dist
 import pytest
@@ -243,7 +244,10 @@ class TestFit:
         likelihood, outputs, y = LIKELIHOODS["categorical"]
         ensemble = tyxe.EnsembleBNN(lambda _: make("ml", likelihood, outputs), 2)
         ensemble.fit([(X, y)], ADAM, 1, progress=True)
-        assert "member 2/2 fit: 100%" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert "member 1/2 fit" in shown
+        assert "member 2/2 fit" in shown
+        assert "\n" not in shown  # in the place of one bar
 
 
 def test_state():
@@ -312,3 +316,68 @@ def test_bad_members():
     kinds = ["gaussian", "poisson"]
     with pytest.raises(ValueError, match="several kinds"):
         tyxe.EnsembleBNN(lambda i: make("ml", *LIKELIHOODS[kinds[i]][:2]), 2)
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, one, other):
+        return self.layer(one) + self.layer(other)
+
+
+def test_lists_of_inputs_in_batches_are_arguments():
+    ensemble = tyxe.EnsembleBNN(lambda _: tyxe.VariationalBNN(Sum(), HIDDEN, Categorical(N)), 2)
+    batches = [([X, X], torch.arange(N) % 3)]  # as DataLoader collates them
+    assert ensemble.predict(batches).shape == (N, 3)
+    assert ensemble.predict(batches, aggregate=False).shape == (2, N, 3)
+    assert ensemble.sample_predictive(batches, num_samples=4).shape == (4, N)
+    torch.testing.assert_close(ensemble.predict(batches), ensemble.predict(X, X))
+    torch.testing.assert_close(ensemble.evaluate(batches), ensemble.evaluate((X, X), batches[0][1]))
+
+
+def test_few_samples_are_of_every_member_at_times():
+    ensemble, _ = ensemble_of("ml", count=5)
+    asked = []
+    for index, member in enumerate(ensemble.members):
+        member.sample_predictive = lambda x, num_samples, index=index: (
+            asked.append(index) or torch.zeros(num_samples, len(x))
+        )
+    for _ in range(400):
+        assert ensemble.sample_predictive(X, num_samples=2).shape == (2, N)
+    counts = torch.tensor(asked).bincount(minlength=5) / 800
+    assert (counts - 0.2).abs().max() < 4 * (0.2 * 0.8 / 400) ** 0.5
+
+
+def test_likelihoods_of_another_meaning():
+    def member(index):
+        likelihood = Categorical(N, logit_predictions=bool(index))
+        return tyxe.VariationalBNN(net_for(likelihood, 3), HIDDEN, likelihood)
+
+    with pytest.raises(ValueError, match=r"several kinds.*logit_predictions=False"):
+        tyxe.EnsembleBNN(member, 2)
+
+
+def test_chains_may_share_a_start():
+    def member(_):
+        torch.manual_seed(0)
+        return tyxe.MCMC_BNN(nn.Linear(2, 3), NORMAL, Categorical(N), tyxe.samplers.NUTS)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tyxe.EnsembleBNN(member, 2)
+
+
+def test_what_does_not_fit_changes_nothing():
+    ensemble, y = ensemble_of("ml")
+    weighted, _ = ensemble_of("ml", weights=[1, 3])
+    state = dict(weighted.state_dict()) | {"weights": torch.ones(7)}
+    with pytest.raises(RuntimeError, match="does not fit"):
+        weighted.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="no checkpoint of an ensemble"):
+        ensemble.load_checkpoint([1])
+    with pytest.raises(ValueError, match="num_epochs"):
+        ensemble.fit([(X, y)], ADAM, -1)
+    with pytest.raises(RuntimeError, match="no fit to resume"):
+        ensemble.fit([(X, y)], ADAM, 1, resume=True)

@@ -2,6 +2,7 @@
 
 import functools
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_a_loss_that_is_not_finite_leaves_all_members_as_they_were():
             lambda i: tyxe.VariationalBNN((mlp, batch_norm)[i](), HIDDEN, Categorical(N)),
             {},
             ValueError,
-            "member 1 has other parameters than member 0",
+            "of member 1 is another than that of member 0",
         ),
         (
             lambda i: tyxe.VariationalBNN(mlp(), HIDDEN, Categorical(N)),
@@ -149,9 +150,109 @@ def test_a_loss_that_is_not_finite_leaves_all_members_as_they_were():
             TypeError,
             "num_particles",
         ),
+        (
+            lambda i: tyxe.SWAG_BNN(mlp(), NORMAL, Categorical(N)),
+            {"start": 0.5},
+            TypeError,
+            "not a SWAG_BNN",
+        ),
     ],
 )
 def test_bad_input(make, options, error, message):
     ensemble = tyxe.EnsembleBNN(make, 2)
     with pytest.raises(error, match=message):
         ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True, **options)
+
+
+WIDE = tyxe.priors.IIDPrior(dist.Normal(0, 2))
+
+
+def frozen():
+    net = mlp()
+    net[0].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda net: tyxe.VariationalBNN(net, WIDE, Categorical(N), AutoDelta),
+        lambda net: tyxe.VariationalBNN(net, NORMAL, Categorical(2 * N), AutoDelta),
+        lambda net: tyxe.VariationalBNN(
+            nn.Sequential(net[0], nn.ReLU(), net[2]), NORMAL, Categorical(N), AutoDelta
+        ),
+        lambda net: tyxe.VariationalBNN(frozen(), NORMAL, Categorical(N), AutoDelta),
+        lambda net: tyxe.VariationalBNN(net, NORMAL, Categorical(N), tyxe.guides.AutoNormal),
+        lambda net: tyxe.VariationalBNN(net.float(), NORMAL, Categorical(N), AutoDelta),
+    ],
+    ids=["prior", "dataset_size", "activation", "frozen", "guide", "dtype"],
+)
+def test_members_that_differ_in_more_than_values(other):
+    def member(index):
+        if index == 1:
+            return other(mlp())
+        return tyxe.VariationalBNN(mlp(), NORMAL, Categorical(N), AutoDelta)
+
+    ensemble = tyxe.EnsembleBNN(member, 3)
+    with pytest.raises((ValueError, RuntimeError), match=r"member 1|same dtype"):
+        ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)
+    with pytest.raises(RuntimeError, match="no fit to resume"):
+        ensemble.fit([(X, Y)], torch.optim.Adam, 1, resume=True)
+
+
+class WithSpare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.spare = nn.Linear(2, 3).double(), nn.Linear(2, 3).double()
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("net", [frozen, WithSpare])
+def test_what_has_no_gradient_stays(net):
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    states = []
+    for vectorize in (False, True):
+        ensemble = ensemble_of(net=net)
+        torch.manual_seed(1)
+        ensemble.fit(loader(), sgd, 3, vectorize=vectorize)
+        states.append(ensemble.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("batch", "optim", "error", "message"),
+    [
+        ((X, Y + 1), torch.optim.Adam, ValueError, r"expected value to be within|3"),
+        ((X.tile(2, 1), Y.tile(2)), torch.optim.Adam, ValueError, f"dataset_size={N}"),
+        (((X, 2.0), Y), torch.optim.Adam, ValueError, "batches of tensors alone"),
+        ((X, Y), functools.partial(tyxe.optim.IVON, lr=0.1), TypeError, "IVON takes its own"),
+        (
+            (X, Y),
+            pyro.optim.SGD({"lr": 0.1}, {"clip_norm": 0.01}),
+            TypeError,
+            "pass clip_norm",
+        ),
+    ],
+    ids=["targets", "size", "numbers", "IVON", "clipping"],
+)
+def test_what_the_loop_would_refuse_or_do_otherwise(batch, optim, error, message):
+    class Scaled(nn.Sequential):
+        def forward(self, x, factor=1.0):
+            return factor * super().forward(x)
+
+    ensemble = ensemble_of(net=lambda: Scaled(nn.Linear(2, 3).double()))
+    before = {n: v.clone() for n, v in ensemble.state_dict().items()}
+    first = batch if isinstance(batch[0], tuple) else (X, Y)
+    with pytest.raises(error, match=message):
+        ensemble.fit([first, batch], optim, 1, vectorize=True)
+    for name, value in ensemble.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_an_epoch_of_another_size_is_warned_of():
+    ensemble = ensemble_of(likelihood=Categorical(1000 * N))
+    with pytest.warns(tyxe.TyxeWarning, match="an epoch had 24 points"):
+        ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)

@@ -188,7 +188,9 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
             f"the loader yields {len(batch)} elements; expected (inputs, targets), with several "
             "arguments of the net in a tuple: ((x1, x2), y)"
         )
-    return batch[0], batch[1] if len(batch) == 2 else None
+    # A list would be a loader, where what is in a batch are arguments.
+    inputs = tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
+    return inputs, batch[1] if len(batch) == 2 else None
 
 
 def split_rows(tree: Any, size: int) -> list[Any]:

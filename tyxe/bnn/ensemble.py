@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import DrawsOfEach, OwnBatches, SameDraws, on_each
-from tyxe.bnn.checkpoint import History, Saved
-from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options
-from tyxe.bnn.parallel import Together
+from tyxe.bnn.batches import DrawsOfEach, SameDraws, on_each
+from tyxe.bnn.checkpoint import Saved
+from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.predict import Intervals, SupervisedBNN, check_evaluation
-from tyxe.bnn.training import FitOptions, bars_named, progress_bar
+from tyxe.bnn.training import bars_named, fit_together
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
-from tyxe.optim.groups import make_optimizer
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.rng import set_torch_rng, torch_rng
@@ -127,29 +126,42 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
 
         Raises:
             TypeError: `vectorize` with members, or arguments, that it does not take.
-            ValueError: `vectorize` with nets that `torch.vmap` does not take.
-            RuntimeError: `resume`, and there is nothing left. Errors of a member's fit leave that
-                member as it was before, and the earlier ones fitted.
+            ValueError: `vectorize` with nets that `torch.vmap` does not take, or with members that
+                differ in more than the values of their tensors.
+            RuntimeError: `resume`, and there is nothing left. Errors and interrupts leave a member
+                as it was before its fit, and the earlier ones fitted.
         """
         if resume and not self._left:
             raise RuntimeError("there is no fit to resume: call fit without resume=True")
+        before = self._left
         if not resume:
             seeds = torch.randint(2**62, (len(self.members),)).tolist()
             self._left = dict(enumerate(seeds))
-        if vectorize:
-            members = [self._bnns[index] for index in self._left]
-            found = _fit_together(
-                members, list(self._left.values()), data_loader, *arguments, **options
-            )
-            self._left = {}
-            return found
+        asked = len(self._left)
+        try:
+            if vectorize:
+                members, seeds = [self._bnns[i] for i in self._left], [*self._left.values()]
+                with ExitStack() as stack:
+                    for member in members:
+                        stack.enter_context(_trained_with_others(member))
+                    found = fit_together(members, seeds, data_loader, *arguments, **options)
+                self._left = {}
+                return found
+            return self._fit_left(member_callback, data_loader, *arguments, **options)
+        except (TypeError, ValueError):
+            if len(self._left) == asked:  # nothing has begun
+                self._left = before
+            raise
+
+    def _fit_left(self, member_callback: Any, *arguments: Any, **options: Any) -> list[Any]:
+        """Fit one after the other the members that are left."""
         found = []
         for index, seed in list(self._left.items()):
             member: Any = self.members[index]
             before = copy.deepcopy(member.state_dict())
             try:
                 with _from_seed(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
-                    found.append(member.fit(data_loader, *arguments, **options))
+                    found.append(member.fit(*arguments, **options))
             except BaseException:
                 with INTERRUPTS:
                     member.load_state_dict(before)
@@ -203,9 +215,11 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             num_samples: number of samples, spread over the members by their weights.
         """
         num_samples = check_count("num_samples", num_samples)
-        ends = [round(num_samples * share) for share in self._shares().cumsum(0).tolist()]
-        counts = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
+        shares = self._shares().cumsum(0)[:-1]
+        # From a place of chance, so that few samples are of every member at times.
+        place = torch.rand(()) if len(shares) else 0.0
+        ends = [0, *(num_samples * shares + place).long().tolist(), num_samples]
+        counts = [end - start for start, end in itertools.pairwise(ends)]
         asked = [(m, count) for m, count in zip(self._bnns, counts, strict=True) if count]
         draws = DrawsOfEach()
 
@@ -295,7 +309,8 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             parts.setdefault(start if name.startswith("members.") else "", {})[rest or name] = value
         own = parts.pop("", {})
         expected = {str(index) for index in range(len(self.members))}
-        if parts.keys() != expected or own.keys() != ({"weights"} & self.state_dict().keys()):
+        weights = {} if self.weights is None else {"weights": self.weights.shape}
+        if parts.keys() != expected or {n: v.shape for n, v in own.items()} != weights:
             raise RuntimeError(
                 f"the state dict does not fit this ensemble of {len(expected)} members, which was "
                 f"left as it was: it has {len(parts)} members and {', '.join(own) or 'no weights'}"
@@ -321,75 +336,21 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         Raises:
             RuntimeError: it does not fit, or is no checkpoint of an ensemble; nothing is changed.
         """
-        if checkpoint.keys() != {"ensemble", "left"}:
+        if not isinstance(checkpoint, Mapping) or checkpoint.keys() != {"ensemble", "left"}:
             raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")
         self.load_state_dict(checkpoint["ensemble"])
         self._left = dict(checkpoint["left"])
 
 
-def _fit_together(
-    members: list[SupervisedBNN],
-    seeds: list[int],
-    data_loader: Iterable[Any],
-    optim: Any,
-    num_epochs: int,
-    device: Any = None,
-    *,
-    beta: float | Callable[[int], float] = 1.0,
-    clip_norm: float | None = None,
-    progress: bool | None = None,
-) -> list[History]:
-    """Train members in stacked tensors, each on the batches that it would meet alone."""
-    for member in members:
-        if not isinstance(member, VariationalBNN):
-            raise TypeError(
-                f"vectorize=True trains VariationalBNNs, and not a {type(member).__name__}: leave "
-                "vectorize out"
-            )
-    num_epochs, _ = check_fit_arguments(optim, num_epochs)
-    check_options(beta, clip_norm)
-    batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
-    histories = [History() for _ in members]
-    options, first = FitOptions(beta, clip_norm), members[0]
-    with ExitStack() as stack:
-        for member in members:
-            stack.enter_context(fitting(member, train=True))
-            stack.enter_context(prior_fixed(member))
-        check_one_batch(first, first.one_draw, *OwnBatches(data_loader, device, seeds[0]).take())
-        together = Together(members)
-        optimizer = make_optimizer(optim, together.parameters, first.parameter_kinds())
-        for epoch in progress_bar(range(num_epochs), "fit members", "epoch", progress):
-            sums, points, weight = torch.zeros(2, len(members)), 0, options.beta_at(epoch)
-            for rows in zip(*(own.epoch() for own in batches), strict=True):
-                count = len(rows[0][1])
-                sums += count * _step_together(together, optimizer, rows, weight, clip_norm)
-                points += count
-            for history, (data, kl) in zip(histories, (sums / points).T.tolist(), strict=True):
-                history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
-        together.hand_over()
-    return histories
-
-
-def _step_together(
-    together: Together, optimizer: Any, rows: Any, beta: float, clip_norm: float | None
-) -> Tensor:
-    """Make a step of all members, and return their data terms and KLs, `(2, members)`."""
-    terms = torch.stack([*together.gradients(rows, beta)])
-    found = [p.grad for p in together.parameters.values() if p.grad is not None]
-    gradients = [gradient.view(len(gradient), -1) for gradient in found]
-    norms = torch.stack([gradient.norm(dim=1) for gradient in gradients]).norm(dim=0)
-    bad = (~(terms.sum(0) + norms).isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise RuntimeError(
-            f"training stopped: the loss or the gradient of members {bad} is not finite. All are "
-            "as they were before; a smaller learning rate, or clip_norm, helps"
+@contextmanager
+def _trained_with_others(member: SupervisedBNN) -> Iterator[None]:
+    if getattr(type(member), "fit", None) is not VariationalBNN.fit:
+        raise TypeError(
+            f"vectorize=True trains VariationalBNNs, and not a {type(member).__name__}: leave "
+            "vectorize out"
         )
-    if clip_norm is not None:
-        for gradient in gradients:
-            gradient *= (clip_norm / (norms + 1e-6)).clamp(max=1)[:, None]
-    optimizer.step()
-    with INTERRUPTS.let_in():
-        return terms
+    with fitting(member, train=True), prior_fixed(member):
+        yield
 
 
 @contextmanager
@@ -416,7 +377,7 @@ def _checked_weights(weights: Any, count: int) -> Tensor | None:
 
 def _check_apart(members: list[SupervisedBNN]) -> None:
     """Raise for members that are no mixture, and warn of ones that are all the same."""
-    kinds = {type(member.likelihood).__name__ for member in members}
+    kinds = {_meaning(member.likelihood): None for member in members}
     if len(kinds) > 1:
         raise ValueError(f"the members have likelihoods of several kinds: {', '.join(kinds)}")
     owners: dict[int, int] = {}
@@ -429,12 +390,23 @@ def _check_apart(members: list[SupervisedBNN]) -> None:
                     f"members {first} and {index} share {name!r}: make_member has to make a BNN, "
                     "with a copy of its own of all that is fitted, each time that it is called"
                 )
-    starts = [{**dict(m.named_parameters()), **m.in_places()} for m in members]
-    if len(members) > 1 and all(_same(starts[0], other) for other in starts[1:]):
+    # Chains start at draws from their prior.
+    given = [m for m in members if isinstance(m, VariationalBNN | LaplaceBNN)]
+    starts = [{**dict(m.named_parameters()), **m.in_places()} for m in given]
+    if len(starts) > 1 and all(_same(starts[0], other) for other in starts[1:]):
         warn(
             "all members start at the same weights, so that they differ by the order of batches "
             "alone: call tyxe.util.reset_parameters_(net), perhaps of its head, in make_member"
         )
+
+
+def _meaning(likelihood: Likelihood) -> str:
+    """Say what predictions mean by a likelihood, whose noise and size may be others."""
+    names = [
+        n for n in ("logit_predictions", "positive_scale", "event_dim") if n in vars(likelihood)
+    ]
+    how = (f"{name}={getattr(likelihood, name)}" for name in names)
+    return f"{type(likelihood).__name__}({', '.join(how)})"
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

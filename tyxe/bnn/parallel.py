@@ -19,6 +19,7 @@ from tyxe.bnn.elbo import ElboTerms, data_term, elbo_terms
 from tyxe.bnn.rerun import Resting
 from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
+from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
@@ -165,28 +166,36 @@ class Together:
 
     Args:
         bnns: of the same structure, in the mode in which they are trained.
+        batch: one that they are compared on.
 
     Attributes:
         parameters: what is trained, stacked, by the names of the first BNN.
 
     Raises:
-        ValueError: other structures.
+        ValueError: BNNs that differ in more than the values of their tensors.
     """
 
-    def __init__(self, bnns: Sequence[Any]) -> None:
+    def __init__(self, bnns: Sequence[Any], batch: tuple[Any, Tensor]) -> None:
         self._states = [_state_of(bnn) for bnn in bnns]
-        first = {name: t.shape for name, t in self._states[0].items()}
-        for index, state in enumerate(self._states):
-            if {name: t.shape for name, t in state.items()} != first:
+        self._objective, *others = (Objective(bnn, True, 1) for bnn in bnns)
+        for index, other in enumerate(others, 1):
+            state = self._states[index]
+            if _kinds_of(state) != _kinds_of(self._states[0]) or not torch.equal(
+                _loss_at(self._objective, state, batch), _loss_at(other, state, batch)
+            ):
                 raise ValueError(
-                    f"vectorize=True takes members of one structure, and member {index} has other "
-                    "parameters than member 0: leave vectorize out"
+                    "vectorize=True takes members that differ in values of their tensors alone, "
+                    f"and the net, prior or likelihood of member {index} is another than that of "
+                    "member 0: leave vectorize out"
                 )
-        stacked = {n: torch.stack([s[n].detach() for s in self._states]) for n in first}
-        trained = [name for name, t in self._states[0].items() if t.requires_grad]
-        self.parameters = {name: nn.Parameter(stacked.pop(name)) for name in trained}
+        stacked = {n: torch.stack([s[n].detach() for s in self._states]) for n in self._states[0]}
+        trained = {name: t for name, t in self._states[0].items() if t.requires_grad}
+        loss = _loss_at(self._objective, self._states[0], batch)
+        gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        # An optimiser leaves alone what has no gradient, even with weight decay.
+        used = [n for n, gradient in zip(trained, gradients, strict=True) if gradient is not None]
+        self.parameters = {name: nn.Parameter(stacked.pop(name)) for name in used}
         self._constants = stacked
-        self._objective = Objective(bnns[0], closed_form_kl=True, num_particles=1)
         self._programs: dict[Any, Any] = {}
 
     def gradients(
@@ -195,12 +204,16 @@ class Together:
         """Set the gradients of the parameters, and return data terms and KLs, one for each BNN.
 
         Raises:
-            ValueError: `torch.vmap` does not take the net, or the batches have different shapes.
+            ValueError: `torch.vmap` does not take the net, or the batches, which have other things
+                than tensors, or different shapes.
         """
         leaves, places = zip(*(tree_flatten(batch) for batch in batches), strict=True)
-        shapes = [[leaf.shape for leaf in row if isinstance(leaf, Tensor)] for row in leaves]
-        if any(row != shapes[0] for row in shapes):
-            raise ValueError(f"the members' batches have different shapes, {shapes}")
+        shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in leaves]
+        if None in shapes[0] or any(row != shapes[0] for row in shapes):
+            raise ValueError(
+                "vectorize=True takes batches of tensors alone, of the same shapes for all "
+                f"members, and has {shapes}: leave vectorize out"
+            )
         data = [torch.stack(parts) for parts in zip(*leaves, strict=True)]
         weight = torch.tensor(beta)
         values = {name: p.detach() for name, p in self.parameters.items()}
@@ -241,6 +254,20 @@ class Together:
         for name, stacked in {**self.parameters, **self._constants}.items():
             for state, value in zip(self._states, stacked, strict=True):
                 state[name].copy_(value)
+
+
+def _loss_at(objective: Objective, state: dict[str, Tensor], batch: tuple[Any, Tensor]) -> Tensor:
+    """Return the loss with tensors in the place of the BNN's, by the same draws in each call."""
+    named = {f"bnn.{n}": t if t.requires_grad else t.clone() for n, t in state.items()}
+    with torch_rng_kept(), exclusive():
+        torch.manual_seed(0)
+        loss: Tensor = torch.func.functional_call(objective, named, (*batch, 1.0))
+    objective.take_terms()
+    return loss
+
+
+def _kinds_of(state: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: (t.shape, t.dtype, t.requires_grad) for name, t in state.items()}
 
 
 def _state_of(bnn: Any) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The steps and epochs of a fit."""
+"""The steps and epochs of a fit, and of several BNNs that are fitted in one tensor."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import OwnBatches, batches_of
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.checks import check_beta, check_one_batch, nonfinite_message, warn_of_size
+from tyxe.bnn.checks import (
+    check_beta,
+    check_fit_arguments,
+    check_one_batch,
+    check_options,
+    nonfinite_message,
+    warn_of_size,
+)
 from tyxe.bnn.elbo import ElboTerms
-from tyxe.bnn.parallel import Objective, Parallel, Processes, shuffle_anew
+from tyxe.bnn.parallel import Objective, Parallel, Processes, Together, shuffle_anew
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
-from tyxe.threads import exclusive
+from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
 
@@ -61,7 +68,7 @@ def progress_bar(items: range, what: str, unit: str, progress: bool | None) -> A
     """Return an iterator over items with a bar, by default on a terminal only."""
     disable = None if progress is None else not progress
     what = f"{_BAR_OF.get()} {what}".strip()
-    return tqdm(items, desc=what, unit=unit, disable=disable)
+    return tqdm(items, desc=what, unit=unit, disable=disable, leave=not _BAR_OF.get())
 
 
 class Trainer:
@@ -179,3 +186,77 @@ def _mean(particles: list[ElboTerms]) -> ElboTerms:
     data = torch.stack([terms.data.detach() for terms in particles]).mean()
     kl = torch.stack([terms.kl.detach() for terms in particles]).mean()
     return ElboTerms(data, kl, particles[0].points, particles[-1].values)
+
+
+def fit_together(
+    members: list[Any],
+    seeds: list[int],
+    data_loader: Iterable[Any],
+    optim: Any,
+    num_epochs: int,
+    device: Any = None,
+    *,
+    beta: float | Callable[[int], float] = 1.0,
+    clip_norm: float | None = None,
+    progress: bool | None = None,
+) -> list[History]:
+    """Train BNNs in stacked tensors, each on the batches that it would meet alone from its seed."""
+    num_epochs, _ = check_fit_arguments(optim, num_epochs)
+    if pyro_clipping(optim) is not None:
+        raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
+    check_options(beta, clip_norm)
+    batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
+    histories = [History() for _ in members]
+    options, first = FitOptions(beta, clip_norm), members[0]
+    one = OwnBatches(data_loader, device, seeds[0]).take()
+    check_one_batch(first, first.one_draw, *one)
+    together = Together(members, one)
+    optimizer = make_optimizer(optim, together.parameters, first.parameter_kinds())
+    if isinstance(optimizer, ParticleOptimizer):
+        raise TypeError(
+            f"vectorize=True takes optimisers of gradients, and {type(optimizer).__name__} "
+            "takes its own: leave vectorize out"
+        )
+    for epoch in progress_bar(range(num_epochs), "fit members", "epoch", progress):
+        sums, points, weight = torch.zeros(2, len(members)), 0, options.beta_at(epoch)
+        for rows in zip(*(own.epoch() for own in batches), strict=True):
+            count = len(rows[0][1])
+            if count > first.likelihood.dataset_size:
+                first.likelihood.check_size(rows[0][1])
+            terms = _step_together(together, optimizer, members, rows, weight, clip_norm)
+            sums += count * terms
+            points += count
+        if not epoch:
+            warn_of_size(points, first.likelihood.dataset_size)
+        for history, (data, kl) in zip(histories, (sums / points).T.tolist(), strict=True):
+            history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
+    together.hand_over()
+    return histories
+
+
+def _step_together(
+    together: Together,
+    optimizer: Any,
+    members: list[Any],
+    rows: Any,
+    beta: float,
+    clip_norm: float | None,
+) -> Tensor:
+    """Make a step of all members, and return their data terms and KLs, `(2, members)`."""
+    terms = torch.stack([*together.gradients(rows, beta)])
+    found = [p.grad for p in together.parameters.values() if p.grad is not None]
+    gradients = [gradient.view(len(gradient), -1) for gradient in found]
+    norms = torch.stack([gradient.norm(dim=1) for gradient in gradients]).norm(dim=0)
+    bad = (~(terms.sum(0) + norms).isfinite()).nonzero().flatten().tolist()
+    if bad:
+        check_one_batch(members[bad[0]], members[bad[0]].one_draw, *rows[bad[0]])
+        raise RuntimeError(
+            f"training stopped: the loss or the gradient of members {bad} is not finite. All are "
+            "as they were before; a smaller learning rate, or clip_norm, helps"
+        )
+    if clip_norm is not None:
+        for gradient in gradients:
+            gradient *= (clip_norm / (norms + 1e-6)).clamp(max=1)[:, None]
+    optimizer.step()
+    with INTERRUPTS.let_in():
+        return terms
