@@ -81,13 +81,12 @@ def ivon_resnet(smoke_test: bool) -> Case:
 # --------------------------------------------------------------------------- stochastic gradients
 
 
-def sghmc(smoke_test: bool) -> Case:
+def sghmc(net: nn.Module, data: Data, steps: int, name: str, title: str, rounds: int) -> Case:
     """Return a step of SGHMC in a run that keeps its last sample, and one of SGD with momentum."""
-    (x, y), steps = vectors(8 if smoke_test else 128, smoke_test), 3 if smoke_test else 100
-    batches, size = [(x, y)] * steps, 50_000
-    plain = by_likelihood(mlp(smoke_test), size)
+    batches, size = [data] * steps, 50_000
+    plain = by_likelihood(net, size)
     kernel = functools.partial(tyxe.samplers.SGHMC, lr=1e-3)
-    bnn = tyxe.MCMC_BNN(mlp(smoke_test), PRIOR, tyxe.likelihoods.Categorical(size), kernel)
+    bnn = tyxe.MCMC_BNN(net, PRIOR, tyxe.likelihoods.Categorical(size), kernel)
 
     def trained() -> int:
         plain.fit(batches, functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9), 1)
@@ -99,9 +98,22 @@ def sghmc(smoke_test: bool) -> Case:
         return steps
 
     found = [Contestant("SGD", trained, "plain"), Contestant("SGHMC", sampled, "ours")]
-    title = "SGHMC, MLP 784-400-400-10, batch 128, 100 steps"
     findings = target("SGHMC at most 1.2 of SGD with momentum")
-    return Case("sghmc", title, "step", 15, found, findings=findings)
+    return Case(name, title, "step", rounds, found, findings=findings)
+
+
+def sghmc_mlp(smoke_test: bool) -> Case:
+    """Return the MLP's case."""
+    data, steps = vectors(8 if smoke_test else 128, smoke_test), 3 if smoke_test else 100
+    title = "SGHMC, MLP 784-400-400-10, batch 128, 100 steps"
+    return sghmc(mlp(smoke_test), data, steps, "sghmc-mlp", title, 15)
+
+
+def sghmc_resnet(smoke_test: bool) -> Case:
+    """Return the ResNet's case."""
+    data, steps = images(2 if smoke_test else 32, smoke_test), 2 if smoke_test else 10
+    title = "SGHMC, ResNet-18 on 32 x 32 images, batch 32, 10 steps"
+    return sghmc(resnet18(smoke_test), data, steps, "sghmc-resnet18", title, 7)
 
 
 # --------------------------------------------------------------------------- averages, ensembles
@@ -187,7 +199,8 @@ if __name__ == "__main__":
         {
             "ivon-mlp": ivon_mlp,
             "ivon-resnet18": ivon_resnet,
-            "sghmc": sghmc,
+            "sghmc-mlp": sghmc_mlp,
+            "sghmc-resnet18": sghmc_resnet,
             "swag": swag,
             "ensemble": ensemble,
             "stored-samples": stored,

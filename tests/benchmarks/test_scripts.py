@@ -28,7 +28,10 @@ CASES = {
     "inducing": ["step", "predict"],
     "revisions": ["training", "prediction", "laplace", "inducing", "binary"],
     "serving": ["mlp", "resnet18", "threads"],
-    "baselines": ["ivon-mlp", "ivon-resnet18", "sghmc", "swag", "ensemble", "stored-samples"],
+    "baselines": [
+        *("ivon-mlp", "ivon-resnet18", "sghmc-mlp", "sghmc-resnet18"),
+        *("swag", "ensemble", "stored-samples"),
+    ],
     "samplers": ["leapfrogs", "mclmc", "ess", "compilation"],
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
