@@ -381,3 +381,20 @@ def test_what_does_not_fit_changes_nothing():
         ensemble.fit([(X, y)], ADAM, -1)
     with pytest.raises(RuntimeError, match="no fit to resume"):
         ensemble.fit([(X, y)], ADAM, 1, resume=True)
+
+
+def test_members_that_are_not_fitted_are_told_of():
+    def stop(ensemble, index):
+        raise KeyboardInterrupt
+
+    ensemble, y = ensemble_of("ml", count=3)
+    ensemble.predict(X)
+    with pytest.raises(KeyboardInterrupt):
+        ensemble.fit([(X, y)], ADAM, 1, member_callback=stop)
+    for call in (ensemble.predict, ensemble.sample_predictive, lambda x: ensemble.evaluate(x, y)):
+        with pytest.warns(tyxe.TyxeWarning, match=r"members \[1, 2\] are not fitted"):
+            call(X)
+    ensemble.fit([(X, y)], ADAM, 1, resume=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ensemble.predict(X)

@@ -154,8 +154,9 @@ def test_a_loss_that_is_not_finite_leaves_all_members_as_they_were():
             lambda i: tyxe.SWAG_BNN(mlp(), NORMAL, Categorical(N)),
             {"start": 0.5},
             TypeError,
-            "not a SWAG_BNN",
+            "and not start: leave vectorize out",
         ),
+        (lambda i: tyxe.SWAG_BNN(mlp(), NORMAL, Categorical(N)), {}, TypeError, "not a SWAG_BNN"),
     ],
 )
 def test_bad_input(make, options, error, message):
@@ -256,3 +257,8 @@ def test_an_epoch_of_another_size_is_warned_of():
     ensemble = ensemble_of(likelihood=Categorical(1000 * N))
     with pytest.warns(tyxe.TyxeWarning, match="an epoch had 24 points"):
         ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)
+
+
+def test_a_positional_callback_is_refused():
+    with pytest.raises(TypeError, match="and not a function: leave vectorize out"):
+        ensemble_of().fit([(X, Y)], torch.optim.Adam, 1, lambda *_: None, vectorize=True)

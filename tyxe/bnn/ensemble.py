@@ -122,7 +122,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 arguments are `num_epochs`, `device`, `beta`, `clip_norm` and `progress`.
 
         Returns:
-            What the members' fits have returned.
+            What the members' fits have returned, of those that were left.
 
         Raises:
             TypeError: `vectorize` with members, or arguments, that it does not take.
@@ -132,7 +132,10 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 as it was before its fit, and the earlier ones fitted.
         """
         if resume and not self._left:
-            raise RuntimeError("there is no fit to resume: call fit without resume=True")
+            raise RuntimeError(
+                "there is no fit to resume: load what save(path, training=True) has written while "
+                "it ran, or fit anew, without resume=True"
+            )
         before = self._left
         if not resume:
             seeds = torch.randint(2**62, (len(self.members),)).tolist()
@@ -140,6 +143,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         asked = len(self._left)
         try:
             if vectorize:
+                _check_together(arguments, options)
                 members, seeds = [self._bnns[i] for i in self._left], [*self._left.values()]
                 with ExitStack() as stack:
                     for member in members:
@@ -176,6 +180,11 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
     @contextmanager
     def predicting(self) -> Iterator[None]:
         """Run the members in eval mode and without gradients; no other thread runs a BNN."""
+        if self._left:
+            warn(
+                f"members {[*self._left]} are not fitted, since fit was stopped: "
+                "fit(..., resume=True) goes on"
+            )
         with ExitStack() as stack:
             for member in self._bnns:
                 stack.enter_context(member.predicting())
@@ -340,6 +349,15 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")
         self.load_state_dict(checkpoint["ensemble"])
         self._left = dict(checkpoint["left"])
+
+
+def _check_together(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    others = options.keys() - {"optim", "num_epochs", "device", "beta", "clip_norm", "progress"}
+    if len(arguments) > 2 or others:
+        raise TypeError(
+            "vectorize=True takes optim and num_epochs, then device, beta, clip_norm and progress "
+            f"by name, and not {', '.join(others) or described(arguments[2])}: leave vectorize out"
+        )
 
 
 @contextmanager

@@ -35,7 +35,8 @@ class IVON(Optimizer):
         params: what `fit` passes, to which IVON is given as a `functools.partial`.
         lr: learning rate; .1 is a usual start.
         betas: `b1` and `b2`; `h` remembers its start for `1/(1 - b2)` steps: .995 to .999 for few.
-        hess_init: start of `h`, in nats per point: .1 to 1 for classes, `1/s^2` for a noise `s`.
+        hess_init: start of `h`, in nats per point. Standard deviations start at `1/sqrt(N h)`, to
+            be some percent of the weights: .1 to 1 for classes and 50,000 points, more for fewer.
 
     Raises:
         ValueError: `lr` or `hess_init` not positive, `betas` not in [0, 1).
