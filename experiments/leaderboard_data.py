@@ -134,15 +134,20 @@ def problem(s, name, seed, noise=1.0):
     return regression(s, name, seed, noise) if name in UCI else images(s, name, seed)
 
 
-def mixture_nll(outputs, targets, noise):
-    logs = Normal(outputs, noise).log_prob(targets).double()
+def mixture_nll(outputs, targets, noise=None):
+    """Return the NLL of draws of outputs, with a noise where they are no logits, by their logs."""
+    if noise is None:  # a probability that is 0 in float32 has a logarithm
+        logs = outputs.double().log_softmax(-1)
+        logs = logs.gather(-1, targets.expand(len(logs), -1)[..., None]).squeeze(-1)
+    else:
+        logs = Normal(outputs, noise).log_prob(targets).double()
     return (math.log(len(logs)) - logs.logsumexp(0)).mean().item()
 
 
 def validated(outputs, targets):
     """Return the NLL of draws of outputs `(S, n, ...)`, of numbers by the noise of the lowest."""
     if not targets.is_floating_point():
-        return {"validation NLL": tyxe.metrics.nll(outputs.softmax(-1).mean(0), targets).item()}
+        return {"validation NLL": mixture_nll(outputs, targets)}
     found = {noise: mixture_nll(outputs, targets, noise) for noise in NOISES.tolist()}
     noise = min(found, key=found.get)
     return {"validation NLL": found[noise], "noise": noise}
@@ -153,7 +158,8 @@ def scores(outputs, targets, noise=None):
     if noise is None:
         probs = {part: draws.softmax(-1).mean(0) for part, draws in outputs.items()}
         found = tables.scores(probs["test"], targets)
-        row = {"NLL": found["NLL"], "error %": 100 - found["accuracy %"], "ECE %": found["ECE %"]}
+        row = {"NLL": mixture_nll(outputs["test"], targets)}
+        row |= {"error %": 100 - found["accuracy %"], "ECE %": found["ECE %"]}
         if "unknown" in probs:
             row["OOD AUROC"] = tables.by_entropy(probs["test"], probs["unknown"])[-1]
         return row

@@ -257,3 +257,9 @@ def test_rates_fall_as_a_cosine_to_what_is_left():
         rates.append(group["lr"])
     fall = [1.0 + 0.5 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3)]
     assert rates == pytest.approx([*fall, *[1.0] * 5])
+
+
+def test_a_probability_of_zero_in_single_precision_has_a_finite_nll():
+    outputs = torch.tensor([[[0.0, 200.0]], [[0.0, 300.0]]])
+    found = leaderboard_data.scores({"test": outputs}, torch.tensor([0]))["NLL"]
+    assert found == pytest.approx(200 + math.log(2), abs=1e-4)
