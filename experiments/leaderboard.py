@@ -258,6 +258,10 @@ def page(columns, reasons, rows):
     return "\n".join([tables.markdown(["", *(title for title, _ in columns)], lines), "", *empty])
 
 
+def as_multiple(number):
+    return f"{number:.2g}" if number < 99.5 else f"{number:,.0f}"
+
+
 def of_set(record, name):
     found, reasons = rows_of(record, name)
     columns = []
@@ -269,7 +273,7 @@ def of_set(record, name):
         means = {
             row: statistics.fmean(c[title] for c in own.values()) for row, own in found.items()
         }
-        columns.append((title, {row: f"{mean:.2g}" for row, mean in means.items()}))
+        columns.append((title, {row: as_multiple(mean) for row, mean in means.items()}))
     return page(columns, reasons, METHODS)
 
 
@@ -294,7 +298,7 @@ def of_sets(record, names):
         texts = {}
         for row in METHODS:
             if values := [c[title] for own in rows for c in own.get(row, {}).values()]:
-                texts[row] = f"{statistics.geometric_mean(values):.2g}"
+                texts[row] = as_multiple(statistics.geometric_mean(values))
         columns.append((title, texts))
     pages = [page(columns, {}, METHODS)]
     for title in ("NLL", "RMSE", "interval error %"):
