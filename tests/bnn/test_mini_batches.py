@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
 from tests.oracles.chains import NOISE, PRIOR, N, assert_moments, data
+from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.chains import MCMCRun
 from tyxe.bnn.potential import BatchPotential, Potential
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
@@ -255,3 +256,19 @@ def test_an_epoch_of_another_size_is_told():
     bnn.likelihood.dataset_size = 500
     with pytest.warns(tyxe.TyxeWarning, match="an epoch had 12 points"):
         bnn.fit(loader(), 10)
+
+
+def test_chains_of_persistent_workers_have_batches_of_their_own():
+    def of(seeds):
+        workers = {"num_workers": 1, "persistent_workers": True}
+        data = DataLoader(TensorDataset(X, Y), 4, shuffle=True, **workers)
+        chains = [OwnBatches(data, None, seed) for seed in seeds]
+        # Of three batches in an epoch.
+        taken = [[chain.take()[0] for chain in chains] for _ in range(7)]
+        assert {chain.in_epoch for chain in chains} == {N}
+        return [torch.cat(batches) for batches in zip(*taken, strict=True)]
+
+    first, second = of((3, 4))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, *of((3,)))
+    assert torch.equal(second, *of((4,)))

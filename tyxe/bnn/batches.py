@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -9,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tyxe.errors import check_count, described
 from tyxe.poutine.draw import draws_are_lazy
@@ -103,6 +105,10 @@ class OwnBatches:
 
     def __init__(self, loader: Iterable[Any], device: Any, seed: int) -> None:
         _check_iterable(loader)
+        if isinstance(loader, DataLoader):
+            # Persistent workers have one iterator, which each `iter` of their loader starts anew.
+            loader = own = copy.copy(loader)
+            own._iterator = None
         self._loader, self._device = loader, device
         self._iterator: Iterator[Any] = iter(())
         self._next: list[tuple[Any, Tensor]] = []
