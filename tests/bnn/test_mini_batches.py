@@ -6,6 +6,7 @@ import functools
 import os
 import weakref
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,7 +19,17 @@ from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.chains import MCMCRun
 from tyxe.bnn.potential import BatchPotential, Potential
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
-from tyxe.samplers import HMC, MCLMC, NUTS, SGHMC, SGLD, warm_start
+from tyxe.samplers import (
+    HMC,
+    MCLMC,
+    NUTS,
+    SGHMC,
+    SGLD,
+    Chains,
+    Kernel,
+    Transition,
+    warm_start,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 X, Y = data()
@@ -272,3 +283,41 @@ def test_chains_of_persistent_workers_have_batches_of_their_own():
     assert not torch.equal(first, second)
     assert torch.equal(first, *of((3,)))
     assert torch.equal(second, *of((4,)))
+
+
+class Walk(Kernel):
+    """A kernel of a user's, who has not thought of temperatures."""
+
+    statistics, noises, coins = ("accepted",), 1, 1
+
+    def start(self, potential, position, random):
+        step_size = torch.full_like(position[:, 0], 0.3)
+        return Chains((position, potential(position)[0]), Sizes(step_size), ())
+
+    def step(self, potential, state, settings, random):
+        position, energy = state
+        proposal = position + settings.step_size[:, None] * random.noise[0]
+        after = potential(proposal)[0]
+        accepted = random.coins[0].log() < energy - after
+        position = torch.where(accepted[:, None], proposal, position)
+        energy = torch.where(accepted, after, energy)
+        told = accepted.to(energy)[:, None]
+        return (position, energy), Transition(accepted | True, position, energy, told)
+
+    def plan(self, length):
+        return torch.zeros(0, 1)
+
+    def adapt(self, before, state, brought, warm, rows, random):
+        raise AssertionError("there is no plan")
+
+
+class Sizes(NamedTuple):
+    step_size: torch.Tensor
+
+
+def test_a_kernel_without_a_temperature_samples_the_posterior():
+    bnn = make(Walk())
+    bnn.fit([(X, Y)], 300, warmup_steps=300, num_chains=16, thinning=10, compile=False)
+    samples = bnn.get_samples()
+    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
+    assert_moments(stacked, *posterior(1.0))

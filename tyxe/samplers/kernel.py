@@ -94,7 +94,7 @@ class Kernel(ABC):
     takes_batches: ClassVar[bool] = False
     default_chains: ClassVar[int] = 4
     default_init: ClassVar[str] = "prior"
-    temperature: float
+    temperature: float = 1.0
 
     @abstractmethod
     def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
