@@ -4,6 +4,7 @@ import copy
 import errno
 import functools
 import os
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -321,3 +322,18 @@ def test_a_kernel_without_a_temperature_samples_the_posterior():
     samples = bnn.get_samples()
     stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
     assert_moments(stacked, *posterior(1.0))
+
+
+def test_noise_of_batches_is_not_taken_for_agreement(recwarn):
+    """R-hat of the log joint is for potentials of all data."""
+    starts = {
+        "net.weight": torch.tensor([[[0.0]], [[3.0]]]).double(),
+        "net.bias": torch.zeros(2, 1).double(),
+    }
+    warnings.simplefilter("always")
+    found = []
+    for kernel in (SGLD(1e-9), HMC(1e-9, num_steps=1, adapt_step_size=False)):
+        make(kernel).fit([(X, Y)], 50, warmup_steps=0, init=starts)
+        told = [str(recwarn.pop().message) for _ in range(len(recwarn))]
+        found.append(any("the chains disagree" in one for one in told))
+    assert found == [False, True]

@@ -121,7 +121,7 @@ class MCMCRun:
 
     @property
     def potentials(self) -> Tensor:
-        """The negative log joints of the samples, `(chains, samples)`, in nats."""
+        """The samples' negative log joints, `(chains, samples)`, in nats; of a batch, estimates."""
         return self.run.kept.potentials[:, : self.run.num_kept]
 
     def get_samples(self, group_by_chain: bool = False) -> dict[str, Tensor]:
@@ -188,11 +188,15 @@ class MCMCRun:
         return {name: f"{value:.2g}" for name, value in found.items()}
 
     def warn_of_result(self) -> None:
-        """Warn, with the remedy, of what makes the samples less than they seem."""
+        """Warn, with the remedy, of what makes samples less than they seem.
+
+        Mini-batches: noise would hide from R-hat that chains disagree; see `MCMC_BNN.summary`.
+        """
         for advice in self.run.kernel.advice(self.statistics):
             warn(advice)
-        # Of fewer samples it says little.
-        if self.num_chains > 1 and self.run.num_kept >= 50:
+        # Of fewer samples it says little, and of potentials with the noise of batches.
+        is_telling = self.run.num_kept >= 50 and not self.run.kernel.takes_batches
+        if self.num_chains > 1 and is_telling:
             found = _split_r_hat(self.potentials)
             if not found < 1.1:
                 warn(
