@@ -208,10 +208,10 @@ class Watched(SGLD):
     seen: list = field(default_factory=list)
     counts: list = field(default_factory=list)
 
-    def stops(self, brought):
+    def stops(self, brought, settings, kept):
         self.seen.append(weakref.ref(brought.position))
         self.counts.append(sum(ref() is not None for ref in self.seen))
-        return super().stops(brought)
+        return super().stops(brought, settings, kept)
 
 
 def test_positions_of_large_nets_are_let_go(tmp_path):
@@ -236,8 +236,8 @@ def test_a_full_disk_is_an_error_before_the_first_step(tmp_path, monkeypatch):
 def test_a_rate_that_diverges_leaves_what_was_good():
     x, y = torch.randn(64, 3), torch.randint(2, (64,))
     net = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 2))
-    bnn = make(SGHMC(3e3, temperature=0.1), net, Categorical(64))
-    with pytest.raises(RuntimeError, match=r"SGHMC diverged .* lower lr=3000"):
+    bnn = make(SGHMC(30.0, temperature=0.1), net, Categorical(64))
+    with pytest.raises(RuntimeError, match=r"SGHMC diverged .* lower lr=30"):
         bnn.fit([(x[:32], y[:32]), (x[32:], y[32:])], 2000, warmup_steps=0)
     assert 0 < bnn.samples["net.0.weight"].shape[1] < 2000
     assert all(value.isfinite().all() for value in bnn.get_samples().values())
@@ -268,6 +268,85 @@ def test_an_epoch_of_another_size_is_told():
     bnn.likelihood.dataset_size = 500
     with pytest.warns(tyxe.TyxeWarning, match="an epoch had 12 points"):
         bnn.fit(loader(), 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", [SGHMC(0.5), SGLD(1.0)], ids=["SGHMC", "SGLD"])
+def test_a_chain_that_leaves_what_is_sensible_leaves_no_samples_from_there(kernel, dtype):
+    """At a rate beyond stability, weights grow exponentially long before they overflow."""
+    x = torch.randn(40, 2, dtype=dtype)
+    y = x @ torch.tensor([[1.0], [-2.0]], dtype=dtype) + 0.3 * torch.randn(40, 1, dtype=dtype)
+    bnn = make(kernel, nn.Linear(2, 1).to(dtype), HomoskedasticGaussian(40, scale=0.3))
+    batches = DataLoader(TensorDataset(x, y), 10, shuffle=True)
+    with pytest.raises(RuntimeError, match="diverged"), pytest.warns(match="stopped: the BNN"):
+        bnn.fit(batches, 2000, warmup_steps=0)
+    # The potential of a tenth of this weight is that of the start.
+    assert all(value.abs().max() < 30 for _, value in bnn.samples.items())
+
+
+class Growing:
+    """A loader whose inputs grow a hundredfold, so that a rate is too large from there on."""
+
+    def __init__(self, after):
+        self.left = after
+
+    def __iter__(self):
+        self.left -= 1
+        return iter([(X if self.left > 0 else 100 * X, Y)])
+
+
+def test_a_later_divergence_leaves_what_was_good(tmp_path):
+    bnn, file = make(SGHMC(0.01)), tmp_path / "samples"
+    bnn.fit([(X, Y)], 10)
+    with pytest.raises(RuntimeError, match="diverged"), pytest.warns(match=r"keeps \d+ samples of"):
+        bnn.fit(Growing(100), 2000, warmup_steps=50, file=file)
+    weights = bnn.samples["net.weight"]
+    assert 40 <= weights.shape[1] <= 50
+    assert weights.abs().max() < 10
+    assert file.exists()
+    with pytest.raises(RuntimeError, match="no run to resume"):
+        bnn.fit([(X, Y)], 2000, warmup_steps=50, resume=True)
+
+
+def test_a_divergence_at_once_keeps_the_samples_that_there_were(tmp_path):
+    bnn, file = make(SGLD(0.01)), tmp_path / "samples"
+    bnn.fit(loader(), 10)
+    before = bnn.samples["net.weight"].clone()
+    bnn.kernel = SGLD(1e9)
+    with (
+        pytest.raises(RuntimeError, match="diverged"),
+        pytest.warns(match="stopped: the BNN keeps no new samples"),
+    ):
+        bnn.fit(loader(), 50, file=file)
+    assert torch.equal(bnn.samples["net.weight"], before)
+    bnn.kernel = SGLD(0.01)
+    bnn.fit(loader(), 50, file=file)  # not in the way of another
+
+
+def test_an_interrupt_before_the_first_sample_leaves_the_file(tmp_path):
+    bnn, file = make(SGLD(0.01)), tmp_path / "samples"
+    with Stop(3), pytest.raises(KeyboardInterrupt):
+        bnn.fit(loader(), 50, file=file)
+    found = bnn.fit(bnn._chains.data, 50, resume=True).get_samples()["net.bias"]
+    parts = torch.from_file(str(file), False, 100, dtype=torch.double).view(50, 2)
+    assert torch.equal(parts[:, :1], found)
+
+
+def test_a_run_that_cannot_be_built_makes_no_file(tmp_path):
+    bnn, file = make(SGLD(0.01, schedule="cyclical")), tmp_path / "samples"
+    with pytest.raises(ValueError, match="53 steps are too few"):
+        bnn.fit(loader(), 50, warmup_steps=3, file=file)
+    bnn.fit(loader(), 50, file=file)
+
+
+def test_gross_outliers_stop_no_chain():
+    """A batch in a hundred has a target that is a thousand scales away."""
+    x, y = torch.randn(400, 1).double(), torch.randn(400, 1).double() * NOISE
+    y[7] = 1000 * NOISE
+    likelihood = HomoskedasticGaussian(400, scale=NOISE)
+    bnn = make(SGHMC(1e-4, friction=0.3), likelihood=likelihood)
+    data = DataLoader(TensorDataset(x, y), 4, shuffle=True)
+    assert bnn.fit(data, 300, warmup_steps=0).run.num_kept == 300
 
 
 def test_chains_of_persistent_workers_have_batches_of_their_own():

@@ -108,12 +108,30 @@ def test_samples_that_no_cycle_ends_with():
     assert kernel.plan(length)[steps - 2, 1].all()
 
 
+def quartic(position):
+    return 0.25 * position.square().square().sum(-1), position**3
+
+
 def test_a_rate_that_diverges_leaves_the_last_good_sample():
-    run = Run(SGHMC(5.0), normal, torch.ones(1, 2), 1000, seed=0)
-    with pytest.raises(RuntimeError, match=r"SGHMC diverged at the rate 5, .* lower lr=5"):
+    """Where the potential is steep a rate is too large that was not at the start."""
+    starts = torch.tensor([[0.5, 0.1], [0.3, 0.2]])
+    run = Run(SGHMC(0.4, friction=0.9), quartic, starts, 100_000, seed=0)
+    with pytest.raises(RuntimeError, match=r"SGHMC diverged at the rate 0.4, .* lower lr=0.4"):
         list(run.steps())
-    assert 1 < run.num_kept < 1000
-    assert run.kept.positions[:, : run.num_kept].isfinite().all()
+    good = run.num_kept
+    assert 1 < good < int(run.transitions.min()) - 1
+    # The scale of a potential of 5 nats; some steps later it was 1e6.
+    assert run.kept.potentials[:, :good].max() < 10 * (1 + 2 + 1)
+    assert run.kept.potentials[:, good].max() > 10 * 2
+
+
+@pytest.mark.parametrize("kernel", [SGLD(2.1), SGHMC(4.0)])
+def test_a_rate_that_diverges_at_once_leaves_no_sample_of_the_growth(kernel):
+    run = Run(kernel, normal, torch.ones(3, 2).double(), 5000, num_warmup=10, seed=0)
+    with pytest.raises(RuntimeError, match="diverged"):
+        list(run.steps())
+    assert int(run.transitions.min()) > 10
+    assert run.num_kept == 0
 
 
 def test_clipping_bounds_a_step():

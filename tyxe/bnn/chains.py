@@ -22,7 +22,7 @@ from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors.sites import SitePriors
-from tyxe.samplers import Kernel, Run, batched
+from tyxe.samplers import Kernel, Length, Run, batched
 from tyxe.samplers.program import has_compiler
 from tyxe.threads import INTERRUPTS
 from tyxe.util import SiteTensors
@@ -241,7 +241,7 @@ def make_run(
         every = _of_all_data(potential, starts)
     elif options.compile:
         raise ValueError("a kernel of mini-batches is not compiled: leave compile out")
-    positions = _room(kernel, starts, num_samples, options)
+    positions = _room(kernel, starts, Length(num_warmup, num_samples, options.thinning), options)
     seed = int(torch.randint(2**62, ()))
     return Run(
         kernel,
@@ -276,10 +276,10 @@ def _of_all_data(potential: Potential, starts: Tensor) -> Any:
     return every
 
 
-def _room(kernel: Kernel, starts: Tensor, num_samples: int, options: RunOptions) -> Tensor:
+def _room(kernel: Kernel, starts: Tensor, length: Length, options: RunOptions) -> Tensor:
     """Return a tensor of zeros for samples, in memory or in a file."""
-    (chains, d), dtype = starts.shape, options.dtype or starts.dtype
-    shape = torch.Size([chains, num_samples, d])
+    shape = torch.Size([len(starts), length.num_samples, starts.shape[1]])
+    (chains, num_samples, d), dtype = shape, options.dtype or starts.dtype
     # The potential and what is told of each sample are in memory besides.
     told = chains * num_samples * (1 + len(kernel.statistics)) * starts.itemsize
     samples = shape.numel() * dtype.itemsize
@@ -299,6 +299,7 @@ def _room(kernel: Kernel, starts: Tensor, num_samples: int, options: RunOptions)
             )
     if options.file is not None:
         path = os.fspath(options.file)
+        kernel.kept(length)  # an error of a run that is too short comes before its file
         _reserve(path, samples)
         return torch.from_file(path, True, shape.numel(), dtype=dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=starts.device)

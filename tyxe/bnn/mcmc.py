@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -153,7 +154,7 @@ class MCMC_BNN(SupervisedBNN):
                 Of one of Pyro's: the arguments of `pyro.infer.MCMC`.
 
         An interrupt from the keyboard is raised, and the BNN keeps the samples made until then; so
-        it does where a rate is so large that a chain diverges.
+        it does after an error, without the last ones of a chain that has diverged by then.
 
         Returns:
             The run: `MCMCRun`, or Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
@@ -245,23 +246,27 @@ class MCMC_BNN(SupervisedBNN):
         potential = Potential(self, *data, kernel.temperature)
         starts = starts_of(self, potential, init, num_chains, data[1], progress)
         estimates = None if batches is None else BatchPotential(potential, starts, *batches)
-        run = make_run(kernel, potential, starts, num_samples, num_warmup, options, estimates)
         short = kernel.check(num_warmup)
         if short is not None:
             warn(short)
+        run = make_run(kernel, potential, starts, num_samples, num_warmup, options, estimates)
         self._chains = MCMCRun(run, potential, data if batches is None else batches[0])
         return self._chains
 
     def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> None:
         try:
             chains.go(progress)
-        except (KeyboardInterrupt, RuntimeError) as error:
-            kept = chains.run.num_kept
+        except (KeyboardInterrupt, Exception) as error:
+            kept, what, how = chains.run.num_kept, "interrupted", "; fit(..., resume=True) goes on"
+            if not isinstance(error, KeyboardInterrupt):
+                self._chains, what, how = None, "stopped", ""
+                file = chains.run.kept.positions.untyped_storage().filename
+                if file is not None and not kept:  # it would be in the way of the next try
+                    os.remove(file)
             if kept:
                 self._take(chains.get_samples(group_by_chain=True))
-            how = "; fit(..., resume=True) goes on" if isinstance(error, KeyboardInterrupt) else ""
             warn(
-                f"interrupted: the BNN keeps {kept or 'no new'} samples of each of "
+                f"{what}: the BNN keeps {kept or 'no new'} samples of each of "
                 f"{chains.num_chains} chains{how}"
             )
             raise

@@ -150,8 +150,11 @@ class Kernel(ABC):
         """Return what is to be said of a warm-up that is too short for what adapts, or None."""
         return None
 
-    def stops(self, brought: Transition) -> str | None:
-        """Return what is to be said of a step that a run cannot take, and has to stop, or None."""
+    def stops(self, brought: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
+        """Return what is to be said of a step that stops a run, and how many samples are good.
+
+        `kept` are the samples' potentials, `(chains, num_samples)`. By default None, to go on.
+        """
         return None
 
     def advice(self, statistics: dict[str, Tensor]) -> list[str]:

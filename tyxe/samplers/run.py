@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
     Attributes:
         positions: `(chains, num_samples, d)`.
-        potentials: `(chains, num_samples)`, in nats.
+        potentials: `(chains, num_samples)`, in nats; infinity of samples that there are not yet.
         statistics: `(chains, num_samples, len(kernel.statistics))`.
     """
 
@@ -85,7 +85,7 @@ class Run:
             self.positions = like.new_zeros(chains, self.num_samples, d)
         self.kept = Kept(
             self.positions,
-            like.new_zeros(chains, self.num_samples),
+            like.new_full((chains, self.num_samples), torch.inf),
             like.new_zeros(chains, self.num_samples, len(self.kernel.statistics)),
         )
         length = Length(self.num_warmup, self.num_samples, self.thinning)
@@ -125,7 +125,7 @@ class Run:
 
         Raises:
             RuntimeError: `compile` is True, and the potential cannot be compiled; a chain of a
-                kernel without accept step diverges, and stays where it was.
+                kernel without accept step diverges, whose last samples are then left out.
         """
         if not self._state:
             with torch.no_grad(), self.inside():
@@ -197,9 +197,10 @@ class Run:
         leaves = step.at_leaves(*self._state, *self._settings, *random)
         state, brought = leaves[: len(self._state)], Transition(*leaves[len(self._state) :])
         settings, learnt = self._settings, self._learnt
-        stopped = self.kernel.stops(brought)
+        stopped = self.kernel.stops(brought, settings, self.kept.potentials)
         if stopped is not None:
-            raise RuntimeError(stopped)
+            self._kept_at = self._kept_at[: stopped[1]]
+            raise RuntimeError(stopped[0])
         transitions = self.transitions
         if bool(brought.done.any()):
             warm = brought.done & (transitions < len(self._plan))

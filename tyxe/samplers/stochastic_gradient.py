@@ -19,6 +19,8 @@ from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition,
 from tyxe.samplers.potential import Potential
 
 SCHEDULES = ("constant", "polynomial", "cyclical")
+# Heights above which a chain has diverged, and up to which its samples are good.
+LEFT, SENSIBLE = 1e6, 10.0
 
 
 class State(NamedTuple):
@@ -29,10 +31,11 @@ class State(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Of the next step, `(chains,)`: the rate, and 1 or 0, whether it has noise."""
+    """Of the next step, `(chains,)`: its rate, 1 or 0 for noise, and the potential at the start."""
 
     step_size: Tensor
     noise: Tensor
+    start: Tensor
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ class SGLD(Kernel):
         point = Point.at(potential, position)
         rate = torch.full_like(point.potential, self.lr / self.points)
         noise = torch.full_like(rate, self._has_noise(torch.zeros(1)).item())
-        return Chains(State(point, torch.zeros_like(position)), Settings(rate, noise), ())
+        state = State(point, torch.zeros_like(position))
+        return Chains(state, Settings(rate, noise, point.potential), ())
 
     def randomness(
         self, position: Tensor, generator: torch.Generator | None = None, settings: Any = None
@@ -169,7 +173,8 @@ class SGLD(Kernel):
     ) -> Chains:
         """Return chains with the rate of the next step."""
         factor, noise = rows.to(brought.potential).unbind(-1)
-        return Chains(state, Settings(self.lr / self.points * factor, noise), ())
+        rate = self.lr / self.points * factor
+        return Chains(state, before.settings._replace(step_size=rate, noise=noise), ())
 
     def default_warmup(self, num_samples: int, thinning: int) -> int:
         """Return the warm-up of a run that is given none, for cycles the shortest."""
@@ -204,16 +209,26 @@ class SGLD(Kernel):
             found += [end - length.thinning * back for back in reversed(range(count))]
         return torch.tensor(found)
 
-    def stops(self, brought: Transition) -> str | None:
-        """Return what is to be said where a chain has left all that is finite."""
-        finite = brought.potential.isfinite() & brought.statistics.isfinite().all(-1)
-        if bool(finite.all()):
+    def stops(self, brought: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
+        """Return what is to be said where a chain is not finite, or `LEFT` above its start.
+
+        Heights above a potential `U` are in units of `|U| + N / T + d` nats. A chain at rest is
+        `d / 2` nats above its mode, and an outlier of a hundred scales, in a batch of one, 5e3
+        units; one that diverges grows exponentially. Samples at the end are left out up to one that
+        is at most `SENSIBLE` above the lowest of them and the start.
+        """
+        start, least_unit = settings.start, self.points + brought.position.shape[-1]
+        fine = brought.potential - start <= LEFT * (start.abs() + least_unit)
+        fine &= brought.statistics.isfinite().all(-1)
+        if bool(fine.all()):
             return None
-        lr, norm = brought.statistics[int((~finite).nonzero()[0])].tolist()
+        least = torch.cat([start[:, None], kept], 1).amin(1, keepdim=True)
+        good = (kept - least <= SENSIBLE * (least.abs() + least_unit)).all(0).nonzero()
+        lr, norm = brought.statistics[int((~fine).nonzero()[0])].tolist()
         return (
             f"{type(self).__name__} diverged at the rate {lr:.3g}, where the gradient's norm was "
             f"{norm:.3g}: lower lr={self.lr:g}, or pass clip_norm=1.0"
-        )
+        ), int(good[-1]) + 1 if len(good) else 0
 
     def told(self, statistics: dict[str, Tensor]) -> dict[str, float]:
         """Return what a progress bar shows: the last rate, and the mean norm of gradients."""
