@@ -123,3 +123,50 @@ def test_a_later_batch_that_is_larger_than_the_data_set(fit):
     batches, rest = [(X[:4], Y[:4]), (X, Y)], () if fit == "fit_curvature" else (ADAM, 1)
     with pytest.raises(ValueError, match=r"the batch has 8 points, .* dataset_size=4; pass"):
         getattr(bnn, fit)(batches, *rest)
+
+
+def sampled(likelihood, outputs, batches, num_chains=1, last=(), **options):
+    """Return a BNN with two samples of good batches, and one that is to fail after them."""
+    layers = nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs)
+    net = nn.Sequential(*layers, *last)
+    bnn = tyxe.MCMC_BNN(net, PRIOR, likelihood, tyxe.samplers.SGLD(1e-3))
+    bnn.fit(batches[:1], 2)
+    before = {name: value.clone() for name, value in bnn.samples.items()}
+    return bnn, before, lambda: bnn.fit(batches, 6, num_chains=num_chains, **options)
+
+
+@pytest.mark.filterwarnings("ignore:stopped:tyxe.TyxeWarning")
+@pytest.mark.parametrize("num_chains", [1, 2])
+@pytest.mark.parametrize("case", SECOND)
+def test_a_later_batch_of_chains(case, num_chains, tmp_path):
+    likelihood, outputs, good, bad, message = SECOND[case]
+    last = [nn.Unflatten(1, (2, 3))] if outputs == 6 else []
+    if not getattr(likelihood, "logit_predictions", True):
+        last = [nn.Softmax(-1)]
+    batches, file = [(X, good), (X, bad)], tmp_path / "samples"
+    bnn, before, fit = sampled(likelihood, outputs, batches, num_chains, last, file=file)
+    with pytest.raises(ValueError, match=message):
+        fit()
+    assert all(torch.equal(bnn.samples[name], value) for name, value in before.items())
+    assert not file.exists()
+
+
+@pytest.mark.filterwarnings("ignore:stopped:tyxe.TyxeWarning")
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("num_chains", [1, 2])
+def test_inputs_of_a_later_batch_of_chains(num_chains, bad):
+    batches = [(X, Y), (X.clone(), Y)]
+    batches[1][0][3, 1] = bad
+    _, _, fit = sampled(HomoskedasticGaussian(N, scale=1.0), 1, batches, num_chains)
+    with pytest.raises(
+        ValueError, match=r"a batch has inputs that are not finite.*torch\.isfinite"
+    ):
+        fit()
+
+
+@pytest.mark.filterwarnings("ignore:stopped:tyxe.TyxeWarning")
+def test_a_later_batch_of_chains_that_is_larger_than_the_data_set():
+    likelihood = HomoskedasticGaussian(4, scale=0.5)
+    _, _, fit = sampled(likelihood, 1, [(X[:4], Y[:4]), (X, Y)], 2)
+    with pytest.raises(ValueError, match=r"the batch has 8 points, .* dataset_size=4; pass"):
+        fit()

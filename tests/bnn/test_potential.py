@@ -135,7 +135,9 @@ def test_the_mean_loss_is_the_likelihoods():
     scale = next(v for name, v in values.items() if name.startswith(bnn.likelihood.prefix))
     predictions = bnn.run_net(values, x[:4])
     expected = -dist.Normal(predictions, scale).log_prob(y[:4]).mean()
-    torch.testing.assert_close(potential.mean_loss(flat, x[:4], y[:4]), expected)
+    torch.testing.assert_close(
+        potential.mean_loss(potential.unflatten(flat), x[:4], y[:4]), expected
+    )
 
 
 def scaled_prior(name, module, param):

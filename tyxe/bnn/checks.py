@@ -11,6 +11,7 @@ import torch.distributions as td
 from pyro.infer.autoguide import AutoDelta
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn.checkpoint import History
 from tyxe.curvature.linearize import check_is_tensor
@@ -75,6 +76,13 @@ def check_one_batch(
         predictions = bnn.run_net(draw(), inputs)
         check_is_tensor(predictions)
         bnn.likelihood.check_batch(predictions, targets)
+
+
+def check_is_finite(inputs: Inputs) -> None:
+    """Raise a ValueError for the inputs of a batch if a tensor among them is not finite."""
+    tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    if not all(bool(tensor.sum().isfinite()) for tensor in tensors):
+        raise ValueError("a batch has inputs that are not finite: drop points by torch.isfinite(x)")
 
 
 def warn_of_size(points: int, size: int) -> bool:

@@ -16,14 +16,14 @@ from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tyxe.bnn.batches import OwnBatches
-from tyxe.bnn.checks import warn_of_size
+from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.moments import is_real
 from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
-from tyxe.samplers.potential import by_autograd, gradients
+from tyxe.samplers.potential import gradients, in_turn
 from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, at_least_float32, call_with, reset_parameters_, tree_map_tensors
@@ -92,15 +92,15 @@ class Potential:
         inverse = {name: transform.inv for name, transform in self.transforms.items()}
         return {n: inverse[n](v) if n in inverse else v for n, v in values.items()}
 
-    def mean_loss(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
-        """Return the negative log-likelihood of some points at a vector, in nats per point."""
-        return self._mean_loss(self.unflatten(flat), inputs, targets)
-
-    def _mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
+    def mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
+        """Return the negative log-likelihood of some points at sites' values, in nats per point."""
         latents = {name: values[joint] for name, joint in self._latents.items()}
         predictions = at_least_float32(self.bnn.run_net(values, inputs))
         targets = self.bnn.likelihood.prepare_targets(predictions, targets)
         found = self.bnn.likelihood.log_likelihood(predictions, targets, "sum", latents)
+        if self._is_bounded:  # a target is found to be wrong where the potential is looked at
+            support: Any = self.bnn.likelihood.predictive_distribution(predictions, latents).support
+            found = found.where(support.check(targets).all(), -math.inf)
         return -found / len(targets)
 
     def estimate(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Potential:
         values = self.blocks.unflatten(flat)
         prior = self._prior_energy(flat, values)
         points = self.bnn.likelihood.dataset_size / self.temperature
-        return prior + points * self._mean_loss(values, inputs, targets)
+        return prior + points * self.mean_loss(values, inputs, targets)
 
     def at(self, flat: Tensor) -> Tensor:
         """Return the potential energy at a vector of unconstrained values."""
@@ -162,10 +162,12 @@ class Potential:
     @torch.no_grad()
     def _prepare_likelihood(self, targets: Tensor) -> None:
         """Check the targets at the net's own values, and compute what is the same in each call."""
-        likelihood = self.bnn.likelihood
+        likelihood, means = self.bnn.likelihood, self.bnn.likelihood.prior_means()
         predictions = at_least_float32(call_with(self.bnn.net, self.inputs))
         with pyro.validation_enabled(False):  # only shapes matter at the net's own values
-            likelihood.log_likelihood(predictions, targets, "sum", likelihood.prior_means())
+            likelihood.log_likelihood(predictions, targets, "sum", means)
+            support = likelihood.predictive_distribution(predictions, means).support
+        self._is_bounded = not (likelihood.is_zero_outside or is_real(support))
         self.targets = likelihood.prepare_targets(predictions, targets)
         # With one Gaussian noise, the log-likelihood is a distance and constants.
         self._noise: tuple[Tensor, Tensor] | None = None
@@ -224,41 +226,42 @@ class BatchPotential:
     ) -> None:
         seeds = torch.randint(2**62, (len(starts),)).tolist()
         self._batches = [OwnBatches(loader, device, seed) for seed in seeds]
-        self._size, self._has_warned = potential.bnn.likelihood.dataset_size, False
+        self._bnn, self._has_warned = potential.bnn, False
+        leaves, place = tree_flatten(self._batches[0].peek())
 
         def one(flat: Tensor, *leaves: Any) -> Tensor:
-            return potential.estimate(flat, *tree_unflatten(leaves, self._place))
+            return potential.estimate(flat, *tree_unflatten(leaves, place))
 
-        self._alone = by_autograd(one)
-        self._together = None
-        first = [tree_flatten(batches.peek()) for batches in self._batches]
-        self._place = first[0][1]
+        self._every = in_turn(one)
         # One chain has nothing to be stacked with, and graphs cannot be.
-        if len(starts) > 1 and all(isinstance(leaf, Tensor) for leaf in first[0][0]):
+        self._stacks = len(starts) > 1 and all(isinstance(leaf, Tensor) for leaf in leaves)
+        if self._stacks:
             with alone():
-                self._together = gradients(one, starts, *_in_rows([row for row, _ in first]))
+                self._every = gradients(one, starts, *self._rows([b.peek() for b in self._batches]))
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return potentials `(chains,)`, in nats, and gradients `(chains, d)`."""
-        rows = [tree_leaves(batches.take()) for batches in self._batches]
-        if self._together is not None:
-            gradient, value = self._together(position, *_in_rows(rows))
-        else:
-            found = [self._alone(at, *row) for at, row in zip(position, rows, strict=True)]
-            # One chain is not copied.
-            gradient, value = (
-                parts[0][None] if len(parts) == 1 else torch.stack(parts)
-                for parts in zip(*found, strict=True)
-            )
+        """Return potentials `(chains,)`, in nats, and gradients `(chains, d)`.
+
+        A batch that is too large, or whose inputs or targets make these infinite, is a ValueError.
+        """
+        batches, likelihood = [own.take() for own in self._batches], self._bnn.likelihood
+        for _, targets in batches:
+            if len(targets) > likelihood.dataset_size:
+                likelihood.check_size(targets)
+        gradient, value = self._every(position, *self._rows(batches))
+        if not bool((value + gradient.sum(-1)).isfinite().all()):
+            for batch in batches:
+                check_is_finite(batch[0])
+                check_one_batch(self._bnn, self._bnn.net_prior, *batch)
         points = self._batches[0].in_epoch
         if points is not None and not self._has_warned:
-            self._has_warned = warn_of_size(points, self._size)
+            self._has_warned = warn_of_size(points, likelihood.dataset_size)
         return value, gradient
 
-
-def _in_rows(rows: list[list[Tensor]]) -> list[Tensor]:
-    """Return what the batches of all chains are, stacked."""
-    return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+    def _rows(self, batches: list[Any]) -> Iterator[Any]:
+        """Return what the batches of all chains are, leaf by leaf."""
+        columns = zip(*map(tree_leaves, batches), strict=True)
+        return map(torch.stack, columns) if self._stacks else columns
 
 
 def _normal(distribution: Any) -> td.Normal | None:
@@ -326,7 +329,7 @@ def _trained(
 
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
         inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)
-        return potential.mean_loss(flat, inputs, targets[rows])
+        return potential.mean_loss(potential.unflatten(flat), inputs, targets[rows])
 
     epochs = init.train(loss, members, len(targets), generator)
     with progress_bar(range(init.num_epochs), "train members", "epoch", progress) as bar:

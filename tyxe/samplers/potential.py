@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
-from torch.utils._pytree import tree_map
 
 from tyxe.errors import warn
 
@@ -39,19 +38,27 @@ def batched(energy: Callable[[Tensor], Tensor], position: Tensor) -> Potential:
     return potential
 
 
-def by_autograd(one: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the gradient and the value of a function of one chain.
+def in_turn(one: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the gradients and values of a function of one chain, at one chain after the other.
 
     It takes more nets than `torch.func.grad` does, such as those with custom functions.
     """
 
-    def alone(point: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            point = point.detach().requires_grad_()
-            value = one(point, *others)
-            return torch.autograd.grad(value, point)[0], value.detach()
+    def all_chains(*given: Iterable[Any]) -> tuple[Tensor, Tensor]:
+        found = []
+        for point, *others in zip(*given, strict=True):
+            with torch.enable_grad():
+                point = point.detach().requires_grad_()
+                value = one(point, *others)
+                found.append((torch.autograd.grad(value, point)[0], value.detach()))
+        # One chain is not copied.
+        gradient, value = (
+            parts[0][None] if len(parts) == 1 else torch.stack(parts)
+            for parts in zip(*found, strict=True)
+        )
+        return gradient, value
 
-    return alone
+    return all_chains
 
 
 def gradients(one: Callable[..., Tensor], *tried: Tensor) -> Callable[..., Any]:
@@ -63,14 +70,7 @@ def gradients(one: Callable[..., Tensor], *tried: Tensor) -> Callable[..., Any]:
         one: takes tensors of a chain, of which the first is differentiated, and returns a number.
         tried: arguments whose first dimension counts chains, to see whether `vmap` takes it.
     """
-    together = vmap(grad_and_value(one))
-
-    alone = by_autograd(one)
-
-    def by_loop(*given: Tensor) -> Any:
-        found = [alone(*row) for row in zip(*given, strict=True)]
-        return tree_map(lambda *parts: torch.stack(parts), *found)
-
+    together, by_loop = vmap(grad_and_value(one)), in_turn(one)
     # What a loop refuses as well is an error of the function's own.
     try:
         together(*tried)
