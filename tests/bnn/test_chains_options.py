@@ -175,7 +175,7 @@ def test_a_file_too_large_for_its_disk_is_refused(tmp_path: Path) -> None:
 
 def test_options_of_ours_for_a_kernel_of_pyros() -> None:
     bnn = make(pyro.infer.mcmc.HMC)
-    with pytest.raises(TypeError, match=r"thinning: of kernels of tyxe\.samplers, and this one is"):
+    with pytest.raises(TypeError, match=r"thinning for kernels of Pyro; expected those of pyro"):
         bnn.fit([PAIR], 3, thinning=2)
 
 

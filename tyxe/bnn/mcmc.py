@@ -179,24 +179,19 @@ class MCMC_BNN(SupervisedBNN):
             check_one_batch(self, self.net_prior, *data)
             self._warn_of_setting(None if by_batch else len(data[1]))
             known = [field.name for field in dataclasses.fields(RunOptions)]
+            wrong = [name for name in options if (name in known) == (self.kernel is None)]
+            if wrong:
+                ours = ", ".join(
+                    ["tyxe.samplers; expected warmup_steps, num_chains, progress", *known]
+                )
+                whose = ours if self.kernel else "Pyro; expected those of pyro.infer.MCMC"
+                raise TypeError(f"fit has no option {', '.join(wrong)} for kernels of {whose}")
             if self.kernel is None:
-                wrong = [name for name in options if name in known]
-                if wrong:
-                    raise TypeError(
-                        f"{', '.join(wrong)}: of kernels of tyxe.samplers, and this one is Pyro's, "
-                        "whose options are those of pyro.infer.MCMC"
-                    )
                 given = {"warmup_steps": warmup_steps, "num_chains": num_chains, **options}
                 given = {name: value for name, value in given.items() if value is not None}
                 if progress is not None:
                     given["disable_progbar"] = not progress
                 return self._fit_by_pyro(data, num_samples, given)
-            wrong = [name for name in options if name not in known]
-            if wrong:
-                raise TypeError(
-                    f"fit has no option {', '.join(wrong)} for kernels of tyxe.samplers; expected "
-                    f"warmup_steps, num_chains, progress, {', '.join(known)}"
-                )
             told, length = RunOptions(**options), (num_samples, warmup_steps, num_chains)
             whole = loader if by_batch else data
             chains = self._to_resume(whole, length, options) if told.resume else None
