@@ -88,9 +88,8 @@ class Potential:
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the sites' values `(..., *shape)` of vectors `(..., d)`."""
-        values = self.blocks.unflatten(flat)
-        inverse = {name: transform.inv for name, transform in self.transforms.items()}
-        return {n: inverse[n](v) if n in inverse else v for n, v in values.items()}
+        values, moved = self.blocks.unflatten(flat), self.transforms
+        return {n: moved[n].inv(v) if n in moved else v for n, v in values.items()}
 
     def mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """Return the negative log-likelihood of some points at sites' values, in nats per point."""
@@ -401,12 +400,9 @@ def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]
 def _given(potential: Potential, init: Mapping[str, Tensor], num_chains: int | None) -> Tensor:
     for name in init:
         check_known("site", name, potential.blocks.sites)
-    missing = [name for name in potential.blocks.sites if name not in init]
-    if missing:
-        raise ValueError(f"the starts have no values for {', '.join(missing)}")
     values = {name: torch.as_tensor(value) for name, value in init.items()}
     counts = {name: len(value) if value.dim() else 0 for name, value in values.items()}
-    count = num_chains or next(iter(counts.values()))
+    count = num_chains or next(iter(counts.values()), 1)
     for name, number in counts.items():
         if number != count:
             raise ValueError(
