@@ -288,8 +288,37 @@ def test_a_net_starts_anew_in_every_part() -> None:
     assert not net[2].running_mean.any()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Transformer(32, 2, 1, 1, 64, batch_first=True),
+        lambda: nn.MultiheadAttention(64, 2),
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LSTM(8, 8)),
+    ],
+    ids=["transformer", "attention", "layers"],
+)
+def test_a_net_starts_anew_as_one_that_is_made(make) -> None:
+    fresh, again = make(), make()
+    for p in again.parameters():
+        nn.init.constant_(p, 3.0)
+    tyxe.util.reset_parameters_(again)
+    for (name, p), other in zip(fresh.named_parameters(), again.parameters(), strict=True):
+        if p.std() == 0:
+            torch.testing.assert_close(other, p, msg=name)
+        elif p.numel() > 500:
+            torch.testing.assert_close(other.std(), p.std(), rtol=0.15, atol=0.0, msg=name)
+
+
 def test_a_part_that_cannot_start_anew_is_named() -> None:
     holder = nn.Module()
     holder.register_parameter("offset", nn.Parameter(torch.ones(1)))
     with pytest.raises(ValueError, match=r"'1\.offset' has no reset_parameters"):
         tyxe.util.reset_parameters_(nn.Sequential(nn.Linear(2, 1), holder))
+
+    class Parent(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            self.child = holder
+
+    with pytest.raises(ValueError, match=r"'child\.offset' has no reset_parameters"):
+        tyxe.util.reset_parameters_(Parent())

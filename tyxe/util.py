@@ -254,19 +254,22 @@ def reset_parameters_(net: nn.Module, names: Iterable[str] | None = None) -> nn.
         >>> bool((reset_parameters_(net).weight != before).any())
         True
     """
+    parameters = dict(net.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
     reached: set[int] = set()
-    for module in net.modules():
+    # Parts before the whole, which may set some of what they have drawn, as attention does.
+    for module in reversed([*net.modules()]):
         # That of attention is private.
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if callable(reset):
             reset()
-            reached |= {id(p) for p in module.parameters()}
-    parameters = dict(net.named_parameters())
+            reached |= {id(p) for p in module.parameters(recurse=False)}
     for name in parameters if names is None else names:
-        if id(parameters[name]) not in reached:
+        p = parameters[name]
+        if id(p) not in reached and torch.equal(p.detach(), before[name]):
             raise ValueError(
-                f"members need seeds of their own, and the module of {name!r} has no "
-                "reset_parameters() to initialise it anew: give it one, or pass starts"
+                f"the module of {name!r} has no reset_parameters() to initialise it anew: give it "
+                "one, or make the net, or the starts, yourself"
             )
     return net
 

@@ -136,6 +136,19 @@ def test_rates_of_means_may_have_factors():
     assert {group["lr"] for group in bnn.optimizer.param_groups} == {0.05, 0.1}
 
 
+def test_groups_may_have_curvatures_of_their_own():
+    bnn = make()
+    guide = bnn.net_guide
+    first = guide.locs["0.weight"]
+    rest = [p for p in bnn.parameters() if p is not first]
+    groups = [{"params": [first], "hess_init": 1e4}, {"params": rest}]
+    bnn.fit([(X, Y)], IVON(groups, lr=1e-9, hess_init=1.0), 1)
+    assert guide.get_scale("0.weight").detach().numpy() == pytest.approx(
+        (bnn.likelihood.dataset_size * 1e4) ** -0.5, rel=1e-2
+    )
+    assert (guide.get_scale("0.bias") > 10 * guide.get_scale("0.weight").max()).all()
+
+
 def test_an_instance_has_to_hold_all_of_the_guide():
     bnn = make()
     optimizer = IVON([bnn.net_guide.locs["0.weight"]], lr=0.1)

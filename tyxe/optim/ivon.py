@@ -69,6 +69,11 @@ class IVON(Optimizer):
         """Return a fit's particle, see `ParticleOptimizer`; a ValueError says what IVON needs."""
         self._sites = _sites_of(objective.bnn, options, self.param_groups)
         self._drawn = self._written = None
+        for group in self.param_groups:
+            for p in self._sites.keys() & {*group["params"]}:
+                if not self.state[p]:
+                    self.state[p].update(step=0, momentum=torch.zeros_like(p))
+                    self.state[p]["hessian"] = torch.full_like(p, group["hess_init"])
         points = objective.bnn.likelihood.dataset_size
 
         def particle(inputs: Any, targets: Tensor, beta: float) -> tuple[Any, ...]:
@@ -94,8 +99,7 @@ class IVON(Optimizer):
         for loc, (name, own, prior, _, precision) in self._sites.items():
             log_scale = own.log_scale.detach()
             if self._written != size:
-                h = self.state[loc].get("hessian", self.defaults["hess_init"])
-                log_scale = torch.zeros_like(loc).add_(h).add_(precision / size)
+                log_scale = self.state[loc]["hessian"] + precision / size
                 log_scale.mul_(size).log_().mul_(-0.5)
             q = FactorizedNormal(loc.detach(), log_scale)
             kl = kl + td.kl_divergence(q, prior)
@@ -121,8 +125,6 @@ class IVON(Optimizer):
                 state = self.state[p]
                 if not state:
                     state.update(step=0, momentum=torch.zeros_like(p))
-                    if p in self._sites:
-                        state["hessian"] = torch.full_like(p, self.defaults["hess_init"])
                 state["step"] += 1
                 gm, correction = state["momentum"].lerp_(p.grad, 1 - b1), 1 - b1 ** state["step"]
                 if p in self._sites:
