@@ -98,6 +98,10 @@ RANDOM = {
     "functional": functools.partial(Functional, F.dropout, p=0.2),
     "functional, default rate": functools.partial(Functional, F.dropout),
     "alpha": functools.partial(Functional, F.alpha_dropout, p=0.2),
+    "operator": functools.partial(Functional, lambda x, training: torch.dropout(x, 0.3, training)),
+    "operator by name": functools.partial(
+        Functional, lambda x, training: torch.alpha_dropout(x, p=0.3, train=training)
+    ),
     "alpha module": lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.Linear(4, 3)),
     "LSTM": functools.partial(Recurrent, nn.LSTM),
     "GRU": functools.partial(Recurrent, nn.GRU),
@@ -123,6 +127,33 @@ def test_whole_channels_drop():
     channels = outputs.view(20, 5, 3, 4)
     dropped = (channels == 0).float().mean(-1)
     assert set(dropped.unique().tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), lambda x: F.dropout(x, 0.5, training=False)])
+def test_statistics_of_norms_are_those_without_dropout(drop):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 3)
+            self.drop = drop
+
+        def forward(self, x):
+            return self.layer(self.norm(self.drop(x)))
+
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    bnn, loader = bnn_of(Net()), Counted([(X, torch.zeros(6))])
+    bnn.update_norm_statistics(loader)
+    torch.testing.assert_close(bnn.net.norm.running_mean, X.mean(0))
+    before = {name: buffer.clone() for name, buffer in bnn.net.named_buffers()}
+    assert is_random(bnn)
+    assert loader.passes == 1  # draws have the same weights
+    assert all(torch.equal(b, before[name]) for name, b in bnn.net.named_buffers())
 
 
 def test_norms_are_those_of_eval_mode():

@@ -105,6 +105,22 @@ def test_a_second_fit_goes_on_collecting_and_reset_forgets():
     assert_same_state(bnn, other)
 
 
+def test_snapshots_of_a_task_are_not_those_of_the_next(tmp_path):
+    bnn = fitted()
+    before = bnn.predict(data()[0], num_predictions=0)[0]
+    bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0, 2)))
+    assert torch.equal(bnn.predict(data()[0], num_predictions=0)[0], before)
+    with pytest.raises(ValueError, match="make 3 snapshots, and there are 0"):
+        bnn.fit(loader(), SGD, 3, start=0)
+    bnn.save(tmp_path / "bnn")
+    bnn.load(tmp_path / "bnn")
+    bnn.fit(loader(), SGD, 4, start=0)
+    assert int(bnn.net_guide.count) == 4
+    bnn.update_prior(NORMAL)
+    bnn.collect(bnn.to_module())
+    assert int(bnn.net_guide.count) == 1
+
+
 def test_snapshots_of_a_loop_of_ones_own():
     bnn, torch_net, states = make(rank=3), net(), []
     optimizer = torch.optim.SGD(torch_net.parameters(), lr=0.05)

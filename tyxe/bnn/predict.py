@@ -493,7 +493,8 @@ class SupervisedBNN(Intervals, BNN):
             found = self._statistics(self.mean_values(), (data_loader, norms))
             for norm, buffers in found.items():
                 norm.load_state_dict(buffers, strict=False)
-        _NORM_LOADERS[self] = data_loader, norms
+        if self._slots:  # without sites all draws are at the centre
+            _NORM_LOADERS[self] = data_loader, norms
 
     def _statistics(self, values: Values, given: tuple[Any, list[Any]] | None = None) -> Statistics:
         """Return the statistics of norms at a draw, or none where it takes the net's own."""

@@ -73,10 +73,11 @@ class SWAG_BNN(VariationalBNN):
         """
         own, state = self.net.state_dict(), net.state_dict()
         shapes = [{n: getattr(v, "shape", None) for n, v in part.items()} for part in (own, state)]
-        for name, _ in sorted(shapes[0].items() ^ shapes[1].items(), key=str):
+        if others := sorted(shapes[0].items() ^ shapes[1].items(), key=str):
             raise ValueError(
-                f"{name!r} is not the same in this {type(net).__name__} and in the BNN's net: "
-                "collect takes a net like the one that the BNN was built with"
+                f"{others[0][0]!r} is not the same in this {type(net).__name__} and in the BNN's "
+                "net: collect takes a net like the one that the BNN was built with, and of a "
+                "wrapped or compiled one what is inside (net.module, net._orig_mod)"
             )
         sites = {name: name.removeprefix(self.net_prior.prefix) for name in self._slots}
         with exclusive():
@@ -86,8 +87,15 @@ class SWAG_BNN(VariationalBNN):
 
     def reset(self) -> None:
         """Forget all snapshots, such as those of an earlier task; the weights stay."""
-        for buffer in self.net_guide.buffers():
-            buffer.zero_()
+        self.net_guide.reset()
+
+    def update_prior(self, prior: Prior) -> None:
+        """Replace the prior; the next `fit` or `collect` then forgets the snapshots so far.
+
+        Errors are those of `BNN.update_prior`.
+        """
+        super().update_prior(prior)
+        self.net_guide.ended.fill_(True)
 
     def fit(
         self,
@@ -104,7 +112,8 @@ class SWAG_BNN(VariationalBNN):
 
         Let `callback` set a constant rate in `bnn.optimizer.param_groups`, such as half of the
         first. Until the end, predictions are those of the weights that move. A further call adds to
-        the snapshots. The history's `kl` is minus the log-density of the prior.
+        the snapshots, after an update of the prior to none. The history's `kl` is minus the
+        log-density of the prior.
 
         Args:
             data_loader, optim, num_epochs, callback, arguments, options: of `VariationalBNN.fit`.
@@ -121,7 +130,7 @@ class SWAG_BNN(VariationalBNN):
         done, guide = 0 if self._pending is None else self._pending.epoch, self.net_guide
         first = math.ceil(start * (done + num_epochs) - 1e-9)
         due = range(first + every, done + num_epochs + 1, every)
-        there, new = int(guide.count), sum(epoch > done for epoch in due)
+        there, new = 0 if guide.ended else int(guide.count), sum(epoch > done for epoch in due)
         if there + new < guide.rank:
             raise ValueError(
                 f"{num_epochs} epochs with start={start} and every={every} make {new} snapshots, "

@@ -49,6 +49,8 @@ class SWAGGuide(Guide):
         self.count = nn.Buffer(torch.zeros((), dtype=torch.long, device=start.device))
         self.mean, self.squares = (nn.Buffer(torch.zeros_like(start)) for _ in range(2))
         self.deviations = nn.Buffer(start.new_zeros(self.rank, len(start)))
+        # Whether the next snapshot is the first of others, as after an update of the prior.
+        self.ended = nn.Buffer(torch.zeros((), dtype=torch.bool, device=start.device))
 
     @property
     def kind(self) -> str:
@@ -60,11 +62,18 @@ class SWAGGuide(Guide):
         bad = [name for name, value in values.items() if not bool(value.isfinite().all())]
         if bad:
             raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no snapshot")
+        if self.ended:
+            self.reset()
         before = self.blocks.flatten(values).to(self.mean) - self.mean
         self.mean.add_(before / self.count.add_(1))
         after = before - before / self.count
         self.squares.add_(before * after)
         self.deviations[(int(self.count) - 1) % self.rank] = after
+
+    def reset(self) -> None:
+        """Forget all snapshots."""
+        for buffer in (self.count, self.mean, self.squares, self.deviations, self.ended):
+            buffer.zero_()
 
     def joints(self) -> Iterable[JointNormal]:
         if self.moves:

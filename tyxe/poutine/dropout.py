@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -28,6 +29,13 @@ _FUNCTIONS = {
     F.alpha_dropout,
     F.feature_alpha_dropout,
 }
+# Those that these call, with other names.
+_OPERATORS = {
+    torch.dropout,
+    torch.feature_dropout,
+    torch.alpha_dropout,
+    torch.feature_alpha_dropout,
+}
 
 
 class RandomDropout(TorchFunctionMode):
@@ -47,6 +55,10 @@ class RandomDropout(TorchFunctionMode):
             rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             self.met += rate > 0
             args, kwargs = args[:2], {**kwargs, "training": True}
+        elif func in _OPERATORS:
+            x, rate = args[0] if args else kwargs["input"], args[1] if args[1:] else kwargs["p"]
+            self.met += rate > 0
+            args, kwargs = (x, rate, True), {}
         elif func is F.multi_head_attention_forward:
             # As `nn.MultiheadAttention` calls it, with the rate by position.
             self.met += args[10] > 0
