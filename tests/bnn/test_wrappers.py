@@ -5,13 +5,14 @@ from torch import nn
 
 import tyxe
 from tyxe.testing import WRAPPERS, check_wrapper
+from tyxe.testing.wrappers import TRAINING
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_packages_own(name: str) -> None:
-    check_wrapper(WRAPPERS[name])
+    check_wrapper(WRAPPERS[name], train=TRAINING.get(name))
 
 
 class TrainsNoMore(tyxe.VariationalBNN):
@@ -47,3 +48,18 @@ def test_what_breaks_it_is_named(kind, message) -> None:
 
     with pytest.raises(AssertionError, match=message):
         check_wrapper(make)
+
+
+class Forgets(tyxe.VariationalBNN):
+    def load_checkpoint(self, checkpoint):
+        self.load_state_dict(checkpoint["bnn"])
+
+
+def test_a_training_that_does_not_go_on_is_named() -> None:
+    def make():
+        bnn = WRAPPERS["mean field"]()
+        bnn.__class__ = Forgets
+        return bnn
+
+    with pytest.raises(AssertionError, match="a loaded training differs in"):
+        check_wrapper(make, train=TRAINING["mean field"])

@@ -25,17 +25,28 @@ _LOADER = [(_X[:6], _Y[:6]), (_X[6:], _Y[6:])]
 _NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 _NOTHING = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
 _LIKELIHOOD = tyxe.likelihoods.Categorical(_N)
-_SGD = functools.partial(torch.optim.SGD, lr=0.05)
+_SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.5)
+_IVON = functools.partial(tyxe.optim.IVON, lr=0.05, hess_init=10.0)
 
 
 def _net(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), *more, nn.Linear(4, 3))
 
 
-def _variational(guide: Any, prior: Any = _NORMAL) -> Any:
-    bnn = tyxe.VariationalBNN(_net(), prior, _LIKELIHOOD, guide)
-    bnn.fit(_LOADER, _SGD, 3)
-    return bnn
+def _variational(guide: Any, prior: Any = _NORMAL, optim: Any = _SGD) -> Any:
+    return _trained(tyxe.VariationalBNN(_net(), prior, _LIKELIHOOD, guide), optim, 3)
+
+
+def _mean_field(_: int) -> Any:
+    return tyxe.VariationalBNN(_net(), _NORMAL, _LIKELIHOOD, tyxe.guides.AutoNormal)
+
+
+def _swag(_: int) -> Any:
+    return tyxe.SWAG_BNN(_net(), _NORMAL, _LIKELIHOOD, rank=2)
+
+
+def _by_batches(kernel: Any) -> Any:
+    return _trained(tyxe.MCMC_BNN(_net(), _NORMAL, _LIKELIHOOD, functools.partial(kernel, 0.01)), 6)
 
 
 def _trained(bnn: Any, *arguments: Any, **options: Any) -> Any:
@@ -55,41 +66,57 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "mean field": lambda: _variational(tyxe.guides.AutoNormal),
     "low rank": lambda: _variational(functools.partial(AutoLowRankMultivariateNormal, rank=2)),
     "Laplace": lambda: _trained(tyxe.LaplaceBNN(_net(), _NORMAL, _LIKELIHOOD), _SGD, 3),
+    "IVON": lambda: _variational(tyxe.guides.AutoNormal, optim=_IVON),
     "HMC": lambda: _chains(tyxe.samplers.HMC(num_steps=2)),
-    "SGHMC": lambda: _trained(
-        tyxe.MCMC_BNN(_net(), _NORMAL, _LIKELIHOOD, functools.partial(tyxe.samplers.SGHMC, 0.01)), 6
-    ),
-    "SWAG": lambda: _trained(
-        tyxe.SWAG_BNN(_net(), _NORMAL, _LIKELIHOOD, rank=2), _SGD, 4, start=0.0
-    ),
+    "NUTS": lambda: _chains(tyxe.samplers.NUTS(max_tree_depth=3)),
+    "MCLMC": lambda: _chains(tyxe.samplers.MCLMC()),
+    "SGLD": lambda: _by_batches(tyxe.samplers.SGLD),
+    "SGHMC": lambda: _by_batches(tyxe.samplers.SGHMC),
+    "SWAG": lambda: _trained(_swag(0), _SGD, 4, start=0.0),
     "dropout": lambda: _trained(tyxe.DropoutBNN(_net(nn.Dropout(0.2)), _LIKELIHOOD), _SGD, 3),
-    "ensemble": lambda: _trained(
-        tyxe.EnsembleBNN(
-            lambda _: tyxe.VariationalBNN(_net(), _NORMAL, _LIKELIHOOD, tyxe.guides.AutoNormal), 2
-        ),
-        _SGD,
-        3,
+    "ensemble": lambda: _trained(tyxe.EnsembleBNN(_mean_field, 2), _SGD, 3),
+    "ensemble in one tensor": lambda: _trained(
+        tyxe.EnsembleBNN(_mean_field, 2), _SGD, 3, vectorize=True
     ),
+    "Multi-SWAG": lambda: _trained(tyxe.EnsembleBNN(_swag, 2), _SGD, 4, start=0.0),
 }
 
 
-def check_wrapper(make: Callable[[], Any], inputs: Any = _X, targets: Tensor = _Y) -> None:
+def _by(optim: Any, **options: Any) -> Callable[..., Any]:
+    return lambda bnn, epochs, callback: _trained(bnn, optim, epochs, callback, **options)
+
+
+# Each trains one of these for some epochs with a callback, if what is saved there can go on.
+TRAINING: dict[str, Callable[..., Any]] = {
+    name: _by(_SGD) for name in ("maximum likelihood", "MAP", "mean field", "low rank", "dropout")
+} | {"IVON": _by(_IVON), "SWAG": _by(_SGD, start=0.0)}
+
+
+def check_wrapper(
+    make: Callable[[], Any],
+    inputs: Any = _X,
+    targets: Tensor = _Y,
+    train: Callable[..., Any] | None = None,
+) -> None:
     """Assert that a wrapper predicts and keeps its state as all others do.
 
     Draws repeat for a seed, and where they are of weights in any batches; the log-likelihood is
     that of the mixture over draws; modes, gradients and random streams of others are left alone;
-    the state goes through dictionaries, files, copies and pickles, and a wrong one changes nothing.
+    the state goes through dictionaries, files, copies and pickles, and a wrong one changes nothing;
+    a training that is saved and loaded goes on as one that is not.
 
     Args:
         make: returns a fitted wrapper of classes, with the same structure at each call.
         inputs: of its net.
         targets: `(n,)`.
+        train: called as `train(wrapper, num_epochs, callback)`, where what a callback saves with
+            `training=True` can go on.
 
     Raises:
         AssertionError: a rule is broken, which the message names.
 
     Example:
-        >>> check_wrapper(WRAPPERS["mean field"])
+        >>> check_wrapper(WRAPPERS["mean field"], train=TRAINING["mean field"])
     """
     torch.manual_seed(0)
     wrapper = make()
@@ -98,6 +125,8 @@ def check_wrapper(make: Callable[[], Any], inputs: Any = _X, targets: Tensor = _
     _check_bystanders(wrapper, inputs)
     _check_state(wrapper, make, inputs)
     _check_bad_input(wrapper, inputs, targets)
+    if train is not None:
+        _check_going_on(wrapper, make, train)
 
 
 def _seeded(call: Callable[[], Any]) -> Any:
@@ -190,3 +219,18 @@ def _check_bad_input(wrapper: Any, inputs: Any, targets: Tensor) -> None:
         "another reduction": lambda: wrapper.evaluate(inputs, targets, reduction="max"),
     }.items():
         assert_raises(ValueError, call, what)
+
+
+def _check_going_on(wrapper: Any, make: Callable[[], Any], train: Callable[..., Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+
+        def save(bnn: Any, epoch: int, loss: float) -> None:
+            if epoch == 1:
+                bnn.save(f"{folder}/wrapper", training=True)
+
+        train(wrapper, 4, save)
+        loaded = make()
+        loaded.load(f"{folder}/wrapper")
+        train(loaded, 2, None)
+    for name, value in wrapper.state_dict().items():
+        assert_close(loaded.state_dict()[name], value, f"a loaded training differs in {name}")
