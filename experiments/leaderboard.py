@@ -365,7 +365,7 @@ def draw(ax, points):
         ax.annotate(text, (x, min(y, top)), ha="center", va="center", fontsize=9, **look)
     ax.set(xscale="log", ylim=(low - 0.1 * (top - low), top + 0.1 * (top - low)))
     ax.set_xlim(0.75 * min(x for x, _ in points.values()), ends[-1][0])
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if ends[-1][0] < 200 else (1,)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(NullLocator())
 
