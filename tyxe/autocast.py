@@ -25,14 +25,7 @@ def autocast_like(tensor: Tensor) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off on a tensor's device, for sums that half precision would spoil.
-
-    Example:
-        >>> a = torch.ones(1, 1)
-        >>> with torch.autocast("cpu", torch.bfloat16), full_precision(a):
-        ...     (a @ a).dtype
-        torch.float32
-    """
+    """Turn autocast off on a tensor's device, for sums that half precision would spoil."""
     kind = tensor.device.type
     active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if active else nullcontext()

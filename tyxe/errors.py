@@ -53,12 +53,7 @@ def check_known(name: str, given: str, known: Iterable[str]) -> None:
 
 
 def described(value: Any) -> str:
-    """Say briefly what an argument is.
-
-    Example:
-        >>> described(2.5), described(int), described([1, 2])
-        ('2.5', 'the class int', 'a list')
-    """
+    """Say briefly what an argument is."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     is_short = isinstance(value, str | int | float | None)
@@ -71,11 +66,6 @@ def check_count(name: str, count: Any, least: float = 1, hint: str = "") -> int:
     Raises:
         TypeError: no integer, with a hint of what mends it.
         ValueError: less than `least`.
-
-    Example:
-        >>> import torch
-        >>> check_count("num_epochs", torch.tensor(3))
-        3
     """
     try:
         number = None if isinstance(count, bool) else operator.index(count)

@@ -131,15 +131,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of all global generators, as tensors and plain containers.
-
-    Example:
-        >>> state = random_state()
-        >>> first = torch.rand(()), np.random.rand(), random.random()
-        >>> set_random_state(state)
-        >>> first == (torch.rand(()), np.random.rand(), random.random())
-        True
-    """
+    """Return the states of all global generators, as tensors and plain containers."""
     state = np.random.get_state(legacy=False)
     # As lists, because `torch.load(weights_only=True)` refuses NumPy arrays.
     inner = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in state["state"].items()}

@@ -101,22 +101,12 @@ def only_handlers(active: Sequence[Messenger]) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Say whether autograd is running a backward in this thread.
-
-    Example:
-        >>> in_backward()
-        False
-    """
+    """Say whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_engine() -> bool:
-    """Say whether this thread is one of autograd's engine, which runs a backward for another.
-
-    Example:
-        >>> in_engine()
-        False
-    """
+    """Say whether this thread is one of autograd's engine, which runs a backward for another."""
     # Threads that Python has not started have a substitute object.
     return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
@@ -308,10 +298,5 @@ def exclusive() -> AbstractContextManager[None]:
     These belong to the process. Threads can be nested in it as often as they like, and an interrupt
     from the keyboard waits for the end, or ends the wait for another thread. A thread of autograd's
     engine does not wait: it works for a thread that does, and that may be inside.
-
-    Example:
-        >>> with exclusive():
-        ...     with exclusive():
-        ...         pass
     """
     return _NOT_EXCLUSIVE if in_engine() else _EXCLUSIVE

@@ -100,12 +100,7 @@ def pyro_sample_sites(net: nn.Module) -> list[str]:
 
 
 def site_spellings(site: str) -> tuple[str, ...]:
-    """Return how a site of a joint model may be called: in full, after its BNN's name, in the net.
-
-    Example:
-        >>> site_spellings("first.net.0.weight")
-        ('first.net.0.weight', 'net.0.weight', '0.weight')
-    """
+    """Return how a joint model's site may be called: in full, after its BNN's name, in the net."""
     # Before `net.` comes the name of a BNN; after it, parts of the net may be called `net` too.
     joint = site if site.startswith("net.") else site[site.find(".net.") + 1 :]
     return site, joint, joint.removeprefix("net.")
@@ -116,10 +111,6 @@ def resolve_site_name(name: str, known: Iterable[str], prefix: str = "net.") -> 
 
     Raises:
         ValueError: there is no such member; the message lists the members.
-
-    Example:
-        >>> resolve_site_name("0.weight", ["net.0.weight", "net.0.bias"])
-        'net.0.weight'
     """
     members = list(known)
     for candidate in (name, prefix + name, name.removeprefix(prefix)):
@@ -312,12 +303,7 @@ def replace_activations_(
 
 
 def call_with(function: Callable[..., Any], inputs: Inputs) -> Any:
-    """Call a function with a batch's inputs: a tuple or list by position, a mapping by keyword.
-
-    Example:
-        >>> call_with(torch.add, (torch.ones(2), torch.ones(2)))
-        tensor([2., 2.])
-    """
+    """Call a function with a batch's inputs: a tuple or list by position, a mapping by keyword."""
     try:
         if isinstance(inputs, Mapping):
             return function(**inputs)
@@ -350,13 +336,7 @@ def _other_dtypes(net: Any, inputs: Inputs) -> str:
 
 
 def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the function or class inside nested partials, and the keywords that they bind.
-
-    Example:
-        >>> import functools
-        >>> unwrapped(functools.partial(functools.partial(dict, a=1), a=2))
-        (<class 'dict'>, {'a': 2})
-    """
+    """Return the function or class inside nested partials, and the keywords that they bind."""
     keywords: dict[str, Any] = {}
     while isinstance(builder, functools.partial):
         keywords = {**builder.keywords, **keywords}
@@ -365,24 +345,14 @@ def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def is_constant(argument: Any) -> bool:
-    """Say whether all points share an argument of the net: a number, a string or None.
-
-    Example:
-        >>> is_constant(3), is_constant(torch.tensor(3.0)), is_constant(torch.zeros(3))
-        (True, True, False)
-    """
+    """Say whether all points share an argument of the net: a number, a string or None."""
     if isinstance(argument, Tensor):
         return argument.dim() == 0
     return isinstance(argument, bool | int | float | str | None)
 
 
 def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to every leaf with a `.to` method (tensors, graphs) of nested containers.
-
-    Example:
-        >>> tree_map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), 3)})
-        {'a': (tensor([1.]), 3)}
-    """
+    """Apply a function to every leaf with a `.to` method (tensors, graphs) of nested containers."""
     if isinstance(tree, Mapping):
         return {key: tree_map_tensors(function, value) for key, value in tree.items()}
     if hasattr(tree, "to"):  # before the tuples: a PackedSequence is one
@@ -398,26 +368,14 @@ def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def at_least_float32(tensors: T) -> T:
-    """Return a tensor, or a tuple of them, in float32 at least; in half precision sums overflow.
-
-    Example:
-        >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
-        torch.float32
-        >>> [t.dtype for t in at_least_float32((torch.zeros(1), torch.zeros(1).double()))]
-        [torch.float32, torch.float64]
-    """
+    """Return a tensor, or a tuple of them, in float32 at least; in half precision sums overflow."""
     if isinstance(tensors, tuple):
         return tuple(map(at_least_float32, tensors))
     return tensors.to(torch.promote_types(tensors.dtype, torch.float32))
 
 
 def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return `fn` with float32 for half precision, where matrices cannot be factorised.
-
-    Example:
-        >>> with_float32(Tensor.half)(torch.zeros(1)).dtype
-        torch.float32
-    """
+    """Return `fn` with float32 for half precision, where matrices cannot be factorised."""
 
     def moved(tensor: Tensor) -> Tensor:
         found = fn(tensor)
@@ -427,14 +385,7 @@ def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def in_function_transform() -> bool:
-    """Say whether a `torch.func` transform is active, which custom autograd nodes do not support.
-
-    Example:
-        >>> in_function_transform()
-        False
-        >>> torch.func.vmap(lambda x: x * in_function_transform())(torch.ones(2))
-        tensor([1., 1.])
-    """
+    """Say whether a `torch.func` transform is active, which custom autograd nodes do not take."""
     # PyTorch has no public name for it.
     return torch._C._are_functorch_transforms_active()
 

@@ -45,15 +45,6 @@ class Potential:
 
     Raises:
         ValueError: a prior that is no distribution.
-
-    Example:
-        >>> import torch, tyxe, pyro.distributions as dist
-        >>> bnn = tyxe.MCMC_BNN(
-        ...     torch.nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        ...     tyxe.likelihoods.HomoskedasticGaussian(1, scale=1.0), tyxe.samplers.NUTS)
-        >>> potential = Potential(bnn, torch.zeros(1, 1), torch.zeros(1, 1))
-        >>> round(potential.at(torch.zeros(2)).item(), 4)  # three standard normals at zero
-        2.7568
     """
 
     def __init__(

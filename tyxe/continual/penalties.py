@@ -18,13 +18,6 @@ class GaussianPenalty:
 
     Raises:
         ValueError: names or shapes differ; a negative precision.
-
-    Example:
-        >>> penalty = GaussianPenalty({"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])})
-        >>> penalty({"w": torch.ones(2)})
-        tensor(2.)
-        >>> penalty.gradient("w", torch.ones(2))
-        tensor([1., 3.])
     """
 
     means: Mapping[str, Tensor]

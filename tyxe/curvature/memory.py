@@ -9,13 +9,7 @@ MEMORY_LIMIT = 8 * 2**30
 
 
 def check_memory(what: str, needed: int, instead: str) -> None:
-    """Raise a ValueError if `what` takes more than `MEMORY_LIMIT` bytes, with advice in `instead`.
-
-    Example:
-        >>> check_memory("a matrix", 2**34, "keep its diagonal")
-        Traceback (most recent call last):
-        ValueError: a matrix would take 16.0 GiB, and the limit is 8 GiB: keep its diagonal
-    """
+    """Raise a ValueError that advises `instead` if `what` takes more than `MEMORY_LIMIT` bytes."""
     if needed > MEMORY_LIMIT:
         raise ValueError(
             f"{what} would take {needed / 2**30:,.1f} GiB, and the limit is "

@@ -212,13 +212,6 @@ def product_of(factors: Sequence[JointNormal], absorbed: int | None = None) -> G
 
     Raises:
         ValueError: the factors are over different blocks.
-
-    Example:
-        >>> blocks = ParamBlocks.of_sites({"w": Size([1])})
-        >>> one = JointNormal(blocks, torch.zeros(1), Diagonal(torch.tensor([1.0])))
-        >>> three = JointNormal(blocks, torch.ones(1), Diagonal(torch.tensor([3.0])))
-        >>> product_of([one, three]).mean
-        tensor([0.7500])
     """
     product = NormalProduct(factors, absorbed)
     precision = product.precision

@@ -19,12 +19,6 @@ class PackedSigns:
     """`S` samples of one tensor of `P` elements, each of which is `-scale` or `scale`.
 
     `bits` has the shape `(S, ceil(P / 8))`, with the first element of a byte in its lowest bit.
-
-    Example:
-        >>> values = torch.tensor([[1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]])
-        >>> packed = PackedSigns.of(values)
-        >>> packed.num_bytes, torch.equal(packed.values(), values)
-        (2, True)
     """
 
     bits: Tensor
@@ -72,19 +66,7 @@ def _places(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Samples of all sites of a net, by their names in the joint model; iterate for values by site.
-
-    Example:
-        >>> import tyxe
-        >>> bnn = tyxe.VariationalBNN(
-        ...     torch.nn.Linear(20, 4, bias=False), tyxe.priors.BinaryPrior(),
-        ...     tyxe.likelihoods.Categorical(10), tyxe.guides.AutoBernoulli)
-        >>> packed = bnn.net_guide.pack(num_samples=8)
-        >>> len(packed), packed.num_bytes  # as float32 they are 2,560
-        (8, 80)
-        >>> torch.stack([bnn.run_net(values, torch.ones(3, 20)) for values in packed]).shape
-        torch.Size([8, 3, 4])
-    """
+    """Samples of all sites of a net, by joint name; iterate for values by site."""
 
     sites: Mapping[str, PackedSigns]
 

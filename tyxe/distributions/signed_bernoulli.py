@@ -149,13 +149,6 @@ class RelaxedSignedBernoulli(SignedBernoulli):
 
     Reference:
         Maddison, Mnih, Teh, The concrete distribution, 2017, eq. 14.
-
-    Example:
-        >>> _ = torch.manual_seed(0)
-        >>> q = RelaxedSignedBernoulli(torch.zeros(3, requires_grad=True), temperature=0.5)
-        >>> w = q.rsample()
-        >>> w.requires_grad, bool((w.abs() < 1).all()), q.sample().abs()
-        (True, True, tensor([1., 1., 1.]))
     """
 
     has_rsample = True

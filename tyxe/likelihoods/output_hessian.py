@@ -128,11 +128,6 @@ class SqrtColumns:
     point is `sum_s (J^T s)(J^T s)^T`. Columns are computed one at a time while iterating; `len()`
     counts them. Each of the `R` positions has `rank` columns of its own, which are zero at all
     other positions; `block_column(k)` returns column `k` of every block, `(n, R, C)`.
-
-    Example:
-        >>> columns = output_hessian_sqrt(Bernoulli(100), torch.zeros(1, 2))
-        >>> len(columns), list(columns)
-        (2, [tensor([[0.5000, 0.0000]]), tensor([[0.0000, 0.5000]])])
     """
 
     shape: torch.Size
@@ -212,10 +207,6 @@ def true_gradient(
 
     This is the residual of MAP training, and the `r` of the empirical Fisher `sum_n J^T r r^T J`.
     The gradients have the predictions' shape `(n, ...)`, in float32 at least.
-
-    Example:
-        >>> true_gradient(Poisson(100), torch.zeros(2), torch.tensor([0.0, 3.0]))
-        tensor([-1.,  2.])
     """
     with torch.enable_grad():
         outputs = at_least_float32(predictions.detach()).requires_grad_()

@@ -52,11 +52,6 @@ def operator_state(operator: Operator) -> dict[str, Tensor]:
 
     The keys are `structure.field`, and for a block `block/structure.field`, for a term
     `+term/...` and for an inverse `!/...`. A class that is not in `STATE_NAMES` is a TypeError.
-
-    Example:
-        >>> import torch
-        >>> operator_state(BlockDiagonal({"0.weight": Diagonal(torch.ones(2))}))
-        {'0.weight/diagonal.entries': tensor([1., 1.])}
     """
     parts = _parts(operator)
     if parts is not None:

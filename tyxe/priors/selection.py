@@ -30,14 +30,7 @@ class Parameter:
 
 
 def parameters_of(net: nn.Module) -> list[Parameter]:
-    """List a net's parameters once each, in order, with all the places of a tied one.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> net[1].weight = net[0].weight
-        >>> [(p.name, p.names) for p in parameters_of(net)][0]
-        ('0.weight', ('0.weight', '1.weight'))
-    """
+    """List a net's parameters once each, in order, with all the places of a tied one."""
     found: dict[int, tuple[nn.Parameter, list[Place], list[str]]] = {}
     for prefix, module in net.named_modules():
         for attribute, tensor in module._parameters.items():
@@ -52,15 +45,7 @@ def parameters_of(net: nn.Module) -> list[Parameter]:
 
 
 class Selection:
-    """The hide and expose rules of a `Prior`, which documents them.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        >>> [p.name for p in Selection(expose_modules=[net[1]]).of(net)]
-        ['1.weight', '1.bias']
-        >>> [p.name for p in Selection(hide_parameters=["bias"]).of(net)]
-        ['0.weight', '1.weight']
-    """
+    """The hide and expose rules of a `Prior`, which documents them."""
 
     def __init__(self, expose_all: bool = True, hide_all: bool = False, **rules: Any) -> None:
         kinds = [f"{verb}_{rule}".rstrip("_") for verb in ("hide", "expose") for rule in RULES]

@@ -94,10 +94,6 @@ def windows(num_steps: int) -> tuple[Tensor, Tensor]:
 
     An initial part, windows of 25, 50, 100, ... transitions of which the last is stretched, and a
     last part, as Stan's. Both are masks `(num_steps,)`.
-
-    Example:
-        >>> windows(1000)[1].nonzero().flatten().tolist()
-        [99, 149, 249, 449, 949]
     """
     first, window, last = 75, 25, 50
     if num_steps < first + window + last:

@@ -54,11 +54,6 @@ class Program:
 
     Raises:
         RuntimeError: the operations depend on values, by control flow, random numbers or shapes.
-
-    Example:
-        >>> program = Program(lambda pair: (pair[0] + pair[1],), (torch.ones(3), torch.ones(3)))
-        >>> program((torch.ones(3), torch.zeros(3)))
-        (tensor([1., 1., 1.]),)
     """
 
     def __init__(
