@@ -1,6 +1,6 @@
 """Imports run downward.
 
-    threads, linalg, distributions, autocast, files, rng, util, errors
+    threads, linalg, distributions, autocast, data, files, rng, util, errors
       <- poutine, priors, likelihoods, guides, samplers
       <- curvature, optim <- predictive, laplace <- bnn <- continual
 
@@ -20,7 +20,7 @@ import pytest
 from docs.floors import PICTURE, Import, package_of, picture, read_imports
 
 LEVELS = (
-    ("threads", "linalg", "distributions", "autocast", "files", "rng", "util", "errors"),
+    ("threads", "linalg", "distributions", "autocast", "data", "files", "rng", "util", "errors"),
     ("poutine", "priors", "likelihoods", "guides", "samplers"),
     ("curvature", "optim"),
     ("predictive", "laplace"),

@@ -80,24 +80,24 @@ ARGUMENTS = {
         r"data_loader is a int; expected an iterable of \(inputs, tar",
     ),
     "an empty loader": (([], ADAM, 1), {}, ValueError, "loader is empty: it yields no batch"),
-    "a tensor": ((X, ADAM, 1), {}, ValueError, r"the loader yields a Tensor; expected pairs"),
+    "a tensor": ((X, ADAM, 1), {}, ValueError, r"the loader yields a Tensor; expected "),
     "one batch instead of a loader": (
         ((X, Y), ADAM, 1),
         {},
         ValueError,
-        r"the loader yields a Tensor; expected pairs \(inputs, t",
+        r"the loader yields a Tensor; expected \(inputs, t",
     ),
     "inputs without targets": (
         ([(X,)], ADAM, 1),
         {},
         ValueError,
-        r"yields a tuple of 1 elements; expected pairs",
+        r"yields a tuple of 1 elements; expected ",
     ),
     "arguments not grouped": (
         ([(X, X, Y)], ADAM, 1),
         {},
         ValueError,
-        r"a tuple of 3 elements; .* \(\(x1, x2\), y\)",
+        r"weights of shape .* \(\(x1, x2\), y\)",
     ),
     "a mapping": (
         ([{"x": X, "y": Y}], ADAM, 1),
@@ -109,7 +109,7 @@ ARGUMENTS = {
         ([(X, Y.tolist())], ADAM, 1),
         {},
         ValueError,
-        r"targets of type list; expected pairs",
+        r"targets of type list; expected ",
     ),
     "a larger batch than the data set": (
         ([(torch.randn(9, 2), torch.randn(9, 1))], ADAM, 1),

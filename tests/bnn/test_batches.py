@@ -178,6 +178,6 @@ def test_inputs_that_cannot_be_joined_are_refused(first, second, error, message)
         collect([((X[:4], first), Y[:4]), ((X[4:], second), Y[4:])])
 
 
-def test_a_loader_to_predict_yields_pairs_at_most():
-    with pytest.raises(ValueError, match="the loader yields 3 elements; expected"):
-        make().predict(iter([(X, X, Y)]), num_predictions=1)
+def test_a_loader_to_predict_yields_pairs_and_weights_at_most():
+    with pytest.raises(ValueError, match="the loader yields 4 elements; expected"):
+        make().predict(iter([(X, X, X, Y)]), num_predictions=1)

@@ -176,11 +176,6 @@ def test_a_temperature_assigned_before_the_fit():
 def test_masked_points():
     bnn, x, y = classifier()
     mask = torch.arange(15) < 6
-    with (
-        tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]),
-        pytest.raises(ValueError, match=r"selective_mask has no effect on the curvature"),
-    ):
-        bnn.fit_curvature([(x, y)])
     bnn.fit_curvature([(x, y)])
     with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
         masked = bnn.evaluate(x, y, link="probit", reduction="none")

@@ -156,8 +156,8 @@ def test_bad_masks_are_refused():
         masked(torch.ones(3))
     with pytest.raises(TypeError, match="mask is list"):
         masked([True, False])
-    with pytest.raises(ValueError, match=r"shape \(2, 2\)"):
-        masked(torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"shape \(\)"):
+        masked(torch.tensor(True))
     with pytest.raises(TypeError, match="pass a list"):
         selective_mask(mask=torch.ones(3, dtype=torch.bool), expose="likelihood.data")
 
@@ -182,7 +182,7 @@ def test_a_mask_of_another_length_is_refused(method):
 def test_two_masks_around_one_site_are_refused():
     bnn, x, y = make("HomoskedasticGaussian", dataset_size=12)
     mask = MASKS["some"]
-    with pytest.raises(RuntimeError, match="combine the masks with &"), masked(mask), masked(mask):
+    with pytest.raises(RuntimeError, match="combine masks with &"), masked(mask), masked(mask):
         bnn.model(x, y)
 
 

@@ -8,12 +8,14 @@ from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
 from tyxe.bnn.swag import SWAG_BNN
+from tyxe.bnn.training import Callback
 from tyxe.bnn.variational import DropoutBNN, VariationalBNN
 
 __all__ = [
     "BNN",
     "MCMC_BNN",
     "SWAG_BNN",
+    "Callback",
     "DropoutBNN",
     "ElboTerms",
     "EnsembleBNN",

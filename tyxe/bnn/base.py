@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.rerun import Resting, remember
+from tyxe.data import Output, pick
 from tyxe.errors import described
 from tyxe.poutine.draw import substituted
 from tyxe.priors import Prior
@@ -161,13 +162,17 @@ class BNN(Saved, nn.Module):
         net: any module with parameters.
         prior: a prior of `tyxe.priors`, which says which parameters are sites.
         name: prefix of all site names.
+        output: the predictions in what the net returns, where that is more than one tensor: a name,
+            such as `"logits"`, an index, or a function.
 
     Raises:
         TypeError: not a module, or not a prior; sites or trainable parameters of a scripted module.
         ValueError: the net has no parameters, or these no values; the prior does not fit it.
     """
 
-    def __init__(self, net: nn.Module, prior: Prior, name: str = "") -> None:
+    def __init__(
+        self, net: nn.Module, prior: Prior, name: str = "", *, output: Output | None = None
+    ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
             raise TypeError(f"net is {described(net)}; expected a torch.nn.Module")
@@ -180,6 +185,7 @@ class BNN(Saved, nn.Module):
         self.name = name
         self.prior = prior
         self.net = copy.deepcopy(net)
+        pick(self.net, output)
         prefix = f"{name}.net." if name else "net."
         self._slots: dict[str, list[tuple[nn.Module, str]]] = {
             prefix + parameter.name: list(parameter.places)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tyxe.data import Targets, Unpacked, concatenate_targets, weighted
 from tyxe.errors import check_count, described
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
@@ -48,14 +49,14 @@ def check_has_targets(targets: Any) -> None:
     """Raise where a loader for evaluation has yielded inputs without a tensor of targets."""
     if targets is None:
         raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
-    if not isinstance(targets, Tensor):
+    if not isinstance(targets, Tensor | Targets):
         raise TypeError(
             f"targets are {described(targets)}; pass a tensor: torch.as_tensor(targets)"
         )
 
 
-def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Tensor]]:
-    """Yield `(inputs, targets)` from a loader, on a device.
+def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Yield `(inputs, targets)` from a loader, on a device; weights make `Targets` of targets.
 
     Inputs are a tensor or a graph, a tuple or list of arguments, or a mapping of keyword arguments.
     A loader that is empty, or yields something else or a batch without points, is a ValueError; no
@@ -77,18 +78,19 @@ def _check_iterable(loader: Any) -> None:
         )
 
 
-def _checked(batch: Any, device: Any) -> tuple[Any, Tensor]:
+def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
     """Return inputs and targets on a device, or raise where a batch is something else."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         raise ValueError(f"the loader yields {_describe(batch)}; {_EXPECTED}")
-    inputs, targets = batch
-    if not isinstance(targets, Tensor):
+    inputs, targets, *weights = batch
+    if not isinstance(targets, Tensor | Targets):
         raise ValueError(f"the loader yields targets of type {type(targets).__name__}; {_EXPECTED}")
-    if not targets.numel():
+    shape = Targets.of(targets).values.shape
+    if not shape.numel():
         raise ValueError(
-            f"the loader yields a batch without points, of targets {tuple(targets.shape)}; "
-            "leave it out"
+            f"the loader yields a batch without points, of targets {tuple(shape)}; leave it out"
         )
+    targets = weighted(targets, *weights) if weights else targets
     if device is not None:
         inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))
     return inputs, targets
@@ -105,38 +107,34 @@ class OwnBatches:
 
     def __init__(self, loader: Iterable[Any], device: Any, seed: int) -> None:
         _check_iterable(loader)
-        if isinstance(loader, DataLoader):
-            # Persistent workers have one iterator, which each `iter` of their loader starts anew.
-            loader = own = copy.copy(loader)
-            own._iterator = None
-        self._loader, self._device = loader, device
+        self._loader, self._device = _with_own_iterator(loader), device
         self._iterator: Iterator[Any] = iter(())
-        self._next: list[tuple[Any, Tensor]] = []
+        self._next: list[tuple[Any, Any]] = []
         self._points = 0
         self.in_epoch: int | None = None
         with torch_rng_kept():
             torch.manual_seed(seed)
             self._rng = torch_rng()
 
-    def peek(self) -> tuple[Any, Tensor]:
+    def peek(self) -> tuple[Any, Any]:
         """Return the batch that the next `take` returns."""
         self._next = [self.take()]
         return self._next[0]
 
-    def take(self) -> tuple[Any, Tensor]:
+    def take(self) -> tuple[Any, Any]:
         """Return the next batch; errors are those of `batches_of`."""
         if self._next:
             return self._next.pop()
         return self._advance(anew=False) or self._advance(anew=True) or self._raise()
 
-    def epoch(self) -> Iterator[tuple[Any, Tensor]]:
+    def epoch(self) -> Iterator[tuple[Any, Any]]:
         """Yield the batches of a new epoch."""
         batch: Any = self._advance(anew=True) or self._raise()
         while batch is not None:
             yield batch
             batch = self._advance(anew=False)
 
-    def _advance(self, anew: bool) -> tuple[Any, Tensor] | None:
+    def _advance(self, anew: bool) -> tuple[Any, Any] | None:
         with torch_rng_kept():
             set_torch_rng(self._rng)
             if anew:
@@ -154,9 +152,20 @@ class OwnBatches:
         raise ValueError(_EMPTY)
 
 
+def _with_own_iterator(loader: Any) -> Any:
+    if isinstance(loader, Unpacked):
+        return Unpacked(_with_own_iterator(loader.loader), loader.unpack)
+    if isinstance(loader, DataLoader):
+        # Persistent workers have one iterator, which each `iter` of their loader starts anew.
+        loader = own = copy.copy(loader)
+        own._iterator = None
+    return loader
+
+
 _EXPECTED = (
-    "expected pairs (inputs, targets) with a tensor of targets, and inputs a tensor, a tuple of "
-    "arguments ((x1, x2), y), or a mapping of keyword arguments"
+    "expected (inputs, targets), or (inputs, targets, weights), with a tensor of targets, and "
+    "inputs a tensor, a tuple of arguments ((x1, x2), y), or a mapping of keyword arguments; for "
+    "other batches pass unpack=, a function from a batch to these"
 )
 
 
@@ -168,9 +177,7 @@ def _describe(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
-def batches_to_predict(
-    inputs: Inputs, targets: Tensor | None, batch_size: int | None
-) -> Iterable[Any]:
+def batches_to_predict(inputs: Inputs, targets: Any, batch_size: int | None) -> Iterable[Any]:
     """Return pairs of inputs and targets (or None), from a loader or from one batch.
 
     A loader yields pairs or inputs alone; a batch is cut into pieces of `batch_size` rows.
@@ -189,13 +196,15 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
     """Return a loader's batch as inputs and targets, or None where it has inputs alone."""
     if not isinstance(batch, tuple | list):
         return batch, None
-    if len(batch) > 2:
+    if len(batch) > 3:
         raise ValueError(
             f"the loader yields {len(batch)} elements; expected (inputs, targets), with several "
-            "arguments of the net in a tuple: ((x1, x2), y)"
+            "arguments of the net in a tuple, ((x1, x2), y), or (inputs, targets, weights)"
         )
     # A list would be a loader, where what is in a batch are arguments.
     inputs = tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
+    if len(batch) == 3:
+        return inputs, weighted(batch[1], batch[2])
     return inputs, batch[1] if len(batch) == 2 else None
 
 
@@ -241,13 +250,13 @@ def _like(container: Any, items: Iterable[Any]) -> Any:
     return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
 
 
-def collect(loader: Iterable[Any], device: Any = None) -> tuple[Any, Tensor]:
+def collect(loader: Iterable[Any], device: Any = None) -> tuple[Any, Any]:
     """Concatenate all batches of a loader into one."""
     batches = list(batches_of(loader, device))
     if len(batches) == 1:
         return batches[0]
     inputs = _concatenate([inputs for inputs, _ in batches])
-    return inputs, torch.cat([targets for _, targets in batches])
+    return inputs, concatenate_targets([targets for _, targets in batches])
 
 
 def _concatenate(pieces: list[Any]) -> Any:
@@ -350,7 +359,7 @@ def on_each(
     batch_size: int | None,
     function: Callable[[Any, Any, SameDraws], Any],
     dim: int,
-    targets: Tensor | None = None,
+    targets: Any = None,
 ) -> Any:
     """Return a function's values on batches, concatenated along `dim`.
 

@@ -25,6 +25,7 @@ class History:
         loss: `beta * kl - log_likelihood`, the negative ELBO for `beta = 1`.
         log_likelihood: expected log-likelihood of the data.
         kl: divergence of the guide from the prior.
+        validation: log-likelihood of held-out data, in nats per point; empty without such data.
 
     Example:
         >>> history = History()
@@ -36,6 +37,7 @@ class History:
     loss: list[float] = field(default_factory=list)
     log_likelihood: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
 
     def append(self, *, loss: float, log_likelihood: float, kl: float) -> None:
         """Add an epoch."""

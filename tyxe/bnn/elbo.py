@@ -35,13 +35,13 @@ class ElboTerms(NamedTuple):
     Attributes:
         data: expected log-likelihood, in nats, scaled to the whole data set.
         kl: divergence of the guide from the prior, in nats.
-        points: number of data points of the batch that are not masked.
+        points: number of data points of the batch that count: a sum, where there are weights.
         values: the guide's draws by site.
     """
 
     data: Tensor
     kl: Tensor
-    points: int
+    points: int | Tensor
     values: dict[str, Tensor]
 
 
@@ -125,17 +125,18 @@ def _log_prob(site: Any, is_bounded: bool = False) -> Tensor:
     return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
 
 
-def data_term(trace: Trace) -> tuple[Tensor, int]:
+def data_term(trace: Trace) -> tuple[Tensor, int | Tensor]:
     """Return the log-density of a trace's observed sites, and the number of their points."""
     total: Any = 0.0
-    count = 0
+    count: Any = 0
     observed = _samples(trace, observed=True)
     for _, site in observed:
         total = total + _log_prob(site, site["infer"].get("is_bounded", False))
         # Without a batch, a site is the only data point, or a factor or deterministic site.
         alone = 1 if len(observed) == 1 else 0
         rows = site["fn"].batch_shape[-1] if site["fn"].batch_shape else alone
-        count += int(site["mask"].sum()) if isinstance(site["mask"], Tensor) else rows
+        rows = site["mask"].sum() if isinstance(site["mask"], Tensor) else rows
+        count = count + site["infer"].get("points", rows)
     return torch.as_tensor(total), count
 
 

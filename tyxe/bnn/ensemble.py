@@ -15,12 +15,12 @@ from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import DrawsOfEach, SameDraws, on_each
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.laplace import LaplaceBNN
-from tyxe.bnn.predict import Intervals, SupervisedBNN, check_evaluation
+from tyxe.bnn.predict import Intervals, SupervisedBNN, check_evaluation, reduced, weights_of
 from tyxe.bnn.training import bars_named, fit_together
 from tyxe.bnn.variational import VariationalBNN
+from tyxe.data import Unpack, unpacked
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
-from tyxe.likelihoods.base import reduce_points
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.rng import set_torch_rng, torch_rng
@@ -196,12 +196,13 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         num_predictions: int = 1,
         aggregate: bool = True,
         batch_size: int | None = None,
+        unpack: Unpack | None = None,
         **options: Any,
     ) -> Any:
         """Return the mixture of the members' predictions, or the outputs of all their draws.
 
         Args:
-            inputs, batch_size, options: those of the members' `predict`.
+            inputs, batch_size, unpack, options: those of the members' `predict`.
             num_predictions: number of draws of each member; 0 predicts at the members' centres.
             aggregate: `False` returns the outputs, `(members * num_predictions, n, ...)`.
         """
@@ -212,6 +213,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             found = [m.predict(inputs, **given) for m, _ in draws.over(self._bnns, again)]
             return mixed(self.likelihood, found, self.weights) if aggregate else torch.cat(found)
 
+        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
         return on_each(self, inputs, batch_size, one, 0 if aggregate else 1)
 
     def sample_predictive(
@@ -250,12 +252,13 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         *,
         reduction: str = "sum",
         batch_size: int | None = None,
+        unpack: Unpack | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood of the mixture, `log sum_k w_k p_k(y | x)`, in nats.
 
         Args:
-            input_data, y, reduction, batch_size, options: those of the members' `evaluate`.
+            input_data, y, reduction, batch_size, unpack, options: of the members' `evaluate`.
             num_predictions: number of draws of each member.
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
@@ -263,18 +266,21 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         scorers = [member.scorer(num_predictions, **options) for member in self._bnns]
         draws = DrawsOfEach()
 
-        def one(inputs: Inputs, targets: Tensor, again: SameDraws) -> tuple[Tensor, Tensor]:
+        def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
+            targets = self.likelihood.from_loader(targets)
+            weights = weights_of(self.likelihood, targets)
             found = [score(inputs, targets, own) for score, own in draws.over(scorers, again)]
             logs = torch.stack([scores.log_likelihood for scores in found], -1)
             together = (logs + self._shares().to(logs).log()).logsumexp(-1)
             predictions: list[Any] = [scores.prediction for scores in found]
             if predictions[0] is None:  # all points are masked
-                return found[0][:2]
+                return *found[0][:2], weights
             prediction = mixed(self.likelihood, predictions, self.weights)
-            return self.likelihood.error(prediction, self._bnns[0].that_count(targets)), together
+            kept, _ = self.likelihood.that_count(targets)
+            return self.likelihood.error(prediction, kept), together, weights
 
-        errors, log_likelihoods = on_each(self, (input_data,), batch_size, one, -1, y)
-        return reduce_points(errors, reduction), reduce_points(log_likelihoods, reduction)
+        loader = unpacked(input_data, unpack)
+        return reduced(on_each(self, (loader,), batch_size, one, -1, y), reduction)
 
     def _shares(self) -> Tensor:
         count = len(self.members)

@@ -184,6 +184,10 @@ def linear_model(
         linear = bnn.linearize(inputs)
         check_blocks(state.blocks, linear.blocks)
         bnn.likelihood.check_batch(linear.outputs.detach(), labels)
+        if bnn.likelihood.observed(labels).counts() is not None:
+            raise ValueError(
+                "refine counts each point once: leave out weights, and points that do not count"
+            )
         points += linear.points
         _check_room(points, linear)
         rows.append(jacobian(linear).detach())

@@ -17,12 +17,13 @@ from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.bnn.training import FitOptions, Trainer, progress_bar
+from tyxe.bnn.training import FitOptions, Following, Trainer, Validation, progress_bar
 from tyxe.curvature import Curvature, Linearization, collect_curvature, functional_covariance
 from tyxe.curvature.accumulators import ACCUMULATORS
 from tyxe.curvature.collect import CURVATURES, check_blocks
 from tyxe.curvature.memory import check_size
 from tyxe.curvature.output_covariance import joint_covariance
+from tyxe.data import Output, Unpack, unpacked
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.joint_normal import GaussianJoint
 from tyxe.errors import check_count, check_known, warn
@@ -38,7 +39,7 @@ from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
-from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
 
@@ -108,8 +109,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         temperature: float = 1.0,
         name: str = "",
         options: LaplaceOptions | None = None,
+        output: Output | None = None,
     ) -> None:
-        super().__init__(net, prior, likelihood, name)
+        super().__init__(net, prior, likelihood, name, output=output)
         check_known("structure", structure, ACCUMULATORS)
         check_known("curvature", curvature, CURVATURES)
         options = _checked(temperature, LaplaceOptions() if options is None else options)
@@ -262,6 +264,10 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         lr_multipliers: Mapping[str, float] | None = None,
         evidence_every: int = 0,
         progress: bool | None = None,
+        unpack: Unpack | None = None,
+        validation: Iterable[Any] | None = None,
+        patience: int | None = None,
+        restore_best: bool = True,
     ) -> History:
         """Maximise the posterior, then take the curvature at its mode.
 
@@ -280,6 +286,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         check_options(1.0, clip_norm)
         if evidence_every:
             check_one_number(self._gaussian_prior(self.net_prior))
+        data_loader = unpacked(data_loader, unpack)
+        batches = self.to_fit(data_loader)
+        held_out = Validation(unpacked(validation, unpack), patience, restore_best)
         before, self.net_guide.state = self.net_guide.state, None
         history, trainer = History(), None
         try:
@@ -287,18 +296,20 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 # With T as the KL's weight, the mode is that of log p(D|w) / T + log p(w).
                 how = FitOptions(self.temperature, clip_norm, lr_multipliers)
                 trainer = Trainer(self, optim, how)
+                following = Following(self, callback, held_out, device)
                 with self._resumed(trainer) as first:
                     for epoch in trainer.epochs(first, num_epochs, progress):
                         with prior_fixed(self):
-                            trainer.run_epoch(data_loader, epoch, device, history)
+                            trainer.run_epoch(batches, epoch, device, history, callback)
                         if evidence_every and (epoch + 1) % evidence_every == 0:
                             self.fit_curvature(data_loader, device, progress=False)
                             self.optimize_prior_precision()
                             self.net_guide.state = None
                         self._end_epoch(epoch)
-                        with prior_fixed(self), INTERRUPTS.let_in():
-                            if callback is not None and callback(self, epoch, history.loss[-1]):
+                        with prior_fixed(self):
+                            if following.ends(epoch, history):
                                 break
+                following.restore_best()
         except BaseException:
             if trainer is None or not trainer.steps:
                 self.net_guide.state = before
@@ -307,14 +318,20 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         return history
 
     def fit_curvature(
-        self, data_loader: Iterable[Any], device: Any = None, *, progress: bool | None = None
+        self,
+        data_loader: Iterable[Any],
+        device: Any = None,
+        *,
+        progress: bool | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
         """Take the curvature at the present weights, for a net that is trained already.
 
         Args:
-            data_loader: yields `(inputs, targets)`.
+            data_loader: yields `(inputs, targets)`, or `(inputs, targets, weights)`.
             device: device that batches are moved to.
             progress: show a bar for several passes; by default on a terminal only.
+            unpack: from what the loader yields to one of these.
 
         Raises:
             ValueError: the data do not fit the likelihood; weights, the log-likelihood or the
@@ -325,11 +342,12 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         if bad:
             raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
         passes = progress_bar(range(self.num_passes), "curvature", "pass", progress)
+        loader = self.to_fit(data_loader, unpack)
         with fitting(self, train=False):
             found = collect_curvature(
                 self.linearize,
                 self.likelihood,
-                (batch for _ in passes for batch in batches_of(data_loader, device)),
+                (batch for _ in passes for batch in batches_of(loader, device)),
                 self.structure,
                 self.curvature,
                 self.reduce,
@@ -433,7 +451,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 that holds the data already, or couples weights; targets that do not fit the
                 likelihood; Jacobians that do not fit into memory.
         """
-        batches = batches_of(data_loader, device)
+        batches = batches_of(self.to_fit(data_loader), device)
         return refined(self, self.state, batches, method, structure, options)
 
     # ------------------------------------------------------------------ evidence

@@ -29,6 +29,7 @@ from tyxe.bnn.chains import (
 from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.potential import BatchPotential, Potential, starts_of
 from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.data import Output, Unpack
 from tyxe.errors import check_count, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
@@ -77,8 +78,10 @@ class MCMC_BNN(SupervisedBNN):
         likelihood: Likelihood,
         kernel_builder: Callable[..., Any],
         name: str = "",
+        *,
+        output: Output | None = None,
     ) -> None:
-        super().__init__(net, prior, likelihood, name)
+        super().__init__(net, prior, likelihood, name, output=output)
         if not callable(kernel_builder) and not isinstance(kernel_builder, Kernel):
             raise TypeError(
                 f"kernel_builder is a {type(kernel_builder).__name__}; expected a kernel such as "
@@ -122,13 +125,14 @@ class MCMC_BNN(SupervisedBNN):
         warmup_steps: int | None = None,
         num_chains: int | None = None,
         progress: bool | None = None,
+        unpack: Unpack | None = None,
         **options: Any,
     ) -> Any:
         """Run the chains on the whole data set, or on its mini-batches.
 
         Args:
-            data_loader: yields `(inputs, targets)`. All batches are concatenated; or, for `SGLD`
-                and `SGHMC`, a transition is a step on one of them.
+            data_loader: yields `(inputs, targets)`, or with weights. All batches are concatenated;
+                or, for `SGLD` and `SGHMC`, a transition is a step on one of them.
             num_samples: number of samples that are kept of each chain.
             device: device that the data are moved to.
             batch_data: whether `data_loader` is one batch itself, the pair `(inputs, targets)`.
@@ -137,6 +141,7 @@ class MCMC_BNN(SupervisedBNN):
             num_chains: by default 4, or as many as there are starts; 1 for Pyro's kernels and for
                 mini-batches.
             progress: show a bar; by default on a terminal only.
+            unpack: from what the loader yields to `inputs, targets`, or with weights.
             options: of a kernel of `tyxe.samplers`:
 
                 - `thinning` (1): every how many transitions a sample is kept;
@@ -172,12 +177,12 @@ class MCMC_BNN(SupervisedBNN):
             check_count("warmup_steps", warmup_steps, 0)
         if num_chains is not None:
             check_count("num_chains", num_chains)
-        loader = [data_loader] if batch_data else data_loader
+        loader = self.to_fit([data_loader] if batch_data else data_loader, unpack)
         by_batch = self.kernel is not None and self.kernel.takes_batches
         data = collect(loader, device) if not by_batch else OwnBatches(loader, device, 0).take()
         with fitting(self, train=by_batch), prior_fixed(self):
             check_one_batch(self, self.net_prior, *data)
-            self._warn_of_setting(None if by_batch else len(data[1]))
+            self._warn_of_setting(None if by_batch else float(self.likelihood.count(data[1])))
             known = [field.name for field in dataclasses.fields(RunOptions)]
             wrong = [name for name in options if (name in known) == (self.kernel is None)]
             if wrong:
@@ -290,7 +295,7 @@ class MCMC_BNN(SupervisedBNN):
             ValueError: a number of starts that is not `num_chains`; a start of a site that is
                 missing, of another shape, not finite, or without density.
         """
-        data = collect(data_loader, None)
+        data = collect(self.to_fit(data_loader), None)
         with fitting(self, train=False):
             check_one_batch(self, self.net_prior, *data)
             potential = Potential(self, *data)
@@ -334,13 +339,13 @@ class MCMC_BNN(SupervisedBNN):
         with exclusive():
             self.samples.replace(samples)
 
-    def _warn_of_setting(self, points: int | None) -> None:
+    def _warn_of_setting(self, points: float | None) -> None:
         if am_i_wrapped():
             warn("MCMC shields its model from handlers: those around fit have no effect")
         size = self.likelihood.dataset_size
         if points not in (None, size):
             warn(
-                f"the likelihood was built with dataset_size={size}, but there are {points} "
+                f"the likelihood was built with dataset_size={size}, but there are {points:g} "
                 f"points: each counts {size / points:.3g} times",
             )
         hidden = [name for name, p in self.net.named_parameters() if p.requires_grad]

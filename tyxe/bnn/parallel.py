@@ -51,7 +51,7 @@ class Objective(nn.Module):
         scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
         return (beta * terms.kl - terms.data) * scale
 
-    def data_at(self, values: Any, inputs: Inputs, targets: Tensor) -> tuple[Tensor, int]:
+    def data_at(self, values: Any, inputs: Inputs, targets: Any) -> tuple[Tensor, Any]:
         """Return the log-likelihood, scaled to the data set, at sites' values; and the points."""
         with poutine.trace() as messenger:
             self.bnn.likelihood(self.bnn.run_net(values, inputs), targets)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -53,7 +54,8 @@ class Potential:
         self.bnn, self.inputs, self.temperature = bnn, inputs, temperature
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
-        self._scale = bnn.likelihood.dataset_size / len(targets) / temperature
+        points = float(bnn.likelihood.count(targets))
+        self._scale = bnn.likelihood.dataset_size / points / temperature
         self.priors = priors = self._priors()
         # Without those of real supports, which are the identity.
         self.transforms = {
@@ -86,12 +88,14 @@ class Potential:
         """Return the negative log-likelihood of some points at sites' values, in nats per point."""
         latents = {name: values[joint] for name, joint in self._latents.items()}
         predictions = at_least_float32(self.bnn.run_net(values, inputs))
-        targets = self.bnn.likelihood.prepare_targets(predictions, targets)
-        found = self.bnn.likelihood.log_likelihood(predictions, targets, "sum", latents)
+        likelihood = self.bnn.likelihood
+        found = likelihood.log_likelihood(predictions, targets, "sum", latents)
         if self._is_bounded:  # a target is found to be wrong where the potential is looked at
-            support: Any = self.bnn.likelihood.predictive_distribution(predictions, latents).support
-            found = found.where(support.check(targets).all(), -math.inf)
-        return -found / len(targets)
+            support: Any = likelihood.predictive_distribution(predictions, latents).support
+            given = likelihood.observed(targets).values
+            given = likelihood.prepare_targets(predictions, given)
+            found = found.where(support.check(given).all(), -math.inf)
+        return -found / likelihood.count(targets)
 
     def estimate(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         """Return the potential energy as a mini-batch tells it."""
@@ -158,11 +162,15 @@ class Potential:
             likelihood.log_likelihood(predictions, targets, "sum", means)
             support = likelihood.predictive_distribution(predictions, means).support
         self._is_bounded = not (likelihood.is_zero_outside or is_real(support))
-        self.targets = likelihood.prepare_targets(predictions, targets)
+        found = likelihood.observed(targets)
+        values = likelihood.prepare_targets(predictions, found.values)
+        counts_once = found.weights is None and found.mask is None
+        self.targets: Any = values if counts_once else replace(found, values=values)
         # With one Gaussian noise, the log-likelihood is a distance and constants.
         self._noise: tuple[Tensor, Tensor] | None = None
         self._one_noise = (
             type(likelihood) is HomoskedasticGaussian
+            and counts_once
             and isinstance(predictions, Tensor)
             and not likelihood.scale.dim()
         )

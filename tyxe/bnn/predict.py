@@ -17,11 +17,11 @@ from tyxe.bnn.base import BNN, fitting, modes_restored
 from tyxe.bnn.batches import SameDraws, batches_to_predict, check_has_targets, is_loader, on_each
 from tyxe.bnn.rerun import remember
 from tyxe.curvature import Linearization
+from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
 from tyxe.errors import check_count, described
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
-from tyxe.poutine.selective import masked_pointwise
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
@@ -100,15 +100,36 @@ class SupervisedBNN(Intervals, BNN):
     """
 
     def __init__(
-        self, net: nn.Module, prior: Prior, likelihood: Likelihood, name: str = ""
+        self,
+        net: nn.Module,
+        prior: Prior,
+        likelihood: Likelihood,
+        name: str = "",
+        *,
+        output: Output | None = None,
     ) -> None:
         if not isinstance(likelihood, Likelihood):
             raise TypeError(
                 f"likelihood is {described(likelihood)}; expected one from "
                 "tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
             )
-        super().__init__(net, prior, name)
+        super().__init__(net, prior, name, output=output)
         self.likelihood = copy.deepcopy(likelihood).to(next(net.parameters()).device)
+        if self.likelihood.prepares_outputs:
+            pick(self.net, self.likelihood.from_net, keep=True)
+
+    def to_fit(self, loader: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Any]:
+        """Return a loader of batches as fits take them."""
+        loader = unpacked(loader, unpack)
+        return Unpacked(loader, self._prepared) if self.likelihood.prepares_targets else loader
+
+    def _prepared(self, batch: Any) -> Any:
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            return batch  # what takes it says what is wrong
+        inputs, targets, *weights = batch
+        targets = self.likelihood.from_loader(targets)
+        targets = weighted(targets, *weights) if weights else targets
+        return inputs, self.likelihood.to_fit(targets)
 
     @abstractmethod
     def draws(self, num_predictions: int) -> Iterator[Values]:
@@ -136,7 +157,9 @@ class SupervisedBNN(Intervals, BNN):
         with exclusive(), torch.no_grad():
             values = self.one_draw() if sample else self.mean_values()
             with statistics_in(self._statistics(values) if sample else {}):
-                return self.net_at(values)
+                net = self.net_at(values)
+            pick(net, None)
+            return net
 
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
@@ -272,6 +295,7 @@ class SupervisedBNN(Intervals, BNN):
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
+        unpack: Unpack | None = None,
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
 
@@ -292,6 +316,7 @@ class SupervisedBNN(Intervals, BNN):
                 is `"bnn"`, or `"glm"` for a `LaplaceBNN`, which has `"gp"` as well, after `fit_gp`.
                 A function from inputs to mean and covariance of outputs is another choice.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
+            unpack: from what a loader yields to inputs, or `inputs, targets`.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose
@@ -327,6 +352,7 @@ class SupervisedBNN(Intervals, BNN):
                 return outputs
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
 
+        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
         return on_each(self, inputs, batch_size, one, 0 if aggregate else 1)
 
     def sample_predictive(
@@ -390,6 +416,7 @@ class SupervisedBNN(Intervals, BNN):
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
+        unpack: Unpack | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood on data with targets.
 
@@ -399,11 +426,13 @@ class SupervisedBNN(Intervals, BNN):
         are not listed are those of `predict`.
 
         Args:
-            input_data: a batch of inputs, or a loader or list of `(inputs, targets)`.
+            input_data: a batch of inputs, or a loader or list of `(inputs, targets)`, or of
+                `(inputs, targets, weights)`, by which sum and mean count points.
             y: targets of a batch; None with a loader.
             aggregate: combine the draws; `False` returns a row for each, and has no effect for
                 Gaussian outputs.
             reduction: reduction over points: `"sum"`, `"mean"` or `"none"`.
+            unpack: from what a loader yields to one of these.
 
         Returns:
             `(error, log_likelihood)`; the error counts misclassifications or sums squares.
@@ -416,11 +445,12 @@ class SupervisedBNN(Intervals, BNN):
         check_evaluation(input_data, y, reduction)
         score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)
 
-        def one(inputs: Inputs, targets: Tensor, again: SameDraws) -> tuple[Tensor, Tensor]:
-            return score(inputs, targets, again)[:2]
+        def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
+            targets = self.likelihood.from_loader(targets)
+            return *score(inputs, targets, again)[:2], weights_of(self.likelihood, targets)
 
-        errors, log_likelihoods = on_each(self, (input_data,), batch_size, one, -1, y)
-        return reduce_points(errors, reduction), reduce_points(log_likelihoods, reduction)
+        loader = unpacked(input_data, unpack)
+        return reduced(on_each(self, (loader,), batch_size, one, -1, y), reduction)
 
     def scorer(
         self,
@@ -437,28 +467,18 @@ class SupervisedBNN(Intervals, BNN):
         def score(
             inputs: Inputs, targets: Tensor, again: AbstractContextManager[list[Any]]
         ) -> Scores:
-            rows = self._rows_that_count(targets)
+            check_has_targets(targets)
+            kept, rows = self.likelihood.that_count(targets)
             if gaussian is not None:
-                mean, covariance = (_rows(part, rows) for part in gaussian(inputs))
-                kept_targets = _rows(targets, rows)
-                return gaussian_scores(self.likelihood, mean, covariance, kept_targets, options)
+                mean, covariance = (_rows(part, rows, 0) for part in gaussian(inputs))
+                return gaussian_scores(self.likelihood, mean, covariance, kept, options)
             with again as known:
                 outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize, known)
-            kept = _rows(outputs, rows, 1), latents, _rows(targets, rows)
-            return mixture_scores(self.likelihood, *kept, aggregate)
+            return mixture_scores(
+                self.likelihood, _rows(outputs, rows, 1), latents, kept, aggregate
+            )
 
         return score
-
-    def that_count(self, targets: Tensor) -> Tensor:
-        """Return the targets that a mask leaves."""
-        return _rows(targets, self._rows_that_count(targets))
-
-    def _rows_that_count(self, targets: Tensor) -> Tensor | None:
-        """Return the rows that a mask leaves, or None for all."""
-        check_has_targets(targets)
-        rows = torch.arange(len(targets), device=targets.device)
-        kept = masked_pointwise(self.likelihood.data_name, rows)
-        return None if len(kept) == len(rows) else kept
 
     # ------------------------------------------------------------------ statistics of norms
 
@@ -588,8 +608,21 @@ def check_evaluation(input_data: Inputs, y: Tensor | None, reduction: str) -> No
     reduce_points(torch.zeros(1), reduction)
 
 
-def _rows(values: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
+def _rows(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
     return values if rows is None else values.index_select(dim, rows.to(values.device))
+
+
+def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
+    """Return how often each point of a batch counts, of those that do."""
+    kept, _ = likelihood.that_count(targets)
+    return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
+
+
+def reduced(parts: tuple[Tensor, Tensor, Tensor], reduction: str) -> tuple[Tensor, Tensor]:
+    """Return errors and log-likelihoods reduced over points, by their weights."""
+    errors, log_likelihoods, weights = parts
+    given = None if bool((weights == 1).all()) else weights
+    return reduce_points(errors, reduction, given), reduce_points(log_likelihoods, reduction, given)
 
 
 def _output_samples(gaussian: tuple[Tensor, Tensor], count: int) -> Tensor:

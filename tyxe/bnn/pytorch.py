@@ -18,6 +18,7 @@ from tyxe.bnn.base import BNN, modes_restored
 from tyxe.bnn.batches import batches_to_predict
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.rerun import draws_of_backward, remember
+from tyxe.data import Output
 from tyxe.errors import check_count
 from tyxe.guides import PyroGuide
 from tyxe.linalg.checks import numbers_unchecked
@@ -82,8 +83,10 @@ class PytorchBNN(BNN):
         guide_builder: Callable[[Callable[..., Any]], Any] | None = None,
         name: str = "",
         closed_form_kl: bool = True,
+        *,
+        output: Output | None = None,
     ) -> None:
-        super().__init__(net, prior, name)
+        super().__init__(net, prior, name, output=output)
         if (guide_builder is None) != (len(self.net_prior) == 0):
             raise ValueError(
                 "the prior exposes parameters, but there is no guide_builder: pass "

@@ -14,6 +14,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments
 from tyxe.bnn.predict import Values
 from tyxe.bnn.variational import VariationalBNN
+from tyxe.data import Output
 from tyxe.errors import check_count
 from tyxe.guides.swag import SWAGGuide
 from tyxe.likelihoods import Likelihood
@@ -52,11 +53,19 @@ class SWAG_BNN(VariationalBNN):
     _due = range(0)  # the epochs, counted from 1, after which snapshots are taken
 
     def __init__(
-        self, net: nn.Module, prior: Prior, likelihood: Likelihood, rank: int = 20, name: str = ""
+        self,
+        net: nn.Module,
+        prior: Prior,
+        likelihood: Likelihood,
+        rank: int = 20,
+        name: str = "",
+        *,
+        output: Output | None = None,
     ) -> None:
         has_own = isinstance(likelihood, Likelihood) and bool(likelihood.latent_priors())
         guide = functools.partial(SWAGGuide, rank=rank)
-        super().__init__(net, prior, likelihood, guide, AutoDelta if has_own else None, name)
+        own = AutoDelta if has_own else None
+        super().__init__(net, prior, likelihood, guide, own, name, output=output)
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
         return map(self.for_net, super().draws(num_predictions))
@@ -121,8 +130,10 @@ class SWAG_BNN(VariationalBNN):
             every: number of epochs from one snapshot to the next.
 
         Raises:
-            ValueError: fewer snapshots than the rank; weights that are not finite.
+            ValueError: fewer snapshots than the rank; weights that are not finite; `restore_best`.
         """
+        if options.setdefault("restore_best", False):
+            raise ValueError("restore_best would undo the snapshots: leave it out")
         num_epochs, _ = check_fit_arguments(optim, num_epochs)
         every = check_count("every", every)
         if not 0 <= start < 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,11 +27,14 @@ from tyxe.bnn.checks import (
 )
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective, Parallel, Processes, Together, shuffle_anew
+from tyxe.data import Unpack
+from tyxe.errors import check_count
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
+from tyxe.rng import torch_rng_kept
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs
 
@@ -50,6 +55,94 @@ class FitOptions:
         return check_beta(self.beta(epoch) if callable(self.beta) else self.beta, epoch)
 
 
+class Callback:
+    """What a fit does after each of its batches and epochs; a plain function is after epochs only.
+
+    Example:
+        >>> class Watch(Callback):
+        ...     def on_batch(self, bnn, epoch, batch, terms):
+        ...         print(f"batch {batch}: {terms.points} points")
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(5, scale=0.1), tyxe.guides.AutoNormal)
+        >>> data = [(torch.zeros(5, 2), torch.zeros(5, 1))]
+        >>> history = bnn.fit(data, torch.optim.Adam, 1, callback=Watch())
+        batch 0: 5 points
+    """
+
+    def __call__(self, bnn: Any, epoch: int, loss: float) -> Any:
+        """See a BNN after an epoch; True ends the fit."""
+
+    def on_batch(self, bnn: Any, epoch: int, batch: int, terms: ElboTerms) -> None:
+        """See a BNN after a step, with data term and KL in nats for the whole data set."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The arguments of `VariationalBNN.fit` of held-out data.
+
+    Raises:
+        TypeError: no iterable of batches.
+        ValueError: `patience` without data, or below 1.
+    """
+
+    loader: Iterable[Any] | None = None
+    patience: int | None = None
+    restore_best: bool = True
+
+    def __post_init__(self) -> None:
+        if self.patience is not None:
+            check_count("patience", self.patience)
+        if self.patience is not None and self.loader is None:
+            raise ValueError("patience is for the log-likelihood of held-out data: pass validation")
+
+
+class Following:
+    """What happens after each epoch: a callback, and held-out data that may end the fit.
+
+    Held-out data are predicted by 8 draws, the same in each epoch, or at the centre of what has no
+    spread. Ties count as no improvement.
+    """
+
+    def __init__(self, bnn: Any, callback: Any, held_out: Validation, device: Any) -> None:
+        self._bnn, self._callback, self._held_out = bnn, callback, held_out
+        self._device = device
+        self._draws = 8 if "scale" in bnn.parameter_kinds().values() else 0
+        self._best, self._waited = -math.inf, 0
+        self._state: dict[str, Any] | None = None
+
+    def ends(self, epoch: int, history: History) -> bool:
+        """Look at an epoch that has ended, and say whether the fit does."""
+        ends = False
+        if self._held_out.loader is not None:
+            history.validation.append(found := self._score(self._held_out.loader))
+            self._waited += 1
+            if found > self._best:
+                self._best, self._waited = found, 0
+                if self._held_out.restore_best:
+                    self._state = copy.deepcopy(self._bnn.state_dict())
+            patience = self._held_out.patience
+            ends = patience is not None and self._waited >= patience
+        with INTERRUPTS.let_in():
+            called = self._callback is not None
+            return bool(called and self._callback(self._bnn, epoch, history.loss[-1])) or ends
+
+    def restore_best(self) -> None:
+        """Go back to the epoch that was best."""
+        if self._state is not None and self._waited:
+            self._bnn.load_state_dict(self._state)
+
+    def _score(self, loader: Iterable[Any]) -> float:
+        total = points = 0.0
+        with torch_rng_kept():
+            for inputs, targets in batches_of(loader, self._device):
+                torch.manual_seed(0)
+                total += float(self._bnn.evaluate(inputs, targets, self._draws)[1])
+                points += float(self._bnn.likelihood.count(targets))
+        return total / points if points else math.nan
+
+
 # What the bars inside of a longer job are of, such as a member of an ensemble.
 _BAR_OF: ContextVar[str] = ContextVar("_BAR_OF", default="")
 
@@ -64,8 +157,8 @@ def bars_named(what: str) -> Iterator[None]:
         _BAR_OF.reset(token)
 
 
-def progress_bar(items: range, what: str, unit: str, progress: bool | None) -> Any:
-    """Return an iterator over items with a bar, by default on a terminal only."""
+def progress_bar(items: range | None, what: str, unit: str, progress: bool | None) -> Any:
+    """Return an iterator over items, or a counter, with a bar, by default on a terminal only."""
     disable = None if progress is None else not progress
     what = f"{_BAR_OF.get()} {what}".strip()
     return tqdm(items, desc=what, unit=unit, disable=disable, leave=not _BAR_OF.get())
@@ -97,19 +190,32 @@ class Trainer:
         self.steps = 0
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
-        """Yield `count` epochs from the first, with a bar in the reporting process."""
+        """Yield `count` epochs from the first, with a bar of batches in the reporting process."""
         shown = progress if self.processes.first else False
-        self._bar = progress_bar(range(first, first + count), "fit", "epoch", shown)
-        yield from self._bar
+        with progress_bar(None, "fit", "batch", shown) as self._bar:
+            for epoch in range(first, first + count):
+                self._left = first + count - epoch
+                yield epoch
+                self._bar.total = self._bar.n + (self._left - 1) * self._batches
 
-    def run_epoch(self, loader: Iterable[Any], epoch: int, device: Any, history: History) -> None:
+    def run_epoch(
+        self,
+        loader: Iterable[Any],
+        epoch: int,
+        device: Any,
+        history: History,
+        callback: Any = None,
+    ) -> None:
         """Make a step for each batch, and append the epoch's averages to the history."""
         beta = self.options.beta_at(epoch)
         announce_epoch(self.bnn.net, beta)
         data: Any = 0.0
         kl: Any = 0.0
-        points = 0
+        points: Any = 0
         shuffle_anew(loader, epoch, self.options.parallel is not None)
+        if self._bar.total is None and isinstance(loader, Sized):
+            self._bar.total = len(loader) * self._left
+        self._batches = 0
         for inputs, targets in self.processes.in_step(batches_of(loader, device)):
             with exclusive():
                 if not self._checked:
@@ -120,16 +226,29 @@ class Trainer:
                 with pyro.validation_enabled(not self._checked), numbers_unchecked(self._checked):
                     terms = self.step(inputs, targets, beta)
                 self._checked = True
-            data = data + terms.data.detach() * terms.points
-            kl = kl + terms.kl.detach() * terms.points
+            terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach())
+            data = data + terms.data * terms.points
+            kl = kl + terms.kl * terms.points
             points += terms.points
-        sums = self.processes.total([float(data), float(kl), points])
+            self._show(epoch, terms, beta)
+            if isinstance(callback, Callback):
+                with INTERRUPTS.let_in():
+                    callback.on_batch(self.bnn, epoch, self._batches, terms)
+            self._batches += 1
+        sums = self.processes.total([float(data), float(kl), float(points)])
         self._warned = self._warned or warn_of_size(int(sums[2]), self.bnn.likelihood.dataset_size)
-        weight = 1.0 / max(sums[2], 1)
+        weight = 1.0 / sums[2] if sums[2] else 0.0
         log_likelihood, divergence = sums[0] * weight, sums[1] * weight
         loss = beta * divergence - log_likelihood
         history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
-        self._bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+
+    def _show(self, epoch: int, terms: ElboTerms, beta: float) -> None:
+        """Count a batch on the bar, with its numbers where they are going to be drawn."""
+        if self._bar.update() and not self._bar.disable:
+            data, kl = float(terms.data), float(terms.kl)
+            shown = {"loss": beta * kl - data, "data": data, "kl": kl}
+            numbers = {name: f"{value:.4g}" for name, value in shown.items()}
+            self._bar.set_postfix({"epoch": epoch + 1, **numbers})
 
     def step(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
         """Make one step on a batch.
@@ -199,12 +318,14 @@ def fit_together(
     beta: float | Callable[[int], float] = 1.0,
     clip_norm: float | None = None,
     progress: bool | None = None,
+    unpack: Unpack | None = None,
 ) -> list[History]:
     """Train BNNs in stacked tensors, each on the batches that it would meet alone from its seed."""
     num_epochs, _ = check_fit_arguments(optim, num_epochs)
     if pyro_clipping(optim) is not None:
         raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
     check_options(beta, clip_norm)
+    data_loader = members[0].to_fit(data_loader, unpack)
     batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
     histories = [History() for _ in members]
     options, first = FitOptions(beta, clip_norm), members[0]
@@ -218,16 +339,17 @@ def fit_together(
             "takes its own: leave vectorize out"
         )
     for epoch in progress_bar(range(num_epochs), "fit members", "epoch", progress):
-        sums, points, weight = torch.zeros(2, len(members)), 0, options.beta_at(epoch)
+        sums, weight = torch.zeros(2, len(members)), options.beta_at(epoch)
+        points = torch.zeros(len(members))
         for rows in zip(*(own.epoch() for own in batches), strict=True):
-            count = len(rows[0][1])
-            if count > first.likelihood.dataset_size:
+            if len(rows[0][1]) > first.likelihood.dataset_size:
                 first.likelihood.check_size(rows[0][1])
             terms = _step_together(together, optimizer, members, rows, weight, clip_norm)
-            sums += count * terms
-            points += count
+            counts = torch.tensor([float(first.likelihood.count(own)) for _, own in rows])
+            sums += counts * terms
+            points += counts
         if not epoch:
-            warn_of_size(points, first.likelihood.dataset_size)
+            warn_of_size(int(points[0]), first.likelihood.dataset_size)
         for history, (data, kl) in zip(histories, (sums / points).T.tolist(), strict=True):
             history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
     together.hand_over()

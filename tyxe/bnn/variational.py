@@ -17,9 +17,10 @@ from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.bnn.training import FitOptions, Trainer
+from tyxe.bnn.training import FitOptions, Following, Trainer, Validation
 from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
+from tyxe.data import Output, Unpack, unpacked
 from tyxe.guides import Guide, PyroGuide
 from tyxe.guides.weight_covariance import weight_covariance
 from tyxe.likelihoods import Likelihood
@@ -29,7 +30,7 @@ from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import IIDPrior, Prior
 from tyxe.priors.sites import SitePriors
-from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
 GuideBuilder = Callable[[Callable[..., Any]], Any]
@@ -75,8 +76,10 @@ class VariationalBNN(Resumable, SupervisedBNN):
         net_guide_builder: GuideBuilder | None = None,
         likelihood_guide_builder: GuideBuilder | None = None,
         name: str = "",
+        *,
+        output: Output | None = None,
     ) -> None:
-        super().__init__(net, prior, likelihood, name)
+        super().__init__(net, prior, likelihood, name, output=output)
         self.net_guide = _build(
             "net_guide_builder", net_guide_builder, self.net_prior, len(self.net_prior) > 0
         )
@@ -149,6 +152,10 @@ class VariationalBNN(Resumable, SupervisedBNN):
         lr_multipliers: Mapping[str, float] | None = None,
         progress: bool | None = None,
         parallel: Parallel | None = None,
+        unpack: Unpack | None = None,
+        validation: Iterable[Any] | None = None,
+        patience: int | None = None,
+        restore_best: bool = True,
     ) -> History:
         """Fit the guide, deterministic parameters and the likelihood's variables by the ELBO.
 
@@ -157,13 +164,14 @@ class VariationalBNN(Resumable, SupervisedBNN):
 
         Args:
             data_loader: yields `(inputs, targets)`, where inputs are a tensor, a tuple of arguments
-                or a mapping of keyword arguments.
+                or a mapping of keyword arguments; or `(inputs, targets, weights)`, where a weight
+                of 2 is the point twice, and `dataset_size` the sum of all weights.
             optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an instance
                 over `bnn.parameters()`. Schedulers have to be stepped in `callback`. A class's
                 `weight_decay` is for parameters that the prior hides, not for those of guides.
             num_epochs: number of passes through the loader.
             callback: called as `callback(bnn, epoch, loss)` after each epoch; training stops when
-                it returns True.
+                it returns True. A `tyxe.Callback` sees batches as well.
             num_particles: number of draws that are averaged in a step.
             closed_form_kl: use closed forms of the KL where they exist.
             device: device that batches are moved to.
@@ -174,6 +182,13 @@ class VariationalBNN(Resumable, SupervisedBNN):
             progress: show a bar; by default on a terminal only.
             parallel: `torch.nn.parallel.DistributedDataParallel` or a partial of it, to fit in
                 several processes, each with a loader of its part of every batch.
+            unpack: from what the loader yields to one of these, such as
+                `lambda batch: (batch["x"], batch["y"])`.
+
+            validation: held-out data, as in `data_loader`, whose log-likelihood per point is taken
+                after each epoch.
+            patience: stop after so many epochs in which it is not higher than before.
+            restore_best: go back to the epoch in which it was highest.
 
         Returns:
             Loss, expected log-likelihood and KL of each epoch, in nats for the whole data set.
@@ -190,16 +205,18 @@ class VariationalBNN(Resumable, SupervisedBNN):
         options = FitOptions(
             beta, clip_norm, lr_multipliers, num_particles, closed_form_kl, parallel
         )
+        data_loader = self.to_fit(data_loader, unpack)
+        held_out = Validation(unpacked(validation, unpack), patience, restore_best)
         with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)
-            history = History()
+            history, following = History(), Following(self, callback, held_out, device)
             with self._resumed(trainer) as first:
                 for epoch in trainer.epochs(first, num_epochs, progress):
-                    trainer.run_epoch(data_loader, epoch, device, history)
+                    trainer.run_epoch(data_loader, epoch, device, history, callback)
                     self._end_epoch(epoch)
-                    with INTERRUPTS.let_in():
-                        if callback is not None and callback(self, epoch, history.loss[-1]):
-                            break
+                    if following.ends(epoch, history):
+                        break
+            following.restore_best()
         warn_of_result(self, history)
         return history
 
@@ -226,8 +243,16 @@ class DropoutBNN(VariationalBNN):
         torch.Size([5, 3])
     """
 
-    def __init__(self, net: nn.Module, likelihood: Likelihood, name: str = "") -> None:
-        super().__init__(net, IIDPrior(dist.Normal(0, 1), hide_all=True), likelihood, name=name)
+    def __init__(
+        self,
+        net: nn.Module,
+        likelihood: Likelihood,
+        name: str = "",
+        *,
+        output: Output | None = None,
+    ) -> None:
+        prior = IIDPrior(dist.Normal(0, 1), hide_all=True)
+        super().__init__(net, prior, likelihood, name=name, output=output)
 
     _drops = False  # whether a forward of a fit has met dropout
 

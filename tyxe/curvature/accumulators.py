@@ -34,15 +34,20 @@ class Accumulator(ABC):
         return self._like.new_zeros(shape)
 
     @abstractmethod
-    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
-        """Add the gradients of one cotangent; `first` marks the first one of a batch."""
+    def add(
+        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+    ) -> None:
+        """Add the gradients of one cotangent; `first` marks the first one of a batch.
+
+        `counts` say how often each point counts, `(n,)`, which the gradients' squares know already.
+        """
 
     @abstractmethod
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """Yield, with the name of its block, each sum or the sums over its rows."""
 
     @abstractmethod
-    def operator(self, points: int) -> Operator:
+    def operator(self, points: float) -> Operator:
         """Return the sum over all `points` points that were added; nothing is added afterwards."""
 
 
@@ -53,14 +58,16 @@ class DiagonalAccumulator(Accumulator):
         super().__init__(blocks, like)
         self._sums = {block.name: self.zeros(block.size) for block in blocks}
 
-    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
+    def add(
+        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+    ) -> None:
         for name, each in gradients.items():
             self._sums[name] += squared_sum(each)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._sums.items()
 
-    def operator(self, points: int) -> Operator:
+    def operator(self, points: float) -> Operator:
         return BlockDiagonal({name: Diagonal(total) for name, total in self._sums.items()})
 
 
@@ -90,7 +97,9 @@ class FullAccumulator(Accumulator):
         self._sum = self.zeros(blocks.size, blocks.size)
         self._batch: list[dict[str, PointGradients]] = []
 
-    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
+    def add(
+        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+    ) -> None:
         held = [g.g.numel() for one in self._batch for g in one.values() if _is_outer_product(g)]
         if first or sum(held) > BUDGET:
             self._flush()
@@ -125,7 +134,7 @@ class FullAccumulator(Accumulator):
         parts = self._sum.sum(1).split(self.blocks.sizes)
         yield from zip(self.blocks.names, parts, strict=True)
 
-    def operator(self, points: int) -> Operator:
+    def operator(self, points: float) -> Operator:
         self._flush()
         # In place, because the matrix may take most of the memory.
         matrix, self._sum = self._sum.tril_(), self._sum.new_empty(0)
@@ -175,12 +184,14 @@ class KroneckerAccumulator(Accumulator):
         for block in linear:
             _check_factors(block)
         # Numbers of positions that the averages of inputs are over.
-        self._positions = {block.name: 0 for block in linear}
+        self._positions = {block.name: 0.0 for block in linear}
         self._inputs = {b.name: self.zeros(b.groups, b.columns, b.columns) for b in linear}
         self._gradients = {b.name: self.zeros(b.groups, b.outputs, b.outputs) for b in linear}
         self._rest = {b.name: self.zeros(b.size) for b in blocks if b.name not in self._inputs}
 
-    def add(self, gradients: dict[str, PointGradients], first: bool) -> None:
+    def add(
+        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+    ) -> None:
         for name, each in gradients.items():
             if not isinstance(each, OuterProductGradients):
                 self._rest[name] += squared_sum(each)
@@ -190,13 +201,16 @@ class KroneckerAccumulator(Accumulator):
                 a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
             self._gradients[name] += _second_moment(g)
             if first:
+                if counts is not None:
+                    a = a * counts.to(a).sqrt().view(-1, 1, 1, 1)
                 self._inputs[name] += _second_moment(a)
-                self._positions[name] += a.shape[0] * a.shape[1]
+                points = len(a) if counts is None else float(counts.sum())
+                self._positions[name] += points * a.shape[1]
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         yield from (*self._inputs.items(), *self._gradients.items(), *self._rest.items())
 
-    def operator(self, points: int) -> Operator:
+    def operator(self, points: float) -> Operator:
         operators: dict[str, Operator] = {}
         for name in self.blocks.names:
             if name in self._rest:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,16 @@ from tyxe.autocast import full_precision
 from tyxe.curvature.accumulators import ACCUMULATORS, Accumulator, KroneckerAccumulator
 from tyxe.curvature.layer_calls import BatchDims
 from tyxe.curvature.linearize import Linearization
+from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
 from tyxe.linalg import BlockDiagonal
-from tyxe.poutine.selective import masked_pointwise
+from tyxe.poutine.selective import masked_targets
 from tyxe.threads import exclusive
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Curvature:
     """The curvature at one value of the sites, scaled to the whole data set.
 
@@ -57,22 +58,22 @@ class Curvature:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Curvature:
         """Return the curvature with a function of each of its operator's tensors."""
-        return dataclasses.replace(self, operator=self.operator.map(function))
+        return replace(self, operator=self.operator.map(function))
 
 
-def _ggn(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+def _ggn(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterator[Tensor]:
     return iter(output_hessian_sqrt(likelihood, outputs))
 
 
-def _fisher(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+def _fisher(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterator[Tensor]:
     yield sampled_gradient(likelihood, outputs)
 
 
-def _empirical(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+def _empirical(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterator[Tensor]:
     yield true_gradient(likelihood, outputs, targets)
 
 
-CURVATURES: dict[str, Callable[[Likelihood, Tensor, Tensor], Iterator[Tensor]]] = {
+CURVATURES: dict[str, Callable[[Likelihood, Tensor, Any], Iterator[Tensor]]] = {
     "ggn": _ggn,
     "fisher": _fisher,
     "empirical": _empirical,
@@ -82,7 +83,7 @@ CURVATURES: dict[str, Callable[[Likelihood, Tensor, Tensor], Iterator[Tensor]]] 
 def collect_curvature(
     linearize: Callable[[Any], Linearization],
     likelihood: Likelihood,
-    batches: Iterable[tuple[Any, Tensor]],
+    batches: Iterable[tuple[Any, Any]],
     structure: str = "kron",
     curvature: str = "ggn",
     reduce: bool = False,
@@ -91,7 +92,7 @@ def collect_curvature(
 
     Args:
         linearize: linearises the net on a batch.
-        batches: pairs of inputs and targets.
+        batches: pairs of inputs and targets, of which some may be masked or have weights.
         structure: `"full"`, the matrix; `"diag"`, its diagonal; or `"kron"`, one Kronecker product
             for each linear map: the exact block for one point without weight sharing [T 3.5], the
             product of the factors' averages for more [T 3.11, GLM A.2].
@@ -101,29 +102,37 @@ def collect_curvature(
             each position counts as a data point.
 
     Raises:
-        ValueError: there is no batch; outputs and targets do not fit the likelihood; batches for
-            which the net uses its sites differently; a mask of points; the curvature is not finite.
+        ValueError: there is no batch, or no point that counts; outputs and targets do not fit the
+            likelihood; batches for which the net uses its sites differently; the curvature is not
+            finite.
     """
     accumulator: Accumulator | None = None
-    points, sums = 0, torch.zeros(3, dtype=torch.float64)
+    points, sums = 0.0, torch.zeros(3, dtype=torch.float64)
     batch_dims: list[BatchDims | None] | None = None
     for inputs, targets in batches:
         with exclusive():
             linear = linearize(inputs)
             outputs = linear.outputs.detach()
             likelihood.check_batch(outputs, targets)
+            targets = masked_targets(likelihood.data_name, Targets.of(targets))
+            targets = likelihood.observed(targets)
+            counts, once = targets.counts(), replace(targets, weights=None)
             if accumulator is None:
                 accumulator = _accumulator(structure, linear, reduce)
             batch_dims = linear.find_batch_dims(batch_dims)
             check_blocks(accumulator.blocks, linear.blocks)
-            _check_unmasked(likelihood, outputs)
             with full_precision(outputs):
-                for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, targets)):
-                    accumulator.add(linear.gradients(column.detach()), first=index == 0)
-            points += len(targets)
+                columns = CURVATURES[curvature](likelihood, outputs, once)
+                roots = _root_counts(targets, outputs)
+                for index, column in enumerate(columns):
+                    column = column.detach() if roots is None else column.detach() * roots
+                    accumulator.add(linear.gradients(column), index == 0, counts)
+            points += float(likelihood.count(targets))
             sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
+    if not points:
+        raise ValueError("no point of the loader counts, so there is no curvature")
     scale = likelihood.dataset_size / points
     key = _key_of(accumulator, sums * scale)
     operator = accumulator.operator(points).scaled(scale)
@@ -133,11 +142,14 @@ def collect_curvature(
 
 
 @torch.no_grad()
-def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets) -> Tensor:
     """Return log-likelihood, error and number of targets of a batch, `(3,)`."""
     log_likelihood = likelihood.log_likelihood(outputs, targets, "sum")
     error = likelihood.error(outputs, targets, "sum")
-    return torch.tensor([float(log_likelihood), float(error), targets.numel()], dtype=torch.float64)
+    kept = torch.ones_like(targets.values) if targets.mask is None else targets.mask > 0
+    each = kept.to(torch.float64).flatten(1).sum(1) if kept.dim() > 1 else kept.to(torch.float64)
+    numbers = each.sum() if targets.weights is None else each @ targets.weights.to(each)
+    return torch.tensor([log_likelihood, error, numbers], dtype=torch.float64)
 
 
 def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
@@ -151,13 +163,21 @@ def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
         )
 
 
-def _check_unmasked(likelihood: Likelihood, outputs: Tensor) -> None:
-    rows = torch.arange(len(outputs), device=outputs.device)
-    if len(masked_pointwise(likelihood.data_name, rows)) < len(outputs):
+def _root_counts(targets: Targets, outputs: Tensor) -> Tensor | None:
+    """Return the roots of how often each output's curvature counts, or None for once each."""
+    counts, mask = targets.counts(), targets.mask
+    if counts is None:
+        return None
+    roots = counts.to(outputs).sqrt().view(-1, *[1] * (outputs.dim() - 1))
+    if mask is None or mask.dim() == 1:
+        return roots
+    if mask.shape != outputs.shape[: mask.dim()]:
         raise ValueError(
-            "selective_mask has no effect on the curvature: leave the masked points out of the "
-            "loader, and let dataset_size count the others"
+            f"the curvature cannot leave numbers of shape {tuple(mask.shape)} out of outputs "
+            f"{tuple(outputs.shape)}: mask whole points"
         )
+    each = mask.to(outputs).sqrt()
+    return roots * each.view(*mask.shape, *[1] * (outputs.dim() - mask.dim()))
 
 
 def _accumulator(structure: str, linear: Linearization, reduce: bool) -> Accumulator:

@@ -314,7 +314,7 @@ def check_is_tensor(outputs: Any) -> None:
         )
     if not isinstance(outputs, Tensor):
         raise TypeError(
-            f"the net returns a {type(outputs).__name__}; the likelihood needs a tensor: wrap the "
-            "net in a module that returns the one to be observed, or use PytorchBNN with a loss "
-            "of your own"
+            f"the net returns a {type(outputs).__name__}; the likelihood needs a tensor: name the "
+            "one to be observed by output=, a name, an index or a function, or take "
+            "tyxe.likelihoods.Joint for several"
         )

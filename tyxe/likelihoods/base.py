@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe.data import Targets
 from tyxe.distributions.moments import is_real
 from tyxe.errors import check_count
-from tyxe.poutine.selective import masked_pointwise
+from tyxe.poutine.selective import filled, masked_targets, masked_within
 from tyxe.util import at_least_float32
 
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
 
 
-def reduce_points(values: Tensor, reduction: str) -> Tensor:
+def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
     """Reduce numbers per data point, `(..., n)`, by `"sum"`, `"mean"` or `"none"` over the points.
+
+    Sum and mean count each point by its weight, `(n,)`.
 
     Raises:
         ValueError: another reduction, or a mean over no points.
@@ -33,6 +38,10 @@ def reduce_points(values: Tensor, reduction: str) -> Tensor:
         raise ValueError(f"reduction is {reduction!r}; expected 'sum', 'mean' or 'none'")
     if reduction == "mean" and not values.shape[-1]:
         raise ValueError("there are no points, and so no mean over them; reduction='sum' is 0")
+    if weights is not None:
+        weights = weights.to(values)
+        total = (values * weights).sum(-1)
+        return total if reduction == "sum" else total / weights.sum()
     return values.sum(-1) if reduction == "sum" else values.mean(-1)
 
 
@@ -151,11 +160,55 @@ class Likelihood(nn.Module, ABC):
         """Return the prior means of the likelihood's own variables, where only shapes matter."""
         return {name: prior.mean for name, prior in self.latent_priors().items()}
 
-    def check_targets(self, predictions: Tensor, targets: Tensor) -> None:
+    # ------------------------------------------------------------------ what comes, and counts
+
+    def from_net(self, outputs: Any) -> Tensor:
+        """Return predictions from what the net returns, once it is picked by `output`."""
+        found: Tensor = outputs
+        return found
+
+    def from_loader(self, targets: Any) -> Any:
+        """Return targets from what a loader yields."""
+        return targets
+
+    def to_fit(self, targets: Tensor | Targets) -> Tensor | Targets:
+        """Return the targets with weights that count in fits alone."""
+        return targets
+
+    prepares_outputs = False  # whether what a net returns goes through `from_net`
+    prepares_targets = False  # whether a loader's targets go through `from_loader` and `to_fit`
+
+    def observed(self, targets: Tensor | Targets) -> Targets:
+        """Return targets with what of them counts, and a value of the support where nothing does.
+
+        A likelihood whose targets say themselves what is missing overrides this.
+        """
+        found = Targets.of(targets)
+        if found.mask is None:
+            return found
+        return Targets(filled(found.values, found.mask), found.weights, found.mask)
+
+    def count(self, targets: Tensor | Targets) -> Any:
+        """Return the number of points of a batch that count: the sum of weights."""
+        counts = self.observed(targets).counts()
+        return len(targets) if counts is None else counts.sum()
+
+    def that_count(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
+        """Return the targets of points that count, also by masks, and their rows; None for all."""
+        found = self.observed(masked_targets(self.data_name, Targets.of(targets)))
+        counts = found.counts()
+        if counts is None or bool(counts.all()):
+            return found, None
+        rows = counts.nonzero()[:, 0]
+        return found[rows], rows
+
+    # ------------------------------------------------------------------ checks
+
+    def check_targets(self, predictions: Tensor, targets: Tensor | Targets) -> None:
         """Raise an error if targets do not fit the predictions or lie outside the support."""
         self.check_predictions(predictions)
         self._distribution_for(predictions, targets, self.prior_means())
-        self.check_values(predictions, targets)
+        self.check_values(predictions, self.observed(targets).values)
 
     def check_values(self, predictions: Tensor, targets: Tensor) -> None:
         """Raise a ValueError if targets lie outside the support, for predictions of some points."""
@@ -170,36 +223,38 @@ class Likelihood(nn.Module, ABC):
                 f", but they range from {targets.min().item()} to {targets.max().item()}"
             )
 
-    def check_batch(self, predictions: Tensor, targets: Tensor) -> None:
+    def check_batch(self, predictions: Tensor, targets: Tensor | Targets) -> None:
         """Check the targets of a batch, and that it has no more points than the data set.
 
-        Points that `selective_mask` excludes are not checked: their labels may be -1 or NaN. Where
+        What does not count is not checked: labels there may be -1 or NaN. Where
         the net's output is not finite no target is checked; other code reports that.
 
         Raises:
             TypeError: targets that are complex.
             ValueError: more points than `dataset_size`, or targets that do not fit.
         """
-        rows = self.check_size(targets)
-        if len(rows) < len(targets):
-            rows = rows.to(targets.device)
-            predictions, targets = predictions[rows], targets[rows]
-        if len(targets) and bool(predictions.isfinite().all()):
-            self.check_targets(predictions, targets)
+        found, rows = self.check_size(targets)
+        if rows is not None:
+            predictions = predictions[rows.to(predictions.device)]
+        if len(found) and bool(predictions.isfinite().all()):
+            self.check_targets(predictions, found)
 
-    def check_size(self, targets: Tensor) -> Tensor:
-        """Return the rows of a batch that count, or raise if they are more than `dataset_size`."""
-        if not targets.dim():
+    def check_size(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
+        """Return what `that_count` does, or raise for more than `dataset_size`."""
+        values = Targets.of(targets).values
+        if not values.dim():
             raise ValueError("targets are one number; expected one row for each point, (n, ...)")
-        if targets.is_complex():
-            raise TypeError(f"targets are of {targets.dtype}; pass targets.real, or view_as_real")
-        rows = masked_pointwise(self.data_name, torch.arange(len(targets)))
-        if len(rows) > self.dataset_size:
+        if values.is_complex():
+            raise TypeError(f"targets are of {values.dtype}; pass targets.real, or view_as_real")
+        found, rows = self.that_count(targets)
+        count = float(self.count(found))
+        if count > self.dataset_size * (1 + 1e-6):
             raise ValueError(
-                f"the batch has {len(rows)} points, but the likelihood was built with "
+                f"the batch has {count:g} points, but the likelihood was built with "
                 f"dataset_size={self.dataset_size}; pass the number of training points"
+                + (", the sum of their weights" if found.weights is not None else "")
             )
-        return rows
+        return found, rows
 
     def check_predictions(self, predictions: Tensor) -> None:
         """Raise or warn if the net's output cannot parametrise this likelihood."""
@@ -219,8 +274,10 @@ class Likelihood(nn.Module, ABC):
             for name, prior in self.latent_priors().items()
         }
 
-    def forward(self, predictions: Predictions, obs: Tensor | None = None) -> Tensor:
+    def forward(self, predictions: Predictions, obs: Tensor | Targets | None = None) -> Tensor:
         """Sample the observed site for a batch of predictions.
+
+        With weights, the plate's scale is `N` by their sum, as if points were repeated.
 
         Args:
             predictions: the net's output `(n, ...)`.
@@ -230,32 +287,51 @@ class Likelihood(nn.Module, ABC):
             ValueError: the targets' shape is not that of the predictive distribution.
         """
         latents = self.sample_latents()
-        distribution, obs = self._distribution_for(predictions, obs, latents)
+        targets = None if obs is None else self.observed(obs)
+        distribution, values = self._distribution_for(predictions, targets, latents)
         # The plate only uses the length of `subsample`, which is the number of rows.
         rows = range(distribution.batch_shape[0])
-        infer = {"is_bounded": not (self.is_zero_outside or is_real(distribution.support))}
-        with pyro.plate(f"{self.prefix}.plate", self.dataset_size, subsample=rows, dim=-1):
-            value: Tensor = pyro.sample(self.data_name, distribution, obs=obs, infer=infer)
+        infer: dict[str, Any] = {
+            "is_bounded": not (self.is_zero_outside or is_real(distribution.support))
+        }
+        with ExitStack() as stack:
+            plate = pyro.plate(f"{self.prefix}.plate", self.dataset_size, subsample=rows, dim=-1)
+            stack.enter_context(plate)
+            if targets is not None and (counts := targets.counts()) is not None:
+                kept = counts > 0
+                stack.enter_context(poutine.mask(mask=kept))
+                if targets.weights is None:
+                    infer["kept"] = points = kept.sum()
+                    factor = len(rows) / points.clamp(min=1)
+                else:
+                    infer["points"] = points = counts.sum()
+                    factor = counts.where(kept, torch.ones_like(counts)) * len(rows)
+                    factor = factor / points.where(points > 0, torch.ones_like(points))
+                stack.enter_context(poutine.scale(scale=factor))
+            value: Tensor = pyro.sample(self.data_name, distribution, obs=values, infer=infer)
         return value
 
     def _distribution_for(
         self,
         predictions: Predictions,
-        targets: Tensor | None,
+        targets: Tensor | Targets | None,
         latents: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, Tensor | None]:
         """Return the distribution with points as its only batch dimension, and its targets."""
         predictions = at_least_float32(predictions)
-        distribution = self.predictive_distribution(predictions, latents)
+        distribution, values = self.predictive_distribution(predictions, latents), None
         if targets is not None:
-            targets = self.prepare_targets(predictions, targets)
+            targets = self.observed(targets)
+            values = self.prepare_targets(predictions, targets.values)
             expected = distribution.batch_shape + distribution.event_shape
-            if targets.shape != expected:
+            if values.shape != expected:
                 raise ValueError(
                     _shape_message(
-                        type(self).__name__, expected, targets.shape, mean_of(predictions).shape
+                        type(self).__name__, expected, values.shape, mean_of(predictions).shape
                     )
                 )
+            if targets.mask is not None:
+                distribution = masked_within(distribution, targets.mask)
         extra = len(distribution.batch_shape) - 1
         if extra > 0:
             distribution = dist.Independent(distribution, extra, validate_args=False)
@@ -264,18 +340,20 @@ class Likelihood(nn.Module, ABC):
                 f"{type(self).__name__} got predictions in which no dimension counts data points; "
                 "the net's output needs one row per point (or a smaller event_dim)"
             )
-        return distribution, targets
+        return distribution, values
 
     # ------------------------------------------------------------------ evaluation
 
     def log_likelihood(
         self,
         predictions: Predictions,
-        targets: Tensor,
+        targets: Tensor | Targets,
         reduction: str = "none",
         latents: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the log-likelihood of targets, in nats, each point's dimensions summed.
+
+        Sum and mean over points count each by its weight.
 
         Args:
             predictions: `(n, ...)`.
@@ -287,14 +365,14 @@ class Likelihood(nn.Module, ABC):
             ValueError: the targets' shape is not that of the predictive distribution; a variable of
                 the likelihood's own has no value.
         """
-        distribution, targets_ = self._distribution_for(predictions, targets, latents)
-        assert targets_ is not None
-        return reduce_points(distribution.log_prob(targets_), reduction)
+        targets = self.observed(targets)
+        distribution, values = self._distribution_for(predictions, targets, latents)
+        return reduce_points(distribution.log_prob(values), reduction, targets.counts())
 
     def mixture_log_likelihood(
         self,
         predictions: Tensor,
-        targets: Tensor,
+        targets: Tensor | Targets,
         latents: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return `log 1/S sum_s p(y_n | f_s(x_n))` for each point, in nats.
@@ -312,17 +390,22 @@ class Likelihood(nn.Module, ABC):
         ]
         return torch.stack(each).logsumexp(0) - math.log(len(each))
 
-    def error(self, predictions: Predictions, targets: Tensor, reduction: str = "none") -> Tensor:
+    def error(
+        self, predictions: Predictions, targets: Tensor | Targets, reduction: str = "none"
+    ) -> Tensor:
         """Return the error of predictions, each point's dimensions summed.
 
         For discrete likelihoods this is the number of misclassifications, for others the squared
         error.
         """
+        targets = self.observed(targets)
         self._distribution_for(predictions, targets, self.prior_means())
         predictions = at_least_float32(predictions)
-        errors = self.point_error(predictions, self.prepare_targets(predictions, targets))
+        errors = self.point_error(predictions, self.prepare_targets(predictions, targets.values))
+        if targets.mask is not None:
+            errors = errors * targets.mask
         per_point = errors.sum(tuple(range(1, errors.dim()))) if errors.dim() > 1 else errors
-        return reduce_points(per_point, reduction)
+        return reduce_points(per_point, reduction, targets.counts())
 
     def sample(
         self,

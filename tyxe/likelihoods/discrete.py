@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -11,6 +13,7 @@ import torch.distributions as td
 from torch import Tensor
 from torch.nn.functional import logsigmoid, nll_loss
 
+from tyxe.data import Targets
 from tyxe.errors import warn
 from tyxe.likelihoods.base import Likelihood, log_mean_exp, mean_over
 from tyxe.util import at_least_float32
@@ -24,10 +27,16 @@ class Categorical(Likelihood):
 
     Args:
         logit_predictions: the net returns logits; probabilities for `False`.
+        ignore_index: a label that counts nowhere, neither in fits and their scale nor in errors and
+            log-likelihoods, such as -100 of padded tokens and of pixels without a label.
+        class_weights: `(C,)`, how often labels of each class count in fits; evaluations do not use
+            them. With the mean 1 over the data, `dataset_size` stays the number of points.
+        class_dim: the dimension of the classes in what the net returns, such as 1 for images
+            `(n, C, H, W)`; a BNN moves it to the end, and so returns predictions `(n, H, W, C)`.
 
     Raises:
         TypeError: targets that are not integers.
-        ValueError: a target outside `0 ... C - 1`.
+        ValueError: a target outside `0 ... C - 1`; class weights that are negative, or all 0.
 
     Example:
         >>> import torch
@@ -46,9 +55,44 @@ class Categorical(Likelihood):
         logit_predictions: bool = True,
         event_dim: int = 0,
         name: str = "likelihood",
+        *,
+        ignore_index: int | None = None,
+        class_weights: Tensor | None = None,
+        class_dim: int = -1,
     ) -> None:
         super().__init__(dataset_size, event_dim, name)
         self.logit_predictions = logit_predictions
+        self.ignore_index, self.class_dim = ignore_index, class_dim
+        self.prepares_outputs, self.prepares_targets = class_dim != -1, class_weights is not None
+        weights = None if class_weights is None else torch.as_tensor(class_weights).float()
+        self.class_weights: Tensor | None
+        if weights is not None and not (
+            weights.dim() == 1 and (weights >= 0).all() and any(weights)
+        ):
+            raise ValueError(f"class_weights are {class_weights}; expected a number from 0 each")
+        self.register_buffer("class_weights", weights, persistent=False)
+
+    def observed(self, targets: Tensor | Targets) -> Targets:
+        found = Targets.of(targets)
+        if self.ignore_index is not None:
+            known = found.values != self.ignore_index
+            found = replace(found, mask=known if found.mask is None else found.mask * known)
+        return super().observed(found)
+
+    def to_fit(self, targets: Tensor | Targets) -> Tensor | Targets:
+        if self.class_weights is None:
+            return targets
+        found = self.observed(targets)
+        weights = self.class_weights.to(found.device)
+        if not 0 <= int(found.values.min()) <= int(found.values.max()) < len(weights):
+            return targets  # the check of targets says what is wrong with them
+        each = weights[found.values]
+        if each.dim() > 1:
+            return replace(found, mask=each if found.mask is None else each * found.mask)
+        return replace(found, weights=each if found.weights is None else each * found.weights)
+
+    def from_net(self, outputs: Any) -> Any:
+        return outputs.movedim(self.class_dim, -1) if isinstance(outputs, Tensor) else outputs
 
     def predictive_distribution(
         self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None

@@ -6,19 +6,22 @@ import math
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
 
+import pyro.distributions as dist
 import torch
+import torch.distributions as td
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
+from tyxe.data import Targets
 from tyxe.errors import described, warn
 from tyxe.threads import Handler
 from tyxe.util import site_spellings
 
 
-@effectful(type="pointwise")
-def masked_pointwise(site: str, values: Tensor) -> Tensor:
-    """Return numbers per data point of an observed site, `(..., n)`, without masked points."""
-    return values
+@effectful(type="targets")
+def masked_targets(site: str, targets: Targets) -> Targets:
+    """Return the targets of an observed site, of which masks leave some out."""
+    return targets
 
 
 class _Selective(Handler):
@@ -55,13 +58,14 @@ class selective_mask(_Selective):
     the net's output and from the targets.
 
     Args:
-        mask: boolean tensor `(n,)`, one entry per row of the batch.
+        mask: boolean tensor, one entry per row of the batch, `(n,)`, or of the targets' shape,
+            `(n, ...)`: then points of which nothing is left do not count.
         expose: names of the observed sites, usually `["likelihood.data"]`.
 
     Raises:
         TypeError: the mask is not boolean, or `expose` is a string.
-        ValueError: the mask's length is not the batch's.
-        RuntimeError: two masks around one site; combine them with `&`.
+        ValueError: the mask's shape is neither the batch's length nor that of the targets.
+        RuntimeError: two masks around one site, or weights; combine them.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -80,10 +84,10 @@ class selective_mask(_Selective):
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise TypeError(f"mask is {given}; expected a boolean tensor: pass mask.bool()")
-        if mask.dim() != 1:
-            raise ValueError(f"mask has shape {tuple(mask.shape)}; expected (n,)")
+        if not mask.dim():
+            raise ValueError("mask has shape (); expected (n,) or (n, ...)")
         self.mask = mask
-        self._count = int(mask.sum())
+        self._rows = mask.flatten(1).any(1) if mask.dim() > 1 else mask
 
     def _check_rows(self, name: str, rows: int) -> None:
         if rows != len(self.mask):
@@ -95,31 +99,83 @@ class selective_mask(_Selective):
     def _pyro_sample(self, msg: Message) -> None:
         if not self._exposes(msg["name"]):
             return
-        if isinstance(msg["mask"], Tensor):
-            raise RuntimeError(f"{msg['name']} is masked twice; combine the masks with &")
+        infer = msg["infer"]
+        if "points" in infer or (isinstance(msg["mask"], Tensor) and "kept" not in infer):
+            raise RuntimeError(
+                f"{msg['name']} is masked twice, or has weights too: combine masks with &, and "
+                "set weights to 0 where they are False"
+            )
         rows = msg["fn"].batch_shape[-1] if msg["fn"].batch_shape else 1
         self._check_rows(msg["name"], rows)
+        kept, before = self._rows, infer.get("kept", rows)
+        if self.mask.dim() > 1:
+            msg["fn"] = masked_within(msg["fn"], self.mask)
+        if isinstance(msg["mask"], Tensor):
+            kept = kept.to(msg["mask"].device) & msg["mask"]
+        msg["mask"] = kept
         if msg["is_observed"]:
-            msg["mask"] = self.mask.to(msg["value"].device)
+            msg["mask"] = kept = kept.to(msg["value"].device)
             msg["value"] = self._without_masked(msg["value"], msg["fn"])
-        else:
-            msg["mask"] = self.mask
         # The plate scales by N / rows; without any point that counts there is no data term.
-        msg["scale"] = msg["scale"] * (rows / self._count if self._count else 0.0)
+        count = int(kept.sum())
+        msg["scale"] = msg["scale"] * (before / count if count else 0.0)
 
     def _without_masked(self, value: Tensor, fn: Any) -> Tensor:
         """Overwrite masked rows, whose labels may be -1 or NaN, by one that counts."""
-        if not self._count:
-            return torch.as_tensor(fn.sample())
         mask = self.mask.to(value.device)
+        if not bool(mask.any()):
+            return torch.as_tensor(fn.sample())
+        if mask.dim() > 1:
+            return filled(value, mask)
         rows = torch.arange(len(mask), device=value.device)
         return value.index_select(len(fn.batch_shape) - 1, rows.where(mask, mask.int().argmax()))
 
-    def _pyro_post_pointwise(self, msg: Message) -> None:
-        site, values = msg["args"]
+    def _pyro_post_targets(self, msg: Message) -> None:
+        site, targets = msg["args"]
         if self._exposes(site):
-            self._check_rows(site, values.shape[-1])
-            msg["value"] = msg["value"][..., self.mask.to(values.device)]
+            self._check_rows(site, len(targets))
+            msg["value"] = msg["value"].masked(self.mask)
+
+
+def filled(values: Tensor, mask: Tensor) -> Tensor:
+    """Overwrite what a mask leaves out, such as labels of -1 or NaN, by a value that counts."""
+    kept = mask > 0
+    known = values.flatten().take(kept.flatten().int().argmax())
+    return values.where(kept, known.where(kept.any(), torch.zeros_like(known)))
+
+
+class _Counted(dist.MaskedDistribution):
+    """A distribution whose log-densities are multiplied by numbers from 0."""
+
+    def __init__(self, base: Any, counts: Tensor) -> None:
+        super().__init__(base, counts > 0)
+        self._counts = counts
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        log_prob: Tensor = super().log_prob(value)
+        return log_prob if self._counts.dtype == torch.bool else log_prob * self._counts
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _Counted:
+        return _Counted(self.base_dist.expand(batch_shape), self._counts.expand(batch_shape))
+
+
+def masked_within(distribution: Any, mask: Tensor) -> Any:
+    """Return a distribution of points in which numbers count as much as a mask says.
+
+    Raises:
+        ValueError: the mask's shape is not that of the numbers, which are one event.
+    """
+    inner, dims = distribution, 0
+    while isinstance(inner, td.Independent) and inner.batch_shape != mask.shape:
+        inner, dims = inner.base_dist, dims + inner.reinterpreted_batch_ndims
+    if inner.batch_shape != mask.shape:
+        raise ValueError(
+            f"the mask has shape {tuple(mask.shape)}, and the points "
+            f"{tuple(distribution.batch_shape + distribution.event_shape)}, of which the last "
+            f"{len(inner.event_shape)} dimensions are one event"
+        )
+    counted = _Counted(inner, mask)
+    return dist.Independent(counted, dims, validate_args=False) if dims else counted
 
 
 class selective_scale(_Selective):

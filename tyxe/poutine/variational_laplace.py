@@ -136,6 +136,10 @@ class VariationalLaplaceMessenger(Handler):
                 "variational_laplace differentiates the log-likelihood, but gradients are off: "
                 "leave torch.no_grad around the objective"
             )
+        if "points" in msg["infer"]:
+            raise ValueError(
+                "variational_laplace counts each point once, and these have weights: leave them out"
+            )
         fn, mask, sites = msg["fn"], msg["mask"], list(self._sites.values())
         log_prob = fn.log_prob(msg["value"])
         if not self._looked_for_nonsmooth:

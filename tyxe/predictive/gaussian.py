@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tyxe.data import Targets
 from tyxe.errors import check_known
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Likelihood
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
@@ -119,7 +121,7 @@ def gaussian_log_likelihood(
     prediction: Any,
     mean: Tensor,
     covariance: Tensor,
-    targets: Tensor,
+    targets: Tensor | Targets,
     options: LinkOptions,
 ) -> Tensor:
     """Return `log E p(y | f)` for Gaussian outputs `f`, `(n,)`, in nats.
@@ -141,9 +143,11 @@ def gaussian_log_likelihood(
         outputs = sample_outputs(mean, covariance, options.num_samples)
     latents = options.latents_of(len(outputs))
     rows = mean.shape[:-1] if mean.dim() > 1 else mean.shape
-    if not latents and len(rows) > 1 and targets.shape[: len(rows)] == rows:
+    counted = likelihood.observed(targets)
+    if not latents and len(rows) > 1 and counted.values.shape[: len(rows)] == rows:
         # The product over positions of their mixtures, which varies less than their mixture.
-        outputs, targets = outputs.flatten(1, len(rows)), targets.flatten(0, len(rows) - 1)
+        outputs = outputs.flatten(1, len(rows))
+        targets = replace(counted, weights=None).map(lambda part: part.flatten(0, len(rows) - 1))
     each = likelihood.mixture_log_likelihood(outputs, targets, latents)
     return each.view(len(mean), -1).sum(1)
 
@@ -154,7 +158,7 @@ def _(
     prediction: Any,
     mean: Tensor,
     covariance: Tensor,
-    targets: Tensor,
+    targets: Tensor | Targets,
     options: LinkOptions,
 ) -> Tensor:
     # The mean of the probabilities is the likelihood of the mixture.
@@ -167,7 +171,7 @@ def _(
     prediction: Any,
     mean: Tensor,
     covariance: Tensor,
-    targets: Tensor,
+    targets: Tensor | Targets,
     options: LinkOptions,
 ) -> Tensor:
     coupled = covariance.shape[-1] > 1 and options.link == "mc"
@@ -184,23 +188,31 @@ def _(
     prediction: Any,
     mean: Tensor,
     covariance: Tensor,
-    targets: Tensor,
+    targets: Tensor | Targets,
     options: LinkOptions,
 ) -> Tensor:
-    residual = at_least_float32(targets.to(mean.dtype) - mean)
+    counted = likelihood.observed(targets)
+    residual = at_least_float32(counted.values.to(mean.dtype) - mean)
     covariance = at_least_float32(covariance)
+    kept = torch.ones_like(residual) if counted.mask is None else counted.mask.to(residual)
+    residual = residual * kept
+    by_point = kept.view(*kept.shape[:1], 1) if kept.dim() == 1 else kept
+    covariance = covariance * by_point.unsqueeze(-1) * by_point.unsqueeze(-2)
     if not options.num_samples:
         covariance = torch.zeros_like(covariance)
     draws = max((len(v) for v in options.latents.values()), default=1)
     each = []
     for s in range(draws):
         noise = likelihood.scale_of({n: v[s] for n, v in options.latents.items()}, residual)
-        each.append(_joint_normal(residual, covariance, noise.to(residual.dtype)))
+        each.append(_joint_normal(residual, covariance, noise.to(residual.dtype), by_point))
     return torch.stack(each).logsumexp(0) - math.log(draws)
 
 
-def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor) -> Tensor:
-    """Return `log N(r; 0, C + diag(noise^2))`, summed over positions, `(n,)`."""
+def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
+    """Return `log N(r; 0, C + diag(noise^2))`, summed over positions, `(n,)`.
+
+    Where `kept` is 0 residual and covariance are too, and the dimension is left out.
+    """
     scale = noise.expand_as(residual)
     white = residual / scale
     if residual.dim() == 1:
@@ -212,7 +224,8 @@ def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor) -> Tensor
     # Those of I + C' are at least 1, whatever rounding has left of C'.
     values = 1 + values.clamp_min(0)
     turned = (vectors.mT @ white.unsqueeze(-1).to(exact)).squeeze(-1)
-    terms = turned.square() / values + values.log() + 2 * scale.log() + math.log(2 * math.pi)
+    constants = (2 * scale.log() + math.log(2 * math.pi)) * kept
+    terms = turned.square() / values + values.log() + constants
     return -0.5 * terms.flatten(1).sum(1).to(residual.dtype)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import Predictions
 from tyxe.predictive.gaussian import (
@@ -30,7 +31,7 @@ def mixture_scores(
     likelihood: Likelihood,
     outputs: Tensor,
     latents: Mapping[str, Tensor],
-    targets: Tensor,
+    targets: Tensor | Targets,
     aggregate: bool = True,
 ) -> Scores:
     """Return error and log-likelihood of each point, in nats, for draws of the net's outputs.
@@ -66,7 +67,7 @@ def mixture_scores(
 
 
 def gaussian_scores(
-    likelihood: Likelihood, mean: Tensor, covariance: Tensor, targets: Tensor, options: LinkOptions
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor, targets: Any, options: LinkOptions
 ) -> Scores:
     """Return error and log-likelihood of each point, in nats, for Gaussian outputs.
 

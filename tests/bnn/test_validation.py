@@ -1,0 +1,153 @@
+"""Held-out data are followed within a fit, which they may end."""
+
+import functools
+import io
+from contextlib import redirect_stderr
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+
+X = torch.linspace(-1, 1, 40)[:, None]
+Y = torch.sin(3 * X)
+HELD_OUT = [(X[::4] + 0.01, Y[::4]), (X[1::8], Y[1::8])]
+
+
+def make(guide=tyxe.guides.AutoNormal, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1)
+    return tyxe.VariationalBNN(
+        net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), likelihood, guide, **options
+    )
+
+
+def fit(bnn, num_epochs, lr=1e-2, **options):
+    torch.manual_seed(1)
+    return bnn.fit([(X, Y)], functools.partial(torch.optim.Adam, lr=lr), num_epochs, **options)
+
+
+def score(bnn):
+    total = 0.0
+    for batch in HELD_OUT:
+        torch.manual_seed(0)
+        total += bnn.evaluate(*batch, num_predictions=8)[1].item()
+    return total / sum(len(y) for _, y in HELD_OUT)
+
+
+def test_the_curve_is_the_held_out_log_likelihood_per_point_after_each_epoch():
+    bnn, scores = make(), []
+    callback = lambda bnn, epoch, loss: scores.append(score(bnn))  # noqa: E731
+    history = fit(bnn, 4, validation=HELD_OUT, restore_best=False, callback=callback)
+    assert history.validation == pytest.approx(scores, rel=1e-6)
+
+
+def test_looking_does_not_change_the_fit():
+    plain, watched = make(), make()
+    one, other = fit(plain, 6), fit(watched, 6, validation=HELD_OUT, restore_best=False)
+    assert one.loss == other.loss
+    assert one.validation == []
+    torch.testing.assert_close(plain.mean_values(), watched.mean_values(), rtol=0, atol=0)
+
+
+def test_a_fit_stops_after_epochs_without_gain_and_goes_back_to_the_best():
+    def worse_later(bnn, epoch, loss):
+        if epoch == 4:  # from here on away from the data
+            for group in bnn.optimizer.param_groups:
+                group["lr"], group["maximize"] = 0.1, True
+
+    bnn = make()
+    history = fit(bnn, 50, validation=HELD_OUT, patience=3, callback=worse_later)
+    best = max(range(len(history.validation)), key=history.validation.__getitem__)
+    assert len(history.loss) == best + 4 < 50
+    assert score(bnn) == pytest.approx(history.validation[best], rel=1e-6)
+    kept = make()
+    fit(kept, 50, validation=HELD_OUT, patience=3, callback=worse_later, restore_best=False)
+    assert score(kept) == pytest.approx(history.validation[-1], rel=1e-6)
+
+
+def test_laplace_approximations_take_their_curvature_at_the_best_epoch():
+    def make_laplace():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1)
+        return tyxe.LaplaceBNN(net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), likelihood)
+
+    bnn, plain = make_laplace(), make_laplace()
+    history = fit(bnn, 12, lr=0.3, validation=HELD_OUT)
+    best = max(range(12), key=history.validation.__getitem__)
+    fit(plain, best + 1, lr=0.3)
+    torch.testing.assert_close(bnn.mean_values(), plain.mean_values())
+    torch.testing.assert_close(bnn.state.precision().to_dense(), plain.state.precision().to_dense())
+
+
+def test_held_out_batches_are_unpacked_and_weighted_as_the_others():
+    history = []
+    for held_out in (
+        [{"x": X[:4], "y": Y[:4], "w": torch.tensor([2.0, 1.0, 0.0, 1.0])}],
+        [{"x": X[[0, 0, 1, 3]], "y": Y[[0, 0, 1, 3]], "w": torch.ones(4)}],
+    ):
+        torch.manual_seed(1)
+        bnn = make()
+        found = bnn.fit(
+            [{"x": X, "y": Y, "w": torch.ones(40)}],
+            torch.optim.Adam,
+            2,
+            unpack=lambda batch: (batch["x"], batch["y"], batch["w"]),
+            validation=held_out,
+        )
+        history.append(found.validation)
+    assert history[0] == pytest.approx(history[1], rel=1e-5)
+
+
+def test_a_callback_sees_each_batch():
+    class Watch(tyxe.Callback):
+        def __init__(self):
+            self.seen, self.epochs = [], []
+
+        def on_batch(self, bnn, epoch, batch, terms):
+            self.seen.append((epoch, batch, terms.points, float(terms.kl) > 0))
+
+        def __call__(self, bnn, epoch, loss):
+            self.epochs.append(epoch)
+            return epoch == 1
+
+    watch = Watch()
+    loader = [(X[:30], Y[:30]), (X[30:], Y[30:])]
+    make().fit(loader, torch.optim.Adam, 5, callback=watch)
+    assert watch.seen == [(0, 0, 30, True), (0, 1, 10, True), (1, 0, 30, True), (1, 1, 10, True)]
+    assert watch.epochs == [0, 1]
+
+
+def test_the_bar_counts_batches_with_loss_data_term_and_kl(monkeypatch):
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
+    shown = io.StringIO()
+    with redirect_stderr(shown):
+        make().fit([(X[:30], Y[:30]), (X[30:], Y[30:])], torch.optim.Adam, 3, progress=True)
+    last = shown.getvalue().split("\r")[-1]
+    assert "6/6" in last
+    assert "batch" in last
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="patience is for the log-likelihood of held-out data"):
+        fit(make(), 2, patience=3)
+    with pytest.raises(ValueError, match="patience is 0"):
+        fit(make(), 2, validation=HELD_OUT, patience=0)
+    with pytest.raises(TypeError, match="data_loader is a int"):
+        fit(make(), 2, validation=3)
+    with pytest.raises(ValueError, match="the loader is empty"):
+        fit(make(), 2, validation=[])
+
+
+def test_snapshots_are_not_undone():
+    torch.manual_seed(0)
+    net, prior = nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    bnn = tyxe.SWAG_BNN(net, prior, tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1), rank=2)
+    with pytest.raises(ValueError, match="restore_best"):
+        fit(bnn, 8, validation=HELD_OUT, restore_best=True)
+    history = fit(bnn, 8, validation=HELD_OUT)
+    assert len(history.validation) == 8
