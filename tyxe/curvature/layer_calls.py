@@ -11,7 +11,7 @@ from pyro.poutine.runtime import Message
 from torch import Size, Tensor
 
 from tyxe.distributions import ParamBlocks
-from tyxe.distributions.param_blocks import LinearBlock, ParamBlock, SiteBlock
+from tyxe.distributions.param_blocks import Arrangement, LinearBlock, ParamBlock, SiteBlock
 from tyxe.poutine import Draw, LinearMap, LinearMapMessenger
 
 
@@ -48,8 +48,19 @@ class LayerCall:
 
     @property
     def weight_site(self) -> str | None:
-        """The site that is the weight; None for a plain tensor or a part of a site."""
-        return _whole_site(self.event.weight)
+        """The site that is the weight, perhaps rearranged; None for a plain tensor or a part."""
+        weight = self.event.weight
+        if isinstance(weight, Draw) and self.arrangement is not None:
+            return weight.name_of_site
+        return _whole_site(weight)
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """How the weight has the elements of a site; None where it is the site, or a part of it."""
+        weight = self.event.weight
+        if isinstance(weight, Draw) and not weight.is_whole and not self.is_transposed:
+            return weight.arrangement
+        return None
 
     @property
     def bias_site(self) -> str | None:
@@ -69,13 +80,9 @@ class LayerCall:
     @property
     def groups(self) -> int:
         """The number of groups of a convolution; 1 for other maps."""
-        event = self.event
-        if not event.spatial_dims:
-            return 1
-        channel = -1 - event.spatial_dims
-        if self.is_transposed:
-            return int(self.probe.shape[channel] // event.weight.shape[1])
-        return int(event.input.shape[channel] // event.weight.shape[1])
+        event, channel = self.event, -1 - self.event.spatial_dims
+        channels = (self.probe if self.is_transposed else event.input).shape[channel]
+        return channels // event.weight.shape[1] if event.spatial_dims else 1
 
     @property
     def batch_dims(self) -> BatchDims:
@@ -158,15 +165,12 @@ def find_blocks(
     """
     candidates: dict[str, set[LinearBlock]] = {}
     for call in calls:
-        whole = [site for site in (call.weight_site, call.bias_site) if site is not None]
-        shape = call.event.weight.shape
-        block = LinearBlock(
-            call.weight_site, call.bias_site, shape, call.groups, call.is_transposed
-        )
+        sites, shape = (call.weight_site, call.bias_site), call.event.weight.shape
+        block = LinearBlock(*sites, shape, call.groups, call.is_transposed, call.arrangement)
         for site in call.sites:
             # A site that is used in part gets no linear block: a candidate of its own excludes it.
-            candidates.setdefault(site, set()).update([block] if site in whole else [])
-            if site not in whole:
+            candidates.setdefault(site, set()).update([block] if site in sites else [])
+            if site not in sites:
                 candidates[site].add(LinearBlock(f"a part of {site}", None, shapes[site]))
     other = set(elsewhere)
     blocks: dict[str, ParamBlock] = {}
@@ -226,8 +230,8 @@ def patches(call: LayerCall, points: int, with_one: bool = False) -> Tensor:
     event = call.event
     if event.spatial_dims and not call.is_transposed:
         return _patches_of(event.windows(), points, call.groups, with_one)
-    found = _picked(call, points) if event.spatial_dims else _rows(event.input, event, points)
-    found = found if event.spatial_dims else found.unsqueeze(2)
+    dims = event.spatial_dims
+    found = _picked(call, points) if dims else _rows(event.input, event, points).unsqueeze(2)
     return torch.cat([found, found.new_ones(*found.shape[:-1], 1)], -1) if with_one else found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Size, Tensor
@@ -62,13 +62,39 @@ class SiteBlock:
         return {self.site: vector.reshape(vector.shape[:-1] + self.shape)}
 
 
+class Arrangement(NamedTuple):
+    """A map's weight that has the elements of a site as `site.reshape(sizes).permute(order)`."""
+
+    site: Size
+    sizes: Size
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(cls, view: Tensor, site: Size) -> Arrangement | None:
+        """Return that of a view of a contiguous tensor, or None if it does not have all of it."""
+        dims = [dim for dim in zip(view.stride(), view.shape, strict=True) if dim[1] != 1]
+        outer = sorted(dims, reverse=True)
+        sizes = Size(size for _, size in outer)
+        steps = torch.empty(sizes, device="meta").stride()
+        is_all = sizes.numel() == site.numel() and [*steps] == [step for step, _ in outer]
+        return cls(site, sizes, Size(outer.index(dim) for dim in dims)) if is_all else None
+
+    def of_site(self, value: Tensor) -> Tensor:
+        return value.expand(self.site).reshape(self.sizes).permute(self.order)
+
+    def to_site(self, weights: Tensor, batch: Size) -> Tensor:
+        split = weights.reshape(batch + Size(self.sizes[dim] for dim in self.order))
+        places = [len(batch) + dim for dim in self.order]
+        return split.movedim([*range(len(batch), split.dim())], places).reshape(batch + self.site)
+
+
 @dataclass(frozen=True)
 class LinearBlock:
     """Weight and bias of a linear map as matrices `(groups, outputs, fan_in [+ 1])`, row by row.
 
     The bias is the last column. Either of the two may be missing; `weight_shape` is that of the
     map's weight, also if it is no site. `is_transposed` means that its first dimension counts
-    inputs.
+    inputs. `arrangement` is for a weight that is a rearranged site, and not transposed.
     """
 
     weight: str | None
@@ -76,6 +102,7 @@ class LinearBlock:
     weight_shape: Size
     groups: int = 1
     is_transposed: bool = False
+    arrangement: Arrangement | None = None
 
     @property
     def name(self) -> str:
@@ -110,7 +137,9 @@ class LinearBlock:
     def to_vector(self, values: Mapping[str, Tensor]) -> Tensor:
         parts = []
         if self.weight is not None:
-            parts.append(self._matrices(values[self.weight].expand(self.weight_shape)))
+            value, arranged = values[self.weight], self.arrangement
+            value = arranged.of_site(value) if arranged else value.expand(self.weight_shape)
+            parts.append(self._matrices(value))
         if self.bias is not None:
             bias = values[self.bias].expand(self.groups * self.outputs)
             parts.append(bias.reshape(self.groups, self.outputs, 1))
@@ -140,6 +169,8 @@ class LinearBlock:
             inputs = self.weight_shape[0] // self.groups
             split = matrices.unflatten(-1, (inputs, *self.weight_shape[2:]))
             matrices = split.transpose(len(batch) + 1, len(batch) + 2)
+        if self.arrangement is not None:
+            return self.arrangement.to_site(matrices, batch)
         return matrices.reshape(batch + self.weight_shape)
 
 
@@ -223,6 +254,7 @@ def _block_state(block: ParamBlock) -> dict[str, Any]:
             "weight_shape": list(block.weight_shape),
             "groups": block.groups,
             "is_transposed": block.is_transposed,
+            "arrangement": block.arrangement and [list(part) for part in block.arrangement],
         }
     assert isinstance(block, SiteBlock)
     return {"site": block.site, "shape": list(block.shape)}
@@ -231,4 +263,6 @@ def _block_state(block: ParamBlock) -> dict[str, Any]:
 def _block_from_state(state: Mapping[str, Any]) -> ParamBlock:
     if "site" in state:
         return SiteBlock(state["site"], Size(state["shape"]))
-    return LinearBlock(**{**state, "weight_shape": Size(state["weight_shape"])})
+    shape, parts = Size(state["weight_shape"]), state.get("arrangement")
+    arrangement = parts and Arrangement._make(map(Size, parts))
+    return LinearBlock(**{**state, "weight_shape": shape, "arrangement": arrangement})

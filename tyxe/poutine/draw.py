@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tyxe.distributions import center, deviation, independent_moments
+from tyxe.distributions.param_blocks import Arrangement
 from tyxe.rng import seeded
 
 View = Callable[[Tensor], Tensor]
@@ -41,9 +42,13 @@ class _Source:
         name: str,
         distribution: td.Distribution | None,
         value: Tensor | None,
+        like: Tensor,
+        shape: torch.Size,
         moments: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.device = name, like.device
+        # What views are tried on.
+        self.outline = torch.empty(shape, dtype=like.dtype, device="meta")
         self.distribution = distribution
         # Set once an operation other than a linear map has read the value, or written into it: from
         # then on only the value is consistent with what the net has computed.
@@ -115,8 +120,7 @@ class _Source:
 
     def _seeded(self) -> AbstractContextManager[None]:
         assert self._seed is not None
-        assert self.distribution is not None
-        return seeded(int(self._seed), _representative(self.distribution).device)
+        return seeded(int(self._seed), self.device)
 
     def _as_if_outside(self) -> AbstractContextManager[None]:
         # Mostly there are no hooks; and within torch.func's transforms none may be set.
@@ -161,8 +165,8 @@ class Draw(Tensor):
         cls, name: str, distribution: td.Distribution | None, value: Tensor | None = None
     ) -> Draw:
         if value is not None:
-            source = _Source(name, distribution, value)
-            return cls._make(source, (), value.shape, value.dtype, value.device)
+            source = _Source(name, distribution, value, value, value.shape)
+            return cls._make(source, (), source.outline)
         assert distribution is not None
         draw = cls.where_treatable(name, distribution)
         assert draw is not None
@@ -177,24 +181,17 @@ class Draw(Tensor):
             like = moments[0]
         if like is None:
             return None
-        source = _Source(name, distribution, None, moments)
         shape = torch.Size(distribution.batch_shape + distribution.event_shape)
-        return cls._make(source, (), shape, like.dtype, like.device)
+        source = _Source(name, distribution, None, like, shape, moments)
+        return cls._make(source, (), source.outline)
 
     @classmethod
-    def _make(
-        cls,
-        source: _Source,
-        views: tuple[View, ...],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Draw:
+    def _make(cls, source: _Source, views: tuple[View, ...], like: Tensor) -> Draw:
         # A custom autograd function takes the draw itself, not its value. That it is differentiated
         # has to be seen, because no gradient would reach the posterior.
-        recorded = torch.is_grad_enabled() and dtype.is_floating_point
+        recorded = torch.is_grad_enabled() and like.dtype.is_floating_point
         draw: Draw = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=recorded
+            cls, like.shape, dtype=like.dtype, device=source.device, requires_grad=recorded
         )
         draw._source, draw._views = source, views
         if recorded:
@@ -222,6 +219,23 @@ class Draw(Tensor):
     def is_whole(self) -> bool:
         """Whether this is the site itself, and not a part or a rearrangement of it."""
         return not self._views
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """How the draw has all elements of the site; None if it is a part, or is not known."""
+        whole = before = outline = self._source.outline
+        for view in self._views:
+            if not _shares(outline, whole):
+                return None
+            before, outline = outline, view(outline)
+        # A copy has the elements in the order of what it was made of.
+        return Arrangement.of(outline if _shares(outline, whole) else before, whole.shape)
+
+    @property
+    def copied_dims(self) -> list[int]:
+        """Dimensions along which a matrix is repeated, so that elements are not independent."""
+        steps = self._rearrange(self._source.outline).stride() if self._views else ()
+        return [dim for dim, step in enumerate(steps) if not step]
 
     def value(self) -> Tensor:
         """Return the value, drawing it at the first call."""
@@ -299,13 +313,9 @@ def _center_of(distribution: td.Distribution) -> Tensor:
     return middle
 
 
-def _representative(distribution: td.Distribution) -> Tensor:
-    middle: Tensor | None = center(distribution)
-    if middle is None:
-        moments = independent_moments(distribution)
-        assert moments is not None
-        middle = moments[0]
-    return middle
+def _shares(part: Tensor, whole: Tensor) -> bool:
+    """Say whether a tensor is a view of another, and no copy."""
+    return bool(torch._C._is_alias_of(part, whole))  # type: ignore[attr-defined]
 
 
 # Rules for functions that do more than read a value, such as linear maps.
@@ -343,6 +353,7 @@ VIEWS = {
     Tensor.__getitem__,
     Tensor.view,
     Tensor.contiguous,
+    Tensor.expand,
     *(getattr(owner, name) for owner in (Tensor, torch) for name in _REARRANGING.split()),
 }
 
@@ -358,11 +369,15 @@ def _view(draw: Draw, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     reinterprets = func is Tensor.view and isinstance(args[0], torch.dtype)
     if reinterprets or not _only_rearranges(func, args):
         return None
-    outline = torch.empty(draw.shape, dtype=draw.dtype, device="meta")
+    outline = draw._rearrange(draw._source.outline)
     outlines = func(outline, *args, **kwargs)
+    if func is Tensor.expand and outlines.shape[-2:] != draw.shape[-2:]:
+        return None  # only copies of a matrix can be one again
+    if draw.copied_dims and not (isinstance(outlines, Tensor) and _shares(outlines, outline)):
+        return None
 
     def wrap(part: Tensor, view: View) -> Draw:
-        return Draw._make(draw._source, (*draw._views, view), part.shape, draw.dtype, draw.device)
+        return Draw._make(draw._source, (*draw._views, view), part)
 
     if isinstance(outlines, Tensor):
         return wrap(outlines, lambda tensor: func(tensor, *args, **kwargs))

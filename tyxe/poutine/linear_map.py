@@ -1,14 +1,16 @@
 """The one interception of linear maps.
 
-`linear`, `conv1d/2d/3d`, their transposed forms, `x @ w` with a matrix, and the projections
-inside attention all raise one event, a `LinearMap`, as a message of type `linear_map` on Pyro's
-stack of handlers. The innermost handler that can answer it does; without one the map is computed
-at the drawn values.
+`linear`, `conv1d/2d/3d`, their transposed forms, products of an input with one draw (`@`, `addmm`,
+`bmm`, `einsum`, `tensordot`, ...) and the projections inside attention all raise one event, a
+`LinearMap`, as a message of type `linear_map` on Pyro's stack of handlers. The innermost handler
+that can answer it does; without one the map is computed at the drawn values.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import string
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -171,16 +173,88 @@ def _raise_event(
 
 def _rule(kind: str, spatial_dims: int, func: Callable[..., Any]) -> Callable[..., Any]:
     def rule(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(part, Draw) and part.copied_dims for part in (weight, bias)):
+            return NotImplemented
         return _raise_event(kind, spatial_dims, func, input, weight, bias, *args, **kwargs)
 
     return rule
 
 
-def _matmul_rule(input: Any = None, other: Any = None, **kwargs: Any) -> Any:
-    """`x @ w` is a linear map with weight `w.T`; other products of draws use the values."""
-    if kwargs or isinstance(input, Draw) or not isinstance(other, Draw) or other.dim() != 2:
+# --------------------------------------------------------------------------- products
+
+
+def _einsum_rule(equation: str, *operands: Any, bias: Tensor | None = None) -> Any:
+    """An input times a draw as one matrix is a linear map. Dimensions of `...` get digits."""
+    left, _, output = equation.replace(" ", "").partition("->")
+    terms = [
+        (each, term.replace("...", "0123456789"[7 + len(term) - each.dim() :]))
+        for each, term in zip(operands, left.split(","), strict=False)
+    ]
+    is_pair = len(operands) == len(terms) == left.count(",") + 1 == 2
+    if not is_pair or any(len({*letters}) != each.dim() for each, letters in terms):
         return NotImplemented
-    return F.linear(input, other.t())
+    (x, of_x), (w, of_w) = sorted(terms, key=lambda term: isinstance(term[0], Draw))
+    output = output.replace("...", "".join(sorted({c for c in of_x + of_w if c.isdigit()})))
+    # Copies for each data point are one matrix.
+    for letter in {*of_w} & {*of_x} & {*output} if isinstance(w, Draw) else ():
+        dim, size = of_w.index(letter), x.shape[of_x.index(letter)]
+        if w.shape[dim] == 1 or (w.shape[dim] == size and dim in w.copied_dims):
+            w, of_w = w.select(dim, 0), of_w.replace(letter, "")
+    sizes = {*zip(of_x, x.shape, strict=True), *zip(of_w, w.shape, strict=True)}
+    is_map = {*of_x} ^ {*of_w} == {*output} and len(sizes) == len({*of_x, *of_w})
+    is_map = is_map and not isinstance(x, Draw)
+    return _product(x, of_x, w, of_w, output, bias) if is_map else NotImplemented
+
+
+def _product(x: Tensor, of_x: str, w: Tensor, of_w: str, output: str, bias: Tensor | None) -> Any:
+    """Return the product, by letters of dimensions, as `F.linear` of both rearranged."""
+    summed, kept = ([c for c in of_x if (c in of_w) is among] for among in (True, False))
+    new = [c for c in of_w if c not in summed]
+    size = dict(zip(of_x + of_w, x.shape + w.shape, strict=True))
+    inner, outer, rows = ([size[c] for c in letters] for letters in (summed, new, kept))
+    x, w = _ordered(x, of_x, kept + summed), _ordered(w, of_w, new + summed)
+    x = x if len(summed) == 1 else x.reshape(*rows, math.prod(inner))
+    w = w if len(summed) == len(new) == 1 else w.reshape(math.prod(outer), math.prod(inner))
+    if bias is not None and [*bias.shape] == outer and output == "".join(kept + new):
+        return F.linear(x, w, bias)
+    product = _ordered(F.linear(x, w).reshape(*rows, *outer), kept + new, output)
+    return product if bias is None else bias + product
+
+
+def _ordered(tensor: Tensor, letters: Sequence[str], order: Sequence[str]) -> Tensor:
+    dims = [letters.index(letter) for letter in order]
+    return tensor if dims == sorted(dims) else tensor.permute(dims)
+
+
+def _matmul_rule(x: Any = None, w: Any = None, bias: Any = None, **kwargs: Any) -> Any:
+    if kwargs or not (isinstance(x, Tensor) and isinstance(w, Tensor)):
+        return NotImplemented
+    is_usual = isinstance(w, Draw) and w.dim() == 2 and not isinstance(x, Draw)
+    if is_usual and (bias is None or bias.shape == w.shape[1:]):
+        return F.linear(x, w.t(), bias)  # in a third of the time
+    row, column = "n" * (x.dim() > 1), "o" * (w.dim() > 1)
+    return _einsum_rule(f"...{row}i,...i{column}->...{row}{column}", x, w, bias=bias)
+
+
+def _added_product_rule(
+    input: Any = None, x: Any = None, w: Any = None, beta: Any = 1, alpha: Any = 1, **out: Any
+) -> Any:
+    is_sum = alpha == beta == 1
+    product = _matmul_rule(x, w, input if is_sum else None, **out)
+    if product is NotImplemented or is_sum:
+        return product
+    return alpha * product + beta * input if beta else alpha * product
+
+
+def _tensordot_rule(first: Tensor, second: Tensor, dims: Any = 2, out: Any = None) -> Any:
+    of_first = string.ascii_lowercase[: first.dim()]
+    of_second = [*string.ascii_uppercase[: second.dim()]]
+    pairs = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    for i, j in zip(*pairs, strict=True):
+        of_second[j] = of_first[i]
+    output = [c for c in (*of_first, *of_second) if (c in of_first) != (c in of_second)]
+    equation = "".join([*of_first, ",", *of_second, "->", *output])
+    return NotImplemented if out is not None else _einsum_rule(equation, first, second)
 
 
 RULES[F.linear] = _rule("linear", 0, F.linear)
@@ -188,8 +262,11 @@ for _dims in (1, 2, 3):
     for _name in (f"conv{_dims}d", f"conv_transpose{_dims}d"):
         _func = getattr(F, _name)
         RULES[_func] = RULES[getattr(torch, _name)] = _rule(_name, _dims, _func)
-for _func in (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__):
-    RULES[_func] = _matmul_rule
+for _name in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm"):
+    _product_rule = _added_product_rule if "add" in _name else _matmul_rule
+    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _product_rule
+RULES[Tensor.__matmul__] = _matmul_rule
+RULES[torch.einsum], RULES[torch.tensordot] = _einsum_rule, _tensordot_rule
 RULES[Tensor.__rmatmul__] = lambda self, other: _matmul_rule(other, self)
 
 

@@ -1,0 +1,140 @@
+"""Curvature of nets whose maps are products of other kinds, against that of `F.linear`."""
+
+import copy
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.curvature import jacobian_of, laplace
+from tests.oracles.products import PRODUCTS, Weighted
+from tyxe.curvature import Linearization, collect_curvature
+from tyxe.distributions.param_blocks import LinearBlock, ParamBlocks
+
+# Points come first in the inputs of these.
+BATCHED = {
+    name: product
+    for name, product in PRODUCTS.items()
+    if len(product.inputs) > 1 and product.inputs[0] == 4
+}
+
+
+class Rows(nn.Module):
+    """One row for each point, also of points without features."""
+
+    def forward(self, x):
+        return x.reshape(len(x), -1)
+
+
+class Mean(nn.Module):
+    """A mean over positions."""
+
+    def forward(self, x):
+        return x.mean(1)
+
+
+def made(product, function, values=None):
+    net = nn.Sequential(Weighted(product, function), nn.Tanh(), Rows(), nn.LazyLinear(2))
+    x = torch.randn(product.inputs).double()
+    with torch.no_grad():
+        net.double()(x)
+    names = dict(net.named_parameters())
+    values = values or {f"net.{n}": p.detach().clone() for n, p in names.items()}
+    bnn = tyxe.VariationalBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5),
+        tyxe.guides.AutoNormal,
+    ).eval()
+    shapes = {name: value.shape for name, value in values.items()}
+
+    def linearize(inputs):
+        return Linearization(bnn.net, bnn.substituted, values, inputs, shapes)
+
+    return bnn, values, x, linearize
+
+
+def pair(name):
+    """The product as it is written, and the same by layers, with the values in their places."""
+    torch.manual_seed(0)
+    product = BATCHED[name]
+    written = made(product, product.written)
+    torch.manual_seed(0)
+    return written, made(product, product.linear, written[1])
+
+
+def curvature_of(bnn, linearize, x, structure):
+    targets = torch.zeros(len(x), 2).double()
+    return collect_curvature(linearize, bnn.likelihood, [(x, targets)], structure)
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_the_weight_has_factors_and_the_jacobian_is_that_of_autograd(name):
+    (bnn, values, x, linearize), _ = pair(name)
+    linear = linearize(x)
+    blocks = {site: block for block in linear.blocks for site in block.sites}
+    assert isinstance(blocks["net.0.weight"], LinearBlock)
+    vector = linear.blocks.flatten(values)
+    assert all(torch.equal(v, values[site]) for site, v in linear.blocks.unflatten(vector).items())
+    batch = linear.blocks.unflatten(torch.stack([vector, 2 * vector]))
+    assert all(torch.equal(v[1], 2 * values[site]) for site, v in batch.items())
+    restored = ParamBlocks.from_state(linear.blocks.state())
+    assert restored == linear.blocks
+    full = curvature_of(bnn, linearize, x, "full").operator.to_dense()
+    found = jacobian_of(bnn.net, x, [name.removeprefix("net.") for name in values]).flatten(0, 1)
+    rows = []
+    for row in found:
+        parts = row.split([value.numel() for value in values.values()])
+        named = zip(values.items(), parts, strict=True)
+        rows.append(linear.blocks.flatten({n: part.view_as(v) for (n, v), part in named}))
+    found = torch.stack(rows)
+    torch.testing.assert_close(full, found.T @ found / 0.25, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_kronecker_factors_are_those_of_the_linear_map(name):
+    """A diagonal of one product, and a product with a vector, in the sites' own coordinates."""
+    found = []
+    for bnn, values, x, linearize in pair(name):
+        blocks = linearize(x).blocks
+        operator = curvature_of(bnn, linearize, x, "kron").operator
+        torch.manual_seed(1)
+        vector = blocks.flatten({site: torch.randn_like(value) for site, value in values.items()})
+        found.append(
+            (blocks.unflatten(operator.diagonal()), blocks.unflatten(operator.to_dense() @ vector))
+        )
+    for written, linear in zip(*found, strict=True):
+        for site, value in linear.items():
+            torch.testing.assert_close(written[site], value, rtol=1e-9, atol=1e-10)
+
+
+class Transposed(nn.Module):
+    """A linear layer whose weight is `(in, out)`, as GPT-2 has them."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(layer.weight.T.clone()), layer.bias
+
+    def forward(self, x):
+        rows = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return rows.reshape(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_transposed_layers_have_the_laplace_approximation_of_linear_layers(structure):
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
+    x = torch.randn(5, 6, 3).double()
+    data = [(x[:3], torch.tensor([0, 1, 0])), (x[3:], torch.tensor([1, 1]))]
+    found = []
+    for kind in (lambda layer: layer, Transposed):
+        net = nn.Sequential(kind(layers[0]), layers[1], Mean(), kind(layers[2]))
+        bnn = laplace(copy.deepcopy(net), structure)
+        bnn.fit_curvature(data, progress=False)
+        again = laplace(net, structure)
+        again.load_state_dict(bnn.state_dict())
+        torch.testing.assert_close(again.functional_variance(x), bnn.functional_variance(x))
+        found.append((bnn.functional_variance(x), bnn.log_marginal_likelihood()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)

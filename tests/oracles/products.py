@@ -1,0 +1,169 @@
+"""Products of an input with one weight, each beside `F.linear` of the rearranged weight."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+Map = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product as it is written, and the same by `F.linear`, both of `(x, weight, bias)`."""
+
+    inputs: tuple[int, ...]
+    weight: tuple[int, ...]
+    bias: tuple[int, ...] | None
+    written: Map
+    linear: Map
+
+
+class Weighted(nn.Module):
+    """A net of one map, with its weight and bias."""
+
+    def __init__(self, product: Product, function: Map):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(product.weight))
+        self.bias = None if product.bias is None else nn.Parameter(torch.randn(product.bias))
+
+    def forward(self, x):
+        return self.function(x, self.weight, self.bias)
+
+
+def _by_matrix(x, w, b):
+    return F.linear(x, w.T, b)
+
+
+def _by_rows(x, w, b):
+    return F.linear(x, w, b)
+
+
+def _heads(x, w, b):
+    return F.linear(x, w.flatten(1).T).unflatten(-1, w.shape[1:])
+
+
+def _of_heads(x, w, b):
+    return F.linear(x.flatten(-2), w.flatten(0, 1).T)
+
+
+H = torch.linspace(-1, 1, 8, dtype=torch.float64).view(4, 2)
+
+PRODUCTS = {
+    "addmm": Product((4, 3), (3, 2), (2,), lambda x, w, b: torch.addmm(b, x, w), _by_matrix),
+    "addmm, method": Product((4, 3), (3, 2), (2,), lambda x, w, b: b.addmm(x, w), _by_matrix),
+    "addmm, transposed": Product(
+        (4, 3), (2, 3), (2,), lambda x, w, b: torch.addmm(b, x, w.t()), _by_rows
+    ),
+    "addmm, weight first": Product(
+        (4, 3),
+        (2, 3),
+        None,
+        lambda x, w, b: torch.addmm(H.T, w, x.T).T,
+        lambda x, w, b: x @ w.T + H,
+    ),
+    "addmm, scaled": Product(
+        (4, 3),
+        (3, 2),
+        None,
+        lambda x, w, b: torch.addmm(H, x, w, beta=0.5, alpha=2.0),
+        lambda x, w, b: 0.5 * H + 2.0 * F.linear(x, w.T),
+    ),
+    "addmm, without its input": Product(
+        (4, 3),
+        (3, 2),
+        None,
+        lambda x, w, b: torch.addmm(H * torch.inf, x, w, beta=0),
+        _by_matrix,
+    ),
+    "addmv": Product((3,), (2, 3), (2,), lambda x, w, b: torch.addmv(b, w, x), _by_rows),
+    "mv": Product((3,), (2, 3), None, lambda x, w, b: torch.mv(w, x), _by_rows),
+    "mv, weight last": Product(
+        (4, 3), (3,), None, lambda x, w, b: x.mv(w), lambda x, w, b: F.linear(x, w[None])[:, 0]
+    ),
+    "matmul, weight first": Product(
+        (4, 3, 5), (2, 3), None, lambda x, w, b: w @ x, lambda x, w, b: F.linear(x.mT, w).mT
+    ),
+    "matmul, expanded": Product(
+        (4, 5, 3), (3, 2), None, lambda x, w, b: x @ w[None].expand(4, -1, -1), _by_matrix
+    ),
+    "bmm": Product(
+        (4, 5, 3), (3, 2), None, lambda x, w, b: torch.bmm(x, w.expand(4, -1, -1)), _by_matrix
+    ),
+    "bmm, transposed after": Product(
+        (4, 5, 3), (2, 3), None, lambda x, w, b: x.bmm(w.expand(4, 2, 3).mT), _by_rows
+    ),
+    "bmm, weight first": Product(
+        (4, 3, 5),
+        (2, 3),
+        None,
+        lambda x, w, b: torch.bmm(w.expand(4, 2, 3), x),
+        lambda x, w, b: F.linear(x.mT, w).mT,
+    ),
+    "bmm, one of one": Product(
+        (1, 5, 3), (3, 2), None, lambda x, w, b: torch.bmm(x, w[None]), _by_matrix
+    ),
+    "baddbmm": Product(
+        (4, 5, 3),
+        (3, 2),
+        (2,),
+        lambda x, w, b: torch.baddbmm(b, x, w.expand(4, 3, 2)),
+        _by_matrix,
+    ),
+    "einsum": Product(
+        (4, 3), (2, 3), None, lambda x, w, b: torch.einsum("bi, oi -> bo", x, w), _by_rows
+    ),
+    "einsum, weight first": Product(
+        (4, 3), (3, 2), None, lambda x, w, b: torch.einsum("io,bi->bo", w, x), _by_matrix
+    ),
+    "einsum, any dimensions": Product(
+        (4, 5, 3), (3, 2), None, lambda x, w, b: torch.einsum("...i,io->...o", x, w), _by_matrix
+    ),
+    "einsum, channels": Product(
+        (4, 3, 2, 2),
+        (2, 3),
+        None,
+        lambda x, w, b: torch.einsum("bcxy,oc->boxy", x, w),
+        lambda x, w, b: F.linear(x.movedim(1, -1), w).movedim(-1, 1),
+    ),
+    "einsum, heads": Product(
+        (4, 5, 3), (3, 2, 2), None, lambda x, w, b: torch.einsum("bti,ihk->bthk", x, w), _heads
+    ),
+    "einsum, heads out of order": Product(
+        (4, 5, 3),
+        (2, 3, 2),
+        None,
+        lambda x, w, b: torch.einsum("bti,hik->bhtk", x, w),
+        lambda x, w, b: F.linear(x, w.mT.flatten(0, 1)).unflatten(-1, (2, 2)).transpose(1, 2),
+    ),
+    "einsum, of heads": Product(
+        (4, 5, 2, 3),
+        (2, 3, 2),
+        None,
+        lambda x, w, b: torch.einsum("bthk,hkd->btd", x, w),
+        _of_heads,
+    ),
+    "einsum, outer": Product(
+        (4,),
+        (2,),
+        None,
+        lambda x, w, b: torch.einsum("b,o->bo", x, w),
+        lambda x, w, b: x[:, None] * w,
+    ),
+    "tensordot": Product(
+        (4, 5, 3), (3, 2), None, lambda x, w, b: torch.tensordot(x, w, 1), _by_matrix
+    ),
+    "tensordot, named": Product(
+        (4, 5, 3), (2, 3), None, lambda x, w, b: torch.tensordot(x, w, ([-1], [1])), _by_rows
+    ),
+    "tensordot, two": Product(
+        (4, 5, 2, 3), (2, 3, 2), None, lambda x, w, b: torch.tensordot(x, w), _of_heads
+    ),
+    "tensordot, weight first": Product(
+        (4, 3), (3, 2), None, lambda x, w, b: torch.tensordot(w, x, dims=([0], [1])).T, _by_matrix
+    ),
+}

@@ -1,0 +1,174 @@
+"""Every product of an input with one draw is `F.linear` of the rearranged draw."""
+
+import pytest
+import torch
+
+import tyxe
+from tests.oracles.events import Events
+from tests.oracles.layers import COUNT, layer_moments
+from tests.oracles.nets import bnn_of, draws, posterior_moments
+from tests.oracles.products import PRODUCTS, Weighted
+from tyxe.poutine import flipout, local_reparameterization, report
+from tyxe.testing.asserts import assert_within
+
+
+def both(name, **rules):
+    """A BNN of the product as it is written, one by `F.linear` with its posterior, and an input."""
+    torch.manual_seed(0)
+    product = PRODUCTS[name]
+    written = bnn_of(Weighted(product, product.written), **rules)
+    linear = bnn_of(Weighted(product, product.linear), **rules)
+    linear.load_state_dict(written.state_dict())
+    linear.net.load_state_dict(written.net.state_dict())
+    return written, linear, torch.randn(product.inputs).double()
+
+
+def test_the_oracle_is_the_product_itself():
+    for name, product in PRODUCTS.items():
+        written, linear, x = both(name)
+        assert torch.allclose(written.net(x), linear.net(x), rtol=1e-12), name
+        assert product.written is not product.linear
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_one_linear_map_of_all_its_sites(name):
+    written, _, x = both(name)
+    with report() as rows, Events() as seen, torch.no_grad(), local_reparameterization():
+        written.guided_forward(x)
+    ((event, _),) = seen.events
+    assert event.kind == "linear"
+    assert {row.treatment for row in rows} == {"moments"}
+    assert {row.site for row in rows} == {f"net.{n}" for n, _ in written.net.named_parameters()}
+    assert not any(draw.was_drawn for draw in event.draws)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_has_the_value_of_its_draws(name):
+    written, linear, x = both(name)
+    with torch.no_grad():
+        with report(), pytest.warns(tyxe.TyxeWarning, match="no effect"):
+            values = local_reparameterization()(written.guide)()
+        lazy = written.run_net(values, x)
+        plain = {site: value.value() for site, value in values.items()}
+        torch.testing.assert_close(lazy, linear.run_net(plain, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lazy, written.run_net(plain, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_draws_have_the_exact_moments(name, handler):
+    written, linear, x = both(name)
+    _, variance = layer_moments(linear, x)
+    means = {n: posterior_moments(linear, n)[0] for n, _ in linear.net.named_parameters()}
+    mean = torch.func.functional_call(linear.net, means, x)
+    outputs = draws(written, x, COUNT, handler())
+    assert_within(outputs.mean(0), mean, (variance / COUNT).sqrt(), "mean")
+    squares = (outputs - mean).square()
+    assert_within(squares.mean(0), variance, squares.std(0) / COUNT**0.5, "variance")
+
+
+EXACT = [name for name in PRODUCTS if name not in ("addmm, weight first", "einsum, outer")]
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_product_is_treated_as_linear_is(name, handler):
+    written, linear, x = both(name)
+    found = []
+    for bnn in (linear, written):
+        torch.manual_seed(1)
+        (output,) = draws(bnn, x, 1, handler())
+        found.append(output)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("hidden", ["weight", "bias"])
+@pytest.mark.parametrize("name", ["addmm", "addmm, method", "addmm, transposed"])
+def test_either_of_weight_and_bias_may_be_plain(name, hidden):
+    written, linear, x = both(name, hide_parameters=[hidden])
+    found = []
+    for bnn in (linear, written):
+        torch.manual_seed(1)
+        found.append(*draws(bnn, x, 1, local_reparameterization()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+# --- what is no linear map of the draw as a matrix ------------------------------------------------
+
+OTHERS = {
+    "a matrix for each": ((4, 5, 3), (4, 3, 2), torch.bmm, "bmm"),
+    "a matrix for each head": (
+        (4, 2, 3),
+        (2, 3, 2),
+        lambda x, w: torch.einsum("bhd,hdk->bhk", x, w),
+        "einsum",
+    ),
+    "a scale": ((4, 3), (3,), lambda x, w: torch.einsum("bi,i->bi", x, w), "einsum"),
+    "a sum over outputs": ((4, 3), (3, 2), lambda x, w: torch.einsum("bi,io->b", x, w), "einsum"),
+    "a trace": ((4, 2), (2, 2), lambda x, w: torch.einsum("bi,oo->bi", x, w), "einsum"),
+    "three operands": (
+        (4, 3),
+        (3, 2),
+        lambda x, w: torch.einsum("bi,io,i->bo", x, w, x[0]),
+        "einsum",
+    ),
+    "broadcast": ((4, 1), (3, 2), lambda x, w: torch.einsum("bi,io->bo", x, w), "einsum"),
+    "twice the draw": ((4, 3), (3, 2), lambda x, w: torch.einsum("oi,pi->op", w.T, w.T), "einsum"),
+    "copies as outputs": ((4, 3), (3, 2), lambda x, w: x @ w.expand(5, 3, 2), "reshape"),
+    "rows of copies": (
+        (4, 3),
+        (2, 3),
+        lambda x, w: torch.nn.functional.linear(x, w.expand(5, 2, 3).flatten(0, 1)),
+        "flatten",
+    ),
+    "copies as channels": (
+        (4, 2, 6),
+        (1, 2, 3),
+        lambda x, w: torch.nn.functional.conv1d(x, w.expand(5, 2, 3)),
+        "conv1d",
+    ),
+    "copies of points": ((1, 5, 3), (3, 2), lambda x, w: x @ w.expand(4, 3, 2), "matmul"),
+    "an output given": (
+        (4, 3),
+        (3, 2),
+        lambda x, w: torch.addmm(H, x, w, out=torch.empty(4, 2).double()),
+        "addmm",
+    ),
+}
+H = torch.ones(4, 2).double()
+
+
+def run(bnn, x):
+    values = bnn.guide()
+    return values, bnn.run_net(values, x)
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_products_use_the_draw_and_say_so(name, handler):
+    shape, weight, function, used_by = OTHERS[name]
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(weight))
+
+        def forward(self, x):
+            return function(x, self.weight)
+
+    bnn = bnn_of(Net())
+    x = torch.randn(shape).double()
+    with report() as rows, torch.no_grad(), pytest.warns(tyxe.TyxeWarning) as caught:
+        values, output = handler()(run)(bnn, x)
+    assert f"net.weight (used by {used_by})" in str(caught[0].message)
+    expected = function(x, values["net.weight"].value())
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    assert rows.treatments("weight") == {"drawn"}
+
+
+def test_shapes_that_do_not_fit_are_refused_as_of_tensors():
+    bnn = bnn_of(Weighted(PRODUCTS["bmm"], lambda x, w, b: torch.einsum("bti,io->bto", x, w)))
+    with pytest.raises(RuntimeError, match="does not broadcast"), local_reparameterization():
+        bnn.guided_forward(torch.randn(2, 5, 7).double())
+    with pytest.raises(RuntimeError, match="number of subscripts"), local_reparameterization():
+        bnn.guided_forward(torch.randn(5, 3).double())
