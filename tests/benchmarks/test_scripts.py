@@ -23,6 +23,7 @@ CASES = {
     "particles": ["mlp", "tiny"],
     "compile": ["mlp"],
     "laplace": ["curvature", "evidence", "predictive"],
+    "linear_maps": ["gpt-2-step", "bert-step", "kron"],
     "continual_penalty": ["kron-sum", "kron-modes", "kron-average", "diag"],
     "variational_laplace_step": ["mlp", "resnet18"],
     "inducing": ["step", "predict"],
@@ -38,7 +39,7 @@ CASES = {
 # Compiling the ResNet takes the library through the same code for longer.
 LEFT_OUT = {"compile": ["--case", "mlp"]}
 # Those in which nothing is written by hand: the plain net is the only yardstick.
-WITHOUT_LIMITS = {"startup", "gpu", "revisions", "serving", "samplers", "baselines"}
+WITHOUT_LIMITS = {"startup", "gpu", "revisions", "serving", "samplers", "baselines", "linear_maps"}
 # Beside other libraries' alone, which are left out where they are not installed.
 BESIDE_PEERS = {"samplers"}
 
