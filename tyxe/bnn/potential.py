@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyro
@@ -52,6 +53,7 @@ class Potential:
         self, bnn: SupervisedBNN, inputs: Inputs, targets: Tensor, temperature: float = 1.0
     ) -> None:
         self.bnn, self.inputs, self.temperature = bnn, inputs, temperature
+        self._front = bnn.front(inputs)
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
         points = float(bnn.likelihood.count(targets))
@@ -109,7 +111,8 @@ class Potential:
         values = self.blocks.unflatten(flat)
         energy = self._prior_energy(flat, values)
         latents = {name: values[joint] for name, joint in self._latents.items()}
-        predictions = at_least_float32(self.bnn.run_net(values, self.inputs))
+        found = self._front.run(partial(self.bnn.run_net, values, self.inputs))
+        predictions = at_least_float32(found)
         return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)
 
     def _prior_energy(self, flat: Tensor, values: dict[str, Tensor]) -> Tensor:
@@ -157,7 +160,8 @@ class Potential:
     def _prepare_likelihood(self, targets: Tensor) -> None:
         """Check the targets at the net's own values, and compute what is the same in each call."""
         likelihood, means = self.bnn.likelihood, self.bnn.likelihood.prior_means()
-        predictions = at_least_float32(call_with(self.bnn.net, self.inputs))
+        own = self._front.run(partial(call_with, self.bnn.net, self.inputs))
+        predictions = at_least_float32(own)
         with pyro.validation_enabled(False):  # only shapes matter at the net's own values
             likelihood.log_likelihood(predictions, targets, "sum", means)
             support = likelihood.predictive_distribution(predictions, means).support

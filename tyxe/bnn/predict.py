@@ -8,6 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.predictive.ensemble import Ensemble
+from tyxe.predictive.front import Front
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, statistics_in
@@ -213,6 +215,10 @@ class SupervisedBNN(Intervals, BNN):
 
     # ------------------------------------------------------------------ draws
 
+    def front(self, inputs: Inputs) -> Front:
+        """Return what runs the net on a batch several times, and what no site reaches once."""
+        return Front(self.net, self._slots, inputs)
+
     @abstractmethod
     def one_draw(self) -> Values:
         """Return a single draw from the posterior."""
@@ -246,19 +252,20 @@ class SupervisedBNN(Intervals, BNN):
         The statistics of norms at each draw are in `known`, or are put there.
         """
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
+        front = self.front(inputs)
         if vectorize and self._slots:
-            return self._vmapped_outputs(draws, inputs)
+            return self._vmapped_outputs(draws, inputs, front)
         outputs, kept = [], []
         for index, values in enumerate(draws):
             if index == len(known):
                 known.append(self._statistics(values) if num_predictions else {})
             with statistics_in(known[index]):
-                outputs.append(self.run_net(values, inputs))
+                outputs.append(front.run(partial(self.run_net, values, inputs)))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
     def _vmapped_outputs(
-        self, draws: Iterator[Values], inputs: Inputs
+        self, draws: Iterator[Values], inputs: Inputs, front: Front
     ) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, kept = [], []
         while chunk := [values for _, values in zip(range(VMAP_CHUNK), draws, strict=False)]:
@@ -269,7 +276,7 @@ class SupervisedBNN(Intervals, BNN):
                     "update_norm_statistics has been called: leave vectorize out"
                 )
             stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
-            outputs.append(self._under_vmap(stacked, inputs))
+            outputs.append(front.run(partial(self._under_vmap, stacked, inputs)))
             kept += [self._only_latents(values) for values in chunk]
         return torch.cat(outputs), self._latents(kept)
 

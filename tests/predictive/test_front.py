@@ -1,0 +1,426 @@
+"""`Front`: passes that run what no site reaches once, and are those of the net bit for bit."""
+
+import copy
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tyxe.poutine.draw import substituted
+from tyxe.predictive.front import Front
+
+HEAD = "head"
+PASSES = 4
+
+
+class Counted(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """A front that counts, and a head with the site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.head = Counted(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.front(x).flatten(1))
+
+
+class Residual(Net):
+    """An activation in place, as in torchvision's nets, and a sum outside of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.relu = nn.BatchNorm1d(4), nn.ReLU(inplace=True)
+        self.body = Counted(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.norm(self.front(x)))
+        return self.head(h + self.body(h))
+
+
+class ReadsBetween(Residual):
+    """Reads a tensor before an activation changes it in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.front(x))
+        mean = h.mean()
+        return self.head(self.relu(h) - mean)
+
+
+class ViewsBetween(Residual):
+    """Views a tensor before an activation changes it in place, and reads that after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.front(x))
+        view = h.flatten(1)
+        self.relu(h)
+        return self.head(view)
+
+
+class IgnoresReturn(Residual):
+    """Uses what an activation has changed, not what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.front(x))
+        self.relu(h)
+        return self.head(h)
+
+
+class ChangesInPlace(Net):
+    """Changes what the front has returned, outside of modules."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.front(x)
+        h += self.head.bias.sum()
+        return self.head(h.relu_())
+
+
+class ChangesInput(Residual):
+    """Changes the batch in place, so that each pass has other inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.relu(x.add_(0.3))
+        return self.head(self.front(x))
+
+
+class Twice(Net):
+    """Calls the front twice with the same, and changes one of what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.front(x), self.front(x)
+        one += self.head.bias.sum()
+        return self.head(one * other)
+
+
+class Reads(nn.Module):
+    """Reads a weight of another module, which it does not own."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = [other]
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.others[0].weight.sum()
+
+
+class Tied(Net):
+    """A module without sites reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = Reads(self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.front(self.reads(x)))
+
+
+class AlwaysDrops(nn.Module):
+    """Draws random numbers in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.scale * x, 0.5, training=True)
+
+
+class Drops(Net):
+    """A front that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drops = AlwaysDrops()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.front(self.drops(x)))
+
+
+class Counts(nn.Module):
+    """Changes a buffer in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+class ChangesBuffers(Drops):
+    """A front that changes its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drops = Counts()
+
+
+class Recurrent(Net):
+    """A front that returns tensors in tuples, to a head that takes keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, (hidden, _) = self.front(input=x[:, None] if x.dim() < 3 else x)
+        return self.head(input=outputs[:, -1] + hidden[0])
+
+
+class Containers(Net):
+    """A front that takes and returns mappings, flags and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Mapped()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.front(batch=[x], double=True), self.front(batch=[x], double=False)
+        one["more"] = one.pop("x") + other["x"]
+        return self.head(one["more"])
+
+
+class Mapped(Counted):
+    """Takes and returns containers."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+
+    def forward(self, batch: list[Tensor], double: bool) -> OrderedDict[str, Tensor | None]:
+        found = super().forward(batch[0])
+        return OrderedDict(x=2 * found if double else found, none=None)
+
+
+NETS = (
+    *(Net, Residual, ReadsBetween, ViewsBetween, IgnoresReturn, ChangesInPlace, ChangesInput),
+    *(Twice, Tied, Drops, ChangesBuffers, Recurrent, Containers),
+)
+
+
+def make(kind: type[Net] = Net) -> tuple[Net, dict[str, list[tuple[nn.Module, str]]], Tensor]:
+    torch.manual_seed(0)
+    net = kind().eval()
+    return net, places(net), torch.randn(5, 3)
+
+
+def places(net: Net) -> dict[str, list[tuple[nn.Module, str]]]:
+    return {name: [(net.head, name)] for name in ("weight", "bias")}
+
+
+def draws(net: Net) -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    names = ("weight", "bias")
+    return [{n: torch.randn_like(getattr(net.head, n)) for n in names} for _ in range(PASSES)]
+
+
+def passes(net: Net, x: Tensor, front: Front | None) -> list[Tensor]:
+    found = []
+    for draw in draws(net):
+        with substituted(places(net), draw):
+            found.append(net(x) if front is None else front.run(lambda: net(x)))
+    return found
+
+
+def alike(net: Net, x: Tensor) -> None:
+    """Compare all passes with those of the net, in numbers, bit for bit."""
+    y, state = x.clone(), copy.deepcopy(net.state_dict())
+    torch.manual_seed(2)
+    expected = passes(net, y, None)
+    net.load_state_dict(state)
+    torch.manual_seed(2)
+    found = passes(net, x, Front(net, places(net), x))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
+def test_passes_are_those_of_the_net(kind: type[Net]) -> None:
+    net, _, x = make(kind)
+    state = copy.deepcopy(net.state_dict())
+    with torch.no_grad():
+        alike(net, x)
+    same = {name: torch.equal(value, state[name]) for name, value in net.state_dict().items()}
+    assert all(same.values()) == (kind is not ChangesBuffers)
+    assert all("forward" not in vars(module) for module in net.modules())
+
+
+CALLS = {
+    Net: 1,
+    Residual: 1,
+    IgnoresReturn: 1,
+    Twice: PASSES + 1,
+    ReadsBetween: PASSES,
+    ChangesInput: PASSES,
+    Tied: PASSES,
+    Drops: PASSES,
+    ChangesBuffers: PASSES,
+    ChangesInPlace: PASSES,
+}
+
+
+@pytest.mark.parametrize(("kind", "calls"), CALLS.items(), ids=[kind.__name__ for kind in CALLS])
+def test_what_can_be_kept_is_run_once(kind: type[Net], calls: int) -> None:
+    net, slots, x = make(kind)
+    with torch.no_grad():
+        passes(net, x, Front(net, slots, x))
+    assert net.front.calls == calls
+
+
+@pytest.mark.parametrize("part", [nn.Dropout(0.5), nn.BatchNorm1d(3, affine=False)])
+def test_a_front_in_train_mode_is_run_each_time(part: nn.Module) -> None:
+    net, slots, x = make()
+    net.front = nn.Sequential(part.train(), counted := net.front)
+    with torch.no_grad():
+        passes(net, x, Front(net, slots, x))
+    assert counted.calls == PASSES
+    if isinstance(part, nn.BatchNorm1d):
+        assert part.num_batches_tracked == PASSES
+
+
+def test_train_mode_without_anything_random_is_the_same_too() -> None:
+    for part in (nn.Dropout(0.5), nn.BatchNorm1d(3)):
+        net, _, x = make()
+        net.front = nn.Sequential(part, net.front)
+        net.train()
+        with torch.no_grad():
+            alike(net, x)
+
+
+def test_changed_parameters_and_buffers_are_met() -> None:
+    net, slots, x = make(Residual)
+    front = Front(net, slots, x)
+    with torch.no_grad():
+        before = front.run(lambda: net(x))
+        net.norm.running_mean.add_(1.0)
+        assert torch.equal(changed := front.run(lambda: net(x)), net(x))
+        assert not torch.equal(before, changed)
+        net.front.weight = nn.Parameter(torch.ones(4, 3))
+        assert torch.equal(front.run(lambda: net(x)), net(x))
+
+
+def test_other_inputs_are_met() -> None:
+    net, slots, x = make()
+    front = Front(net, slots, x)
+    with torch.no_grad():
+        front.run(lambda: net(x))
+        assert torch.equal(front.run(lambda: net(2 * x)), net(2 * x))
+        x.add_(1.0)
+        assert torch.equal(front.run(lambda: net(x)), net(x))
+
+
+def test_hooks_inside_of_a_front_run_each_time() -> None:
+    net, slots, x = make()
+    net.front = nn.Sequential(first := Counted(3, 3), last := Counted(3, 4)).eval()
+    seen, outside = [], []
+    last.register_forward_hook(lambda *args: seen.append(args[2].clone()))
+    net.front.register_forward_hook(lambda module, args, output: outside.append(1) or 2 * output)
+    front = Front(net, slots, x)
+    with torch.no_grad():
+        found = passes(net, x, front)
+        assert (first.calls, last.calls) == (1, 1)
+        assert len(seen) == len(outside) == PASSES
+        assert all(torch.equal(one, seen[0]) for one in seen)
+        assert all(map(torch.equal, found, passes(net, x, None)))
+
+
+def test_a_hook_that_changes_what_the_front_takes_is_heeded() -> None:
+    net, _, x = make()
+    net.front.register_forward_pre_hook(lambda module, args: (args[0] * net.head.bias.sum(),))
+    with torch.no_grad():
+        alike(net, x)
+
+
+def test_other_threads_run_the_net_itself() -> None:
+    net, slots, x = make()
+    front = Front(net, slots, x)
+
+    def pass_with_another_thread() -> Tensor:
+        found = net(x)
+        thread = threading.Thread(target=net, args=(x,))
+        thread.start()
+        thread.join()
+        return found
+
+    with torch.no_grad():
+        for _ in range(PASSES):
+            front.run(pass_with_another_thread)
+    assert net.front.calls == PASSES + 1
+
+
+def test_an_error_leaves_the_net_as_it_was() -> None:
+    net, slots, x = make()
+    front, plain = Front(net, slots, x), net.front.forward
+    vars(net.front)["forward"] = plain
+
+    def fails() -> None:
+        net(x)
+        raise KeyError
+
+    with torch.no_grad(), pytest.raises(KeyError):
+        front.run(fails)
+    assert vars(net.front)["forward"] is plain
+    with torch.no_grad():
+        assert torch.equal(front.run(lambda: net(x)), net(x))
+
+
+def test_gradients_of_sites_are_those_of_the_net_and_can_be_taken_often() -> None:
+    net, slots, x = make(Residual)
+    front = Front(net, slots, x)
+    for _ in range(PASSES):
+        for parameter in net.head.parameters():
+            parameter.grad = None
+        front.run(lambda: net(x)).square().sum().backward()
+        found = [parameter.grad for parameter in net.head.parameters()]
+        expected = torch.autograd.grad(net(x).square().sum(), [*net.head.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert net.front.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", [Net, Residual, Recurrent])
+def test_under_transforms(kind: type[Net]) -> None:
+    net, slots, x = make(kind)
+    front = Front(net, slots, x)
+    weights = torch.randn(3, 2, 4)
+
+    def total(weight: Tensor) -> Tensor:
+        with substituted({"weight": slots["weight"]}, {"weight": weight}):
+            return front.run(lambda: net(x)).square().sum()
+
+    with torch.no_grad():
+        front.run(lambda: net(x))
+    for _ in range(2):
+        found = torch.vmap(torch.func.grad(total))(weights)
+        for weight, one in zip(weights, found, strict=True):
+            weight = weight.clone().requires_grad_()
+            with substituted({"weight": slots["weight"]}, {"weight": weight}):
+                expected = torch.autograd.grad(net(x).square().sum(), weight)[0]
+            torch.testing.assert_close(one, expected)
+
+
+def test_a_copy_keeps_nothing_of_the_other() -> None:
+    net, slots, x = make()
+    front = Front(net, slots, x)
+    with torch.no_grad():
+        front.run(lambda: net(x))
+        other, y, copied = copy.deepcopy((net, x, front))
+        assert torch.equal(copied.run(lambda: other(y)), other(y))
+
+
+def test_inference_tensors_are_not_kept() -> None:
+    net, _, x = make()
+    with torch.inference_mode():
+        alike(net, x)
+        alike(net, x.clone())
