@@ -4,7 +4,8 @@
       <- poutine, priors, likelihoods, guides, samplers
       <- curvature, optim <- predictive, laplace <- bnn <- continual
 
-`metrics` and `plotting` are leaves, `testing` stands outside. Every import counts, those for type
+`metrics` and `plotting` are leaves, `testing` stands outside, and `integrations`, whose modules are
+imported by name where another framework is installed, on top. Every import counts, those for type
 checking too: a name that is only written down is known all the same.
 """
 
@@ -26,10 +27,13 @@ LEVELS = (
     ("predictive", "laplace"),
     ("bnn",),
     ("continual",),
+    ("integrations",),
 )
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 # A leaf, and which others of tyxe it may import.
 LEAVES: dict[str, tuple[str, ...]] = {"metrics": (), "plotting": ("metrics",)}
+# Behind extras: not imported with the package.
+BY_NAME = "integrations"
 # Outside: imports anything, is imported by nothing.
 OUTSIDE = "testing"
 PACKAGE = Path(__file__).parents[1] / "tyxe"
@@ -47,10 +51,12 @@ def test_tyxe_imports_run_downward() -> None:
 
 def test_every_module_is_imported_with_the_package() -> None:
     """A module that nothing imports would leave its registrations out without a word."""
-    modules = {m for m in read_imports(PACKAGE) if package_of(m) != OUTSIDE}
+    modules = {m for m in read_imports(PACKAGE) if package_of(m) not in (OUTSIDE, BY_NAME)}
     code = "import sys, tyxe; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert modules - set(done.stdout.split()) == set()
+    imported = set(done.stdout.split())
+    assert modules - imported == set()
+    assert {m for m in imported if m.startswith("tyxe.") and package_of(m) == BY_NAME} == set()
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports() -> None:
@@ -167,6 +173,10 @@ FAULTS = {
     "the root": ({"util.py": "from tyxe import TyxeWarning"}, "the module that defines the name"),
     "the root, plainly": ({"util.py": "import tyxe"}, "the module that defines the name"),
     "imports a leaf": ({"bnn/base.py": "from tyxe import metrics"}, "metrics is a leaf"),
+    "imports an integration": (
+        {"bnn/base.py": "import tyxe.integrations.x", "integrations/x.py": ""},
+        "integrations is above bnn",
+    ),
     "a leaf imports": ({"plotting.py": "from tyxe import bnn"}, "plotting is a leaf"),
     "a leaf imports a leaf": ({"metrics.py": "import tyxe.plotting"}, "metrics is a leaf"),
     "testing": ({"bnn/base.py": "from tyxe.testing import x"}, "nothing imports tyxe.testing"),
