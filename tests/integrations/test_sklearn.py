@@ -1,17 +1,37 @@
 """scikit-learn's estimators: its own checks, and plain use of the wrappers with equal seeds."""
 
+import copy
+import pickle
+from functools import partial
+
 import numpy as np
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-pytest.importorskip("sklearn", reason="the estimators are scikit-learn's, extra `sklearn`")
+import tyxe
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+from tyxe.priors import LayerwiseNormalPrior
 
+pytest.importorskip("sklearn", minversion="1.6", reason="the extra `sklearn`")
+
+import joblib
+from sklearn.base import clone
+from sklearn.datasets import make_friedman1, make_moons
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from tyxe.integrations.sklearn import BayesianClassifier, BayesianRegressor
+from tyxe.integrations.sklearn import METHODS, BayesianClassifier, BayesianRegressor
 
 # Fewer epochs than by default, because the checks fit some sixty times.
 ESTIMATORS = [BayesianRegressor(num_epochs=100), BayesianClassifier(num_epochs=100)]
+SHORT = {"hidden": (5,), "num_epochs": 80, "batch_size": 16, "random_state": 0}
+SEED = int(np.random.RandomState(0).randint(2**31 - 1))
 
 
 @parametrize_with_checks(ESTIMATORS)
@@ -19,11 +39,270 @@ def test_checks_of_scikit_learn(estimator, check):
     check(estimator)
 
 
+def regression(n=40):
+    return make_friedman1(n, n_features=5, noise=1.0, random_state=0)
+
+
+def classes(n=40):
+    x, y = make_moons(n, noise=0.2, random_state=0)
+    return x, np.array(["no", "yes"])[y]
+
+
+# --------------------------------------------------------------------------- plain use
+
+
+def fit_laplace(net, prior, likelihood, loader, adam):
+    bnn = tyxe.LaplaceBNN(net, prior, likelihood)
+    bnn.fit(loader, adam, 80, evidence_every=20)
+    return bnn
+
+
+def fit_last_layer(net, prior, likelihood, loader, adam):
+    whole = fit_laplace(net, prior, likelihood, loader, adam)
+    net = whole.to_module()
+    found = dict(whole.net_prior.priors())
+    last = tyxe.priors.DictPrior({n: found[n] for n in ("2.weight", "2.bias")}, expose=["2.*"])
+    bnn = tyxe.LaplaceBNN(net, last, whole.likelihood, structure="full")
+    bnn.fit_curvature(loader)
+    return bnn
+
+
+def fit_mean_field(net, prior, likelihood, loader, adam):
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
+    with tyxe.poutine.local_reparameterization():
+        bnn.fit(loader, adam, 80)
+    return bnn
+
+
+def fit_map(net, prior, likelihood, loader, adam):
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, AutoDelta)
+    bnn.fit(loader, adam, 80)
+    return bnn
+
+
+def fit_ensemble(net, prior, likelihood, loader, adam):
+    def member(index):
+        own = tyxe.util.reset_parameters_(copy.deepcopy(net))
+        return tyxe.VariationalBNN(own, prior, likelihood, AutoDelta)
+
+    bnn = tyxe.EnsembleBNN(member, 5)
+    bnn.fit(loader, adam, 80)
+    return bnn
+
+
+def fit_swag(net, prior, likelihood, loader, adam):
+    bnn = tyxe.SWAG_BNN(net, prior, likelihood)
+    bnn.fit(loader, adam, 80)
+    return bnn
+
+
+def fit_nuts(net, prior, likelihood, loader, adam):
+    if isinstance(likelihood, HomoskedasticGaussian):
+        noise = dist.LogNormal(torch.tensor([-1.0]), 1.0).to_event(1)
+        likelihood = HomoskedasticGaussian(likelihood.dataset_size, scale=noise)
+    bnn = tyxe.MCMC_BNN(net, prior, likelihood, tyxe.samplers.NUTS)
+    bnn.fit(loader, 4, warmup_steps=4)
+    return bnn
+
+
+PLAIN = {
+    "laplace": fit_laplace,
+    "last_layer_laplace": fit_last_layer,
+    "mean_field": fit_mean_field,
+    "map": fit_map,
+    "ensemble": fit_ensemble,
+    "swag": fit_swag,
+    "nuts": fit_nuts,
+}
+# Chains that are as short as these are long enough to be compared.
+SETTINGS = {"nuts": {"hidden": (), "num_epochs": 8}}
+
+
+def plain(method, x, y, likelihood, outputs):
+    """Return what a wrapper predicts that is used by itself, on standardised inputs."""
+    x = torch.as_tensor((x - x.mean(0)) / x.std(0))
+    prior = LayerwiseNormalPrior("radford")  # whose constructor draws numbers
+    torch.manual_seed(SEED)
+    if method == "nuts":
+        net = nn.Sequential(nn.Linear(x.shape[1], outputs)).double()
+    else:
+        net = nn.Sequential(nn.Linear(x.shape[1], 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    data = TensorDataset(x, y)
+    loader = DataLoader(
+        data, sampler=BatchSampler(RandomSampler(data), 16, drop_last=False), batch_size=None
+    )
+    adam = partial(torch.optim.Adam, lr=0.01)
+    bnn = PLAIN[method](net, prior, likelihood, loader, adam)
+    torch.manual_seed(SEED + 1)
+    count = 0 if method in ("map", "ensemble") else 32
+    return bnn.predict(x, num_predictions=count, batch_size=16, link="probit")
+
+
+def test_every_method_is_compared():
+    assert PLAIN.keys() == METHODS.keys()
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("method", PLAIN)
+def test_a_regressor_is_the_wrapper_in_units_of_y(method):
+    x, y = regression()
+    model = BayesianRegressor(method=method, **SHORT | SETTINGS.get(method, {})).fit(x, y)
+    mean, std = model.predict(x, return_std=True)
+    targets = torch.as_tensor((y - y.mean()) / y.std())[:, None]
+    likelihood = HomoskedasticGaussian(len(x), scale=torch.ones(1), learn_scale=True)
+    expected = plain(method, x, targets, likelihood, 1)
+    np.testing.assert_allclose(mean, y.mean() + y.std() * expected[0][:, 0].numpy(), rtol=1e-9)
+    np.testing.assert_allclose(std, y.std() * expected[1][:, 0].numpy(), rtol=1e-9)
+    assert (pickle.loads(pickle.dumps(model)).predict(x) == mean).all()
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("method", PLAIN)
+def test_a_classifier_is_the_wrapper(method):
+    x, y = classes()
+    model = BayesianClassifier(method=method, **SHORT | SETTINGS.get(method, {})).fit(x, y)
+    codes = torch.as_tensor(y == "yes").long()
+    expected = plain(method, x, codes, Categorical(len(x)), 2).softmax(-1).numpy()
+    np.testing.assert_allclose(model.predict_proba(x), expected, rtol=1e-9)
+    assert model.classes_.tolist() == ["no", "yes"]
+    assert (model.predict(x) == model.classes_[expected.argmax(-1)]).all()
+    assert (pickle.loads(pickle.dumps(model)).predict_proba(x) == model.predict_proba(x)).all()
+
+
+def test_a_method_of_ones_own_gets_net_prior_and_likelihood():
+    given = []
+
+    def method(net, prior, likelihood):
+        given.extend([dict(prior.sites(net)), likelihood.dataset_size])
+        return tyxe.LaplaceBNN(net, prior, likelihood, structure="diag")
+
+    x, y = regression()
+    model = BayesianRegressor(method=method, prior_scale=3.0, **SHORT).fit(x, y)
+    scales = {name: float(site.base_dist.scale.max()) for name, site in given[0].items()}
+    ends = {"0.weight": 5, "0.bias": 5, "2.weight": 5, "2.bias": 5}
+    assert scales == pytest.approx({name: 3 / n**0.5 for name, n in ends.items()})
+    assert given[1] == len(x)
+    assert model.bnn_.structure == "diag"
+    assert model.n_iter_ == 80
+
+
+# --------------------------------------------------------------------------- seeds and units
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_same_seed_predicts_the_same_and_global_generators_stay(estimator):
     x, y = np.random.randn(20, 3), np.arange(20) % 2
+    model = clone(estimator).set_params(hidden=(3,), method="mean_field", random_state=3)
     before, numbers = torch.get_rng_state(), np.random.get_state()[1].copy()
-    first = estimator.set_params(random_state=3).fit(x, y).predict(x)
-    assert (estimator.fit(x, y).predict(x) == first).all()
+    first = model.fit(x, y).predict(x)
+    assert (model.predict(x) == first).all()
+    assert (clone(model).fit(x, y).predict(x) == first).all()
+    assert (model.sample_y(x, 3) == model.sample_y(x, 3)).all()
     assert torch.equal(torch.get_rng_state(), before)
     assert (np.random.get_state()[1] == numbers).all()
+
+
+def test_predictions_follow_the_units_of_inputs_and_targets():
+    x, y = regression()
+    model = BayesianRegressor(**SHORT).fit(x, y)
+    other = clone(model).fit(1000 * x + 5, 1e-3 * y - 7)
+    mean, std = model.predict(x, return_std=True)
+    found = other.predict(1000 * x + 5, return_std=True)
+    np.testing.assert_allclose(found[0], 1e-3 * mean - 7, rtol=1e-6)
+    np.testing.assert_allclose(found[1], 1e-3 * std, rtol=1e-6)
+
+
+def test_without_standardising_the_net_sees_what_is_given():
+    x, y = regression()
+    model = BayesianRegressor(method="map", standardize=False, **SHORT).fit(x, y)
+    mean, scale = model.bnn_.predict(torch.as_tensor(x), num_predictions=0)
+    found = model.predict(x, return_std=True)
+    np.testing.assert_allclose(found[0], mean[:, 0].numpy(), rtol=1e-12)
+    np.testing.assert_allclose(found[1], scale[:, 0].numpy(), rtol=1e-12)
+
+
+def test_the_standard_deviation_is_that_of_observations():
+    x, y = regression()
+    targets = np.stack([y, -100 * y], 1)
+    model = BayesianRegressor(method="map", **SHORT).fit(x, targets)
+    _, std = model.predict(x, return_std=True)
+    noise = model.bnn_.likelihood.scale.detach().numpy() * targets.std(0)
+    np.testing.assert_allclose(std, np.broadcast_to(noise, std.shape), rtol=1e-6)
+
+
+def test_samples_have_the_moments_of_the_prediction():
+    x, y = regression()
+    model = BayesianRegressor(**SHORT).fit(x, y)
+    mean, std = model.predict(x[:5], return_std=True)
+    samples, count = model.sample_y(x[:5], 4000), 4000
+    assert samples.shape == (5, count)
+    # Four standard errors of the mean, and of the variance, of a Normal's samples.
+    assert (np.abs(samples.mean(1) - mean) < 4 * std / count**0.5).all()
+    assert (np.abs(samples.var(1) / std**2 - 1) < 4 * (2 / count) ** 0.5).all()
+
+
+def test_samples_have_the_probabilities_of_the_prediction():
+    x, y = classes()
+    model = BayesianClassifier(method="map", **SHORT).fit(x, y)
+    probability, count = model.predict_proba(x[:5])[:, 1], 1000
+    samples = model.sample_y(x[:5], count)
+    assert set(samples.ravel()) == {"no", "yes"}
+    error = (probability * (1 - probability) / count) ** 0.5
+    assert (np.abs((samples == "yes").mean(1) - probability) < 4 * error).all()
+    assert model.sample_y(x[:5]).shape == (5, 1)
+
+
+# --------------------------------------------------------------------------- in scikit-learn
+
+
+@pytest.mark.parametrize("backend", ["loky", "threading"])
+def test_a_grid_search_in_processes_and_threads_is_that_of_one(backend):
+    x, y = classes()
+    pipeline = make_pipeline(PolynomialFeatures(), BayesianClassifier(**SHORT | {"num_epochs": 5}))
+    grid = {
+        "bayesianclassifier__method": ["laplace", "map"],
+        "polynomialfeatures__degree": [1, 2],
+    }
+    one = GridSearchCV(pipeline, grid, cv=2, scoring="neg_log_loss").fit(x, y)
+    with joblib.parallel_backend(backend, n_jobs=2):
+        two = GridSearchCV(pipeline, grid, cv=2, scoring="neg_log_loss", n_jobs=2).fit(x, y)
+    assert two.best_params_ == one.best_params_
+    scores = [search.cv_results_["mean_test_score"] for search in (one, two)]
+    assert len(set(scores[0])) == 4
+    np.testing.assert_allclose(scores[1], scores[0], rtol=1e-9)
+
+
+def test_a_net_of_ones_own_in_its_dtype():
+    x, y = regression()
+    model = clone(BayesianRegressor(net=nn.Linear, **SHORT)).fit(x, y)
+    assert isinstance(model.bnn_.net, nn.Linear)
+    found = pickle.loads(pickle.dumps(model)).predict(x)
+    assert next(model.bnn_.parameters()).dtype == torch.float32
+    assert found.dtype == model.sample_y(x).dtype == np.float64
+    assert model.score(x, y) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"method": "lapalce"}, ValueError, "'lapalce'; expected one of 'laplace'"),
+        ({"prior_scale": 0}, ValueError, "prior_scale is 0; expected a positive"),
+        ({"num_epochs": 2.5}, TypeError, "num_epochs is 2.5; expected an integer"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+        ({"net": lambda *sizes: torch.tanh}, TypeError, "expected a torch.nn.Module"),
+        ({"net": lambda *sizes: nn.Linear(5, 3)}, ValueError, "shape"),
+    ],
+)
+def test_a_fit_that_fails_leaves_the_earlier_one(settings, error, message):
+    x, y = regression()
+    model = BayesianRegressor(method="map", **SHORT).fit(x, y)
+    before = model.predict(x)
+    with pytest.raises(error, match=message):
+        model.set_params(**settings).fit(x, y)
+    model.set_params(batch_size=16)
+    assert (model.predict(x) == before).all()
+
+
+def test_one_class_is_an_error():
+    with pytest.raises(ValueError, match="only 1 class, a; expected two or more"):
+        BayesianClassifier().fit(np.zeros((3, 2)), ["a", "a", "a"])
