@@ -154,6 +154,8 @@ def test_a_regressor_is_the_wrapper_in_units_of_y(method):
     np.testing.assert_allclose(mean, y.mean() + y.std() * expected[0][:, 0].numpy(), rtol=1e-9)
     np.testing.assert_allclose(std, y.std() * expected[1][:, 0].numpy(), rtol=1e-9)
     assert (pickle.loads(pickle.dumps(model)).predict(x) == mean).all()
+    # A prediction is a function of its row, with the same draws for all.
+    np.testing.assert_allclose(model.predict(x[30:2:-7]), mean[30:2:-7], rtol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -167,6 +169,7 @@ def test_a_classifier_is_the_wrapper(method):
     assert model.classes_.tolist() == ["no", "yes"]
     assert (model.predict(x) == model.classes_[expected.argmax(-1)]).all()
     assert (pickle.loads(pickle.dumps(model)).predict_proba(x) == model.predict_proba(x)).all()
+    np.testing.assert_allclose(model.predict_proba(x[30:2:-7]), expected[30:2:-7], rtol=1e-9)
 
 
 def test_a_method_of_ones_own_gets_net_prior_and_likelihood():
