@@ -149,7 +149,8 @@ def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets) -> Tenso
     kept = torch.ones_like(targets.values) if targets.mask is None else targets.mask > 0
     each = kept.to(torch.float64).flatten(1).sum(1) if kept.dim() > 1 else kept.to(torch.float64)
     numbers = each.sum() if targets.weights is None else each @ targets.weights.to(each)
-    return torch.tensor([log_likelihood, error, numbers], dtype=torch.float64)
+    found = [float(log_likelihood), float(error), float(numbers)]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:

@@ -88,6 +88,7 @@ class selective_mask(_Selective):
             raise ValueError("mask has shape (); expected (n,) or (n, ...)")
         self.mask = mask
         self._rows = mask.flatten(1).any(1) if mask.dim() > 1 else mask
+        self._count = int(self._rows.sum())
 
     def _check_rows(self, name: str, rows: int) -> None:
         if rows != len(self.mask):
@@ -107,23 +108,23 @@ class selective_mask(_Selective):
             )
         rows = msg["fn"].batch_shape[-1] if msg["fn"].batch_shape else 1
         self._check_rows(msg["name"], rows)
-        kept, before = self._rows, infer.get("kept", rows)
+        kept, count, before = self._rows, self._count, infer.get("kept", rows)
         if self.mask.dim() > 1:
             msg["fn"] = masked_within(msg["fn"], self.mask)
         if isinstance(msg["mask"], Tensor):
             kept = kept.to(msg["mask"].device) & msg["mask"]
+            count = int(kept.sum())
         msg["mask"] = kept
         if msg["is_observed"]:
-            msg["mask"] = kept = kept.to(msg["value"].device)
+            msg["mask"] = kept.to(msg["value"].device)
             msg["value"] = self._without_masked(msg["value"], msg["fn"])
         # The plate scales by N / rows; without any point that counts there is no data term.
-        count = int(kept.sum())
         msg["scale"] = msg["scale"] * (before / count if count else 0.0)
 
     def _without_masked(self, value: Tensor, fn: Any) -> Tensor:
         """Overwrite masked rows, whose labels may be -1 or NaN, by one that counts."""
         mask = self.mask.to(value.device)
-        if not bool(mask.any()):
+        if not self._count:
             return torch.as_tensor(fn.sample())
         if mask.dim() > 1:
             return filled(value, mask)
