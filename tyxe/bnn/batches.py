@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader
 
 from tyxe.data import Targets, Unpacked, concatenate_targets, weighted
@@ -278,12 +279,12 @@ def _concatenate(pieces: list[Any]) -> Any:
 
 
 def concatenated(parts: list[Any], dim: int) -> Any:
-    """Concatenate predictions of batches, tensors or tuples of tensors, along the points' `dim`."""
+    """Concatenate predictions of batches, tensors or containers, along the points' `dim`."""
     if len(parts) == 1:
         return parts[0]
-    if isinstance(parts[0], tuple):
-        return tuple(torch.cat(pieces, dim) for pieces in zip(*parts, strict=True))
-    return torch.cat(parts, dim)
+    columns = zip(*map(tree_leaves, parts), strict=True)
+    _, place = tree_flatten(parts[0])
+    return tree_unflatten([torch.cat(column, dim) for column in columns], place)
 
 
 # --------------------------------------------------------------------------- predictions

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import DrawsOfEach, SameDraws, on_each
+from tyxe.bnn.batches import DrawsOfEach, SameDraws, concatenated, on_each
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.predict import Intervals, SupervisedBNN, check_evaluation, reduced, weights_of
@@ -211,7 +211,9 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
 
         def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
             found = [m.predict(inputs, **given) for m, _ in draws.over(self._bnns, again)]
-            return mixed(self.likelihood, found, self.weights) if aggregate else torch.cat(found)
+            return (
+                mixed(self.likelihood, found, self.weights) if aggregate else concatenated(found, 0)
+            )
 
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
         return on_each(self, inputs, batch_size, one, 0 if aggregate else 1)
@@ -234,15 +236,14 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         asked = [(m, count) for m, count in zip(self._bnns, counts, strict=True) if count]
         draws = DrawsOfEach()
 
-        def one(inputs: Inputs, _: Any, again: SameDraws) -> Tensor:
+        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
             found = [
                 member.sample_predictive(inputs, num_samples=count, **options)
                 for (member, count), _ in draws.over(asked, again)
             ]
-            return torch.cat(found)
+            return concatenated(found, 0)
 
-        samples: Tensor = on_each(self, inputs, batch_size, one, 1)
-        return samples
+        return on_each(self, inputs, batch_size, one, 1)
 
     def evaluate(
         self,
@@ -262,12 +263,12 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             num_predictions: number of draws of each member.
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
+        y = None if y is None else self.likelihood.from_loader(y)
         check_evaluation(input_data, y, reduction)
         scorers = [member.scorer(num_predictions, **options) for member in self._bnns]
         draws = DrawsOfEach()
 
         def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
-            targets = self.likelihood.from_loader(targets)
             weights = weights_of(self.likelihood, targets)
             found = [score(inputs, targets, own) for score, own in draws.over(scorers, again)]
             logs = torch.stack([scores.log_likelihood for scores in found], -1)
@@ -277,10 +278,11 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 return *found[0][:2], weights
             prediction = mixed(self.likelihood, predictions, self.weights)
             kept, _ = self.likelihood.that_count(targets)
-            return self.likelihood.error(prediction, kept), together, weights
+            return self.likelihood.errors(prediction, kept), together, weights
 
-        loader = unpacked(input_data, unpack)
-        return reduced(on_each(self, (loader,), batch_size, one, -1, y), reduction)
+        loader = self._bnns[0].to_evaluate(input_data, unpack)
+        found = on_each(self, (loader,), batch_size, one, -1, y)
+        return reduced(self.likelihood, found, reduction)
 
     def _shares(self) -> Tensor:
         count = len(self.members)

@@ -81,7 +81,7 @@ class Intervals:
         if not self.likelihood.has_order:
             raise TypeError(
                 f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
-                "and so no interval: use predict(...).softmax(-1)"
+                "and so no interval: use predict(...).softmax(-1), or sample_predictive"
             )
         samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
         last, tail = num_samples - 1, (1 - level) / 2
@@ -125,13 +125,22 @@ class SupervisedBNN(Intervals, BNN):
         loader = unpacked(loader, unpack)
         return Unpacked(loader, self._prepared) if self.likelihood.prepares_targets else loader
 
-    def _prepared(self, batch: Any) -> Any:
+    def to_evaluate(self, loader: Any, unpack: Unpack | None = None) -> Any:
+        """Return a loader, or a list, of batches as evaluations take them."""
+        loader = unpacked(loader, unpack)
+        prepares = self.likelihood.prepares_targets and is_loader(loader)
+        return unpacked(loader, self._read) if prepares else loader
+
+    def _read(self, batch: Any) -> Any:
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
             return batch  # what takes it says what is wrong
         inputs, targets, *weights = batch
         targets = self.likelihood.from_loader(targets)
-        targets = weighted(targets, *weights) if weights else targets
-        return inputs, self.likelihood.to_fit(targets)
+        return inputs, weighted(targets, *weights) if weights else targets
+
+    def _prepared(self, batch: Any) -> Any:
+        read = self._read(batch)
+        return read if read is batch else (read[0], self.likelihood.to_fit(read[1]))
 
     @abstractmethod
     def draws(self, num_predictions: int) -> Iterator[Values]:
@@ -351,12 +360,12 @@ class SupervisedBNN(Intervals, BNN):
             if gaussian is not None:
                 moments = gaussian(inputs)
                 if not aggregate:
-                    return _output_samples(moments, num_predictions)
+                    return self.likelihood.outputs_of(_output_samples(moments, num_predictions))
                 return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
             with again as known:
                 outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize, known)
             if not aggregate:
-                return outputs
+                return self.likelihood.outputs_of(outputs)
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
 
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
@@ -394,22 +403,20 @@ class SupervisedBNN(Intervals, BNN):
         gaussian = self._gaussian(predictive, num_samples, "mc")
         options = self._link_options(gaussian, "mc", num_samples)
 
-        def one(inputs: Inputs, _: Any, again: SameDraws) -> Tensor:
+        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
             if gaussian is not None:
                 outputs = sample_outputs(*gaussian(inputs), num_samples)
                 latents = options.latents_of(num_samples)
             else:
                 with again as known:
                     outputs, latents = self._stacked_outputs(inputs, num_samples, vectorize, known)
-            return torch.stack(
-                [
-                    self.likelihood.sample(each, latents={n: v[s] for n, v in latents.items()})
-                    for s, each in enumerate(at_least_float32(outputs))
-                ]
-            )
+            drawn = [
+                self.likelihood.sample(each, latents={n: v[s] for n, v in latents.items()})
+                for s, each in enumerate(at_least_float32(outputs))
+            ]
+            return self.likelihood.targets_of(torch.stack(drawn))
 
-        samples: Tensor = on_each(self, inputs, batch_size, one, 1)
-        return samples
+        return on_each(self, inputs, batch_size, one, 1)
 
     def evaluate(
         self,
@@ -449,15 +456,16 @@ class SupervisedBNN(Intervals, BNN):
                 reduction.
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
+        y = None if y is None else self.likelihood.from_loader(y)
         check_evaluation(input_data, y, reduction)
         score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)
 
         def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
-            targets = self.likelihood.from_loader(targets)
             return *score(inputs, targets, again)[:2], weights_of(self.likelihood, targets)
 
-        loader = unpacked(input_data, unpack)
-        return reduced(on_each(self, (loader,), batch_size, one, -1, y), reduction)
+        loader = self.to_evaluate(input_data, unpack)
+        found = on_each(self, (loader,), batch_size, one, -1, y)
+        return reduced(self.likelihood, found, reduction)
 
     def scorer(
         self,
@@ -625,11 +633,12 @@ def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
     return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
 
 
-def reduced(parts: tuple[Tensor, Tensor, Tensor], reduction: str) -> tuple[Tensor, Tensor]:
+def reduced(likelihood: Likelihood, parts: tuple[Tensor, Tensor, Tensor], reduction: str) -> Any:
     """Return errors and log-likelihoods reduced over points, by their weights."""
-    errors, log_likelihoods, weights = parts
+    *scores, weights = parts
     given = None if bool((weights == 1).all()) else weights
-    return reduce_points(errors, reduction, given), reduce_points(log_likelihoods, reduction, given)
+    dim = -2 if reduction == "none" else -1
+    return tuple(likelihood.named(reduce_points(s, reduction, given), dim) for s in scores)
 
 
 def _output_samples(gaussian: tuple[Tensor, Tensor], count: int) -> Tensor:

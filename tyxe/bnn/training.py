@@ -136,9 +136,10 @@ class Following:
     def _score(self, loader: Iterable[Any]) -> float:
         total = points = 0.0
         with torch_rng_kept():
-            for inputs, targets in batches_of(loader, self._device):
+            for inputs, targets in batches_of(self._bnn.to_evaluate(loader), self._device):
                 torch.manual_seed(0)
-                total += float(self._bnn.evaluate(inputs, targets, self._draws)[1])
+                found = self._bnn.evaluate(inputs, targets, self._draws)[1]
+                total += float(found if isinstance(found, Tensor) else found["joint"])
                 points += float(self._bnn.likelihood.count(targets))
         return total / points if points else math.nan
 
@@ -230,7 +231,8 @@ class Trainer:
             data = data + terms.data * terms.points
             kl = kl + terms.kl * terms.points
             points += terms.points
-            self._show(epoch, terms, beta)
+            if self._bar.update():  # it has been drawn, and so are its numbers
+                self._show(epoch, terms.data, terms.kl, beta, refresh=True)
             if isinstance(callback, Callback):
                 with INTERRUPTS.let_in():
                     callback.on_batch(self.bnn, epoch, self._batches, terms)
@@ -241,14 +243,15 @@ class Trainer:
         log_likelihood, divergence = sums[0] * weight, sums[1] * weight
         loss = beta * divergence - log_likelihood
         history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
+        self._show(epoch, log_likelihood, divergence, beta)
 
-    def _show(self, epoch: int, terms: ElboTerms, beta: float) -> None:
-        """Count a batch on the bar, with its numbers where they are going to be drawn."""
-        if self._bar.update() and not self._bar.disable:
-            data, kl = float(terms.data), float(terms.kl)
+    def _show(self, epoch: int, data: Any, kl: Any, beta: float, refresh: bool = False) -> None:
+        """Let the bar say the numbers of a batch or an epoch."""
+        if not self._bar.disable:
+            data, kl = float(data), float(kl)
             shown = {"loss": beta * kl - data, "data": data, "kl": kl}
             numbers = {name: f"{value:.4g}" for name, value in shown.items()}
-            self._bar.set_postfix({"epoch": epoch + 1, **numbers})
+            self._bar.set_postfix({"epoch": epoch + 1, **numbers}, refresh=refresh)
 
     def step(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
         """Make one step on a batch.

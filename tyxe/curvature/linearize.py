@@ -315,6 +315,6 @@ def check_is_tensor(outputs: Any) -> None:
     if not isinstance(outputs, Tensor):
         raise TypeError(
             f"the net returns a {type(outputs).__name__}; the likelihood needs a tensor: name the "
-            "one to be observed by output=, a name, an index or a function, or take "
-            "tyxe.likelihoods.Joint for several"
+            "one to be observed by output=, a name, an index or a function, take "
+            "tyxe.likelihoods.Joint for several, or PytorchBNN with a loss of your own"
         )

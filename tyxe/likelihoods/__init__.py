@@ -3,6 +3,7 @@
 from tyxe.likelihoods.base import Likelihood
 from tyxe.likelihoods.discrete import Bernoulli, Categorical
 from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
+from tyxe.likelihoods.joint import Joint
 from tyxe.likelihoods.output_hessian import output_hessian, output_hessian_sqrt
 from tyxe.likelihoods.poisson import Poisson
 
@@ -11,6 +12,7 @@ __all__ = [
     "Categorical",
     "HeteroskedasticGaussian",
     "HomoskedasticGaussian",
+    "Joint",
     "Likelihood",
     "Poisson",
     "output_hessian",

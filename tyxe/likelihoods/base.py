@@ -171,6 +171,18 @@ class Likelihood(nn.Module, ABC):
         """Return targets from what a loader yields."""
         return targets
 
+    def outputs_of(self, predictions: Any) -> Any:
+        """Return predictions as users see them."""
+        return predictions
+
+    def targets_of(self, targets: Tensor) -> Any:
+        """Return targets as users see them."""
+        return targets
+
+    def named(self, scores: Tensor, dim: int) -> Any:
+        """Return scores as users see them; `dim` is where those of several outputs are."""
+        return scores
+
     def to_fit(self, targets: Tensor | Targets) -> Tensor | Targets:
         """Return the targets with weights that count in fits alone."""
         return targets
@@ -406,6 +418,10 @@ class Likelihood(nn.Module, ABC):
             errors = errors * targets.mask
         per_point = errors.sum(tuple(range(1, errors.dim()))) if errors.dim() > 1 else errors
         return reduce_points(per_point, reduction, targets.counts())
+
+    def errors(self, predictions: Predictions, targets: Tensor | Targets) -> Tensor:
+        """Return the errors of points, as `evaluate` does: of each output where there are more."""
+        return self.error(predictions, targets)
 
     def sample(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe.likelihoods import HeteroskedasticGaussian, Likelihood
+from tyxe.likelihoods import HeteroskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.base import Predictions
 from tyxe.util import at_least_float32
 
@@ -41,7 +41,7 @@ class Ensemble(nn.Module):
         self.likelihood = likelihood
         self._latents = list(latents or {})
         for name, values in (latents or {}).items():
-            self.register_buffer(f"draws_of_{name}", values)
+            self.register_buffer(_buffer(name), values)
         self.requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> Ensemble:
@@ -53,8 +53,12 @@ class Ensemble(nn.Module):
         outputs = torch.stack([member(*inputs, **kwargs) for member in self.members])
         if self.likelihood is None:
             return outputs
-        latents = {name: getattr(self, f"draws_of_{name}") for name in self._latents}
+        latents = {name: getattr(self, _buffer(name)) for name in self._latents}
         return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
+
+
+def _buffer(name: str) -> str:
+    return f"draws_of_{name.replace('.', '_')}"
 
 
 class Mixture(nn.Module):
@@ -93,6 +97,11 @@ def mixed(
         >>> mixed(HomoskedasticGaussian(10, scale=0.3), [one, other])
         (tensor([0.5000]), tensor([0.6124]))
     """
+    if isinstance(likelihood, Joint):
+        return {
+            n: mixed(likelihood._part(n), [one[n] for one in predictions], weights)
+            for n in likelihood.parts
+        }
     how: dict[str, Any] = {} if weights is None else {"weights": weights}
     if not isinstance(predictions[0], tuple):
         parts: Any = predictions

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tyxe.data import Targets
 from tyxe.errors import check_known
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Likelihood
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
+from tyxe.likelihoods.joint import of_part
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
 from tyxe.util import at_least_float32
 
@@ -112,6 +113,22 @@ def _(
     return mean, (_variance(mean, covariance) + noise).sqrt()
 
 
+@gaussian_prediction.register
+def _(likelihood: Joint, mean: Tensor, covariance: Tensor, options: LinkOptions) -> dict[str, Any]:
+    found, place = {}, 0
+    for name, loc in likelihood.outputs_of(mean).items():
+        # Positions of a part are independent of each other in its predictions.
+        size, outputs = loc[0].numel(), loc.shape[-1] if loc.dim() > 1 else 1
+        block = covariance[:, place : place + size, place : place + size]
+        rows = range(0, size, outputs)
+        blocks = torch.stack([block[:, r : r + outputs, r : r + outputs] for r in rows], 1)
+        blocks = blocks.reshape(*(loc.shape[:-1] if loc.dim() > 1 else loc.shape), outputs, outputs)
+        own = options._replace(latents=of_part(options.latents, name))
+        found[name] = gaussian_prediction(likelihood._part(name), loc, blocks, own)
+        place += size
+    return found
+
+
 # --------------------------------------------------------------------------- log-likelihoods
 
 
@@ -150,6 +167,21 @@ def gaussian_log_likelihood(
         targets = replace(counted, weights=None).map(lambda part: part.flatten(0, len(rows) - 1))
     each = likelihood.mixture_log_likelihood(outputs, targets, latents)
     return each.view(len(mean), -1).sum(1)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: Joint,
+    prediction: Any,
+    mean: Tensor,
+    covariance: Tensor,
+    targets: Tensor | Targets,
+    options: LinkOptions,
+) -> Tensor:
+    count = options.num_samples
+    outputs = sample_outputs(mean, covariance, count) if count else mean[None]
+    latents = options.latents_of(len(outputs))
+    return likelihood.mixture_log_likelihood(outputs, targets, latents)
 
 
 @gaussian_log_likelihood.register

@@ -53,7 +53,7 @@ def mixture_scores(
     if aggregate:
         combined = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
         found = likelihood.mixture_log_likelihood(outputs, targets, latents)
-        return _numbers(likelihood.error(combined, targets), found, combined)
+        return _numbers(likelihood.errors(combined, targets), found, combined)
     draws = [slice(s, s + 1) for s in range(len(outputs))]
     each = [
         likelihood.mixture_log_likelihood(
@@ -62,7 +62,7 @@ def mixture_scores(
         for s in draws
     ]
     return _numbers(
-        torch.stack([likelihood.error(one, targets) for one in outputs]), torch.stack(each)
+        torch.stack([likelihood.errors(one, targets) for one in outputs]), torch.stack(each)
     )
 
 
@@ -90,7 +90,7 @@ def gaussian_scores(
     likelihood.check_targets(mean, targets)
     prediction = predict_from_gaussian(likelihood, mean, covariance, **options._asdict())
     found = gaussian_log_likelihood(likelihood, prediction, mean, covariance, targets, options)
-    return _numbers(likelihood.error(prediction, targets), found, prediction)
+    return _numbers(likelihood.errors(prediction, targets), found, prediction)
 
 
 def _numbers(errors: Tensor, log_likelihoods: Tensor, prediction: Any = None) -> Scores:

@@ -1,0 +1,250 @@
+"""Several likelihoods for a net with several outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Size, Tensor, nn
+from torch.distributions import constraints
+
+from tyxe.data import Targets
+from tyxe.distributions.moments import is_real
+from tyxe.errors import described
+from tyxe.likelihoods.base import Likelihood, reduce_points
+from tyxe.likelihoods.output_hessian import output_hessian
+from tyxe.util import at_least_float32
+
+Latents = Mapping[str, Tensor] | None
+
+
+class _Layout(dict[str, Any]):
+    """Shapes of outputs, and shapes and dtypes of targets, by part: one for all copies."""
+
+    def __deepcopy__(self, memo: Any) -> _Layout:
+        return self
+
+
+class Joint(Likelihood):
+    """A likelihood for each of several outputs, which are independent given the net.
+
+    The net returns a mapping with the names of the parts, or a tuple in their order, and so do
+    loaders yield targets. Predictions, samples and errors are mappings by part, and of
+    log-likelihoods `"joint"` is the one of all parts together. Inside, and in `predict` by
+    handlers, outputs of a point are one vector.
+
+    Args:
+        parts: likelihoods by name, with the same `dataset_size`.
+
+    Raises:
+        TypeError: a part that is no likelihood; an output or target that is no tensor.
+        ValueError: no part, one named "joint", or parts with different sizes of the data set;
+            outputs or targets that lack a part, or are more or fewer.
+
+    Example:
+        >>> from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+        >>> joint = Joint(kind=Categorical(10), size=HomoskedasticGaussian(10, scale=0.1))
+        >>> packed = joint.from_net((torch.zeros(5, 3), torch.zeros(5, 1)))
+        >>> {name: found.shape for name, found in joint.outputs_of(packed).items()}
+        {'kind': torch.Size([5, 3]), 'size': torch.Size([5, 1])}
+    """
+
+    has_order = False
+    is_zero_outside = True
+    prepares_outputs = prepares_targets = True
+
+    def __init__(self, **parts: Likelihood) -> None:
+        if not parts or "joint" in parts:
+            raise ValueError(
+                'Joint needs parts by name, none of them "joint": Joint(kind=Categorical(n), ...)'
+            )
+        for name, part in parts.items():
+            if not isinstance(part, Likelihood):
+                raise TypeError(f"{name} is {described(part)}; expected a likelihood")
+            if getattr(part, "class_weights", None) is not None:
+                raise ValueError(f"the class_weights of {name} are no part of a Joint's fit")
+        sizes = {name: part._dataset_size for name, part in parts.items()}
+        known = {size for size in sizes.values() if size is not None}
+        if len(known) > 1:
+            raise ValueError(f"the parts have different dataset_size: {sizes}")
+        super().__init__(known.pop() if known else None)
+        self.parts = nn.ModuleDict(parts)
+        self._layout = _Layout()
+
+    # ------------------------------------------------------------------ vectors and parts
+
+    def _of(self, what: str, given: Any) -> dict[str, Any]:
+        """Return what there is for each part."""
+        if isinstance(given, tuple | list) and len(given) == len(self.parts):
+            given = dict(zip(self.parts, given, strict=True))
+        if not isinstance(given, Mapping) or any(name not in given for name in self.parts):
+            has = f"of {', '.join(map(str, given))}" if isinstance(given, Mapping) else ""
+            has = f"of {len(given)}" if isinstance(given, tuple | list) else has
+            raise ValueError(
+                f"{what} are {described(given)} {has}; expected a mapping with "
+                f"{', '.join(self.parts)}, or a tuple in this order"
+            )
+        for name in self.parts:
+            if not isinstance(given[name], Tensor):
+                raise TypeError(f"{what} have {described(given[name])} as {name}; expected tensors")
+        return {name: given[name] for name in self.parts}
+
+    def from_net(self, outputs: Any) -> Tensor:
+        given = {n: self._part(n).from_net(v) for n, v in self._of("outputs", outputs).items()}
+        self._layout["outputs"] = {name: value.shape[1:] for name, value in given.items()}
+        return torch.cat([value.reshape(len(value), -1) for value in given.values()], -1)
+
+    def from_loader(self, targets: Any) -> Any:
+        if isinstance(targets, Tensor | Targets):  # packed already
+            return targets
+        given = self._of("targets", targets)
+        self._layout["targets"] = {n: (v.shape[1:], v.dtype) for n, v in given.items()}
+        return self._packed(given)
+
+    def _packed(self, targets: Mapping[str, Tensor], lead: int = 1) -> Tensor:
+        # Integers up to 2^53 are themselves in double precision.
+        flat = [v.reshape(*v.shape[:lead], -1).double() for v in targets.values()]
+        return torch.cat(flat, -1)
+
+    def outputs_of(self, packed: Any) -> Any:
+        return packed if isinstance(packed, Mapping) else self._split(packed, "outputs")
+
+    def targets_of(self, packed: Tensor) -> Any:
+        found = self._split(packed, "targets")
+        return {n: v.to(self._layout["targets"][n][1]) for n, v in found.items()}
+
+    def _split(self, packed: Tensor, what: str) -> dict[str, Tensor]:
+        known = self._layout[what]
+        shapes = [shape if isinstance(shape, Size) else shape[0] for shape in known.values()]
+        pieces = packed.split([shape.numel() for shape in shapes], -1)
+        lead = packed.shape[:-1]
+        return {n: p.reshape(lead + s) for n, p, s in zip(known, pieces, shapes, strict=True)}
+
+    def _part(self, name: str) -> Likelihood:
+        part = self.parts[name]
+        assert isinstance(part, Likelihood)
+        return part
+
+    def _each(self, predictions: Any, targets: Any, latents: Latents, function: Any) -> list[Any]:
+        """Return a function's values of each part, its predictions, targets and variables."""
+        outputs, given = self.outputs_of(predictions), self.targets_of(Targets.of(targets).values)
+        return [
+            function(self._part(n), outputs[n], given[n], of_part(latents, n)) for n in self.parts
+        ]
+
+    # ------------------------------------------------------------------ a likelihood
+
+    def latent_priors(self) -> dict[str, Any]:
+        return {
+            f"{name}.{own}": prior
+            for name in self.parts
+            for own, prior in self._part(name).latent_priors().items()
+        }
+
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> Any:
+        return _Product(self, self.outputs_of(predictions), latents)
+
+    def prepare_targets(self, predictions: Any, targets: Tensor) -> Tensor:
+        return targets
+
+    def point_error(self, predictions: Any, targets: Tensor) -> Tensor:
+        return self.errors(predictions, targets).mT
+
+    def aggregate_predictions(
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Any = None
+    ) -> dict[str, Any]:
+        how: dict[str, Any] = {} if weights is None else {"weights": weights}
+        return {
+            n: self._part(n).aggregate_predictions(value, dim, of_part(latents, n), **how)
+            for n, value in self.outputs_of(predictions).items()
+        }
+
+    def check_targets(self, predictions: Tensor, targets: Any) -> None:
+        self._each(predictions, targets, None, lambda part, f, y, _: part.check_targets(f, y))
+
+    def errors(self, predictions: Any, targets: Any) -> Tensor:
+        found = self._each(predictions, targets, None, lambda part, f, y, _: part.error(f, y))
+        return torch.stack(found)
+
+    def error(self, predictions: Any, targets: Any, reduction: str = "none") -> Tensor:
+        total = self.errors(predictions, targets).sum(0)
+        return reduce_points(total, reduction, self.observed(targets).counts())
+
+    def mixture_log_likelihood(
+        self, predictions: Tensor, targets: Any, latents: Latents = None
+    ) -> Tensor:
+        """Return `(parts + 1, n)`, of each part and of all together."""
+        each = self._each(
+            predictions, targets, latents, lambda p, f, y, own: p.mixture_log_likelihood(f, y, own)
+        )
+        return torch.stack([*each, super().mixture_log_likelihood(predictions, targets, latents)])
+
+    def named(self, scores: Tensor, dim: int) -> Any:
+        return dict(zip((*self.parts, "joint"), scores.unbind(dim), strict=False))
+
+
+def of_part(latents: Latents, name: str) -> dict[str, Tensor]:
+    """Return the variables of a part by their own names."""
+    found = (latents or {}).items()
+    return {n.removeprefix(f"{name}."): v for n, v in found if n.startswith(f"{name}.")}
+
+
+class _Product(dist.TorchDistribution):
+    """The distribution of packed targets, for the outputs of each part."""
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+    support = constraints.independent(constraints.real, 1)
+
+    def __init__(self, joint: Joint, outputs: Mapping[str, Any], latents: Latents) -> None:
+        self._joint, self._outputs, self._latents = joint, outputs, latents
+        self._parts = {
+            n: joint._part(n)._distribution_for(outputs[n], None, of_part(latents, n))[0]
+            for n in joint.parts
+        }
+        shapes = [d.batch_shape[1:] + d.event_shape for d in self._parts.values()]
+        rows = next(iter(self._parts.values())).batch_shape[:1]
+        size = Size([sum(shape.numel() for shape in shapes)])
+        super().__init__(rows, size, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        return self
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        def one(part: Likelihood, outputs: Any, targets: Tensor, latents: Any) -> Tensor:
+            found = part.log_likelihood(outputs, targets, "none", latents)
+            distribution = part.predictive_distribution(at_least_float32(outputs), latents)
+            support: Any = distribution.support
+            if part.is_zero_outside or is_real(support):
+                return found
+            inside = support.check(part.prepare_targets(outputs, targets))
+            return found.where(inside.reshape(len(found), -1).all(1), -torch.inf)
+
+        each: list[Tensor] = self._joint._each(self._outputs, value, self._latents, one)
+        return torch.stack(each).sum(0)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        drawn = {
+            n: self._joint._part(n).sample(outputs, sample_shape, of_part(self._latents, n))
+            for n, outputs in self._outputs.items()
+        }
+        lead = len(Size(sample_shape)) + 1
+        known = {n: (v.shape[lead:], v.dtype) for n, v in drawn.items()}
+        self._joint._layout.setdefault("targets", known)
+        return self._joint._packed(drawn, lead)
+
+
+@output_hessian.register
+def _(likelihood: Joint, predictions: Tensor, latents: Any = None) -> Tensor:
+    outputs = likelihood.outputs_of(predictions)
+    size = predictions.shape[-1]
+    found = at_least_float32(predictions).new_zeros(len(predictions), 1, size, size)
+    place = 0
+    for name, value in outputs.items():
+        blocks = output_hessian(likelihood._part(name), value, of_part(latents, name))
+        side = blocks.shape[-1]
+        for block in blocks.unbind(1):
+            found[:, 0, place : place + side, place : place + side] = block
+            place += side
+    return found
