@@ -139,7 +139,7 @@ def test_a_coreset_follows_the_seed():
         (6, "random", "size is 6, but the task has 6 points"),
         (7, "k-center", "size is 7, but the task has 6 points"),
         (0, "random", "size is 0"),
-        (2, "k-means", "method is 'k-means'; expected 'random' or 'k-center'"),
+        (2, "k-means", "method is 'k-means'; expected one of 'random', 'k-center'"),
     ],
 )
 def test_wrong_coresets(size, method, message):

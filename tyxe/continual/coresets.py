@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from tyxe.bnn import BNN
+from tyxe.bnn.base import modes_restored
 from tyxe.continual.heads import Heads
+from tyxe.errors import check_known
 
 Pair = tuple[Tensor, Tensor]
-
-
-def random_points(inputs: Tensor, size: int) -> Tensor:
-    """Return indices of random points, `(size,)`."""
-    return torch.randperm(len(inputs), device=inputs.device)[:size]
 
 
 def k_center(inputs: Tensor, size: int) -> Tensor:
@@ -44,7 +42,7 @@ def k_center(inputs: Tensor, size: int) -> Tensor:
 
 
 CORESETS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
-    "random": random_points,
+    "random": lambda inputs, size: torch.randperm(len(inputs), device=inputs.device)[:size],
     "k-center": k_center,
 }
 
@@ -67,8 +65,7 @@ def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor
         >>> len(coreset_indices(torch.randn(20, 3), 4, "k-center").unique())
         4
     """
-    if method not in CORESETS:
-        raise ValueError(f"method is {method!r}; expected {' or '.join(map(repr, CORESETS))}")
+    check_known("method", method, CORESETS)
     if not 0 < size < len(inputs):
         raise ValueError(
             f"size is {size}, but the task has {len(inputs)} points: a coreset has at least one, "
@@ -125,26 +122,17 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
         >>> bnn.net_guide.get_loc("bias").item() == before
         True
     """
-    state = {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in bnn.state_dict().items()
-    }
-    if heads is not None:
-        heads.check_of(bnn)
-    attributes, priors = dict(vars(bnn)), bnn.net_prior.snapshot()
-    kept = None if heads is None else heads.state_dict()
-    size = getattr(getattr(bnn, "likelihood", None), "dataset_size", None)
-    modes = [(module, module.training) for module in bnn.modules()]
-    try:
-        yield
-    finally:
-        # First, because loading builds a posterior from them.
-        vars(bnn).update(attributes)
-        bnn.net_prior.restore(priors)
-        bnn.load_state_dict(state)
-        if heads is not None and kept is not None:
-            heads.load_state_dict(kept)
+    with ExitStack() as last_first:
+        if heads is not None:
+            heads.check_of(bnn)
+        last_first.enter_context(modes_restored(bnn))
+        size = getattr(getattr(bnn, "likelihood", None), "dataset_size", None)
         if size is not None:
-            bnn.likelihood.dataset_size = size  # type: ignore[union-attr]
-        for module, mode in modes:
-            module.training = mode
+            last_first.callback(setattr, bnn.likelihood, "dataset_size", size)
+        if heads is not None:
+            last_first.callback(heads.load_state_dict, heads.state_dict())
+        # What comes before it, because loading builds a posterior from attributes and priors.
+        last_first.callback(bnn.load_state_dict, copy.deepcopy(bnn.state_dict()))
+        last_first.callback(bnn.net_prior.restore, bnn.net_prior.snapshot())
+        last_first.callback(vars(bnn).update, dict(vars(bnn)))
+        yield

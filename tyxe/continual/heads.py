@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -130,13 +130,12 @@ class Heads:
         Raises:
             ValueError: they are of other parts or shapes; nothing is changed.
         """
-        own = {name: tensor.shape for name, tensor in self._tensors().items()}
+        own = described_shapes(self._tensors())
         for values in (state["start"], *state["tasks"].values()):
-            shapes = {name: value.shape for name, value in values.items()}
-            if shapes != own:
+            if set(given := described_shapes(values)) != set(own):
                 raise ValueError(
-                    f"the state is of heads with {_described(shapes)}; here they have "
-                    f"{_described(own)}"
+                    f"the state is of heads with {', '.join(given)}; here they have "
+                    f"{', '.join(own)}"
                 )
         self._start = copy.deepcopy(state["start"])
         self._kept = copy.deepcopy(dict(state["tasks"]))
@@ -145,7 +144,16 @@ class Heads:
 
     def _warn_of_norms(self) -> None:
         own = {id(module) for module, _ in self._places.values()}
-        shared = [name for name, norm in _gathering_norms(self._bnn) if id(norm) not in own]
+        with fitting(self._bnn, train=True):  # norms whose statistics that would change
+            shared = [
+                name
+                for name, module in self._bnn.net.named_modules()
+                if isinstance(module, _NormBase)
+                and module.training
+                and module.track_running_stats
+                and module.running_mean is not None
+                and id(module) not in own
+            ]
         if shared:
             warn(
                 f"the running statistics of {', '.join(shared)} are shared by all tasks and will "
@@ -171,23 +179,19 @@ class Heads:
         self._current = task
 
 
+@dataclass(frozen=True)
 class _Switched:
     """The result of `use`, which restores the head before it on exit."""
 
-    def __init__(self, heads: Heads, before: Task | None) -> None:
-        self._heads, self._before = heads, before
+    heads: Heads
+    before: Task | None
 
     def __enter__(self) -> Heads:
-        return self._heads
+        return self.heads
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._before is not None:
-            self._heads.use(self._before)
+    def __exit__(self, *error: object) -> None:
+        if self.before is not None:
+            self.heads.use(self.before)
 
 
 def _names_in(modules: Iterable[str]) -> list[str]:
@@ -201,19 +205,6 @@ def _names_in(modules: Iterable[str]) -> list[str]:
                 'bnn.net, as in dict(bnn.net.named_modules()), such as modules=["2"]'
             )
     return names
-
-
-def _gathering_norms(bnn: BNN) -> list[tuple[str, _NormBase]]:
-    """Return the norms whose running statistics a fit would change, with their names in the net."""
-    with fitting(bnn, train=True):
-        return [
-            (name, module)
-            for name, module in bnn.net.named_modules()
-            if isinstance(module, _NormBase)
-            and module.training
-            and module.track_running_stats
-            and module.running_mean is not None
-        ]
 
 
 def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
@@ -249,5 +240,6 @@ def _check_outside_prior(bnn: BNN, found: Mapping[str, Tensor]) -> None:
             )
 
 
-def _described(shapes: Mapping[str, torch.Size]) -> str:
-    return ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+def described_shapes(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return names with shapes."""
+    return [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]

@@ -12,19 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tyxe.bnn import BNN
-from tyxe.continual.heads import Heads
+from tyxe.continual.heads import Heads, described_shapes
 from tyxe.continual.penalties import GaussianPenalty
 from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
-
-
-def path_importance(omega: Tensor, displacement: Tensor, xi: float) -> Tensor:
-    """Return what a task adds to `Omega`: `max(0, omega) / (Delta^2 + xi)`.
-
-    `omega` is `-sum g dw` over the task's steps, and `Delta` the displacement from the task's first
-    weights to its last.
-    """
-    return omega.clamp(min=0) / (displacement.square() + xi)
 
 
 class SynapticIntelligence:
@@ -43,6 +34,9 @@ class SynapticIntelligence:
         c: strength of the penalty.
         xi: keeps the quotient finite; positive.
         heads: parts of which every task has its own, which are not penalised.
+
+    Attributes:
+        penalty: on the mean loss, of precisions `2 c Omega` about the last task's weights.
 
     Raises:
         ValueError: the BNN has sites; `c` or `xi` is not positive.
@@ -84,17 +78,11 @@ class SynapticIntelligence:
         self._omega = {name: torch.zeros_like(value) for name, value in self._start.items()}
         self._importance = copy.deepcopy(self._omega)
         self._watched: WeakSet[Optimizer] = WeakSet()
-        self._penalty = self._formed()
-
-    @property
-    def penalty(self) -> GaussianPenalty:
-        """The penalty on the mean loss: precisions `2 c Omega` about the last task's weights."""
-        return self._penalty
+        self.penalty = self._formed()
 
     def _formed(self) -> GaussianPenalty:
-        return GaussianPenalty(
-            self._start, {n: 2 * self.c * v for n, v in self._importance.items()}
-        )
+        precisions = {name: 2 * self.c * value for name, value in self._importance.items()}
+        return GaussianPenalty(self._start, precisions)
 
     def watch(self, optimizer: Optimizer) -> Optimizer:
         """Add the penalty's gradient to every step of an optimiser, and sum up `omega`.
@@ -120,7 +108,7 @@ class SynapticIntelligence:
                 if parameter.grad is not None:
                     gradients[name] = parameter.grad.clone()
                     before[name] = parameter.detach().clone()
-                    parameter.grad += self._penalty.gradient(name, parameter)
+                    parameter.grad += self.penalty.gradient(name, parameter)
 
         @torch.no_grad()
         def gather(*_: Any) -> None:
@@ -145,11 +133,11 @@ class SynapticIntelligence:
             )
         now = self._values()
         for name, value in now.items():
-            moved = value - self._start[name]
-            self._importance[name] += path_importance(self._omega[name], moved, self.xi)
-            self._omega[name].zero_()
+            moved, omega = value - self._start[name], self._omega[name]
+            self._importance[name] += omega.clamp(min=0) / (moved.square() + self.xi)
+            omega.zero_()
         self._start = now
-        self._penalty = self._formed()
+        self.penalty = self._formed()
 
     def _values(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self._parameters.items()}
@@ -165,9 +153,9 @@ class SynapticIntelligence:
         Raises:
             ValueError: it is of other parameters or shapes; nothing is changed.
         """
-        own = _described(self._parameters)
+        own = described_shapes(self._parameters)
         for part in ("omega", "importance", "start"):
-            if set(given := _described(state[part])) != set(own):
+            if set(given := described_shapes(state[part])) != set(own):
                 raise ValueError(
                     f"the state is of {', '.join(given)}; here there are {', '.join(own)}"
                 )
@@ -175,8 +163,4 @@ class SynapticIntelligence:
             {name: state[part][name].to(p, copy=True) for name, p in self._parameters.items()}
             for part in ("omega", "importance", "start")
         )
-        self._penalty = self._formed()
-
-
-def _described(tensors: Mapping[str, Tensor]) -> list[str]:
-    return [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        self.penalty = self._formed()

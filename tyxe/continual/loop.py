@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -192,13 +193,8 @@ class TaskLoop:
 
     def _look_back(self, task: Task) -> None:
         for index, seen in enumerate(self.tasks[: self.done + 1]):
-            self.accuracy[self.done, index] = self._score(seen)
-
-    def _score(self, task: Task) -> float:
-        if self.heads is None:
-            return float(self.evaluate(task))
-        with self.heads.use(task):
-            return float(self.evaluate(task))
+            with nullcontext() if self.heads is None else self.heads.use(seen):
+                self.accuracy[self.done, index] = float(self.evaluate(seen))
 
     # ------------------------------------------------------------------ state
 
@@ -236,12 +232,12 @@ class TaskLoop:
                 f"the run to resume has the tasks {learned}, this loop {self.tasks}: resume in the "
                 "same order, or start anew without the checkpoint"
             )
-        saved = {*state["parts"], *(["heads"] if state["heads"] is not None else [])}
-        own = {*self.parts, *(["heads"] if self.heads is not None else [])}
+        saved, own = (
+            sorted([*parts, *([] if heads is None else ["heads"])])
+            for parts, heads in ((state["parts"], state["heads"]), (self.parts, self.heads))
+        )
         if saved != own:
-            raise ValueError(
-                f"the run to resume has the parts {sorted(saved)}, this loop {sorted(own)}"
-            )
+            raise ValueError(f"the run to resume has the parts {saved}, this loop {own}")
         with exclusive():
             before, priors = self.state_dict(), self.bnn.net_prior.snapshot()
             try:

@@ -47,12 +47,11 @@ def forgetting(accuracy: Tensor) -> Tensor:
         >>> forgetting(torch.tensor([[1.0, 0.0], [0.75, 0.9]]))
         tensor([0.0000, 0.2500])
     """
-    tasks = _tasks(accuracy)
-    lost = [accuracy[..., 0, 0] - accuracy[..., 0, 0]]
-    for t in range(1, tasks):
-        past = accuracy[..., :t, :t].where(_seen(accuracy[..., :t, :t]), -torch.inf)
-        lost.append((past.amax(-2) - accuracy[..., t, :t]).mean(-1))
-    return torch.stack(lost, -1)
+    count = torch.arange(1, _tasks(accuracy), device=accuracy.device)
+    best = accuracy.where(_seen(accuracy), -torch.inf).cummax(-2).values[..., :-1, :-1]
+    lost = (best - accuracy[..., 1:, :-1]).where(_seen(best), 0).sum(-1) / count
+    first = accuracy[..., :1, 0]
+    return torch.cat([first - first, lost], -1)
 
 
 def backward_transfer(accuracy: Tensor) -> Tensor:
