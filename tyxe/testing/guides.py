@@ -26,10 +26,6 @@ AnyGuide = Guide | PyroGuide
 Builder = Callable[[Callable[..., Any]], Any]
 
 
-def _low_rank(module: Callable[..., Any]) -> Any:
-    return autoguide.AutoLowRankMultivariateNormal(module, rank=2)
-
-
 GUIDES: dict[str, Builder] = {
     "AutoNormal": AutoNormal,
     "AutoNormal, capped": functools.partial(AutoNormal, max_guide_scale=0.5),
@@ -40,7 +36,9 @@ GUIDES: dict[str, Builder] = {
     "pyro AutoNormal": autoguide.AutoNormal,
     "pyro AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
     "pyro AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
-    "pyro AutoLowRankMultivariateNormal": _low_rank,
+    "pyro AutoLowRankMultivariateNormal": functools.partial(
+        autoguide.AutoLowRankMultivariateNormal, rank=2
+    ),
 }
 
 
@@ -51,9 +49,6 @@ def check_guide(builder: Builder, program: SitePriors | None = None) -> None:
         builder: a BNN's `net_guide_builder`.
         program: the sites and their priors, in float64; those of a small net by default.
 
-    Raises:
-        AssertionError: with the rule that is broken.
-
     Example:
         >>> check_guide(AutoRadial)
     """
@@ -62,14 +57,17 @@ def check_guide(builder: Builder, program: SitePriors | None = None) -> None:
         program = SitePriors(IIDPrior(dist.Normal(0.0, 1.0)).sites(net), net)
     guide = PyroGuide.build(builder, program)
     _disturb(guide)
-    _check_program(guide, program)
+    prior = _nodes_of(program)
+    _check_program(guide, prior)
     # Discrete draws have no gradient; only the outputs of handlers do.
-    if not _has_discrete_sites(program):
+    if not any(is_discrete(node["fn"].support) for node in prior.values()):
         _check_draws_differentiable(guide)
     _check_copies(guide, functools.partial(PyroGuide.build, builder, program))
-    _check_kinds(guide)
-    _check_median(guide, program)
-    _check_detached(guide, program)
+    trained = {name for name, p in guide.named_parameters() if p.requires_grad}
+    missing = trained - set(guide.parameter_kinds())
+    assert not missing, f"parameter_kinds leaves out {sorted(missing)}"
+    _check_median(guide, prior)
+    _check_detached(guide, program, [*prior])
     store = sorted(pyro.get_param_store().keys())
     assert not store, f"the guide left {store} in Pyro's global parameter store"
 
@@ -81,47 +79,37 @@ def _disturb(guide: AnyGuide) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def _draw(guide: AnyGuide, seed: int = 0) -> dict[str, Tensor]:
-    with torch_rng_kept():
-        torch.manual_seed(seed)
-        trace = poutine.trace(guide).get_trace()
-    return {
-        name: trace.nodes[name]["value"]
-        for name in trace.stochastic_nodes
-        if not trace.nodes[name]["infer"].get("is_auxiliary")
-    }
-
-
-def _has_discrete_sites(program: SitePriors) -> bool:
-    nodes = poutine.trace(program).get_trace().nodes
-    return any(is_discrete(nodes[name]["fn"].support) for name in _joint_names(program))
-
-
-def _joint_names(program: SitePriors) -> list[str]:
-    return poutine.trace(program).get_trace().stochastic_nodes
-
-
-def _check_program(guide: AnyGuide, program: SitePriors) -> None:
-    names = set(_joint_names(program))
-    prior = poutine.trace(program).get_trace()
-    trace = poutine.trace(guide).get_trace()
+def _nodes_of(program: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a program's trace has of its sites."""
+    trace = poutine.trace(program).get_trace()
     trace.compute_log_prob()
-    sampled = {
-        name
-        for name in trace.stochastic_nodes
-        if not trace.nodes[name]["infer"].get("is_auxiliary")
-    }
-    assert sampled == names, f"the guide samples {sorted(sampled)}, the prior {sorted(names)}"
+    nodes = {name: trace.nodes[name] for name in trace.stochastic_nodes}
+    return {n: node for n, node in nodes.items() if not node["infer"].get("is_auxiliary")}
+
+
+def _draw(guide: AnyGuide) -> dict[str, Tensor]:
+    with torch_rng_kept():
+        torch.manual_seed(0)
+        return {name: node["value"] for name, node in _nodes_of(guide).items()}
+
+
+def _check_value(value: Tensor, node: Any, what: str) -> None:
+    """Assert that a value is one of a prior's site."""
+    expected = node["value"]
+    assert value.shape == expected.shape, f"{what} has shape {value.shape}"
+    assert value.dtype == expected.dtype, f"{what} is {value.dtype}"
+    inside = node["fn"].support.check(value).all()
+    assert bool(inside), f"{what} lies outside the support of its prior"
+
+
+def _check_program(guide: AnyGuide, prior: dict[str, Any]) -> None:
+    nodes, names = _nodes_of(guide), prior.keys()
+    assert nodes.keys() == names, f"the guide samples {sorted(nodes)}, the prior {sorted(names)}"
     returned = guide()
     assert set(returned) >= names, f"forward returns {sorted(returned)}, expected {sorted(names)}"
-    for name in names:
-        node, expected = trace.nodes[name], prior.nodes[name]
-        shape = expected["value"].shape
-        assert node["value"].shape == shape, f"{name!r} has shape {node['value'].shape}"
-        assert node["value"].dtype == expected["value"].dtype, f"{name!r} is {node['value'].dtype}"
+    for name, node in nodes.items():
+        _check_value(node["value"], prior[name], f"a draw of {name!r}")
         assert bool(node["log_prob"].isfinite().all()), f"log_prob of {name!r} is not finite"
-        inside = expected["fn"].support.check(node["value"]).all()
-        assert bool(inside), f"a draw of {name!r} lies outside the support of its prior"
     if isinstance(guide, Guide):
         posterior = guide.posterior()
         assert set(posterior) == names, f"posterior has {sorted(posterior)}"
@@ -170,42 +158,29 @@ def _check_copies(guide: AnyGuide, build: Callable[[], AnyGuide]) -> None:
             assert value.dtype == dtype, f".to({dtype}) draws {name!r} in {value.dtype}"
 
 
-def _check_kinds(guide: AnyGuide) -> None:
-    kinds = guide.parameter_kinds()
-    names = {name for name, p in guide.named_parameters() if p.requires_grad}
-    missing = names - set(kinds)
-    assert not missing, f"parameter_kinds leaves out {sorted(missing)}"
-
-
-def _check_median(guide: AnyGuide, program: SitePriors) -> None:
-    median = guide.median()
-    prior = poutine.trace(program).get_trace()
-    names = set(_joint_names(program))
+def _check_median(guide: AnyGuide, prior: dict[str, Any]) -> None:
+    median, names = guide.median(), prior.keys()
     assert set(median) == names, f"median has {sorted(median)}, expected {sorted(names)}"
     for name, value in median.items():
-        expected = prior.nodes[name]
-        assert value.shape == expected["value"].shape, f"median of {name!r} has {value.shape}"
+        _check_value(value, prior[name], f"the median of {name!r}")
         assert not value.requires_grad, f"the median of {name!r} requires a gradient"
-        shared = value.untyped_storage().data_ptr() in _storages(guide)
-        assert not shared, f"the median of {name!r} shares storage with the guide"
-        assert bool(expected["fn"].support.check(value).all()), f"median of {name!r} off support"
+        assert not _shares(value, guide), f"the median of {name!r} shares storage with the guide"
 
 
-def _check_detached(guide: AnyGuide, program: SitePriors) -> None:
+def _check_detached(guide: AnyGuide, program: SitePriors, names: list[str]) -> None:
     try:
         found = guide.get_detached_distributions()
     except TypeError:
         # A guide that couples its sites has no distribution for each, and may raise.
         assert not isinstance(guide, Guide), "a Guide has a distribution for each site"
         return
-    own = [name.removeprefix(program.prefix) for name in _joint_names(program)]
+    own = [name.removeprefix(program.prefix) for name in names]
     assert sorted(found) == sorted(own), f"detached distributions of {sorted(found)}"
-    storages = _storages(guide)
     for name, q in found.items():
         value = q.sample()
         assert not q.log_prob(value).requires_grad, f"the distribution of {name!r} has a gradient"
         for tensor in _tensors(q):
-            shared = tensor.untyped_storage().data_ptr() in storages
+            shared = _shares(tensor, guide)
             assert not shared, f"the distribution of {name!r} shares storage with the guide"
         joint = program.prefix + name
         spelled = guide.get_detached_distributions([joint])
@@ -214,12 +189,12 @@ def _check_detached(guide: AnyGuide, program: SitePriors) -> None:
     assert_raises(
         ValueError, lambda: guide.get_detached_distributions(["no.such"]), "an unknown site"
     )
-    priors = {name: found[name] for name in program.names()}
-    DictPrior(priors)
+    DictPrior({name: found[name] for name in program.names()})
 
 
-def _storages(guide: AnyGuide) -> set[int]:
-    return {p.untyped_storage().data_ptr() for p in guide.parameters()}
+def _shares(tensor: Tensor, guide: AnyGuide) -> bool:
+    own = {p.untyped_storage().data_ptr() for p in guide.parameters()}
+    return tensor.untyped_storage().data_ptr() in own
 
 
 def _tensors(value: Any) -> list[Tensor]:

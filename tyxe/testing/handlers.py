@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +38,6 @@ def check_handler(factory: Callable[[], Any]) -> None:
     Args:
         factory: makes the handler.
 
-    Raises:
-        AssertionError: with the rule that is broken.
-
     Example:
         >>> check_handler(local_reparameterization)
     """
@@ -55,12 +53,8 @@ def check_handler(factory: Callable[[], Any]) -> None:
 def _example() -> tuple[VariationalBNN, Tensor]:
     """Return a net and inputs; each output has the same distribution under every handler."""
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-    bnn = VariationalBNN(
-        net,
-        IIDPrior(dist.Normal(0.0, 1.0)),
-        HomoskedasticGaussian(4, scale=1.0),
-        AutoNormal,
-    )
+    prior, likelihood = IIDPrior(dist.Normal(0.0, 1.0)), HomoskedasticGaussian(4, scale=1.0)
+    bnn = VariationalBNN(net, prior, likelihood, AutoNormal)
     with torch.no_grad():
         for parameter in bnn.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -77,12 +71,9 @@ def _check_stack(factory: Callable[[], Any], bnn: VariationalBNN, inputs: Tensor
         assert am_i_wrapped(), "the handler is not on Pyro's stack while it is active"
         _outputs(bnn, inputs)
     assert not am_i_wrapped(), "the handler stays on Pyro's stack"
-    try:
-        with factory():
-            _outputs(bnn, inputs)
-            raise _Interrupted
-    except _Interrupted:
-        pass
+    with contextlib.suppress(_Interrupted), factory():
+        _outputs(bnn, inputs)
+        raise _Interrupted
     assert not am_i_wrapped(), "the handler stays on Pyro's stack after an exception"
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from tyxe.samplers import HMC, MCLMC, NUTS, SGHMC, SGLD, Chains, Kernel, Run
+from tyxe.samplers import HMC, MCLMC, NUTS, SGHMC, SGLD, Chains, Kernel, Randomness, Run
 from tyxe.testing.asserts import assert_close, assert_within
 
 # Each function makes a kernel under which a standard Gaussian comes out to within its errors.
@@ -35,9 +35,6 @@ def check_kernel(make: Callable[[], Kernel]) -> None:
 
     Args:
         make: returns the kernel.
-
-    Raises:
-        AssertionError: a rule is broken, which the message names.
 
     Example:
         >>> check_kernel(lambda: HMC(num_steps=3))
@@ -71,9 +68,10 @@ def _check_step(kernel: Kernel) -> None:
     before = pytree.tree_map(torch.clone, (chains, random))
     found = kernel.step(_normal, chains.state, chains.settings, random)
     again = kernel.step(_normal, chains.state, chains.settings, random)
-    pairs = [((chains, random), before, "a step changes what it is given")]
-    pairs.append((found, again, "a step with the same random numbers differs"))
-    for one, other, what in pairs:
+    for one, other, what in (
+        ((chains, random), before, "a step changes what it is given"),
+        (found, again, "a step with the same random numbers differs"),
+    ):
         leaves = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
         assert all(torch.equal(a, b) for a, b in leaves), what
     state, brought = found
@@ -87,16 +85,12 @@ def _check_step(kernel: Kernel) -> None:
 
 def _check_chains_are_alone(kernel: Kernel) -> None:
     chains, random = _started(kernel)
-
-    def only(leaf: Tensor) -> Tensor:
-        return leaf[1:2]
-
-    noise, coins = random.noise[:, 1:2], random.coins[:, 1:2]
-    state, settings = pytree.tree_map(only, (chains.state, chains.settings))
-    alone = kernel.step(_normal, state, settings, random._replace(noise=noise, coins=coins))
+    state, settings = pytree.tree_map(lambda leaf: leaf[1:2], (chains.state, chains.settings))
+    own = Randomness(random.noise[:, 1:2], random.coins[:, 1:2])
+    alone = kernel.step(_normal, state, settings, own)
     together = kernel.step(_normal, chains.state, chains.settings, random)
     for one, other in zip(pytree.tree_leaves(alone), pytree.tree_leaves(together), strict=True):
-        assert_close(one.double(), only(other).double(), "a chain depends on the others")
+        assert_close(one.double(), other[1:2].double(), "a chain depends on the others")
 
 
 def _samples(kernel: Kernel, count: int) -> Tensor:

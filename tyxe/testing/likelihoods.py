@@ -22,6 +22,7 @@ from tyxe.likelihoods import (
     Likelihood,
     Poisson,
 )
+from tyxe.priors.base import without_events
 from tyxe.testing.asserts import assert_close, assert_raises, assert_within
 
 NUM_SAMPLES = 4000
@@ -82,9 +83,6 @@ def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int =
         case: the likelihood and its shapes.
         num_points: number of data points.
         num_draws: number of draws to aggregate.
-
-    Raises:
-        AssertionError: with the rule that is broken.
 
     Example:
         >>> check_likelihood(LikelihoodCase(Categorical, output_shape=(3,)))
@@ -147,13 +145,13 @@ def _check_site(likelihood: Likelihood, predictions: Tensor, targets: Tensor) ->
     assert_close(site["log_prob_sum"], factor * log_likelihood, "the site's log-probability")
 
 
+def _scores(likelihood: Likelihood) -> Callable[..., Tensor]:
+    """Return the log-likelihood at the likelihood's own variables' means."""
+    return functools.partial(likelihood.log_likelihood, latents=likelihood.prior_means())
+
+
 def _check_points(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
-    with_latents = functools.partial(likelihood.log_likelihood, latents=likelihood.prior_means())
-    methods: dict[str, Callable[..., Tensor]] = {
-        "log_likelihood": with_latents,
-        "error": likelihood.error,
-    }
-    for name, method in methods.items():
+    for name, method in (("log_likelihood", _scores(likelihood)), ("error", likelihood.error)):
         each = method(predictions, targets, "none")
         assert each.shape == targets.shape[:1], f"{name} has shape {each.shape} for the points"
         assert bool(each.isfinite().all()), f"{name} is not finite"
@@ -167,18 +165,10 @@ def _check_points(likelihood: Likelihood, predictions: Tensor, targets: Tensor) 
 
 
 def _check_one_draw(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
-    latents = likelihood.prior_means()
     combined = _aggregated(likelihood, predictions)
-    assert_close(
-        likelihood.log_likelihood(combined, targets, "none", latents),
-        likelihood.log_likelihood(predictions[0], targets, "none", latents),
-        "aggregating one draw changed its distribution",
-    )
-    assert_close(
-        likelihood.error(combined, targets, "none"),
-        likelihood.error(predictions[0], targets, "none"),
-        "aggregating one draw changed its error",
-    )
+    for what, method in (("distribution", _scores(likelihood)), ("error", likelihood.error)):
+        found, expected = (method(one, targets, "none") for one in (combined, predictions[0]))
+        assert_close(found, expected, f"aggregating one draw changed its {what}")
 
 
 def _aggregated(likelihood: Likelihood, predictions: Tensor, dim: int = 0) -> Any:
@@ -188,10 +178,9 @@ def _aggregated(likelihood: Likelihood, predictions: Tensor, dim: int = 0) -> An
 
 
 def _elementwise(likelihood: Likelihood, predictions: Any) -> td.Distribution:
-    distribution = likelihood.predictive_distribution(predictions, likelihood.prior_means())
-    while isinstance(distribution, td.Independent):
-        distribution = distribution.base_dist
-    return distribution
+    means = likelihood.prior_means()
+    found: td.Distribution = without_events(likelihood.predictive_distribution(predictions, means))
+    return found
 
 
 def _probabilities(distribution: td.Distribution) -> Tensor:
@@ -221,15 +210,11 @@ def _check_mixture(likelihood: Likelihood, predictions: Tensor, targets: Tensor)
         name: prior.sample(torch.Size([len(predictions)]))
         for name, prior in likelihood.latent_priors().items()
     }
-    each = torch.stack(
-        [
-            likelihood.log_likelihood(
-                one, targets, "none", {name: v[s] for name, v in latents.items()}
-            )
-            for s, one in enumerate(predictions)
-        ]
-    )
-    expected = each.logsumexp(0) - math.log(len(predictions))
+    each = []
+    for s, one in enumerate(predictions):
+        of_draw = {name: values[s] for name, values in latents.items()}
+        each.append(likelihood.log_likelihood(one, targets, "none", of_draw))
+    expected = torch.stack(each).logsumexp(0) - math.log(len(predictions))
     actual = likelihood.mixture_log_likelihood(predictions, targets, latents)
     assert_close(actual, expected, "log of the mean probability")
 
@@ -254,21 +239,18 @@ def _check_samples(likelihood: Likelihood, predictions: Tensor) -> None:
 
 def _check_wrong_shapes(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
     wrong = [targets.unsqueeze(-1), targets.unsqueeze(0), targets[:1], targets[0]]
-    latents = likelihood.prior_means()
     for bad in wrong:
         what = f"targets of shape {tuple(bad.shape)} for shape {tuple(targets.shape)}"
-        with_latents = functools.partial(likelihood.log_likelihood, latents=latents)
-        for call in (with_latents, likelihood.error, likelihood):
+        for call in (_scores(likelihood), likelihood.error, likelihood):
             assert_raises(ValueError, functools.partial(call, predictions, bad), what)
 
 
 def _check_dtypes(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
-    latents = likelihood.prior_means()
-    expected = likelihood.log_likelihood(predictions, targets, "sum", latents)
+    expected = _scores(likelihood)(predictions, targets, "sum")
     whole = bool((targets == targets.round()).all())
     dtypes = [torch.uint8, torch.int16, torch.int32, torch.int64] if whole else [torch.float64]
     if whole and bool((targets <= 1).all()):
         dtypes.append(torch.bool)
     for dtype in dtypes:
-        actual = likelihood.log_likelihood(predictions, targets.to(dtype), "sum", latents)
+        actual = _scores(likelihood)(predictions, targets.to(dtype), "sum")
         assert_close(actual, expected, f"targets of {dtype}")

@@ -28,6 +28,9 @@ from tyxe.testing.asserts import assert_close, assert_raises
 from tyxe.testing.tensors import random_gram, random_tensor
 
 TOLERANCE = 1e-10
+# What is computed of an operator, and of an operator and vectors.
+NUMBERS = ("logdet", "diagonal", "inverse_diagonal")
+PRODUCTS = ("matmul", "quadratic", "solve", "inverse_sqrt", "whiten", "inverse_quadratic")
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (0,))
 
 
@@ -75,9 +78,6 @@ def check_operator(make: Callable[[], Operator]) -> None:
     Args:
         make: makes the operator, positive definite, of a size of ten or so.
 
-    Raises:
-        AssertionError: with the rule that is broken.
-
     Example:
         >>> check_operator(lambda: Diagonal(torch.tensor([1.0, 2.0])))
     """
@@ -87,7 +87,9 @@ def check_operator(make: Callable[[], Operator]) -> None:
     for batch in BATCHES:
         _check_products(operator, dense, _vectors(operator, *batch))
         _check_inverse(operator, dense.inverse(), _vectors(operator, *batch))
-        _check_covariance(operator, dense.inverse(), _vectors(operator, *batch, 2))
+        x = _vectors(operator, *batch, 2)
+        what, expected = f"inverse_quadratic of {tuple(x.shape)}", x @ dense.inverse() @ x.mT
+        assert_close(operator.inverse_quadratic(x), expected, what, TOLERANCE)
     _check_samples(operator)
     _check_scaled(operator, dense)
     _check_add_diagonal(operator, dense)
@@ -104,6 +106,11 @@ def _vectors(operator: Operator, *batch: int) -> Tensor:
 
 def _number(operator: Operator, value: float) -> Tensor:
     return torch.tensor(value, dtype=operator.dtype, device=operator.device, requires_grad=True)
+
+
+def _computed(operator: Operator, what: str, x: Tensor) -> Tensor:
+    method: Callable[..., Tensor] = getattr(operator, what)
+    return method(x) if what in PRODUCTS else method()
 
 
 def _check_matrix(operator: Operator, dense: Tensor) -> None:
@@ -136,11 +143,6 @@ def _check_inverse(operator: Operator, inverse: Tensor, x: Tensor) -> None:
     assert_close(operator.inverse_diagonal(), inverse.diagonal(), "inverse_diagonal", TOLERANCE)
 
 
-def _check_covariance(operator: Operator, inverse: Tensor, x: Tensor) -> None:
-    actual, expected = operator.inverse_quadratic(x), x @ inverse @ x.mT
-    assert_close(actual, expected, f"inverse_quadratic of {tuple(x.shape)}", TOLERANCE)
-
-
 def _check_samples(operator: Operator) -> None:
     noise = _vectors(operator, 2, 3)
     given = operator.sample((2, 3), noise)
@@ -170,23 +172,18 @@ def _check_add_diagonal(operator: Operator, dense: Tensor) -> None:
         expected = dense + d * identity
         _check_derived(operator.add_diagonal(d), operator, expected, f"add_diagonal({d})")
     vector = 0.1 + _vectors(operator).square()
-    total = _sum_or_refusal(operator, vector)
-    if isinstance(total, Operator):
-        _check_derived(total, operator, dense + vector.diag(), "add_diagonal of a vector")
-    else:
+    try:
+        total = operator.add_diagonal(vector)
+    except ValueError as error:
         # A structure may refuse a vector, but its error names those that take it.
-        for structure in ('"full"', '"diag"'):
-            assert structure in total, f"refusing a diagonal has to name {structure}: {total}"
+        missing = [name for name in ('"full"', '"diag"') if name not in str(error)]
+        if missing:
+            raise AssertionError(f"refusing a diagonal has to name {missing}: {error}") from error
+    else:
+        _check_derived(total, operator, dense + vector.diag(), "add_diagonal of a vector")
     too_long, matrix = torch.ones(operator.size + 1), torch.ones(2, operator.size)
     for bad in (-1.0, float("nan"), float("inf"), too_long, matrix, -vector):
         _refuses(ValueError, str(bad), operator.add_diagonal, bad)
-
-
-def _sum_or_refusal(operator: Operator, vector: Tensor) -> Operator | str:
-    try:
-        return operator.add_diagonal(vector)
-    except ValueError as error:
-        return str(error)
 
 
 def _check_derived(derived: Operator, operator: Operator, expected: Tensor, what: str) -> None:
@@ -225,18 +222,9 @@ def _check_copies(operator: Operator) -> None:
 def _check_precisions(operator: Operator) -> None:
     single = operator.to(torch.float32)
     x = _vectors(single, 2).float()
-    results = {
-        "matmul": single @ x,
-        "solve": single.solve(x),
-        "logdet": single.logdet(),
-        "quadratic": single.quadratic(x),
-        "inverse_quadratic": single.inverse_quadratic(x),
-        "diagonal": single.diagonal(),
-        "inverse_diagonal": single.inverse_diagonal(),
-        "sample": single.sample(),
-        "scaled": single.scaled(2.0).add_diagonal(1.0).to_dense(),
-    }
-    for what, value in results.items():
+    results = {what: _computed(single, what, x) for what in (*NUMBERS, *PRODUCTS)}
+    others = {"sample": single.sample(), "scaled": single.scaled(2.0).add_diagonal(1.0).to_dense()}
+    for what, value in (results | others).items():
         assert value.dtype == torch.float32, f"{what} is {value.dtype} in float32"
         assert value.device == operator.device, f"{what} is on {value.device}"
     assert_close(single.to_dense().double(), operator.to_dense(), "to(float32)", 1e-6)
@@ -246,16 +234,8 @@ def _check_precisions(operator: Operator) -> None:
 
 def _check_arguments(operator: Operator) -> None:
     x = _vectors(operator, 2)
-    methods = (
-        operator.matmul,
-        operator.quadratic,
-        operator.solve,
-        operator.inverse_sqrt,
-        operator.whiten,
-        operator.inverse_quadratic,
-    )
     longer = torch.cat([x, x[..., :1]], -1)
-    for method in methods:
+    for method in (getattr(operator, name) for name in PRODUCTS):
         _refuses(ValueError, "a wrong size", method, longer)
         _refuses(ValueError, "size 0", method, x[..., :0])
         _refuses(ValueError, "one number", method, x.sum())
@@ -265,21 +245,14 @@ def _check_arguments(operator: Operator) -> None:
 
 def _check_gradients(operator: Operator) -> None:
     x = _vectors(operator, 2)
-    functions: dict[str, Callable[[Operator], Tensor]] = {
-        "logdet": lambda a: a.logdet(),
-        "quadratic": lambda a: a.quadratic(x),
-        "inverse_quadratic": lambda a: a.inverse_quadratic(x),
-        "solve": lambda a: a.solve(x),
-        "inverse_diagonal": lambda a: a.inverse_diagonal(),
-        "inverse_sqrt": lambda a: a.inverse_sqrt(x),
-    }
     numbers = (_number(operator, 1.3), _number(operator, 0.7))
-    for what, function in functions.items():
-        assert torch.autograd.gradcheck(
-            lambda c, tau, function=function: function(operator.scaled(c).add_diagonal(tau)),
-            numbers,
-            raise_exception=False,
-        ), f"the gradient of {what} in scale and diagonal"
+    for what in (*NUMBERS, *PRODUCTS):
+
+        def derived(c: Tensor, tau: Tensor, what: str = what) -> Tensor:
+            return _computed(operator.scaled(c).add_diagonal(tau), what, x)
+
+        right = torch.autograd.gradcheck(derived, numbers, raise_exception=False)
+        assert right, f"the gradient of {what} in scale and diagonal"
 
 
 def _check_gradient_after_no_grad(operator: Operator) -> None:

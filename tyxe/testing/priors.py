@@ -30,11 +30,8 @@ def example_net() -> nn.Module:
 
 
 def _by_name() -> Prior:
-    normals = {
-        name: dist.Laplace(0.0, 1.0).expand(parameter.shape)
-        for name, parameter in example_net().named_parameters()
-    }
-    return DictPrior(normals)
+    named = example_net().named_parameters()
+    return DictPrior({name: dist.Laplace(0.0, 1.0).expand(p.shape) for name, p in named})
 
 
 def _joint_normal() -> Prior:
@@ -74,9 +71,6 @@ def check_prior(prior: Prior, net: nn.Module | None = None) -> None:
     Args:
         prior: any prior.
         net: a net that it fits; a small convolutional one by default.
-
-    Raises:
-        AssertionError: with the rule that is broken.
 
     Example:
         >>> check_prior(IIDPrior(dist.Normal(0, 1)), nn.Linear(2, 1))

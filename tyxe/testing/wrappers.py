@@ -112,9 +112,6 @@ def check_wrapper(
         train: called as `train(wrapper, num_epochs, callback)`, where what a callback saves with
             `training=True` can go on.
 
-    Raises:
-        AssertionError: a rule is broken, which the message names.
-
     Example:
         >>> check_wrapper(WRAPPERS["mean field"], train=TRAINING["mean field"])
     """
