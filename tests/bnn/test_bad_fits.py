@@ -71,7 +71,7 @@ ARGUMENTS = {
         ([(X, Y)], ADAM, 1),
         {"lr_multipliers": {"mean": 2.0}},
         ValueError,
-        r"lr_multipliers names 'mean'; the kinds are loc, scale, deterministic",
+        r"kind of lr_multipliers is 'mean'; expected one of 'loc', 'scale', 'deterministic'",
     ),
     "a loader that cannot be iterated over": (
         (3, ADAM, 1),

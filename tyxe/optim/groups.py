@@ -12,7 +12,7 @@ from pyro.optim.lr_scheduler import PyroLRScheduler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from tyxe.errors import warn
+from tyxe.errors import check_known, warn
 from tyxe.util import unwrapped
 
 LR_KINDS = ("loc", "scale", "deterministic")
@@ -71,11 +71,7 @@ def make_optimizer(
             'pyro.optim.Adam({"lr": 1e-3}), a torch optimiser class or partial of one, or an '
             "instance over bnn.parameters()"
         )
-    groups = [{"params": ps} for ps in _by_kind(parameters, kinds).values()]
-    optimizer = optim(groups, **_fused_option(optim, parameters))
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optim made a {type(optimizer).__name__}; expected a torch optimiser")
-    return _by_kinds(optimizer, list(_by_kind(parameters, kinds)), factors)
+    return _new(optim, {}, parameters, kinds, factors)
 
 
 def _group_of(name: str, kind: str) -> str:
@@ -95,12 +91,8 @@ def _refuse_line_search(optim: Any) -> None:
 
 
 def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, float]:
-    unknown = sorted(set(given or {}) - set(LR_KINDS))
-    if unknown:
-        raise ValueError(
-            f"lr_multipliers names {unknown[0]!r}; the kinds are {', '.join(LR_KINDS)}"
-        )
     for kind, factor in (given or {}).items():
+        check_known("a kind of lr_multipliers", kind, LR_KINDS)
         if not factor >= 0:
             raise ValueError(f"lr_multipliers[{kind!r}] is {factor}; expected 0 or more")
     return given or {}
@@ -117,8 +109,7 @@ def _checked_instance(
             "lr_multipliers needs an optimiser that fit sets up; pass the class or a partial: "
             f"functools.partial(torch.optim.{type(optimizer).__name__}, lr=...)"
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not held & {id(p) for p in parameters.values()}:
+    if not _held_by(optimizer) & {id(p) for p in parameters.values()}:
         raise ValueError(
             "the optimiser holds none of this BNN's parameters; build it on bnn.parameters() "
             "(the BNN works on a copy of the net)"
@@ -135,11 +126,8 @@ def _checked_instance(
     return optimizer
 
 
-def _by_kind(parameters: Named, kinds: Mapping[str, str]) -> dict[str, list[nn.Parameter]]:
-    groups: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        groups.setdefault(kinds[name], []).append(parameter)
-    return groups
+def _held_by(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _fused_option(
@@ -157,56 +145,51 @@ def _fused_option(
     return {"fused": True} if "fused" in known and supported and free else {}
 
 
-def _by_kinds(
-    optimizer: Optimizer, kinds: Iterable[str], factors: Mapping[str, float]
+def _from_pyro(
+    optim: PyroOptim, parameters: Named, kinds: Mapping[str, str], factors: Mapping[str, float]
 ) -> Optimizer:
-    """Scale the rates of groups by their kinds, and let only deterministic weights decay."""
-    for group, kind in zip(optimizer.param_groups, kinds, strict=True):
+    key = next(iter(parameters.values()))
+    held = optim.optim_objs.get(key)
+    optimizer: Any = held if held is None or isinstance(held, Optimizer) else held.optimizer
+    if optimizer is None or _held_by(optimizer) != {id(p) for p in parameters.values()}:
+        constructor, arguments = optim.pt_optim_constructor, optim.pt_optim_args
+        held = optimizer = _new(constructor, arguments, parameters, kinds, factors)
+        if isinstance(optim, PyroLRScheduler):
+            held = optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
+        optim.optim_objs[key] = held
+    found: Optimizer = optimizer
+    return found
+
+
+def _new(
+    constructor: Callable[..., Any],
+    arguments: Any,
+    parameters: Named,
+    kinds: Mapping[str, str],
+    factors: Mapping[str, float],
+) -> Optimizer:
+    """Make an optimiser by options, or by Pyro's function that gives each parameter its own."""
+    groups: list[dict[str, Any]]
+    if callable(arguments):
+        groups = [{"params": [p], **_call_args(arguments, n)} for n, p in parameters.items()]
+        group_kinds, options = [kinds[name] for name in parameters], {}
+    else:
+        by_kind: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            by_kind.setdefault(kinds[name], []).append(parameter)
+        groups = [{"params": ps} for ps in by_kind.values()]
+        group_kinds, options = list(by_kind), arguments
+    options = {**options, **_fused_option(constructor, parameters, options)}
+    optimizer = constructor(groups, **options)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optim made a {type(optimizer).__name__}; expected a torch optimiser")
+    for group, kind in zip(optimizer.param_groups, group_kinds, strict=True):
         rate_of = "deterministic" if kind == "likelihood" else kind
         group["lr"] = group["lr"] * factors.get(rate_of, 1.0)
         # The prior is in the objective, and a log-scale that decays towards 0 grows a posterior.
         if kind != "deterministic" and group.get("weight_decay"):
             group["weight_decay"] = 0.0
     return optimizer
-
-
-def _from_pyro(
-    optim: PyroOptim, parameters: Named, kinds: Mapping[str, str], factors: Mapping[str, float]
-) -> Optimizer:
-    key = next(iter(parameters.values()))
-    held = optim.optim_objs.get(key)
-    if held is None or not _holds(held, parameters):
-        optimizer, held = _new_from_pyro(optim, parameters, kinds, factors)
-        optim.optim_objs[key] = held
-        return optimizer
-    return held if isinstance(held, Optimizer) else held.optimizer
-
-
-def _holds(held: Any, parameters: Named) -> bool:
-    optimizer = held if isinstance(held, Optimizer) else held.optimizer
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return known == {id(p) for p in parameters.values()}
-
-
-def _new_from_pyro(
-    optim: PyroOptim, parameters: Named, kinds: Mapping[str, str], factors: Mapping[str, float]
-) -> tuple[Optimizer, Any]:
-    arguments = optim.pt_optim_args
-    if callable(arguments):
-        names = list(parameters)
-        groups = [{"params": [parameters[n]], **_call_args(arguments, n)} for n in names]
-        group_kinds = [kinds[name] for name in names]
-        options: dict[str, Any] = {}
-    else:
-        by_kind = _by_kind(parameters, kinds)
-        groups = [{"params": ps} for ps in by_kind.values()]
-        group_kinds, options = list(by_kind), arguments
-    constructor = optim.pt_optim_constructor
-    options = {**options, **_fused_option(constructor, parameters, options)}
-    optimizer = _by_kinds(constructor(groups, **options), group_kinds, factors)
-    if isinstance(optim, PyroLRScheduler):
-        return optimizer, optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
-    return optimizer, optimizer
 
 
 def _call_args(arguments: Callable[..., Any], name: str) -> dict[str, Any]:
