@@ -340,7 +340,9 @@ def test_weights_that_have_changed_since():
 
 def test_what_cannot_be_refined(monkeypatch):
     bnn, x, y = fitted()
-    with pytest.raises(ValueError, match=r"method is 'vi'; expected 'laplace' or 'variational'"):
+    with pytest.raises(
+        ValueError, match=r"method is 'vi'; expected one of 'laplace', 'variational'"
+    ):
         bnn.refine([(x, y)], "vi")
     with pytest.raises(ValueError, match=r"the loader is empty"):
         bnn.refine([])

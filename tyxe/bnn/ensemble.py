@@ -143,14 +143,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         asked = len(self._left)
         try:
             if vectorize:
-                _check_together(arguments, options)
-                members, seeds = [self._bnns[i] for i in self._left], [*self._left.values()]
-                with ExitStack() as stack:
-                    for member in members:
-                        stack.enter_context(_trained_with_others(member))
-                    found = fit_together(members, seeds, data_loader, *arguments, **options)
-                self._left = {}
-                return found
+                return self._fit_together(data_loader, arguments, options)
             return self._fit_left(member_callback, data_loader, *arguments, **options)
         except (TypeError, ValueError):
             if len(self._left) == asked:  # nothing has begun
@@ -173,6 +166,31 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             del self._left[index]
             if member_callback is not None:
                 member_callback(self, index)
+        return found
+
+    def _fit_together(
+        self, data_loader: Iterable[Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> list[Any]:
+        """Fit the members that are left all at once."""
+        others = options.keys() - {"optim", "num_epochs", "device", "beta", "clip_norm", "progress"}
+        if len(arguments) > 2 or others:
+            raise TypeError(
+                "vectorize=True takes optim and num_epochs, then device, beta, clip_norm and "
+                f"progress by name, and not {', '.join(others) or described(arguments[2])}: leave "
+                "vectorize out"
+            )
+        members, seeds = [self._bnns[i] for i in self._left], [*self._left.values()]
+        with ExitStack() as stack:
+            for member in members:
+                if getattr(type(member), "fit", None) is not VariationalBNN.fit:
+                    raise TypeError(
+                        f"vectorize=True trains VariationalBNNs, and not a {type(member).__name__}:"
+                        " leave vectorize out"
+                    )
+                stack.enter_context(fitting(member, train=True))
+                stack.enter_context(prior_fixed(member))
+            found = fit_together(members, seeds, data_loader, *arguments, **options)
+        self._left = {}
         return found
 
     # ------------------------------------------------------------------ predict
@@ -357,26 +375,6 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")
         self.load_state_dict(checkpoint["ensemble"])
         self._left = dict(checkpoint["left"])
-
-
-def _check_together(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    others = options.keys() - {"optim", "num_epochs", "device", "beta", "clip_norm", "progress"}
-    if len(arguments) > 2 or others:
-        raise TypeError(
-            "vectorize=True takes optim and num_epochs, then device, beta, clip_norm and progress "
-            f"by name, and not {', '.join(others) or described(arguments[2])}: leave vectorize out"
-        )
-
-
-@contextmanager
-def _trained_with_others(member: SupervisedBNN) -> Iterator[None]:
-    if getattr(type(member), "fit", None) is not VariationalBNN.fit:
-        raise TypeError(
-            f"vectorize=True trains VariationalBNNs, and not a {type(member).__name__}: leave "
-            "vectorize out"
-        )
-    with fitting(member, train=True), prior_fixed(member):
-        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from tyxe.bnn.predict import SupervisedBNN
 from tyxe.curvature import Linearization, jacobian
 from tyxe.curvature.collect import check_blocks
 from tyxe.curvature.memory import check_memory
-from tyxe.errors import check_count
+from tyxe.errors import check_count, check_known
 from tyxe.laplace import LaplaceState
 from tyxe.laplace.gaussian_prior import independent_terms
 from tyxe.linalg import Operator
@@ -159,8 +159,7 @@ def refined(
     options: dict[str, Any],
 ) -> RefinedPosterior:
     """Compute the posterior of `LaplaceBNN.refine`."""
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; expected {' or '.join(map(repr, METHODS))}")
+    check_known("method", method, METHODS)
     _check_holds_data(state)
     if state.curvature_weight != 1:
         raise ValueError(
@@ -189,7 +188,13 @@ def linear_model(
                 "refine counts each point once: leave out weights, and points that do not count"
             )
         points += linear.points
-        _check_room(points, linear)
+        each = linear.outputs[0].numel() * linear.blocks.size
+        check_memory(
+            f"the Jacobians of {points:,} points",
+            points * each * linear.outputs.element_size(),
+            "refine with fewer weights (a prior with expose_modules=[net.last_layer]), or predict "
+            "with 'glm'",
+        )
         rows.append(jacobian(linear).detach())
         outputs.append(linear.outputs.detach())
         targets.append(labels)
@@ -197,13 +202,3 @@ def linear_model(
     data = torch.cat(rows), torch.cat(outputs)
     weight = bnn.likelihood.dataset_size / len(data[0]) / state.temperature
     return LinearModel(*data, loc, mean, precision, bnn.likelihood, torch.cat(targets), weight)
-
-
-def _check_room(points: int, linear: Linearization) -> None:
-    each = linear.outputs[0].numel() * linear.blocks.size
-    check_memory(
-        f"the Jacobians of {points:,} points",
-        points * each * linear.outputs.element_size(),
-        "refine with fewer weights (a prior with expose_modules=[net.last_layer]), or predict with "
-        "'glm'",
-    )

@@ -37,7 +37,7 @@ from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.samplers import Kernel, WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
-from tyxe.util import Inputs, unwrapped
+from tyxe.util import Inputs, at_least_float32, unwrapped
 
 
 class MCMC_BNN(SupervisedBNN):
@@ -384,12 +384,7 @@ class MCMC_BNN(SupervisedBNN):
     def mean_values(self) -> Values:
         """Return the mean of the samples."""
         samples = self.get_samples().items()
-        return self.for_net(
-            {
-                name: value.float().mean(0) if value.itemsize < 4 else value.mean(0)
-                for name, value in samples
-            }
-        )
+        return self.for_net({name: at_least_float32(value).mean(0) for name, value in samples})
 
     def gaussian_predictives(self) -> Mapping[str, Outputs]:
         """Return none, because samples are not Gaussian."""

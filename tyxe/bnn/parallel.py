@@ -41,13 +41,9 @@ class Objective(nn.Module):
 
     def forward(self, inputs: Inputs, targets: Tensor, beta: float) -> Tensor:
         """Return one draw's part of the loss, in nats per data point."""
-        self.terms = terms = elbo_terms(
-            self.bnn.model,
-            self.bnn.guide,
-            inputs,
-            targets,
-            closed_form_kl=self.closed_form_kl,
-        )
+        programs = self.bnn.model, self.bnn.guide
+        terms = elbo_terms(*programs, inputs, targets, closed_form_kl=self.closed_form_kl)
+        self.terms = terms
         scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
         return (beta * terms.kl - terms.data) * scale
 
@@ -80,7 +76,9 @@ class Processes:
         self._device = next(objective.parameters()).device
         if parallel is None:
             return
-        wrapped = parallel(objective) if _is_builder(parallel) else None
+        # A module is callable as well, but with a batch.
+        is_builder = callable(parallel) and not isinstance(parallel, nn.Module)
+        wrapped = parallel(objective) if is_builder else None
         if not isinstance(wrapped, DistributedDataParallel):
             raise TypeError(
                 "parallel takes what makes a DistributedDataParallel of the objective: "
@@ -133,11 +131,6 @@ class Processes:
         sums = torch.tensor(values, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(sums, group=self._group)
         return [float(value) for value in sums]
-
-
-def _is_builder(given: Any) -> bool:
-    # A module is callable as well, but with a batch.
-    return callable(given) and not isinstance(given, nn.Module)
 
 
 def shuffle_anew(loader: Any, epoch: int, averaged: bool) -> None:

@@ -25,6 +25,7 @@ from tyxe.distributions import ParamBlocks
 from tyxe.distributions.moments import is_real
 from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
+from tyxe.priors.base import without_events
 from tyxe.samplers.potential import gradients, in_turn
 from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
@@ -101,23 +102,25 @@ class Potential:
 
     def estimate(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         """Return the potential energy as a mini-batch tells it."""
-        values = self.blocks.unflatten(flat)
-        prior = self._prior_energy(flat, values)
+        prior, values = self._prior_energy(flat)
         points = self.bnn.likelihood.dataset_size / self.temperature
         return prior + points * self.mean_loss(values, inputs, targets)
 
     def at(self, flat: Tensor) -> Tensor:
         """Return the potential energy at a vector of unconstrained values."""
-        values = self.blocks.unflatten(flat)
-        energy = self._prior_energy(flat, values)
+        energy, values = self._prior_energy(flat)
         latents = {name: values[joint] for name, joint in self._latents.items()}
         found = self._front.run(partial(self.bnn.run_net, values, self.inputs))
         predictions = at_least_float32(found)
         return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)
 
-    def _prior_energy(self, flat: Tensor, values: dict[str, Tensor]) -> Tensor:
-        """Return `-log p(w)`, and replace the values by constrained ones."""
-        terms = self._constrain(values)
+    def _prior_energy(self, flat: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return `-log p(w)` and the sites' constrained values."""
+        values, terms = self.blocks.unflatten(flat), []
+        for name, transform in self.transforms.items():
+            given = values[name]
+            values[name] = transform.inv(given)
+            terms.append(-transform.log_abs_det_jacobian(values[name], given).sum())
         terms += [prior.log_prob(values[name]).sum() for name, prior in self._others.items()]
         terms += [joint.log_prob(joint.flatten(values)) for joint in self._joints]
         residual = flat if self._loc is None else flat - self._loc
@@ -125,7 +128,7 @@ class Potential:
         energy = torch.addcmul(self._constant, (residual * weighted).sum(), self._precision)
         for term in terms:
             energy = energy - term
-        return energy
+        return energy, values
 
     def _log_likelihood(self, predictions: Any, latents: Mapping[str, Tensor]) -> Tensor:
         if not self._one_noise:
@@ -201,15 +204,6 @@ class Potential:
         if bool((precision != precision[0]).any()):
             self._precision, self._relative = torch.ones_like(precision[0]), precision
 
-    def _constrain(self, values: dict[str, Tensor]) -> list[Tensor]:
-        """Replace values by constrained ones, in place, and return the logs of the Jacobians."""
-        log_jacobians = []
-        for name, transform in self.transforms.items():
-            given = values[name]
-            values[name] = transform.inv(given)
-            log_jacobians.append(-transform.log_abs_det_jacobian(values[name], given).sum())
-        return log_jacobians
-
 
 class BatchPotential:
     """The potentials of chains `(chains, d)`, each as its next mini-batch estimates it.
@@ -268,9 +262,8 @@ class BatchPotential:
 
 def _normal(distribution: Any) -> td.Normal | None:
     """Return the Normal inside of `Independent`s, or None for other distributions."""
-    while isinstance(distribution, td.Independent):
-        distribution = distribution.base_dist
-    return distribution if isinstance(distribution, td.Normal) else None
+    inner = without_events(distribution)
+    return inner if isinstance(inner, td.Normal) else None
 
 
 def _unvalidated(distribution: Any) -> Any:
@@ -366,7 +359,11 @@ def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Ten
                 )
         rows.append(potential.flatten({n: draw[n].detach() for n in potential.blocks.sites}))
     found = torch.stack(rows)
-    _check_density(potential, found)
+    for name, value in potential.unflatten(found).items():
+        with pyro.validation_enabled(False):
+            density = [torch.as_tensor(potential.priors[name].log_prob(v)).sum() for v in value]
+        if not bool(torch.stack(density).isfinite().all()):
+            raise ValueError(f"a start of {name!r} has no density under its prior")
     return found
 
 
@@ -413,12 +410,3 @@ def _given(potential: Potential, init: Mapping[str, Tensor], num_chains: int | N
                 "(num_chains, ...)"
             )
     return _stacked(potential, ({n: v[i] for n, v in values.items()} for i in range(count)))
-
-
-def _check_density(potential: Potential, starts: Tensor) -> None:
-    for name, value in potential.unflatten(starts).items():
-        prior = potential.priors[name]
-        with pyro.validation_enabled(False):
-            density = torch.stack([torch.as_tensor(prior.log_prob(v)).sum() for v in value])
-        if not bool(density.isfinite().all()):
-            raise ValueError(f"a start of {name!r} has no density under its prior")
