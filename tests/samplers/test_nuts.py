@@ -10,7 +10,7 @@ from tests.oracles.trees import Reference
 from tyxe.samplers import NUTS, Randomness, Run, batched
 from tyxe.samplers.hamiltonian import Settings
 from tyxe.samplers.integrators import Point
-from tyxe.samplers.nuts import Blocks, begin, step
+from tyxe.samplers.nuts import Blocks
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -51,7 +51,8 @@ def transition(energy, start, noise, directions, step_size, inverse_mass, max_de
 
     chains = len(start)
     coins = torch.where(directions, 0.25, 0.75)
-    state = begin(Point.at(every, start), noise, coins[:, 0], inverse_mass, max_depth)
+    kernel = NUTS(max_tree_depth=max_depth)
+    state = kernel.begin(Point.at(every, start), noise, coins[:, 0], inverse_mass)
     brought, made = [None] * chains, 0
     while any(one is None for one in brought):
         made += 1
@@ -59,7 +60,7 @@ def transition(energy, start, noise, directions, step_size, inverse_mass, max_de
         coin = coins[:, min(made.bit_length(), max_depth - 1)]
         random = Randomness(noise[None], torch.stack([*torch.rand(2, chains), coin]))
         settings = Settings(step_size, inverse_mass)
-        state, result = step(watched, state, settings, random, max_depth)
+        state, result = kernel.step(watched, state, settings, random)
         for chain in result.done.nonzero()[:, 0].tolist():
             if brought[chain] is None:
                 brought[chain] = tuple(entry[chain] for entry in result[1:])
@@ -189,12 +190,11 @@ def test_a_chain_stays_where_every_step_diverges():
 
 
 def test_the_checkpoints_of_a_step_are_as_many_as_the_depth():
-    state = begin(
+    state = NUTS(max_tree_depth=6).begin(
         Point(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3)),
         torch.randn(2, 3),
         torch.rand(2),
         torch.ones(2, 3),
-        max_tree_depth=6,
     )
     assert [field.shape for field in state.blocks] == [torch.Size([2, 6, 3])] * len(Blocks._fields)
 

@@ -6,7 +6,6 @@ mask says so, and the others stay as they are, so that chains may be at differen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -103,16 +102,11 @@ def windows(num_steps: int) -> tuple[Tensor, Tensor]:
     ends = torch.zeros(num_steps, dtype=torch.bool)
     # Of fewer than 50 the last part is too short to find a step size for another mass.
     if num_steps >= 50:
-        collects[first : num_steps - last] = True
-        ends[list(_ends(first, window, num_steps - last))] = True
+        stop = num_steps - last
+        collects[first:stop] = True
+        while first < stop:
+            # The last window is stretched where the next would not fit.
+            first = first + window if first + 3 * window <= stop else stop
+            window *= 2
+            ends[first - 1] = True
     return collects, ends
-
-
-def _ends(start: int, window: int, stop: int) -> Sequence[int]:
-    found = []
-    while start < stop:
-        # The last window is stretched where the next would not fit.
-        end = start + window if start + 3 * window <= stop else stop
-        found.append(end - 1)
-        start, window = end, 2 * window
-    return found

@@ -82,11 +82,11 @@ class Hamiltonian(Kernel):
         inverse_mass = torch.ones_like(position)
         point = Point.at(potential, position)
         step_size = torch.full_like(point.potential, self.step_size)
-        noise, coin = random.noise[0], random.coins[2]
+        noise = random.noise[0]
         if self.adapt_step_size:
             step_size = reasonable_step_size(potential, point, step_size, inverse_mass, noise)
         return Chains(
-            self.begin(point, noise, coin, inverse_mass),
+            self.begin(point, noise, random.coins[2], inverse_mass),
             Settings(step_size, inverse_mass),
             Learnt(DualAveraging.start(step_size), Moments.start(position)),
         )
@@ -107,7 +107,6 @@ class Hamiltonian(Kernel):
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        """Return chains whose step size and masses hold for the transitions that begin now."""
         settings, (averaging, moments) = before.settings, before.learnt
         step_size, inverse_mass = settings
         collects, ends, last = (warm & row for row in rows.unbind(-1))
@@ -120,8 +119,7 @@ class Hamiltonian(Kernel):
             inverse_mass = choose(ends, moments.variance(), inverse_mass)
             moments = choose(ends, Moments.start(brought.position), moments)
             # The momentum that was drawn by the old mass is drawn by the new one.
-            noise, coin = random.noise[0], random.coins[2]
-            anew = self.begin(state.proposal, noise, coin, inverse_mass)
+            anew = self.begin(state.proposal, random.noise[0], random.coins[2], inverse_mass)
             state = choose(ends, anew, state)
             if self.adapt_step_size:
                 again = DualAveraging.start(averaging.log_average.exp())
@@ -133,18 +131,12 @@ class Hamiltonian(Kernel):
 
     def check(self, num_warmup: int) -> str | None:
         """Return what is to be said of fewer transitions than Stan's least, 150."""
-        adapts = [
-            name
-            for name, does in [
-                ("step sizes", self.adapt_step_size),
-                ("mass matrices", self.adapt_mass_matrix),
-            ]
-            if does
-        ]
-        if not adapts or num_warmup >= 150:
+        what = {"step sizes": self.adapt_step_size, "mass matrices": self.adapt_mass_matrix}
+        adapted = " and ".join(name for name, adapts in what.items() if adapts)
+        if not adapted or num_warmup >= 150:
             return None
         return (
-            f"warmup_steps={num_warmup} is too short to adapt {' and '.join(adapts)}: take some "
+            f"warmup_steps={num_warmup} is too short to adapt {adapted}: take some "
             "hundreds, or pass adapt_step_size=False and adapt_mass_matrix=False"
         )
 

@@ -153,7 +153,6 @@ class MCLMC(Kernel):
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        """Return chains with other step sizes, and after the last step with other lengths."""
         (step_size, length), learnt = before.settings, before.learnt
         position, (error, undone) = brought.position, brought.statistics.unbind(-1)
         variance, taken, last = rows.unbind(-1)

@@ -38,7 +38,7 @@ class NUTSState(NamedTuple):
     """A transition under way, for each chain.
 
     Attributes:
-        left, right: the ends of the trajectory, and their momenta.
+        left, right: the ends of the trajectory, with their momenta.
         energy: of the trajectory's start, `(chains,)`.
         proposal: the point drawn from the trajectory so far.
         log_weight: log of the trajectory's summed weights, relative to its start.
@@ -53,10 +53,8 @@ class NUTSState(NamedTuple):
         leapfrogs: their number.
     """
 
-    left: Point
-    left_momentum: Tensor
-    right: Point
-    right_momentum: Tensor
+    left: tuple[Point, Tensor]
+    right: tuple[Point, Tensor]
     energy: Tensor
     proposal: Point
     log_weight: Tensor
@@ -87,7 +85,7 @@ class NUTS(Hamiltonian):
         ValueError: a depth that is not between 1 and 30.
 
     Reference:
-        Hoffman, Gelman 2014; Betancourt 2017; Phan, Pradhan, Jankowiak 2019.
+        Hoffman, Gelman 2014; Betancourt 2017, A.3-A.4; Phan, Pradhan, Jankowiak 2019, 2.2.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("acceptance", "leapfrogs", "depth", "diverged")
@@ -100,12 +98,90 @@ class NUTS(Hamiltonian):
             raise ValueError(f"max_tree_depth is {self.max_tree_depth}; expected 1 to 30")
 
     def begin(self, point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor) -> NUTSState:
-        return begin(point, noise, coin, inverse_mass, self.max_tree_depth)
+        momentum = noise * inverse_mass.rsqrt()
+        zero = torch.zeros_like(point.potential)
+        count = torch.zeros_like(zero, dtype=torch.long)
+        level = momentum[:, None].expand(-1, self.max_tree_depth, -1)
+        return NUTSState(
+            left=(point, momentum),
+            right=(point, momentum),
+            energy=point.potential + kinetic_energy(momentum, inverse_mass),
+            proposal=point,
+            log_weight=zero,
+            total=momentum,
+            forward=coin < 0.5,
+            depth=count,
+            leaf=count,
+            new_proposal=point,
+            new_log_weight=torch.full_like(zero, -torch.inf),
+            new_total=torch.zeros_like(momentum),
+            junction=momentum,
+            blocks=Blocks(level, torch.zeros_like(level), level),
+            acceptance=zero,
+            leapfrogs=count,
+        )
 
     def step(
         self, potential: Potential, state: NUTSState, settings: Settings, random: Randomness
     ) -> tuple[NUTSState, Transition]:
-        return step(potential, state, settings, random, self.max_tree_depth)
+        step_size, inverse_mass = settings
+        noise, coins = random.noise[0], random.coins
+        end, momentum = choose(state.forward, state.right, state.left)
+        time = torch.where(state.forward, step_size, -step_size)[:, None]
+        point, momentum = leapfrog(potential, end, momentum, time, inverse_mass)
+        gain = state.energy - point.potential - kinetic_energy(momentum, inverse_mass)
+        gain = gain.nan_to_num(nan=-torch.inf)
+        diverged = gain < -MAX_ENERGY_ERROR
+
+        new_log_weight = torch.logaddexp(state.new_log_weight, gain)
+        taken = coins[0].log() < gain - new_log_weight
+        new_proposal = choose(taken, point, state.new_proposal)
+        new_total = state.new_total + momentum
+        blocks, turned = _extended(state, momentum, new_total, inverse_mass)
+        stopped = diverged | turned
+        whole = (state.leaf + 1 == (1 << state.depth)) & ~stopped
+
+        accepted = whole & (coins[1].log() < new_log_weight - state.log_weight)
+        proposal = choose(accepted, new_proposal, state.proposal)
+        far = choose(state.forward, state.left[1], state.right[1])
+        total = state.total + new_total
+        turned_whole = _turns(total, far, momentum, inverse_mass)
+        first = blocks.first[:, -1]
+        turned_whole |= _turns(state.total + first, far, first, inverse_mass)
+        turned_whole |= _turns(new_total + state.junction, state.junction, momentum, inverse_mass)
+        done = stopped | (whole & (turned_whole | (state.depth + 1 == self.max_tree_depth)))
+
+        acceptance = state.acceptance + gain.clamp(max=0).exp()
+        leapfrogs = state.leapfrogs + 1
+        # A doubling that stopped halfway adds nothing to the trajectory.
+        told = [acceptance / leapfrogs, leapfrogs, state.depth + whole, diverged]
+        statistics = torch.stack([one.to(gain.dtype) for one in told], -1)
+        brought = Transition(done, proposal.position, proposal.potential, statistics)
+        same = state._replace(
+            left=choose(state.forward, state.left, (point, momentum)),
+            right=choose(state.forward, (point, momentum), state.right),
+            proposal=proposal,
+            leaf=state.leaf + 1,
+            new_proposal=new_proposal,
+            new_log_weight=new_log_weight,
+            new_total=new_total,
+            blocks=blocks,
+            acceptance=acceptance,
+            leapfrogs=leapfrogs,
+        )
+        forward = coins[2] < 0.5
+        doubled = same._replace(
+            log_weight=torch.logaddexp(state.log_weight, new_log_weight),
+            total=total,
+            forward=forward,
+            depth=state.depth + 1,
+            leaf=torch.zeros_like(state.leaf),
+            new_log_weight=torch.full_like(gain, -torch.inf),
+            new_total=torch.zeros_like(new_total),
+            junction=choose(forward, same.right[1], same.left[1]),
+        )
+        anew = self.begin(proposal, noise, coins[2], inverse_mass)
+        return choose(done, anew, choose(whole, doubled, same)), brought
 
     def advice(self, statistics: dict[str, Tensor]) -> list[str]:
         """Return advice on transitions that diverged, or whose trees are at their full depth."""
@@ -118,126 +194,6 @@ class NUTS(Hamiltonian):
                 "longer, so that step size and mass matrix fit"
             )
         return found
-
-
-def begin(
-    point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor, max_tree_depth: int
-) -> NUTSState:
-    """Return the state at the start of a transition.
-
-    Args:
-        point: the chains' positions.
-        noise: standard normal, `(chains, d)`.
-        coin: uniform, `(chains,)`.
-        inverse_mass: the diagonal of the inverse mass matrix, `(chains, d)`.
-        max_tree_depth: number of doublings of a trajectory at most.
-    """
-    momentum = noise * inverse_mass.rsqrt()
-    zero = torch.zeros_like(point.potential)
-    count = torch.zeros_like(zero, dtype=torch.long)
-    level = momentum[:, None].expand(-1, max_tree_depth, -1)
-    blocks = Blocks(level, torch.zeros_like(level), level)
-    return NUTSState(
-        left=point,
-        left_momentum=momentum,
-        right=point,
-        right_momentum=momentum,
-        energy=point.potential + kinetic_energy(momentum, inverse_mass),
-        proposal=point,
-        log_weight=zero,
-        total=momentum,
-        forward=coin < 0.5,
-        depth=count,
-        leaf=count,
-        new_proposal=point,
-        new_log_weight=torch.full_like(zero, -torch.inf),
-        new_total=torch.zeros_like(momentum),
-        junction=momentum,
-        blocks=blocks,
-        acceptance=zero,
-        leapfrogs=count,
-    )
-
-
-def step(
-    potential: Potential,
-    state: NUTSState,
-    settings: Settings,
-    random: Randomness,
-    max_tree_depth: int = 10,
-) -> tuple[NUTSState, Transition]:
-    """Return the state after one leapfrog step of every chain, and what it has brought.
-
-    Reference:
-        Hoffman, Gelman 2014; Betancourt 2017, A.3-A.4; Phan, Pradhan, Jankowiak 2019, 2.2.
-    """
-    step_size, inverse_mass = settings
-    noise, coins = random.noise[0], random.coins
-    end = choose(state.forward, state.right, state.left)
-    momentum = choose(state.forward, state.right_momentum, state.left_momentum)
-    time = torch.where(state.forward, step_size, -step_size)[:, None]
-    point, momentum = leapfrog(potential, end, momentum, time, inverse_mass)
-    gain = state.energy - point.potential - kinetic_energy(momentum, inverse_mass)
-    gain = gain.nan_to_num(nan=-torch.inf)
-    diverged = gain < -MAX_ENERGY_ERROR
-
-    new_log_weight = torch.logaddexp(state.new_log_weight, gain)
-    taken = coins[0].log() < gain - new_log_weight
-    new_proposal = choose(taken, point, state.new_proposal)
-    new_total = state.new_total + momentum
-    blocks, turned = _extended(state, momentum, new_total, inverse_mass)
-    size = torch.ones_like(state.depth) << state.depth
-    stopped = diverged | turned
-    whole = (state.leaf + 1 == size) & ~stopped
-
-    accepted = whole & (coins[1].log() < new_log_weight - state.log_weight)
-    proposal = choose(accepted, new_proposal, state.proposal)
-    far = choose(state.forward, state.left_momentum, state.right_momentum)
-    total = state.total + new_total
-    turned_whole = _turns(total, far, momentum, inverse_mass)
-    first = blocks.first[:, -1]
-    turned_whole |= _turns(state.total + first, far, first, inverse_mass)
-    turned_whole |= _turns(new_total + state.junction, state.junction, momentum, inverse_mass)
-    done = stopped | (whole & (turned_whole | (state.depth + 1 == max_tree_depth)))
-
-    acceptance = state.acceptance + gain.clamp(max=0).exp()
-    leapfrogs = state.leapfrogs + 1
-    # A doubling that stopped halfway adds nothing to the trajectory.
-    told = [acceptance / leapfrogs, leapfrogs, state.depth + whole, diverged]
-    statistics = torch.stack([one.to(gain.dtype) for one in told], -1)
-    brought = Transition(done, proposal.position, proposal.potential, statistics)
-    same = _with_end(state, point, momentum)._replace(
-        proposal=proposal,
-        leaf=state.leaf + 1,
-        new_proposal=new_proposal,
-        new_log_weight=new_log_weight,
-        new_total=new_total,
-        blocks=blocks,
-        acceptance=acceptance,
-        leapfrogs=leapfrogs,
-    )
-    forward = coins[2] < 0.5
-    doubled = same._replace(
-        log_weight=torch.logaddexp(state.log_weight, new_log_weight),
-        total=total,
-        forward=forward,
-        depth=state.depth + 1,
-        leaf=torch.zeros_like(state.leaf),
-        new_log_weight=torch.full_like(gain, -torch.inf),
-        new_total=torch.zeros_like(new_total),
-        junction=choose(forward, same.right_momentum, same.left_momentum),
-    )
-    anew = begin(proposal, noise, coins[2], inverse_mass, max_tree_depth)
-    return choose(done, anew, choose(whole, doubled, same)), brought
-
-
-def _with_end(state: NUTSState, point: Point, momentum: Tensor) -> NUTSState:
-    """Return the state whose trajectory ends at a new point in the direction that it grows."""
-    right = choose(state.forward, (point, momentum), (state.right, state.right_momentum))
-    left = choose(state.forward, (state.left, state.left_momentum), (point, momentum))
-    return state._replace(
-        left=left[0], left_momentum=left[1], right=right[0], right_momentum=right[1]
-    )
 
 
 def _turns(total: Tensor, first: Tensor, last: Tensor, inverse_mass: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,9 @@ class Run:
         inside: makes a context for every step, such as a lock.
         programs: those of another run of the kernel, the potential and shapes, to use again.
 
+    Attributes:
+        settings: the kernel's settings as they are now; None before the first step.
+
     Example:
         >>> from tyxe.samplers import NUTS
         >>> normal = lambda w: (0.5 * w.square().sum(-1), w)
@@ -97,7 +101,7 @@ class Run:
         self._place_of[self._kept_at] = torch.arange(self.num_samples, device=like.device)
         # The leaves of the state, which is taken apart where chains adapt only.
         self._state: list[Tensor] = []
-        self._settings: Any = None
+        self.settings: Any = None
         self._learnt: Any = None
         self._made = 0
 
@@ -111,11 +115,6 @@ class Run:
         return int((self._kept_at <= self.transitions.min().cpu()).sum())
 
     @property
-    def settings(self) -> Any:
-        """The kernel's settings as they are now; None before the first step."""
-        return self._settings
-
-    @property
     def is_compiled(self) -> bool:
         """Whether steps run as a compiled program now."""
         return self.programs is not None and self.programs[0].is_compiled
@@ -127,12 +126,10 @@ class Run:
             RuntimeError: `compile` is True, and the potential cannot be compiled; a chain of a
                 kernel without accept step diverges, whose last samples are then left out.
         """
-        if not self._state:
-            with torch.no_grad(), self.inside():
+        with torch.no_grad(), self.inside():
+            if not self._state:
                 self._start()
-        if self.programs is None:
-            with torch.no_grad(), self.inside():
-                self.programs = self._built(compile=bool(self.compile))
+            self.programs = self.programs or self._built(compile=bool(self.compile))
         while int(self.transitions.min()) < self.num_transitions:
             if self.compile is None and self._made == _WORTH_COMPILING and self._is_long():
                 self._compile()
@@ -157,46 +154,41 @@ class Run:
             warn(f"steps go on without a program: {error}")
 
     def _start(self) -> None:
-        # As in every step, numbers that an interrupt has left unused are those of the next try.
-        self._random = self._random or self.kernel.randomness(self.starts, self.generator)
-        chains = self.kernel.start(self.potential, self.starts, self._random)
-        state, self._settings, self._learnt = chains
+        chains = self.kernel.start(self.potential, self.starts, self._drawn())
+        state, self.settings, self._learnt = chains
         self._place = pytree.tree_structure(state)
         self._state = [leaf.contiguous() for leaf in pytree.tree_leaves(state)]
         self._random = None
 
+    def _drawn(self, settings: Any = None) -> Randomness:
+        """Return random numbers; those that an interrupt has left unused are of the next try."""
+        if self._random is None:
+            self._random = self.kernel.randomness(self.starts, self.generator, settings)
+        return self._random
+
     def _built(self, compile: bool) -> tuple[Program, Program]:
         """Return the programs of a step, and of the adaptation after it."""
-        kernel, potential, random = self.kernel, self.potential, self._random
         if compile:
-            check_repeatable(potential, self.starts)
-        if random is None:
-            random = self._random = kernel.randomness(self.starts, self.generator)
-
-        def step(state: Any, settings: Any, random: Randomness) -> Any:
-            return kernel.step(potential, state, settings, random)
-
+            check_repeatable(self.potential, self.starts)
+        step, random = partial(self.kernel.step, self.potential), self._drawn()
         state = pytree.tree_unflatten(self._state, self._place)
-        brought = step(state, self._settings, random)[1]
-        chains = Chains(state, self._settings, self._learnt)
+        brought = step(state, self.settings, random)[1]
+        chains = Chains(state, self.settings, self._learnt)
         rows = self._plan.new_zeros(len(self.starts), self._plan.shape[-1])
         given = (chains, state, brought, brought.done, rows, random)
         adapts = int(self.transitions.min()) < len(self._plan)
         return (
-            Program(step, state, self._settings, random, compile=compile),
-            Program(kernel.adapt, *given, compile=compile and adapts),
+            Program(step, state, self.settings, random, compile=compile),
+            Program(self.kernel.adapt, *given, compile=compile and adapts),
         )
 
     def _advance(self) -> Transition:
         assert self.programs is not None
         step, adapt = self.programs
-        # Numbers that an interrupt has left unused are those of the next step.
-        self._random = random = self._random or self.kernel.randomness(
-            self.starts, self.generator, self._settings
-        )
-        leaves = step.at_leaves(*self._state, *self._settings, *random)
+        random = self._drawn(self.settings)
+        leaves = step.at_leaves(*self._state, *self.settings, *random)
         state, brought = leaves[: len(self._state)], Transition(*leaves[len(self._state) :])
-        settings, learnt = self._settings, self._learnt
+        settings, learnt = self.settings, self._learnt
         stopped = self.kernel.stops(brought, settings, self.kept.potentials)
         if stopped is not None:
             self._kept_at = self._kept_at[: stopped[1]]
@@ -213,7 +205,7 @@ class Run:
                 found, settings, learnt = adapt(chains, after, brought, warm, rows, random)
                 state = pytree.tree_leaves(found)
             transitions = self._kept_of(brought)
-        self._state, self._settings, self._learnt = state, settings, learnt
+        self._state, self.settings, self._learnt = state, settings, learnt
         self.transitions, self._random = transitions, None
         return brought
 

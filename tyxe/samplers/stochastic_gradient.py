@@ -147,16 +147,12 @@ class SGLD(Kernel):
         """Return the factor of the rate and whether there is noise, for the steps that follow."""
         steps = torch.arange(1, length.total + 1, dtype=torch.double)
         if self.schedule == "cyclical":
-            share = self._share(steps, length.total)
+            share = (steps * self.num_cycles / length.total) % 1  # of its cycle, before each
             return torch.stack([0.5 * (math.pi * share).cos() + 0.5, self._has_noise(share)], -1)
         factor = one = torch.ones_like(steps)
         if self.schedule == "polynomial":
             factor = (1 + steps / self.offset) ** -self.power
         return torch.stack([factor, one], -1)
-
-    def _share(self, steps: Tensor, total: int) -> Tensor:
-        """Return the share of its cycle that is over before a step, counted from 0."""
-        return (steps * self.num_cycles / total) % 1
 
     def _has_noise(self, share: Tensor) -> Tensor:
         is_cyclical = self.schedule == "cyclical"
@@ -171,7 +167,6 @@ class SGLD(Kernel):
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        """Return chains with the rate of the next step."""
         factor, noise = rows.to(brought.potential).unbind(-1)
         rate = self.lr / self.points * factor
         return Chains(state, before.settings._replace(step_size=rate, noise=noise), ())

@@ -18,13 +18,47 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What `warm_start` returns: its arguments, and the training."""
+    """Start chains at the members of a deep ensemble, for `MCMC_BNN.fit(init=...)`.
 
-    optim: Callable[..., Optimizer]
-    num_epochs: int
-    patience: int
-    batch_size: int
-    validation: float
+    All members are trained at once in one tensor, from seeds and in orders of their own, on the
+    likelihood alone. With `MCLMC` this is MILE.
+
+    Args:
+        optim: a torch optimiser class, or a `functools.partial` of one, that treats every number by
+            itself (as SGD, Adam and AdamW do).
+        num_epochs: of training, at most.
+        patience: a member stops after so many epochs without a lower validation loss.
+        batch_size: number of data points in a step of a member.
+        validation: the share of the data that only the training leaves out, to stop by; with 0 all
+            epochs are made.
+
+    Raises:
+        TypeError: `optim` is not callable; an argument of another type.
+        ValueError: numbers that are out of range.
+
+    Reference:
+        Sommer et al. 2025, 3.2.
+    """
+
+    optim: Callable[..., Optimizer] = torch.optim.AdamW
+    num_epochs: int = 1000
+    patience: int = 10
+    batch_size: int = 32
+    validation: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not callable(self.optim):
+            raise TypeError(
+                f"optim is a {type(self.optim).__name__}; expected an optimiser class such as "
+                "torch.optim.AdamW, or a functools.partial of one: the starts are its parameters"
+            )
+        for name in ("num_epochs", "patience", "batch_size"):
+            check_count(name, getattr(self, name))
+        share, expected = self.validation, "expected a share of the data in [0, 1)"
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise TypeError(f"validation is {described(share)}; {expected}")
+        if not 0 <= share < 1:
+            raise ValueError(f"validation is {share}; {expected}")
 
     def train(
         self, loss: Loss, members: Tensor, num_points: int, generator: torch.Generator
@@ -86,48 +120,4 @@ class WarmStart:
             )
 
 
-def warm_start(
-    optim: Callable[..., Optimizer] = torch.optim.AdamW,
-    num_epochs: int = 1000,
-    patience: int = 10,
-    batch_size: int = 32,
-    validation: float = 0.1,
-) -> WarmStart:
-    """Start chains at the members of a deep ensemble, for `MCMC_BNN.fit(init=...)`.
-
-    All members are trained at once in one tensor, from seeds and in orders of their own, on the
-    likelihood alone. With `MCLMC` this is MILE.
-
-    Args:
-        optim: a torch optimiser class, or a `functools.partial` of one, that treats every number by
-            itself (as SGD, Adam and AdamW do).
-        num_epochs: of training, at most.
-        patience: a member stops after so many epochs without a lower validation loss.
-        batch_size: number of data points in a step of a member.
-        validation: the share of the data that only the training leaves out, to stop by; with 0 all
-            epochs are made.
-
-    Raises:
-        TypeError: `optim` is not callable; an argument of another type.
-        ValueError: numbers that are out of range.
-
-    Reference:
-        Sommer et al. 2025, 3.2.
-    """
-    if not callable(optim):
-        raise TypeError(
-            f"optim is a {type(optim).__name__}; expected an optimiser class such as "
-            "torch.optim.AdamW, or a functools.partial of one: the starts are its parameters"
-        )
-    for name, number in [
-        ("num_epochs", num_epochs),
-        ("patience", patience),
-        ("batch_size", batch_size),
-    ]:
-        check_count(name, number)
-    expected = "expected a share of the data in [0, 1)"
-    if isinstance(validation, bool) or not isinstance(validation, int | float):
-        raise TypeError(f"validation is {described(validation)}; {expected}")
-    if not 0 <= validation < 1:
-        raise ValueError(f"validation is {validation}; {expected}")
-    return WarmStart(optim, num_epochs, patience, batch_size, validation)
+warm_start = WarmStart
