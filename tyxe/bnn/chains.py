@@ -136,15 +136,12 @@ class MCMCRun:
             data: inputs and targets, or a loader.
             asked: what the run is asked to be, by the names of its attributes; None for anything.
         """
-        known = {
-            name: getattr(self.run, name) for name in ("num_samples", "num_warmup", "thinning")
-        }
-        known["num_chains"] = self.num_chains
         for name, value in asked.items():
-            if value is not None and value != known[name]:
+            known = self.num_chains if name == "num_chains" else getattr(self.run, name)
+            if value not in (None, known):
                 raise ValueError(
-                    f"resume=True goes on with a run of {name}={known[name]}, not {value}: leave "
-                    "resume out for a new one"
+                    f"resume=True goes on with a run of {name}={known}, not {value}: leave resume "
+                    "out for a new one"
                 )
         ours, given = tree_leaves(self.data), tree_leaves(data)
         like = next(self.potential.bnn.parameters())
@@ -169,15 +166,13 @@ class MCMCRun:
                 # Rarely, because it reads numbers.
                 if not bar.disable and time.monotonic() > shown + 0.5:
                     done = min(int(self.run.transitions.min()), total)
-                    bar.set_description(self._described(done), refresh=False)
+                    what = "warm up" if done < self.run.num_warmup else "sample"
+                    how = ", compiled" if self.run.is_compiled else ""
+                    bar.set_description(what + how, refresh=False)
                     bar.update(done - bar.n)
                     bar.set_postfix(self._told(recent))
                     shown = time.monotonic()
             bar.update(total - bar.n)
-
-    def _described(self, done: int) -> str:
-        what = "warm up" if done < self.run.num_warmup else "sample"
-        return f"{what}, compiled" if self.run.is_compiled else what
 
     def _told(self, recent: deque[tuple[Tensor, Tensor]]) -> dict[str, str]:
         rows = torch.cat([statistics[done] for done, statistics in recent])

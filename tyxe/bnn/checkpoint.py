@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -73,9 +73,8 @@ class Checkpoint:
 
     def as_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return copies of the checkpoint and of a BNN's state dict, as containers of tensors."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
         state = {name: value.detach().clone() for name, value in state_dict.items()}
-        return {"bnn": state, **copy.deepcopy(own)}
+        return {"bnn": state, **asdict(self)}
 
     @classmethod
     def from_dict(cls, checkpoint: Mapping[str, Any]) -> Checkpoint:

@@ -323,16 +323,12 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
 
         An error, those of `BNN.update_prior`, leaves all of them as they were.
         """
-        done: list[tuple[SupervisedBNN, Prior]] = []
-        try:
+        with ExitStack() as undone:
             for member in self._bnns:
                 new, old = prior if isinstance(prior, Prior) else prior(member), member.prior
                 member.update_prior(new)
-                done.append((member, old))
-        except Exception:
-            for member, old in done:
-                member.update_prior(old)
-            raise
+                undone.callback(member.update_prior, old)
+            undone.pop_all()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -350,14 +346,11 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 f"the state dict does not fit this ensemble of {len(expected)} members, which was "
                 f"left as it was: it has {len(parts)} members and {', '.join(own) or 'no weights'}"
             )
-        before = [copy.deepcopy(member.state_dict()) for member in self._bnns]
-        try:
+        with ExitStack() as undone:
             for index, member in enumerate(self._bnns):
+                undone.callback(member.load_state_dict, copy.deepcopy(member.state_dict()))
                 member.load_state_dict(parts[str(index)], strict, assign)
-        except Exception:
-            for member, state in zip(self._bnns, before, strict=True):
-                member.load_state_dict(state)
-            raise
+            undone.pop_all()
         if self.weights is not None:
             self.weights = own["weights"].to(self.weights)
 

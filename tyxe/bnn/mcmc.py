@@ -108,9 +108,9 @@ class MCMC_BNN(SupervisedBNN):
             self.kernel = kernel_builder
         elif isinstance(kind, type) and issubclass(kind, Kernel):
             self.kernel = built(kernel_builder, kind)
-        if self.kernel is not None or (isinstance(kind, type) and issubclass(kind, HMC)):
-            name_of_kind = kind.__name__ if isinstance(kind, type) else type(kind).__name__
-            check_continuous(name_of_kind, likelihood, self.net_prior, self.in_places())
+        of_class = kind if isinstance(kind, type) else type(kind)
+        if issubclass(of_class, Kernel | HMC):
+            check_continuous(of_class.__name__, likelihood, self.net_prior, self.in_places())
         self.kernel_builder = kernel_builder
         self._chains: MCMCRun | None = None
         self.samples = Samples({})
@@ -244,7 +244,7 @@ class MCMC_BNN(SupervisedBNN):
             num_warmup = kernel.default_warmup(num_samples, options.thinning)
         self._chains = None
         potential = Potential(self, *data, kernel.temperature)
-        starts = starts_of(self, potential, init, num_chains, data[1], progress)
+        starts = starts_of(potential, init, num_chains, data[1], progress)
         estimates = None if batches is None else BatchPotential(potential, starts, *batches)
         short = kernel.check(num_warmup)
         if short is not None:
@@ -265,10 +265,8 @@ class MCMC_BNN(SupervisedBNN):
                     os.remove(file)
             if kept:
                 self._take(chains.get_samples(group_by_chain=True))
-            warn(
-                f"{what}: the BNN keeps {kept or 'no new'} samples of each of "
-                f"{chains.num_chains} chains{how}"
-            )
+            each = f"samples of each of {chains.num_chains} chains"
+            warn(f"{what}: the BNN keeps {kept or 'no new'} {each}{how}")
             raise
         self._take(chains.get_samples(group_by_chain=True))
         chains.warn_of_result()
@@ -299,7 +297,7 @@ class MCMC_BNN(SupervisedBNN):
         with fitting(self, train=False):
             check_one_batch(self, self.net_prior, *data)
             potential = Potential(self, *data)
-            found = starts_of(self, potential, init, num_chains, data[1], progress)
+            found = starts_of(potential, init, num_chains, data[1], progress)
         return potential.unflatten(found)
 
     def _fit_by_pyro(

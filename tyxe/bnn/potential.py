@@ -286,19 +286,14 @@ def alone() -> Iterator[None]:
 
 
 def starts_of(
-    bnn: SupervisedBNN,
-    potential: Potential,
-    init: Any,
-    num_chains: int | None,
-    targets: Tensor,
-    progress: bool | None = False,
+    potential: Potential, init: Any, num_chains: int | None, targets: Tensor, progress: bool | None
 ) -> Tensor:
     """Return the chains' starts, unconstrained, `(chains, d)`, see `MCMC_BNN.starts`."""
     if isinstance(init, Mapping):
         return _given(potential, init, num_chains)
     count = 4 if num_chains is None else num_chains
     if isinstance(init, WarmStart):
-        return _trained(bnn, potential, init, count, targets, progress)
+        return _trained(potential, init, count, targets, progress)
     if isinstance(init, SupervisedBNN):
         return _stacked(potential, init.draws(count))
     if not isinstance(init, str) or init not in ("net", "prior"):
@@ -307,19 +302,14 @@ def starts_of(
             "tyxe.samplers.warm_start(...), or a mapping of joint names to values (chains, ...)"
         )
     if init == "net":
-        return _stacked(potential, (_from_net(bnn) for _ in range(count)))
-    return _stacked(potential, (_from_prior(bnn, potential) for _ in range(count)))
+        return _stacked(potential, (_from_net(potential.bnn) for _ in range(count)))
+    return _stacked(potential, (_from_prior(potential) for _ in range(count)))
 
 
 def _trained(
-    bnn: SupervisedBNN,
-    potential: Potential,
-    init: WarmStart,
-    count: int,
-    targets: Tensor,
-    progress: bool | None,
+    potential: Potential, init: WarmStart, count: int, targets: Tensor, progress: bool | None
 ) -> Tensor:
-    members = _stacked(potential, _reinitialised(bnn, count))
+    members = _stacked(potential, _reinitialised(potential.bnn, count))
     generator = torch.Generator(members.device).manual_seed(int(torch.randint(2**62, ())))
 
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
@@ -367,8 +357,9 @@ def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Ten
     return found
 
 
-def _from_prior(bnn: SupervisedBNN, potential: Potential) -> dict[str, Tensor]:
+def _from_prior(potential: Potential) -> dict[str, Tensor]:
     """Return a draw from the prior, from which a chain can move if one of a hundred is so."""
+    bnn = potential.bnn
     latents = bnn.likelihood.latent_priors().items()
     for _ in range(100):
         found = bnn.net_prior() | {f"{bnn.likelihood.prefix}.{n}": p.sample() for n, p in latents}
