@@ -70,7 +70,7 @@ def backward_transfer(accuracy: Tensor) -> Tensor:
         >>> backward_transfer(torch.tensor([[1.0, 0.0], [0.75, 0.9]]))
         tensor(-0.2500)
     """
-    _check_several(_tasks(accuracy))
+    _tasks(accuracy, 2)
     return (accuracy[..., -1, :-1] - accuracy.diagonal(dim1=-2, dim2=-1)[..., :-1]).mean(-1)
 
 
@@ -95,8 +95,7 @@ def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
         >>> forward_transfer(torch.tensor([[1.0, 0.75], [0.75, 0.9]]), torch.tensor([0.5, 0.5]))
         tensor(0.2500)
     """
-    tasks = _tasks(accuracy)
-    _check_several(tasks)
+    tasks = _tasks(accuracy, 2)
     if baseline.shape != (tasks,):
         raise ValueError(
             f"baseline has shape {tuple(baseline.shape)}; expected one number for each of the "
@@ -110,7 +109,7 @@ def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
     return (ahead - baseline[1:]).mean(-1)
 
 
-def _tasks(accuracy: Tensor) -> int:
+def _tasks(accuracy: Tensor, least: int = 1) -> int:
     if not (isinstance(accuracy, Tensor) and accuracy.is_floating_point()):
         raise TypeError("accuracy is no floating-point tensor; expected (..., T, T)")
     if accuracy.dim() < 2 or accuracy.shape[-1] != accuracy.shape[-2] or not accuracy.shape[-1]:
@@ -118,12 +117,9 @@ def _tasks(accuracy: Tensor) -> int:
             f"accuracy has shape {tuple(accuracy.shape)}; expected (..., T, T): after each task, "
             "on each task"
         )
-    return accuracy.shape[-1]
-
-
-def _check_several(tasks: int) -> None:
-    if tasks < 2:
+    if accuracy.shape[-1] < least:
         raise ValueError("there is one task only; transfer is between two at least")
+    return accuracy.shape[-1]
 
 
 def _seen(accuracy: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Integrators of Hamiltonian and microcanonical dynamics, for all chains at once.
 
-Positions are `(chains, d)`. A potential is a function from them to its values `(chains,)`, in nats,
-and its gradients `(chains, d)`.
+Positions, momenta, unit velocities and diagonals of inverse mass matrices are `(chains, d)`, and
+step sizes `(chains, 1)`. A potential is a function from positions to its values `(chains,)`, in
+nats, and its gradients `(chains, d)`. A step begins at a point.
 """
 
 from __future__ import annotations
@@ -37,12 +38,7 @@ def leapfrog(
 ) -> tuple[Point, Tensor]:
     """Return the point and the momentum after one step, whose error is of third order.
 
-    Args:
-        potential: of the target.
-        point: where the step begins.
-        momentum: `(chains, d)`.
-        step_size: of each chain, `(chains, 1)`; negative ones go back in time.
-        inverse_mass: the diagonal of the inverse mass matrix, `(chains, d)`.
+    Negative step sizes go back in time.
 
     Example:
         >>> normal = lambda w: (0.5 * w.square().sum(-1), w)
@@ -84,13 +80,7 @@ def minimal_norm(
 ) -> tuple[Point, Tensor, Tensor]:
     """Return point, unit velocity and energy error after one step of microcanonical dynamics.
 
-    Two gradients a step; the error of the energy is of third order.
-
-    Args:
-        potential: of the target.
-        point: where the step begins.
-        velocity: unit vectors, `(chains, d)`, with `d` of at least 2.
-        step_size: of each chain, `(chains, 1)`.
+    Two gradients a step, in two dimensions at least; the error of the energy is of third order.
     """
     velocity, first = _turned(velocity, point.gradient, _OUTER * step_size)
     middle = Point.at(potential, point.position + 0.5 * step_size * velocity)
@@ -101,15 +91,10 @@ def minimal_norm(
 
 
 def refreshed(velocity: Tensor, noise: Tensor, time: Tensor, length: Tensor) -> Tensor:
-    """Return unit velocities that have forgotten a part of their direction.
+    """Return unit velocities that have forgotten a part of their direction in a time `(chains, 1)`.
 
-    After a time of `length` a direction is correlated with its start by `1/e`.
-
-    Args:
-        velocity: unit vectors, `(chains, d)`.
-        noise: standard normal, `(chains, d)`.
-        time: that has passed, `(chains, 1)`.
-        length: the momentum's decoherence length `L`, `(chains, 1)`.
+    After a time of `length`, the momentum's decoherence length `L`, `(chains, 1)`, a direction is
+    correlated with its start by `1/e`. The noise is standard normal, `(chains, d)`.
     """
     strength = (torch.expm1(2 * time / length) / velocity.shape[-1]).sqrt()
     mixed = velocity + strength * noise

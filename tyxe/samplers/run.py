@@ -132,7 +132,11 @@ class Run:
             self.programs = self.programs or self._built(compile=bool(self.compile))
         while int(self.transitions.min()) < self.num_transitions:
             if self.compile is None and self._made == _WORTH_COMPILING and self._is_long():
-                self._compile()
+                try:
+                    with torch.no_grad(), self.inside():
+                        self.programs = self._built(compile=True)
+                except RuntimeError as error:
+                    warn(f"steps go on without a program: {error}")
             # A program needs no parameters in any places.
             inside = nullcontext if self.is_compiled else self.inside
             with torch.no_grad(), inside():
@@ -145,13 +149,6 @@ class Run:
         made = max(int(self.transitions.min()), 1)
         left = self._made * (self.num_transitions / made - 1)
         return left >= _WORTH_COMPILING and has_compiler(self.starts.device)
-
-    def _compile(self) -> None:
-        try:
-            with torch.no_grad(), self.inside():
-                self.programs = self._built(compile=True)
-        except RuntimeError as error:
-            warn(f"steps go on without a program: {error}")
 
     def _start(self) -> None:
         chains = self.kernel.start(self.potential, self.starts, self._drawn())
