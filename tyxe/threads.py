@@ -11,7 +11,8 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import os
 import threading
-from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from collections import UserList
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from signal import SIGINT
 from types import FrameType
@@ -20,62 +21,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pyro.poutine import collapse_messenger, indep_messenger, messenger, runtime
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _DimAllocator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _Stack(threading.local, MutableSequence[Any]):
-    """A list for each thread."""
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def __len__(self) -> int:
-        return len(self.items)
+class _Stack(threading.local, UserList[Any]):
+    """A list for each thread, whose parts are plain lists."""
 
     def __getitem__(self, index: Any) -> Any:
-        return self.items[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.items[index] = value
-
-    def __delitem__(self, index: Any) -> None:
-        del self.items[index]
+        return self.data[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
+        return iter(self.data)
 
     def __reversed__(self) -> Iterator[Any]:
-        return reversed(self.items)
-
-    def insert(self, index: int, value: Any) -> None:
-        self.items.insert(index, value)
+        return reversed(self.data)
 
 
-_ALLOCATOR = type(runtime._DIM_ALLOCATOR)
-
-
-class _Dimensions(threading.local):
+class _Dimensions(threading.local, _DimAllocator):
     """The dimensions of plates, of each thread."""
-
-    def __init__(self) -> None:
-        self.allocator = _ALLOCATOR()
-
-    def allocate(self, name: str, dim: int | None) -> int:
-        found: int = self.allocator.allocate(name, dim)
-        return found
-
-    def free(self, name: str, dim: int) -> None:
-        self.allocator.free(name, dim)
 
 
 def _give_each_thread_its_own() -> None:
     stack, dimensions = _Stack(), _Dimensions()
-    stack.items.extend(runtime._PYRO_STACK)
+    stack.data.extend(runtime._PYRO_STACK)
     for module in (runtime, messenger, collapse_messenger):
         module._PYRO_STACK = stack
-    dimensions.allocator = runtime._DIM_ALLOCATOR
+    dimensions._stack.extend(runtime._DIM_ALLOCATOR._stack)
     for module in (runtime, indep_messenger):
         module._DIM_ALLOCATOR = dimensions
 
@@ -93,11 +67,11 @@ def handlers() -> list[Messenger]:
 def only_handlers(active: Sequence[Messenger]) -> Iterator[None]:
     """Let just these handlers be active in this thread."""
     stack: Any = runtime._PYRO_STACK
-    before, stack.items = stack.items, list(active)
+    before, stack.data = stack.data, list(active)
     try:
         yield
     finally:
-        stack.items = before
+        stack.data = before
 
 
 def in_backward() -> bool:

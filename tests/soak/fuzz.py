@@ -214,7 +214,7 @@ def process_state() -> dict[str, Any]:
     allocator: Any = pyro.poutine.runtime._DIM_ALLOCATOR
     return {
         "handlers": handlers(),
-        "plates": [frame for frame in allocator.allocator._stack if frame is not None],
+        "plates": [frame for frame in allocator._stack if frame is not None],
         "parameter store": sorted(pyro.get_param_store().keys()),
         "modes of functions": len(torch.overrides._get_current_function_mode_stack()),
         "gradients recorded": torch.is_grad_enabled(),

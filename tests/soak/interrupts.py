@@ -74,7 +74,7 @@ def _settings() -> dict[str, Any]:
     """Return what belongs to the process or the thread, and is changed while a BNN runs."""
     return {
         "Pyro's handlers": len(runtime._PYRO_STACK),
-        "plates": [name for name in runtime._DIM_ALLOCATOR.allocator._stack if name is not None],
+        "plates": [name for name in runtime._DIM_ALLOCATOR._stack if name is not None],
         "Pyro's settings": pyro.settings.get(),
         "PyTorch's validation": torch.distributions.Distribution._validate_args,
         "unchecked numbers": checks._THREAD.unchecked,

@@ -116,7 +116,7 @@ def test_a_fault_is_silent(fault, monkeypatch):
     try:
         kind, why = session(monkeypatch, change)
     finally:
-        allocator = pyro.poutine.runtime._DIM_ALLOCATOR.allocator
+        allocator = pyro.poutine.runtime._DIM_ALLOCATOR
         if any(frame is not None for frame in allocator._stack):
             allocator.free("forgotten", -3)
     assert kind == "silent"
