@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -238,14 +238,11 @@ class TaskLoop:
         )
         if saved != own:
             raise ValueError(f"the run to resume has the parts {saved}, this loop {own}")
-        with exclusive():
-            before, priors = self.state_dict(), self.bnn.net_prior.snapshot()
-            try:
-                self._take(state)
-            except Exception:
-                self.bnn.net_prior.restore(priors)
-                self._take(before)
-                raise
+        with exclusive(), ExitStack() as undone:
+            undone.callback(self._take, self.state_dict())
+            undone.callback(self.bnn.net_prior.restore, self.bnn.net_prior.snapshot())
+            self._take(state)
+            undone.pop_all()
 
     def _take(self, state: Mapping[str, Any]) -> None:
         self.bnn.load_state_dict(state["bnn"])

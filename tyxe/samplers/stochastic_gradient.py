@@ -113,7 +113,8 @@ class SGLD(Kernel):
         """Return chains at rest at their starts, `(chains, d)`."""
         point = Point.at(potential, position)
         rate = torch.full_like(point.potential, self.lr / self.points)
-        noise = torch.full_like(rate, self._has_noise(torch.zeros(1)).item())
+        is_exploring = self.schedule == "cyclical" and self.exploration > 0
+        noise = torch.full_like(rate, float(not is_exploring))
         state = State(point, torch.zeros_like(position))
         return Chains(state, Settings(rate, noise, point.potential), ())
 
@@ -148,15 +149,12 @@ class SGLD(Kernel):
         steps = torch.arange(1, length.total + 1, dtype=torch.double)
         if self.schedule == "cyclical":
             share = (steps * self.num_cycles / length.total) % 1  # of its cycle, before each
-            return torch.stack([0.5 * (math.pi * share).cos() + 0.5, self._has_noise(share)], -1)
+            has_noise = (share >= self.exploration).to(share)
+            return torch.stack([0.5 * (math.pi * share).cos() + 0.5, has_noise], -1)
         factor = one = torch.ones_like(steps)
         if self.schedule == "polynomial":
             factor = (1 + steps / self.offset) ** -self.power
         return torch.stack([factor, one], -1)
-
-    def _has_noise(self, share: Tensor) -> Tensor:
-        is_cyclical = self.schedule == "cyclical"
-        return (share >= self.exploration).to(share) if is_cyclical else torch.ones_like(share)
 
     def adapt(
         self,
