@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from pyro.infer.mcmc.api import _UnarySampler
+from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -192,7 +193,7 @@ class MCMCRun:
         # Of fewer samples it says little, and of potentials with the noise of batches.
         is_telling = self.run.num_kept >= 50 and not self.run.kernel.takes_batches
         if self.num_chains > 1 and is_telling:
-            found = _split_r_hat(self.potentials)
+            found = float(split_gelman_rubin(self.potentials.double()))
             if not found < 1.1:
                 warn(
                     f"the chains disagree: R-hat of the log joint is {found:.2f}, where 1.01 is "
@@ -204,14 +205,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool((one == other).all())
     return bool(one == other)
-
-
-def _split_r_hat(values: Tensor) -> float:
-    """Return the split R-hat of `(chains, samples)` (Vehtari et al. 2021, eq. 3, without ranks)."""
-    half = values.shape[1] // 2
-    parts = torch.cat([values[:, :half], values[:, -half:]]).double()
-    within, between = parts.var(1).mean(), parts.mean(1).var()
-    return float(((half - 1) / half + between / within).sqrt())
 
 
 def make_run(

@@ -91,8 +91,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
     @property
     def likelihood(self) -> Likelihood:  # type: ignore[override]
         """The first member's likelihood."""
-        likelihood: Likelihood = self.members[0].likelihood  # type: ignore[assignment]
-        return likelihood
+        return self._bnns[0].likelihood
 
     @property
     def _bnns(self) -> list[SupervisedBNN]:

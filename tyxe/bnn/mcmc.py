@@ -186,9 +186,8 @@ class MCMC_BNN(SupervisedBNN):
             known = [field.name for field in dataclasses.fields(RunOptions)]
             wrong = [name for name in options if (name in known) == (self.kernel is None)]
             if wrong:
-                ours = ", ".join(
-                    ["tyxe.samplers; expected warmup_steps, num_chains, progress", *known]
-                )
+                usual = "warmup_steps, num_chains, progress"
+                ours = f"tyxe.samplers; expected {', '.join([usual, *known])}"
                 whose = ours if self.kernel else "Pyro; expected those of pyro.infer.MCMC"
                 raise TypeError(f"fit has no option {', '.join(wrong)} for kernels of {whose}")
             if self.kernel is None:

@@ -66,14 +66,15 @@ class Potential:
             for name, prior in priors.items()
             if not is_real(prior.support)
         }
-        shapes = {name: self._shape(name, priors[name]) for name in sorted(priors)}
+        shapes = {name: prior.shape() for name, prior in sorted(priors.items())}
+        shapes |= {name: t.forward_shape(shapes[name]) for name, t in self.transforms.items()}
         self.blocks = ParamBlocks.of_sites(shapes)
         self._joints = bnn.net_prior.joints()
         coupled = {name for joint in self._joints for name in joint.names}
         self._others = {
             n: _unvalidated(p) for n, p in priors.items() if n not in coupled and _normal(p) is None
         }
-        self._prepare_normals(priors)
+        self._prepare_normals(shapes)
         self._prepare_likelihood(targets)
 
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
@@ -155,10 +156,6 @@ class Potential:
         latent = self.bnn.likelihood.latent_priors().items()
         return own | {self._latents[name]: prior for name, prior in latent}
 
-    def _shape(self, name: str, prior: Any) -> Size:
-        shape: Size = prior.shape()
-        return self.transforms[name].forward_shape(shape) if name in self.transforms else shape
-
     @torch.no_grad()
     def _prepare_likelihood(self, targets: Tensor) -> None:
         """Check the targets at the net's own values, and compute what is the same in each call."""
@@ -184,15 +181,14 @@ class Potential:
         if self._one_noise and not self._latents:
             self._noise = self._noise_terms(predictions, {})
 
-    def _prepare_normals(self, priors: Mapping[str, Any]) -> None:
+    def _prepare_normals(self, shapes: Mapping[str, Size]) -> None:
         """Prepare `sum_i precision_i (w_i - loc_i)^2 + constant`; other sites have precision 0."""
         like = next(self.bnn.parameters())
         locs, precisions = {}, {}
         self._constant = like.new_zeros(())
-        for block in self.blocks:
-            name, shape = block.name, self._shape(block.name, priors[block.name])
+        for name, shape in shapes.items():
             locs[name] = precisions[name] = like.new_zeros(shape)
-            normal = _normal(priors[name])
+            normal = _normal(self.priors[name])
             if normal is not None:
                 locs[name], precisions[name] = normal.loc, 0.5 / normal.scale.square()
                 self._constant = self._constant + (normal.scale.log() + LOG_SQRT_2PI).sum()

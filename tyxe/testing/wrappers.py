@@ -27,6 +27,7 @@ _NOTHING = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
 _LIKELIHOOD = tyxe.likelihoods.Categorical(_N)
 _SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 _IVON = functools.partial(tyxe.optim.IVON, lr=0.05, hess_init=10.0)
+_SHORT: dict[str, Any] = {"warmup_steps": 4, "num_chains": 2, "compile": False}
 
 
 def _net(*more: nn.Module) -> nn.Module:
@@ -45,18 +46,13 @@ def _swag(_: int) -> Any:
     return tyxe.SWAG_BNN(_net(), _NORMAL, _LIKELIHOOD, rank=2)
 
 
-def _by_batches(kernel: Any) -> Any:
-    return _trained(tyxe.MCMC_BNN(_net(), _NORMAL, _LIKELIHOOD, functools.partial(kernel, 0.01)), 6)
-
-
 def _trained(bnn: Any, *arguments: Any, **options: Any) -> Any:
     bnn.fit(_LOADER, *arguments, **options)
     return bnn
 
 
 def _chains(kernel: Any, **options: Any) -> Any:
-    bnn = tyxe.MCMC_BNN(_net(), _NORMAL, _LIKELIHOOD, kernel)
-    return _trained(bnn, 6, warmup_steps=4, num_chains=2, compile=False, **options)
+    return _trained(tyxe.MCMC_BNN(_net(), _NORMAL, _LIKELIHOOD, kernel), 6, **options)
 
 
 # Each makes a wrapper and fits it, to classes of 12 points.
@@ -67,11 +63,11 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "low rank": lambda: _variational(functools.partial(AutoLowRankMultivariateNormal, rank=2)),
     "Laplace": lambda: _trained(tyxe.LaplaceBNN(_net(), _NORMAL, _LIKELIHOOD), _SGD, 3),
     "IVON": lambda: _variational(tyxe.guides.AutoNormal, optim=_IVON),
-    "HMC": lambda: _chains(tyxe.samplers.HMC(num_steps=2)),
-    "NUTS": lambda: _chains(tyxe.samplers.NUTS(max_tree_depth=3)),
-    "MCLMC": lambda: _chains(tyxe.samplers.MCLMC()),
-    "SGLD": lambda: _by_batches(tyxe.samplers.SGLD),
-    "SGHMC": lambda: _by_batches(tyxe.samplers.SGHMC),
+    "HMC": lambda: _chains(tyxe.samplers.HMC(num_steps=2), **_SHORT),
+    "NUTS": lambda: _chains(tyxe.samplers.NUTS(max_tree_depth=3), **_SHORT),
+    "MCLMC": lambda: _chains(tyxe.samplers.MCLMC(), **_SHORT),
+    "SGLD": lambda: _chains(tyxe.samplers.SGLD(0.01)),
+    "SGHMC": lambda: _chains(tyxe.samplers.SGHMC(0.01)),
     "SWAG": lambda: _trained(_swag(0), _SGD, 4, start=0.0),
     "dropout": lambda: _trained(tyxe.DropoutBNN(_net(nn.Dropout(0.2)), _LIKELIHOOD), _SGD, 3),
     "ensemble": lambda: _trained(tyxe.EnsembleBNN(_mean_field, 2), _SGD, 3),
