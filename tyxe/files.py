@@ -48,17 +48,12 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # there, folders are not opened
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if os.name != "nt":  # there, folders are not opened
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read(path: str | os.PathLike[str]) -> Any:

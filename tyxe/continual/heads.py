@@ -224,20 +224,16 @@ def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
     found = {name: tensor for name, tensor in named if any(name.startswith(f"{h}.") for h in heads)}
     if not found:
         raise ValueError(f"modules={globs} have neither parameters nor buffers to keep for a task")
-    _check_outside_prior(bnn, found)
-    owners = {name: name.rpartition(".") for name in found}
-    return {n: (bnn.net.get_submodule(owner), own) for n, (owner, _, own) in owners.items()}
-
-
-def _check_outside_prior(bnn: BNN, found: Mapping[str, Tensor]) -> None:
     # By identity: a tied parameter has several names, and its site only the first.
-    sites = {id(bnn.net.get_parameter(name)): name for name in pyro_sample_sites(bnn.net)}
+    sites = {id(bnn.net.get_parameter(name)) for name in pyro_sample_sites(bnn.net)}
     for name, tensor in found.items():
         if id(tensor) in sites:
             raise ValueError(
                 f"the head's {name!r} is a site of the prior, which all tasks share: hide it, "
                 f"IIDPrior(..., hide_modules=[{name.rpartition('.')[0]!r}])"
             )
+    owners = {name: name.rpartition(".") for name in found}
+    return {n: (bnn.net.get_submodule(owner), own) for n, (owner, _, own) in owners.items()}
 
 
 def described_shapes(tensors: Mapping[str, Tensor]) -> list[str]:

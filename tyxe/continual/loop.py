@@ -163,7 +163,10 @@ class TaskLoop:
         """
         path = None if checkpoint is None else Path(checkpoint)
         if path is not None and path.exists():
-            self.load_state_dict(_read(path))
+            state = files.read(path)  # each part moves what it loads to its own device
+            if not (isinstance(state, dict) and state.keys() >= _KEYS):
+                raise ValueError(f"{path} is no checkpoint of a TaskLoop: give another file")
+            self.load_state_dict(state)
         elif path is not None:
             # A run that is stopped in its first task begins it again with the same random numbers.
             files.write(path, self.state_dict())
@@ -255,11 +258,3 @@ class TaskLoop:
         self.accuracy = torch.full_like(self.accuracy, math.nan)
         self.accuracy[:size, :size] = state["accuracy"]
         set_random_state(state)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    # BNN, heads and parts move what they load to their own devices.
-    state = files.read(path)
-    if not (isinstance(state, dict) and state.keys() >= _KEYS):
-        raise ValueError(f"{path} is no checkpoint of a TaskLoop: give another file")
-    return state

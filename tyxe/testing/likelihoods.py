@@ -45,30 +45,22 @@ class LikelihoodCase:
     matches_variance: bool = True
 
 
+def _noisy(*shape: int, **noise: Any) -> LikelihoodCase:
+    return LikelihoodCase(functools.partial(HomoskedasticGaussian, **noise), shape, shape)
+
+
 LIKELIHOODS: dict[str, LikelihoodCase] = {
     "Bernoulli": LikelihoodCase(Bernoulli),
     "Bernoulli, column": LikelihoodCase(Bernoulli, (1,), (1,)),
     "Bernoulli, image": LikelihoodCase(functools.partial(Bernoulli, event_dim=1), (2, 3), (2, 3)),
     "Categorical": LikelihoodCase(Categorical, (4,)),
     "Categorical, pixels": LikelihoodCase(Categorical, (2, 3, 4), (2, 3)),
-    "HomoskedasticGaussian": LikelihoodCase(
-        functools.partial(HomoskedasticGaussian, scale=0.3), (2,), (2,)
-    ),
-    "HomoskedasticGaussian, flat": LikelihoodCase(
-        functools.partial(HomoskedasticGaussian, precision=4.0)
-    ),
-    "HomoskedasticGaussian, scale each": LikelihoodCase(
-        functools.partial(HomoskedasticGaussian, scale=torch.tensor([0.1, 2.0])), (3, 2), (3, 2)
-    ),
-    "HomoskedasticGaussian, learned": LikelihoodCase(
-        functools.partial(HomoskedasticGaussian, scale=0.5, learn_scale=True), (1,), (1,)
-    ),
-    "HomoskedasticGaussian, inferred": LikelihoodCase(
-        functools.partial(HomoskedasticGaussian, scale=dist.LogNormal(0.0, 0.5)), (1,), (1,)
-    ),
-    "HomoskedasticGaussian, inferred precision": LikelihoodCase(
-        functools.partial(HomoskedasticGaussian, precision=dist.Gamma(2.0, 2.0)), (1,), (1,)
-    ),
+    "HomoskedasticGaussian": _noisy(2, scale=0.3),
+    "HomoskedasticGaussian, flat": _noisy(precision=4.0),
+    "HomoskedasticGaussian, scale each": _noisy(3, 2, scale=torch.tensor([0.1, 2.0])),
+    "HomoskedasticGaussian, learned": _noisy(1, scale=0.5, learn_scale=True),
+    "HomoskedasticGaussian, inferred": _noisy(1, scale=dist.LogNormal(0.0, 0.5)),
+    "HomoskedasticGaussian, inferred precision": _noisy(1, precision=dist.Gamma(2.0, 2.0)),
     "HeteroskedasticGaussian": LikelihoodCase(HeteroskedasticGaussian, (2,), (1,)),
     "HeteroskedasticGaussian, image": LikelihoodCase(HeteroskedasticGaussian, (2, 6), (2, 3)),
     "Poisson": LikelihoodCase(Poisson, matches_variance=False),
