@@ -124,15 +124,14 @@ def _check_site(likelihood: Likelihood, predictions: Tensor, targets: Tensor) ->
     assert site["is_observed"], f"{likelihood.data_name!r} is not observed"
     factor = likelihood.dataset_size / len(targets)
     assert site["scale"] == factor, f"the site's scale is {site['scale']}, expected {factor}"
-    latents = {
-        name: trace.nodes[f"{likelihood.prefix}.{name}"]["value"]
-        for name in likelihood.latent_priors()
-    }
-    for name, value in latents.items():
-        node = trace.nodes[f"{likelihood.prefix}.{name}"]
+    own = likelihood.latent_priors()
+    nodes = {name: trace.nodes[f"{likelihood.prefix}.{name}"] for name in own}
+    latents = {name: node["value"] for name, node in nodes.items()}
+    for name, node in nodes.items():
         assert not node["is_observed"], f"{name!r} is not latent"
         assert node["scale"] == 1.0, f"the log-probability of {name!r} is scaled"
-        assert value.dtype == predictions.dtype, f"{name!r} is {value.dtype}"
+        dtype = latents[name].dtype
+        assert dtype == predictions.dtype, f"{name!r} is {dtype}"
     log_likelihood = likelihood.log_likelihood(predictions, targets, "sum", latents)
     assert_close(site["log_prob_sum"], factor * log_likelihood, "the site's log-probability")
 

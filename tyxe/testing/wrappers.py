@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -185,9 +184,9 @@ def _check_state(wrapper: Any, make: Callable[[], Any], inputs: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wrapper.save(f"{folder}/wrapper")
         saved.load(f"{folder}/wrapper")
-    pickled = pickle.load(io.BytesIO(pickle.dumps(wrapper)))
-    copies = {"load_state_dict": fresh, "load": saved, "pickle": pickled}
-    for what, one in (copies | {"deepcopy": copy.deepcopy(wrapper)}).items():
+    pickled, copied = pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)
+    copies = {"load_state_dict": fresh, "load": saved, "pickle": pickled, "deepcopy": copied}
+    for what, one in copies.items():
         assert_close(predictions(one), expected, f"{what} gives other predictions")
     before = copy.deepcopy(fresh.state_dict())
     assert_raises(RuntimeError, lambda: fresh.load_state_dict({"weight": inputs}), "another state")
