@@ -244,7 +244,7 @@ class Sparse(Counted):
         return torch.sparse.mm(x, self.weight.mT)
 
 
-NETS = (Net, *Net.__subclasses__(), *Residual.__subclasses__())
+NETS = (Net, *(kind for one in (Net, Residual, Drops) for kind in one.__subclasses__()))
 
 
 def make(kind: type[Net] = Net) -> tuple[Net, dict[str, list[tuple[nn.Module, str]]], Tensor]:
@@ -267,7 +267,7 @@ def passes(net: Net, x: Tensor, front: Front | None) -> list[Tensor]:
     found = []
     for draw in draws(net):
         with substituted(places(net), draw):
-            found.append(net(x) if front is None else front.run(lambda: net(x)))
+            found.append(net(x) if front is None else front(lambda: net(x)))
     return found
 
 
@@ -342,22 +342,22 @@ def test_changed_parameters_and_buffers_are_met() -> None:
     net, slots, x = make(Residual)
     front = Front(net, slots, x)
     with torch.no_grad():
-        before = front.run(lambda: net(x))
+        before = front(lambda: net(x))
         net.norm.running_mean.add_(1.0)
-        assert torch.equal(changed := front.run(lambda: net(x)), net(x))
+        assert torch.equal(changed := front(lambda: net(x)), net(x))
         assert not torch.equal(before, changed)
         net.front.weight = nn.Parameter(torch.ones(4, 3))
-        assert torch.equal(front.run(lambda: net(x)), net(x))
+        assert torch.equal(front(lambda: net(x)), net(x))
 
 
 def test_other_inputs_are_met() -> None:
     net, slots, x = make()
     front = Front(net, slots, x)
     with torch.no_grad():
-        front.run(lambda: net(x))
-        assert torch.equal(front.run(lambda: net(2 * x)), net(2 * x))
+        front(lambda: net(x))
+        assert torch.equal(front(lambda: net(2 * x)), net(2 * x))
         x.add_(1.0)
-        assert torch.equal(front.run(lambda: net(x)), net(x))
+        assert torch.equal(front(lambda: net(x)), net(x))
 
 
 def test_hooks_inside_of_a_front_run_each_time() -> None:
@@ -395,7 +395,7 @@ def test_other_threads_run_the_net_itself() -> None:
 
     with torch.no_grad():
         for _ in range(PASSES):
-            front.run(pass_with_another_thread)
+            front(pass_with_another_thread)
     assert net.front.calls == PASSES + 1
 
 
@@ -409,10 +409,10 @@ def test_an_error_leaves_the_net_as_it_was() -> None:
         raise KeyError
 
     with torch.no_grad(), pytest.raises(KeyError):
-        front.run(fails)
+        front(fails)
     assert vars(net.front)["forward"] is plain
     with torch.no_grad():
-        assert torch.equal(front.run(lambda: net(x)), net(x))
+        assert torch.equal(front(lambda: net(x)), net(x))
 
 
 def test_gradients_of_sites_are_those_of_the_net_and_can_be_taken_often() -> None:
@@ -421,7 +421,7 @@ def test_gradients_of_sites_are_those_of_the_net_and_can_be_taken_often() -> Non
     for _ in range(PASSES):
         for parameter in net.head.parameters():
             parameter.grad = None
-        front.run(lambda: net(x)).square().sum().backward()
+        front(lambda: net(x)).square().sum().backward()
         found = [parameter.grad for parameter in net.head.parameters()]
         expected = torch.autograd.grad(net(x).square().sum(), [*net.head.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -436,10 +436,10 @@ def test_under_transforms(kind: type[Net]) -> None:
 
     def total(weight: Tensor) -> Tensor:
         with substituted({"weight": slots["weight"]}, {"weight": weight}):
-            return front.run(lambda: net(x)).square().sum()
+            return front(lambda: net(x)).square().sum()
 
     with torch.no_grad():
-        front.run(lambda: net(x))
+        front(lambda: net(x))
     for _ in range(2):
         found = torch.vmap(torch.func.grad(total))(weights)
         for weight, one in zip(weights, found, strict=True):
@@ -453,9 +453,9 @@ def test_a_copy_keeps_nothing_of_the_other() -> None:
     net, slots, x = make()
     front = Front(net, slots, x)
     with torch.no_grad():
-        front.run(lambda: net(x))
+        front(lambda: net(x))
         other, y, copied = copy.deepcopy((net, x, front))
-        assert torch.equal(copied.run(lambda: other(y)), other(y))
+        assert torch.equal(copied(lambda: other(y)), other(y))
 
 
 def test_sparse_batches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,8 @@ from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
+
+SLOW = 5.0  # seconds from which on a linearised batch gives a warning
 
 
 def _option(name: str, doc: str) -> Any:
@@ -368,6 +371,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
 
     def _glm(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         linear = self._linearized_as_fitted(inputs)
+        _warn_of_time(linear)
         covariance = functional_covariance(linear, self.state.precision())
         return linear.outputs.detach(), covariance.detach()
 
@@ -568,6 +572,19 @@ def _checked(temperature: float, options: LaplaceOptions) -> LaplaceOptions:
         )
     check_settings(temperature, options.curvature_weight, options.accumulate)
     return options
+
+
+def _warn_of_time(linear: Linearization) -> None:
+    if (passes := linear.outputs.shape[1:].numel()) < 256:
+        return  # of more, two more passes are no loss
+    linear.gradients(one := torch.ones_like(linear.outputs))
+    start = time.perf_counter()
+    linear.gradients(one)
+    if (seconds := passes * (time.perf_counter() - start)) > SLOW:
+        warn(
+            f"predictive='glm' takes {passes:,} backward passes of this batch, one for each of a "
+            f"point's outputs, and {seconds:.0f} s: predictive='bnn' takes a forward for each draw"
+        )
 
 
 @torch.no_grad()

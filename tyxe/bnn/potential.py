@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pyro
@@ -25,6 +24,7 @@ from tyxe.distributions import ParamBlocks
 from tyxe.distributions.moments import is_real
 from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
+from tyxe.predictive.front import Front
 from tyxe.priors.base import without_events
 from tyxe.samplers.potential import gradients, in_turn
 from tyxe.samplers.warm_start import WarmStart
@@ -54,7 +54,7 @@ class Potential:
         self, bnn: SupervisedBNN, inputs: Inputs, targets: Tensor, temperature: float = 1.0
     ) -> None:
         self.bnn, self.inputs, self.temperature = bnn, inputs, temperature
-        self._front = bnn.front(inputs)
+        self._front = Front(bnn.net, bnn._slots, inputs)
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
         points = float(bnn.likelihood.count(targets))
@@ -111,8 +111,7 @@ class Potential:
         """Return the potential energy at a vector of unconstrained values."""
         energy, values = self._prior_energy(flat)
         latents = {name: values[joint] for name, joint in self._latents.items()}
-        found = self._front.run(partial(self.bnn.run_net, values, self.inputs))
-        predictions = at_least_float32(found)
+        predictions = at_least_float32(self._front(lambda: self.bnn.run_net(values, self.inputs)))
         return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)
 
     def _prior_energy(self, flat: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -160,8 +159,7 @@ class Potential:
     def _prepare_likelihood(self, targets: Tensor) -> None:
         """Check the targets at the net's own values, and compute what is the same in each call."""
         likelihood, means = self.bnn.likelihood, self.bnn.likelihood.prior_means()
-        own = self._front.run(partial(call_with, self.bnn.net, self.inputs))
-        predictions = at_least_float32(own)
+        predictions = at_least_float32(self._front(lambda: call_with(self.bnn.net, self.inputs)))
         with pyro.validation_enabled(False):  # only shapes matter at the net's own values
             likelihood.log_likelihood(predictions, targets, "sum", means)
             support = likelihood.predictive_distribution(predictions, means).support

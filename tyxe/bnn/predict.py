@@ -224,10 +224,6 @@ class SupervisedBNN(Intervals, BNN):
 
     # ------------------------------------------------------------------ draws
 
-    def front(self, inputs: Inputs) -> Front:
-        """Return what runs the net on a batch several times, and what no site reaches once."""
-        return Front(self.net, self._slots, inputs)
-
     @abstractmethod
     def one_draw(self) -> Values:
         """Return a single draw from the posterior."""
@@ -261,7 +257,7 @@ class SupervisedBNN(Intervals, BNN):
         The statistics of norms at each draw are in `known`, or are put there.
         """
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
-        front = self.front(inputs)
+        front = Front(self.net, self._slots, inputs if num_predictions > 1 else ())
         if vectorize and self._slots:
             return self._vmapped_outputs(draws, inputs, front)
         outputs, kept = [], []
@@ -269,7 +265,7 @@ class SupervisedBNN(Intervals, BNN):
             if index == len(known):
                 known.append(self._statistics(values) if num_predictions else {})
             with statistics_in(known[index]):
-                outputs.append(front.run(partial(self.run_net, values, inputs)))
+                outputs.append(front(partial(self.run_net, values, inputs)))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
@@ -285,7 +281,7 @@ class SupervisedBNN(Intervals, BNN):
                     "update_norm_statistics has been called: leave vectorize out"
                 )
             stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
-            outputs.append(front.run(partial(self._under_vmap, stacked, inputs)))
+            outputs.append(front(partial(self._under_vmap, stacked, inputs)))
             kept += [self._only_latents(values) for values in chunk]
         return torch.cat(outputs), self._latents(kept)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,15 +20,14 @@ from tyxe.util import Inputs, is_constant
 class Front:
     """Passes of a net on one batch, in which modules without sites run once.
 
-    The first pass keeps what they return, the outermost that are called with constants and tensors
-    of the batch or of other such modules. Later ones take it where these and the module's own are
-    the same, by identity and version, so that results are bit for bit those of the net. What the
-    forward of a module with sites computes itself, and what follows from that, runs each time. No
-    gradient reaches what is kept.
+    The first pass keeps what the outermost of them return that are called with constants, and with
+    tensors of the batch or of each other. Later ones take it where these and a module's own are the
+    same, by identity and version: results are bit for bit those of the net. What the forward of a
+    module with sites does itself, and what follows from it, runs each time. No gradients are kept.
 
     A module of which a part is in train mode or has hooks is not kept, but those that it calls may
     be; its own hooks run each time. Nor is one that draws random numbers, changes its buffers,
-    reads sites of others, or returns more than tensors and constants. The rest it does once.
+    reads sites of others, or returns more than tensors and constants. Other things it does once.
 
     Args:
         net: the net, in the modes that it is run in.
@@ -39,7 +37,7 @@ class Front:
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).eval()
         >>> front = Front(net, {"1.weight": [(net[1], "weight")]}, x := torch.ones(4, 2))
-        >>> front.run(lambda: net(x)).shape
+        >>> front(lambda: net(x)).shape
         torch.Size([4, 1])
     """
 
@@ -63,12 +61,11 @@ class Front:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": {}, "_kept": {}}  # a copy's tensors have other ids
 
-    def run(self, forward: Callable[[], Any]) -> Any:
+    def __call__(self, forward: Callable[[], Any]) -> Any:
         """Return what a function returns that runs the net on the batch once."""
-        self._thread, self._counts = threading.get_ident(), Counter[nn.Module]()
-        ours = {module: partial(self._call, module, module.forward) for module in self._tensors}
+        self._thread, self._counts = threading.get_ident(), dict.fromkeys(self._tensors, 0)
         try:
-            with _having("forward", ours):
+            with _having("forward", {m: partial(self._call, m, m.forward) for m in self._tensors}):
                 return forward()
         finally:
             self._records = False
@@ -89,7 +86,8 @@ class Front:
             if not all(one.can_be_at(stage) for one, stage in stages):
                 return forward()
             for one, stage in stages:
-                one.go_to(stage)
+                if stage != one.stage:
+                    one.tensor.data, one.stage = one.data[stage], stage
             return tree_unflatten(outputs, how)
         return self._first(key, given, state, forward) if self._records else forward()
 
@@ -111,12 +109,14 @@ class Front:
         is_pure = _versions(state) == key[1] and all(map(torch.equal, rng, torch_rng()))
         if is_pure and all(map(_is_fixed, outputs)):
             for one, data in zip(known, before, strict=True):
-                one.changed(data)
-            made = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
-            known += [self._known.setdefault(id(t), _Known(t)) for t in made]
-            stages = [(one, one.stage) for one in known]
+                if one.version != one.tensor._version:
+                    one.data[-1:] = data, one.tensor.data
+                    one.version, one.stage = one.tensor._version, one.stage + 1
+            known += [
+                self._known.setdefault(id(t), _Known(t)) for t in outputs if torch.is_tensor(t)
+            ]
             # The state as well, since others have its ids when it is gone.
-            self._kept[key] = outputs, how, stages, state
+            self._kept[key] = outputs, how, [(one, one.stage) for one in known], state
             return tree_unflatten(outputs, how)
         return found
 
@@ -133,12 +133,7 @@ class _Known:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version, self.stage = tensor, tensor._version, 0
-        self._data = [tensor.data]
-
-    def changed(self, before: Tensor) -> None:
-        if self.version != self.tensor._version:
-            self._data[-1:] = before, self.tensor.data
-            self.version, self.stage = self.tensor._version, self.stage + 1
+        self.data = [tensor.data]  # at each stage
 
     def can_be_at(self, stage: int) -> bool:
         if self.version != self.tensor._version or stage <= self.stage:
@@ -146,14 +141,9 @@ class _Known:
         # A later stage is another storage, and views would stay behind in this one.
         return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) <= 3
 
-    def go_to(self, stage: int) -> None:
-        if stage != self.stage:
-            self.tensor.data, self.stage = self._data[stage], stage
-
 
 @contextmanager
 def _having(name: str, values: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Let modules have values of an attribute of their own until the end."""
     before = [(module.__dict__, module.__dict__.get(name)) for module in values]
     try:
         for module, value in values.items():

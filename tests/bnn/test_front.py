@@ -1,0 +1,198 @@
+"""Draws and chains behind a front that no site reaches: it runs once, and numbers stay the same."""
+
+import warnings
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, ResNet
+
+import tyxe
+from tests.oracles.predictions import seeded
+from tyxe.bnn import laplace
+from tyxe.bnn.potential import Potential, alone
+from tyxe.predictive.front import Front
+from tyxe.samplers import HMC, NUTS
+
+N = 6
+
+
+class Counted(nn.Conv2d):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a head on its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Attends(nn.Module):
+    """A layer of a transformer, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.head = nn.TransformerEncoderLayer(4, 2, 8), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.front(x).mean(1))
+
+
+def resnet() -> ResNet:
+    net = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=3)
+    net.conv1 = Counted(3, 64, 3, bias=False)
+    return net
+
+
+def last(layer: nn.Module) -> tyxe.priors.Prior:
+    return tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False, expose_modules=[layer])
+
+
+def classifier(net: nn.Module, layer: nn.Module) -> tyxe.VariationalBNN:
+    likelihood = tyxe.likelihoods.Categorical(N)
+    return tyxe.VariationalBNN(net, last(layer), likelihood, tyxe.guides.AutoNormal)
+
+
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Front, "__call__", lambda self, forward: forward())
+
+
+WAYS = {
+    "loop": lambda bnn, x, y: bnn.predict(x, num_predictions=5, aggregate=False),
+    "vmap": lambda bnn, x, y: bnn.predict(x, num_predictions=11, aggregate=False, vectorize=True),
+    "pieces": lambda bnn, x, y: bnn.predict(x, num_predictions=5, batch_size=2),
+    "loader": lambda bnn, x, y: bnn.predict([x, 2 * x], num_predictions=5),
+    "one": lambda bnn, x, y: bnn.predict(x, num_predictions=1),
+    "evaluate": lambda bnn, x, y: torch.stack(bnn.evaluate(x, y, num_predictions=5)),
+    "samples": lambda bnn, x, y: bnn.sample_predictive(x, num_samples=5),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("handler", [None, tyxe.poutine.local_reparameterization])
+def test_predictions_are_bit_for_bit_those_without(how, handler, monkeypatch) -> None:
+    if handler is not None and how == "vmap":
+        handler = tyxe.poutine.report
+    net, x, y = resnet(), torch.randn(N, 3, 16, 16), torch.randint(3, (N,))
+    bnn = classifier(net, net.fc)
+
+    def run() -> Tensor:
+        if handler is None:
+            return seeded(WAYS[how], bnn, x, y)
+        with handler():
+            return seeded(WAYS[how], bnn, x, y)
+
+    found = run()
+    assert bnn.net.conv1.calls == {"pieces": 3, "loader": 2}.get(how, 1)
+    without(monkeypatch)
+    assert torch.equal(found, run())
+
+
+def test_statistics_of_each_draw_are_met(monkeypatch) -> None:
+    net = resnet()
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 0.1), hide_module_types=[nn.BatchNorm2d])
+    bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(N), tyxe.guides.AutoNormal)
+    x = torch.randn(N, 3, 16, 16)
+    bnn.update_norm_statistics([x])
+    found = seeded(bnn.predict, x, num_predictions=3)
+    without(monkeypatch)
+    assert torch.equal(found, seeded(bnn.predict, x, num_predictions=3))
+
+
+@pytest.mark.parametrize("kind", [Attends, Recurrent])
+def test_fused_layers_are_bit_for_bit_those_without(kind, monkeypatch) -> None:
+    net = kind()
+    bnn, x = classifier(net, net.head), torch.randn(N, 7, 4 if kind is Attends else 3)
+    found = seeded(bnn.predict, x, num_predictions=4, aggregate=False)
+    without(monkeypatch)
+    assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
+
+
+def test_a_fit_trains_the_front_beside_the_sites() -> None:
+    net = Recurrent()
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, last(net.head), likelihood, tyxe.guides.AutoNormal)
+    x, y = torch.randn(N, 7, 3), torch.randn(N, 1)
+    before = bnn.net.lstm.weight_ih_l0.detach().clone()
+    for _ in range(2):
+        bnn.predict(x, num_predictions=3)
+        bnn.fit([(x, y)], torch.optim.Adam, 2)
+        assert not torch.equal(before, bnn.net.lstm.weight_ih_l0)
+        before = bnn.net.lstm.weight_ih_l0.detach().clone()
+        centre = bnn.predict(x, num_predictions=0)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(centre, bnn.to_module()(x))
+
+
+@pytest.mark.parametrize("kernel", [NUTS(), HMC(num_steps=3)], ids=["NUTS", "HMC"])
+def test_chains_on_a_last_layer_are_those_on_its_features(kernel) -> None:
+    net, x, y = Recurrent(), torch.randn(20, 7, 3), torch.randn(20, 1)
+    with torch.no_grad():
+        features = net.lstm(x)[0][:, -1]
+    found = {}
+    for name, part, layer, inputs in (
+        ("net.head", net, net.head, x),
+        ("net.0", plain := nn.Sequential(net.head), plain[0], features),
+    ):
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
+        bnn = tyxe.MCMC_BNN(part, last(layer), likelihood, kernel)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tyxe.TyxeWarning)  # few samples
+            run = seeded(bnn.fit, [(inputs, y)], 10, warmup_steps=10, num_chains=2)
+        found[name] = run.get_samples()[f"{name}.weight"]
+    assert torch.equal(found["net.head"], found["net.0"])
+
+
+def test_potentials_are_bit_for_bit_those_without(monkeypatch) -> None:
+    net, x, y = Recurrent(), torch.randn(20, 7, 3), torch.randn(20, 1)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
+    bnn = tyxe.MCMC_BNN(net, last(net.head), likelihood, NUTS()).eval()
+    potential = Potential(bnn, x, y)
+    at = potential.flatten(bnn.in_places()).requires_grad_()
+
+    def energies() -> list[Tensor]:
+        with alone():
+            every = [potential.at(at) for _ in range(3)]
+        return [one for e in every for one in (e.detach(), torch.autograd.grad(e, at)[0])]
+
+    found = energies()
+    without(monkeypatch)
+    assert all(map(torch.equal, found, energies()))
+
+
+class Dense(nn.Module):
+    """Returns classes of each pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).movedim(1, -1)
+
+
+def test_a_linearised_prediction_of_many_outputs_tells_what_it_takes(monkeypatch) -> None:
+    prior, x = tyxe.priors.IIDPrior(dist.Normal(0, 1)), torch.randn(2, 1, 10, 10)
+    bnn = tyxe.LaplaceBNN(Dense(), prior, tyxe.likelihoods.Categorical(2))
+    bnn.fit_curvature([(x, torch.randint(3, (2, 10, 10)))])
+    expected = seeded(bnn.predict, x, num_predictions=4)
+    monkeypatch.setattr(laplace, "SLOW", 0.0)
+    with pytest.warns(tyxe.TyxeWarning, match=r"300 backward passes .* s: predictive='bnn'"):
+        found = seeded(bnn.predict, x, num_predictions=4)
+    assert torch.equal(found, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bnn.predict(x, num_predictions=4, predictive="bnn")
+        bnn.predict(x[..., :5, :5], num_predictions=4)
