@@ -29,6 +29,7 @@ CASES = {
     "inducing": ["step", "predict"],
     "revisions": ["training", "prediction", "laplace", "inducing", "binary"],
     "serving": ["mlp", "resnet18", "threads"],
+    "last_layer": ["draws", "nuts"],
     "baselines": [
         *("ivon-mlp", "ivon-resnet18", "sghmc-mlp", "sghmc-resnet18"),
         *("swag", "ensemble", "stored-samples"),
