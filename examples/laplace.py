@@ -86,5 +86,5 @@ for which, prior in {
     predict = partial(bnn.predict, batch_size=250)
     report(f"{which}, prior precision 1", predict)
     report(f"{which}, {bnn.optimize_prior_precision():.0f} by evidence", predict)
-    best = bnn.optimize_prior_precision("grid", held_out)
+    best = bnn.optimize_prior_precision(loader=held_out)
     report(f"{which}, {best:.0f} by held-out images", predict)

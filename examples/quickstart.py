@@ -85,7 +85,7 @@ def run(name, bnn, draws=1, optim=adam, handler=nullcontext, **options):
     with handler():
         if isinstance(bnn, tyxe.LaplaceBNN):
             bnn.fit_curvature(loader)
-            bnn.optimize_prior_precision("grid", [validation])
+            bnn.optimize_prior_precision(loader=[validation])
         elif isinstance(bnn, tyxe.MCMC_BNN):
             bnn.fit(loader, draws, **options)
         else:

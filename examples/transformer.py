@@ -84,7 +84,7 @@ for which, rules in selections.items():
 
     bnn = tyxe.LaplaceBNN(net, prior, likelihood)
     bnn.fit_curvature(loader)
-    bnn.optimize_prior_precision("grid", [validation])
+    bnn.optimize_prior_precision(loader=[validation])
     report(f"Laplace, {which}", partial(bnn.predict, batch_size=60))
 projection = "encoder.layers.0.self_attn.in_proj_weight"
 print(f"{projection} was sampled by {uses.treatments(projection)}")

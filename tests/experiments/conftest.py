@@ -5,12 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import leaderboard_data
 import numpy as np
 import pytest
 import runner
 from matplotlib.figure import Figure
 
 PNG = b"\x89PNG\r\n\x1a\n"
+NODES, FEATURES, CLASSES = 300, 40, 7
 
 
 def sets(rng: np.random.Generator, count: int, *shape: int) -> dict[str, np.ndarray]:
@@ -20,6 +22,22 @@ def sets(rng: np.random.Generator, count: int, *shape: int) -> dict[str, np.ndar
         arrays[f"x_{split}"] = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
         arrays[f"y_{split}"] = np.arange(count, dtype=np.uint8) % 10
     return arrays
+
+
+def graph() -> dict[str, np.ndarray]:
+    """Return arrays in Cora's format, of a random graph."""
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(0, NODES, (2, 500))
+    pairs = np.unique(np.sort(pairs[:, pairs[0] != pairs[1]], axis=0), axis=1)
+    index = np.arange(NODES)
+    return {
+        "features": (rng.random((NODES, FEATURES)) < 0.2).astype(np.float32),
+        "labels": index % CLASSES,
+        "edge_index": np.concatenate([pairs, pairs[::-1]], 1),
+        "train_mask": index < 100,
+        "val_mask": (index >= 100) & (index < 200),
+        "test_mask": index >= 200,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +55,24 @@ def stand_ins(image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Look for data in that folder first."""
     monkeypatch.setenv("TYXE_DATA", str(image_folder))
     return image_folder
+
+
+@pytest.fixture
+def every_set(tmp_path, monkeypatch, image_folder):
+    """Look first for data in a folder with a small set for each net of the leaderboard."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "regression").mkdir()
+    x = rng.normal(size=(80, 3)).astype(np.float32)
+    for name in ("yacht", "energy"):
+        np.savez(tmp_path / "regression" / f"{name}.npz", X=x, y=x[:, :1] + 5)
+    np.savez(tmp_path / "cora.npz", **graph())
+    np.savez(tmp_path / "svhn_subset.npz", **sets(rng, 80, 32, 32, 3))
+    for file in image_folder.glob("*.npz"):
+        (tmp_path / file.name).symlink_to(file)
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+    leaderboard_data.problem.cache_clear()
+    yield tmp_path
+    leaderboard_data.problem.cache_clear()
 
 
 @pytest.fixture

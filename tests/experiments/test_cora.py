@@ -19,6 +19,7 @@ from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
+from tests.experiments.conftest import CLASSES, FEATURES, NODES, graph
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch-geometric 2.8 uses it, and torch 2.15 calls it deprecated.
@@ -34,29 +35,12 @@ BACKENDS = [
     )
     for name, module in MODULES.items()
 ]
-NODES, FEATURES, CLASSES = 300, 40, 7
-
-
-def stand_in() -> dict[str, np.ndarray]:
-    """Return arrays in Cora's format, of a random graph."""
-    rng = np.random.default_rng(0)
-    pairs = rng.integers(0, NODES, (2, 500))
-    pairs = np.unique(np.sort(pairs[:, pairs[0] != pairs[1]], axis=0), axis=1)
-    index = np.arange(NODES)
-    return {
-        "features": (rng.random((NODES, FEATURES)) < 0.2).astype(np.float32),
-        "labels": index % CLASSES,
-        "edge_index": np.concatenate([pairs, pairs[::-1]], 1),
-        "train_mask": index < 100,
-        "val_mask": (index >= 100) & (index < 200),
-        "test_mask": index >= 200,
-    }
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a stand-in for Cora, the first that is looked at."""
-    np.savez(tmp_path / "cora.npz", **stand_in())
+    np.savez(tmp_path / "cora.npz", **graph())
     monkeypatch.setenv("TYXE_DATA", str(tmp_path))
     return tmp_path
 
@@ -71,7 +55,7 @@ def data(folder: Path):
 def adjacency(data) -> torch.Tensor:
     """Return the matrix with a row for each node, and ones for its neighbours and itself."""
     matrix = torch.zeros(NODES, NODES, dtype=torch.double)
-    edges = torch.from_numpy(stand_in()["edge_index"])
+    edges = torch.from_numpy(graph()["edge_index"])
     matrix[edges[1], edges[0]] = 1.0
     return matrix + torch.eye(NODES, dtype=torch.double)
 

@@ -8,41 +8,20 @@ from types import SimpleNamespace
 import leaderboard
 import leaderboard_data
 import leaderboard_methods
-import numpy as np
 import pytest
 import torch
 from leaderboard_methods import METHODS, Fitted, Method
 from torch import nn
 
 import tyxe
-from tests.experiments.conftest import sets
-from tests.experiments.test_cora import stand_in
 
 S = leaderboard.Settings.at("smoke")
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch, image_folder):
-    """Return a folder with a small set for each net, the first that is looked at."""
-    rng = np.random.default_rng(0)
-    (tmp_path / "regression").mkdir()
-    x = rng.normal(size=(80, 3)).astype(np.float32)
-    for name in ("yacht", "energy"):
-        np.savez(tmp_path / "regression" / f"{name}.npz", X=x, y=x[:, :1] + 5)
-    np.savez(tmp_path / "cora.npz", **stand_in())
-    np.savez(tmp_path / "svhn_subset.npz", **sets(rng, 80, 32, 32, 3))
-    for file in image_folder.glob("*.npz"):
-        (tmp_path / file.name).symlink_to(file)
-    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
-    leaderboard_data.problem.cache_clear()
-    yield tmp_path
-    leaderboard_data.problem.cache_clear()
 
 
 # Runs of seconds are too short for what they adapt.
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("names", [["digits"], ["cifar10"], ["cora"], ["yacht", "energy"]])
-def test_every_row_on_every_kind_of_set(names, smoke, folder):
+def test_every_row_on_every_kind_of_set(names, smoke, every_set):
     found = smoke(leaderboard.experiment, "--data", *names)
     for name, (row, method) in product(names, METHODS.items()):
         if row in leaderboard.NOT_RUN.get(name, {}):
@@ -62,7 +41,7 @@ def test_every_row_on_every_kind_of_set(names, smoke, folder):
     assert [row for row in METHODS if f"| {row} | " not in page] == []
 
 
-def test_what_is_not_run_has_its_reason(smoke, folder):
+def test_what_is_not_run_has_its_reason(smoke, every_set):
     rows = "ML", "MCLMC ensemble"
     found = smoke(leaderboard.experiment, "--data", "fashion", "--methods", *rows)
     assert found.cells["fashion", "ML", "0"]["OOD AUROC"] > 0
@@ -71,7 +50,7 @@ def test_what_is_not_run_has_its_reason(smoke, folder):
 
 
 @pytest.fixture
-def rows(monkeypatch, folder):
+def rows(monkeypatch, every_set):
     """Let rows of known scores stand in; the names of what they are fitted at are listed."""
     seen = []
 
@@ -210,7 +189,7 @@ def test_intervals_of_the_true_noise_have_their_coverage():
     assert found["interval error %"] < 100 * 4 * 0.5 / math.sqrt(20_000)
 
 
-def test_a_net_of_nodes_is_the_same_in_blocks(folder):
+def test_a_net_of_nodes_is_the_same_in_blocks(every_set):
     own = leaderboard_data.problem(S, "cora", 0)
     torch.manual_seed(0)
     net = own.make_net().eval()
@@ -223,7 +202,7 @@ def test_a_net_of_nodes_is_the_same_in_blocks(folder):
 
 
 @pytest.mark.parametrize("name", ["digits", "cifar10", "cora", "yacht"])
-def test_nets_with_a_rate_have_dropout(name, folder, monkeypatch):
+def test_nets_with_a_rate_have_dropout(name, every_set, monkeypatch):
     own = leaderboard_data.problem(S, name, 0)
     rates = [m.p for m in own.make_net(dropout=0.3).modules() if isinstance(m, nn.Dropout)]
     assert rates
@@ -239,7 +218,7 @@ def test_nets_with_a_rate_have_dropout(name, folder, monkeypatch):
     assert sizes == sum(p.numel() for p in last.parameters())
 
 
-def test_parts_of_regression_are_standardised_by_those_to_train(folder):
+def test_parts_of_regression_are_standardised_by_those_to_train(every_set):
     own = leaderboard_data.problem(S, "yacht", 0, 0.5)
     assert own.unit == 0.25
     torch.testing.assert_close(own.loader.x.mean(0), torch.zeros(3), atol=1e-5, rtol=0)

@@ -33,8 +33,14 @@ from tyxe.laplace.evidence import with_noise
 from tyxe.laplace.gaussian_prior import PriorPrecision, gaussian_prior, with_precision
 from tyxe.laplace.options import check_settings
 from tyxe.laplace.precision import check_damping
-from tyxe.laplace.search import best_of_grid, check_one_number, most_evidence, with_numbers
-from tyxe.likelihoods import Likelihood
+from tyxe.laplace.search import (
+    best_of_grid,
+    check_one_number,
+    most_evidence,
+    warn_of_certainty,
+    with_numbers,
+)
+from tyxe.likelihoods import Bernoulli, Categorical, Likelihood
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import DictPrior, Prior
@@ -306,7 +312,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                             trainer.run_epoch(batches, epoch, device, history, callback)
                         if evidence_every and (epoch + 1) % evidence_every == 0:
                             self.fit_curvature(data_loader, device, progress=False)
-                            self.optimize_prior_precision()
+                            self._set_prior_numbers(most_evidence(self.state, False, 100))
                             self.net_guide.state = None
                         self._end_epoch(epoch)
                         with prior_fixed(self):
@@ -488,7 +494,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
 
     def optimize_prior_precision(
         self,
-        method: str = "evidence",
+        method: str | None = None,
         loader: Iterable[Any] | None = None,
         *,
         per_site: bool = False,
@@ -498,8 +504,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         """Choose the prior's precision, and make it the prior.
 
         Args:
-            method: `"evidence"`, by MacKay's fixed point, damped so that it converges from any
-                start; or `"grid"`, by the log-likelihood of held-out data.
+            method: `"grid"`, by the log-likelihood of held-out data, the default with a loader; or
+                `"evidence"`, by MacKay's fixed point, damped so that it converges from any start.
             loader: yields the held-out `(inputs, targets)` for `"grid"`, once; they are kept in
                 memory.
             per_site: choose a precision for each weight with its bias, instead of one for all.
@@ -514,6 +520,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 `"grid"`, no loader or no finite score. The prior is not changed.
         """
         state = self.state
+        method = method or ("evidence" if loader is None else "grid")
         if method not in ("evidence", "grid"):
             raise ValueError(f"method is {method!r}; expected 'evidence' or 'grid'")
         if method == "grid" and loader is None:
@@ -530,6 +537,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         else:
             numbers = most_evidence(state, per_site, num_steps)
         self._set_prior_numbers(numbers)
+        if method == "evidence" and isinstance(self.likelihood, Categorical | Bernoulli):
+            warn_of_certainty(self.state)
         if not per_site:
             return numbers[""]
         return {key.removeprefix(self.net_prior.prefix): number for key, number in numbers.items()}

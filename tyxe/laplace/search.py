@@ -16,6 +16,10 @@ from tyxe.laplace.state import LaplaceState
 from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
 from tyxe.linalg.kronecker import is_one_number
 
+# From which on the evidence of classes gives a warning: weights determined for each target, and the
+# log-likelihood of one. docs/results/evidence.md has what is on either side.
+MANY, CERTAIN = 0.15, -0.1
+
 # From prior precisions by name to the log-determinant of the posterior's precision.
 Logdet = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -88,6 +92,25 @@ def most_evidence(state: LaplaceState, per_block: bool, num_steps: int) -> dict[
             f"still moves by {float(step.abs().max()):.1g}; take more",
         )
     return dict(zip(keys, logs.exp(), strict=True))
+
+
+def warn_of_certainty(state: LaplaceState) -> None:
+    """Warn where evidence takes a net's certainty of its training classes for ignorance.
+
+    What such a net has learned leaves hardly any curvature, `p (1 - p)`. At the maximum, the number
+    of weights that data determine is `gamma = sum_p d_p (w*_p - m0_p)^2` [MacKay 1992, eq. 4.9].
+    """
+    targets, likelihood = state.curvature.num_targets, state.curvature.log_likelihood
+    mean, precision = independent_terms(state.prior)
+    share = float((precision * (state.loc - mean).square()).sum()) / targets
+    if share > MANY and likelihood / targets > CERTAIN:
+        certain = math.exp(likelihood / targets)
+        warn(
+            f"by the evidence, {share:.2f} weights are determined for each target, by a net that "
+            f"gives them a probability of {certain:.3f}: predictions will be less certain than "
+            "they should. Choose the precision by held-out data, "
+            "optimize_prior_precision(loader=held_out), or compare log-likelihoods there"
+        )
 
 
 def _logdet(state: LaplaceState, names: list[str]) -> Logdet:

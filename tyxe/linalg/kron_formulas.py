@@ -58,7 +58,9 @@ def clipped_eigh(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
     # float32 has errors of 1e-6 times the largest eigenvalue, in which the smallest are lost, and a
     # small prior precision is of their size. float64 takes about as long.
     values, vectors = torch.linalg.eigh(factor.double())
-    rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps * values.abs().max()
+    # Elements are sums over thousands of points, whose rounding a small side has as well.
+    steps = max(100, factor.shape[-1])
+    rounding = steps * torch.finfo(factor.dtype).eps * values.abs().max()
     if values.min() < -rounding:
         raise ValueError(
             f"{what} is not positive semi-definite: its smallest eigenvalue is "
