@@ -30,6 +30,7 @@ from tyxe.bnn import (
     EnsembleBNN,
     LaplaceBNN,
     PytorchBNN,
+    Trainable,
     VariationalBNN,
 )
 from tyxe.errors import TyxeWarning
@@ -50,6 +51,7 @@ __all__ = [
     "LaplaceBNN",
     "LaplaceOptions",
     "PytorchBNN",
+    "Trainable",
     "TyxeWarning",
     "VariationalBNN",
     "bnn",

@@ -8,6 +8,7 @@ from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
 from tyxe.bnn.swag import SWAG_BNN
+from tyxe.bnn.trainable import Trainable
 from tyxe.bnn.training import Callback
 from tyxe.bnn.variational import DropoutBNN, VariationalBNN
 
@@ -22,6 +23,7 @@ __all__ = [
     "History",
     "LaplaceBNN",
     "PytorchBNN",
+    "Trainable",
     "VariationalBNN",
     "elbo_terms",
 ]

@@ -249,13 +249,18 @@ class SupervisedBNN(Intervals, BNN):
     def _only_latents(self, values: Values) -> Values:
         return {name: v for name, v in values.items() if name not in self._slots}
 
-    def _stacked_outputs(
-        self, inputs: Inputs, num_predictions: int, vectorize: bool | None, known: list[Statistics]
+    def stacked_outputs(
+        self,
+        inputs: Inputs,
+        num_predictions: int,
+        vectorize: bool | None = None,
+        known: list[Statistics] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables.
 
         The statistics of norms at each draw are in `known`, or are put there.
         """
+        known = [] if known is None else known
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
         front = Front(self.net, self._slots, inputs if num_predictions > 1 else ())
         if vectorize and self._slots:
@@ -359,7 +364,7 @@ class SupervisedBNN(Intervals, BNN):
                     return self.likelihood.outputs_of(_output_samples(moments, num_predictions))
                 return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
             with again as known:
-                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize, known)
+                outputs, latents = self.stacked_outputs(inputs, num_predictions, vectorize, known)
             if not aggregate:
                 return self.likelihood.outputs_of(outputs)
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -405,7 +410,7 @@ class SupervisedBNN(Intervals, BNN):
                 latents = options.latents_of(num_samples)
             else:
                 with again as known:
-                    outputs, latents = self._stacked_outputs(inputs, num_samples, vectorize, known)
+                    outputs, latents = self.stacked_outputs(inputs, num_samples, vectorize, known)
             drawn = [
                 self.likelihood.sample(each, latents={n: v[s] for n, v in latents.items()})
                 for s, each in enumerate(at_least_float32(outputs))
@@ -481,12 +486,12 @@ class SupervisedBNN(Intervals, BNN):
             check_has_targets(targets)
             kept, rows = self.likelihood.that_count(targets)
             if gaussian is not None:
-                mean, covariance = (_rows(part, rows, 0) for part in gaussian(inputs))
+                mean, covariance = (rows_of(part, rows, 0) for part in gaussian(inputs))
                 return gaussian_scores(self.likelihood, mean, covariance, kept, options)
             with again as known:
-                outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize, known)
+                outputs, latents = self.stacked_outputs(inputs, num_predictions, vectorize, known)
             return mixture_scores(
-                self.likelihood, _rows(outputs, rows, 1), latents, kept, aggregate
+                self.likelihood, rows_of(outputs, rows, 1), latents, kept, aggregate
             )
 
         return score
@@ -619,7 +624,8 @@ def check_evaluation(input_data: Inputs, y: Tensor | None, reduction: str) -> No
     reduce_points(torch.zeros(1), reduction)
 
 
-def _rows(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
+def rows_of(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
+    """Return some rows of a tensor along a dimension, or all."""
     return values if rows is None else values.index_select(dim, rows.to(values.device))
 
 

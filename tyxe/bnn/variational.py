@@ -266,11 +266,15 @@ class DropoutBNN(VariationalBNN):
         with exclusive(), self._dropping():
             return super().forward(*inputs, **kwargs)
 
-    def _stacked_outputs(
-        self, inputs: Inputs, num_predictions: int, vectorize: bool | None, known: list[Any]
+    def stacked_outputs(
+        self,
+        inputs: Inputs,
+        num_predictions: int,
+        vectorize: bool | None = None,
+        known: list[Any] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._dropping() if num_predictions else nullcontext():
-            return super()._stacked_outputs(inputs, num_predictions, vectorize, known)
+            return super().stacked_outputs(inputs, num_predictions, vectorize, known)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

@@ -1,0 +1,151 @@
+"""tyxe.Trainable: the steps of `fit` in a loop of one's own."""
+
+import functools
+from contextlib import nullcontext
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+
+X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+
+
+def variational(net=None, likelihood=None, **options):
+    torch.manual_seed(0)
+    net = net or nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    likelihood = likelihood or tyxe.likelihoods.Categorical(20)
+    return tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal, **options)
+
+
+def by_hand(module, batches, epochs=3):
+    optimizer = ADAM(module.parameters())
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(epochs):
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = module(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def laplace():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    return tyxe.LaplaceBNN(net, NORMAL, tyxe.likelihoods.Categorical(20))
+
+
+def dropout():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    return tyxe.DropoutBNN(net, tyxe.likelihoods.Categorical(20))
+
+
+@pytest.mark.parametrize("handler", [nullcontext, tyxe.poutine.local_reparameterization])
+@pytest.mark.parametrize("make", [variational, laplace, dropout])
+def test_a_loop_of_ones_own_makes_the_steps_of_fit(make, handler):
+    if make is laplace and handler is not nullcontext:
+        return  # its mode has nothing to reparameterise
+    batches = [(X[:10], Y[:10]), (X[10:], Y[10:])]
+    fitted, own = make(), make()
+    torch.manual_seed(1)
+    with handler():
+        fitted.fit(batches, ADAM, 3)
+    by_hand(tyxe.Trainable(own, handler=handler), batches)
+    for (name, one), two in zip(fitted.named_parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-6, msg=name)
+
+
+def test_weights_and_unpack_are_those_of_fit():
+    weights = torch.arange(20) % 3
+    size = int(weights.sum())
+    repeated = (X.repeat_interleave(weights, 0), Y.repeat_interleave(weights))
+    one = tyxe.Trainable(variational(likelihood=tyxe.likelihoods.Categorical(size)))
+    two = tyxe.Trainable(
+        variational(likelihood=tyxe.likelihoods.Categorical(size)),
+        unpack=lambda batch: (batch["x"], batch["y"], batch["w"]),
+    )
+    losses = by_hand(one, [repeated]), by_hand(two, [{"x": X, "y": Y, "w": weights}])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_beta_weighs_the_kl():
+    module = tyxe.Trainable(variational(), beta=0.0)
+    torch.manual_seed(0)
+    without = module((X, Y)).detach()
+    module.beta = 2.0
+    torch.manual_seed(0)
+    twice = module((X, Y)).detach()
+    assert float(twice - without) == pytest.approx(2 * float(module.terms.kl) / 20, rel=1e-4)
+    assert float(without) == pytest.approx(-float(module.terms.data) / 20, rel=1e-5)
+    assert not module.terms.data.requires_grad
+
+
+def test_judge_is_evaluate_and_predict():
+    bnn = variational(likelihood=tyxe.likelihoods.Categorical(20, ignore_index=-1))
+    module = tyxe.Trainable(bnn, num_predictions=4)
+    y = Y.clone()
+    y[:5] = -1
+    torch.manual_seed(0)
+    found = module.judge((X, y))
+    torch.manual_seed(0)
+    error, log_likelihood = bnn.evaluate(X, y, num_predictions=4)
+    torch.manual_seed(0)
+    predictions = bnn.predict(X, num_predictions=4)
+    assert torch.equal(found.predictions, predictions)
+    assert found.weights.sum() == 15
+    torch.testing.assert_close(found.error.sum(), error)
+    torch.testing.assert_close(found.log_likelihood.sum(), log_likelihood)
+
+
+def test_a_mode_is_judged_at_its_centre():
+    module = tyxe.Trainable(laplace())
+    assert module.num_predictions == 0
+    assert module.judge((X, Y)).predictions.shape == (20, 2)
+
+
+def test_frozen_parts_keep_their_mode():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2))
+    net[0].requires_grad_(False).eval()
+    bnn = tyxe.VariationalBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
+        tyxe.likelihoods.Categorical(20),
+        tyxe.guides.AutoNormal,
+    )
+    module = nn.ModuleList([tyxe.Trainable(bnn)])
+    for _ in range(2):
+        module.train()
+        assert [part.training for part in bnn.net] == [False, True, True]
+        assert module[0].training
+        module.eval()
+        assert not any(part.training for part in module.modules())
+
+
+def test_states_are_those_of_the_bnn():
+    one, two = tyxe.Trainable(variational()), tyxe.Trainable(variational())
+    by_hand(one, [(X, Y)])
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(one.bnn.predict(X, num_predictions=0), two.bnn.predict(X, num_predictions=0))
+
+
+def test_what_is_not_fitted_in_steps():
+    layer = tyxe.PytorchBNN(nn.Linear(3, 2), NORMAL, tyxe.guides.AutoNormal)
+    mcmc = tyxe.MCMC_BNN(
+        nn.Linear(3, 2), NORMAL, tyxe.likelihoods.Categorical(20), tyxe.samplers.NUTS
+    )
+    for given in (layer, mcmc, nn.Linear(3, 2)):
+        with pytest.raises(TypeError, match="expected one that is fitted in steps"):
+            tyxe.Trainable(given)
+
+
+def test_targets_that_do_not_fit_are_an_error_in_the_first_step():
+    with pytest.raises(ValueError, match="outside the support of Categorical"):
+        tyxe.Trainable(variational())((X, Y + 7))

@@ -1,0 +1,226 @@
+"""tyxe.integrations.lightning: a BNN in Lightning's loops, one process and two."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+
+pytest.importorskip("lightning", reason="it is the extra 'lightning'")
+
+import lightning
+
+from tyxe.integrations.lightning import LightningBNN
+
+ROOT = Path(__file__).resolve().parents[2]
+N = 40
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+pytestmark = [
+    # A loader of a few tensors needs no processes, and validation data are not always given.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning"),
+    # Of lightning 2.6 under torch 2.15.
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
+]
+
+
+def variational(net=None, likelihood=None):
+    torch.manual_seed(0)
+    net = net or nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    likelihood = likelihood or tyxe.likelihoods.Categorical(N)
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=1e-2)
+    return tyxe.VariationalBNN(net, NORMAL, likelihood, guide)
+
+
+def loader(y=Y, size=20):
+    return DataLoader(TensorDataset(X, y), size)
+
+
+def trainer(folder, epochs=2, **options):
+    common = {
+        "max_epochs": epochs,
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 0,
+    }
+    return lightning.Trainer(**(common | options))
+
+
+def parameters(bnn):
+    return {name: p.detach().clone() for name, p in bnn.named_parameters() if p.requires_grad}
+
+
+def assert_close(one, two, **tolerance):
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], msg=name, **tolerance)
+
+
+@pytest.mark.parametrize("handler", [None, tyxe.poutine.local_reparameterization])
+def test_it_makes_the_steps_of_fit(tmp_path, handler):
+    fitted, own = variational(), variational()
+    options = {"lr_multipliers": {"scale": 3.0}, "beta": lambda epoch: (epoch + 1) / 3}
+    torch.manual_seed(1)
+    if handler is None:
+        fitted.fit(loader(), ADAM, 3, **options)
+        module = LightningBNN(own, ADAM, **options)
+    else:
+        with handler():
+            fitted.fit(loader(), ADAM, 3, **options)
+        module = LightningBNN(own, ADAM, handler=handler, **options)
+    torch.manual_seed(1)
+    trainer(tmp_path, 3).fit(module, loader())
+    assert_close(parameters(fitted), parameters(own), rtol=0, atol=1e-6)
+
+
+def test_metrics_are_logged(tmp_path):
+    bnn = variational()
+    module = LightningBNN(bnn, ADAM, num_predictions=0)
+    own = trainer(tmp_path, 30)
+    own.fit(module, loader(), loader())
+    logged = own.callback_metrics
+    error, log_likelihood = bnn.evaluate(X, Y, num_predictions=0, reduction="mean")
+    torch.testing.assert_close(logged["val_error"], error)
+    torch.testing.assert_close(logged["val_log_likelihood"], log_likelihood)
+    assert {"train_loss", "train_log_likelihood", "train_kl"} <= logged.keys()
+    loss = (logged["train_kl_epoch"] - logged["train_log_likelihood_epoch"]) / N
+    torch.testing.assert_close(logged["train_loss_epoch"], loss)
+    (tested,) = own.test(module, loader(), verbose=False)
+    assert tested["test_error"] == pytest.approx(float(error))
+    predicted = torch.cat(own.predict(module, loader()))
+    torch.testing.assert_close(predicted, bnn.predict(X, num_predictions=0))
+
+
+def test_parts_of_a_joint_likelihood_are_logged(tmp_path):
+    class Two(nn.Linear):
+        def forward(self, x):
+            found = super().forward(x)
+            return {"kind": found[:, :2], "size": found[:, 2:]}
+
+    joint = tyxe.likelihoods.Joint(
+        kind=tyxe.likelihoods.Categorical(N),
+        size=tyxe.likelihoods.HomoskedasticGaussian(N, scale=1.0),
+    )
+    own = trainer(tmp_path)
+    points = [(x, {"kind": y, "size": x[:1]}) for x, y in zip(X, Y, strict=True)]
+    batches = DataLoader(points, 20)  # a list would be several loaders
+    own.fit(LightningBNN(variational(Two(3, 3), joint), ADAM), batches, batches)
+    expected = {f"val_log_likelihood_{name}" for name in ("kind", "size", "joint")}
+    assert expected | {"val_error_kind", "val_error_size"} <= own.callback_metrics.keys()
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_stopped(tmp_path):
+    # Lightning leaves random generators as they are.
+    def fitted(epochs, checkpoint=None, state=None):
+        module = LightningBNN(variational(), ADAM, scheduler=halved)
+        own = trainer(tmp_path, epochs)
+        if state is not None:
+            torch.set_rng_state(state)
+        own.fit(module, loader(), ckpt_path=checkpoint)
+        own.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return parameters(module.bnn), module.optimizers().param_groups[0]["lr"]
+
+    whole = fitted(4)
+    fitted(2)
+    rest = fitted(4, tmp_path / "2.ckpt", torch.get_rng_state())
+    assert whole[1] == rest[1] == 1e-2 / 4
+    assert_close(whole[0], rest[0], rtol=0, atol=0)
+
+
+halved = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+
+
+def test_a_callback_of_lightning_stops_by_held_out_data(tmp_path):
+    stop = lightning.pytorch.callbacks.EarlyStopping("val_log_likelihood", mode="max", patience=2)
+    own = trainer(tmp_path, 200, callbacks=[stop])
+    module = LightningBNN(variational(), functools.partial(torch.optim.Adam, lr=0.2))
+    own.fit(module, loader(), loader(1 - Y))  # what is learned is wrong there
+    assert own.current_epoch < 20
+
+
+def test_bf16_mixed_precision(tmp_path):
+    half, full = variational(), variational()
+    torch.manual_seed(1)
+    trainer(tmp_path, 20, precision="bf16-mixed").fit(LightningBNN(half, ADAM), loader())
+    torch.manual_seed(1)
+    trainer(tmp_path, 20).fit(LightningBNN(full, ADAM), loader())
+    assert all(p.dtype == torch.float32 for p in half.parameters())
+    assert_close(parameters(half), parameters(full), rtol=0, atol=2e-2)
+    pairs = zip(half.parameters(), full.parameters(), strict=True)
+    assert any(not torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode:UserWarning")
+def test_frozen_parts_keep_their_mode(tmp_path):
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    net[0].requires_grad_(False).eval()
+    bnn = tyxe.VariationalBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_module_types=[nn.Linear]),
+        tyxe.likelihoods.Categorical(N),
+        tyxe.guides.AutoNormal,
+    )
+    before = {name: b.clone() for name, b in bnn.net[0].named_buffers()}
+    trainer(tmp_path).fit(LightningBNN(bnn, ADAM), loader(), loader())
+    assert_close(before, dict(bnn.net[0].named_buffers()), rtol=0, atol=0)
+
+
+def test_an_optimiser_that_takes_its_own_gradients_is_refused():
+    ivon = functools.partial(tyxe.optim.IVON, lr=0.1)
+    with pytest.raises(TypeError, match="takes its own gradients"):
+        LightningBNN(variational(), ivon).configure_optimizers()
+
+
+def test_two_processes_make_the_fit_of_one(tmp_path):
+    """Without a spread, so that the draws of both processes are the same."""
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": "29517"}
+    found = {}
+    for count in (1, 2):
+        out = tmp_path / f"{count}.pt"
+        command = [sys.executable, "-W", "ignore", str(script), str(count), str(out)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[count] = torch.load(out)
+    assert_close(found[1], found[2], rtol=1e-4, atol=1e-5)
+
+
+TWO = """
+import functools, sys
+import lightning, torch
+from pyro.infer.autoguide import AutoDelta
+from torch.utils.data import DataLoader, TensorDataset
+import tyxe
+from tests.integrations.test_lightning import N, NORMAL, X, Y, nn, parameters, trainer
+from tyxe.integrations.lightning import LightningBNN
+
+count, out = int(sys.argv[1]), sys.argv[2]
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+bnn = tyxe.VariationalBNN(net, NORMAL, tyxe.likelihoods.Categorical(N), AutoDelta)
+module = LightningBNN(bnn, functools.partial(torch.optim.SGD, lr=0.1))
+strategy = "ddp" if count == 2 else "auto"
+own = trainer(".", 3, devices=count, strategy=strategy, use_distributed_sampler=count == 2)
+own.fit(module, DataLoader(TensorDataset(X, Y), N // count))
+if own.is_global_zero:
+    torch.save(parameters(bnn), out)
+"""

@@ -1,0 +1,109 @@
+"""Bayesian LoRA: adapters of peft as sites, under every kind of inference; merged and unloaded."""
+
+import functools
+import os
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("transformers", reason="it is of the extra 'huggingface'")
+pytest.importorskip("peft", reason="it is of the extra 'huggingface'")
+
+import peft
+
+import tyxe
+from tests.integrations import texts
+from tyxe.integrations.huggingface import unpack
+
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+LORA = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["*lora_*"])
+# Of transformers 5, in a property that peft reads.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+NETS = {"bert": (texts.bert, ["query", "value"]), "gpt2": (texts.gpt2, ["c_attn"])}
+
+
+def adapted(name="bert"):
+    make, modules = NETS[name]
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=modules, fan_in_fan_out=name == "gpt2"
+    )
+    return peft.get_peft_model(make(), config).eval()
+
+
+def likelihood():
+    return tyxe.likelihoods.Categorical(texts.SIZE)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_factors_are_sites_and_the_body_is_frozen(name):
+    bnn = tyxe.VariationalBNN(
+        adapted(name), LORA, likelihood(), tyxe.guides.AutoNormal, output="logits"
+    )
+    sites = [*bnn.in_places()]
+    assert len(sites) == (8 if name == "bert" else 4)
+    assert all("lora_" in site for site in sites)
+    body = {n: p.clone() for n, p in bnn.net.named_parameters() if not p.requires_grad}
+    before = bnn.evaluate(texts.batches(), num_predictions=8, unpack=unpack)[1]
+    with tyxe.poutine.local_reparameterization():
+        bnn.fit(texts.batches(), ADAM, 40, unpack=unpack, lr_multipliers={"scale": 3})
+    after = bnn.evaluate(texts.batches(), num_predictions=8, unpack=unpack)[1]
+    assert after > before + 5
+    for place, parameter in bnn.net.named_parameters():
+        if not parameter.requires_grad:
+            assert torch.equal(parameter, body[place]), place
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_kronecker_laplace_of_adapters(name):
+    net = adapted(name)
+    bnn = tyxe.LaplaceBNN(net, LORA, likelihood(), structure="kron", output="logits")
+    bnn.fit(texts.batches(), ADAM, 40, unpack=unpack)
+    held_out = texts.batches(texts.Sentences(seed=1))
+    best = bnn.optimize_prior_precision(loader=tyxe.data.Unpacked(held_out, unpack))
+    assert best > 0
+    error, log_likelihood = bnn.evaluate(held_out, num_predictions=100, unpack=unpack)
+    plain = bnn.evaluate(held_out, num_predictions=0, unpack=unpack)[1]
+    assert log_likelihood > plain - 1  # the grid holds the mode's own prediction, nearly
+    assert error < texts.SIZE / 4
+
+
+def test_last_layer_beside_frozen_adapters():
+    net = adapted()
+    head = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["*classifier.modules_to_save*"])
+    bnn = tyxe.LaplaceBNN(net, head, likelihood(), structure="full", output="logits")
+    assert sorted(site.rpartition(".")[2] for site in bnn.in_places()) == ["bias", "weight"]
+    bnn.fit(texts.batches(), ADAM, 10, unpack=unpack)
+    assert bnn.predict(texts.batches(), num_predictions=8, unpack=unpack).shape == (texts.SIZE, 2)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_merged_nets_give_the_same_outputs(name):
+    bnn = tyxe.VariationalBNN(
+        adapted(name), LORA, likelihood(), tyxe.guides.AutoNormal, output="logits"
+    )
+    bnn.fit(texts.batches(), ADAM, 5, unpack=unpack)
+    inputs, _ = unpack(texts.batches()[0])
+    net = bnn.to_module()
+    assert isinstance(net, peft.PeftModel)
+    with torch.no_grad():
+        before = net(**inputs).logits
+        merged = net.merge_and_unload()
+        assert not any("lora_" in key for key in merged.state_dict())
+        torch.testing.assert_close(merged(**inputs).logits, before, rtol=1e-4, atol=1e-5)
+    centre = bnn.predict(inputs, num_predictions=0)
+    torch.testing.assert_close(centre, before.log_softmax(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_draw_is_merged_as_well():
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.5)
+    bnn = tyxe.VariationalBNN(adapted(), LORA, likelihood(), guide, output="logits")
+    inputs, _ = unpack(texts.batches()[0])
+    one, two = bnn.to_module(sample=True), bnn.to_module(sample=True)
+    with torch.no_grad():
+        kept = one(**inputs).logits
+        assert not torch.equal(kept, two(**inputs).logits)
+        torch.testing.assert_close(
+            one.merge_and_unload()(**inputs).logits, kept, rtol=1e-4, atol=1e-5
+        )

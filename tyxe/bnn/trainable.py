@@ -1,0 +1,130 @@
+"""A BNN in a training loop that is not its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tyxe.bnn.base import set_train_mode
+from tyxe.bnn.batches import batches_of
+from tyxe.bnn.checks import check_one_batch
+from tyxe.bnn.elbo import ElboTerms
+from tyxe.bnn.parallel import Objective
+from tyxe.bnn.predict import SupervisedBNN, rows_of, weights_of
+from tyxe.data import Unpack
+from tyxe.errors import described
+from tyxe.predictive.scores import mixture_scores
+from tyxe.threads import exclusive
+from tyxe.util import at_least_float32
+
+Handler = Callable[[], AbstractContextManager[Any]]
+
+
+class Judged(NamedTuple):
+    """A batch of held-out data under draws from the posterior.
+
+    Attributes:
+        predictions: as of `predict`, for all points.
+        error: misclassification or squared error of each point that counts.
+        log_likelihood: log-likelihood of the mixture over draws, likewise, in nats.
+        weights: how often each of these points counts.
+    """
+
+    predictions: Any
+    error: Tensor
+    log_likelihood: Tensor
+    weights: Tensor
+
+
+class Trainable(Objective):
+    """A BNN as a module whose forward is the loss of a batch, for any loop, trainer or launcher.
+
+    The loss is that of `fit`, `(beta KL - E_q log p(D | w)) / N` for one draw, in nats per data
+    point. Steps are on `parameters()`, as of any module. The BNN is not copied.
+
+    Args:
+        bnn: a BNN that is fitted in steps: variational, dropout, or a `LaplaceBNN` at its mode.
+        unpack: from a batch to `inputs, targets` or `inputs, targets, weights`.
+        handler: makes the handler of each step, such as `tyxe.poutine.local_reparameterization`.
+        beta: weight of the KL, an attribute that may be changed between steps.
+        num_predictions: number of draws by which held-out data are judged; 0 is the posterior's
+            centre. The default is 8, or 0 where nothing has a spread.
+
+    Attributes:
+        terms: the terms of the latest forward, without their graph.
+
+    Raises:
+        TypeError: the BNN is not fitted in steps.
+        ValueError: in the first forward, targets that do not fit the likelihood.
+
+    Example:
+        >>> import torch, pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.Categorical(10), tyxe.guides.AutoNormal)
+        >>> module = Trainable(bnn, handler=tyxe.poutine.local_reparameterization)
+        >>> optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+        >>> loss = module((torch.zeros(5, 2), torch.arange(5) % 3))
+        >>> loss.backward()
+        >>> optimizer.step()
+    """
+
+    terms: ElboTerms | None
+
+    def __init__(
+        self,
+        bnn: SupervisedBNN,
+        *,
+        unpack: Unpack | None = None,
+        handler: Handler = nullcontext,
+        beta: float = 1.0,
+        num_predictions: int | None = None,
+    ) -> None:
+        if not isinstance(bnn, SupervisedBNN) or not hasattr(bnn, "guide"):
+            raise TypeError(
+                f"bnn is {described(bnn)}; expected one that is fitted in steps, such as "
+                "tyxe.VariationalBNN. A PytorchBNN is a module for loops of its own, members of an "
+                "EnsembleBNN are trained one by one, and MCMC_BNN has its own fit"
+            )
+        super().__init__(bnn, closed_form_kl=True, num_particles=1)
+        self.unpack, self.handler, self.beta = unpack, handler, beta
+        if num_predictions is None:
+            num_predictions = 8 if "scale" in bnn.parameter_kinds().values() else 0
+        self.num_predictions = num_predictions
+        self._is_checked = False
+
+    def train(self, mode: bool = True) -> Trainable:
+        """Set the mode; parts of the net whose parameters are all frozen keep theirs."""
+        super().train(False)
+        self.training = mode
+        if mode:
+            set_train_mode(self.bnn)
+        return self
+
+    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
+        """Return the loss of a batch by one draw, in nats per data point."""
+        ((inputs, targets),) = batches_of(self.bnn.to_fit([batch], self.unpack))
+        with exclusive():
+            if not self._is_checked:
+                check_one_batch(self.bnn, self.bnn.mean_values, inputs, targets)
+                self._is_checked = True
+            with self.handler():
+                loss = super().forward(inputs, targets, self.beta)
+            terms = self.take_terms()
+            self.terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach(), values={})
+        return loss
+
+    def judge(self, batch: Any) -> Judged:
+        """Predict a batch of held-out data, and score it: errors, and log-likelihoods in nats."""
+        ((inputs, targets),) = batches_of(self.bnn.to_evaluate([batch], self.unpack))
+        likelihood = self.bnn.likelihood
+        with self.bnn.predicting():
+            outputs, latents = self.bnn.stacked_outputs(inputs, self.num_predictions)
+        kept, rows = likelihood.that_count(targets)
+        found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
+        predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
+        weights = weights_of(likelihood, targets)
+        return Judged(predictions, found.error, found.log_likelihood, weights)

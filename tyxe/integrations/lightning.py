@@ -1,0 +1,118 @@
+"""A BNN as a `LightningModule` (extra `lightning`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import lightning
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tyxe.bnn import Trainable
+from tyxe.bnn.checks import check_beta
+from tyxe.bnn.predict import reduced
+from tyxe.bnn.trainable import Handler
+from tyxe.data import Unpack, unpacked
+from tyxe.optim import ParticleOptimizer
+from tyxe.optim.groups import make_optimizer
+
+
+class LightningBNN(lightning.LightningModule):
+    """A BNN that `lightning.Trainer` trains, validates, tests and predicts with.
+
+    It logs `train_loss` in nats per data point, `train_log_likelihood` and `train_kl` in nats for
+    the whole data set, and of held-out data `val_error` and `val_log_likelihood`, or `test_...`,
+    means over points, of each part of a `Joint` likelihood.
+
+    Args:
+        bnn: as in `Trainable`; so are `unpack`, `handler` and `num_predictions`.
+        optim: a torch optimiser class or a partial of one, as in `fit`.
+        scheduler: from the optimiser to what Lightning takes as `lr_scheduler`.
+        lr_multipliers: factors of the learning rate by kind of parameter, as in `fit`.
+        beta: weight of the KL, or a function of the epoch that returns it.
+
+    Raises:
+        TypeError: a BNN that is not fitted in steps, or an optimiser that takes its own gradients.
+
+    Example:
+        >>> import functools, torch, pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.Categorical(10), tyxe.guides.AutoNormal)
+        >>> module = LightningBNN(bnn, functools.partial(torch.optim.Adam, lr=1e-3))
+        >>> [group["lr"] for group in module.configure_optimizers().param_groups]
+        [0.001, 0.001]
+    """
+
+    def __init__(
+        self,
+        bnn: Any,
+        optim: Any,
+        *,
+        scheduler: Callable[[Optimizer], Any] | None = None,
+        lr_multipliers: Mapping[str, float] | None = None,
+        unpack: Unpack | None = None,
+        handler: Handler = nullcontext,
+        beta: float | Callable[[int], float] = 1.0,
+        num_predictions: int | None = None,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"handler": handler, "num_predictions": num_predictions}
+        self.trainable = Trainable(bnn, unpack=unpack, **options)
+        self._optim, self._scheduler, self._lr_multipliers = optim, scheduler, lr_multipliers
+        self._beta = beta
+
+    @property
+    def bnn(self) -> Any:
+        """The BNN."""
+        return self.trainable.bnn
+
+    def configure_optimizers(self) -> Any:
+        named = {n: p for n, p in self.bnn.named_parameters() if p.requires_grad}
+        kinds = self.bnn.parameter_kinds()
+        optimizer = make_optimizer(self._optim, named, kinds, self._lr_multipliers)
+        if isinstance(optimizer, ParticleOptimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} takes its own gradients, which Lightning does not "
+                "leave to it: call bnn.fit, or choose an optimiser of gradients"
+            )
+        if self._scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
+
+    def on_train_epoch_start(self) -> None:
+        beta, epoch = self._beta, self.current_epoch
+        self.trainable.train()
+        self.trainable.beta = check_beta(beta(epoch) if callable(beta) else beta, epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.trainable(batch)
+        terms = self.trainable.terms
+        assert terms is not None
+        found = {"loss": loss.detach(), "log_likelihood": terms.data, "kl": terms.kl}
+        self._log("train", found, terms.points)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._judge("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._judge("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        batches = unpacked([batch], self.trainable.unpack)
+        return self.bnn.predict(batches, num_predictions=self.trainable.num_predictions)
+
+    def _judge(self, stage: str, batch: Any) -> None:
+        _, error, log_likelihood, weights = self.trainable.judge(batch)
+        scores = reduced(self.bnn.likelihood, (error, log_likelihood, weights), "mean")
+        for name, found in zip(("error", "log_likelihood"), scores, strict=True):
+            named = found if isinstance(found, Mapping) else {"": found}
+            titles = {f"{name}_{part}".strip("_"): value for part, value in named.items()}
+            self._log(stage, titles, weights.sum())
+
+    def _log(self, stage: str, found: Mapping[str, Any], points: Any) -> None:
+        named = {f"{stage}_{name}": value for name, value in found.items()}
+        self.log_dict(named, batch_size=int(points), sync_dist=stage != "train", on_epoch=True)
