@@ -227,7 +227,8 @@ def test_copies_and_files_are_without_the_loader(tmp_path):
     bnn.update_norm_statistics(loader)
     bnn.save(tmp_path / "bnn")
     loaded = made()
-    loaded.load(tmp_path / "bnn")
+    with pytest.warns(tyxe.TyxeWarning, match="a loader, which is not saved"):
+        loaded.load(tmp_path / "bnn")
     for other in (loaded, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
         assert_same_state(bnn, other)
         other.predict(inputs(), num_predictions=2)
@@ -311,3 +312,21 @@ def test_under_local_reparameterization():
     with tyxe.poutine.local_reparameterization():
         found = bnn.predict(inputs(), num_predictions=2, aggregate=False)
     assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["one", "ensemble"])
+def test_a_file_says_that_a_loader_is_missing(tmp_path, kind):
+    bnn, again = (
+        made() if kind == "one" else tyxe.EnsembleBNN(lambda i: made(scale=0.1 + i), 2)
+        for _ in range(2)
+    )
+    bnn.save(tmp_path / "plain.pt")
+    again.load(tmp_path / "plain.pt")
+    bnn.update_norm_statistics(batches())
+    bnn.save(tmp_path / "bnn.pt")
+    with pytest.warns(tyxe.TyxeWarning, match=r"call update_norm_statistics\(loader\)"):
+        again.load(tmp_path / "bnn.pt")
+    again.update_norm_statistics(batches())
+    again.load(tmp_path / "bnn.pt")
+    one, two = (seeded(each.predict, inputs(), num_predictions=3) for each in (bnn, again))
+    assert torch.equal(one, two)

@@ -22,8 +22,6 @@ import tyxe
 from tests.experiments.conftest import CLASSES, FEATURES, NODES, graph
 
 ROOT = Path(__file__).resolve().parents[2]
-# torch-geometric 2.8 uses it, and torch 2.15 calls it deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 MODULES = {"torch": "torch", "dgl": "dgl", "pyg": "torch_geometric"}
 BACKENDS = [
     pytest.param(

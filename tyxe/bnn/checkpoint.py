@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tyxe import files
+from tyxe.errors import warn
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive
 
@@ -137,6 +138,11 @@ class Saved:
     state_dict: Any
     load_state_dict: Any
 
+    @property
+    def averages_norms(self) -> bool:
+        """Whether each draw has statistics of norms from a loader, which is not saved."""
+        return False
+
     def save(self, path: str | os.PathLike[str], training: bool = False) -> None:
         """Save the state to a file, which `load` reads; an earlier file is replaced at the end.
 
@@ -167,7 +173,8 @@ class Saved:
             raise TypeError(
                 f"{type(self).__name__} has no fit to go on with: save its state, by save(path)"
             )
-        files.write(path, {"training": training, "content": dict(content)})
+        whole = {"training": training, "content": dict(content)}
+        files.write(path, {**whole, "averages_norms": True} if self.averages_norms else whole)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load what `save` has written; the next `fit` goes on from a training's checkpoint.
@@ -178,6 +185,7 @@ class Saved:
             RuntimeError: it is the state of another BNN. No error leaves anything changed.
         """
         saved = files.read(path)
+        averaged = isinstance(saved, dict) and saved.pop("averages_norms", False)
         if not isinstance(saved, dict) or set(saved) != {"training", "content"}:
             raise ValueError(f"{path} was not written by the save of a BNN")
         if not saved["training"]:
@@ -186,6 +194,11 @@ class Saved:
             self.load_checkpoint(saved["content"])
         else:
             raise RuntimeError(f"{path} has a checkpoint, for another wrapper than this")
+        if averaged and not self.averages_norms:
+            warn(
+                "draws had statistics of norms (BatchNorm) from a loader, which is not saved: call "
+                "update_norm_statistics(loader), or all draws predict with those of the centre"
+            )
 
 
 class Resumable:

@@ -305,6 +305,10 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         count = len(self.members)
         return torch.full([count], 1 / count) if self.weights is None else self.weights
 
+    @property
+    def averages_norms(self) -> bool:
+        return any(member.averages_norms for member in self.members)
+
     def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
         """Average statistics of norms anew, see `SupervisedBNN.update_norm_statistics`."""
         for member in self._bnns:

@@ -498,6 +498,10 @@ class SupervisedBNN(Intervals, BNN):
 
     # ------------------------------------------------------------------ statistics of norms
 
+    @property
+    def averages_norms(self) -> bool:
+        return self in _NORM_LOADERS
+
     def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
         """Average the statistics of normalising layers anew: at the centre now, then at each draw.
 

@@ -1,0 +1,54 @@
+"""PyTorch Geometric: batches of graphs, with masks of their nodes (extra `pyg`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tyxe.errors import described
+
+
+def unpack(data: Any, mask: str | None = None, inputs: Sequence[str] = ("x", "edge_index")) -> Any:
+    """Return the net's arguments, the targets `y` and how often each counts, from a graph.
+
+    Nodes outside of the mask count zero times, and so do those that `NeighborLoader` has added to
+    the ones that a batch is of. For a mask, `functools.partial(unpack, mask="train_mask")`;
+    `dataset_size` is the number of nodes in it. A batch of graphs with a target each needs none,
+    but `inputs=("x", "edge_index", "batch")`.
+
+    Args:
+        data: a `Data` or `Batch` of PyTorch Geometric's.
+        mask: name of a mask of nodes, `(n,)`.
+        inputs: names of the net's arguments.
+
+    Raises:
+        ValueError: the graph has no attribute of a name.
+
+    Example:
+        >>> from torch_geometric.data import Data
+        >>> data = Data(x=torch.ones(3, 2), y=torch.arange(3), train_mask=torch.arange(3) < 2)
+        >>> _, targets, weights = unpack(data, "train_mask", inputs=["x"])
+        >>> targets, weights
+        (tensor([0, 1, 2]), tensor([1., 1., 0.]))
+    """
+    arguments = tuple(_of(data, name) for name in inputs)
+    targets = _of(data, "y")
+    seeds = getattr(data, "batch_size", None) if "input_id" in data else None
+    if mask is None and seeds is None:
+        return arguments, targets
+    counts = torch.ones(len(targets), device=targets.device)
+    if mask is not None:
+        counts = counts * _of(data, mask)
+    if seeds is not None:
+        counts[seeds:] = 0
+    return arguments, targets, counts
+
+
+def _of(data: Any, name: str) -> Any:
+    if "to_dict" not in dir(data):
+        raise TypeError(f"a batch is {described(data)}; expected one of torch_geometric")
+    if name not in data:
+        raise ValueError(f"the graph has no {name!r}; it has {', '.join(data.keys())}")
+    return data[name]
