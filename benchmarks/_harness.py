@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -40,6 +42,14 @@ def processor_time() -> float:
 
 
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": processor_time}
+
+
+def peer(module: str, name: str) -> str | None:
+    """Return a peer's name and version, or None, and say so, where it is not installed."""
+    if importlib.util.find_spec(module) is not None:
+        return f"{name} {importlib.metadata.version(name)}"
+    print(f"{name} is left out: pip install -r benchmarks/requirements-peers.txt", flush=True)
+    return None
 
 
 @dataclass(frozen=True)

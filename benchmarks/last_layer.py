@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pyro.distributions as dist
 import torch
-from _harness import Case, Contestant, run
+from _harness import Case, Contestant, peer, run
 from _nets import images, resnet18
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
 from tyxe.bnn.potential import Potential, alone
@@ -64,7 +69,31 @@ def draws(smoke_test: bool) -> Case:
         Contestant("predict, ours", ours(False), "ours", "features once, by hand"),
         Contestant("predict(vectorize=True), ours", ours(True), "ours", "features once, by hand"),
     ]
-    return Case("draws", title, "prediction", 9, found)
+    return Case("draws", title, "prediction", 9, [*found, *of_laplace(net, layer, x, count)])
+
+
+def of_laplace(net: nn.Module, layer: nn.Module, x: Tensor, count: int) -> list[Contestant]:
+    """Return as many draws of a Laplace approximation, ours and laplace-torch's."""
+    batch = (x, torch.arange(len(x)) % 10)
+    bnn = tyxe.LaplaceBNN(net, on_last(layer), tyxe.likelihoods.Categorical(len(x)))
+    bnn.fit_curvature([batch], progress=False)
+
+    def predict() -> None:
+        bnn.predict(x, num_predictions=count, predictive="bnn")
+
+    found = [Contestant("Laplace by draws, ours", predict, "ours")]
+    if (version := peer("curvlinops", "laplace-torch")) is not None:
+        # Of the last layer, Kronecker-factored. A script here has the name of the package.
+        package = Path(str(importlib.metadata.distribution("laplace-torch").locate_file("")))
+        sys.path.insert(0, str(package))
+        theirs = importlib.import_module("laplace").Laplace(net, "classification")
+        theirs.fit(DataLoader(TensorDataset(*batch), len(x)))
+
+        def by_peer() -> None:
+            theirs(x, pred_type="nn", link_approx="mc", n_samples=count)
+
+        found.append(Contestant(f"Laplace by draws, {version}", by_peer, "laplace-torch"))
+    return found
 
 
 class Recurrent(nn.Module):

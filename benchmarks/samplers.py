@@ -6,8 +6,6 @@ Compilation is apart: all contestants have compiled what they time before.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyro.distributions as dist
 import torch
-from _harness import Case, Clock, Contestant, Quantity, run, timed
+from _harness import Case, Clock, Contestant, Quantity, peer, run, timed
 from torch import Tensor, nn
 
 import tyxe
@@ -32,14 +30,6 @@ NOISE = 0.1
 PROBES = torch.linspace(-0.8, 0.8, 5)[:, None]
 FIXED = {"step_size": 1e-3, "adapt_step_size": False, "adapt_mass_matrix": False}
 Data = tuple[Tensor, Tensor]
-
-
-def peer(module: str, name: str) -> str | None:
-    """Return a peer's name and version, or None, and say so, where it is not installed."""
-    if importlib.util.find_spec(module) is not None:
-        return f"{name} {importlib.metadata.version(name)}"
-    print(f"{name} is left out: pip install -r benchmarks/requirements-peers.txt", flush=True)
-    return None
 
 
 def curve() -> Data:
