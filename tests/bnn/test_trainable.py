@@ -105,6 +105,27 @@ def test_judge_is_evaluate_and_predict():
     torch.testing.assert_close(found.log_likelihood.sum(), log_likelihood)
 
 
+def test_parts_of_a_joint_likelihood_are_judged_by_name():
+    joint = tyxe.likelihoods.Joint(
+        kind=tyxe.likelihoods.Categorical(20),
+        size=tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5),
+    )
+
+    class Two(nn.Linear):
+        def forward(self, x):
+            found = super().forward(x)
+            return {"kind": found[:, :2], "size": found[:, 2:]}
+
+    bnn = variational(Two(3, 3), joint)
+    batch = (X, {"kind": Y, "size": X[:, :1]})
+    found = tyxe.Trainable(bnn, num_predictions=0).judge(batch, "sum")
+    error, log_likelihood = bnn.evaluate([batch], num_predictions=0)
+    assert found.error == error
+    assert found.log_likelihood == log_likelihood
+    assert found.log_likelihood.keys() == {"kind", "size", "joint"}
+    assert found.predictions.keys() == {"kind", "size"}
+
+
 def test_a_mode_is_judged_at_its_centre():
     module = tyxe.Trainable(laplace())
     assert module.num_predictions == 0

@@ -167,6 +167,19 @@ def test_accumulated_steps_are_those_of_a_large_batch(tmp_path):
         torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_that_is_masked_as_a_whole_has_no_loss():
+    likelihood = tyxe.likelihoods.Categorical(texts.SIZE, ignore_index=-100)
+    model = TrainerBNN(variational(likelihood=likelihood), num_predictions=0).eval()
+    batch = texts.batches()[0]
+    whole = model(**batch)
+    none = model(**{**batch, "labels": torch.full_like(batch["labels"], -100)})
+    assert none["loss"] == 0 < whole["loss"]
+    assert torch.equal(none["logits"], whole["logits"])
+    batch["labels"][5:] = -100
+    each = -whole["logits"][:5].log_softmax(-1).gather(1, batch["labels"][:5, None])
+    torch.testing.assert_close(model(**batch)["loss"], each.mean())
+
+
 def test_without_labels_it_predicts():
     model = TrainerBNN(variational(), num_predictions=2).eval()
     batch = texts.batches()[0]

@@ -13,7 +13,7 @@ from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective
-from tyxe.bnn.predict import SupervisedBNN, rows_of, weights_of
+from tyxe.bnn.predict import SupervisedBNN, reduced, rows_of, weights_of
 from tyxe.data import Unpack
 from tyxe.errors import described
 from tyxe.predictive.scores import mixture_scores
@@ -28,14 +28,14 @@ class Judged(NamedTuple):
 
     Attributes:
         predictions: as of `predict`, for all points.
-        error: misclassification or squared error of each point that counts.
-        log_likelihood: log-likelihood of the mixture over draws, likewise, in nats.
+        error: as of `evaluate`: of the points that count, or their sum; by part for a `Joint`.
+        log_likelihood: likewise, of the mixture over draws, in nats.
         weights: how often each of these points counts.
     """
 
     predictions: Any
-    error: Tensor
-    log_likelihood: Tensor
+    error: Any
+    log_likelihood: Any
     weights: Tensor
 
 
@@ -117,8 +117,8 @@ class Trainable(Objective):
             self.terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach(), values={})
         return loss
 
-    def judge(self, batch: Any) -> Judged:
-        """Predict a batch of held-out data, and score it: errors, and log-likelihoods in nats."""
+    def judge(self, batch: Any, reduction: str = "none") -> Judged:
+        """Predict a batch of held-out data, and score it, point by point or with their `"sum"`."""
         ((inputs, targets),) = batches_of(self.bnn.to_evaluate([batch], self.unpack))
         likelihood = self.bnn.likelihood
         with self.bnn.predicting():
@@ -126,5 +126,6 @@ class Trainable(Objective):
         kept, rows = likelihood.that_count(targets)
         found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
         predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
-        weights = weights_of(likelihood, targets)
-        return Judged(predictions, found.error, found.log_likelihood, weights)
+        parts = found.error, found.log_likelihood, weights_of(likelihood, targets)
+        error, log_likelihood = reduced(likelihood, parts, reduction)
+        return Judged(predictions, error, log_likelihood, parts[-1])

@@ -77,9 +77,9 @@ class TrainerBNN(Trainable):
         if labels is None:
             inputs = self.unpack(batch) if self.unpack else batch
             return {"logits": self.bnn.predict([inputs], num_predictions=self.num_predictions)}
-        found = self.judge(batch)
-        loss = -(found.log_likelihood * found.weights).sum() / found.weights.sum()
-        return {"loss": loss, "logits": found.predictions}
+        predictions, _, found, weights = self.judge(batch, "sum")
+        total = found["joint"] if isinstance(found, Mapping) else found
+        return {"loss": -total / (float(weights.sum()) or 1.0), "logits": predictions}
 
 
 def _without_sharing(_: nn.Module, state: dict[str, Any], *__: Any) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from tyxe.bnn import Trainable
 from tyxe.bnn.checks import check_beta
-from tyxe.bnn.predict import reduced
 from tyxe.bnn.trainable import Handler
 from tyxe.data import Unpack, unpacked
 from tyxe.optim import ParticleOptimizer
@@ -106,13 +105,16 @@ class LightningBNN(lightning.LightningModule):
         return self.bnn.predict(batches, num_predictions=self.trainable.num_predictions)
 
     def _judge(self, stage: str, batch: Any) -> None:
-        _, error, log_likelihood, weights = self.trainable.judge(batch)
-        scores = reduced(self.bnn.likelihood, (error, log_likelihood, weights), "mean")
-        for name, found in zip(("error", "log_likelihood"), scores, strict=True):
-            named = found if isinstance(found, Mapping) else {"": found}
-            titles = {f"{name}_{part}".strip("_"): value for part, value in named.items()}
-            self._log(stage, titles, weights.sum())
+        judged = self.trainable.judge(batch, "sum")
+        if points := float(judged.weights.sum()):  # a batch may be masked as a whole
+            for name in ("error", "log_likelihood"):
+                found = getattr(judged, name)
+                named = found if isinstance(found, Mapping) else {"": found}
+                means = {f"{name}_{n}".strip("_"): sums / points for n, sums in named.items()}
+                self._log(stage, means, points)
 
     def _log(self, stage: str, found: Mapping[str, Any], points: Any) -> None:
         named = {f"{stage}_{name}": value for name, value in found.items()}
-        self.log_dict(named, batch_size=int(points), sync_dist=stage != "train", on_epoch=True)
+        self.log_dict(
+            named, batch_size=round(float(points)), sync_dist=stage != "train", on_epoch=True
+        )
