@@ -116,5 +116,8 @@ class LightningBNN(lightning.LightningModule):
     def _log(self, stage: str, found: Mapping[str, Any], points: Any) -> None:
         named = {f"{stage}_{name}": value for name, value in found.items()}
         self.log_dict(
-            named, batch_size=round(float(points)), sync_dist=stage != "train", on_epoch=True
+            named,
+            batch_size=max(round(float(points)), 1),
+            sync_dist=stage != "train",
+            on_epoch=True,
         )
