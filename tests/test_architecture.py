@@ -2,7 +2,7 @@
 
     threads, linalg, distributions, autocast, data, files, rng, util, errors
       <- poutine, priors, likelihoods, guides, samplers
-      <- curvature, optim <- predictive, laplace <- bnn <- continual
+      <- curvature, optim <- predictive, laplace <- bnn <- calibration, continual
 
 `metrics` and `plotting` are leaves, `testing` stands outside, and `integrations`, whose modules are
 imported by name where another framework is installed, on top. Every import counts, those for type
@@ -26,7 +26,7 @@ LEVELS = (
     ("curvature", "optim"),
     ("predictive", "laplace"),
     ("bnn",),
-    ("continual",),
+    ("calibration", "continual"),
     ("integrations",),
 )
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}

@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tyxe import (
     bnn,
+    calibration,
     continual,
     curvature,
     data,
@@ -55,6 +56,7 @@ __all__ = [
     "TyxeWarning",
     "VariationalBNN",
     "bnn",
+    "calibration",
     "continual",
     "curvature",
     "data",

@@ -53,6 +53,9 @@ DRAW = {
     "entropy_ecdf": lambda ax=None: plotting.entropy_ecdf(torch.rand(5), ax),
     "ood_histogram": lambda ax=None: plotting.ood_histogram(*SCORES, ax),
     "history": lambda ax=None: plotting.history(FITTED, ax),
+    "risk_coverage": lambda ax=None: plotting.risk_coverage(*classified(), ax),
+    "pit_histogram": lambda ax=None: plotting.pit_histogram(torch.rand(30), ax),
+    "qq": lambda ax=None: plotting.qq(torch.rand(30), ax),
     "calibration_and_entropy": lambda: plotting.calibration_and_entropy(
         {"a": (*classified(), None)}
     ),
@@ -316,6 +319,23 @@ class TestCalibrationAndEntropy:
         with pytest.raises(ValueError, match="negative entries"):
             plotting.calibration_and_entropy({"good": RESULTS["MF"], "bad": tuple(entry)})
         assert plt.get_fignums() == []
+
+
+def test_risk_coverage_is_the_curve():
+    probs, targets = classified()
+    ax = plotting.risk_coverage(probs, targets, label="MAP")
+    curve = metrics.risk_coverage_curve(probs, targets)
+    np.testing.assert_allclose(ax.lines[-1].get_ydata(), curve.risk)
+    assert ax.lines[-1].get_label() == f"MAP (AURC {metrics.aurc(probs, targets):.3f})"
+
+
+def test_quantiles_of_calibrated_predictions_lie_on_the_diagonal():
+    y = torch.randn(2_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ax = plotting.qq(metrics.gaussian_pit(0 * y, 2.0, y), label="wide")
+    expected, found = ax.lines[-1].get_data()
+    assert np.polyfit(expected, found, 1)[0] == pytest.approx(0.5, abs=0.02)
+    assert len(plotting.qq(torch.tensor([0.0, 0.5, 1.0])).lines[-1].get_xdata()) == 1
+    assert legend_texts(ax) == ["wide"]
 
 
 def test_calibration_curve_leaves_sparse_bins_out():

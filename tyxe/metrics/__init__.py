@@ -3,7 +3,8 @@
 Classification metrics take class probabilities of shape `(n, C)` and integer targets of shape
 `(n,)`. Regression metrics take a Gaussian's `mean` and `scale` and the `targets`, all of one shape
 `(n, ...)`, and average over every entry. Results are 0-d tensors on the inputs' device unless a
-function says otherwise; float16 and bfloat16 are computed, and returned, in float32.
+function says otherwise; `weights`, `(n,)`, count points, so that a mask leaves some out. float16
+and bfloat16 are computed, and returned, in float32.
 
 Every function checks its inputs. It raises `TypeError` for inputs that are no floating-point
 tensors (for classes: no integer tensors), and `ValueError` for NaNs, empty inputs, shapes or
@@ -13,26 +14,48 @@ of range, and scores that are no vectors.
 
 from tyxe.metrics.classification import (
     accuracy,
+    adaptive_calibration_error,
     brier_score,
     calibration_curve,
     expected_calibration_error,
     nll,
     predictive_entropy,
 )
-from tyxe.metrics.detection import ood_aupr, ood_auroc
+from tyxe.metrics.detection import fpr_at_tpr, ood_aupr, ood_auroc
+from tyxe.metrics.distributions import (
+    crps_mixture,
+    crps_samples,
+    gaussian_pit,
+    interval_score,
+    lppd,
+    quantile_calibration_error,
+    sample_pit,
+)
 from tyxe.metrics.regression import crps_gaussian, gaussian_nll, interval_coverage, rmse
+from tyxe.metrics.selective import aurc, risk_coverage_curve
 
 __all__ = [
     "accuracy",
+    "adaptive_calibration_error",
+    "aurc",
     "brier_score",
     "calibration_curve",
     "crps_gaussian",
+    "crps_mixture",
+    "crps_samples",
     "expected_calibration_error",
+    "fpr_at_tpr",
     "gaussian_nll",
+    "gaussian_pit",
     "interval_coverage",
+    "interval_score",
+    "lppd",
     "nll",
     "ood_aupr",
     "ood_auroc",
     "predictive_entropy",
+    "quantile_calibration_error",
+    "risk_coverage_curve",
     "rmse",
+    "sample_pit",
 ]

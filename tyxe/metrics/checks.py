@@ -87,6 +87,23 @@ def check_classified(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return probs, _check_targets(targets, probs)
 
 
+def average(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean of numbers `(n, ...)`, of points counted by their weights `(n,)` if given."""
+    if weights is None:
+        return values.mean()
+    weights = check_real("weights", torch.as_tensor(weights).to(values))
+    if weights.shape != values.shape[:1]:
+        raise ValueError(
+            f"`weights` has shape {tuple(weights.shape)}, expected one for each of {len(values)} "
+            "points: pass mask.float() to leave some out"
+        )
+    if (weights < 0).any() or not weights.any():
+        raise ValueError("`weights` has negative entries, or none above 0, expected counts")
+    kept = weights > 0  # a score of a point that does not count may be infinite
+    each = values[kept].flatten(1).mean(1) if values.dim() > 1 else values[kept]
+    return each @ weights[kept] / weights.sum()
+
+
 def check_scores(in_scores: Tensor, out_scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return scores of both kinds of points in one dtype if they are vectors."""
     for name, scores in (("in_scores", in_scores), ("out_scores", out_scores)):

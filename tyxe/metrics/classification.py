@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.metrics.checks import check_classified, check_probs
+from tyxe.metrics.checks import average, check_classified, check_probs
 
 
 class CalibrationCurve(NamedTuple):
@@ -22,7 +22,7 @@ class CalibrationCurve(NamedTuple):
     counts: Tensor
 
 
-def nll(probs: Tensor, targets: Tensor) -> Tensor:
+def nll(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     r"""Negative log-likelihood of the targets, in nats per point.
 
     `-1/n sum_i log p_i(y_i)`. For a Bayesian average pass the *averaged* probabilities, so that
@@ -40,10 +40,10 @@ def nll(probs: Tensor, targets: Tensor) -> Tensor:
         tensor(0.4904)
     """
     probs, targets = check_classified(probs, targets)
-    return -_at_targets(probs, targets).log().mean()
+    return -average(_at_targets(probs, targets).log(), weights)
 
 
-def accuracy(probs: Tensor, targets: Tensor) -> Tensor:
+def accuracy(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     r"""Fraction of points whose most probable class is the target.
 
     `1/n sum_i 1[argmax_c p_i(c) = y_i]`; the error is one minus it.
@@ -60,10 +60,10 @@ def accuracy(probs: Tensor, targets: Tensor) -> Tensor:
         tensor(0.5000)
     """
     probs, targets = check_classified(probs, targets)
-    return (probs.argmax(-1) == targets).to(probs.dtype).mean()
+    return average((probs.argmax(-1) == targets).to(probs.dtype), weights)
 
 
-def brier_score(probs: Tensor, targets: Tensor) -> Tensor:
+def brier_score(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     r"""Squared distance between the probabilities and the one-hot target, summed over classes.
 
     `1/n sum_i sum_c (p_i(c) - 1[y_i = c])^2`: in `[0, 2]`, twice the form that is usual for two
@@ -85,11 +85,13 @@ def brier_score(probs: Tensor, targets: Tensor) -> Tensor:
     """
     probs, targets = check_classified(probs, targets)
     one_hot = torch.nn.functional.one_hot(targets, probs.shape[-1])
-    return (probs - one_hot).square().sum(-1).mean()
+    return average((probs - one_hot).square().sum(-1), weights)
 
 
-def calibration_curve(probs: Tensor, targets: Tensor, num_bins: int = 15) -> CalibrationCurve:
-    r"""Mean confidence and accuracy in equal-width bins of the maximal probability.
+def calibration_curve(
+    probs: Tensor, targets: Tensor, num_bins: int = 15, equal_mass: bool = False
+) -> CalibrationCurve:
+    r"""Mean confidence and accuracy in bins of the maximal probability.
 
     Bin `b` of `B` holds the points with `max_c p(c)` in `(b/B, (b+1)/B]`. Bins that hold no point
     are left out, so that the result can be drawn and summed as it is.
@@ -98,6 +100,7 @@ def calibration_curve(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Cal
         probs: class probabilities, shape `(n, C)`.
         targets: classes in `0..C-1`, shape `(n,)`.
         num_bins: number `B` of bins of `[0, 1]`.
+        equal_mass: let each bin have as many points, by increasing `max_c p(c)`, up to one.
 
     Returns:
         A `CalibrationCurve` of `k <= num_bins` bins.
@@ -119,6 +122,9 @@ def calibration_curve(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Cal
     confidence, predicted = probs.max(-1)
     edges = torch.linspace(0, 1, num_bins + 1, dtype=probs.dtype, device=probs.device)
     bins = torch.bucketize(confidence, edges[1:-1])
+    if equal_mass:
+        ranks = confidence.argsort(stable=True).argsort()
+        bins = ranks * num_bins // len(ranks)
     correct = predicted == targets
     counts = _bin_sums(torch.ones_like(bins), bins, num_bins)
     filled = counts > 0
@@ -152,7 +158,28 @@ def expected_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 1
         >>> expected_calibration_error(probs, torch.tensor([0, 0, 1, 1]))
         tensor(0.2500)
     """
-    curve = calibration_curve(probs, targets, num_bins)
+    return _gap(calibration_curve(probs, targets, num_bins))
+
+
+def adaptive_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
+    r"""Gap between confidence and accuracy, averaged over bins of equally many points.
+
+    Arguments and errors are those of `expected_calibration_error`, whose bins are mostly empty
+    where most points are predicted with certainty.
+
+    References:
+        Nguyen and O'Connor (2015), Posterior calibration and exploratory analysis for natural
+        language processing models; Nixon et al. (2019), Measuring calibration in deep learning.
+
+    Example:
+        >>> probs = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.8, 0.2], [0.9, 0.1]])
+        >>> adaptive_calibration_error(probs, torch.tensor([1, 0, 0, 0]), num_bins=2)
+        tensor(0.1500)
+    """
+    return _gap(calibration_curve(probs, targets, num_bins, equal_mass=True))
+
+
+def _gap(curve: CalibrationCurve) -> Tensor:
     gaps = (curve.accuracy - curve.confidence).abs()
     return (curve.counts * gaps).sum() / curve.counts.sum()
 

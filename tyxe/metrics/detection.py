@@ -1,5 +1,7 @@
 """Scores of detectors of out-of-distribution points."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,34 @@ def ood_aupr(in_scores: Tensor, out_scores: Tensor) -> Tensor:
     false_positives = _num_at_least(out_scores, in_scores)
     precision = true_positives.double() / (true_positives + false_positives)
     return precision.mean().to(in_scores.dtype)
+
+
+def fpr_at_tpr(in_scores: Tensor, out_scores: Tensor, tpr: float = 0.95) -> Tensor:
+    r"""Fraction of out-of-distribution points kept where a share of in-distribution ones is.
+
+    `#{s_out >= t} / m` for the highest threshold `t` with `#{s_in >= t} / n >= tpr`.
+
+    Args:
+        in_scores: scores of the in-distribution points, shape `(n,)`; higher is "more in".
+        out_scores: scores of the out-of-distribution points, shape `(m,)`.
+        tpr: the share, in `(0, 1]`.
+
+    Returns:
+        A 0-d tensor in `[0, 1]`.
+
+    Raises:
+        ValueError: a share outside `(0, 1]`.
+
+    Example:
+        >>> fpr_at_tpr(torch.tensor([0.9, 0.8, 0.6, 0.5]), torch.tensor([0.7, 0.1]), tpr=0.75)
+        tensor(0.5000)
+    """
+    in_scores, out_scores = check_scores(in_scores, out_scores)
+    if not 0 < tpr <= 1:
+        raise ValueError(f"`tpr` is {tpr}, expected within (0, 1]: pass tpr=0.95 for 95 %")
+    needed = math.ceil(tpr * len(in_scores) - 1e-9)  # a product such as 0.95 * 100 is rounded
+    threshold = in_scores.sort(descending=True).values[needed - 1]
+    return (out_scores >= threshold).to(in_scores.dtype).mean()
 
 
 def _num_at_least(scores: Tensor, thresholds: Tensor) -> Tensor:

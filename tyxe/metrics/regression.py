@@ -6,10 +6,10 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from tyxe.metrics.checks import check_regression, check_scale
+from tyxe.metrics.checks import average, check_regression, check_scale
 
 
-def rmse(mean: Tensor, targets: Tensor) -> Tensor:
+def rmse(mean: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     r"""Root of the mean squared error, in the targets' units.
 
     `sqrt(mean (y - mu)^2)`.
@@ -26,10 +26,12 @@ def rmse(mean: Tensor, targets: Tensor) -> Tensor:
         tensor(3.5355)
     """
     mean, targets = check_regression(mean, targets)
-    return (targets - mean).square().mean().sqrt()
+    return average((targets - mean).square(), weights).sqrt()
 
 
-def gaussian_nll(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tensor:
+def gaussian_nll(
+    mean: Tensor, scale: Tensor | float, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
     r"""Negative log-likelihood of the targets under Gaussian predictions, in nats per entry.
 
     `mean [ ((y - mu) / sigma)^2 / 2 + log sigma + log(2 pi) / 2 ]`.
@@ -50,10 +52,12 @@ def gaussian_nll(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tensor
         tensor(0.9189)
     """
     z, scale = _standardize(mean, scale, targets)
-    return (0.5 * z.square() + scale.log() + 0.5 * math.log(2 * math.pi)).mean()
+    return average(0.5 * z.square() + scale.log() + 0.5 * math.log(2 * math.pi), weights)
 
 
-def crps_gaussian(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tensor:
+def crps_gaussian(
+    mean: Tensor, scale: Tensor | float, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
     r"""Continuous ranked probability score of Gaussian predictions, in the targets' units.
 
     `int (F(t) - 1[t >= y])^2 dt = sigma [z (2 Phi(z) - 1) + 2 phi(z) - 1/sqrt(pi)]` with
@@ -82,11 +86,15 @@ def crps_gaussian(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tenso
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
     # 2 Phi(z) - 1 without cancellation at small z
     central = torch.erf(z / math.sqrt(2))
-    return (scale * (z * central + 2 * density - 1 / math.sqrt(math.pi))).mean()
+    return average(scale * (z * central + 2 * density - 1 / math.sqrt(math.pi)), weights)
 
 
 def interval_coverage(
-    mean: Tensor, scale: Tensor | float, targets: Tensor, level: float = 0.95
+    mean: Tensor,
+    scale: Tensor | float,
+    targets: Tensor,
+    level: float = 0.95,
+    weights: Tensor | None = None,
 ) -> Tensor:
     r"""Fraction of targets inside the central predictive interval of the given level.
 
@@ -112,7 +120,7 @@ def interval_coverage(
         raise ValueError(f"`level` is {level}, expected within (0, 1): pass level=0.95 for 95 %")
     z, _ = _standardize(mean, scale, targets)
     quantile = NormalDist().inv_cdf((1 + level) / 2)
-    return (z.abs() <= quantile).to(z.dtype).mean()
+    return average((z.abs() <= quantile).to(z.dtype), weights)
 
 
 def _standardize(mean: Tensor, scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor]:

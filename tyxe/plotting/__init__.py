@@ -5,6 +5,7 @@ but `calibration_and_entropy` draws on `ax`, or on a new figure's axes when it i
 the axes; none shows or saves anything. Inputs are checked as in `tyxe.metrics`, with its errors.
 """
 
+from tyxe.plotting.calibration import pit_histogram, qq, risk_coverage
 from tyxe.plotting.classification import (
     calibration_and_entropy,
     calibration_curve,
@@ -22,5 +23,8 @@ __all__ = [
     "entropy_ecdf",
     "history",
     "ood_histogram",
+    "pit_histogram",
     "predictive_band",
+    "qq",
+    "risk_coverage",
 ]

@@ -1,0 +1,273 @@
+"""tyxe.calibration: known temperatures, coverage by simulation, wrapped BNNs, files, bad input."""
+
+import functools
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import optimize, stats
+from torch import nn
+
+import tyxe
+from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling, coverage, size
+
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+
+
+def classified(n, temperature=1.0, classes=5, seed=0):
+    """Return logits, and targets that are drawn from them at a temperature."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(n, classes, generator=draw, dtype=torch.float64)
+    probs = (logits / temperature).softmax(-1)
+    return logits, torch.multinomial(probs, 1, generator=draw)[:, 0]
+
+
+# --- scaling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_a_known_temperature_is_found(temperature):
+    found = TemperatureScaling().fit(*classified(100_000, temperature)).temperature
+    assert found == pytest.approx(temperature, rel=0.02)
+
+
+def test_the_temperature_minimises_the_loss():
+    logits, y = classified(200, 2.0)
+    scaling = TemperatureScaling().fit(logits, y)
+
+    def loss(log_temperature):
+        return float(nn.functional.cross_entropy(logits / math.exp(log_temperature), y))
+
+    best = optimize.minimize_scalar(loss, bounds=(-3, 3), method="bounded", options={"xatol": 1e-8})
+    assert scaling.temperature == pytest.approx(math.exp(best.x), rel=1e-5)
+    torch.testing.assert_close(scaling(logits), logits / scaling.temperature)
+    assert torch.equal(scaling(logits).argmax(-1), logits.argmax(-1))
+
+
+def test_shifted_logits_and_pixels_have_the_same_temperature():
+    logits, y = classified(600)
+    found = TemperatureScaling().fit(logits, y).temperature
+    shifted = TemperatureScaling().fit(logits + torch.randn(600, 1), y).temperature
+    pixels = TemperatureScaling().fit(logits.reshape(6, 10, 10, 5), y.reshape(6, 10, 10))
+    assert found == pytest.approx(shifted) == pytest.approx(pixels.temperature)
+
+
+def test_a_factor_of_scales_is_found():
+    mean, scale = torch.randn(50_000, 2), torch.rand(50_000, 2) + 0.5
+    y = mean + 1.7 * scale * torch.randn(50_000, 2)
+    factor = ScaleFactor().fit((mean, scale), y)
+    assert factor.factor == pytest.approx(1.7, rel=0.02)
+    z = ((y - mean) / scale).square().mean().sqrt()
+    assert factor.factor == pytest.approx(float(z), rel=1e-4)
+    assert torch.equal(factor((mean, scale))[0], mean)
+
+
+# --- conformal ----------------------------------------------------------------------------------
+
+
+def probabilities(n):
+    logits = torch.randn(n, 4, dtype=torch.float64)
+    return (0.5 * logits).softmax(-1), torch.multinomial(logits.softmax(-1), 1)[:, 0]
+
+
+def pairs(n):
+    x = torch.randn(n, dtype=torch.float64)
+    return (x, 0.2 + x.square()), x + torch.randn(n, dtype=torch.float64)
+
+
+def quantiles(n):
+    (mean, scale), y = pairs(n)
+    return (mean - scale, mean + 0.3 * scale), y
+
+
+SCORES = {"lac": probabilities, "aps": probabilities, "normalized": pairs, "cqr": quantiles}
+
+
+@pytest.mark.parametrize("level", [0.7, 0.9])
+@pytest.mark.parametrize("score", SCORES)
+def test_coverage_is_within_its_band(score, level):
+    """Of a new point, over calibration sets: a binomial of so many independent ones."""
+    calibration, new, simulations = 39, 1, 3_000
+    covered = 0
+    for _ in range(simulations):
+        conformal = SplitConformal(score, level).fit(*SCORES[score](calibration))
+        predictions, y = SCORES[score](new)
+        covered += coverage(conformal.predict(predictions), y)
+    exact = math.ceil((calibration + 1) * level - 1e-9) / (calibration + 1)
+    assert level <= exact <= level + 1 / (calibration + 1)
+    low, high = stats.binom.interval(0.999, simulations, exact)
+    assert low <= covered <= high
+
+
+def test_thresholds_by_hand():
+    probs = torch.tensor([[0.6, 0.3, 0.1]] * 9)
+    y = torch.tensor([0] * 6 + [1] * 2 + [2])
+    lac = SplitConformal("lac", 0.8).fit(probs, y)
+    assert lac.threshold == pytest.approx(0.7)  # the 8th of 9: 6 of .4, 2 of .7, one of .9
+    assert lac.predict(probs[:1]).tolist() == [[True, True, False]]
+    aps = SplitConformal("aps", 0.8, randomized=False).fit(probs, y)
+    assert aps.threshold == pytest.approx(0.9)  # .6, .9, 1
+    assert aps.predict(torch.tensor([[0.1, 0.2, 0.7]])).tolist() == [[False, True, True]]
+    mean, scale, targets = torch.zeros(4), torch.ones(4), torch.tensor([1.0, -2.0, 3.0, 0.5])
+    lower, upper = SplitConformal(level=0.6).fit((mean, scale), targets).predict((mean, 2 * scale))
+    assert lower.tolist() == [-4.0] * 4
+    assert upper.tolist() == [4.0] * 4
+
+
+def test_the_default_score_is_that_of_the_predictions():
+    assert SplitConformal().fit(*probabilities(30)).score == "aps"
+    assert SplitConformal().fit(*pairs(30)).score == "normalized"
+
+
+def test_sets_without_chance_are_the_same_each_time():
+    torch.manual_seed(0)
+    calibration, (probs, y) = probabilities(4_000), probabilities(4_000)
+    random = SplitConformal("aps", 0.8).fit(*calibration)
+    assert not torch.equal(random.predict(probs), random.predict(probs))
+    fixed = SplitConformal("aps", 0.8, randomized=False).fit(*calibration)
+    assert torch.equal(fixed.predict(probs), fixed.predict(probs))
+    for one in (random, fixed):
+        assert coverage(one.predict(probs), y) == pytest.approx(0.8, abs=0.03)
+        assert 1 < size(one.predict(probs)) < 4
+
+
+def test_several_numbers_are_held_at_once():
+    torch.manual_seed(0)
+    mean, scale = torch.zeros(4_000, 3), torch.ones(4_000, 3)
+    y = torch.randn(4_000, 3)
+    conformal = SplitConformal(level=0.9).fit((mean[:2000], scale[:2000]), y[:2000])
+    found = conformal.predict((mean[2000:], scale[2000:]))
+    assert found[0].shape == (2000, 3)
+    assert coverage(found, y[2000:]) == pytest.approx(0.9, abs=0.03)
+
+
+# --- BNNs ---------------------------------------------------------------------------------------
+
+
+def bnn(likelihood, outputs):
+    torch.manual_seed(0)
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.1)
+    return tyxe.VariationalBNN(nn.Linear(3, outputs), NORMAL, likelihood, guide)
+
+
+def test_a_wrapped_classifier():
+    model = bnn(tyxe.likelihoods.Categorical(60, ignore_index=-1), 3)
+    x, y = torch.randn(60, 3), torch.randint(3, (60,))
+    y[:5] = -1
+    loader = list(zip(x.split(20), y.split(20), strict=True))
+    torch.manual_seed(1)
+    wrapped = TemperatureScaling().wrap(model, loader, num_predictions=4)
+    torch.manual_seed(1)
+    logits = model.predict(x, num_predictions=4)
+    own = TemperatureScaling().fit(logits[5:], y[5:])
+    assert wrapped.calibrator.temperature == pytest.approx(own.temperature)
+    torch.manual_seed(1)
+    torch.testing.assert_close(wrapped.predict(x), own(logits))
+    sets = SplitConformal(level=0.8).wrap(model, loader, num_predictions=0).predict(x)
+    assert sets.dtype == torch.bool
+    assert sets.shape == (60, 3)
+
+
+def test_a_wrapped_regression():
+    model = bnn(tyxe.likelihoods.HomoskedasticGaussian(60, scale=0.5), 1)
+    x, y = torch.randn(60, 3), torch.randn(60, 1)
+    wrapped = SplitConformal(level=0.8).wrap(model, [(x, y)], num_predictions=0)
+    lower, upper = wrapped.predict(x)
+    assert coverage((lower, upper), y) >= 0.8
+    mean, scale = model.predict(x, num_predictions=0)
+    torch.testing.assert_close((upper - lower) / 2, wrapped.calibrator.threshold * scale)
+    factor = ScaleFactor().wrap(model, [(x, y)], num_predictions=0).calibrator.factor
+    assert factor == pytest.approx(float(((y - mean) / scale).square().mean().sqrt()), rel=1e-5)
+
+
+def test_unpacked_batches_and_wrong_kinds():
+    model = bnn(tyxe.likelihoods.Categorical(60), 3)
+    x, y = torch.randn(60, 3), torch.randint(3, (60,))
+    wrapped = SplitConformal("lac").wrap(
+        model, [{"x": x, "y": y}], unpack=lambda batch: (batch["x"], batch["y"])
+    )
+    assert wrapped.predict(x).shape == (60, 3)
+    with pytest.raises(TypeError, match="classes have sets, and no intervals"):
+        SplitConformal("normalized").wrap(model, [(x, y)])
+    with pytest.raises(TypeError, match="classes have sets, and no intervals"):
+        ScaleFactor().wrap(model, [(x, y)])
+
+
+# --- files and bad input ------------------------------------------------------------------------
+
+
+FITTED = {
+    "temperature": lambda: TemperatureScaling().fit(*classified(50)),
+    "factor": lambda: ScaleFactor().fit(*pairs(50)),
+    "sets": lambda: SplitConformal("aps", 0.7, randomized=False).fit(*probabilities(50)),
+    "intervals": lambda: SplitConformal(level=0.7).fit(*pairs(50)),
+}
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_files_hold_what_was_fitted(name, tmp_path):
+    fitted = FITTED[name]()
+    fitted.save(tmp_path / "file")
+    again = type(fitted)().load(tmp_path / "file")
+    assert vars(again) == vars(fitted)
+    other = TemperatureScaling() if name != "temperature" else ScaleFactor()
+    with pytest.raises(ValueError, match=f"is of a {type(fitted).__name__}; expected"):
+        other.load(tmp_path / "file")
+    assert other.__dict__ == type(other)().__dict__
+
+
+@pytest.mark.parametrize("make", [TemperatureScaling, ScaleFactor, SplitConformal])
+def test_nothing_is_predicted_before_fit(make):
+    with pytest.raises(RuntimeError, match="is not fitted: call fit, or load"):
+        make().predict(torch.zeros(2, 3))
+
+
+def test_calibration_sets_that_are_too_small_say_how_many_are_needed():
+    for level, needed in ((0.9, 9), (0.95, 19), (0.5, 1)):
+        if needed > 1:
+            conformal = SplitConformal("lac", level)
+            with pytest.raises(ValueError, match=f"needs {needed} held-out points or more"):
+                conformal.fit(*probabilities(needed - 1))
+            assert conformal.threshold is None
+        assert SplitConformal("lac", level).fit(*probabilities(needed)).threshold > 0
+
+
+PROBS, CLASSES = torch.full((10, 3), 1 / 3), torch.arange(10) % 3
+MEAN, SCALE = torch.zeros(10), torch.ones(10)
+BAD = {
+    "labels outside": (SplitConformal("lac"), PROBS, CLASSES + 1, "expected classes in 0..2"),
+    "ignored labels": (TemperatureScaling(), PROBS, CLASSES - 1, "what the likelihood ignores"),
+    "numbers as labels": (TemperatureScaling(), PROBS, CLASSES.float(), "expected integers"),
+    "rows": (TemperatureScaling(), PROBS, CLASSES[:5], "expected integers of shape"),
+    "logits": (SplitConformal("aps"), PROBS + 1, CLASSES, "pass logits.softmax"),
+    "nan": (TemperatureScaling(), PROBS * math.nan, CLASSES, "not finite"),
+    "scale": (ScaleFactor(), (MEAN, 0 * SCALE), MEAN, "expected above 0"),
+    "shape": (ScaleFactor(), (MEAN, SCALE), MEAN[:, None], "as the predictions"),
+    "exact": (ScaleFactor(), (MEAN, SCALE), MEAN, "the targets themselves"),
+    "all right": (
+        TemperatureScaling(), 3 * torch.eye(3)[CLASSES], CLASSES, "no temperature is the best"
+    ),
+    "by chance": (
+        TemperatureScaling(), -3 * torch.eye(3)[CLASSES], CLASSES, "no better than by chance"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit(name):
+    calibrator, predictions, y, message = BAD[name]
+    before = dict(vars(calibrator))
+    with pytest.raises(ValueError, match=message):
+        calibrator.fit(predictions, y)
+    assert vars(calibrator) == before
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="score"):
+        SplitConformal("raps")
+    for level in (0.0, 1.0, 90):
+        with pytest.raises(ValueError, match="expected a probability between 0 and 1"):
+            SplitConformal(level=level)
+    with pytest.raises(TypeError, match="a row of classes each"):
+        SplitConformal("aps").fit((MEAN, SCALE), CLASSES)

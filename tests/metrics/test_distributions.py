@@ -1,0 +1,213 @@
+"""Scores of samples, mixtures, intervals and draws; of abstention; weights: against quadrature,
+naive loops, scikit-learn and torchmetrics."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+from sklearn import metrics as sk
+
+from tyxe import metrics
+
+DRAWS, N = 7, 6
+
+
+@pytest.fixture
+def numbers():
+    means = torch.randn(DRAWS, N, dtype=torch.float64)
+    return means, torch.rand(DRAWS, N, dtype=torch.float64) + 0.2, torch.randn(N).double()
+
+
+def classified(n=60, classes=4):
+    logits = torch.randn(n, classes, dtype=torch.float64)
+    return logits.softmax(-1), torch.multinomial(logits.softmax(-1), 1)[:, 0]
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+
+def crps_by_quadrature(cdf, y):
+    below = integrate.quad(lambda t: cdf(t) ** 2, -30, y, limit=500, points=[-3, 0])[0]
+    above = integrate.quad(lambda t: (1 - cdf(t)) ** 2, y, 30, limit=500, points=[0, 3])[0]
+    return below + above
+
+
+def test_crps_of_a_mixture_is_the_integral(numbers):
+    means, scales, y = numbers
+    expected = [
+        crps_by_quadrature(
+            lambda t, i=i: float(stats.norm.cdf(t, means[:, i], scales[:, i]).mean()), float(y[i])
+        )
+        for i in range(N)
+    ]
+    found = metrics.crps_mixture(means, scales, y)
+    assert float(found) == pytest.approx(np.mean(expected), rel=1e-6)
+    one = metrics.crps_mixture(means[:1], scales[:1], y)
+    torch.testing.assert_close(one, metrics.crps_gaussian(means[0], scales[0], y))
+
+
+def test_crps_of_samples_is_that_of_all_pairs(numbers):
+    samples, _, y = numbers
+    first = (samples - y).abs().mean(0)
+    pairs = (samples[:, None] - samples[None]).abs().mean((0, 1))
+    torch.testing.assert_close(metrics.crps_samples(samples, y), (first - 0.5 * pairs).mean())
+    narrow = metrics.crps_mixture(samples, 1e-9, y)
+    torch.testing.assert_close(metrics.crps_samples(samples, y), narrow)
+
+
+def test_crps_of_samples_is_that_of_torchmetrics(numbers):
+    functional = pytest.importorskip(
+        "torchmetrics.functional.regression", reason="it comes with lightning"
+    )
+    if not hasattr(functional, "continuous_ranked_probability_score"):
+        pytest.skip("this torchmetrics has no CRPS")
+    samples, _, y = numbers
+    expected = functional.continuous_ranked_probability_score(samples.T, y)
+    torch.testing.assert_close(metrics.crps_samples(samples, y), expected)
+
+
+def test_the_interval_score_is_least_at_the_quantiles():
+    y = torch.randn(200_000, dtype=torch.float64)
+    level, best = 0.8, stats.norm.ppf(0.9)
+
+    def score(half):
+        return float(metrics.interval_score(-half * torch.ones_like(y), half + 0 * y, y, level))
+
+    assert score(best) < min(score(best - 0.15), score(best + 0.15))
+    exact = 2 * best + 2 / 0.2 * 2 * (stats.norm.pdf(best) - best * 0.1)
+    assert score(best) == pytest.approx(exact, rel=0.01)
+
+
+def test_pits_are_distribution_functions(numbers):
+    means, scales, y = numbers
+    expected = stats.norm.cdf(y, means[0], scales[0])
+    np.testing.assert_allclose(metrics.gaussian_pit(means[0], scales[0], y), expected, rtol=1e-6)
+    found = metrics.sample_pit(means, y)
+    by_hand = ((means < y).sum(0) + 0.5) / (DRAWS + 1)
+    torch.testing.assert_close(found, by_hand.double())
+    assert metrics.sample_pit(torch.zeros(3, 1), torch.zeros(1)).item() == 0.5
+
+
+def test_quantile_calibration_of_calibrated_predictions():
+    y = torch.randn(100_000, dtype=torch.float64)
+    zero = torch.zeros_like(y)
+    assert metrics.quantile_calibration_error(metrics.gaussian_pit(zero, 1.0, y)) < 0.01
+    wide = metrics.quantile_calibration_error(metrics.gaussian_pit(zero, 3.0, y), num_levels=3)
+    expected = np.mean([abs(stats.norm.cdf(3 * stats.norm.ppf(q)) - q) for q in (0.25, 0.5, 0.75)])
+    assert float(wide) == pytest.approx(expected, abs=0.01)
+
+
+def test_lppd_is_the_log_of_the_mean():
+    each = torch.randn(DRAWS, N, dtype=torch.float64)
+    torch.testing.assert_close(metrics.lppd(each), each.exp().mean(0).log().mean())
+    assert metrics.lppd(each - 1e4) == pytest.approx(float(metrics.lppd(each)) - 1e4)
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+def test_adaptive_bins_have_as_many_points():
+    probs, y = classified(103)
+    confidence, predicted = probs.max(-1)
+    curve = metrics.calibration_curve(probs, y, 10, equal_mass=True)
+    assert sorted({*curve.counts.tolist()}) == [10, 11]
+    assert curve.confidence.diff().min() > 0
+    even = metrics.adaptive_calibration_error(probs[:100], y[:100], 10)
+    order = confidence[:100].argsort().reshape(10, 10)
+    gaps = (predicted == y)[:100][order].double().mean(1) - confidence[:100][order].mean(1)
+    assert float(even) == pytest.approx(float(gaps.abs().mean()))
+
+
+def test_risk_coverage_by_hand_and_over_orders_of_ties():
+    probs, y = classified(8)
+    probs = torch.stack([probs.amax(-1).mul(4).round() / 4] * 2, 1)
+    probs[:, 1] = 1 - probs[:, 0]
+    probs = probs.sort(-1, descending=True).values
+    y = y % 2
+    curve = metrics.risk_coverage_curve(probs, y)
+    total = torch.zeros(8, dtype=torch.float64)
+    for _ in range(2_000):
+        order = torch.randperm(8)
+        order = order[probs[order, 0].argsort(descending=True, stable=True)]
+        total += (y[order] != 0).double().cumsum(0) / torch.arange(1, 9)
+    torch.testing.assert_close(curve.risk, total / 2_000, atol=0.05, rtol=0)
+    assert curve.coverage[-1] == 1
+    assert curve.risk[-1] == pytest.approx(1 - float(metrics.accuracy(probs, y)))
+    torch.testing.assert_close(metrics.aurc(probs, y), curve.risk.mean())
+
+
+def test_other_confidences_and_the_best_order():
+    probs, y = classified()
+    right = (probs.argmax(-1) == y).double()
+    best = metrics.aurc(probs, y, right)
+    assert best <= metrics.aurc(probs, y) <= metrics.aurc(probs, y, -right)
+    entropy = -metrics.predictive_entropy(probs)
+    assert metrics.risk_coverage_curve(probs, y, entropy).risk.shape == (60,)
+    with pytest.raises(ValueError, match="`confidence` has shape"):
+        metrics.aurc(probs, y, entropy[:5])
+
+
+@pytest.mark.parametrize("tpr", [0.5, 0.8, 0.95, 1.0])
+def test_fpr_at_tpr_is_that_of_the_roc_curve(tpr):
+    inside, outside = torch.randn(200).round(decimals=1) + 1, torch.randn(150).round(decimals=1)
+    labels = np.r_[np.ones(200), np.zeros(150)]
+    found, rates, _ = sk.roc_curve(labels, torch.cat([inside, outside]), drop_intermediate=False)
+    expected = found[np.argmax(rates >= tpr - 1e-9)]
+    assert float(metrics.fpr_at_tpr(inside, outside, tpr)) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="expected within"):
+        metrics.fpr_at_tpr(inside, outside, 0.0)
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+CLASSES = [metrics.nll, metrics.accuracy, metrics.brier_score]
+GAUSSIAN = [metrics.gaussian_nll, metrics.crps_gaussian, metrics.interval_coverage]
+
+
+@pytest.mark.parametrize("metric", CLASSES)
+def test_a_weight_of_two_is_the_point_twice_for_classes(metric):
+    (probs, y), count = classified(20), torch.arange(20) % 3
+    repeated = metric(probs.repeat_interleave(count, 0), y.repeat_interleave(count))
+    torch.testing.assert_close(metric(probs, y, weights=count), repeated)
+
+
+def test_a_weight_of_two_is_the_point_twice_for_numbers(numbers):
+    (means, scales, y), count = numbers, torch.arange(N) % 3
+    twice = [part.repeat_interleave(count, -1) for part in (means, scales, y)]
+    first, second = (means[0], scales[0], y), (twice[0][0], twice[1][0], twice[2])
+    cases = [(metric, first, second) for metric in GAUSSIAN]
+    cases += [
+        (metrics.rmse, (means[0], y), (twice[0][0], twice[2])),
+        (metrics.crps_samples, (means, y), (twice[0], twice[2])),
+        (metrics.crps_mixture, (means, scales, y), tuple(twice)),
+        (metrics.lppd, (means,), (twice[0],)),
+    ]
+    for metric, plain, repeated in cases:
+        torch.testing.assert_close(metric(*plain, weights=count), metric(*repeated))
+
+
+def test_points_that_do_not_count_may_be_impossible():
+    probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    assert metrics.nll(probs, torch.tensor([1, 0]), torch.tensor([0.0, 1.0])) == math.log(2)
+
+
+@pytest.mark.parametrize("weights", [torch.ones(3), -torch.ones(2), torch.zeros(2)])
+def test_bad_weights(weights):
+    with pytest.raises(ValueError, match="`weights` has"):
+        metrics.rmse(torch.zeros(2), torch.ones(2), weights)
+
+
+def test_bad_input(numbers):
+    means, scales, y = numbers
+    with pytest.raises(ValueError, match="one for each draw"):
+        metrics.crps_samples(y, y)
+    with pytest.raises(ValueError, match="a row for each draw"):
+        metrics.lppd(y)
+    with pytest.raises(ValueError, match="expected probabilities"):
+        metrics.quantile_calibration_error(y * 10)
+    with pytest.raises(ValueError, match="expected within"):
+        metrics.interval_score(y, y + 1, y, level=1.5)
+    with pytest.raises(ValueError, match="`scale` ranges"):
+        metrics.crps_mixture(means, -scales, y)

@@ -1,0 +1,147 @@
+"""Split conformal prediction: sets of classes and intervals that cover as often as they say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe.calibration.base import (
+    Calibrator,
+    check_classes,
+    check_logits,
+    check_numbers,
+    check_pair,
+    check_scale,
+)
+from tyxe.errors import check_known
+
+CLASS_SCORES, NUMBER_SCORES = ("lac", "aps"), ("normalized", "cqr")
+
+
+class SplitConformal(Calibrator):
+    """Sets or intervals that hold the target with a probability, however good the predictions are.
+
+    For `n` held-out points and a new one that are exchangeable, the probability is between `level`
+    and `level + 1 / (n + 1)`, on average over such sets of points; it is not that of each kind of
+    input. What good predictions bring is small sets.
+
+    Args:
+        score: of classes, from probabilities `(n, C)`: `"aps"`, the probability of all classes that
+            are more likely (their default), or `"lac"`, one minus that of the class, whose sets are
+            the smallest on average; of numbers: `"normalized"`, `|y - mu| / sigma`, from
+            `(mean, scale)` (the default for pairs), or `"cqr"`, from two quantiles
+            `(lower, upper)`. Of several numbers `(n, ...)` the interval holds all at once.
+        level: the probability, between 0 and 1.
+        randomized: count a random part of the class itself in `"aps"`, by torch's generator, as in
+            the paper, and not all of it, so that sets are the same each time.
+
+    Attributes:
+        threshold: the largest score that is held; None before `fit`.
+
+    Raises:
+        TypeError: predictions that the score is not for.
+        ValueError: an unknown score; a level that is no probability; from `fit`, fewer points than
+            the level needs, or targets that are no classes.
+
+    References:
+        Vovk et al. 2005; Sadinle et al. 2019 (LAC); Romano et al. 2020 (APS) and 2019 (CQR).
+
+    Example:
+        >>> probs = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.5, 0.1]]).repeat(10, 1)
+        >>> conformal = SplitConformal("lac", level=0.9).fit(probs, torch.tensor([0, 1]).repeat(10))
+        >>> conformal.predict(torch.tensor([[0.5, 0.5, 0.0]]))
+        tensor([[ True,  True, False]])
+    """
+
+    def __init__(
+        self, score: str | None = None, level: float = 0.9, randomized: bool = True
+    ) -> None:
+        if score is not None:
+            check_known("score", score, (*CLASS_SCORES, *NUMBER_SCORES))
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
+        self.score, self.level, self.randomized = score, level, randomized
+        self.threshold: float | None = None
+
+    def of(self, predictions: Any) -> Any:
+        return predictions.softmax(-1) if isinstance(predictions, Tensor) else predictions
+
+    def fit(self, predictions: Any, y: Tensor) -> SplitConformal:
+        kind = self.score or ("aps" if isinstance(predictions, Tensor) else "normalized")
+        if kind in CLASS_SCORES:
+            probs, y = check_classes(predictions, y)
+            scores = self._of_classes(kind, probs).gather(1, y[:, None])[:, 0]
+        else:
+            first, second = check_pair(predictions)
+            each = _of_numbers(kind, first, second, check_numbers(y, first))
+            scores = each.reshape(len(each), -1).amax(1)
+        count = len(scores)
+        rank = math.ceil((count + 1) * self.level - 1e-9)  # a product such as 10 * 0.7 is rounded
+        if rank > count:
+            needed = math.ceil(self.level / (1 - self.level) - 1e-9)
+            raise ValueError(
+                f"a level of {self.level:g} needs {needed} held-out points or more, and there are "
+                f"{count}: take more, or a lower level"
+            )
+        self.score, self.threshold = kind, float(scores.kthvalue(rank).values)
+        return self
+
+    def predict(self, predictions: Any) -> Any:
+        """Return sets `(n, C)` of booleans, or `(lower, upper)`, which may cross with `"cqr"`."""
+        threshold = self._fitted("threshold")
+        if self.score in CLASS_SCORES:
+            held = self._of_classes(self.score, check_logits(predictions)) <= threshold
+            return held.reshape(predictions.shape)
+        first, second = check_pair(predictions)
+        if self.score == "cqr":
+            ends = first - threshold, second + threshold
+        else:
+            ends = first - threshold * second, first + threshold * second
+        dtype = torch.as_tensor(predictions[0]).dtype
+        return ends[0].to(dtype), ends[1].to(dtype)
+
+    def _of_classes(self, kind: str, probs: Tensor) -> Tensor:
+        """Return the scores of all classes, `(n, C)`."""
+        if not bool((probs >= 0).all() & ((probs.sum(-1) - 1).abs() < 1e-2).all()):
+            raise ValueError("rows are no probabilities: pass logits.softmax(-1)")
+        if kind == "lac":
+            return 1 - probs
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        share = torch.rand(len(probs), 1).to(probs) if self.randomized else 1.0
+        scores = ordered.cumsum(-1) - ordered + share * ordered
+        return torch.empty_like(probs).scatter(-1, order, scores)
+
+
+def _of_numbers(kind: str, first: Tensor, second: Tensor, y: Tensor) -> Tensor:
+    if kind == "cqr":
+        return torch.maximum(first - y, y - second)
+    return (y - first).abs() / check_scale(second)
+
+
+def coverage(predicted: Any, y: Tensor) -> float:
+    """Return the share of points whose targets lie in sets `(n, C)`, or in `(lower, upper)`.
+
+    Example:
+        >>> coverage(torch.tensor([[True, False], [True, True]]), torch.tensor([1, 1]))
+        0.5
+    """
+    if isinstance(predicted, Tensor):
+        held = predicted.gather(-1, y.unsqueeze(-1))
+    else:
+        held = ((predicted[0] <= y) & (y <= predicted[1])).reshape(len(y), -1).all(1)
+    return float(held.double().mean())
+
+
+def size(predicted: Any) -> float:
+    """Return the mean number of classes in sets `(n, C)`, or the mean width of `(lower, upper)`.
+
+    Example:
+        >>> size((torch.zeros(2), torch.tensor([1.0, 3.0])))
+        2.0
+    """
+    if isinstance(predicted, Tensor):
+        return float(predicted.double().sum(-1).mean())
+    return float((predicted[1] - predicted[0]).double().clamp_min(0).mean())

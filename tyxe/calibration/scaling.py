@@ -1,0 +1,108 @@
+"""One number for all predictions: a temperature of classes, a factor of standard deviations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe.calibration.base import (
+    Calibrator,
+    check_classes,
+    check_numbers,
+    check_pair,
+    check_scale,
+)
+
+# A temperature is looked for between 1e-3 and 1e3, by so many bisections.
+BOUND, STEPS = 1e3, 60
+
+
+class TemperatureScaling(Calibrator):
+    """Logits divided by the temperature of the best log-likelihood of held-out data.
+
+    For a BNN, the logits are those of its averaged predictions, as `predict` returns them.
+
+    Attributes:
+        temperature: above 1, the predictions were too certain; None before `fit`.
+
+    Raises:
+        TypeError: predictions that are no logits `(n, C)`.
+        ValueError: from `fit`, targets that are no classes of these, or for which no temperature is
+            the best, because the predictions get them all right, or none better than by chance.
+
+    Reference:
+        Guo et al. 2017.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0], [0.0, 4.0], [4.0, 0.0]])
+        >>> scaling = TemperatureScaling().fit(logits, torch.tensor([0, 1, 1]))
+        >>> scaling(logits).softmax(-1)[0]
+        tensor([0.6667, 0.3333])
+    """
+
+    def __init__(self) -> None:
+        self.temperature: float | None = None
+
+    def fit(self, predictions: Any, y: Tensor) -> TemperatureScaling:
+        logits, y = check_classes(predictions, y)
+        at_targets = logits.gather(1, y[:, None]).mean()
+
+        def slope(inverse: float) -> float:
+            # The loss is convex in the inverse temperature, so that its slope grows.
+            expected = ((inverse * logits).softmax(-1) * logits).sum(-1).mean()
+            return float(expected - at_targets)
+
+        low, high = 1 / BOUND, BOUND
+        if slope(high) <= 0 or slope(low) >= 0:
+            what = "all right" if slope(high) <= 0 else "no better than by chance"
+            raise ValueError(
+                f"no temperature is the best: the predictions of {len(y)} held-out points are "
+                f"{what}; take more points, or others than those that the net was trained on"
+            )
+        for _ in range(STEPS):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+        self.temperature = 1 / middle
+        return self
+
+    def predict(self, predictions: Any) -> Tensor:
+        return torch.as_tensor(predictions) / self._fitted("temperature")
+
+
+class ScaleFactor(Calibrator):
+    """Standard deviations times the factor of the best log-likelihood of held-out data.
+
+    For a Gaussian it is `sqrt(mean ((y - mu) / sigma)^2)`. Predictions are `(mean, scale)`.
+
+    Attributes:
+        factor: above 1, the predictions were too certain; None before `fit`.
+
+    Raises:
+        TypeError: predictions that are no such pair.
+        ValueError: from `fit`, targets of another shape, or standard deviations of 0.
+
+    Example:
+        >>> mean, scale, y = torch.zeros(2), torch.ones(2), torch.tensor([2.0, -2.0])
+        >>> ScaleFactor().fit((mean, scale), y)((mean, scale))
+        (tensor([0., 0.]), tensor([2., 2.]))
+    """
+
+    def __init__(self) -> None:
+        self.factor: float | None = None
+
+    def fit(self, predictions: Any, y: Tensor) -> ScaleFactor:
+        mean, scale = check_pair(predictions)
+        factor = float(
+            ((check_numbers(y, mean) - mean) / check_scale(scale)).square().mean().sqrt()
+        )
+        if not factor:
+            raise ValueError("the predictions are the targets themselves: take held-out data")
+        self.factor = factor
+        return self
+
+    def predict(self, predictions: Any) -> tuple[Tensor, Tensor]:
+        factor = self._fitted("factor")
+        check_pair(predictions)
+        return predictions[0], predictions[1] * factor

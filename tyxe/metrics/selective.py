@@ -1,0 +1,76 @@
+"""Scores of classifiers that may abstain."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tyxe.metrics.checks import check_classified
+
+
+class RiskCoverage(NamedTuple):
+    """Error among the points that are kept, by their number.
+
+    Attributes:
+        coverage: fraction of points that are kept, `1/n` to 1, shape `(n,)`.
+        risk: error of these, shape `(n,)`.
+    """
+
+    coverage: Tensor
+    risk: Tensor
+
+
+def risk_coverage_curve(
+    probs: Tensor, targets: Tensor, confidence: Tensor | None = None
+) -> RiskCoverage:
+    r"""Error of the most confident points, one more at a time.
+
+    Points of the same confidence come in any order: their risk is its mean over all of them.
+
+    Args:
+        probs: class probabilities, shape `(n, C)`.
+        targets: classes in `0..C-1`, shape `(n,)`.
+        confidence: what points are kept by, shape `(n,)`; by default the maximal probability.
+
+    Raises:
+        ValueError: confidences of another shape, or that are not numbers.
+
+    References:
+        El-Yaniv and Wiener (2010), On the foundations of noise-free selective classification.
+
+    Example:
+        >>> probs = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.8, 0.2], [0.7, 0.3]])
+        >>> risk_coverage_curve(probs, torch.tensor([0, 1, 0, 1])).risk
+        tensor([0.0000, 0.0000, 0.3333, 0.5000])
+    """
+    probs, targets = check_classified(probs, targets)
+    given = probs.amax(-1) if confidence is None else torch.as_tensor(confidence)
+    if given.shape != targets.shape or given.isnan().any():
+        raise ValueError(
+            f"`confidence` has shape {tuple(given.shape)}, expected {tuple(targets.shape)} without "
+            "NaNs: pass probs.amax(-1), or -predictive_entropy(probs)"
+        )
+    values, order = given.sort(descending=True)
+    errors = (probs.argmax(-1) != targets)[order].double()
+    _, group = torch.unique_consecutive(values, return_inverse=True)
+    sums = errors.new_zeros(int(group[-1]) + 1).index_add(0, group, errors)
+    mean = (sums / group.bincount())[group]
+    count = torch.arange(1, len(mean) + 1, device=mean.device)
+    risk = mean.cumsum(0) / count
+    return RiskCoverage((count / len(mean)).to(probs.dtype), risk.to(probs.dtype))
+
+
+def aurc(probs: Tensor, targets: Tensor, confidence: Tensor | None = None) -> Tensor:
+    r"""Area under the risk-coverage curve, `1/n sum_k risk_k`; lower is better.
+
+    Arguments and errors are those of `risk_coverage_curve`.
+
+    References:
+        Geifman, Uziel and El-Yaniv (2019), Bias-reduced uncertainty estimation for deep neural
+        classifiers.
+
+    Example:
+        >>> aurc(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+        tensor(0.2500)
+    """
+    return risk_coverage_curve(probs, targets, confidence).risk.mean()
