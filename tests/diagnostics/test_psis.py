@@ -1,0 +1,55 @@
+"""The estimate of a Pareto shape: known tails, ArviZ's own, and guides with known ratios."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tyxe.diagnostics import pareto_k
+
+
+@pytest.mark.parametrize("shape", [0.2, 0.5, 0.9, 1.5])
+def test_a_known_tail_is_found(shape):
+    found = []
+    for seed in range(20):
+        draws = stats.genpareto.rvs(shape, size=4_000, random_state=seed)
+        found.append(pareto_k(torch.as_tensor(np.log(draws))))
+    # The weak prior on 1/2 moves it by a tenth of the distance, at 190 ratios of the tail.
+    assert np.mean(found) == pytest.approx(shape, abs=0.1)
+
+
+def test_it_is_that_of_arviz():
+    arviz = pytest.importorskip("arviz", reason="it is of the extra 'mcmc'")
+    for seed, shape in enumerate((0.1, 0.4, 0.8, 1.2)):
+        ratios = np.log(stats.genpareto.rvs(shape, size=2_000, random_state=seed))
+        _, expected = arviz.psislw(ratios)
+        assert pareto_k(torch.as_tensor(ratios)) == pytest.approx(float(expected), abs=0.02)
+
+
+def test_of_a_guide_that_is_too_narrow_or_wide():
+    """Ratios of N(0, 1) to N(0, s^2) have the shape 1 - s^2 for s below 1."""
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(100_000, generator=draw, dtype=torch.float64)
+
+    def ratios(scale):
+        return -0.5 * (scale * z).square() + 0.5 * z.square() + math.log(scale)
+
+    assert pareto_k(ratios(0.5)) == pytest.approx(0.75, abs=0.15)
+    assert pareto_k(ratios(1.5)) < 0.2
+
+
+def test_constants_do_not_matter_and_equal_ratios_have_no_tail():
+    ratios = torch.randn(500, dtype=torch.float64)
+    assert pareto_k(ratios + 1e4) == pytest.approx(pareto_k(ratios), abs=1e-6)
+    assert pareto_k(torch.zeros(100)) == -math.inf
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="expected 25 or more"):
+        pareto_k(torch.randn(20))
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        pareto_k(torch.tensor([0.0, math.inf] * 50))
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        pareto_k(torch.randn(50, 2))

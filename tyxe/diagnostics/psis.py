@@ -1,0 +1,62 @@
+"""The tail of importance ratios, by which an approximation is judged as a density."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tyxe.metrics.checks import check_real
+
+FEWEST = 5
+
+
+def pareto_k(log_ratios: Tensor) -> float:
+    """Return the shape of the generalised Pareto distribution that the largest ratios follow.
+
+    Above 1/2 the ratios have no variance, above 1 no mean; below 0.7 importance sampling by the
+    approximation works with as many draws as one has. In hundreds of dimensions it is above 0.7
+    for nearly every approximation, which then says nothing about its predictions.
+
+    Args:
+        log_ratios: `log p(w_s, D) - log q(w_s)` of draws from `q`, up to a constant, `(S,)`.
+
+    Raises:
+        TypeError: no tensor of numbers.
+        ValueError: fewer than 25 ratios, no vector, or ratios that are not finite.
+
+    References:
+        Yao, Vehtari, Simpson, Gelman 2018, Yes, but did it work?; Vehtari et al. 2024, Pareto
+        smoothed importance sampling; Zhang and Stephens 2009, for the estimate.
+
+    Example:
+        >>> pareto_k(torch.arange(1, 1000) / 1000 * 0) < 0.1
+        True
+    """
+    ratios = check_real("log_ratios", log_ratios).double()
+    if ratios.dim() != 1 or not bool(ratios.isfinite().all()):
+        raise ValueError(
+            f"`log_ratios` has shape {tuple(ratios.shape)}, expected finite numbers (S,)"
+        )
+    size = len(ratios)
+    tail = math.ceil(min(0.2 * size, 3 * size**0.5))
+    if tail < FEWEST:
+        raise ValueError(f"there are {size} ratios; expected 25 or more, better 1,000")
+    values = (ratios - ratios.max()).sort().values.exp()
+    excess = values[-tail:] - values[-tail - 1]
+    # Equal ratios have no tail.
+    return _shape(excess[excess > 0], tail) if bool(excess[-1] > 0) else -math.inf
+
+
+def _shape(excess: Tensor, count: int) -> float:
+    """Return the shape by the quasi-Bayesian estimate of Zhang and Stephens, shrunk to 1/2."""
+    points = 30 + int(count**0.5)
+    grid = torch.arange(1, points + 1, dtype=torch.float64)
+    quartile = excess[(len(excess) + 2) // 4 - 1 if len(excess) > 1 else 0]
+    theta = 1 / excess[-1] + (1 - (points / (grid - 0.5)).sqrt()) / (3 * quartile)
+    shapes = torch.log1p(-theta[:, None] * excess).mean(1)
+    profile = len(excess) * ((-theta / shapes).log() - shapes - 1)
+    best = (profile.softmax(0) * theta).sum()
+    shape = float(torch.log1p(-best * excess).mean())
+    return (shape * count + 0.5 * 10) / (count + 10)

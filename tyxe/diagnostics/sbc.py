@@ -1,0 +1,283 @@
+"""Simulation-based calibration: posteriors of data from the prior hold the truth as they should."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from tyxe import files
+from tyxe.bnn.predict import SupervisedBNN
+from tyxe.bnn.training import progress_bar
+from tyxe.errors import check_count
+from tyxe.plotting.axes import axes
+from tyxe.rng import torch_rng_kept
+from tyxe.util import Inputs
+
+# From outputs `(n, ...)` and targets to a number.
+Function = Callable[[Tensor, Tensor], Tensor]
+LOG_LIKELIHOOD = "log likelihood"
+# Sets of uniform ranks by which p-values and bands are found.
+SIMULATED = 2_000
+
+
+@dataclass(frozen=True)
+class SBC:
+    """The ranks of true values among draws from posteriors, which ought to be uniform.
+
+    Attributes:
+        ranks: of each function, `(num_simulations,)`, from 0 to `num_draws`.
+        num_draws: the number `L` of draws.
+    """
+
+    ranks: Mapping[str, Tensor]
+    num_draws: int
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return len(next(iter(self.ranks.values()))), self.num_draws
+
+    def p_values(self) -> dict[str, float]:
+        """Return the share of uniform ranks that are as far from uniformity, for each function.
+
+        How far is the least probability, in both tails, of the number of ranks below a level; over
+        several functions mind that there are several.
+        """
+        law = _law(*self._sizes)
+        return {
+            name: float((law.simulated <= law.statistic(ranks[None])).double().mean())
+            for name, ranks in self.ranks.items()
+        }
+
+    def band(self, level: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
+        """Return levels `k / (L + 1)`, and between what shares of ranks lie below, all at once.
+
+        Of uniform ranks, all shares are inside with a probability of `level`.
+        """
+        law = _law(*self._sizes)
+        gamma = law.simulated.quantile(1 - level)
+        inside = 2 * torch.minimum(law.below, law.above) >= gamma
+        counts = torch.arange(law.size + 1, dtype=torch.float64)
+        lowest = inside.double().argmax(1)
+        highest = law.size - inside.flip(1).double().argmax(1)
+        return law.levels, counts[lowest] / law.size, counts[highest] / law.size
+
+    def plot(self, ax: Any = None, level: float = 0.95) -> Any:
+        """Draw how far the ranks' distribution functions are from the uniform one, with the band.
+
+        Returns:
+            The axes.
+        """
+        ax = axes(ax)
+        levels, low, high = self.band(level)
+        ax.fill_between(levels, low - levels, high - levels, color="0.85", linewidth=0)
+        p_values = self.p_values()
+        for name, ranks in self.ranks.items():
+            shares = _below(ranks[None], self.num_draws)[0] / len(ranks)
+            ax.plot(levels, shares - levels, label=f"{name} (p = {p_values[name]:.2g})")
+        ax.set(xlabel="rank / draws", ylabel="share of ranks below, less a uniform's", xlim=(0, 1))
+        ax.legend(frameon=False)
+        return ax
+
+
+class _Binomials:
+    """The law of numbers of uniform ranks below each level [Säilynoja et al. 2022, eq. 6 to 11]."""
+
+    def __init__(self, size: int, draws: int) -> None:
+        self.size = size
+        self.levels = torch.arange(1, draws + 1, dtype=torch.float64) / (draws + 1)
+        counts = torch.arange(self.size + 1, dtype=torch.float64)
+        choose = torch.tensor(self.size + 1.0, dtype=torch.float64).lgamma()
+        choose = choose - (counts + 1).lgamma() - (self.size - counts + 1).lgamma()
+        p = self.levels[:, None]
+        each = (choose + counts * p.log() + (self.size - counts) * (1 - p).log()).exp()
+        self.below, self.above = each.cumsum(1), each.flip(1).cumsum(1).flip(1)
+        uniform = torch.Generator().manual_seed(0)
+        ranks = torch.randint(draws + 1, (SIMULATED, self.size), generator=uniform)
+        self.simulated = torch.cat([self.statistic(part) for part in ranks.split(100)])
+
+    def statistic(self, ranks: Tensor) -> Tensor:
+        """Return the least probability, in both tails, over levels, of each row of ranks."""
+        counts = _below(ranks, len(self.levels)).T
+        tails = torch.minimum(self.below.gather(1, counts), self.above.gather(1, counts))
+        return 2 * tails.amin(0)
+
+
+_law = lru_cache(8)(_Binomials)
+
+
+def _below(ranks: Tensor, draws: int) -> Tensor:
+    """Return the numbers of ranks below 1, ..., `draws` in each row."""
+    counts = torch.zeros(len(ranks), draws + 1, dtype=torch.long)
+    counts.scatter_add_(1, ranks, torch.ones_like(ranks))
+    return counts.cumsum(1)[:, :-1]
+
+
+def sbc(
+    make_bnn: Callable[[], SupervisedBNN],
+    fit: Callable[[Any, list[tuple[Any, Tensor]]], Any],
+    inputs: Inputs,
+    functions: Mapping[str, Function] | None = None,
+    num_simulations: int = 500,
+    *,
+    num_draws: int = 99,
+    predictive: str | None = None,
+    seed: int = 0,
+    num_workers: int = 1,
+    path: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> SBC:
+    """Rank true values among draws from the posteriors of data that the model itself has drawn.
+
+    Weights are drawn from the prior, targets from the likelihood, and the posterior of these is
+    fitted. The rank of a function of the outputs at the true weights, among its values at draws
+    from the posterior, is uniform where inference is exact, if the draws are independent.
+
+    Args:
+        make_bnn: makes the BNN, the same each time.
+        fit: `fit(bnn, [(inputs, y)])` fits it; what it returns, if anything, takes its place. Of
+            chains, thin the samples, so that draws are independent.
+        inputs: a batch, of which the posteriors are.
+        functions: from outputs `(n, ...)` and targets to a number, by name; by default the outputs'
+            mean. The log-likelihood of the targets is among them always: it sees
+            what single outputs do not [Modrak et al. 2023].
+        num_simulations: how many.
+        num_draws: number `L` of draws from each posterior.
+        predictive: where outputs come from, as in `predict`; by default drawn weights.
+        seed: of simulation `i`, plus `i`, so that results do not depend on workers.
+        num_workers: processes; with more than one, `make_bnn`, `fit` and `functions` are picklable.
+        path: a file that keeps the ranks; what it has is not simulated again.
+        progress: show a bar; by default on a terminal only.
+
+    Raises:
+        ValueError: a prior that cannot be sampled, or nothing to sample; a file of other settings.
+
+    References:
+        Talts et al. 2018; Säilynoja, Bürkner, Vehtari 2022, for bands and p-values.
+
+    Example:
+        >>> import pyro.distributions as dist, torch.nn as nn, tyxe
+        >>> def make():
+        ...     return tyxe.LaplaceBNN(
+        ...         nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...         tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5), structure="full")
+        >>> def fit(bnn, data):
+        ...     bnn.fit(data, torch.optim.Adam, 10)
+        >>> found = sbc(make, fit, torch.linspace(-1, 1, 20)[:, None], num_simulations=4)
+        >>> found.ranks["log likelihood"].shape
+        torch.Size([4])
+    """
+    num_simulations = check_count("num_simulations", num_simulations)
+    num_draws = check_count("num_draws", num_draws)
+    functions = {"mean output": _mean_output} if functions is None else dict(functions)
+    if LOG_LIKELIHOOD in functions:
+        raise ValueError(f"{LOG_LIKELIHOOD!r} is among the functions always; choose another name")
+    names = (*functions, LOG_LIKELIHOOD)
+    told = {"functions": list(names), "num_draws": num_draws, "seed": seed}
+    done = _kept(path, told)
+    one = partial(_simulate, make_bnn, fit, inputs, functions, num_draws, predictive, seed)
+    left = [index for index in range(num_simulations) if index not in done]
+    with progress_bar(None, "sbc", "simulation", progress) as bar:
+        bar.total = len(left)
+        for index, ranks in _each(one, left, num_workers):
+            done[index] = ranks
+            if path is not None:
+                files.write(path, {**told, "ranks": done})
+            bar.update()
+    rows = torch.tensor([done[index] for index in range(num_simulations)])
+    return SBC(dict(zip(names, rows.unbind(1), strict=True)), num_draws)
+
+
+def _mean_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.double().mean()
+
+
+def _kept(path: Any, told: Mapping[str, Any]) -> dict[int, list[int]]:
+    if path is None or not Path(path).exists():
+        return {}
+    saved = files.read(path)
+    other = [name for name, value in told.items() if saved.get(name) != value]
+    if other:
+        raise ValueError(
+            f"{path} has ranks of other settings ({', '.join(other)}): take another file, or these"
+        )
+    return dict(saved["ranks"])
+
+
+def _each(one: Any, indices: list[int], num_workers: int) -> Iterator[tuple[int, list[int]]]:
+    if num_workers == 1:
+        for index in indices:
+            yield index, one(index)
+        return
+    # A process that is forked has the locks of threads that it lacks.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+        running = {pool.submit(one, index): index for index in indices}
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
+def _simulate(
+    make_bnn: Any,
+    fit: Any,
+    inputs: Inputs,
+    functions: Mapping[str, Function],
+    num_draws: int,
+    predictive: str | None,
+    seed: int,
+    index: int,
+) -> list[int]:
+    """Return the ranks of one simulation."""
+    with torch_rng_kept():
+        torch.manual_seed(seed + index)
+        bnn = make_bnn().eval()
+        true, outputs, targets = _from_prior(bnn, inputs)
+        fitted = fit(bnn, [(inputs, targets)])
+        bnn = bnn if fitted is None else fitted
+        if predictive is None or predictive == "bnn":
+            with bnn.predicting():
+                drawn, latents = bnn.stacked_outputs(inputs, num_draws)
+        else:
+            how = {"num_predictions": num_draws, "aggregate": False, "predictive": predictive}
+            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+            drawn, latents = bnn.predict(*arguments, **how), bnn.latent_draws(num_draws)
+
+        def values(f: Tensor, own: Mapping[str, Tensor]) -> list[float]:
+            found = [float(function(f, targets)) for function in functions.values()]
+            each = bnn.likelihood.mixture_log_likelihood(f[None], targets, own)
+            return [*found, float(each.double().sum())]
+
+        truth = torch.tensor(values(outputs, true), dtype=torch.float64)
+        every = torch.tensor(
+            [values(f, {n: v[s : s + 1] for n, v in latents.items()}) for s, f in enumerate(drawn)],
+            dtype=torch.float64,
+        )
+        ties = ((every == truth) & (torch.rand(len(every), 1) < torch.rand(1))).sum(0)
+        return ((every < truth).sum(0) + ties).tolist()
+
+
+def _from_prior(bnn: SupervisedBNN, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Draw weights, outputs and targets; return the likelihood's own variables of the draw too."""
+    if not len(bnn.net_prior) and not bnn.likelihood.latent_priors():
+        raise ValueError("the prior exposes nothing, so that there is no posterior to look at")
+    try:
+        with torch.no_grad(), poutine.trace() as messenger:
+            outputs = bnn.model(inputs)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the prior cannot be sampled, and so no data be simulated from it: {error}"
+        ) from error
+    nodes = messenger.trace.nodes
+    own = bnn.likelihood.latent_priors()
+    prefix = bnn.likelihood.prefix
+    true = {name: nodes[f"{prefix}.{name}"]["value"][None] for name in own}
+    return true, outputs, nodes[bnn.likelihood.data_name]["value"]
