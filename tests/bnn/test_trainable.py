@@ -132,6 +132,28 @@ def test_a_mode_is_judged_at_its_centre():
     assert module.judge((X, Y)).predictions.shape == (20, 2)
 
 
+def test_a_curvature_of_other_weights_is_forgotten():
+    bnn = laplace()
+    bnn.fit([(X, Y)], ADAM, 3)
+    by_hand(tyxe.Trainable(bnn), [(X, Y)])
+    with pytest.raises(RuntimeError, match="there is no curvature yet"):
+        bnn.predict(X, num_predictions=4)
+    bnn.fit_curvature([(X, Y)])
+    assert bnn.predict(X, num_predictions=4).shape == (20, 2)
+
+
+def test_the_mode_is_that_of_the_temperature():
+    fitted, own = laplace(), laplace()
+    fitted.temperature = own.temperature = 0.1
+    torch.manual_seed(1)
+    fitted.fit([(X, Y)], ADAM, 3)
+    module = tyxe.Trainable(own)
+    assert module.beta == 0.1
+    by_hand(module, [(X, Y)])
+    for one, two in zip(fitted.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
+
+
 def test_frozen_parts_keep_their_mode():
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2))
     net[0].requires_grad_(False).eval()

@@ -241,6 +241,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
 
     # ------------------------------------------------------------------ draws
 
+    def before_step(self) -> None:
+        self.net_guide.state = None
+
     def guide(self, inputs: Inputs = None, obs: Tensor | None = None) -> Values:
         """The posterior (a Pyro program); a delta as long as there is no curvature."""
         values: Values = self.net_guide()

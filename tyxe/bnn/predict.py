@@ -142,6 +142,9 @@ class SupervisedBNN(Intervals, BNN):
         read = self._read(batch)
         return read if read is batch else (read[0], self.likelihood.to_fit(read[1]))
 
+    def before_step(self) -> None:
+        """Forget what was made of the parameters, which a step in another loop is to move."""
+
     @abstractmethod
     def draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws from the posterior: a value for each site, by joint name.

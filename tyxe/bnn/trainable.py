@@ -49,7 +49,8 @@ class Trainable(Objective):
         bnn: a BNN that is fitted in steps: variational, dropout, or a `LaplaceBNN` at its mode.
         unpack: from a batch to `inputs, targets` or `inputs, targets, weights`.
         handler: makes the handler of each step, such as `tyxe.poutine.local_reparameterization`.
-        beta: weight of the KL, an attribute that may be changed between steps.
+        beta: weight of the KL, an attribute that may be changed between steps: 1, or by default the
+            temperature of a `LaplaceBNN`, whose curvature a step forgets.
         num_predictions: number of draws by which held-out data are judged; 0 is the posterior's
             centre. The default is 8, or 0 where nothing has a spread.
 
@@ -80,7 +81,7 @@ class Trainable(Objective):
         *,
         unpack: Unpack | None = None,
         handler: Handler = nullcontext,
-        beta: float = 1.0,
+        beta: float | None = None,
         num_predictions: int | None = None,
     ) -> None:
         if not isinstance(bnn, SupervisedBNN) or not hasattr(bnn, "guide"):
@@ -90,7 +91,8 @@ class Trainable(Objective):
                 "EnsembleBNN are trained one by one, and MCMC_BNN has its own fit"
             )
         super().__init__(bnn, closed_form_kl=True, num_particles=1)
-        self.unpack, self.handler, self.beta = unpack, handler, beta
+        self.unpack, self.handler = unpack, handler
+        self.beta = getattr(bnn, "temperature", 1.0) if beta is None else beta
         if num_predictions is None:
             num_predictions = 8 if "scale" in bnn.parameter_kinds().values() else 0
         self.num_predictions = num_predictions
@@ -111,6 +113,7 @@ class Trainable(Objective):
             if not self._is_checked:
                 check_one_batch(self.bnn, self.bnn.mean_values, inputs, targets)
                 self._is_checked = True
+            self.bnn.before_step()
             with self.handler():
                 loss = super().forward(inputs, targets, self.beta)
             terms = self.take_terms()

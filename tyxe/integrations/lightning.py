@@ -30,7 +30,8 @@ class LightningBNN(lightning.LightningModule):
         optim: a torch optimiser class or a partial of one, as in `fit`.
         scheduler: from the optimiser to what Lightning takes as `lr_scheduler`.
         lr_multipliers: factors of the learning rate by kind of parameter, as in `fit`.
-        beta: weight of the KL, or a function of the epoch that returns it.
+        beta: weight of the KL, or a function of the epoch that returns it; by default as in
+            `Trainable`.
 
     Raises:
         TypeError: a BNN that is not fitted in steps, or an optimiser that takes its own gradients.
@@ -54,7 +55,7 @@ class LightningBNN(lightning.LightningModule):
         lr_multipliers: Mapping[str, float] | None = None,
         unpack: Unpack | None = None,
         handler: Handler = nullcontext,
-        beta: float | Callable[[int], float] = 1.0,
+        beta: float | Callable[[int], float] | None = None,
         num_predictions: int | None = None,
     ) -> None:
         super().__init__()
@@ -82,9 +83,10 @@ class LightningBNN(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self._scheduler(optimizer)}
 
     def on_train_epoch_start(self) -> None:
-        beta, epoch = self._beta, self.current_epoch
         self.trainable.train()
-        self.trainable.beta = check_beta(beta(epoch) if callable(beta) else beta, epoch)
+        if (beta := self._beta) is not None:
+            epoch = self.current_epoch
+            self.trainable.beta = check_beta(beta(epoch) if callable(beta) else beta, epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.trainable(batch)
