@@ -5,10 +5,10 @@
       <- curvature, optim <- predictive, laplace <- bnn
       <- calibration, continual, diagnostics
 
-`metrics` and `plotting` are leaves, which only `diagnostics` reads, `testing` stands outside, and
-`integrations`, whose modules are imported by name where another framework is installed, on top.
-Every import counts, those for type checking too: a name that is only written down is known all the
-same.
+`metrics` and `plotting` are leaves, which only `calibration` and `diagnostics` read, `testing`
+stands outside, and `integrations`, whose modules are imported by name where another framework is
+installed, on top. Every import counts, those for type checking too: a name that is only written
+down is known all the same.
 """
 
 import graphlib
@@ -34,8 +34,8 @@ LEVELS = (
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 # A leaf, and which others of tyxe it may import.
 LEAVES: dict[str, tuple[str, ...]] = {"metrics": (), "plotting": ("metrics",)}
-# What scores and draws BNNs by them.
-READS_LEAVES = ("diagnostics",)
+# What scores and draws predictions by them.
+READS_LEAVES = ("calibration", "diagnostics")
 # Behind extras: not imported with the package.
 BY_NAME = "integrations"
 # Outside: imports anything, is imported by nothing.

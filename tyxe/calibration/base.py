@@ -15,6 +15,7 @@ from tyxe.bnn.batches import batches_of
 from tyxe.bnn.predict import rows_of
 from tyxe.data import Unpack, concatenate_targets
 from tyxe.errors import described
+from tyxe.metrics.checks import check_real, check_regression, check_targets
 
 
 class Calibrator(ABC):
@@ -120,54 +121,26 @@ def check_logits(values: Any) -> Tensor:
         raise TypeError(
             f"predictions are {described(values)}; expected a tensor (n, C), a row of classes each"
         )
-    if not values.numel() or not bool(values.isfinite().all()):
-        raise ValueError("there are no points, or predictions that are not finite")
-    return values.reshape(-1, values.shape[-1]).double()
+    return check_real("predictions", values).reshape(-1, values.shape[-1]).double()
 
 
 def check_classes(values: Any, y: Any) -> tuple[Tensor, Tensor]:
     """Return logits or probabilities as `check_logits` does, and their targets `(n,)`, or raise."""
-    rows, y = check_logits(values), torch.as_tensor(y)
-    if y.shape != values.shape[:-1] or y.is_floating_point() or y.dtype == torch.bool:
-        raise ValueError(
-            f"targets are {y.dtype} of shape {tuple(y.shape)}; expected integers of shape "
-            f"{tuple(values.shape[:-1])} for predictions {tuple(values.shape)}"
-        )
-    low, high, classes = int(y.min()), int(y.max()), values.shape[-1]
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"targets range over {low}..{high}; expected classes in 0..{classes - 1}: leave out "
-            "what the likelihood ignores"
-        )
-    return rows, y.reshape(-1).to(values.device).long()
+    rows = check_logits(values)
+    return rows, check_targets(torch.as_tensor(y).reshape(-1).to(rows.device), rows)
 
 
-def check_pair(values: Any) -> tuple[Tensor, Tensor]:
-    """Return a pair of predictions `(n, ...)` in float64, or raise."""
+def check_pair(values: Any, y: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a pair of predictions `(n, ...)` and targets in float64, or raise.
+
+    Without targets, the first of the pair stands for them.
+    """
     if not isinstance(values, tuple | list) or len(values) != 2:
         raise TypeError(
             f"predictions are {described(values)}; expected a pair of tensors, such as mean and "
             "standard deviation of numbers (classes have sets, and no intervals)"
         )
-    first, second = (torch.as_tensor(part).double() for part in values)
-    if not bool(first.isfinite().all() & second.isfinite().all()):
-        raise ValueError("there are predictions that are not finite")
-    return first, second.expand_as(first)
-
-
-def check_numbers(y: Any, like: Tensor) -> Tensor:
-    """Return targets of numbers in float64, or raise where they do not fit predictions."""
-    y = torch.as_tensor(y).to(like)
-    if y.shape != like.shape or not y.numel() or not bool(y.isfinite().all()):
-        raise ValueError(
-            f"targets have shape {tuple(y.shape)}; expected finite numbers of shape "
-            f"{tuple(like.shape)}, as the predictions, and one point or more"
-        )
-    return y
-
-
-def check_scale(scale: Tensor) -> Tensor:
-    """Return standard deviations, or raise where they are not positive."""
-    if not bool((scale > 0).all()):
-        raise ValueError(f"standard deviations go down to {scale.min():.4g}; expected above 0")
-    return scale
+    first, second = (torch.as_tensor(part) for part in values)
+    first, targets = check_regression(first, first if y is None else torch.as_tensor(y))
+    second = check_real("predictions[1]", second.expand_as(first))
+    return first.double(), second.double(), targets.double()

@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tyxe.calibration.base import (
-    Calibrator,
-    check_classes,
-    check_logits,
-    check_numbers,
-    check_pair,
-    check_scale,
-)
+from tyxe.calibration.base import Calibrator, check_classes, check_logits, check_pair
 from tyxe.errors import check_known
+from tyxe.metrics.checks import check_probs, check_scale
 
 CLASS_SCORES, NUMBER_SCORES = ("lac", "aps"), ("normalized", "cqr")
 
@@ -75,8 +69,7 @@ class SplitConformal(Calibrator):
             probs, y = check_classes(predictions, y)
             scores = self._of_classes(kind, probs).gather(1, y[:, None])[:, 0]
         else:
-            first, second = check_pair(predictions)
-            each = _of_numbers(kind, first, second, check_numbers(y, first))
+            each = _of_numbers(kind, *check_pair(predictions, y))
             scores = each.reshape(len(each), -1).amax(1)
         count = len(scores)
         rank = math.ceil((count + 1) * self.level - 1e-9)  # a product such as 10 * 0.7 is rounded
@@ -95,7 +88,7 @@ class SplitConformal(Calibrator):
         if self.score in CLASS_SCORES:
             held = self._of_classes(self.score, check_logits(predictions)) <= threshold
             return held.reshape(predictions.shape)
-        first, second = check_pair(predictions)
+        first, second, _ = check_pair(predictions)
         if self.score == "cqr":
             ends = first - threshold, second + threshold
         else:
@@ -105,8 +98,7 @@ class SplitConformal(Calibrator):
 
     def _of_classes(self, kind: str, probs: Tensor) -> Tensor:
         """Return the scores of all classes, `(n, C)`."""
-        if not bool((probs >= 0).all() & ((probs.sum(-1) - 1).abs() < 1e-2).all()):
-            raise ValueError("rows are no probabilities: pass logits.softmax(-1)")
+        probs = check_probs(probs)
         if kind == "lac":
             return 1 - probs
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
@@ -118,7 +110,7 @@ class SplitConformal(Calibrator):
 def _of_numbers(kind: str, first: Tensor, second: Tensor, y: Tensor) -> Tensor:
     if kind == "cqr":
         return torch.maximum(first - y, y - second)
-    return (y - first).abs() / check_scale(second)
+    return (y - first).abs() / check_scale(second, first)
 
 
 def coverage(predicted: Any, y: Tensor) -> float:

@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tyxe.calibration.base import (
-    Calibrator,
-    check_classes,
-    check_numbers,
-    check_pair,
-    check_scale,
-)
+from tyxe.calibration.base import Calibrator, check_classes, check_pair
+from tyxe.metrics.checks import check_scale
 
 # A temperature is looked for between 1e-3 and 1e3, by so many bisections.
 BOUND, STEPS = 1e3, 60
@@ -93,10 +88,9 @@ class ScaleFactor(Calibrator):
         self.factor: float | None = None
 
     def fit(self, predictions: Any, y: Tensor) -> ScaleFactor:
-        mean, scale = check_pair(predictions)
-        factor = float(
-            ((check_numbers(y, mean) - mean) / check_scale(scale)).square().mean().sqrt()
-        )
+        mean, scale, targets = check_pair(predictions, y)
+        z = (targets - mean) / check_scale(scale, mean)
+        factor = float(z.square().mean().sqrt())
         if not factor:
             raise ValueError("the predictions are the targets themselves: take held-out data")
         self.factor = factor

@@ -53,7 +53,8 @@ def check_probs(probs: Tensor) -> Tensor:
     return checked
 
 
-def _check_targets(targets: Tensor, probs: Tensor) -> Tensor:
+def check_targets(targets: Tensor, probs: Tensor) -> Tensor:
+    """Return classes `(n,)` as int64 if they are those of predictions `(n, C)`."""
     if not isinstance(targets, Tensor):
         raise TypeError(
             f"`targets` is of type {type(targets).__name__}, expected an integer tensor: "
@@ -84,7 +85,7 @@ def _check_targets(targets: Tensor, probs: Tensor) -> Tensor:
 def check_classified(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities and targets if they fit each other."""
     probs = check_probs(probs)
-    return probs, _check_targets(targets, probs)
+    return probs, check_targets(targets, probs)
 
 
 def average(values: Tensor, weights: Tensor | None) -> Tensor:
