@@ -103,7 +103,7 @@ def concatenate_targets(pieces: list[Any]) -> Any:
     if not any(isinstance(piece, Targets) for piece in pieces):
         return torch.cat(pieces)
     parts = [Targets.of(piece) for piece in pieces]
-    weights = [_or_ones(part.weights, part.values.flatten(1).sum(1)) for part in parts]
+    weights = [_or_ones(part.weights, part.values.reshape(len(part), -1)[:, 0]) for part in parts]
     masks = [_or_ones(part.mask, part.values) for part in parts]
     has_mask = any(part.mask is not None for part in parts)
     return Targets(

@@ -1,7 +1,20 @@
-"""Is the posterior right: simulation-based calibration, and agreement with a reference."""
+"""Is the posterior right: calibration by simulation, agreement with references, all scores."""
 
 from tyxe.diagnostics.agreement import agreement, total_variation, wasserstein2
 from tyxe.diagnostics.psis import pareto_k
+from tyxe.diagnostics.reference import Reference, reference
 from tyxe.diagnostics.sbc import SBC, sbc
+from tyxe.diagnostics.scores import Scores, scores
 
-__all__ = ["SBC", "agreement", "pareto_k", "sbc", "total_variation", "wasserstein2"]
+__all__ = [
+    "SBC",
+    "Reference",
+    "Scores",
+    "agreement",
+    "pareto_k",
+    "reference",
+    "sbc",
+    "scores",
+    "total_variation",
+    "wasserstein2",
+]

@@ -1,0 +1,93 @@
+"""References: recorded from converged chains, kept in files, compared with other inference."""
+
+import functools
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tyxe.diagnostics import Reference, reference
+
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+X = torch.linspace(-1, 1, 20)[:, None]
+Y = 2 * X + 0.3
+
+
+def likelihood():
+    return tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
+
+
+@pytest.fixture(scope="module")
+def chains():
+    torch.manual_seed(0)
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, likelihood(), tyxe.samplers.NUTS)
+    bnn.fit([(X, Y)], 500, warmup_steps=300, num_chains=4, progress=False)
+    return bnn
+
+
+def laplace(structure="full", hidden=None):
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1)
+    if hidden is not None:
+        net = nn.Sequential(nn.Linear(1, hidden), nn.Linear(hidden, 1))
+    bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood(), structure=structure)
+    bnn.fit([(X, Y)], functools.partial(torch.optim.Rprop, lr=0.1), 100, progress=False)
+    return bnn
+
+
+def test_an_exact_method_is_near_and_another_is_not(chains, tmp_path):
+    found = reference(chains, X)
+    assert found.outputs.shape == (2_000, 20, 1)
+    assert found.r_hat <= 1.01
+    found.save(tmp_path / "reference")
+    again = Reference.load(tmp_path / "reference")
+    assert torch.equal(again.outputs, found.outputs)
+    exact = laplace()
+    near = again.compare(exact, 2_000)["wasserstein2"]
+    exact.temperature = 4.0
+    far = again.compare(exact, 2_000)["wasserstein2"]
+    assert near < 0.02 < far
+
+
+def test_of_classes():
+    x, y = torch.randn(30, 2), torch.arange(30) % 3
+    bnn = tyxe.MCMC_BNN(
+        nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(30), tyxe.samplers.NUTS
+    )
+    bnn.fit([(x, y)], 300, warmup_steps=300, num_chains=4, progress=False)
+    found = reference(bnn, x, largest_r_hat=1.1)
+    same = found.compare(bnn, 1_200)
+    assert same == pytest.approx({"agreement": 1.0, "total variation": 0.0}, abs=1e-5)
+    mode = tyxe.LaplaceBNN(
+        nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(30), structure="full"
+    )
+    mode.fit([(x, y)], torch.optim.Rprop, 50, progress=False)
+    apart = found.compare(mode)
+    assert 0 < apart["total variation"] < 0.2
+    assert apart["agreement"] > 0.8
+
+
+def test_another_net_is_refused(chains):
+    found = reference(chains, X)
+    with pytest.raises(ValueError, match="the reference is of another net"):
+        found.compare(laplace(hidden=3))
+
+
+def test_chains_that_have_not_converged_are_refused():
+    torch.manual_seed(0)
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, likelihood(), tyxe.samplers.NUTS)
+    with pytest.warns(tyxe.TyxeWarning):
+        bnn.fit([(X, Y)], 5, warmup_steps=2, num_chains=4, progress=False)
+    with pytest.raises(ValueError, match="no reference yet: R-hat"):
+        reference(bnn, X)
+    with pytest.raises(TypeError, match=r"expected a tyxe.MCMC_BNN"):
+        reference(laplace(), X)
+
+
+def test_files_of_something_else(tmp_path):
+    bnn = laplace()
+    bnn.save(tmp_path / "bnn")
+    with pytest.raises(ValueError, match="has no reference"):
+        Reference.load(tmp_path / "bnn")

@@ -1,0 +1,95 @@
+"""One table of scores, of every likelihood, against the metrics themselves."""
+
+import functools
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tyxe import likelihoods, metrics
+from tyxe.diagnostics import scores
+
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+
+def bnn(likelihood, outputs, net=None):
+    torch.manual_seed(0)
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.1)
+    return tyxe.VariationalBNN(net or nn.Linear(3, outputs), NORMAL, likelihood, guide)
+
+
+def halves(*parts):
+    return list(zip(*(part.split(20) for part in parts), strict=True))
+
+
+def test_of_classes():
+    y = torch.arange(40) % 3
+    model = bnn(likelihoods.Categorical(40), 3)
+    torch.manual_seed(1)
+    found = scores(model, halves(X, y), 4)
+    torch.manual_seed(1)
+    probs = model.predict(X, num_predictions=4).softmax(-1)
+    assert found["log-likelihood"] == pytest.approx(-float(metrics.nll(probs, y)), rel=1e-5)
+    assert found["error"] == pytest.approx(1 - float(metrics.accuracy(probs, y)))
+    expected = {
+        "Brier score": metrics.brier_score,
+        "expected calibration error": metrics.expected_calibration_error,
+        "adaptive calibration error": metrics.adaptive_calibration_error,
+        "AURC": metrics.aurc,
+    }
+    for name, metric in expected.items():
+        assert found[name] == pytest.approx(float(metric(probs, y)), rel=1e-4), name
+    lines = str(found).splitlines()
+    assert len(lines) == len(found) == 6
+    assert lines[0].startswith("log-likelihood")
+
+
+def test_of_numbers():
+    y = X[:, :1] + 0.1
+    model = bnn(likelihoods.HomoskedasticGaussian(40, scale=0.5), 1)
+    found = scores(model, halves(X, y), 0)
+    mean, scale = model.predict(X, num_predictions=0)
+    assert found["RMSE"] == pytest.approx(float(metrics.rmse(mean, y)), rel=1e-5)
+    assert found["CRPS"] == pytest.approx(float(metrics.crps_gaussian(mean, scale, y)), rel=1e-5)
+    inside = float(metrics.interval_coverage(mean, scale, y, 0.9))
+    assert found["coverage of 90 %"] == pytest.approx(inside)
+    assert found["quantile calibration error"] >= 0
+
+
+def test_points_that_weigh_nothing_do_not_count():
+    y = torch.arange(40) % 3
+    model = bnn(likelihoods.Categorical(40), 3)
+    weights = (torch.arange(40) < 25).float()
+    found = scores(model, halves(X, y, weights), 0)
+    alone = scores(model, [(X[:25], y[:25])], 0)
+    assert dict(found) == pytest.approx(dict(alone), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "count"),
+    [
+        (likelihoods.Bernoulli(40), (torch.arange(40) % 2).float()[:, None], 6),
+        (likelihoods.Poisson(40), (torch.arange(40) % 4).float()[:, None], 2),
+    ],
+)
+def test_other_likelihoods_have_what_they_can(likelihood, y, count):
+    found = scores(bnn(likelihood, 1), halves(X, y), 4)
+    assert len(found) >= count
+    assert all(value == value for value in found.values())
+
+
+def test_of_several_outputs():
+    class Two(nn.Linear):
+        def forward(self, x):
+            found = super().forward(x)
+            return {"kind": found[:, :2], "size": found[:, 2:]}
+
+    joint = likelihoods.Joint(
+        kind=likelihoods.Categorical(40), size=likelihoods.HomoskedasticGaussian(40, scale=0.5)
+    )
+    y = {"kind": torch.arange(40) % 2, "size": X[:, :1]}
+    found = scores(bnn(joint, 3, Two(3, 3)), [(X, y)], 4)
+    assert {"log-likelihood, joint", "log-likelihood, kind", "error, size"} <= found.keys()

@@ -1,0 +1,127 @@
+"""Predictions of long chains, kept in a file to compare other methods with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from pyro.ops.stats import split_gelman_rubin
+from torch import Tensor
+
+from tyxe import files
+from tyxe.bnn import MCMC_BNN
+from tyxe.diagnostics.agreement import agreement, total_variation, wasserstein2
+from tyxe.errors import described
+from tyxe.likelihoods import Categorical
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Outputs of a net at inputs, under draws from chains.
+
+    Attributes:
+        inputs: a batch, as of `predict`.
+        outputs: `(S, n, ...)`.
+        sites: shapes of the net's sites, by name.
+        r_hat: the largest R-hat of the outputs.
+    """
+
+    inputs: Any
+    outputs: Tensor
+    sites: dict[str, list[int]]
+    r_hat: float
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file; an OSError leaves an earlier one."""
+        files.write(path, {"reference": dict(vars(self))})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Reference:
+        """Read what `save` has written, or raise a ValueError."""
+        saved = files.read(path)
+        if not isinstance(saved, dict) or set(saved) != {"reference"}:
+            raise ValueError(f"{path} has no reference")
+        return cls(**saved["reference"])
+
+    def compare(self, bnn: Any, num_predictions: int = 100, **options: Any) -> dict[str, float]:
+        """Return how far a BNN's predictions at the inputs are from the reference's.
+
+        Args:
+            bnn: a BNN of the same net, under any inference.
+            num_predictions: number of draws.
+            options: of `predict`.
+
+        Returns:
+            `"agreement"` and `"total variation"` of classes; else `"wasserstein2"` of the net's
+            outputs, in their units.
+
+        Raises:
+            ValueError: a BNN of another net, or other sites.
+        """
+        if (found := _sites(bnn)) != self.sites:
+            raise ValueError(
+                f"the reference is of another net: its sites are {_listed(self.sites)}, and those "
+                f"of the BNN {_listed(found)}"
+            )
+        arguments = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+        draws = bnn.predict(*arguments, num_predictions=num_predictions, aggregate=False, **options)
+        if not isinstance(bnn.likelihood, Categorical):
+            return {"wasserstein2": float(wasserstein2(draws, self.outputs.to(draws)))}
+        classes = draws.shape[-1]
+        mine, theirs = (
+            part.softmax(-1).mean(0).reshape(-1, classes)
+            for part in (draws, self.outputs.to(draws))
+        )
+        return {
+            "agreement": float(agreement(mine, theirs)),
+            "total variation": float(total_variation(mine, theirs)),
+        }
+
+
+def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Reference:
+    """Return what chains that have converged predict for inputs, to compare other methods with.
+
+    Args:
+        bnn: an `MCMC_BNN` that was fitted, by several chains, or one long one.
+        inputs: a batch, as the net's arguments.
+        largest_r_hat: of the outputs, split R-hat over chains [Vehtari et al. 2021].
+
+    Raises:
+        TypeError: another wrapper.
+        ValueError: chains that have not converged.
+
+    Example:
+        >>> import functools, torch, pyro.distributions as dist, torch.nn as nn, tyxe
+        >>> bnn = tyxe.MCMC_BNN(
+        ...     nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5), tyxe.samplers.NUTS)
+        >>> x = torch.linspace(-1, 1, 20)[:, None]
+        >>> _ = bnn.fit([(x, 2 * x)], 300, warmup_steps=200, num_chains=4)
+        >>> reference(bnn, x, largest_r_hat=1.05).outputs.shape
+        torch.Size([1200, 20, 1])
+    """
+    if not isinstance(bnn, MCMC_BNN):
+        raise TypeError(f"bnn is {described(bnn)}; expected a tyxe.MCMC_BNN, of long chains")
+    bnn.get_samples()  # raises before a fit
+    chains, count = next(iter(bnn.samples.items()))[1].shape[:2]
+    outputs = bnn.predict(*inputs, num_predictions=chains * count, aggregate=False)
+    apart = outputs.unflatten(0, (chains, count)).double()
+    found = float(split_gelman_rubin(apart, chain_dim=0, sample_dim=1).max())
+    if not found <= largest_r_hat:
+        raise ValueError(
+            f"these chains are no reference yet: R-hat of their outputs goes up to {found:.3f}, "
+            f"and {largest_r_hat} is allowed; fit with more samples, or resume=True"
+        )
+    batch = inputs[0] if len(inputs) == 1 else inputs
+    return Reference(batch, outputs, _sites(bnn), found)
+
+
+def _sites(bnn: Any) -> dict[str, list[int]]:
+    members = getattr(bnn, "members", None)
+    one = bnn if members is None else members[0]
+    return {name: list(shape) for name, shape in one.site_shapes().items()}
+
+
+def _listed(sites: dict[str, list[int]]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in sites.items())

@@ -1,0 +1,112 @@
+"""All scores of a BNN on held-out data, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe import metrics
+from tyxe.bnn.batches import batches_of
+from tyxe.bnn.predict import rows_of, weights_of
+from tyxe.data import Unpack, concatenate_targets
+from tyxe.likelihoods import Bernoulli, Categorical
+
+
+class Scores(dict[str, float]):
+    """Scores by name, which print as a table."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{name:{width}}  {value:10.4g}" for name, value in self.items())
+
+
+def scores(
+    bnn: Any,
+    loader: Iterable[Any],
+    num_predictions: int = 32,
+    *,
+    unpack: Unpack | None = None,
+    **options: Any,
+) -> Scores:
+    """Return the scores of a BNN's predictions of held-out data.
+
+    Of any likelihood: `"log-likelihood"`, nats per point, and `"error"` per point, as of
+    `evaluate`. Of classes also the calibration errors, Brier score and AURC; of one number `(mean,
+    scale)` RMSE, CRPS, coverage and score of 90 % intervals and the quantile calibration error.
+    Points count by their weights in all but calibration errors and AURC, which leave out those
+    that weigh nothing.
+
+    Args:
+        bnn: any BNN with a likelihood, or an `EnsembleBNN`.
+        loader: yields held-out `(inputs, targets)`, or with weights.
+        num_predictions: number of draws.
+        unpack: from what the loader yields to these.
+        options: of `predict` and `evaluate`.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.Categorical(50), tyxe.guides.AutoNormal)
+        >>> list(scores(bnn, [(torch.randn(50, 2), torch.arange(50) % 3)]))[:3]
+        ['log-likelihood', 'error', 'Brier score']
+    """
+    likelihood = bnn.likelihood
+    batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
+    options = {"num_predictions": num_predictions, **options}
+    state = torch.get_rng_state()
+    error, log_likelihood = bnn.evaluate(batches, reduction="mean", **options)
+    if isinstance(error, dict):
+        named = {f"log-likelihood, {n}": float(v) for n, v in log_likelihood.items()}
+        return Scores(named | {f"error, {n}": float(v) for n, v in error.items()})
+    found = Scores({"log-likelihood": float(log_likelihood), "error": float(error)})
+    torch.set_rng_state(state)  # on a CPU the same draws again
+    predictions = bnn.predict([inputs for inputs, _ in batches], **options)
+    targets = concatenate_targets([targets for _, targets in batches])
+    kept, rows = likelihood.that_count(targets)
+    weights, y = weights_of(likelihood, targets), kept.values
+    if isinstance(likelihood, Categorical | Bernoulli):
+        probs = _probabilities(likelihood, rows_of(predictions, rows, 0))
+        if probs.dim() == 2 and y.numel() == len(probs):  # one class for each point
+            found |= _of_classes(probs, y.flatten().long(), weights)
+    elif isinstance(predictions, tuple):
+        mean, scale = (rows_of(part, rows, 0) for part in predictions)
+        found |= _of_numbers(mean, scale, y.to(mean), weights)
+    return found
+
+
+def _probabilities(likelihood: Any, logits: Tensor) -> Tensor:
+    if isinstance(likelihood, Categorical):
+        return logits.softmax(-1)
+    p = logits.sigmoid()
+    return torch.stack([1 - p, p], -1).flatten(0, -2) if p.numel() == len(p) else p
+
+
+def _of_classes(probs: Tensor, y: Tensor, weights: Tensor) -> dict[str, float]:
+    counted: dict[str, Callable[..., Tensor]] = {"Brier score": metrics.brier_score}
+    plain: dict[str, Callable[..., Tensor]] = {
+        "expected calibration error": metrics.expected_calibration_error,
+        "adaptive calibration error": metrics.adaptive_calibration_error,
+        "AURC": metrics.aurc,
+    }
+    kept = weights > 0
+    return {
+        **{name: float(metric(probs, y, weights)) for name, metric in counted.items()},
+        **{name: float(metric(probs[kept], y[kept])) for name, metric in plain.items()},
+    }
+
+
+def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor, weights: Tensor) -> dict[str, float]:
+    half = 1.6448536 * scale  # of a normal's 90 %
+    pit = metrics.gaussian_pit(mean, scale, y)
+    found = {
+        "RMSE": metrics.rmse(mean, y, weights),
+        "CRPS": metrics.crps_gaussian(mean, scale, y, weights),
+        "coverage of 90 %": metrics.interval_coverage(mean, scale, y, 0.9, weights),
+        "interval score, 90 %": metrics.interval_score(mean - half, mean + half, y, 0.9, weights),
+        "quantile calibration error": metrics.quantile_calibration_error(pit, weights=weights),
+    }
+    return {name: float(value) for name, value in found.items()}
