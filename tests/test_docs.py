@@ -45,6 +45,20 @@ def test_readme_block_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
+def test_readme_shows_the_report_that_its_block_prints() -> None:
+    (code,) = (block for block in BLOCKS if "print(report)" in block)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    shown = README.split("begin of the report")[1].split("```")[1]
+    # Digits, and so the widths of columns, are those of a machine.
+    assert _verdicts(done.stdout) == _verdicts(shown)
+
+
+def _verdicts(report: str) -> list[str]:
+    return re.findall(r"^(?:ok|warn|fail) +.*?(?=  )", report, re.MULTILINE)
+
+
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
 def test_readme_block_may_be_pasted_at_a_prompt(code: str) -> None:
     """A prompt reads line by line, where an empty line ends what is indented."""

@@ -69,6 +69,19 @@ def test_of_classes():
     assert apart["agreement"] > 0.8
 
 
+def test_of_nets_without_sites(chains):
+    """An ensemble of plain nets has no sites, and is of the same net."""
+    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+
+    def member(index):
+        start = tyxe.util.reset_parameters_(nn.Linear(1, 1))
+        return tyxe.VariationalBNN(start, nothing, likelihood())
+
+    bnn = tyxe.EnsembleBNN(member, 3)
+    bnn.fit([(X, Y)], functools.partial(torch.optim.Rprop, lr=0.1), 100, progress=False)
+    assert reference(chains, X).compare(bnn, 0)["wasserstein2"] > 0.05
+
+
 def test_another_net_is_refused(chains):
     found = reference(chains, X)
     with pytest.raises(ValueError, match="the reference is of another net"):

@@ -25,6 +25,23 @@ def halves(*parts):
     return list(zip(*(part.split(20) for part in parts), strict=True))
 
 
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, a, b):
+        return self.linear(a + b)
+
+
+def test_of_a_net_with_two_arguments():
+    """Their pair is no pair of inputs and targets."""
+    y = torch.arange(40) % 3
+    model = bnn(likelihoods.Categorical(40), 3, TwoInputs())
+    found = scores(model, [((X[:20], X[:20]), y[:20]), ((X[20:], X[20:]), y[20:])], 4)
+    assert found["Brier score"] > 0
+
+
 def test_of_classes():
     y = torch.arange(40) % 3
     model = bnn(likelihoods.Categorical(40), 3)

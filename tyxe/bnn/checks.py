@@ -170,7 +170,7 @@ def _warn_of_scales(bnn: SupervisedBNN) -> None:
     with torch.no_grad():
         for name, q in posterior().items():
             prior = priors.get(name.removeprefix(bnn.net_prior.prefix))
-            ratio = _relative_scale(q, prior)
+            ratio = relative_scale(q, prior)
             if ratio is not None and not COLLAPSED < ratio < EXPLODED:
                 what = "collapsed" if ratio <= COLLAPSED else "exploded"
                 warn(
@@ -180,7 +180,8 @@ def _warn_of_scales(bnn: SupervisedBNN) -> None:
                 )
 
 
-def _relative_scale(q: td.Distribution, prior: Any) -> float | None:
+def relative_scale(q: td.Distribution, prior: Any) -> float | None:
+    """Return the median of a site's scales over the prior's; None where these have none."""
     # The variances of a joint prior may need a dense matrix.
     joint = isinstance(prior, JointMarginal)
     if joint or not isinstance(prior, td.Distribution) or is_discrete(prior.support):

@@ -12,6 +12,7 @@ from torch import Tensor
 from tyxe import files
 from tyxe.bnn import MCMC_BNN
 from tyxe.diagnostics.agreement import agreement, total_variation, wasserstein2
+from tyxe.diagnostics.case import members_of
 from tyxe.errors import described
 from tyxe.likelihoods import Categorical
 
@@ -23,13 +24,13 @@ class Reference:
     Attributes:
         inputs: a batch, as of `predict`.
         outputs: `(S, n, ...)`.
-        sites: shapes of the net's sites, by name.
+        parameters: shapes of the net's parameters, by name.
         r_hat: the largest R-hat of the outputs.
     """
 
     inputs: Any
     outputs: Tensor
-    sites: dict[str, list[int]]
+    parameters: dict[str, list[int]]
     r_hat: float
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -48,7 +49,7 @@ class Reference:
         """Return how far a BNN's predictions at the inputs are from the reference's.
 
         Args:
-            bnn: a BNN of the same net, under any inference.
+            bnn: a BNN of the same net, under any inference, or an ensemble.
             num_predictions: number of draws.
             options: of `predict`.
 
@@ -57,12 +58,12 @@ class Reference:
             outputs, in their units.
 
         Raises:
-            ValueError: a BNN of another net, or other sites.
+            ValueError: a BNN of another net.
         """
-        if (found := _sites(bnn)) != self.sites:
+        if (found := _parameters(bnn)) != self.parameters:
             raise ValueError(
-                f"the reference is of another net: its sites are {_listed(self.sites)}, and those "
-                f"of the BNN {_listed(found)}"
+                f"the reference is of another net: its parameters are {_listed(self.parameters)}, "
+                f"and those of the BNN {_listed(found)}"
             )
         arguments = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
         draws = bnn.predict(*arguments, num_predictions=num_predictions, aggregate=False, **options)
@@ -114,14 +115,12 @@ def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Refer
             f"and {largest_r_hat} is allowed; fit with more samples, or resume=True"
         )
     batch = inputs[0] if len(inputs) == 1 else inputs
-    return Reference(batch, outputs, _sites(bnn), found)
+    return Reference(batch, outputs, _parameters(bnn), found)
 
 
-def _sites(bnn: Any) -> dict[str, list[int]]:
-    members = getattr(bnn, "members", None)
-    one = bnn if members is None else members[0]
-    return {name: list(shape) for name, shape in one.site_shapes().items()}
+def _parameters(bnn: Any) -> dict[str, list[int]]:
+    return {name: list(p.shape) for name, p in members_of(bnn)[0].net.named_parameters()}
 
 
-def _listed(sites: dict[str, list[int]]) -> str:
-    return ", ".join(f"{name} {tuple(shape)}" for name, shape in sites.items())
+def _listed(parameters: dict[str, list[int]]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in parameters.items())

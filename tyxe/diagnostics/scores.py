@@ -54,7 +54,6 @@ def scores(
         >>> list(scores(bnn, [(torch.randn(50, 2), torch.arange(50) % 3)]))[:3]
         ['log-likelihood', 'error', 'Brier score']
     """
-    likelihood = bnn.likelihood
     batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
     options = {"num_predictions": num_predictions, **options}
     state = torch.get_rng_state()
@@ -64,18 +63,34 @@ def scores(
         return Scores(named | {f"error, {n}": float(v) for n, v in error.items()})
     found = Scores({"log-likelihood": float(log_likelihood), "error": float(error)})
     torch.set_rng_state(state)  # on a CPU the same draws again
-    predictions = bnn.predict([inputs for inputs, _ in batches], **options)
+    kind, values, y, weights = predicted(bnn, batches, **options)
+    if kind == "classes":
+        found |= _of_classes(values[0], y, weights)
+    elif kind == "numbers":
+        found |= _of_numbers(values[0], values[1], y, weights)
+    return found
+
+
+def predicted(
+    bnn: Any, batches: list[Any], **options: Any
+) -> tuple[str, tuple[Tensor, ...], Tensor, Tensor]:
+    """Return what is predicted of the points that count, their targets, and how often they count.
+
+    `"classes"` have probabilities `(n, C)`, `"numbers"` mean and scale, `"others"` nothing.
+    """
+    likelihood = bnn.likelihood
+    predictions = bnn.predict(batches, **options)
     targets = concatenate_targets([targets for _, targets in batches])
     kept, rows = likelihood.that_count(targets)
     weights, y = weights_of(likelihood, targets), kept.values
     if isinstance(likelihood, Categorical | Bernoulli):
         probs = _probabilities(likelihood, rows_of(predictions, rows, 0))
         if probs.dim() == 2 and y.numel() == len(probs):  # one class for each point
-            found |= _of_classes(probs, y.flatten().long(), weights)
+            return "classes", (probs,), y.flatten().long(), weights
     elif isinstance(predictions, tuple):
         mean, scale = (rows_of(part, rows, 0) for part in predictions)
-        found |= _of_numbers(mean, scale, y.to(mean), weights)
-    return found
+        return "numbers", (mean, scale), y.to(mean), weights
+    return "others", (), y, weights
 
 
 def _probabilities(likelihood: Any, logits: Tensor) -> Tensor:

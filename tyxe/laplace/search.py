@@ -127,7 +127,7 @@ def _logdet(state: LaplaceState, names: list[str]) -> Logdet:
         )
     spectra: dict[str, list[Tensor]] = {name: [] for name in names}
     for name, operator in zip(names, operators.values(), strict=False):
-        spectra[name].append(_spectrum(operator) * state.weight)
+        spectra[name].append(spectrum(operator) * state.weight)
     together = {name: torch.cat(parts) for name, parts in spectra.items()}
 
     def logdet(numbers: Mapping[str, Tensor]) -> Tensor:
@@ -137,12 +137,12 @@ def _logdet(state: LaplaceState, names: list[str]) -> Logdet:
     return logdet
 
 
-def _spectrum(operator: Operator) -> Tensor:
+def spectrum(operator: Operator) -> Tensor:
     """Return all eigenvalues, `(P,)`."""
     if isinstance(operator, Kronecker):
         return operator.eigenvalues.flatten()
     if isinstance(operator, BlockDiagonal):
-        return torch.cat([_spectrum(part) for part in operator.blocks.values()])
+        return torch.cat([spectrum(part) for part in operator.blocks.values()])
     if isinstance(operator, Diagonal):
         return operator.diagonal()
     values: Tensor = torch.linalg.eigvalsh(operator.to_dense().double())

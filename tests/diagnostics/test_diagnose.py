@@ -1,0 +1,377 @@
+"""Posteriors that are broken on purpose are found to be, and healthy ones are not."""
+
+import functools
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe import likelihoods
+from tyxe.diagnostics import Line, diagnose
+
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+NOISE = 0.5
+ADAM = functools.partial(torch.optim.Adam, lr=2e-2)
+
+
+def numbers(count, seed):
+    x = 4 * torch.rand(count, 1, generator=torch.Generator().manual_seed(seed)) - 2
+    noise = torch.randn(count, 1, generator=torch.Generator().manual_seed(seed + 1))
+    return x, x.sin() + NOISE * noise
+
+
+def classes(count, seed):
+    x = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
+    coins = torch.rand(count, generator=torch.Generator().manual_seed(seed + 1))
+    return x, (coins < (2 * x[:, 0]).sigmoid()).long()
+
+
+TRAIN, HELD_OUT = numbers(200, 0), numbers(400, 2)
+ALL = {"num_predictions": 128}
+
+
+def net(outputs=1, inputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def gaussian(size=200, scale=NOISE):
+    return likelihoods.HomoskedasticGaussian(size, scale=scale)
+
+
+def annealed(bnn, data, epochs):
+    """Fit with a rate that falls to nothing."""
+    optimizer = ADAM(bnn.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    bnn.fit(data, optimizer, epochs, lambda *_: schedule.step())
+    return bnn
+
+
+def variational(likelihood=None, epochs=600, **guide):
+    bnn = tyxe.VariationalBNN(
+        net(), NORMAL, likelihood or gaussian(), functools.partial(tyxe.guides.AutoNormal, **guide)
+    )
+    with tyxe.poutine.local_reparameterization():
+        return annealed(bnn, [TRAIN], epochs)
+
+
+def verdicts(report):
+    return {line.name: line.verdict for line in report.flags}
+
+
+# ----------------------------------------------------------------------------------------- healthy
+
+
+def mean_field():
+    return variational()
+
+
+def full_covariance():
+    guide = functools.partial(AutoMultivariateNormal, init_scale=0.05)
+    return annealed(tyxe.VariationalBNN(net(), NORMAL, gaussian(), guide), [TRAIN], 600)
+
+
+def mode():
+    return annealed(tyxe.VariationalBNN(net(), NORMAL, gaussian(), AutoDelta), [TRAIN], 500)
+
+
+def laplace():
+    return annealed(tyxe.LaplaceBNN(net(), NORMAL, gaussian()), [TRAIN], 500)
+
+
+def chains():
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, gaussian(scale=0.58), tyxe.samplers.NUTS)
+    bnn.fit([TRAIN], 500, warmup_steps=300, num_chains=4)
+    return bnn
+
+
+def ensemble():
+    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+
+    def member(index):
+        torch.manual_seed(index)
+        start = tyxe.util.reset_parameters_(net())
+        torch.manual_seed(index)
+        start = tyxe.util.reset_parameters_(start)
+        return annealed(tyxe.VariationalBNN(start, nothing, gaussian()), [TRAIN], 500)
+
+    return tyxe.EnsembleBNN(member, 3)
+
+
+@pytest.mark.parametrize(
+    "make", [mean_field, full_covariance, mode, laplace, chains, ensemble], ids=lambda f: f.__name__
+)
+def test_a_healthy_posterior_is_quiet(make):
+    torch.manual_seed(0)
+    report = diagnose(make(), [TRAIN], [HELD_OUT], **ALL)
+    assert report.flags == [], str(report)
+    assert report.summary == f"{len(report)} of {len(report)} numbers well"
+
+
+def test_a_healthy_classifier_is_quiet():
+    train, held_out = classes(300, 0), classes(600, 2)
+    bnn = tyxe.VariationalBNN(
+        net(2, 2), NORMAL, likelihoods.Categorical(300), tyxe.guides.AutoNormal
+    )
+    with tyxe.poutine.local_reparameterization():
+        annealed(bnn, [train], 1500)
+    report = diagnose(bnn, [train], [held_out], **ALL)
+    assert report.flags == [], str(report)
+
+
+# ------------------------------------------------------------------------------------------ broken
+
+
+@pytest.mark.parametrize("size", [2, 20_000])
+def test_a_wrong_number_of_points(size):
+    guide, pairs = (
+        tyxe.guides.AutoNormal,
+        list(zip(*(part.split(2) for part in TRAIN), strict=True)),
+    )
+    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(size), guide)
+    with pytest.warns(tyxe.TyxeWarning, match="an epoch had 200 points"):
+        bnn.fit(pairs, ADAM, 20)
+    report = diagnose(bnn, [TRAIN], [HELD_OUT], **ALL)
+    assert report.flags[0].name == "points in the loader over dataset_size"
+    assert report.flags[0].value == pytest.approx(200 / size)
+    assert report.flags[0].verdict == "fail"
+    assert "dataset_size=200" in report.flags[0].remedy
+
+
+def test_scales_that_are_stuck():
+    bnn = variational(epochs=200, init_scale=1e-5)
+    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
+    assert {"spread of a layer's log scales", "scale over the prior's"} <= set(found)
+    assert "gradient over its noise, scale" in found
+
+
+def test_too_few_epochs():
+    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
+    assert found["gradient over its noise, loc"] == "fail"
+    found = verdicts(diagnose(variational(epochs=5), [TRAIN], [HELD_OUT], **ALL))
+    assert found["gradient over its noise, scale"] == "fail"
+
+
+@pytest.mark.parametrize(("scale", "how"), [(0.1, "too certain"), (2.0, "too uncertain")])
+def test_a_noise_that_was_not_fitted(scale, how):
+    report = diagnose(variational(gaussian(scale=scale)), [TRAIN], [HELD_OUT], **ALL)
+    line = report["quantile calibration error"]
+    assert line.verdict == "fail"
+    assert line.remedy.startswith(how)
+
+
+def test_norms_of_the_batch():
+    net_ = nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16, track_running_stats=False), nn.Tanh())
+    bnn = tyxe.VariationalBNN(
+        net_.append(nn.Linear(16, 1)), NORMAL, gaussian(), tyxe.guides.AutoNormal
+    )
+    bnn.fit([TRAIN], ADAM, 100)
+    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
+    assert "change of predictions by their batch" in found
+
+
+def test_norms_with_statistics_of_other_weights():
+    net_ = nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16, momentum=1e-4), nn.Tanh())
+    bnn = tyxe.VariationalBNN(
+        net_.append(nn.Linear(16, 1)), NORMAL, gaussian(scale=0.2), tyxe.guides.AutoNormal
+    )
+    bnn.fit([TRAIN], ADAM, 300)
+    before = {name: value.clone() for name, value in bnn.state_dict().items()}
+    found = diagnose(bnn, [TRAIN], [HELD_OUT], **ALL)[
+        "log-likelihood gained by new norm statistics"
+    ]
+    assert found.verdict != "ok"
+    after = bnn.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_mode_that_is_none():
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, gaussian())
+    bnn.fit_curvature([TRAIN])
+    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
+    assert found["gradient at the mode over its noise"] == "fail"
+
+
+def test_the_prior_of_the_mode():
+    """The log-likelihood's pull at a mode is that of the decay it was trained with."""
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, gaussian())
+    bnn.fit([TRAIN], functools.partial(torch.optim.Rprop, lr=1e-2), 1000)
+    first = diagnose(bnn, [TRAIN], [HELD_OUT])
+    name = "weight decay of the mode over the prior's precision"
+    assert first[name].value == pytest.approx(1, rel=0.05)
+    bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0, 0.01)))
+    second = diagnose(bnn, [TRAIN], [HELD_OUT])
+    assert second[name].value == pytest.approx(1e-4, rel=0.05)
+    assert second[name].verdict == "warn"
+    assert second["gradient at the mode over its noise"].verdict == "ok"
+
+
+def test_a_chain_that_never_moved():
+    kernel = tyxe.samplers.HMC(step_size=1e4, adapt_step_size=False, adapt_mass_matrix=False)
+    bnn = tyxe.MCMC_BNN(net(), NORMAL, gaussian(), kernel)
+    with pytest.warns(tyxe.TyxeWarning, match="diverged"):
+        bnn.fit([TRAIN], 20, warmup_steps=0, num_chains=2)
+    report = diagnose(bnn, [TRAIN], [HELD_OUT], num_predictions=8)
+    assert report["chains that never moved"].value == 2
+    assert report["chains that never moved"].verdict == "fail"
+    assert report["R-hat of held-out outputs"].verdict == "fail"
+    assert report["share of divergent transitions"].verdict == "fail"
+
+
+def test_a_posterior_beside_its_plain_net():
+    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    plain = annealed(tyxe.VariationalBNN(net(), nothing, gaussian()), [TRAIN], 500)
+    name = "log-likelihood above the plain net's"
+    good = diagnose(laplace(), [TRAIN], [HELD_OUT], plain=plain)
+    assert good[name].verdict == "ok"
+    bad = diagnose(variational(epochs=2), [TRAIN], [HELD_OUT], plain=plain)
+    assert bad[name].verdict == "fail"
+
+
+def test_units_that_the_posterior_gave_up():
+    wide = nn.Sequential(nn.Linear(1, 400), nn.Tanh(), nn.Linear(400, 1))
+    bnn = tyxe.VariationalBNN(wide, NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    with torch.no_grad():  # two units are of use
+        for name, loc in bnn.net_guide.named_parameters():
+            if "scale" in name:
+                loc.zero_()
+            else:
+                loc[2:].zero_()
+    line = diagnose(bnn, [TRAIN], [HELD_OUT])["share of units whose weights are the prior's"]
+    assert line.value == pytest.approx(0.99, abs=0.01)
+    assert line.verdict == "warn"
+
+
+# --------------------------------------------------------------------------------- numbers, report
+
+
+def test_the_draws_that_are_needed():
+    """As many draws as the report says have the error that it says."""
+    bnn = variational(epochs=300, init_scale=0.2)
+    with torch.no_grad():  # as a user may have it
+        found = diagnose(bnn, [TRAIN], [HELD_OUT], num_predictions=500)
+    needed = int(found["draws for an error of 0.01 nats"].value)
+    exact = float(bnn.evaluate([HELD_OUT], num_predictions=10_000, reduction="mean")[1])
+    errors = [
+        float(bnn.evaluate([HELD_OUT], num_predictions=needed, reduction="mean")[1]) - exact
+        for _ in range(60)
+    ]
+    root = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    assert 0.006 < root < 0.015
+
+
+def test_k_hat_is_that_of_the_density():
+    """It is nothing for an exact posterior, and far from it for one that is too narrow."""
+    x = torch.randn(100, 8, generator=torch.Generator().manual_seed(0))
+    data, name = [(x, x.sum(1, keepdim=True))], "k-hat, below 0.7 for a good density"
+    rprop = functools.partial(torch.optim.Rprop, lr=0.1)
+    exact = tyxe.LaplaceBNN(nn.Linear(8, 1), NORMAL, gaussian(100), structure="full")
+    exact.fit(data, rprop, 100)
+    assert diagnose(exact, data, data)[name].value < 0.2
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=5e-3, train_scale=False)
+    narrow = tyxe.VariationalBNN(exact.to_module(), NORMAL, gaussian(100), guide)
+    found = diagnose(narrow, data, data)[name]
+    assert found.value > 0.7
+    assert set(found.parts) == {"weight", "bias"}
+    assert found.where == "weight"
+
+
+def test_nothing_changes_and_a_seed_gives_the_same_report():
+    bnn = variational(epochs=20)
+    before = {name: value.clone() for name, value in bnn.state_dict().items()}
+    state = torch.get_rng_state()
+    first, second = (diagnose(bnn, [TRAIN], [HELD_OUT]) for _ in range(2))
+    assert torch.equal(state, torch.get_rng_state())
+    assert str(first) == str(second)
+    after = bnn.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_the_report_is_a_dictionary_a_table_and_a_figure():
+    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(20_000), tyxe.guides.AutoNormal)
+    report = diagnose(bnn, [TRAIN], [HELD_OUT])
+    one = report["points in the loader over dataset_size"]
+    assert report.as_dict()[one.name] == {
+        "value": 0.01,
+        "threshold": "0.9 to 1.1",
+        "verdict": "fail",
+        "remedy": one.remedy,
+        "where": "",
+        "parts": {},
+    }
+    text = str(report)
+    assert "      -> an epoch has 200 points: build the likelihood with dataset_size=200" in text
+    assert max(map(len, text.splitlines()[:-1])) <= 100
+    assert text.splitlines()[-1] == report.summary
+    figure = report.plot()
+    assert len(figure.axes) == 2
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()][-1] == one.name
+
+
+def test_a_line_of_parts_is_the_worst():
+    line = Line.of_parts("n", {"a": 1.0, "b": math.nan, "c": 9.0}, (0, 2), (0, 5), "mend")
+    assert (line.where, line.verdict, line.title) == ("b", "fail", "n (b)")
+    assert Line.of_parts("n", {"a": 1.0, "c": 3.0}, (0, 2), (0, 5), "").verdict == "warn"
+
+
+def test_counts_and_several_targets():
+    """Likelihoods without classes or one number have the lines that they can have."""
+    y = torch.poisson(torch.ones(50, 1))
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(1, 1), NORMAL, likelihoods.Poisson(50), tyxe.guides.AutoNormal
+    )
+    data = [(torch.randn(50, 1), y)]
+    report = diagnose(bnn, data, data)
+    assert "log-likelihood of held-out data" in report
+    assert len(report.plot().axes) == 2
+
+
+def test_weights_count_points():
+    """Twice the points is each of them with a weight of two."""
+    bnn = variational(gaussian(400), epochs=300)
+    x, y = TRAIN
+    once = diagnose(bnn, [(x, y, torch.full([200], 2.0))], [HELD_OUT])
+    twice = diagnose(bnn, [(torch.cat([x, x]), torch.cat([y, y]))], [HELD_OUT])
+    names = ["points in the loader over dataset_size", "KL over the data term"]
+    names.append("log-likelihood of training above held-out data")
+    assert all(once[name].value == pytest.approx(twice[name].value, abs=1e-5) for name in names)
+
+
+def test_rows_that_cannot_be_dealt_leave_lines_out():
+    """A graph has edges, and all nodes are one batch: there is no noise to compare with."""
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1)
+
+        def forward(self, x, edges):
+            return self.linear(x + x[edges[0]].mean())
+
+    bnn = tyxe.VariationalBNN(Mixing(), NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    edges = torch.zeros(2, 7, dtype=torch.long)
+    data = [((TRAIN[0], edges), TRAIN[1])]
+    bnn.fit(data, ADAM, 100)
+    report = diagnose(bnn, data, data)
+    assert "gradient over its noise, loc" not in report
+    assert "KL over the data term" in report
+    assert "quantile calibration error" in report
+
+
+def test_what_is_refused():
+    with pytest.raises(TypeError, match="a fitted BNN with a likelihood, or an EnsembleBNN"):
+        diagnose(nn.Linear(1, 1), [TRAIN], [HELD_OUT])
+    bnn = variational(epochs=1)
+    with pytest.raises(TypeError, match="plain is a Linear; expected the net trained"):
+        diagnose(bnn, [TRAIN], [HELD_OUT], plain=nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="there is no curvature yet"):
+        diagnose(tyxe.LaplaceBNN(net(), NORMAL, gaussian()), [TRAIN], [HELD_OUT])
+    with pytest.raises(RuntimeError, match="there are no samples yet"):
+        diagnose(tyxe.MCMC_BNN(net(), NORMAL, gaussian(), tyxe.samplers.NUTS), [TRAIN], [HELD_OUT])
+    with pytest.raises(ValueError, match="yield"):
+        diagnose(bnn, [TRAIN], [])

@@ -1,0 +1,125 @@
+"""What is diagnosed: a BNN, its data, and what it says of them, computed once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe.bnn import EnsembleBNN
+from tyxe.bnn.batches import batches_of
+from tyxe.bnn.predict import weights_of
+from tyxe.data import Unpack, concatenate_targets, unpacked
+from tyxe.diagnostics.scores import predicted
+from tyxe.errors import TyxeWarning
+from tyxe.likelihoods.base import Likelihood
+from tyxe.poutine import local_reparameterization
+
+
+@dataclass(eq=False)
+class Case:
+    """A BNN and its data.
+
+    Attributes:
+        bnn: the BNN.
+        train: batches of training data, as evaluations take them.
+        to_fit: the same, as fits take them.
+        held_out: batches of held-out data.
+        options: of `predict` and `evaluate`.
+        beta: weight of the KL in the fit.
+    """
+
+    bnn: Any
+    train: list[Any]
+    to_fit: list[Any]
+    held_out: list[Any]
+    options: dict[str, Any]
+    beta: float
+
+    @classmethod
+    def of(
+        cls,
+        bnn: Any,
+        train: Iterable[Any],
+        held_out: Iterable[Any],
+        unpack: Unpack | None,
+        options: dict[str, Any],
+        beta: float,
+    ) -> Case:
+        """Read loaders once, onto the BNN's device."""
+        device = next(bnn.parameters()).device
+        one = members_of(bnn)[0]
+        data, unseen = (list(unpacked(loader, unpack)) for loader in (train, held_out))
+        evaluated, fitted, seen = (
+            list(batches_of(loader, device))
+            for loader in (one.to_evaluate(data), one.to_fit(data), one.to_evaluate(unseen))
+        )
+        return cls(bnn, evaluated, fitted, seen, options, beta)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, of all members."""
+        found: Likelihood = self.bnn.likelihood
+        return found
+
+    @cached_property
+    def fitted(self) -> Tensor:
+        """Log-likelihoods of training data, those of `seen`."""
+        return log_likelihoods(self.bnn, self.train, **self.options)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """Log-likelihoods of held-out data, in nats: of points, or of points by draw `(S, n)`."""
+        return log_likelihoods(self.bnn, self.held_out, **self.options)
+
+    @cached_property
+    def predicted(self) -> tuple[str, tuple[Tensor, ...], Tensor]:
+        """Predictions and held-out targets, of points that weigh something."""
+        kind, values, y, weights = predicted(self.bnn, self.held_out, **self.options)
+        kept = weights > 0
+        return (
+            kind,
+            tuple(value.expand(len(kept), *value.shape[1:])[kept] for value in values),
+            y[kept],
+        )
+
+    def mean(self, logs: Tensor, batches: list[Any]) -> float:
+        """Return the mean over points, by their weights, of the mixture over draws."""
+        each = mixed(logs)
+        weights = weights_of(self.likelihood, concatenate_targets([y for _, y in batches]))
+        return float((each * weights.to(each)).sum() / weights.sum())
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Spare linear maps the draws of weights; which these are is not the question here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TyxeWarning)
+        with local_reparameterization():
+            yield
+
+
+def members_of(bnn: Any) -> list[Any]:
+    """Return the members of an ensemble, or the BNN itself."""
+    return list(bnn.members) if isinstance(bnn, EnsembleBNN) else [bnn]
+
+
+def log_likelihoods(bnn: Any, batches: list[Any], **options: Any) -> Tensor:
+    """Return log-likelihoods, in nats: of points by draw `(S, n)`, or of points `(n,)`."""
+    if not isinstance(bnn, EnsembleBNN):
+        options["aggregate"] = False
+    _, found = bnn.evaluate(batches, reduction="none", **options)
+    parts = list(found.values()) if isinstance(found, dict) else [found]
+    return torch.stack(parts).sum(0).double()
+
+
+def mixed(logs: Tensor) -> Tensor:
+    """Return the log-likelihoods of points under the mixture over draws."""
+    return logs.logsumexp(0) - math.log(len(logs)) if logs.dim() == 2 else logs

@@ -1,0 +1,108 @@
+"""One question to a posterior: what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from tyxe import metrics
+from tyxe.bnn import EnsembleBNN
+from tyxe.bnn.predict import SupervisedBNN
+from tyxe.data import Unpack
+from tyxe.diagnostics import held_out as of_predictions
+from tyxe.diagnostics import inference
+from tyxe.diagnostics.case import Case, members_of
+from tyxe.diagnostics.report import Line, Report
+from tyxe.errors import described
+from tyxe.rng import torch_rng_kept
+
+
+def diagnose(
+    bnn: Any,
+    train: Iterable[Any],
+    held_out: Iterable[Any],
+    *,
+    plain: Any = None,
+    beta: float = 1.0,
+    num_predictions: int = 32,
+    unpack: Unpack | None = None,
+    **options: Any,
+) -> Report:
+    """Look for what goes wrong without a word, and say what mends it.
+
+    Of all BNNs: points against `dataset_size`; training against held-out data; calibration against
+    that of data drawn from the predictions; how many draws are needed; predictions that depend on
+    their batch, or on stale statistics of norms. Of guides: KL against data, the gradient of the
+    ELBO against its noise, scales and units that have collapsed or have not moved, k-hat of small
+    sites. Of `LaplaceBNN`: the gradient at the mode, its prior, eigenvalues. Of chains: R-hat and
+    effective samples of outputs and log joint, divergences, energy. The BNN is not changed, and the
+    random generators are set back.
+
+    Log-likelihoods are means over points, in nats. "Noise" of a gradient is the standard deviation
+    that it has over data sets of this size, so that at 1 the optimum is about a posterior's
+    standard deviation away. A cost of a few epochs is to be expected.
+
+    Args:
+        bnn: a fitted BNN with a likelihood, or an `EnsembleBNN`, whose members are looked at one by
+            one.
+        train: the loader of the fit: all training data, once.
+        held_out: held-out `(inputs, targets)`.
+        plain: the net of maximum likelihood, as a fitted BNN, to be compared with.
+        beta: weight of the KL in the fit.
+        num_predictions: number of draws.
+        unpack: from what loaders yield to `inputs, targets`, or with weights.
+        options: of `evaluate` and `predict`.
+
+    Raises:
+        TypeError: a BNN without likelihood; `plain` that is no BNN.
+        ValueError: no data.
+        RuntimeError: chains, curvature or snapshots are not there yet.
+
+    Reference:
+        Vehtari et al. 2021, for R-hat and effective samples; Yao et al. 2018, for k-hat; Betancourt
+        2016, for energy.
+
+    Example:
+        >>> import functools, torch, pyro.distributions as dist, tyxe
+        >>> x = torch.randn(100, 1)
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(1, scale=0.1), tyxe.guides.AutoNormal)
+        >>> report = diagnose(bnn, [(x, 3 * x)], [(x, 3 * x)])
+        >>> report.flags[0].name
+        'points in the loader over dataset_size'
+    """
+    if not isinstance(bnn, SupervisedBNN | EnsembleBNN):
+        raise TypeError(
+            f"bnn is {described(bnn)}; expected a fitted BNN with a likelihood, or an EnsembleBNN"
+        )
+    besides = [] if plain is None else [of_predictions.beside(plain)]
+    with torch_rng_kept():
+        given = {"num_predictions": num_predictions, **options}
+        case = Case.of(bnn, train, held_out, unpack, given, beta)
+        lines = [*inference.size(case)]
+        for check in (*of_predictions.CHECKS, *besides):
+            lines += check(case)
+        lines += _of_members(case)
+        return Report(lines, _to_draw(case))
+
+
+def _of_members(case: Case) -> list[Line]:
+    """Return the lines of a posterior, or of an ensemble's members, of each the worst."""
+    found: dict[str, dict[str, Line]] = {}
+    for index, member in enumerate(members_of(case.bnn)):
+        one = dataclasses.replace(case, bnn=member)
+        for check in inference.CHECKS:
+            for line in check(one):
+                found.setdefault(line.name, {})[f"member {index}"] = line
+    return [Line.worst(lines) for lines in found.values()]
+
+
+def _to_draw(case: Case) -> tuple[Tensor, ...]:
+    kind, values, y = case.predicted
+    if kind == "numbers":
+        return (metrics.gaussian_pit(values[0], values[1], y),)
+    return (*values, y) if values else ()

@@ -1,0 +1,188 @@
+"""Are held-out data as probable as they should be: fit, calibration, draws, batches."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe import metrics
+from tyxe.bnn import DropoutBNN, VariationalBNN
+from tyxe.diagnostics.case import Case, log_likelihoods, members_of, mixed, spared
+from tyxe.diagnostics.report import ANY, Line, above, below
+from tyxe.errors import described
+from tyxe.guides import Guide
+from tyxe.predictive.norms import norms_of
+
+# Data sets that are drawn from predictions, by which a calibration error is judged.
+SIMULATED = 200
+# Error by chance of a log-likelihood that draws are to have, in nats per point.
+CHANCE = 0.01
+MORE_SPREAD = "an ensemble, or a posterior with more spread"
+LESS_SPREAD = "train longer, a narrower prior, or a posterior with less spread"
+
+
+def fit(case: Case) -> Iterator[Line]:
+    """Compare the log-likelihood of training and held-out data, and the draws that these need."""
+    train, held_out = case.mean(case.fitted, case.train), case.mean(case.seen, case.held_out)
+    yield Line("log-likelihood of held-out data", held_out)
+    yield Line(
+        "log-likelihood of training above held-out data",
+        train - held_out,
+        below(0.5),
+        below(2.0),
+        "the fit is of the training data alone: stop by validation=held_out, patience=5, take more "
+        "data or a narrower prior",
+    )
+    if case.seen.dim() == 2 and len(case.seen) > 1:
+        yield Line(
+            f"draws for an error of {CHANCE} nats",
+            _needed(case.seen),
+            below(float(len(case.seen))),
+            ANY,
+            "predict with as many draws, by num_predictions",
+        )
+    if isinstance(case.bnn, VariationalBNN) and isinstance(case.bnn.net_guide, Guide):
+        with spared():
+            logs = log_likelihoods(case.bnn, case.held_out, **case.options)
+        yield Line(
+            "log-likelihood in a handler less that out of it",
+            case.mean(logs, case.held_out) - held_out,
+            (-0.1, 0.1),
+            (-1.0, 1.0),
+            "draws for each row and draws for all rows are different predictions: evaluate both "
+            "ways, and predict as you will in use",
+        )
+
+
+def _needed(logs: Tensor) -> float:
+    """Return the number of draws whose log-likelihood has an error of `CHANCE`, by first orders."""
+    relative = (logs - mixed(logs)).exp()  # p_s / mean p, of points
+    spread = float(relative.mean(-1).var())
+    bias = 0.5 * float(relative.var(0).mean())
+    # The root of `spread / S + (bias / S)^2 = CHANCE^2`.
+    half = spread / (2 * CHANCE**2)
+    return math.ceil(half + math.sqrt(half**2 + (bias / CHANCE) ** 2))
+
+
+def calibration(case: Case) -> Iterator[Line]:
+    """Compare calibration with that of data that are drawn from the predictions themselves."""
+    kind, values, y = case.predicted
+    if kind == "others":
+        return
+    if kind == "classes":
+        yield from _of_classes(values[0], y)
+        rates = y.bincount(minlength=values[0].shape[-1]).double() / len(y)
+        constant = float(torch.special.xlogy(rates, rates).sum())
+    else:
+        yield from _of_numbers(values[0], values[1], y)
+        law = torch.distributions.Normal(y.double().mean(0), y.double().std(0).clamp_min(1e-6))
+        constant = float(law.log_prob(y.double()).sum() / len(y))
+    yield Line(
+        "log-likelihood above that of a constant",
+        case.mean(case.seen, case.held_out) - constant,
+        above(0.0),
+        above(-1.0),
+        "the net says less than the frequencies of targets: train on, or look at the noise",
+    )
+
+
+def _of_classes(probs: Tensor, y: Tensor) -> Iterator[Line]:
+    error = metrics.expected_calibration_error
+    limit = _limit([error(probs, torch.multinomial(probs, 1)[:, 0]) for _ in range(SIMULATED)])
+    is_sure = bool(probs.amax(-1).mean() > metrics.accuracy(probs, y))
+    yield Line("mean entropy of predictions", float(metrics.predictive_entropy(probs).mean()))
+    yield Line(
+        "expected calibration error",
+        float(error(probs, y)),
+        below(limit),
+        below(limit + 0.1),
+        f"too {'' if is_sure else 'un'}certain: tyxe.calibration.TemperatureScaling by other "
+        f"held-out data, {MORE_SPREAD if is_sure else LESS_SPREAD}",
+    )
+
+
+def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor) -> Iterator[Line]:
+    pit, error = metrics.gaussian_pit(mean, scale, y), metrics.quantile_calibration_error
+    limit = _limit([error(torch.rand_like(pit)) for _ in range(SIMULATED)])
+    is_wide = bool(metrics.interval_coverage(mean, scale, y, 0.9) > 0.9)
+    yield Line("mean standard deviation of predictions", float(scale.mean()))
+    yield Line(
+        "quantile calibration error",
+        float(error(pit)),
+        below(limit),
+        below(limit + 0.05),
+        f"too {'un' if is_wide else ''}certain: fit the noise (scale=dist.LogNormal(0., 1.) of the "
+        "likelihood), tyxe.calibration.ScaleFactor by other held-out data, "
+        f"{LESS_SPREAD if is_wide else MORE_SPREAD}",
+    )
+
+
+def _limit(found: list[Tensor]) -> float:
+    """Return what 99 in 100 calibrated predictions stay below, and .02 at least."""
+    return max(float(torch.stack(found).quantile(0.99)), 0.02)
+
+
+def batches(case: Case) -> Iterator[Line]:
+    """Look for predictions that depend on the batch, and norms with statistics of other weights."""
+    bnn, inputs = case.bnn, case.held_out[0][0]
+    rows = len(inputs) if isinstance(inputs, Tensor) else 0
+    if rows > 1 and not isinstance(bnn, DropoutBNN):
+        found = [
+            bnn.predict(inputs, num_predictions=0, batch_size=size)
+            for size in (rows, math.ceil(rows / 2))
+        ]
+        whole, apart = (each[0] if isinstance(each, tuple) else each for each in found)
+        if isinstance(whole, Tensor) and whole.shape == apart.shape:
+            yield Line(
+                "change of predictions by their batch",
+                float((whole - apart).abs().max() / whole.std().clamp_min(1e-9)),
+                below(0.01),
+                below(1.0),
+                "rows depend on those beside them, as with BatchNorm in train mode or without "
+                "running statistics: give it these, and predict in eval mode",
+            )
+    if any(norms_of(member.net) for member in members_of(bnn)):
+        other = copy.deepcopy(bnn)
+        other.update_norm_statistics(case.train)
+        before, after = (
+            case.mean(log_likelihoods(each, case.train, num_predictions=0), case.train)
+            for each in (bnn, other)
+        )
+        yield Line(
+            "log-likelihood gained by new norm statistics",
+            after - before,
+            below(0.05),
+            below(0.5),
+            "running statistics of BatchNorm are of other weights: update_norm_statistics(loader)",
+        )
+
+
+def beside(plain: Any) -> Callable[[Case], Iterator[Line]]:
+    """Return a check that compares with a plain net, as a fitted BNN of the same likelihood."""
+    if not hasattr(plain, "evaluate"):
+        raise TypeError(
+            f"plain is {described(plain)}; expected the net trained in the same code, as a "
+            "VariationalBNN with IIDPrior(..., hide_all=True) and no guide"
+        )
+
+    def check(case: Case) -> Iterator[Line]:
+        gain = mixed(case.seen) - mixed(log_likelihoods(plain, case.held_out, **case.options))
+        error = 2 * float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
+        yield Line(
+            "log-likelihood above the plain net's",
+            float(gain.mean()),
+            above(-error),
+            above(-error - 0.1),
+            "this posterior is not finished: start it at the plain net's weights with small "
+            "scales, or take Laplace or an ensemble of plain nets",
+        )
+
+    return check
+
+
+CHECKS = (fit, calibration, batches)

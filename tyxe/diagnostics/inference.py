@@ -1,0 +1,354 @@
+"""Is the posterior what inference was to find: its data, gradients, scales, curvature."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributions as td
+from pyro.infer.autoguide import AutoDelta
+from pyro.poutine.runtime import am_i_wrapped
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tyxe.bnn import LaplaceBNN, VariationalBNN
+from tyxe.bnn.base import fitting
+from tyxe.bnn.checks import KL_DWARFS, relative_scale
+from tyxe.bnn.parallel import Objective
+from tyxe.diagnostics.case import Case, spared
+from tyxe.diagnostics.mixing import chains
+from tyxe.diagnostics.psis import pareto_k
+from tyxe.diagnostics.report import ANY, Line, above, below
+from tyxe.distributions import JointDistribution, PrunedNormal
+from tyxe.guides import Guide
+from tyxe.guides.normal import MeanField
+from tyxe.guides.pyro_joint import independent_sites
+from tyxe.guides.swag import SWAGGuide
+from tyxe.laplace.search import spectrum
+from tyxe.util import is_constant
+
+# Batches below which the rows of an epoch are dealt into parts, for a variance over these.
+FEWEST, PARTS = 8, 16
+# Points times weights times parts up to which log-ratios of draws are computed.
+AFFORDABLE = 10**8
+# Weights of a site up to which k-hat can say something, and draws for it.
+TELLING, NUM_RATIOS = 300, 100
+T = TypeVar("T")
+
+
+def size(case: Case) -> Iterator[Line]:
+    """Compare the points of an epoch with `dataset_size`."""
+    points = sum(float(case.likelihood.count(targets)) for _, targets in case.to_fit)
+    yield Line(
+        "points in the loader over dataset_size",
+        points / float(case.likelihood.dataset_size),
+        (0.9, 1.1),
+        (0.5, 2.0),
+        f"an epoch has {points:g} points: build the likelihood with dataset_size={points:g}, or "
+        "pass the whole training data",
+    )
+
+
+# ----------------------------------------------------------------------- the objective's gradient
+
+
+@dataclass
+class Slope:
+    """Mean and variance of the mean of the gradient, by parameter, with the terms of the ELBO."""
+
+    mean: dict[str, Tensor]
+    variance: dict[str, Tensor]
+    data: float
+    kl: float
+
+    def distance(self, names: list[str]) -> float:
+        """Return the norm of some parameters' gradient over its noise's; NaN without a noise."""
+        norm = sum(float(self.mean[name].square().sum()) for name in names)
+        noise = sum(float(self.variance[name].sum()) for name in names)
+        return math.sqrt(norm / noise) if noise else math.nan
+
+
+def slope(case: Case, beta: float) -> Slope | None:
+    """Return the gradient of an epoch, on a copy of the BNN; None with batches it cannot take."""
+    bnn = copy.deepcopy(case.bnn)
+    if isinstance(bnn, LaplaceBNN):
+        bnn.net_guide.state = None
+    parts = case.to_fit if len(case.to_fit) >= FEWEST else _dealt(case.to_fit) or case.to_fit
+    found = {name: p for name, p in bnn.named_parameters() if p.requires_grad}
+    most = max(float(bnn.likelihood.count(targets)) for _, targets in parts)
+    if not found or most > float(bnn.likelihood.dataset_size):
+        return None
+    objective = Objective(bnn, closed_form_kl=True, num_particles=1)
+    first, second, squares = ({n: torch.zeros_like(p) for n, p in found.items()} for _ in range(3))
+    total, points, data, kl = 0.0, 0.0, 0.0, 0.0
+    spares = am_i_wrapped() or not isinstance(getattr(bnn, "net_guide", None), MeanField)
+    with fitting(bnn, train=True), torch.enable_grad(), nullcontext() if spares else spared():
+        for inputs, targets in parts:
+            count = float(bnn.likelihood.count(targets))
+            loss = objective(inputs, targets, beta)
+            terms = objective.take_terms()
+            gradients = torch.autograd.grad(loss, list(found.values()), allow_unused=True)
+            for name, g in zip(found, gradients, strict=True):
+                if g is not None:
+                    first[name] += count * g
+                    second[name] += count**2 * g
+                    squares[name] += count**2 * g.square()
+            total, points = total + count**2, points + count
+            data, kl = data + count * terms.data.item(), kl + count * terms.kl.item()
+    mean = {name: g / points for name, g in first.items()}
+    scale = len(parts) / (len(parts) - 1) / points**2 if len(parts) > 1 else 0.0
+    spread = {n: squares[n] - 2 * m * second[n] + m.square() * total for n, m in mean.items()}
+    variance = {name: (scale * value).clamp_min(0) for name, value in spread.items()}
+    return Slope(mean, variance, data / points, kl / points)
+
+
+def _dealt(batches: list[Any]) -> list[Any]:
+    """Return the rows of batches, in chance order, as more batches; none where rows are not all."""
+    parts: list[Any] = []
+    for batch in batches:
+        rows = len(batch[1])
+        leaves = [leaf for leaf in tree_leaves(batch) if not is_constant(leaf)]
+        if any(not isinstance(leaf, Tensor) or len(leaf) != rows for leaf in leaves):
+            return []  # such as the edges of a graph
+        for some in torch.randperm(rows).split(math.ceil(rows * len(batches) / PARTS)):
+            parts.append(tree_map(partial(_at, some), batch))
+    return parts
+
+
+def _at(rows: Tensor, leaf: Any) -> Any:
+    return leaf if is_constant(leaf) else leaf[rows.to(leaf.device)]
+
+
+NOT_THERE = "train on, with a rate that falls; of a tempered posterior pass beta="
+
+
+def fit(case: Case) -> Iterator[Line]:
+    """Look at the terms of the ELBO and the distance from its optimum."""
+    bnn = case.bnn
+    guide = getattr(bnn, "net_guide", None)
+    own = getattr(guide, "guide", guide)
+    if not isinstance(bnn, VariationalBNN) or isinstance(own, SWAGGuide):
+        return
+    found = slope(case, case.beta)
+    if found is None:
+        return
+    if guide is not None and not isinstance(own, AutoDelta):
+        data = max(abs(found.data), float(bnn.likelihood.dataset_size))
+        yield Line(
+            "KL over the data term",
+            case.beta * found.kl / data,
+            below(KL_DWARFS / 10),
+            below(KL_DWARFS),
+            "the bound is about the prior: check dataset_size, narrow the prior, take weights of a "
+            "trained net as means, or weigh the KL by beta < 1",
+        )
+    kinds = bnn.parameter_kinds()
+    for kind in ("loc", "scale", "deterministic"):
+        names = [name for name in found.mean if kinds.get(name, "deterministic") == kind]
+        if names and not math.isnan(distance := found.distance(names)):
+            remedy = NOT_THERE + (", or lr_multipliers={'scale': 10}" if kind == "scale" else "")
+            what = f"gradient over its noise, {kind}"
+            yield Line(what, distance, below(2.0), below(5.0), remedy)
+
+
+def laplace(case: Case) -> Iterator[Line]:
+    """Look at the distance from a mode, the prior of that mode, and what data determine."""
+    bnn = case.bnn
+    if not isinstance(bnn, LaplaceBNN) or (found := slope(case, 0.0)) is None:
+        return
+    state, guide = bnn.state, bnn.net_guide
+    # Of the log-likelihood, in nats, at temperature T.
+    factor = -float(bnn.likelihood.dataset_size) / bnn.temperature
+    names = {site.name: f"net_guide.locs.{site.own_name}" for site in guide.sites}
+    mean, variance = (
+        state.blocks.flatten({site: part[name] for site, name in names.items()}).to(state.loc)
+        for part in (found.mean, found.variance)
+    )
+    pull, noise = factor * mean, factor**2 * variance
+    decay = -_score(state.prior, state.loc)
+    # The mode's own decay, so that a precision that was chosen later is no distance.
+    ratio = float(pull @ decay / decay.square().sum()) if bool(decay.any()) else 0.0
+    if scatter := float(noise.sum().sqrt()):
+        yield Line(
+            "gradient at the mode over its noise",
+            float((pull - ratio * decay).norm()) / scatter,
+            below(2.0),
+            below(5.0),
+            "the weights are no mode: train on, with a rate that falls and weight decay, by fit",
+        )
+    if bool(decay.any()):
+        yield Line(
+            "weight decay of the mode over the prior's precision",
+            ratio,
+            (1e-3, 1e3),
+            ANY,
+            "the mode is that of another prior: train by fit, or with weight_decay of the prior's "
+            "precision over the number of points",
+        )
+    values = spectrum(state.curvature.operator) * state.weight
+    share = float((values < _precisions(state.prior).median()).double().mean())
+    yield Line(
+        "share of eigenvalues below the prior's",
+        share,
+        below(0.9999),
+        ANY,
+        "the posterior is the prior: check dataset_size, and that the net is not certain of all "
+        "points; optimize_prior_precision(loader=held_out)",
+    )
+
+
+def _score(prior: Any, loc: Tensor) -> Tensor:
+    """Return the gradient of the prior's log-density."""
+    with torch.enable_grad():
+        at = loc.detach().clone().requires_grad_()
+        return torch.autograd.grad(prior.log_prob(at), at)[0]
+
+
+def _precisions(prior: Any) -> Tensor:
+    return torch.stack([operator.diagonal() for _, operator in prior.terms]).sum(0)
+
+
+# ------------------------------------------------------------------------------- the guide's sites
+
+
+def scales(case: Case) -> Iterator[Line]:
+    """Look for scales that have not moved, or have collapsed, and for units like the prior."""
+    guide = getattr(case.bnn, "net_guide", None)
+    if not isinstance(guide, MeanField):
+        return
+    with torch.no_grad():
+        posterior = {site.own_name: guide.site_distribution(site) for site in guide.sites}
+        priors = dict(case.bnn.net_prior.priors())
+        known = _known({n: relative_scale(q, priors[n]) for n, q in posterior.items()})
+        spread = _known({name: _spread(guide, name, known[name]) for name in known})
+        pruned = _known({name: _like_prior(posterior[name], priors[name]) for name in known})
+    if known:
+        yield Line.of_parts(
+            "scale over the prior's",
+            known,
+            (1e-4, 1.5),
+            (1e-6, 10.0),
+            "scales that collapse: check dataset_size; that are wider than the prior: "
+            "lower their learning rate, or cap them by max_guide_scale",
+        )
+    if spread:
+        yield Line.of_parts(
+            "spread of a layer's log scales",
+            spread,
+            above(0.02),
+            above(0.002),
+            "scales have hardly moved from their start: train on, with lr_multipliers="
+            "{'scale': 10}, or start them larger (init_scale)",
+        )
+    if pruned:
+        rows = sum(units for units, _ in pruned.values())
+        share = sum(units * part for units, part in pruned.values()) / rows
+        yield Line(
+            "share of units whose weights are the prior's",
+            share,
+            below(0.8),
+            ANY,
+            "the posterior has given up most units: a narrower prior, a smaller net, or beta < 1",
+            {name: part for name, (_, part) in pruned.items()},
+        )
+
+
+def _known(values: dict[str, T | None]) -> dict[str, T]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _spread(guide: MeanField, name: str, relative: float) -> float | None:
+    """Return the standard deviation of a site's log scales, of sites where it says something."""
+    scale = guide.get_scale(name)
+    cap = guide.max_guide_scale
+    at_cap = cap is not None and bool(scale.median() > 0.99 * cap)
+    is_matrix = scale.dim() > 1 and scale.numel() >= FEWEST
+    is_trained = guide.unconstrained_scales[name].requires_grad
+    is_telling = is_matrix and is_trained and not at_cap and not 0.8 < relative < 1.25
+    return float(scale.log().std()) if is_telling else None
+
+
+def _like_prior(q: td.Distribution, prior: td.Distribution) -> tuple[int, float] | None:
+    """Return the number of a matrix's rows, and the share of those that are the prior's."""
+    if q.mean.dim() < 2:
+        return None
+    if isinstance(q, PrunedNormal):
+        dead = ~q.kept.flatten(1).any(1)
+    else:
+        ratio = q.variance / prior.variance
+        shift = (q.mean - prior.mean).square() / prior.variance
+        dead = (0.5 * (ratio + shift - 1 - ratio.log())).flatten(1).mean(1) < 0.01
+    return len(dead), float(dead.double().mean())
+
+
+def tails(case: Case) -> Iterator[Line]:
+    """Take k-hat of each part of the posterior that is small enough, others at their centre."""
+    bnn = case.bnn
+    guide = getattr(bnn, "net_guide", None)
+    size = sum(shape.numel() for shape in bnn.site_shapes().values())
+    if guide is None or bnn.likelihood.latent_priors():
+        return
+    prefix = bnn.net_prior.prefix
+    priors = {prefix + name: prior for name, prior in bnn.net_prior.priors()}
+    if not all(isinstance(prior, td.Distribution) for prior in priors.values()):
+        return
+    parts = {n: q for n, q in _parts(bnn).items() if q.event_shape.numel() <= TELLING}
+    if len(parts) * size * bnn.likelihood.dataset_size > AFFORDABLE:
+        return
+    found = {
+        name.removeprefix(prefix): pareto_k(_log_ratios(case, name, q, priors))
+        for name, q in parts.items()
+    }
+    if found:
+        # Without a verdict: above .7, as for most guides, it says nothing about predictions.
+        yield Line.of_parts("k-hat, below 0.7 for a good density", found, ANY, ANY, "")
+
+
+def _parts(bnn: Any) -> dict[str, td.Distribution]:
+    """Return a posterior's independent parts, by site's joint name, or one over all."""
+    guide = bnn.net_guide
+    if isinstance(bnn, LaplaceBNN):
+        return {"all": bnn.state.posterior()}
+    if isinstance(guide, Guide):
+        joints = {joint.name: joint for joint in guide.joints()}
+        coupled = {name for joint in joints.values() for name in joint.names}
+        alone = {n: q for n, q in guide.posterior().items() if n not in coupled}
+        return {**joints, **alone}
+    joint = guide.joint_normal()
+    if joint is not None:
+        return {"all": joint}
+    sites = {} if isinstance(guide.guide, AutoDelta) else independent_sites(guide.guide)
+    return dict(sites or {})
+
+
+@torch.no_grad()
+def _log_ratios(case: Case, name: str, q: td.Distribution, priors: Mapping[str, Any]) -> Tensor:
+    """Return `log p(D, w) - log q(w)` at draws of a part, up to a constant, in nats."""
+    centre, ratios = case.bnn.mean_values(), []
+    for _ in range(NUM_RATIOS):
+        drawn = q.sample()
+        values = q.unflatten(drawn) if isinstance(q, JointDistribution) else {name: drawn}
+        prior = sum(float(priors[n].log_prob(v).sum()) for n, v in values.items())
+        ratio = _log_likelihood(case, {**centre, **values}) + prior
+        ratios.append(ratio - float(q.log_prob(drawn).sum()))
+    return torch.tensor(ratios)
+
+
+def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:
+    """Return the log-likelihood of the training data at weights, in nats."""
+    bnn, total = case.bnn, 0.0
+    factor = 1 / getattr(bnn, "temperature", 1.0)
+    with bnn.predicting():
+        for inputs, targets in case.to_fit:
+            outputs = bnn.run_net(values, inputs)
+            total += float(bnn.likelihood.log_likelihood(outputs, targets, reduction="sum"))
+    return factor * total
+
+
+CHECKS = (fit, laplace, scales, tails, chains)

@@ -1,0 +1,161 @@
+"""The lines of a diagnosis, and how they print and plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tyxe import plotting
+from tyxe.plotting.axes import pyplot
+
+Range = tuple[float, float]
+ANY: Range = (-math.inf, math.inf)
+VERDICTS = {"ok": "tab:green", "warn": "tab:orange", "fail": "tab:red"}
+
+
+def below(value: float) -> Range:
+    """Return the range up to a number."""
+    return -math.inf, value
+
+
+def above(value: float) -> Range:
+    """Return the range from a number."""
+    return value, math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One number, where it ought to lie, and what to do where it does not.
+
+    Attributes:
+        name: what the number is.
+        value: the number; of several parts, such as layers, that which is furthest from well.
+        ok: lowest and highest value that is well.
+        tolerable: beyond which the verdict is "fail", and not "warn".
+        remedy: what mends it.
+        parts: the number of each part.
+        where: the part that the number is of.
+    """
+
+    name: str
+    value: float
+    ok: Range = ANY
+    tolerable: Range = ANY
+    remedy: str = ""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    where: str = ""
+
+    @classmethod
+    def of_parts(
+        cls, name: str, parts: Mapping[str, float], ok: Range, tolerable: Range, remedy: str
+    ) -> Line:
+        """Return the line of the part that is furthest from well."""
+        lines = {n: cls(name, value, ok, tolerable, remedy, parts) for n, value in parts.items()}
+        return cls.worst(lines)
+
+    @classmethod
+    def worst(cls, lines: Mapping[str, Line]) -> Line:
+        """Return the line, of several by where they are, that is furthest from well."""
+        where, line = max(lines.items(), key=lambda item: item[1]._badness)
+        of = ", ".join(filter(None, (where if len(lines) > 1 else "", line.where)))
+        return dataclasses.replace(line, where=of)
+
+    @property
+    def _badness(self) -> tuple[int, float]:
+        outside = max(self.ok[0] - self.value, self.value - self.ok[1])
+        return [*VERDICTS].index(self.verdict), math.inf if math.isnan(outside) else outside
+
+    @property
+    def title(self) -> str:
+        """The name, and where it is."""
+        return f"{self.name} ({self.where})" if self.where else self.name
+
+    @property
+    def verdict(self) -> str:
+        """`"ok"`, `"warn"` or `"fail"`."""
+        if self.ok[0] <= self.value <= self.ok[1]:
+            return "ok"
+        return "warn" if self.tolerable[0] <= self.value <= self.tolerable[1] else "fail"
+
+    @property
+    def threshold(self) -> str:
+        """What is well, in words."""
+        low, high = self.ok
+        if high == math.inf:
+            return "" if low == -math.inf else f">= {low:.3g}"
+        return f"<= {high:.3g}" if low == -math.inf else f"{low:.3g} to {high:.3g}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return value, threshold, verdict, remedy, where it is, and the parts."""
+        names = ("value", "threshold", "verdict", "remedy", "where", "parts")
+        return {name: getattr(self, name) for name in names}
+
+
+class Report(dict[str, Line]):
+    """What `diagnose` has found: lines by name, which print as a table.
+
+    Attributes:
+        predicted: probabilities of held-out classes and these, or the integral transform of
+            held-out numbers; empty of other targets.
+    """
+
+    def __init__(self, lines: Iterable[Line], predicted: tuple[Tensor, ...] = ()) -> None:
+        super().__init__((line.name, line) for line in lines)
+        self.predicted = predicted
+
+    @property
+    def flags(self) -> list[Line]:
+        """The lines that are not well, those that fail first."""
+        found = [line for line in self.values() if line.verdict != "ok"]
+        return sorted(found, key=lambda line: line.verdict != "fail")
+
+    @property
+    def summary(self) -> str:
+        """One line of text: how many numbers are well, and which are not."""
+        flags = "; ".join(f"{x.verdict}: {x.title} {x.value:.3g}" for x in self.flags)
+        return f"{len(self) - len(self.flags)} of {len(self)} numbers well" + (
+            flags and f"; {flags}"
+        )
+
+    def __str__(self) -> str:
+        width = max((len(line.title) for line in self.values()), default=0)
+        rows = []
+        for line in self.values():
+            said = f"{line.verdict:4}  {line.title:{width}}  {line.value:9.3g}  {line.threshold}"
+            rows.append(said.rstrip())
+            if line.verdict != "ok":
+                rows += textwrap.wrap(
+                    "-> " + line.remedy, 100, initial_indent=" " * 6, subsequent_indent=" " * 9
+                )
+        return "\n".join([*rows, self.summary])
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Return all lines as dictionaries, by name."""
+        return {name: line.as_dict() for name, line in self.items()}
+
+    def plot(self) -> Any:
+        """Return a figure: all verdicts, and the calibration of held-out data."""
+        lines = list(self.values())[::-1]
+        height = 1.2 + 0.22 * len(lines)
+        figure, (left, right) = pyplot().subplots(
+            1, 2, figsize=(10.5, max(height, 4)), width_ratios=(1, 1.2), constrained_layout=True
+        )
+        left.set(xlim=(0, 1), ylim=(-1, len(lines)), yticks=range(len(lines)), xticks=[])
+        left.set_yticklabels([line.title for line in lines], fontsize=8)
+        left.spines[:].set_visible(False)
+        for row, line in enumerate(lines):
+            said = f"{line.value:.3g}" + (f"   ({line.threshold})" if line.threshold else "")
+            left.scatter([0.05], [row], color=VERDICTS[line.verdict])
+            left.text(0.13, row, said, va="center", fontsize=8)
+        if len(self.predicted) == 2:
+            plotting.calibration_curve(self.predicted[0], self.predicted[1], right)
+        elif self.predicted:
+            plotting.pit_histogram(self.predicted[0], right)
+        else:
+            right.set_visible(False)
+        return figure
