@@ -151,6 +151,24 @@ def bnn(likelihood, outputs):
     return tyxe.VariationalBNN(nn.Linear(3, outputs), NORMAL, likelihood, guide)
 
 
+def test_a_wrapped_ensemble_of_nets_with_two_arguments():
+    class Sum(nn.Linear):
+        def forward(self, a, b):
+            return super().forward(a + b)
+
+    def member(index):
+        torch.manual_seed(index)
+        guide = tyxe.guides.AutoNormal
+        return tyxe.VariationalBNN(Sum(3, 3), NORMAL, tyxe.likelihoods.Categorical(60), guide)
+
+    model, x = tyxe.EnsembleBNN(member, 2), (torch.randn(60, 3), torch.randn(60, 3))
+    y = model.predict(*x, num_predictions=0).argmax(-1)
+    y[:20] = torch.randint(3, (20,))
+    wrapped = TemperatureScaling().wrap(model, [(x, y)], num_predictions=0)
+    own = TemperatureScaling().fit(model.predict(*x, num_predictions=0), y)
+    assert wrapped.calibrator.temperature == pytest.approx(own.temperature)
+
+
 def test_a_wrapped_classifier():
     model = bnn(tyxe.likelihoods.Categorical(60, ignore_index=-1), 3)
     x, y = torch.randn(60, 3), torch.randint(3, (60,))

@@ -330,6 +330,18 @@ def test_counts_and_several_targets():
     assert "log-likelihood of held-out data" in report
     assert len(report.plot().axes) == 2
 
+    class Two(nn.Linear):
+        def forward(self, x):
+            found = super().forward(x)
+            return {"kind": found[:, :2], "size": found[:, 2:]}
+
+    joint = likelihoods.Joint(kind=likelihoods.Categorical(50), size=gaussian(50))
+    bnn = tyxe.VariationalBNN(Two(1, 3), NORMAL, joint, tyxe.guides.AutoNormal)
+    data = [(torch.randn(50, 1), {"kind": torch.arange(50) % 2, "size": y})]
+    report = diagnose(bnn, data, data, num_predictions=0)
+    exact = bnn.evaluate(data, num_predictions=0, reduction="mean")[1]["joint"]
+    assert report["log-likelihood of held-out data"].value == pytest.approx(float(exact))
+
 
 def test_weights_count_points():
     """Twice the points is each of them with a weight of two."""

@@ -76,6 +76,19 @@ def test_of_numbers():
     assert found["quantile calibration error"] >= 0
 
 
+def test_of_an_ensemble():
+    y = torch.arange(40) % 3
+
+    def member(index):
+        net = tyxe.util.reset_parameters_(nn.Linear(3, 3))
+        return tyxe.VariationalBNN(net, NORMAL, likelihoods.Categorical(40), tyxe.guides.AutoNormal)
+
+    model = tyxe.EnsembleBNN(member, 3)
+    found = scores(model, halves(X, y), 0)
+    probs = model.predict(X, num_predictions=0).softmax(-1)
+    assert found["Brier score"] == pytest.approx(float(metrics.brier_score(probs, y)))
+
+
 def test_points_that_weigh_nothing_do_not_count():
     y = torch.arange(40) % 3
     model = bnn(likelihoods.Categorical(40), 3)

@@ -1,6 +1,7 @@
 """Scores of samples, mixtures, intervals and draws; of abstention; weights: against quadrature,
 naive loops, scikit-learn and torchmetrics."""
 
+import functools
 import math
 
 import numpy as np
@@ -191,6 +192,34 @@ def test_a_weight_of_two_is_the_point_twice_for_numbers(numbers):
 def test_points_that_do_not_count_may_be_impossible():
     probs = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     assert metrics.nll(probs, torch.tensor([1, 0]), torch.tensor([0.0, 1.0])) == math.log(2)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        metrics.expected_calibration_error,
+        functools.partial(metrics.expected_calibration_error, num_bins=4),
+        metrics.adaptive_calibration_error,
+        metrics.aurc,
+    ],
+)
+def test_calibration_errors_and_aurc_count_by_weights(metric):
+    """A mask leaves points out, and twice is the point twice."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(60, 3, generator=generator).softmax(-1)
+    y = torch.randint(3, (60,), generator=generator)
+    mask = torch.arange(60) % 3 > 0
+    torch.testing.assert_close(metric(probs, y, weights=mask), metric(probs[mask], y[mask]))
+    counts = torch.randint(1, 4, (60,), generator=generator)
+    if metric is metrics.adaptive_calibration_error:  # the bins' edges may cut through copies
+        counts = torch.full([60], 2)
+    repeated = (part.repeat_interleave(counts, 0) for part in (probs, y))
+    torch.testing.assert_close(metric(probs, y, weights=counts), metric(*repeated))
+
+
+def test_a_curve_of_risk_has_whole_points():
+    with pytest.raises(ValueError, match="`weights` has fractions"):
+        metrics.aurc(torch.full((2, 2), 0.5), torch.tensor([0, 1]), weights=torch.full([2], 0.5))
 
 
 @pytest.mark.parametrize("weights", [torch.ones(3), -torch.ones(2), torch.zeros(2)])

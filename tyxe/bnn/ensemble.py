@@ -194,6 +194,10 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
 
     # ------------------------------------------------------------------ predict
 
+    def to_evaluate(self, loader: Any, unpack: Unpack | None = None) -> Any:
+        """Return a loader, or a list, of batches as evaluations take them."""
+        return self._bnns[0].to_evaluate(loader, unpack)
+
     @contextmanager
     def predicting(self) -> Iterator[None]:
         """Run the members in eval mode and without gradients; no other thread runs a BNN."""
@@ -297,7 +301,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             kept, _ = self.likelihood.that_count(targets)
             return self.likelihood.errors(prediction, kept), together, weights
 
-        loader = self._bnns[0].to_evaluate(input_data, unpack)
+        loader = self.to_evaluate(input_data, unpack)
         found = on_each(self, (loader,), batch_size, one, -1, y)
         return reduced(self.likelihood, found, reduction)
 

@@ -64,7 +64,7 @@ class Calibrator(ABC):
             torch.Size([5, 3])
         """
         batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
-        found = bnn.predict([inputs for inputs, _ in batches], **options)
+        found = bnn.predict(batches, **options)
         if isinstance(found, Mapping):
             raise TypeError("the BNN has several outputs: calibrate the predictions of each apart")
         targets = concatenate_targets([targets for _, targets in batches])

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tyxe.bnn import EnsembleBNN
@@ -59,7 +58,7 @@ class Case:
         data, unseen = (list(unpacked(loader, unpack)) for loader in (train, held_out))
         evaluated, fitted, seen = (
             list(batches_of(loader, device))
-            for loader in (one.to_evaluate(data), one.to_fit(data), one.to_evaluate(unseen))
+            for loader in (bnn.to_evaluate(data), one.to_fit(data), bnn.to_evaluate(unseen))
         )
         return cls(bnn, evaluated, fitted, seen, options, beta)
 
@@ -116,8 +115,8 @@ def log_likelihoods(bnn: Any, batches: list[Any], **options: Any) -> Tensor:
     if not isinstance(bnn, EnsembleBNN):
         options["aggregate"] = False
     _, found = bnn.evaluate(batches, reduction="none", **options)
-    parts = list(found.values()) if isinstance(found, dict) else [found]
-    return torch.stack(parts).sum(0).double()
+    together: Tensor = found["joint"] if isinstance(found, dict) else found
+    return together.double()
 
 
 def mixed(logs: Tensor) -> Tensor:

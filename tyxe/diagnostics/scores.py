@@ -36,8 +36,7 @@ def scores(
     Of any likelihood: `"log-likelihood"`, nats per point, and `"error"` per point, as of
     `evaluate`. Of classes also the calibration errors, Brier score and AURC; of one number `(mean,
     scale)` RMSE, CRPS, coverage and score of 90 % intervals and the quantile calibration error.
-    Points count by their weights in all but calibration errors and AURC, which leave out those
-    that weigh nothing.
+    Points count by their weights, but for the AURC, which leaves out those that weigh nothing.
 
     Args:
         bnn: any BNN with a likelihood, or an `EnsembleBNN`.
@@ -101,17 +100,14 @@ def _probabilities(likelihood: Any, logits: Tensor) -> Tensor:
 
 
 def _of_classes(probs: Tensor, y: Tensor, weights: Tensor) -> dict[str, float]:
-    counted: dict[str, Callable[..., Tensor]] = {"Brier score": metrics.brier_score}
-    plain: dict[str, Callable[..., Tensor]] = {
+    counted: dict[str, Callable[..., Tensor]] = {
+        "Brier score": metrics.brier_score,
         "expected calibration error": metrics.expected_calibration_error,
         "adaptive calibration error": metrics.adaptive_calibration_error,
-        "AURC": metrics.aurc,
     }
+    found = {n: float(metric(probs, y, weights=weights)) for n, metric in counted.items()}
     kept = weights > 0
-    return {
-        **{name: float(metric(probs, y, weights)) for name, metric in counted.items()},
-        **{name: float(metric(probs[kept], y[kept])) for name, metric in plain.items()},
-    }
+    return found | {"AURC": float(metrics.aurc(probs[kept], y[kept]))}
 
 
 def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor, weights: Tensor) -> dict[str, float]:

@@ -88,10 +88,8 @@ def check_classified(probs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return probs, check_targets(targets, probs)
 
 
-def average(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the mean of numbers `(n, ...)`, of points counted by their weights `(n,)` if given."""
-    if weights is None:
-        return values.mean()
+def check_weights(weights: Tensor, values: Tensor) -> Tensor:
+    """Return how often each of some points counts, `(n,)`, in their dtype."""
     weights = check_real("weights", torch.as_tensor(weights).to(values))
     if weights.shape != values.shape[:1]:
         raise ValueError(
@@ -100,6 +98,14 @@ def average(values: Tensor, weights: Tensor | None) -> Tensor:
         )
     if (weights < 0).any() or not weights.any():
         raise ValueError("`weights` has negative entries, or none above 0, expected counts")
+    return weights
+
+
+def average(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean of numbers `(n, ...)`, of points counted by their weights `(n,)` if given."""
+    if weights is None:
+        return values.mean()
+    weights = check_weights(weights, values)
     kept = weights > 0  # a score of a point that does not count may be infinite
     each = values[kept].flatten(1).mean(1) if values.dim() > 1 else values[kept]
     return each @ weights[kept] / weights.sum()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.metrics.checks import average, check_classified, check_probs
+from tyxe.metrics.checks import average, check_classified, check_probs, check_weights
 
 
 class CalibrationCurve(NamedTuple):
@@ -14,7 +14,7 @@ class CalibrationCurve(NamedTuple):
     Attributes:
         confidence: mean of the maximal probability in each bin, shape `(k,)`.
         accuracy: fraction of points whose most probable class is right, shape `(k,)`.
-        counts: number of points in each bin, int64, shape `(k,)`; they sum to `n`.
+        counts: number of points in each bin, or sum of weights, shape `(k,)`.
     """
 
     confidence: Tensor
@@ -89,7 +89,11 @@ def brier_score(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -
 
 
 def calibration_curve(
-    probs: Tensor, targets: Tensor, num_bins: int = 15, equal_mass: bool = False
+    probs: Tensor,
+    targets: Tensor,
+    num_bins: int = 15,
+    equal_mass: bool = False,
+    weights: Tensor | None = None,
 ) -> CalibrationCurve:
     r"""Mean confidence and accuracy in bins of the maximal probability.
 
@@ -101,6 +105,7 @@ def calibration_curve(
         targets: classes in `0..C-1`, shape `(n,)`.
         num_bins: number `B` of bins of `[0, 1]`.
         equal_mass: let each bin have as many points, by increasing `max_c p(c)`, up to one.
+        weights: how often each point counts, shape `(n,)`; by default once.
 
     Returns:
         A `CalibrationCurve` of `k <= num_bins` bins.
@@ -122,19 +127,24 @@ def calibration_curve(
     confidence, predicted = probs.max(-1)
     edges = torch.linspace(0, 1, num_bins + 1, dtype=probs.dtype, device=probs.device)
     bins = torch.bucketize(confidence, edges[1:-1])
+    mass = torch.ones_like(bins) if weights is None else check_weights(weights, probs)
     if equal_mass:
-        ranks = confidence.argsort(stable=True).argsort()
-        bins = ranks * num_bins // len(ranks)
+        order = confidence.argsort(stable=True)
+        below = torch.zeros_like(mass).index_copy(0, order, mass[order].cumsum(0) - mass[order])
+        bins = (below * num_bins / mass.sum()).long().clamp_max(num_bins - 1)
     correct = predicted == targets
-    counts = _bin_sums(torch.ones_like(bins), bins, num_bins)
+    counts = _bin_sums(mass, bins, num_bins)
     filled = counts > 0
     # in float64, because single precision loses digits in sums over many points
-    sums = torch.stack([_bin_sums(v.double(), bins, num_bins) for v in (confidence, correct)])
+    parts = (mass * confidence.double(), mass * correct.double())
+    sums = torch.stack([_bin_sums(part, bins, num_bins) for part in parts])
     means = (sums[:, filled] / counts[filled]).to(probs.dtype)
     return CalibrationCurve(means[0], means[1], counts[filled])
 
 
-def expected_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
+def expected_calibration_error(
+    probs: Tensor, targets: Tensor, num_bins: int = 15, weights: Tensor | None = None
+) -> Tensor:
     r"""Gap between confidence and accuracy, averaged over the bins of `calibration_curve`.
 
     `sum_b |B_b|/n |acc(B_b) - conf(B_b)|`.
@@ -143,6 +153,7 @@ def expected_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 1
         probs: class probabilities, shape `(n, C)`.
         targets: classes in `0..C-1`, shape `(n,)`.
         num_bins: number of equal-width bins of the maximal probability.
+        weights: how often each point counts, shape `(n,)`; by default once.
 
     Returns:
         A 0-d tensor in `[0, 1]`.
@@ -158,10 +169,12 @@ def expected_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 1
         >>> expected_calibration_error(probs, torch.tensor([0, 0, 1, 1]))
         tensor(0.2500)
     """
-    return _gap(calibration_curve(probs, targets, num_bins))
+    return _gap(calibration_curve(probs, targets, num_bins, weights=weights))
 
 
-def adaptive_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 15) -> Tensor:
+def adaptive_calibration_error(
+    probs: Tensor, targets: Tensor, num_bins: int = 15, weights: Tensor | None = None
+) -> Tensor:
     r"""Gap between confidence and accuracy, averaged over bins of equally many points.
 
     Arguments and errors are those of `expected_calibration_error`, whose bins are mostly empty
@@ -176,7 +189,7 @@ def adaptive_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = 1
         >>> adaptive_calibration_error(probs, torch.tensor([1, 0, 0, 0]), num_bins=2)
         tensor(0.1500)
     """
-    return _gap(calibration_curve(probs, targets, num_bins, equal_mass=True))
+    return _gap(calibration_curve(probs, targets, num_bins, equal_mass=True, weights=weights))
 
 
 def _gap(curve: CalibrationCurve) -> Tensor:

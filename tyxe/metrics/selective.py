@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.metrics.checks import check_classified
+from tyxe.metrics.checks import check_classified, check_weights
 
 
 class RiskCoverage(NamedTuple):
@@ -21,7 +21,10 @@ class RiskCoverage(NamedTuple):
 
 
 def risk_coverage_curve(
-    probs: Tensor, targets: Tensor, confidence: Tensor | None = None
+    probs: Tensor,
+    targets: Tensor,
+    confidence: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> RiskCoverage:
     r"""Error of the most confident points, one more at a time.
 
@@ -31,9 +34,11 @@ def risk_coverage_curve(
         probs: class probabilities, shape `(n, C)`.
         targets: classes in `0..C-1`, shape `(n,)`.
         confidence: what points are kept by, shape `(n,)`; by default the maximal probability.
+        weights: how often each point counts, whole numbers, shape `(n,)`; by default once.
 
     Raises:
-        ValueError: confidences of another shape, or that are not numbers.
+        ValueError: confidences of another shape, or that are not numbers; weights that are not
+            whole.
 
     References:
         El-Yaniv and Wiener (2010), On the foundations of noise-free selective classification.
@@ -50,8 +55,14 @@ def risk_coverage_curve(
             f"`confidence` has shape {tuple(given.shape)}, expected {tuple(targets.shape)} without "
             "NaNs: pass probs.amax(-1), or -predictive_entropy(probs)"
         )
+    wrong = probs.argmax(-1) != targets
+    if weights is not None:
+        counts = check_weights(weights, probs)
+        if (counts != counts.long()).any():
+            raise ValueError("`weights` has fractions, and a curve has whole points: round them")
+        wrong, given = (part.repeat_interleave(counts.long()) for part in (wrong, given))
     values, order = given.sort(descending=True)
-    errors = (probs.argmax(-1) != targets)[order].double()
+    errors = wrong[order].double()
     _, group = torch.unique_consecutive(values, return_inverse=True)
     sums = errors.new_zeros(int(group[-1]) + 1).index_add(0, group, errors)
     mean = (sums / group.bincount())[group]
@@ -60,7 +71,12 @@ def risk_coverage_curve(
     return RiskCoverage((count / len(mean)).to(probs.dtype), risk.to(probs.dtype))
 
 
-def aurc(probs: Tensor, targets: Tensor, confidence: Tensor | None = None) -> Tensor:
+def aurc(
+    probs: Tensor,
+    targets: Tensor,
+    confidence: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     r"""Area under the risk-coverage curve, `1/n sum_k risk_k`; lower is better.
 
     Arguments and errors are those of `risk_coverage_curve`.
@@ -73,4 +89,4 @@ def aurc(probs: Tensor, targets: Tensor, confidence: Tensor | None = None) -> Te
         >>> aurc(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
         tensor(0.2500)
     """
-    return risk_coverage_curve(probs, targets, confidence).risk.mean()
+    return risk_coverage_curve(probs, targets, confidence, weights).risk.mean()
