@@ -76,9 +76,9 @@ class Slope:
 
 def slope(case: Case, beta: float) -> Slope | None:
     """Return the gradient of an epoch, on a copy of the BNN; None with batches it cannot take."""
-    bnn = copy.deepcopy(case.bnn)
-    if isinstance(bnn, LaplaceBNN):
-        bnn.net_guide.state = None
+    # Without a curvature, in whose place draws would be.
+    state = case.bnn.net_guide.state if isinstance(case.bnn, LaplaceBNN) else None
+    bnn = copy.deepcopy(case.bnn, {} if state is None else {id(state): None})
     parts = case.to_fit if len(case.to_fit) >= FEWEST else _dealt(case.to_fit) or case.to_fit
     found = {name: p for name, p in bnn.named_parameters() if p.requires_grad}
     most = max(float(bnn.likelihood.count(targets)) for _, targets in parts)
