@@ -53,9 +53,9 @@ def test_targets_are_looked_at_without_another_read(name: str, helper: Helper) -
 
     def step() -> None:
         with pyro.validation_enabled(False):
-            trainer.step(x, y, 1.0)
+            trainer.step([(x, y)], 1.0)
 
     step()
     assert list(helper("gpu").host_reads(step, "cpu").values()) == [1]
     with pytest.raises(ValueError, match=f"outside the support of {name}"):
-        trainer.step(x, -y, 1.0)
+        trainer.step([(x, -y)], 1.0)

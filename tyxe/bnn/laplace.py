@@ -277,6 +277,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         evidence_every: int = 0,
         progress: bool | None = None,
         unpack: Unpack | None = None,
+        accumulate_steps: int = 1,
+        autocast: torch.dtype | None = None,
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -306,7 +308,13 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         try:
             with fitting(self, train=True):
                 # With T as the KL's weight, the mode is that of log p(D|w) / T + log p(w).
-                how = FitOptions(self.temperature, clip_norm, lr_multipliers)
+                how = FitOptions(
+                    self.temperature,
+                    clip_norm,
+                    lr_multipliers,
+                    accumulate_steps=accumulate_steps,
+                    autocast=autocast,
+                )
                 trainer = Trainer(self, optim, how)
                 following = Following(self, callback, held_out, device)
                 with self._resumed(trainer) as first:

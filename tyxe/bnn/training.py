@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pyro
@@ -49,6 +50,22 @@ class FitOptions:
     num_particles: int = 1
     closed_form_kl: bool = True
     parallel: Parallel | None = None
+    accumulate_steps: int = 1
+    autocast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_count("accumulate_steps", self.accumulate_steps)
+        if self.autocast not in (None, torch.bfloat16):
+            raise ValueError(
+                f"autocast is {self.autocast!r}; expected torch.bfloat16 (float16 needs losses "
+                "that are scaled up, as in a loop of your own)"
+            )
+
+    def in_precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Let linear maps on a device compute in the precision of `autocast`."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.autocast)
 
     def beta_at(self, epoch: int) -> float:
         """Return the KL's weight in an epoch; raise if it is not 0 or more."""
@@ -182,12 +199,18 @@ class Trainer:
         self._pyro_clip = pyro_clipping(optim)
         self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
         own = self.optimizer if isinstance(self.optimizer, ParticleOptimizer) else None
+        if own is not None and options.accumulate_steps > 1:
+            raise ValueError(
+                f"{type(own).__name__} takes gradients itself, of one batch: leave accumulate_steps"
+                " out"
+            )
         self._own = None if own is None else own.particle_of(self.objective, options)
         self.processes = Processes(self.objective, options.parallel)
         # Statistics that a forward changes before its loss is known to be finite.
         norms = norms_of(bnn.net)
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._checked = self._warned = False
+        self._device = next(iter(self.parameters.values())).device
         self.steps = 0
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
@@ -217,26 +240,28 @@ class Trainer:
         if self._bar.total is None and isinstance(loader, Sized):
             self._bar.total = len(loader) * self._left
         self._batches = 0
-        for inputs, targets in self.processes.in_step(batches_of(loader, device)):
+        batches = self.processes.in_step(batches_of(loader, device))
+        while group := [*islice(batches, self.options.accumulate_steps)]:
             with exclusive():
                 if not self._checked:
-                    check_one_batch(self.bnn, self.bnn.one_draw, inputs, targets)
-                if len(targets) > self.bnn.likelihood.dataset_size:
-                    self.bnn.likelihood.check_size(targets)
+                    check_one_batch(self.bnn, self.bnn.one_draw, *group[0])
+                for _, targets in group:
+                    if len(targets) > self.bnn.likelihood.dataset_size:
+                        self.bnn.likelihood.check_size(targets)
                 # In the first step only, to save the time; the loss of each is checked.
                 with pyro.validation_enabled(not self._checked), numbers_unchecked(self._checked):
-                    terms = self.step(inputs, targets, beta)
+                    terms = self.step(group, beta)
                 self._checked = True
             terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach())
             data = data + terms.data * terms.points
             kl = kl + terms.kl * terms.points
             points += terms.points
-            if self._bar.update():  # it has been drawn, and so are its numbers
+            if self._bar.update(len(group)):  # it has been drawn, and so are its numbers
                 self._show(epoch, terms.data, terms.kl, beta, refresh=True)
             if isinstance(callback, Callback):
                 with INTERRUPTS.let_in():
                     callback.on_batch(self.bnn, epoch, self._batches, terms)
-            self._batches += 1
+            self._batches += len(group)
         sums = self.processes.total([float(data), float(kl), float(points)])
         self._warned = self._warned or warn_of_size(int(sums[2]), self.bnn.likelihood.dataset_size)
         weight = 1.0 / sums[2] if sums[2] else 0.0
@@ -253,8 +278,8 @@ class Trainer:
             numbers = {name: f"{value:.4g}" for name, value in shown.items()}
             self._bar.set_postfix({"epoch": epoch + 1, **numbers}, refresh=refresh)
 
-    def step(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
-        """Make one step on a batch.
+    def step(self, batches: list[tuple[Inputs, Any]], beta: float) -> ElboTerms:
+        """Make one step on a batch, or on several whose gradients add up to that of one.
 
         A loss or gradient that is not finite is a RuntimeError, and changes neither parameters nor
         statistics of normalising layers.
@@ -262,15 +287,19 @@ class Trainer:
         for parameter in self.parameters.values():
             parameter.grad = None
         with self._statistics_kept():
+            shares = self._shares(batches)
             particles = [
-                self._particle(inputs, targets, beta) for _ in range(self.options.num_particles)
+                self._particle(inputs, targets, beta, share)
+                for (inputs, targets), share in zip(batches, shares, strict=True)
+                for _ in range(self.options.num_particles)
             ]
-            terms = _mean(particles)
+            terms = _mean(particles, shares)
             parameters = self.parameters.values()
             norm = gradient_norm(parameters)
             if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
                 # Targets of other batches than the first are looked at when the loss tells of them.
-                check_one_batch(self.bnn, self.bnn.one_draw, inputs, targets)
+                for inputs, targets in batches:
+                    check_one_batch(self.bnn, self.bnn.one_draw, inputs, targets)
                 raise RuntimeError(nonfinite_message(self.bnn, terms))
         if self.options.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_norm, norm)
@@ -292,22 +321,39 @@ class Trainer:
                 buffer.copy_(value)
             raise
 
-    def _particle(self, inputs: Inputs, targets: Tensor, beta: float) -> ElboTerms:
-        """Add one draw's gradient of `(beta kl - data) / N / particles`, or the optimiser's own."""
-        if self._own is not None:
-            return ElboTerms(*self._own(inputs, targets, beta))
-        loss = self.processes.objective(inputs, targets, beta)
+    def _shares(self, batches: list[tuple[Inputs, Any]]) -> list[float]:
+        """Return the part of the points of a step that each batch has."""
+        if len(batches) == 1:
+            return [1.0]
+        counts = [float(self.bnn.likelihood.count(targets)) for _, targets in batches]
+        return [count / sum(counts) for count in counts]
+
+    def _particle(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms:
+        """Add one draw's gradient of `(beta kl - data) / N / particles`, or the optimiser's own.
+
+        The gradient counts by the batch's share of the points of a step.
+        """
+        with self.options.in_precision(self._device):
+            if self._own is not None:
+                return ElboTerms(*self._own(inputs, targets, beta))
+            loss = self.processes.objective(inputs, targets, beta)
         terms = self.objective.take_terms()
-        loss.backward()
+        (loss if share == 1 else loss * share).backward()
         return terms
 
 
-def _mean(particles: list[ElboTerms]) -> ElboTerms:
+def _mean(particles: list[ElboTerms], shares: list[float]) -> ElboTerms:
+    """Return the terms of a step, those of batches by their shares."""
     if len(particles) == 1:
         return particles[0]
-    data = torch.stack([terms.data.detach() for terms in particles]).mean()
-    kl = torch.stack([terms.kl.detach() for terms in particles]).mean()
-    return ElboTerms(data, kl, particles[0].points, particles[-1].values)
+    each = len(particles) // len(shares)
+    weights = [share / each for share in shares for _ in range(each)]
+    data, kl = (
+        torch.stack([w * term.detach() for w, term in zip(weights, terms, strict=True)]).sum()
+        for terms in zip(*((terms.data, terms.kl) for terms in particles), strict=True)
+    )
+    points = sum(terms.points for terms in particles[::each])
+    return ElboTerms(data, kl, points, particles[-1].values)
 
 
 def fit_together(

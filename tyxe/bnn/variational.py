@@ -153,6 +153,8 @@ class VariationalBNN(Resumable, SupervisedBNN):
         progress: bool | None = None,
         parallel: Parallel | None = None,
         unpack: Unpack | None = None,
+        accumulate_steps: int = 1,
+        autocast: torch.dtype | None = None,
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -184,7 +186,10 @@ class VariationalBNN(Resumable, SupervisedBNN):
                 several processes, each with a loader of its part of every batch.
             unpack: from what the loader yields to one of these, such as
                 `lambda batch: (batch["x"], batch["y"])`.
-
+            accumulate_steps: number of batches whose gradients make a step, which is that of one
+                batch of all their points.
+            autocast: `torch.bfloat16` lets linear maps compute in half precision; the KL and
+                variances stay in the parameters'.
             validation: held-out data, as in `data_loader`, whose log-likelihood per point is taken
                 after each epoch.
             patience: stop after so many epochs in which it is not higher than before.
@@ -203,7 +208,14 @@ class VariationalBNN(Resumable, SupervisedBNN):
         num_epochs, num_particles = check_fit_arguments(optim, num_epochs, num_particles)
         check_options(beta, clip_norm)
         options = FitOptions(
-            beta, clip_norm, lr_multipliers, num_particles, closed_form_kl, parallel
+            beta,
+            clip_norm,
+            lr_multipliers,
+            num_particles,
+            closed_form_kl,
+            parallel,
+            accumulate_steps,
+            autocast,
         )
         data_loader = self.to_fit(data_loader, unpack)
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)
