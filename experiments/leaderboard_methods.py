@@ -119,6 +119,30 @@ def maximum_a_posteriori(on):
     return Fitted(fit(on, net, on.prior, common.point(net)))
 
 
+class Divided(nn.Module):
+    """A net whose logits are divided by a temperature."""
+
+    def __init__(self, net, temperature):
+        super().__init__()
+        self.net, self.temperature = net, temperature
+
+    def forward(self, *inputs):
+        return self.net(*inputs) / self.temperature
+
+
+def calibrated(on):
+    """Return the net of ML with the temperature of the lowest validation NLL."""
+    inputs, targets = on.problem.parts["validation"]
+    with torch.no_grad():
+        logits = on.start.eval()(*inputs)
+    try:
+        found = tyxe.calibration.TemperatureScaling().fit(logits, targets)
+    except ValueError as error:  # of a net that has learned nothing
+        raise RuntimeError(str(error)) from error
+    net = Divided(on.start, found.temperature)
+    return Fitted(tyxe.VariationalBNN(net, NOTHING, on.problem.likelihood))
+
+
 def dropout(on):
     p = on.problem
     bnn = tyxe.DropoutBNN(p.make_net(dropout=on.s.dropout), p.likelihood)
@@ -262,6 +286,7 @@ PRECISION = "prior's precision"
 LOW_RANK = partial(AutoLowRankMultivariateNormal, rank=10)
 METHODS = {
     "ML": Method(ml, tempered=False),
+    "ML, temperature": Method(calibrated, "ML", tempered=False, like="ML"),
     "MAP": Method(maximum_a_posteriori),
     "MC dropout": Method(dropout, tempered=False),
     "ensemble": Method(ensemble, like="ML"),

@@ -28,11 +28,14 @@ def test_every_row_on_every_kind_of_set(names, smoke, every_set):
             assert found.cells[name, row, "none"].keys() == {"reason", "CPU seconds"}
             continue
         choice, cell = found.cells[name, row, "choice"], found.cells[name, row, "0"]
+        if row == "ML, temperature" and "reason" in cell:  # of labels without a pattern
+            assert cell["reason"].startswith("no temperature is the best")
+            continue
         assert choice["knob"] == S.grids[method.knob][0]
         assert choice["temperature"] == (0.1 if method.tempered and method.like != "ML" else 1.0)
         assert math.isfinite(cell["NLL"]), row
         assert min(cell["train s"], cell["predict s"]) > 0
-        if row not in ("ML", "MC dropout"):
+        if row not in ("ML", "ML, temperature", "MC dropout"):
             assert cell["bytes"] > found.cells[name, "ML", "0"]["bytes"]
         assert ("OOD AUROC" in cell) == (name in leaderboard_data.IMAGES)
         assert ("RMSE" in cell) == (name in leaderboard_data.UCI)
