@@ -48,7 +48,7 @@ def steps_of(bnn: tyxe.VariationalBNN, optim: object, data: Data) -> Callable[[]
 
     def step() -> None:
         with pyro.validation_enabled(False):
-            trainer.step(*data, 1.0)
+            trainer.step([data], 1.0)
 
     return step
 

@@ -13,11 +13,12 @@ import torch._inductor.config
 from _by_hand import MeanField
 from _harness import Case, Contestant, buildable, run
 from _nets import images, mlp, resnet18, vectors
-from _traced import Handler, Objective, Traced
+from _traced import Handler
 from torch import Tensor, nn
 from training_step import METHODS, SCALE, hand_step, make_bnn, our_step, plain_step
 
 import tyxe
+from tyxe.bnn.training import FitOptions
 
 HANDLERS: dict[str, Handler] = {
     "plain sampling": nullcontext,
@@ -59,9 +60,9 @@ def compiled_net(backend: str, handler: Handler, make_net: Nets, x: Tensor, y: T
 
 
 def compiled_step(backend: str, handler: Handler, make_net: Nets, x: Tensor, y: Tensor) -> Step:
-    """Return a step whose loss and gradients are one compiled graph."""
-    traced = Traced(Objective(make_bnn(make_net(), NUM_POINTS), handler), x, y)
-    return traced.step(torch.compile(traced.graph, backend=backend), x, y)
+    """Return our step as `fit(..., compile=True)` makes it; not compiled in a smoke test."""
+    options = FitOptions(compile=backend == "inductor")
+    return our_step(make_bnn(make_net(), NUM_POINTS), handler, x, y, options)
 
 
 def contestant(

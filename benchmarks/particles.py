@@ -67,7 +67,7 @@ def our_steps(
     def steps() -> None:
         with handler(), pyro.validation_enabled(False):
             for _ in range(count):
-                trainer.step(x, y, 1.0)
+                trainer.step([(x, y)], 1.0)
 
     return steps
 

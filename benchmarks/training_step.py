@@ -58,15 +58,19 @@ def make_bnn(net: nn.Module, num_points: int) -> tyxe.VariationalBNN:
 
 
 def our_step(
-    bnn: tyxe.VariationalBNN, handler: Callable[[], AbstractContextManager], x: Tensor, y: Tensor
+    bnn: tyxe.VariationalBNN,
+    handler: Callable[[], AbstractContextManager],
+    x: Tensor,
+    y: Tensor,
+    options: FitOptions | None = None,
 ) -> Callable[[], None]:
     """Return the step that `bnn.fit` makes for each batch after the first."""
     bnn.train()
-    trainer = Trainer(bnn, pyro.optim.Adam({"lr": 1e-3}), FitOptions())
+    trainer = Trainer(bnn, pyro.optim.Adam({"lr": 1e-3}), options or FitOptions())
 
     def step() -> None:
         with handler(), pyro.validation_enabled(False):
-            trainer.step(x, y, 1.0)
+            trainer.step([(x, y)], 1.0)
 
     return step
 

@@ -279,6 +279,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         unpack: Unpack | None = None,
         accumulate_steps: int = 1,
         autocast: torch.dtype | None = None,
+        compile: bool = False,
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -314,6 +315,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                     lr_multipliers,
                     accumulate_steps=accumulate_steps,
                     autocast=autocast,
+                    compile=compile,
                 )
                 trainer = Trainer(self, optim, how)
                 following = Following(self, callback, held_out, device)

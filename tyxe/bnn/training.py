@@ -27,9 +27,9 @@ from tyxe.bnn.checks import (
     warn_of_size,
 )
 from tyxe.bnn.elbo import ElboTerms
-from tyxe.bnn.parallel import Objective, Parallel, Processes, Together, shuffle_anew
+from tyxe.bnn.parallel import CompiledSteps, Objective, Parallel, Processes, Together, shuffle_anew
 from tyxe.data import Unpack
-from tyxe.errors import check_count
+from tyxe.errors import check_count, warn
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
@@ -52,9 +52,12 @@ class FitOptions:
     parallel: Parallel | None = None
     accumulate_steps: int = 1
     autocast: torch.dtype | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         check_count("accumulate_steps", self.accumulate_steps)
+        if self.compile and self.parallel is not None:
+            raise ValueError("compile=True takes one process: leave it out, or parallel")
         if self.autocast not in (None, torch.bfloat16):
             raise ValueError(
                 f"autocast is {self.autocast!r}; expected torch.bfloat16 (float16 needs losses "
@@ -211,6 +214,11 @@ class Trainer:
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._checked = self._warned = False
         self._device = next(iter(self.parameters.values())).device
+        self._compiled = None
+        if options.compile and own is None:
+            self._compiled = CompiledSteps(self.objective, self.parameters)
+        elif options.compile:
+            warn(f"compile=True: {type(own).__name__} takes gradients itself, and runs uncompiled")
         self.steps = 0
 
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
@@ -275,6 +283,8 @@ class Trainer:
         if not self._bar.disable:
             data, kl = float(data), float(kl)
             shown = {"loss": beta * kl - data, "data": data, "kl": kl}
+            if self._compiled is not None:
+                shown["seconds to compile"] = self._compiled.seconds
             numbers = {name: f"{value:.4g}" for name, value in shown.items()}
             self._bar.set_postfix({"epoch": epoch + 1, **numbers}, refresh=refresh)
 
@@ -336,6 +346,9 @@ class Trainer:
         with self.options.in_precision(self._device):
             if self._own is not None:
                 return ElboTerms(*self._own(inputs, targets, beta))
+            # The first is checked, and so are its priors.
+            if self._compiled and self.steps and self._compiled.takes(inputs, targets, beta):
+                return self._compiled(inputs, targets, beta, share)
             loss = self.processes.objective(inputs, targets, beta)
         terms = self.objective.take_terms()
         (loss if share == 1 else loss * share).backward()

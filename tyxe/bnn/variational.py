@@ -155,6 +155,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
         unpack: Unpack | None = None,
         accumulate_steps: int = 1,
         autocast: torch.dtype | None = None,
+        compile: bool = False,
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -190,6 +191,8 @@ class VariationalBNN(Resumable, SupervisedBNN):
                 batch of all their points.
             autocast: `torch.bfloat16` lets linear maps compute in half precision; the KL and
                 variances stay in the parameters'.
+            compile: make each step one compiled program, for every shape of a batch (the compiler
+                takes seconds to a minute); what cannot be one runs as it is, with a warning.
             validation: held-out data, as in `data_loader`, whose log-likelihood per point is taken
                 after each epoch.
             patience: stop after so many epochs in which it is not higher than before.
@@ -216,6 +219,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
             parallel,
             accumulate_steps,
             autocast,
+            compile,
         )
         data_loader = self.to_fit(data_loader, unpack)
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)

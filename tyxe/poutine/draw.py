@@ -19,6 +19,7 @@ import torch.distributions as td
 from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from tyxe.distributions import center, deviation, independent_moments
 from tyxe.distributions.param_blocks import Arrangement
@@ -120,6 +121,8 @@ class _Source:
 
     def _seeded(self) -> AbstractContextManager[None]:
         assert self._seed is not None
+        if get_proxy_mode() is not None:  # of a program, which draws anew in each run
+            return nullcontext()
         return seeded(int(self._seed), self.device)
 
     def _as_if_outside(self) -> AbstractContextManager[None]:

@@ -1,0 +1,216 @@
+"""Compiled steps are the uncompiled ones, or say why they are none."""
+
+import functools
+import warnings
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal, AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe.bnn import parallel
+from tyxe.poutine import flipout, local_reparameterization, variational_laplace
+from tyxe.samplers.program import has_compiler
+
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(24) % 3
+HALVES = list(zip(X.split(12), Y.split(12), strict=True))
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+GUIDES = {
+    "AutoNormal": tyxe.guides.AutoNormal,
+    "capped": functools.partial(tyxe.guides.AutoNormal, max_guide_scale=0.1),
+    "AutoRadial": tyxe.guides.AutoRadial,
+    "AutoInducing": functools.partial(tyxe.guides.AutoInducing, inducing_rows=3, inducing_cols=2),
+    "AutoDelta": AutoDelta,
+    "AutoMultivariateNormal": AutoMultivariateNormal,
+    "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
+}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Run programs as they were traced, since compiling each takes seconds."""
+    count = []
+
+    def keep(program, *_, **__):
+        count.append(program)
+        return program
+
+    monkeypatch.setattr(torch._inductor, "compile", keep)
+    monkeypatch.setattr(parallel, "has_compiler", lambda device: True)
+    return count
+
+
+def net():
+    torch.manual_seed(0)
+    parts = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)
+    return nn.Sequential(*parts)
+
+
+def variational(guide, size=24):
+    return tyxe.VariationalBNN(net(), NORMAL, tyxe.likelihoods.Categorical(size), guide)
+
+
+def laplace():
+    return tyxe.LaplaceBNN(net(), NORMAL, tyxe.likelihoods.Categorical(24), structure="diag")
+
+
+def plain():
+    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+    return tyxe.VariationalBNN(net(), nothing, tyxe.likelihoods.Categorical(24))
+
+
+def fitted(bnn, data=HALVES, **options):
+    torch.manual_seed(1)
+    history = bnn.fit(data, SGD, 3, **options)
+    return history, {n: t for n, t in bnn.state_dict().items() if t.is_floating_point()}
+
+
+def assert_same(make, data=HALVES, **options):
+    (history, state), (expected, other) = (
+        fitted(make(), data, compile=compiles, **options) for compiles in (True, False)
+    )
+    assert history.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert history.kl == pytest.approx(expected.kl, rel=1e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_a_seed_gives_the_same_numbers(guide, traced):
+    assert_same(lambda: variational(GUIDES[guide]))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("make", [laplace, plain])
+def test_other_fits(make, traced):
+    assert_same(make)
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_particles": 3},
+        {"accumulate_steps": 2},
+        {"clip_norm": 0.1},
+        {"beta": lambda epoch: 0.1 * epoch},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_fit(options, traced):
+    assert_same(lambda: variational(tyxe.guides.AutoNormal), **options)
+    assert len(traced) == 1
+
+
+def test_weights_and_the_last_batch(traced):
+    """Each shape is a program; the number of points that count is not one of its constants."""
+    weights = (torch.arange(24) % 3 > 0).float()
+    data = [(X[:10], Y[:10], weights[:10]), (X[10:20], Y[10:20], weights[10:20])]
+    data.append((X[20:], Y[20:], weights[20:]))
+    assert_same(lambda: variational(tyxe.guides.AutoNormal, 16), data)
+    assert len(traced) == 2
+
+
+def test_further_shapes_run_uncompiled(traced, monkeypatch):
+    monkeypatch.setattr(parallel, "MOST_PROGRAMS", 2)
+    data = list(zip(X.split([4, 5, 6, 9]), Y.split([4, 5, 6, 9]), strict=True))
+    assert_same(lambda: variational(tyxe.guides.AutoNormal), data)
+    assert len(traced) == 2
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+def test_handlers_draw_from_the_same_law(handler, traced):
+    """Weights that a handler does not spare are drawn from another stream."""
+    found = []
+    for compiles in (True, False):
+        bnn = variational(functools.partial(tyxe.guides.AutoNormal, init_scale=0.3))
+        with warnings.catch_warnings(), handler():
+            warnings.simplefilter("ignore")  # of BatchNorm's weights
+            bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.0), 1)  # statistics
+            torch.manual_seed(1)
+            history = bnn.fit(
+                [(X, Y)], functools.partial(torch.optim.SGD, lr=0.0), 400, compile=compiles
+            )
+        found.append(torch.tensor(history.log_likelihood))
+    assert len(traced) == 1
+    errors = sum(part.var() / len(part) for part in found).sqrt()
+    assert abs(found[0].mean() - found[1].mean()) < 4 * errors
+    assert float(found[0].std() / found[1].std()) == pytest.approx(1, abs=0.25)
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        found = super().forward(x)
+        return found if bool(found.sum() > 0) else 2 * found
+
+
+def test_what_is_no_program_runs_as_it_is(traced):
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        bnn = tyxe.VariationalBNN(
+            Branching(3, 3), NORMAL, tyxe.likelihoods.Categorical(24), tyxe.guides.AutoNormal
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append(fitted(bnn, compile=compiles)[0].loss)
+        said = [str(w.message) for w in caught if "compile=True" in str(w.message)]
+        assert len(said) == compiles
+    assert "the step is no program, and runs uncompiled: It appears" in said[0] if said else True
+    assert found[0] == found[1]
+
+
+def test_variational_laplace_and_ivon_run_as_they_are():
+    smooth = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+    parts = smooth, NORMAL, tyxe.likelihoods.Categorical(24), tyxe.guides.AutoNormal
+    with variational_laplace(), pytest.warns(tyxe.TyxeWarning, match="compile=True"):
+        tyxe.VariationalBNN(*parts).fit(HALVES, SGD, 2, compile=True)
+    ivon = functools.partial(tyxe.optim.IVON, lr=0.1)
+    with pytest.warns(tyxe.TyxeWarning, match="IVON takes gradients itself"):
+        tyxe.VariationalBNN(*parts).fit(HALVES, ivon, 2, compile=True)
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(parallel, "has_compiler", lambda device: False)
+    with pytest.warns(tyxe.TyxeWarning, match=r"needs a C\+\+ compiler"):
+        history, _ = fitted(variational(tyxe.guides.AutoNormal), compile=True)
+    assert history.loss == fitted(variational(tyxe.guides.AutoNormal))[0].loss
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(traced):
+    bnn = variational(tyxe.guides.AutoNormal)
+    bad = X.clone()
+    bad[20] = float("inf")
+    before = {n: t.clone() for n, t in bnn.state_dict().items()}
+    data = list(zip(bad.split(12), Y.split(12), strict=True))
+    with pytest.raises((RuntimeError, ValueError)):
+        bnn.fit(
+            [data[0], data[0], data[1]], functools.partial(torch.optim.SGD, lr=0.0), 1, compile=True
+        )
+    after = bnn.state_dict()
+    moved = [n for n in before if "running" not in n and "num_batches" not in n]
+    assert all(torch.equal(before[name], after[name]) for name in moved)
+    assert all(bool(t.isfinite().all()) for t in after.values())
+
+
+def test_several_processes_are_refused():
+    with pytest.raises(ValueError, match="compile=True takes one process"):
+        variational(tyxe.guides.AutoNormal).fit(
+            HALVES, SGD, 1, compile=True, parallel=nn.parallel.DistributedDataParallel
+        )
+
+
+@pytest.mark.skipif(
+    not has_compiler(torch.device("cpu")), reason="there is no C++ compiler on this machine"
+)
+def test_compiled():
+    assert_same(lambda: variational(tyxe.guides.AutoNormal))
+    bnn, wrong = variational(tyxe.guides.AutoNormal), Y.clone()
+    wrong[20] = 7
+    data = [HALVES[0], *zip(X.split(12), wrong.split(12), strict=True)]
+    with pytest.raises(ValueError, match="support of Categorical"):
+        bnn.fit(data, SGD, 1, compile=True)
