@@ -1,6 +1,6 @@
 """Imports run downward.
 
-    threads, linalg, distributions, autocast, data, files, rng, util, errors
+    threads, processes, linalg, distributions, autocast, data, files, rng, util, errors
       <- poutine, priors, likelihoods, guides, samplers
       <- curvature, optim <- predictive, laplace <- bnn
       <- calibration, continual, diagnostics
@@ -23,7 +23,18 @@ import pytest
 from docs.floors import PICTURE, Import, package_of, picture, read_imports
 
 LEVELS = (
-    ("threads", "linalg", "distributions", "autocast", "data", "files", "rng", "util", "errors"),
+    (
+        "threads",
+        "processes",
+        "linalg",
+        "distributions",
+        "autocast",
+        "data",
+        "files",
+        "rng",
+        "util",
+        "errors",
+    ),
     ("poutine", "priors", "likelihoods", "guides", "samplers"),
     ("curvature", "optim"),
     ("predictive", "laplace"),

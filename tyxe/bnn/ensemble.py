@@ -23,6 +23,7 @@ from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
+from tyxe.processes import all_or_none
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import INTERRUPTS
 from tyxe.util import Inputs
@@ -275,17 +276,19 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         reduction: str = "sum",
         batch_size: int | None = None,
         unpack: Unpack | None = None,
+        process_group: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood of the mixture, `log sum_k w_k p_k(y | x)`, in nats.
 
         Args:
-            input_data, y, reduction, batch_size, unpack, options: of the members' `evaluate`.
+            input_data, y, reduction, batch_size, unpack, process_group, options: of the members'
+                `evaluate`.
             num_predictions: number of draws of each member.
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
         y = None if y is None else self.likelihood.from_loader(y)
-        check_evaluation(input_data, y, reduction)
+        check_evaluation(input_data, y, reduction, process_group)
         scorers = [member.scorer(num_predictions, **options) for member in self._bnns]
         draws = DrawsOfEach()
 
@@ -302,8 +305,9 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             return self.likelihood.errors(prediction, kept), together, weights
 
         loader = self.to_evaluate(input_data, unpack)
-        found = on_each(self, (loader,), batch_size, one, -1, y)
-        return reduced(self.likelihood, found, reduction)
+        with all_or_none(process_group):
+            found = on_each(self, (loader,), batch_size, one, -1, y)
+        return reduced(self.likelihood, found, reduction, process_group)
 
     def _shares(self) -> Tensor:
         count = len(self.members)

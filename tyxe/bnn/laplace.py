@@ -346,6 +346,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         *,
         progress: bool | None = None,
         unpack: Unpack | None = None,
+        process_group: Any = None,
     ) -> None:
         """Take the curvature at the present weights, for a net that is trained already.
 
@@ -354,8 +355,12 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             device: device that batches are moved to.
             progress: show a bar for several passes; by default on a terminal only.
             unpack: from what the loader yields to one of these.
+            process_group: processes of `torch.distributed`, such as `group.WORLD`, each with the
+                same weights and a loader of its part of the data, over all of which the curvature
+                is taken; all have it then.
 
         Raises:
+            RuntimeError: another process has failed.
             ValueError: the data do not fit the likelihood; weights, the log-likelihood or the
                 curvature are not finite, or the curvature does not fit the prior.
         """
@@ -373,6 +378,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 self.structure,
                 self.curvature,
                 self.reduce,
+                process_group,
             )
         with exclusive():
             self.net_guide.state = state = self._state_of(found)

@@ -30,6 +30,7 @@ from tyxe.predictive.links import sample_outputs
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, statistics_in
 from tyxe.predictive.scores import Scores, gaussian_scores, mixture_scores
 from tyxe.priors import Prior
+from tyxe.processes import all_or_none, total
 from tyxe.rng import torch_rng_kept
 from tyxe.threads import exclusive
 from tyxe.util import Inputs, at_least_float32, call_with, tree_map_tensors
@@ -435,6 +436,7 @@ class SupervisedBNN(Intervals, BNN):
         predictive: str | Outputs | None = None,
         link: str = "mc",
         unpack: Unpack | None = None,
+        process_group: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood on data with targets.
 
@@ -451,25 +453,29 @@ class SupervisedBNN(Intervals, BNN):
                 Gaussian outputs.
             reduction: reduction over points: `"sum"`, `"mean"` or `"none"`.
             unpack: from what a loader yields to one of these.
+            process_group: processes of `torch.distributed`, each with a part of the data, over all
+                of which sum or mean are.
 
         Returns:
             `(error, log_likelihood)`; the error counts misclassifications or sums squares.
 
         Raises:
+            RuntimeError: another process has failed.
             ValueError: targets are missing, or have another shape than the predictions; an unknown
-                reduction.
+                reduction, or `"none"` of several processes.
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
         y = None if y is None else self.likelihood.from_loader(y)
-        check_evaluation(input_data, y, reduction)
+        check_evaluation(input_data, y, reduction, process_group)
         score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)
 
         def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
             return *score(inputs, targets, again)[:2], weights_of(self.likelihood, targets)
 
         loader = self.to_evaluate(input_data, unpack)
-        found = on_each(self, (loader,), batch_size, one, -1, y)
-        return reduced(self.likelihood, found, reduction)
+        with all_or_none(process_group):
+            found = on_each(self, (loader,), batch_size, one, -1, y)
+        return reduced(self.likelihood, found, reduction, process_group)
 
     def scorer(
         self,
@@ -619,8 +625,12 @@ class SupervisedBNN(Intervals, BNN):
             yield
 
 
-def check_evaluation(input_data: Inputs, y: Tensor | None, reduction: str) -> None:
-    """Raise where data for `evaluate` have no targets or two, or a reduction is unknown."""
+def check_evaluation(
+    input_data: Inputs, y: Tensor | None, reduction: str, group: Any = None
+) -> None:
+    """Raise where data for `evaluate` have no targets or two, or there is no such reduction."""
+    if group is not None and reduction == "none":
+        raise ValueError("reduction='none' is of one process: leave process_group out")
     if (y is None) != is_loader(input_data):
         raise ValueError(
             "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
@@ -642,9 +652,18 @@ def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
     return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
 
 
-def reduced(likelihood: Likelihood, parts: tuple[Tensor, Tensor, Tensor], reduction: str) -> Any:
-    """Return errors and log-likelihoods reduced over points, by their weights."""
+def reduced(
+    likelihood: Likelihood,
+    parts: tuple[Tensor, Tensor, Tensor],
+    reduction: str,
+    group: Any = None,
+) -> Any:
+    """Return errors and log-likelihoods reduced over points, by their weights, and processes."""
     *scores, weights = parts
+    if group is not None:
+        count = total(weights.double().sum(), group) if reduction == "mean" else 1.0
+        sums = [total((score * weights).double().sum(-1), group) for score in scores]
+        return tuple(likelihood.named(each / count, -1) for each in sums)
     given = None if bool((weights == 1).all()) else weights
     dim = -2 if reduction == "none" else -1
     return tuple(likelihood.named(reduce_points(s, reduction, given), dim) for s in scores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
 import torch
@@ -29,6 +29,11 @@ class Accumulator(ABC):
         self.blocks = blocks
         self._like = at_least_float32(like.new_zeros(()))
 
+    @property
+    def device(self) -> torch.device:
+        """Where the sums are."""
+        return self._like.device
+
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros in the sums' dtype."""
         return self._like.new_zeros(shape)
@@ -45,6 +50,10 @@ class Accumulator(ABC):
     @abstractmethod
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """Yield, with the name of its block, each sum or the sums over its rows."""
+
+    @abstractmethod
+    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Replace each sum by its total over processes, in place."""
 
     @abstractmethod
     def operator(self, points: float) -> Operator:
@@ -66,6 +75,10 @@ class DiagonalAccumulator(Accumulator):
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._sums.items()
+
+    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
+        for each in self._sums.values():
+            total(each)
 
     def operator(self, points: float) -> Operator:
         return BlockDiagonal({name: Diagonal(total) for name, total in self._sums.items()})
@@ -133,6 +146,10 @@ class FullAccumulator(Accumulator):
         self._flush()
         parts = self._sum.sum(1).split(self.blocks.sizes)
         yield from zip(self.blocks.names, parts, strict=True)
+
+    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
+        self._flush()
+        total(self._sum)
 
     def operator(self, points: float) -> Operator:
         self._flush()
@@ -209,6 +226,13 @@ class KroneckerAccumulator(Accumulator):
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         yield from (*self._inputs.items(), *self._gradients.items(), *self._rest.items())
+
+    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
+        for _, each in self.sums():
+            total(each)
+        positions = self._like.new_tensor([*self._positions.values()], dtype=torch.float64)
+        total(positions)
+        self._positions = dict(zip(self._positions, positions.tolist(), strict=True))
 
     def operator(self, points: float) -> Operator:
         operators: dict[str, Operator] = {}

@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
 from tyxe.linalg import BlockDiagonal
 from tyxe.poutine.selective import masked_targets
+from tyxe.processes import all_or_none, total
 from tyxe.threads import exclusive
 
 
@@ -87,6 +89,7 @@ def collect_curvature(
     structure: str = "kron",
     curvature: str = "ggn",
     reduce: bool = False,
+    group: Any = None,
 ) -> Curvature:
     """Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
 
@@ -100,12 +103,42 @@ def collect_curvature(
             sampled label for each point; or `"empirical"`, with the true labels [T 3.1, GLM 2].
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
+        group: the processes, each with batches of its own, over whose data the curvature is.
 
     Raises:
+        RuntimeError: another of the processes has failed.
         ValueError: there is no batch, or no point that counts; outputs and targets do not fit the
             likelihood; batches for which the net uses its sites differently; the curvature is not
             finite.
     """
+    with all_or_none(group):
+        found = _collected(linearize, likelihood, batches, structure, curvature, reduce)
+    accumulator, numbers = found
+    if group is not None:
+        numbers = numbers.to(accumulator.device)
+        accumulator.add_up(partial(total, group=group))
+        numbers = total(numbers, group)
+    points, *sums = numbers.tolist()
+    if not points:
+        raise ValueError("no point of the loader counts, so there is no curvature")
+    scale = likelihood.dataset_size / points
+    scaled = scale * torch.tensor(sums, dtype=torch.float64)
+    key = _key_of(accumulator, scaled)
+    operator = accumulator.operator(points).scaled(scale)
+    assert isinstance(operator, BlockDiagonal)
+    log_likelihood, error, num_targets = scaled.tolist()
+    return Curvature(operator, accumulator.blocks, log_likelihood, error, num_targets, key)
+
+
+def _collected(
+    linearize: Callable[[Any], Linearization],
+    likelihood: Likelihood,
+    batches: Iterable[tuple[Any, Any]],
+    structure: str,
+    curvature: str,
+    reduce: bool,
+) -> tuple[Accumulator, Tensor]:
+    """Return the sums over batches; points, log-likelihood, error and number of targets, `(4,)`."""
     accumulator: Accumulator | None = None
     points, sums = 0.0, torch.zeros(3, dtype=torch.float64)
     batch_dims: list[BatchDims | None] | None = None
@@ -131,14 +164,7 @@ def collect_curvature(
             sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
-    if not points:
-        raise ValueError("no point of the loader counts, so there is no curvature")
-    scale = likelihood.dataset_size / points
-    key = _key_of(accumulator, sums * scale)
-    operator = accumulator.operator(points).scaled(scale)
-    assert isinstance(operator, BlockDiagonal)
-    log_likelihood, error, num_targets = (sums * scale).tolist()
-    return Curvature(operator, accumulator.blocks, log_likelihood, error, num_targets, key)
+    return accumulator, torch.cat([sums.new_tensor([points]), sums])
 
 
 @torch.no_grad()

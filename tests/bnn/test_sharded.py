@@ -1,0 +1,150 @@
+"""Curvature, evidence and evaluation over the data of three processes are those of one."""
+
+import functools
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributed
+import torch.multiprocessing
+from torch import nn
+
+import tyxe
+from tyxe.likelihoods import Categorical
+
+N, WORLD = 20, 3
+SEED = torch.Generator().manual_seed(0)
+X = torch.randn(N, 1, 4, 4, generator=SEED, dtype=torch.float64)
+Y = torch.randint(3, (N,), generator=SEED)
+WEIGHTS = torch.randint(1, 3, (N,), generator=SEED).double()
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+CASES = {
+    "full": {"structure": "full"},
+    "kron": {"structure": "kron"},
+    "kron, positions summed": {
+        "structure": "kron",
+        "options": tyxe.LaplaceOptions(reduce=True, damping=True),
+    },
+    "diag": {"structure": "diag"},
+    "empirical": {"structure": "kron", "curvature": "empirical"},
+}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double()
+
+
+def shard(rank, *parts):
+    """Return uneven batches of what a process has, or of all."""
+    rows = torch.arange(N) if rank is None else torch.arange(rank, N, WORLD)
+    return list(zip(*(part[rows].split(3) for part in parts), strict=True))
+
+
+def curvature(name, rank, **group):
+    bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(int(WEIGHTS.sum())), **CASES[name])
+    bnn.fit_curvature(shard(rank, X, Y, WEIGHTS), **group)
+    state = bnn.state
+    return {
+        "precision": state.precision().to_dense(),
+        "evidence": state.evidence(),
+        "numbers": torch.tensor([state.curvature.error, state.curvature.num_targets]),
+        "key": torch.tensor(state.curvature.key),
+    }
+
+
+def evaluated(rank, **group):
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.1)
+    bnn = tyxe.VariationalBNN(net(), PRIOR, Categorical(N), guide)
+    found = []
+    for reduction in ("sum", "mean"):
+        torch.manual_seed(1)
+        found += bnn.evaluate(
+            shard(rank, X, Y, WEIGHTS), num_predictions=4, reduction=reduction, **group
+        )
+    return torch.stack([each.double() for each in found])
+
+
+def failing(rank, group):
+    """One process has a class that there is not."""
+    bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(N))
+    y = Y.clone()
+    y[1] = 3 if rank == 1 else 0
+    try:
+        bnn.fit_curvature(shard(rank, X, y), process_group=group)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", bnn.net_guide.state is None
+    return "", False
+
+
+def dying(rank, group):
+    """One process ends without a word."""
+    bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(N))
+    if rank == 1:
+        os._exit(0)
+    try:
+        bnn.fit_curvature(shard(rank, X, Y), process_group=group)
+    except RuntimeError as error:
+        return type(error).__name__
+    return ""
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", WORLD)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    group = torch.distributed.group.WORLD
+    found = {name: curvature(name, rank, process_group=group) for name in CASES}
+    found["evaluated"] = evaluated(rank, process_group=group)
+    found["failing"] = failing(rank, group)
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    torch.save(dying(rank, group), f"{folder}/{rank}.died")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory):
+    """What each of the processes found, and what they said when one had died."""
+    folder: Path = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=WORLD)
+    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return results, [torch.load(folder / f"{rank}.died") for rank in (0, 2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_curvature_of_all_data(found, name):
+    whole = curvature(name, None)
+    for process in found[0]:
+        for key in ("precision", "evidence", "numbers"):
+            torch.testing.assert_close(process[name][key], whole[key], rtol=1e-10, atol=1e-12)
+        assert process[name]["key"] == found[0][0][name]["key"]
+
+
+def test_the_evaluation_of_all_data(found):
+    whole = evaluated(None)
+    for process in found[0]:
+        torch.testing.assert_close(process["evaluated"], whole, rtol=1e-10, atol=1e-12)
+
+
+def test_the_error_of_one_is_one_of_all(found):
+    first, second, third = (process["failing"] for process in found[0])
+    assert second[0].startswith("ValueError: targets lie outside the support of Categorical")
+    for message, is_unchanged in (first, third):
+        assert message.startswith("RuntimeError: 1 of 3 processes failed, and so do all")
+        assert is_unchanged
+    assert second[1]
+
+
+def test_a_process_that_dies_is_an_error_of_all(found):
+    assert all("Error" in name for name in found[1])
+
+
+def test_each_point_is_of_one_process():
+    bnn = tyxe.VariationalBNN(net(), PRIOR, Categorical(N), tyxe.guides.AutoNormal)
+    with pytest.raises(ValueError, match="reduction='none' is of one process"):
+        bnn.evaluate(X, Y, reduction="none", process_group=object())
