@@ -37,6 +37,14 @@ def _failures(own: int, group: Any) -> int:
     return int(total(flag, group)[0])
 
 
+def shared(value: Any, owner: int, group: Any) -> Any:
+    """Return the value that one of the processes has, of those in the group."""
+    box = [value]
+    source = torch.distributed.get_global_rank(group, owner)
+    torch.distributed.broadcast_object_list(box, source, group)
+    return box[0]
+
+
 def total(values: Tensor, group: Any) -> Tensor:
     """Return the sum over processes, in place."""
     torch.distributed.all_reduce(values, group=group)

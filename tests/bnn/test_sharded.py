@@ -68,6 +68,23 @@ def evaluated(rank, **group):
     return torch.stack([each.double() for each in found])
 
 
+def ensemble(**group):
+    """Four members, of which each process trains one or two."""
+
+    def member(index):
+        start = net()
+        torch.manual_seed(index)
+        tyxe.util.reset_parameters_(start)
+        return tyxe.VariationalBNN(start, PRIOR, Categorical(N), tyxe.guides.AutoNormal)
+
+    bnn = tyxe.EnsembleBNN(member, 4)
+    torch.manual_seed(5 if not group else 5 + torch.distributed.get_rank())
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    histories = bnn.fit(shard(None, X, Y), sgd, 2, **group)
+    losses = torch.tensor([history.loss for history in histories])
+    return {"losses": losses, **{n: p.detach() for n, p in bnn.named_parameters()}}
+
+
 def failing(rank, group):
     """One process has a class that there is not."""
     bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(N))
@@ -101,6 +118,7 @@ def worker(rank, folder):
     group = torch.distributed.group.WORLD
     found = {name: curvature(name, rank, process_group=group) for name in CASES}
     found["evaluated"] = evaluated(rank, process_group=group)
+    found["ensemble"] = ensemble(process_group=group)
     found["failing"] = failing(rank, group)
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
@@ -129,6 +147,13 @@ def test_the_evaluation_of_all_data(found):
     whole = evaluated(None)
     for process in found[0]:
         torch.testing.assert_close(process["evaluated"], whole, rtol=1e-10, atol=1e-12)
+
+
+def test_members_are_shared_out(found):
+    whole = ensemble()
+    for process in found[0]:
+        assert process["ensemble"].keys() == whole.keys()
+        assert all(torch.equal(process["ensemble"][n], value) for n, value in whole.items())
 
 
 def test_the_error_of_one_is_one_of_all(found):

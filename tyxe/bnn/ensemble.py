@@ -23,7 +23,7 @@ from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
-from tyxe.processes import all_or_none
+from tyxe.processes import all_or_none, shared
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import INTERRUPTS
 from tyxe.util import Inputs
@@ -107,6 +107,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         resume: bool = False,
         member_callback: Callable[[EnsembleBNN, int], Any] | None = None,
         vectorize: bool = False,
+        process_group: Any = None,
         **options: Any,
     ) -> list[Any]:
         """Fit one member after the other, or all at once, each from a seed of its own.
@@ -120,16 +121,20 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 small nets, with the same result but for rounding and for random numbers inside of
                 steps. `optim` has to treat every number by itself, as SGD and Adam do; the other
                 arguments are `num_epochs`, `device`, `beta`, `clip_norm` and `progress`.
+            process_group: processes of `torch.distributed`, each with a loader of all data, which
+                share out the members; all of them have all members at the end, as one would have
+                fitted them from the first process's seeds.
 
         Returns:
             What the members' fits have returned, of those that were left.
 
         Raises:
-            TypeError: `vectorize` with members, or arguments, that it does not take.
+            TypeError: `vectorize` with members, or arguments, that it does not take, such as
+                processes.
             ValueError: `vectorize` with nets that `torch.vmap` does not take, or with members that
                 differ in more than the values of their tensors.
-            RuntimeError: `resume`, and there is nothing left. Errors and interrupts leave a member
-                as it was before its fit, and the earlier ones fitted.
+            RuntimeError: `resume`, and there is nothing left; another process has failed. Errors
+                and interrupts leave a member as it was before its fit, and the earlier ones fitted.
         """
         if resume and not self._left:
             raise RuntimeError(
@@ -143,7 +148,11 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         asked = len(self._left)
         try:
             if vectorize:
+                options |= {} if process_group is None else {"process_group": process_group}
                 return self._fit_together(data_loader, arguments, options)
+            if process_group is not None:
+                given = member_callback, data_loader, *arguments
+                return self._fit_shares(process_group, *given, **options)
             return self._fit_left(member_callback, data_loader, *arguments, **options)
         except (TypeError, ValueError):
             if len(self._left) == asked:  # nothing has begun
@@ -166,6 +175,29 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             del self._left[index]
             if member_callback is not None:
                 member_callback(self, index)
+        return found
+
+    def _fit_shares(self, group: Any, *arguments: Any, **options: Any) -> list[Any]:
+        """Fit this process's share of the members that are left, and take the others'."""
+        rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        left = shared(self._left, 0, group)
+        owners = {index: place % world for place, index in enumerate(left)}
+        self._left = {index: seed for index, seed in left.items() if owners[index] == rank}
+        own = list(self._left)
+        try:
+            with all_or_none(group):
+                histories = dict(zip(own, self._fit_left(*arguments, **options), strict=True))
+        finally:
+            self._left = left
+        found = []
+        for index, owner in owners.items():
+            member = self._bnns[index]
+            mine = (member.state_dict(), histories[index]) if owner == rank else None
+            state, history = shared(mine, owner, group)
+            if owner != rank:
+                member.load_state_dict(state)
+            found.append(history)
+        self._left = {}
         return found
 
     def _fit_together(
