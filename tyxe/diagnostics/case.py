@@ -28,8 +28,8 @@ class Case:
 
     Attributes:
         bnn: the BNN.
-        train: batches of training data, as evaluations take them.
-        to_fit: the same, as fits take them.
+        train: batches of training data, as evaluations take them: about as many as are held out.
+        to_fit: all batches of training data, as fits take them.
         held_out: batches of held-out data.
         options: of `predict` and `evaluate`.
         beta: weight of the KL in the fit.
@@ -60,7 +60,9 @@ class Case:
             list(batches_of(loader, device))
             for loader in (bnn.to_evaluate(data), one.to_fit(data), bnn.to_evaluate(unseen))
         )
-        return cls(bnn, evaluated, fitted, seen, options, beta)
+        # Evaluations of all training data would be what takes the time.
+        spaced = evaluated[:: max(len(evaluated) // max(len(seen), 1), 1)]
+        return cls(bnn, spaced, fitted, seen, options, beta)
 
     @property
     def likelihood(self) -> Likelihood:
