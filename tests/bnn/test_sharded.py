@@ -85,6 +85,26 @@ def ensemble(**group):
     return {"losses": losses, **{n: p.detach() for n, p in bnn.named_parameters()}}
 
 
+def _values():
+    return {f"net.{name}": p.detach() for name, p in net().named_parameters()}
+
+
+def chains(num_chains=3, **options):
+    kernel = tyxe.samplers.HMC(step_size=0.1, adapt_step_size=False, adapt_mass_matrix=False)
+    bnn = tyxe.MCMC_BNN(net(), PRIOR, Categorical(N), kernel)
+    torch.manual_seed(5)
+    seed = int(torch.randint(2**62, ()))
+    torch.manual_seed(5)
+    bnn.fit([(X, Y)], 4, warmup_steps=0, num_chains=num_chains, compile=False, **options)
+    return seed, dict(bnn.samples.items())
+
+
+def uneven(group):
+    with pytest.raises(ValueError, match="processes") as error:
+        chains(4, process_group=group)
+    return str(error.value)
+
+
 def failing(rank, group):
     """One process has a class that there is not."""
     bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(N))
@@ -119,6 +139,12 @@ def worker(rank, folder):
     found = {name: curvature(name, rank, process_group=group) for name in CASES}
     found["evaluated"] = evaluated(rank, process_group=group)
     found["ensemble"] = ensemble(process_group=group)
+    found["chains"] = chains(process_group=group)
+    found["started"] = chains(
+        init={n: torch.stack([v, v + 20, v - 20]) for n, v in _values().items()},
+        process_group=group,
+    )[1]
+    found["uneven"] = uneven(group)
     found["failing"] = failing(rank, group)
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
@@ -154,6 +180,33 @@ def test_members_are_shared_out(found):
     for process in found[0]:
         assert process["ensemble"].keys() == whole.keys()
         assert all(torch.equal(process["ensemble"][n], value) for n, value in whole.items())
+
+
+def test_chains_are_shared_out(found):
+    first = found[0][0]["chains"][1]
+    for process in found[0]:
+        assert all(torch.equal(process["chains"][1][n], value) for n, value in first.items())
+    seed, name = found[0][0]["chains"][0], "net.3.weight"
+    assert first[name].shape == (3, 4, 3, 8)
+    for rank in range(WORLD):
+        bnn = tyxe.MCMC_BNN(
+            net(),
+            PRIOR,
+            Categorical(N),
+            tyxe.samplers.HMC(step_size=0.1, adapt_step_size=False, adapt_mass_matrix=False),
+        )
+        torch.manual_seed(seed + rank)
+        bnn.fit([(X, Y)], 4, warmup_steps=0, num_chains=1, compile=False)
+        torch.testing.assert_close(bnn.samples[name][0], first[name][rank])
+    assert found[0][0]["uneven"].startswith("4 chains cannot be shared out evenly to 3 processes")
+
+
+def test_chains_start_where_each_is_told(found):
+    samples = found[0][0]["started"]["net.3.weight"][:, 0]
+    means = samples.flatten(1).mean(1)
+    assert abs(means[0]) < 2
+    assert means[1] > 5
+    assert means[2] < -5
 
 
 def test_the_error_of_one_is_one_of_all(found):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed
 from pyro.infer.mcmc import HMC
 from pyro.infer.mcmc.api import MCMC
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -35,6 +36,8 @@ from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.processes import all_or_none, shared
+from tyxe.rng import torch_rng_kept
 from tyxe.samplers import Kernel, WarmStart
 from tyxe.threads import INTERRUPTS, exclusive
 from tyxe.util import Inputs, at_least_float32, unwrapped
@@ -126,6 +129,7 @@ class MCMC_BNN(SupervisedBNN):
         num_chains: int | None = None,
         progress: bool | None = None,
         unpack: Unpack | None = None,
+        process_group: Any = None,
         **options: Any,
     ) -> Any:
         """Run the chains on the whole data set, or on its mini-batches.
@@ -142,6 +146,8 @@ class MCMC_BNN(SupervisedBNN):
                 mini-batches.
             progress: show a bar; by default on a terminal only.
             unpack: from what the loader yields to `inputs, targets`, or with weights.
+            process_group: processes of `torch.distributed`, each with all data, which share out the
+                chains; all have all samples then, and their own chains in the run.
             options: of a kernel of `tyxe.samplers`:
 
                 - `thinning` (1): every how many transitions a sample is kept;
@@ -173,6 +179,10 @@ class MCMC_BNN(SupervisedBNN):
         """
         hint = ": fit(data_loader, num_samples, warmup_steps=...)"
         num_samples = check_count("num_samples", num_samples, hint=hint)
+        if process_group is not None:
+            options |= {"warmup_steps": warmup_steps, "progress": progress, "unpack": unpack}
+            own = data_loader, num_samples, device, batch_data
+            return self._fit_shares(process_group, num_chains, *own, **options)
         if warmup_steps is not None:
             check_count("warmup_steps", warmup_steps, 0)
         if num_chains is not None:
@@ -205,6 +215,31 @@ class MCMC_BNN(SupervisedBNN):
         if by_batch:  # of chains of several weights the running ones are nobody's
             self.update_norm_statistics(loader)
         return chains
+
+    def _fit_shares(
+        self, group: Any, num_chains: int | None, *arguments: Any, **options: Any
+    ) -> Any:
+        """Run this process's share of the chains, and take the samples of the others'."""
+        rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        init = options.get("init")
+        if num_chains is None:
+            known = len(next(iter(init.values()))) if isinstance(init, Mapping) else None
+            num_chains = known or (self.kernel.default_chains if self.kernel else 1)
+        if num_chains % world:
+            raise ValueError(
+                f"{num_chains} chains cannot be shared out evenly to {world} processes: pass "
+                f"num_chains={world * max(round(num_chains / world), 1)}"
+            )
+        each = num_chains // world
+        if isinstance(init, Mapping):
+            options["init"] = {n: v[rank * each : (rank + 1) * each] for n, v in init.items()}
+        seed = shared(int(torch.randint(2**62, ())), 0, group)
+        with all_or_none(group), torch_rng_kept():
+            torch.manual_seed(seed + rank)  # for chains of its own
+            run = self.fit(*arguments, num_chains=each, **options)
+        every = [shared(dict(self.samples.items()), owner, group) for owner in range(world)]
+        self._take({name: torch.cat([part[name] for part in every]) for name in every[0]})
+        return run
 
     def _to_resume(self, data: Any, length: tuple[Any, ...], options: dict[str, Any]) -> MCMCRun:
         """Return the run that was stopped, if it is what is asked for."""
