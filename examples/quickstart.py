@@ -129,7 +129,6 @@ guide = partial(tyxe.guides.AutoNormal, init_scale=1e-4)
 capped = partial(guide, max_guide_scale=0.1)
 fit = {"draws": draws, "beta": beta, "lr_multipliers": {"scale": 10}}  # scales start small
 mean_field = run("mean field", variational(ml, prior, capped), handler=local, **fit)
-diagnosis = tyxe.diagnostics.diagnose(mean_field, loader, [validation], beta=beta)
 run(
     "mean field, sd only",
     variational(ml, prior, partial(capped, train_loc=False)),
@@ -157,5 +156,5 @@ path, figure = args.out / f"quickstart_{args.data}", tyxe.plotting.calibration_a
 args.out.mkdir(parents=True, exist_ok=True)
 figure(results, min_count=5).savefig(f"{path}.png", dpi=120)
 Path(f"{path}.json").write_text(json.dumps(content | {"rows": rows}, indent=2) + "\n")
-print(f"diagnosis of mean field: {diagnosis.summary}")
-print(f"wrote {path}.png and {path}.json")
+told = tyxe.diagnostics.diagnose(mean_field, loader, [validation], beta=beta).summary
+print(f"mean field: {told}\nwrote {path}.png and {path}.json")

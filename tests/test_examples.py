@@ -270,6 +270,7 @@ def check_quickstart(run: Run, script: Path, data: str, ood: list[str]) -> None:
     assert re.split(r"\s{2,}", header.strip()) == columns
     assert list(content["rows"]) == METHODS
     assert lines.pop() == f"wrote {path}.png and {path}.json"
+    assert re.match(r"mean field: \d+ of \d+ numbers well", lines.pop())
     for line, (name, row) in zip(lines, content["rows"].items(), strict=True):
         assert list(row) == [*columns, "validation NLL"]
         assert all(math.isfinite(value) and value >= 0 for value in row.values())
