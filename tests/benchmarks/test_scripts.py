@@ -22,6 +22,7 @@ CASES = {
     "startup": ["import", "resnet50"],
     "particles": ["mlp", "tiny"],
     "compile": ["mlp"],
+    "scaling": ["step", "prediction", "kron", "diag", "evidence", "glm"],
     "laplace": ["curvature", "evidence", "predictive"],
     "linear_maps": ["gpt-2-step", "bert-step", "kron"],
     "continual_penalty": ["kron-sum", "kron-modes", "kron-average", "diag"],
@@ -40,7 +41,16 @@ CASES = {
 # Compiling the ResNet takes the library through the same code for longer.
 LEFT_OUT = {"compile": ["--case", "mlp"]}
 # Those in which nothing is written by hand: the plain net is the only yardstick.
-WITHOUT_LIMITS = {"startup", "gpu", "revisions", "serving", "samplers", "baselines", "linear_maps"}
+WITHOUT_LIMITS = {
+    "startup",
+    "gpu",
+    "revisions",
+    "serving",
+    "samplers",
+    "baselines",
+    "linear_maps",
+    "scaling",
+}
 # Beside other libraries' alone, which are left out where they are not installed.
 BESIDE_PEERS = {"samplers"}
 

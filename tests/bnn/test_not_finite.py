@@ -43,6 +43,44 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_parameters(value):
     assert all(module.training for module in bnn.modules())
 
 
+def test_a_check_after_each_epoch_keeps_its_start():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn, reference = (make(Explodes(float("nan")), prior) for _ in range(2))
+    reference.load_state_dict(bnn.state_dict())
+    optims = [pyro.optim.Adam({"lr": 1e-2}) for _ in range(2)]
+    pyro.set_rng_seed(1)
+    expected = reference.fit([(X, Y)], optims[0], 3, beta=0.0)
+    pyro.set_rng_seed(1)
+    seen = []
+    with pytest.raises(RuntimeError, match=r"in epoch 4 .* before this epoch"):
+        bnn.fit(
+            [(X, Y)],
+            optims[1],
+            10,
+            lambda *given: seen.append(given[-1]),
+            beta=0.0,
+            nan_check="epoch",
+        )
+    assert seen == expected.loss
+    for name, value in reference.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(bnn.state_dict()[name], value, rtol=0, atol=0, msg=name)
+    states = [next(iter(optim.optim_objs.values())).state_dict() for optim in optims]
+    for own, other in zip(*(state["state"].values() for state in states), strict=True):
+        assert all(torch.equal(own[key], other[key]) for key in own)
+
+
+def test_a_gradient_that_is_not_finite_is_found_at_the_end_of_the_epoch():
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+    before = {n: p.detach().clone() for n, p in bnn.named_parameters()}
+    loc = bnn.net_guide.get_loc("2.bias")
+    loc.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(RuntimeError, match="in epoch 1 "):
+        bnn.fit([(X, Y)], ADAM, 1, nan_check="epoch")
+    for name, parameter in bnn.named_parameters():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+
+
 def test_statistics_are_those_before_a_batch_that_is_not_finite():
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
     bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), prior)

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 import torch.distributions as td
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine import Trace
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import Message
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from tyxe.distributions import (
-    IndependentSites,
-    JointDistribution,
-    independent_moments,
-    known_entropy,
-)
-from tyxe.distributions.joint import JointSite
-from tyxe.distributions.normal_kl import fusable, fused_kl, log_density
+from tyxe.bnn.predict import SupervisedBNN
+from tyxe.distributions import JointMarginal, independent_moments
+from tyxe.distributions.normal_kl import AddedKL
+from tyxe.guides import Guide
+from tyxe.guides.kl import is_joint, log_prob_of, sum_of_kls
+from tyxe.likelihoods import Likelihood
 from tyxe.poutine import Draw
-
-# A site of the guide, and the model's site of the same name.
-Pair = tuple[Any, Any]
+from tyxe.poutine.linear_map import LinearMapMessenger
+from tyxe.threads import handlers
 
 
 class ElboTerms(NamedTuple):
@@ -94,7 +91,7 @@ def elbo_terms(
     _check_guide(latents, closed_form_kl)
     data, count = data_term(model_trace)
     pairs = {name: (site, model_trace.nodes.get(name)) for name, site in latents}
-    kl = _sum_of_kls(pairs, closed_form_kl)
+    kl = sum_of_kls(pairs, closed_form_kl)
     for name, _ in _samples(model_trace, observed=False):
         if name not in guide_trace.nodes:
             raise ValueError(
@@ -116,22 +113,13 @@ def _samples(trace: Trace, observed: bool) -> list[tuple[str, Any]]:
     ]
 
 
-def _log_prob(site: Any, is_bounded: bool = False) -> Tensor:
-    """Return a site's log-density; with `is_bounded`, minus infinity outside of its support."""
-    fn, value = site["fn"], _value(site)
-    log_prob = fn.log_prob(value)
-    if is_bounded:  # a target is found to be wrong where the loss is looked at, not sooner
-        log_prob = log_prob.where(fn.support.check(value), -math.inf)
-    return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
-
-
 def data_term(trace: Trace) -> tuple[Tensor, int | Tensor]:
     """Return the log-density of a trace's observed sites, and the number of their points."""
     total: Any = 0.0
     count: Any = 0
     observed = _samples(trace, observed=True)
     for _, site in observed:
-        total = total + _log_prob(site, site["infer"].get("is_bounded", False))
+        total = total + log_prob_of(site, site["infer"].get("is_bounded", False))
         # Without a batch, a site is the only data point, or a factor or deterministic site.
         alone = 1 if len(observed) == 1 else 0
         rows = site["fn"].batch_shape[-1] if site["fn"].batch_shape else alone
@@ -173,7 +161,7 @@ def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
                 f"{name!r} is discrete, and its KL cannot be sampled with gradients; leave "
                 "closed_form_kl=True"
             )
-    joint = {n for _, site in sites if _is_joint(site) for n in (site["name"], *site["fn"].names)}
+    joint = {n for _, site in sites if is_joint(site) for n in (site["name"], *site["fn"].names)}
     rest = [site for name, site in sites if name not in joint]
     auxiliary = [site["scale"] for site in rest if site["infer"].get("is_auxiliary")]
     scales = [site["scale"] for site in rest]
@@ -184,178 +172,91 @@ def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
         )
 
 
-def _is_joint(site: Any) -> bool:
-    return isinstance(site["fn"], JointDistribution) and bool(site["infer"].get("is_auxiliary"))
+# --------------------------------------------------------------------------- without a trace
+
+Posterior = Mapping[str, td.Distribution]
 
 
-def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
-    """Return the KL in closed form, or from a known entropy and a sampled cross-entropy."""
-    q = guide_site["fn"]
-    if isinstance(q, dist.Delta):
-        # Pyro's closed form leaves out the log-density, the Jacobian of a site's transform.
-        return q.log_density - log_density(prior, _value(guide_site))
-    try:
-        return td.kl_divergence(q, prior)
-    except NotImplementedError:
-        entropy = known_entropy(q)
-        return None if entropy is None else -entropy - prior.log_prob(_value(guide_site))
+def runs_own_programs(bnn: Any, owner: type) -> bool:
+    """Say whether model and guide of a `SupervisedBNN` are the package's, the guide of `owner`."""
+    kind = type(bnn)
+    own = kind.model is SupervisedBNN.model and kind.guide is owner.guide  # type: ignore[attr-defined]
+    own = own and type(bnn.likelihood).forward is Likelihood.forward
+    return own and not {"model", "guide"} & bnn.__dict__.keys()
 
 
-def _sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
-    """Return the KL of all sites, with the fusable ones computed together."""
-    fused: list[Any] = []
-    total: Any = 0.0
-    rest = dict(pairs)
-    joint_sites = [site for site, _ in pairs.values() if _is_joint(site)]
-    for names in _coupled(pairs):
-        members = {name: rest.pop(name) for name in pairs if name in names}
-        coupling = [site for site in joint_sites if names.issuperset(site["fn"].names)]
-        for site in coupling:
-            del rest[site["name"]]
-        total = total + _kl_of_coupled(coupling, members, closed_form_kl)
-    for guide_site, model_site in rest.values():
-        one = _fusable(guide_site, model_site) if closed_form_kl else None
-        if one is None:
-            total = total + _site_kl(guide_site, model_site, closed_form_kl)
-        else:
-            fused.append((guide_site["fn"], one))
-    return total + fused_kl(fused) if fused else total
+def statements_of(bnn: Any, terms: ElboTerms) -> set[str]:
+    """Return the names of the samples of model and guide, where these are the package's own."""
+    prefix, latents = bnn.likelihood.prefix, bnn.likelihood.latent_priors()
+    own = {f"{prefix}.{name}" for name in latents} | {*bnn.likelihood.statements}
+    return own | {bnn.net_prior.prefix + name for name in bnn.net_prior.names()} | {*terms.values}
 
 
-def _coupled(pairs: dict[str, tuple[Any, Any]]) -> list[set[str]]:
-    """Return sets of sites that joint posteriors or priors couple, directly or by other sites."""
-    found: list[set[str]] = []
-    for site, model_site in pairs.values():
-        names: set[str] = set()
-        if _is_joint(site):
-            names.update(site["fn"].names)
-        if model_site is not None and isinstance(model_site["fn"], JointSite):
-            names.update(model_site["fn"].joint.names)
-        if names:
-            met = [other for other in found if other & names]
-            found = [other for other in found if not other & names]
-            found.append(names.union(*met))
-    return found
+class Names(Messenger):
+    """A handler that collects the names of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def _pyro_sample(self, msg: Message) -> None:
+        self.found.add(msg["name"])
 
 
-def _fusable(guide_site: Any, model_site: Any) -> Any:
-    scale, mask = guide_site["scale"], guide_site["mask"]
-    counts_once = isinstance(scale, float) and scale == 1.0 and (mask is None or mask is True)
-    return fusable(guide_site["fn"], model_site["fn"]) if model_site and counts_once else None
+def untraced_terms(
+    bnn: Any, inputs: Any, targets: Any, closed_form_kl: bool
+) -> tuple[ElboTerms, AddedKL] | None:
+    """Return what `elbo_terms` does for a BNN's own programs, without Pyro's traces.
 
+    The numbers drawn are the same. A part of the KL has no graph: its gradients are for the caller
+    to add, after the backward.
 
-def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
-    if model_site is None:
-        if not guide_site["infer"].get("is_auxiliary"):
-            raise _not_in_model(guide_site["name"])
-        # Such as the joint vector of Pyro's autoguides.
-        return _log_prob(guide_site)
-    if closed_form_kl:
-        kl = _closed_form(guide_site, model_site["fn"])
-        if kl is not None:
-            return scale_and_mask(kl, guide_site["scale"], guide_site["mask"]).sum()
-    return _log_prob(guide_site) - _log_prob(model_site)
-
-
-# --------------------------------------------------------------------------- coupled sites
-
-
-def _value(site: Any) -> Tensor:
-    """Return the value of a traced site."""
-    # Drawn without telling handlers, because this is not a use of the weight in the net.
-    value: Tensor = site["value"]
-    return value.value() if isinstance(value, Draw) else value
-
-
-def _not_in_model(name: str) -> ValueError:
-    """Return the error for a site that only the guide has."""
-    return ValueError(
-        f"the guide samples {name!r}, which the model does not have; after a change of prior that "
-        "adds or drops variables, build the BNN anew"
-    )
-
-
-def _kl_of_coupled(
-    coupling: list[Any], members: Mapping[str, Pair], closed_form_kl: bool
-) -> Tensor:
-    """Return the one KL of sites that a joint posterior or prior couples, in nats.
-
-    A closed form, which leaves lazy draws lazy, needs one posterior of all sites, joint or a
-    product, and likewise one prior. Otherwise the KL is estimated at the draw. `coupling` are the
-    guide's auxiliary sites with joint distributions.
+    Returns:
+        None where traces are needed: handlers that are not of linear maps alone, a prior that is a
+        program or holds several sites, programs or guides of the user's.
     """
-    for name, (_, model_site) in members.items():
-        if model_site is None:
-            raise _not_in_model(name)
-    scale, mask = _common_scale(members)
-    kl = None
-    if closed_form_kl:
-        q, p = _posterior(coupling, members), _prior(members)
-        try:
-            kl = None if q is None or p is None else td.kl_divergence(q, p)
-        except NotImplementedError:
-            kl = None
-    if kl is None:
-        kl = _log_posterior(coupling, members, closed_form_kl) - _log_prior(members)
-    return scale_and_mask(kl, scale, mask).sum()
+    priors = bnn.net_prior.fixed()
+    if priors is None or not all(map(_is_of_linear_maps, handlers())):
+        return None
+    posterior = bnn.own_posterior()  # the last, because some guides take turns
+    if posterior is None:
+        return None
+    sites = {site["name"]: site for site in _sampled(posterior)}
+    values = {name: site["value"] for name, site in sites.items() if name in posterior}
+    predictions = bnn.run_net(values, inputs)
+    observed = bnn.likelihood.observed_site(predictions, targets, values)
+    infer = observed["infer"]
+    data = log_prob_of(observed, infer["is_bounded"])
+    latents = bnn.likelihood.latent_priors().items()
+    priors |= {f"{bnn.likelihood.prefix}.{name}": prior for name, prior in latents}
+    models = {name: _site(name, prior, values[name]) for name, prior in priors.items()}
+    pairs = {name: (site, models.get(name)) for name, site in sites.items()}
+    added = AddedKL()
+    kl = sum_of_kls(pairs, closed_form_kl, added)
+    kl = torch.as_tensor(kl + added.value() if len(added) else kl)
+    check_gradients(values)
+    points = infer.get("points", infer.get("kept", len(observed["value"])))
+    return ElboTerms(data, kl, points, values), added
 
 
-def _common_scale(members: Mapping[str, Pair]) -> tuple[Any, Any]:
-    sites = [site for site, _ in members.values()]
-    scale, mask = sites[0]["scale"], sites[0]["mask"]
-    if any(other["scale"] != scale or other["mask"] is not mask for other in sites):
-        raise ValueError(
-            f"the posterior or the prior of {', '.join(members)} is one, so their KL cannot be "
-            "scaled one by one: expose all of them, or use tyxe.guides.AutoNormal with "
-            "selective_scale, and a prior over each site"
-        )
-    return scale, mask
+def _is_of_linear_maps(handler: Any) -> bool:
+    kind, base = type(handler), LinearMapMessenger
+    same = ("_process_message", "_postprocess_message", "_pyro_sample")
+    return isinstance(handler, base) and all(getattr(kind, n) is getattr(base, n) for n in same)
 
 
-def _joint_priors(members: Mapping[str, Pair]) -> dict[int, JointDistribution]:
-    parts = [model_site["fn"] for _, model_site in members.values()]
-    return {id(part.joint): part.joint for part in parts if isinstance(part, JointSite)}
+def _sampled(posterior: Posterior) -> Iterator[dict[str, Any]]:
+    """Yield a site for each posterior, at a draw, and one for each joint posterior before them."""
+    values = Guide.sample_from(posterior)
+    joints = {q.joint.name: q.joint for q in posterior.values() if isinstance(q, JointMarginal)}
+    for name, joint in joints.items():
+        yield _site(name, joint, joint.flatten(values), is_auxiliary=True)
+    for name, q in posterior.items():
+        if isinstance(q, JointMarginal):
+            q = dist.Delta(values[name], event_dim=values[name].dim())
+        yield _site(name, q, values[name])
 
 
-def _whole(
-    joints: list[JointDistribution], sites: dict[str, Any]
-) -> JointDistribution | IndependentSites | None:
-    """Return the distribution of all sites if it is one joint, or a product over sites."""
-    if not joints:
-        return IndependentSites({name: site["fn"] for name, site in sites.items()})
-    one = joints[0]
-    return one if len(joints) == 1 and set(one.names) == set(sites) else None
-
-
-def _posterior(coupling: list[Any], members: Mapping[str, Pair]) -> Any:
-    sites = {name: site for name, (site, _) in members.items()}
-    return _whole([site["fn"] for site in coupling], sites)
-
-
-def _prior(members: Mapping[str, Pair]) -> Any:
-    sites = {name: site for name, (_, site) in members.items()}
-    return _whole(list(_joint_priors(members).values()), sites)
-
-
-def _log_posterior(
-    coupling: list[Any], members: Mapping[str, Pair], known_entropies: bool
-) -> Tensor:
-    held = {name for site in coupling for name in site["fn"].names}
-    terms = [site["fn"].log_prob(_value(site)).sum() for site in coupling]
-    for name, (site, _) in members.items():
-        if name not in held:
-            entropy = known_entropy(site["fn"]) if known_entropies else None
-            density = site["fn"].log_prob(_value(site)) if entropy is None else -entropy
-            terms.append(density.sum())
-    return torch.stack(terms).sum()
-
-
-def _log_prior(members: Mapping[str, Pair]) -> Tensor:
-    joints = _joint_priors(members).values()
-    held = {name for joint in joints for name in joint.names}
-    values = {name: _value(site) for name, (site, _) in members.items()}
-    terms = [joint.log_prob(joint.flatten(values)).sum() for joint in joints]
-    for name, (_, site) in members.items():
-        if name not in held:
-            terms.append(site["fn"].log_prob(values[name]).sum())
-    return torch.stack(terms).sum()
+def _site(name: str, fn: Any, value: Tensor, is_auxiliary: bool = False) -> dict[str, Any]:
+    infer = {"is_auxiliary": is_auxiliary}
+    return {"name": name, "fn": fn, "value": value, "scale": 1.0, "mask": None, "infer": infer}

@@ -11,11 +11,13 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import batches_of, is_loader
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options
+from tyxe.bnn.elbo import runs_own_programs
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.training import FitOptions, Following, Trainer, Validation, progress_bar
@@ -249,6 +251,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         values: Values = self.net_guide()
         return values
 
+    def own_posterior(self) -> dict[str, Distribution] | None:
+        return self.net_guide.drawn_from() if runs_own_programs(self, LaplaceBNN) else None
+
     def draws(self, num_predictions: int) -> Iterator[Values]:
         _ = self.state
         for _ in range(num_predictions):
@@ -280,6 +285,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         accumulate_steps: int = 1,
         autocast: torch.dtype | None = None,
         compile: bool = False,
+        nan_check: str = "step",
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -316,6 +322,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                     accumulate_steps=accumulate_steps,
                     autocast=autocast,
                     compile=compile,
+                    nan_check=nan_check,
                 )
                 trainer = Trainer(self, optim, how)
                 following = Following(self, callback, held_out, device)

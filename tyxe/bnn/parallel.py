@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pyro
@@ -18,8 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DistributedSampler
 
-from tyxe.bnn.elbo import ElboTerms, data_term, elbo_terms
+from tyxe.bnn.elbo import (
+    ElboTerms,
+    Names,
+    data_term,
+    elbo_terms,
+    statements_of,
+    untraced_terms,
+)
 from tyxe.bnn.rerun import Resting
+from tyxe.distributions.normal_kl import AddedKL
 from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.rng import torch_rng_kept
@@ -38,7 +47,7 @@ class Objective(nn.Module):
     """The loss of one draw, `(beta KL - data) / N / num_particles`, as a module to be wrapped.
 
     `bnn` is a `SupervisedBNN` with a `guide` program. `terms` are those of the latest forward, with
-    their graph, until `take_terms` removes them.
+    their graph, until `take_terms` removes them; `added` is what then has gradients to add.
     """
 
     def __init__(self, bnn: Any, closed_form_kl: bool, num_particles: int) -> None:
@@ -46,14 +55,42 @@ class Objective(nn.Module):
         self.bnn = bnn
         self.closed_form_kl, self.num_particles = closed_form_kl, num_particles
         self.terms: ElboTerms | None = None
+        self.added: AddedKL | None = None
+        # Whether a trace has shown just the statements of the BNN's own programs.
+        self._is_known = False
 
-    def forward(self, inputs: Inputs, targets: Tensor, beta: float) -> Tensor:
-        """Return one draw's part of the loss, in nats per data point."""
-        programs = self.bnn.model, self.bnn.guide
-        terms = elbo_terms(*programs, inputs, targets, closed_form_kl=self.closed_form_kl)
-        self.terms = terms
-        scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
-        return (beta * terms.kl - terms.data) * scale
+    def forward(
+        self, inputs: Inputs, targets: Tensor, beta: float, untraced: bool = False
+    ) -> Tensor:
+        """Return one draw's part of the loss, in nats per data point.
+
+        With `untraced`, forwards after the first do without Pyro's traces where nobody looks at
+        them, and leave gradients to `add_gradients`.
+        """
+        found: tuple[ElboTerms, AddedKL | None] | None = None
+        if untraced and self._is_known:
+            found = untraced_terms(self.bnn, inputs, targets, self.closed_form_kl)
+        if found is None:
+            with Names() if untraced else nullcontext() as names:
+                own = self.bnn.model, self.bnn.guide
+                terms = elbo_terms(*own, inputs, targets, closed_form_kl=self.closed_form_kl)
+            self._is_known = names is not None and names.found == statements_of(self.bnn, terms)
+            found = terms, None
+        self.terms, self.added = terms, _ = found
+        return (beta * terms.kl - terms.data) * self._scale()
+
+    def _scale(self) -> float:
+        return 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
+
+    def add_gradients(self, weight: float) -> None:
+        """Add the gradients that the latest forward's backward has left out.
+
+        Args:
+            weight: beta, times what that forward's loss has been multiplied by.
+        """
+        if self.added is not None:
+            self.added.add_gradients(weight * self._scale())
+            self.added = None
 
     def data_at(self, values: Any, inputs: Inputs, targets: Any) -> tuple[Tensor, Any]:
         """Return the log-likelihood, scaled to the data set, at sites' values; and the points."""

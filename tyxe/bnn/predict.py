@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from tyxe.bnn.base import BNN, fitting, modes_restored
 from tyxe.bnn.batches import SameDraws, batches_to_predict, check_has_targets, is_loader, on_each
@@ -225,6 +226,13 @@ class SupervisedBNN(Intervals, BNN):
             predictions = remember(self, call_with(self.net, inputs))
             self.likelihood(predictions, obs)
         return predictions
+
+    def own_posterior(self) -> dict[str, Distribution] | None:
+        """Return what `guide` samples, by joint name, unless it or `model` has been replaced.
+
+        None is also for guides without a distribution for each site.
+        """
+        return None
 
     # ------------------------------------------------------------------ draws
 

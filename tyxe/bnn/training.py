@@ -29,7 +29,7 @@ from tyxe.bnn.checks import (
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import CompiledSteps, Objective, Parallel, Processes, Together, shuffle_anew
 from tyxe.data import Unpack
-from tyxe.errors import check_count, warn
+from tyxe.errors import check_count, check_known, warn
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
@@ -53,8 +53,10 @@ class FitOptions:
     accumulate_steps: int = 1
     autocast: torch.dtype | None = None
     compile: bool = False
+    nan_check: str = "step"
 
     def __post_init__(self) -> None:
+        check_known("nan_check", self.nan_check, ("step", "epoch"))
         check_count("accumulate_steps", self.accumulate_steps)
         if self.compile and self.parallel is not None:
             raise ValueError("compile=True takes one process: leave it out, or parallel")
@@ -248,6 +250,7 @@ class Trainer:
         if self._bar.total is None and isinstance(loader, Sized):
             self._bar.total = len(loader) * self._left
         self._batches = 0
+        before = self._taken() if self.options.nan_check == "epoch" else None
         batches = self.processes.in_step(batches_of(loader, device))
         while group := [*islice(batches, self.options.accumulate_steps)]:
             with exclusive():
@@ -271,6 +274,8 @@ class Trainer:
                     callback.on_batch(self.bnn, epoch, self._batches, terms)
             self._batches += len(group)
         sums = self.processes.total([float(data), float(kl), float(points)])
+        if before is not None:
+            self._check_epoch(epoch, sums, before)
         self._warned = self._warned or warn_of_size(int(sums[2]), self.bnn.likelihood.dataset_size)
         weight = 1.0 / sums[2] if sums[2] else 0.0
         log_likelihood, divergence = sums[0] * weight, sums[1] * weight
@@ -305,19 +310,47 @@ class Trainer:
             ]
             terms = _mean(particles, shares)
             parameters = self.parameters.values()
-            norm = gradient_norm(parameters)
-            if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
+            checks, clip_norm = self.options.nan_check == "step", self.options.clip_norm
+            norm = (
+                torch.zeros(()) if clip_norm is None and not checks else gradient_norm(parameters)
+            )
+            if checks and not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
                 # Targets of other batches than the first are looked at when the loss tells of them.
                 for inputs, targets in batches:
                     check_one_batch(self.bnn, self.bnn.one_draw, inputs, targets)
                 raise RuntimeError(nonfinite_message(self.bnn, terms))
-        if self.options.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_norm, norm)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
         if self._pyro_clip is not None:
             self._pyro_clip(p for p in parameters if p.grad is not None)
         self.optimizer.step()
         self.steps += 1
         return terms
+
+    def _taken(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Return copies of all that an epoch changes."""
+        tensors = [t.detach().clone() for t in self._changed()]
+        return tensors, copy.deepcopy(self.optimizer.state_dict())
+
+    def _changed(self) -> list[Tensor]:
+        return [*self.parameters.values(), *self._statistics]
+
+    def _check_epoch(
+        self, epoch: int, sums: list[float], before: tuple[list[Tensor], dict[str, Any]]
+    ) -> None:
+        """After an epoch that has met something not finite, go back to its start and raise."""
+        finite = torch.stack([p.detach().isfinite().all() for p in self.parameters.values()])
+        if all(map(math.isfinite, sums)) and bool(finite.all()):
+            return
+        with torch.no_grad():
+            for tensor, value in zip(self._changed(), before[0], strict=True):
+                tensor.copy_(value)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.load_state_dict(before[1])
+        raise RuntimeError(
+            f"training stopped: in epoch {epoch + 1} the loss, or a parameter, is not finite. The "
+            'parameters are those before this epoch; nan_check="step" finds the step and the place'
+        )
 
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
@@ -349,9 +382,12 @@ class Trainer:
             # The first is checked, and so are its priors.
             if self._compiled and self.steps and self._compiled.takes(inputs, targets, beta):
                 return self._compiled(inputs, targets, beta, share)
-            loss = self.processes.objective(inputs, targets, beta)
+            # Processes average the gradients of a backward.
+            plain = () if self.options.parallel is not None else (True,)
+            loss = self.processes.objective(inputs, targets, beta, *plain)
         terms = self.objective.take_terms()
         (loss if share == 1 else loss * share).backward()
+        self.objective.add_gradients(beta * share)
         return terms
 
 

@@ -11,10 +11,12 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
+from tyxe.bnn.elbo import runs_own_programs
 from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.training import FitOptions, Following, Trainer, Validation
@@ -99,6 +101,19 @@ class VariationalBNN(Resumable, SupervisedBNN):
     def _guides(self) -> list[Guide | PyroGuide]:
         return [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
 
+    def own_posterior(self) -> dict[str, Distribution] | None:
+        parts = self._guides()
+        own = {type(part).forward for part in parts} <= {Guide.forward, PyroGuide.forward}
+        if not own or not runs_own_programs(self, VariationalBNN):
+            return None
+        posterior: dict[str, Distribution] = {}
+        for part in parts:
+            found = part.posterior() if isinstance(part, Guide) else part.drawn_from()
+            if found is None:
+                return None
+            posterior |= found
+        return posterior
+
     def guided_forward(self, *inputs: Any, guide_tr: Any = None) -> Any:
         """Return the net's output for one draw of the guide, or for the values of its trace."""
         with exclusive():
@@ -156,6 +171,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
         accumulate_steps: int = 1,
         autocast: torch.dtype | None = None,
         compile: bool = False,
+        nan_check: str = "step",
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -193,6 +209,9 @@ class VariationalBNN(Resumable, SupervisedBNN):
                 variances stay in the parameters'.
             compile: make each step one compiled program, for every shape of a batch (the compiler
                 takes seconds to a minute); what cannot be one runs as it is, with a warning.
+            nan_check: `"step"` looks at each loss and gradient before it is used; `"epoch"` once at
+                the end, for which it keeps a copy of parameters and optimiser, so that an
+                accelerator is never waited for.
             validation: held-out data, as in `data_loader`, whose log-likelihood per point is taken
                 after each epoch.
             patience: stop after so many epochs in which it is not higher than before.
@@ -206,7 +225,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
             ValueError: the loader is empty, or yields something else; targets do not fit the
                 likelihood; a batch is larger than `dataset_size`, or differs between processes.
             RuntimeError: the loss or its gradient is not finite; the parameters are those before
-                the step.
+                the step, or before the epoch.
         """
         num_epochs, num_particles = check_fit_arguments(optim, num_epochs, num_particles)
         check_options(beta, clip_norm)
@@ -220,6 +239,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
             accumulate_steps,
             autocast,
             compile,
+            nan_check,
         )
         data_loader = self.to_fit(data_loader, unpack)
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)

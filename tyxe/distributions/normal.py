@@ -106,6 +106,17 @@ class FactorizedNormal(dist.Independent):
         return dist.Independent(self.base_dist, self.reinterpreted_batch_ndims).expand(batch_shape)
 
 
+class Point(dist.Delta):
+    """One value, as one event, whose draws are the tensor itself and whose log-density is 0."""
+
+    def __init__(self, v: Tensor) -> None:
+        super().__init__(v, event_dim=v.dim())
+
+    def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
+        drawn: Tensor = super().rsample(torch.Size(sample_shape)) if sample_shape else self.v
+        return drawn
+
+
 @independent_moments.register
 def _(distribution: FactorizedNormal) -> tuple[Tensor, Tensor]:
     return distribution.loc, distribution.variance

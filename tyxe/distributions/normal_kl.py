@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributions as td
 from pyro import distributions as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from tyxe.distributions.normal import FactorizedNormal
+from tyxe.distributions.normal import FactorizedNormal, Point
 from tyxe.util import at_least_float32, in_function_transform
 
 
@@ -55,6 +55,101 @@ class ToOneNormal(NamedTuple):
         return loc - self.loc if self.loc else loc
 
 
+class _Term(NamedTuple):
+    """A Normal, or a point where it has no scale, beside another Normal."""
+
+    p: ToOneNormal
+    loc: Tensor
+    log_scale: Tensor | None
+    spread: Tensor | None
+    has_variance: bool
+
+
+def _value(terms: Iterable[_Term]) -> Tensor:
+    """Return the sum of KLs in nats, for use without gradients."""
+    # Summed by the priors' scales, of which there are few: each operation on a number costs.
+    squares: dict[float, Any] = {}
+    rest: Any = 0.0
+    constant = 0.0
+    for p, loc, log_scale, spread, has_variance in terms:
+        square = _sum_of_squares(p.centered(loc))
+        if log_scale is None or spread is None:
+            constant += loc.numel() * (math.log(p.scale) + math.log(2 * math.pi) / 2)
+        else:
+            square += spread.sum() if has_variance else _sum_of_squares(spread)
+            rest = rest - log_scale.sum()
+            constant += loc.numel() * (math.log(p.scale) - 0.5)
+        squares[p.scale] = square + squares.get(p.scale, 0.0)
+    for scale, square in squares.items():
+        rest = torch.add(torch.as_tensor(rest), square, alpha=0.5 / scale**2)
+    kl: Tensor = rest + constant
+    return kl
+
+
+class AddedKL:
+    """KLs of Normals and points whose gradients are added to those of parameters after a backward.
+
+    This needs neither a graph nor another tensor of a parameter's size, and goes through each once
+    less than autograd does.
+    """
+
+    def __init__(self) -> None:
+        self._terms: list[_Term] = []
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    def takes(self, q: td.Distribution, prior: Any) -> bool:
+        """Take a posterior of parameters that no hook watches, if its prior is one Normal."""
+        if isinstance(q, FactorizedNormal):
+            parameters = q.loc, q.log_scale
+            one = fusable(q, prior) if all(map(_is_unwatched, parameters)) else None
+            if one is not None:
+                spread, has_variance = q.scale_or_variance()
+                self._terms.append(_Term(one, *parameters, spread.detach(), has_variance))
+            return one is not None
+        if not isinstance(q, Point) or not _is_unwatched(q.v):
+            return False
+        one = _one_normal(prior, q.v)
+        if one is not None:
+            self._terms.append(_Term(one, q.v, None, None, False))
+        return one is not None
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """Return the sum of the KLs, in nats, without a graph."""
+        return _value(self._terms)
+
+    @torch.no_grad()
+    def add_gradients(self, weight: float) -> None:
+        """Add the gradients of the sum times a number."""
+        for p, loc, log_scale, spread, has_variance in self._terms:
+            inner = weight / p.scale**2
+            if loc.requires_grad:
+                gradient = _gradient_of(loc).add_(loc, alpha=inner)
+                if p.loc:
+                    gradient.sub_(inner * p.loc)
+            if log_scale is None or spread is None or not log_scale.requires_grad:
+                continue
+            gradient = _gradient_of(log_scale)
+            if has_variance:
+                gradient.add_(spread, alpha=inner)
+            else:
+                gradient.addcmul_(spread, spread, value=inner)
+            gradient.sub_(weight)
+
+
+def _is_unwatched(tensor: Tensor) -> bool:
+    watched = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    return tensor.is_leaf and not watched and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
 class _FusedKL(torch.autograd.Function):
     """The KL of many tensors, each to a Normal with one mean and one scale, as a single node.
 
@@ -67,24 +162,13 @@ class _FusedKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, terms: list[tuple[ToOneNormal, bool]], *tensors: Tensor) -> Tensor:
         count = len(terms)
-        locs, log_scales, spreads = (tensors[i * count : (i + 1) * count] for i in range(3))
         ctx.terms = terms
         ctx.save_for_backward(*tensors)
-        # Summed by the priors' scales, of which there are few: each operation on a number costs.
-        squares: dict[float, Any] = {}
-        rest: Any = 0.0
-        constant = 0.0
-        parts = zip(terms, locs, log_scales, spreads, strict=True)
-        for (p, has_variance), loc, log_scale, spread in parts:
-            square = _sum_of_squares(p.centered(loc))
-            square += spread.sum() if has_variance else _sum_of_squares(spread)
-            squares[p.scale] = square + squares.get(p.scale, 0.0)
-            rest = rest - log_scale.sum()
-            constant += loc.numel() * (math.log(p.scale) - 0.5)
-        for scale, square in squares.items():
-            rest = torch.add(rest, square, alpha=0.5 / scale**2)
-        kl: Tensor = rest + constant
-        return kl
+        return _value(
+            _Term(p, loc, log_scale, spread, has_variance)
+            for i, (p, has_variance) in enumerate(terms)
+            for loc, log_scale, spread in [tensors[i::count]]
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

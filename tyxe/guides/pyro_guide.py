@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from traceback import walk_tb
 from typing import Any
 
@@ -14,12 +15,19 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 import torch.distributions as td
-from pyro.infer.autoguide import AutoContinuous, AutoGaussian, AutoGuide, AutoStructured
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoDelta,
+    AutoGaussian,
+    AutoGuide,
+    AutoStructured,
+)
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor, nn
 
 from tyxe.distributions import JointNormal
 from tyxe.distributions.moments import is_real
+from tyxe.distributions.normal import Point
 from tyxe.guides.base import Guide, detached_together
 from tyxe.guides.init import init_to_net
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
@@ -116,12 +124,24 @@ class PyroGuide(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
-        joint = self.joint_normal()
-        if joint is None:
+        posterior = self.drawn_from()
+        if posterior is None:
             with exclusive(), pyro.settings.context(module_local_params=True):
                 return self.guide() or {}
         # The same variables as in Pyro's guide, but with a KL in closed form.
-        return Guide.sample_from({name: joint.marginal(name) for name in joint.names})
+        return Guide.sample_from(posterior)
+
+    def drawn_from(self) -> dict[str, td.Distribution] | None:
+        """Return each site's posterior, with gradients, if they are one Normal or points."""
+        joint = self.joint_normal()
+        if joint is not None:
+            return {name: joint.marginal(name) for name in joint.names}
+        if type(self.guide) is not AutoDelta or constrained_sites(self.guide):
+            return None
+        with exclusive(), pyro.settings.context(module_local_params=True):
+            guide: Any = self.guide
+            names = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
+            return {name: Point(attrgetter(name)(guide)) for name in names}
 
     def joint_normal(self) -> JointNormal | None:
         """Return the posterior, with gradients, of a guide that is one Normal over all sites."""
@@ -175,9 +195,9 @@ class PyroGuide(nn.Module):
         Raises:
             TypeError: the guide couples its sites in another way, or is no autoguide.
         """
-        joint = self.joint_normal()
-        if joint is not None:
-            return {name: joint.marginal(name) for name in joint.names}
+        posterior = self.drawn_from()
+        if posterior is not None:
+            return posterior
         with exclusive(), pyro.settings.context(module_local_params=True):
             sites = independent_sites(self.guide)
         if sites is not None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
 from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
+from tyxe.distributions.normal import Point
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.files import packed, unpacked
-from tyxe.guides.base import check_real, detached_together, site_named, sites_of
+from tyxe.guides.base import Guide, check_real, detached_together, site_named, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.laplace.gaussian_prior import is_factorized
 from tyxe.laplace.online import normals_of
@@ -97,10 +96,11 @@ class LaplaceGuide(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample all sites (a Pyro program); arguments are ignored."""
-        return {
-            name: pyro.sample(name, dist.Delta(value, event_dim=value.dim()))
-            for name, value in self.draw().items()
-        }
+        return Guide.sample_from(self.drawn_from())
+
+    def drawn_from(self) -> dict[str, td.Distribution]:
+        """Return a point for each site, by its joint name: the mode, or a draw about it."""
+        return {name: Point(value) for name, value in self.draw().items()}
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

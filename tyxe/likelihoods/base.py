@@ -299,29 +299,52 @@ class Likelihood(nn.Module, ABC):
             ValueError: the targets' shape is not that of the predictive distribution.
         """
         latents = self.sample_latents()
-        targets = None if obs is None else self.observed(obs)
-        distribution, values = self._distribution_for(predictions, targets, latents)
+        distribution, values, mask, factor, infer = self._site(predictions, obs, latents)
         # The plate only uses the length of `subsample`, which is the number of rows.
         rows = range(distribution.batch_shape[0])
-        infer: dict[str, Any] = {
-            "is_bounded": not (self.is_zero_outside or is_real(distribution.support))
-        }
         with ExitStack() as stack:
-            plate = pyro.plate(f"{self.prefix}.plate", self.dataset_size, subsample=rows, dim=-1)
+            plate = pyro.plate(self.statements[0], self.dataset_size, subsample=rows, dim=-1)
             stack.enter_context(plate)
-            if targets is not None and (counts := targets.counts()) is not None:
-                kept = counts > 0
-                stack.enter_context(poutine.mask(mask=kept))
-                if targets.weights is None:
-                    infer["kept"] = points = kept.sum()
-                    factor = len(rows) / points.clamp(min=1)
-                else:
-                    infer["points"] = points = counts.sum()
-                    factor = counts.where(kept, torch.ones_like(counts)) * len(rows)
-                    factor = factor / points.where(points > 0, torch.ones_like(points))
+            if mask is not None:
+                stack.enter_context(poutine.mask(mask=mask))
                 stack.enter_context(poutine.scale(scale=factor))
             value: Tensor = pyro.sample(self.data_name, distribution, obs=values, infer=infer)
         return value
+
+    @property
+    def statements(self) -> tuple[str, ...]:
+        """The names of the plate and of the observed site of `forward`."""
+        return f"{self.prefix}.plate", self.data_name
+
+    def observed_site(
+        self, predictions: Predictions, obs: Tensor | Targets, values: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the site that `forward` observes, as a trace has it, at values by joint name."""
+        latents = {name: values[f"{self.prefix}.{name}"] for name in self.latent_priors()}
+        fn, value, mask, factor, infer = self._site(predictions, obs, latents)
+        scale = self.dataset_size / fn.batch_shape[0] * factor
+        return {"fn": fn, "value": value, "mask": mask, "scale": scale, "infer": infer}
+
+    def _site(
+        self, predictions: Predictions, obs: Tensor | Targets | None, latents: Mapping[str, Tensor]
+    ) -> tuple[Any, Tensor | None, Tensor | None, Any, dict[str, Any]]:
+        """Return distribution, targets, the points that count, their scale, and `infer`."""
+        targets = None if obs is None else self.observed(obs)
+        distribution, values = self._distribution_for(predictions, targets, latents)
+        infer: dict[str, Any] = {
+            "is_bounded": not (self.is_zero_outside or is_real(distribution.support))
+        }
+        counts = None if targets is None else targets.counts()
+        if targets is None or counts is None:
+            return distribution, values, None, 1.0, infer
+        kept, rows = counts > 0, distribution.batch_shape[0]
+        if targets.weights is None:
+            infer["kept"] = points = kept.sum()
+            return distribution, values, kept, rows / points.clamp(min=1), infer
+        infer["points"] = points = counts.sum()
+        factor = counts.where(kept, torch.ones_like(counts)) * rows
+        factor = factor / points.where(points > 0, torch.ones_like(points))
+        return distribution, values, kept, factor, infer
 
     def _distribution_for(
         self,

@@ -10,6 +10,7 @@ rearranged in the same way.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -48,8 +49,7 @@ class _Source:
         moments: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.name, self.device = name, like.device
-        # What views are tried on.
-        self.outline = torch.empty(shape, dtype=like.dtype, device="meta")
+        self.shape, self.dtype = shape, like.dtype
         self.distribution = distribution
         # Set once an operation other than a linear map has read the value, or written into it: from
         # then on only the value is consistent with what the net has computed.
@@ -61,6 +61,11 @@ class _Source:
         self._moments = moments
         self._grad = torch.is_grad_enabled()
         self._seed = torch.randint(2**62, (), device="cpu") if value is None else None
+
+    @functools.cached_property
+    def outline(self) -> Tensor:
+        """What views are tried on."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
     def value(self) -> Tensor:
@@ -169,7 +174,7 @@ class Draw(Tensor):
     ) -> Draw:
         if value is not None:
             source = _Source(name, distribution, value, value, value.shape)
-            return cls._make(source, (), source.outline)
+            return cls._make(source, (), source)
         assert distribution is not None
         draw = cls.where_treatable(name, distribution)
         assert draw is not None
@@ -186,10 +191,10 @@ class Draw(Tensor):
             return None
         shape = torch.Size(distribution.batch_shape + distribution.event_shape)
         source = _Source(name, distribution, None, like, shape, moments)
-        return cls._make(source, (), source.outline)
+        return cls._make(source, (), source)
 
     @classmethod
-    def _make(cls, source: _Source, views: tuple[View, ...], like: Tensor) -> Draw:
+    def _make(cls, source: _Source, views: tuple[View, ...], like: Tensor | _Source) -> Draw:
         # A custom autograd function takes the draw itself, not its value. That it is differentiated
         # has to be seen, because no gradient would reach the posterior.
         recorded = torch.is_grad_enabled() and like.dtype.is_floating_point

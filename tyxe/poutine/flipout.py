@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from tyxe.poutine.draw import Draw
 from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
@@ -70,10 +73,13 @@ def _centered(part: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
     return None if part is None else (part, None)
 
 
+@functools.cache
 def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the eight bits of each byte as signs, `(256, 8)`."""
-    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
-    return 1 - 2 * (bits & 1).to(dtype)
+    # A tensor as good as any other, wherever it is asked for first.
+    with torch.inference_mode(False), disable_proxy_modes_tracing(), unset_fake_temporarily():
+        bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
+        return 1 - 2 * (bits & 1).to(dtype)
 
 
 def _random_signs(shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -130,6 +130,16 @@ class SitePriors(nn.Module):
             else:
                 yield name, prior
 
+    def fixed(self) -> dict[str, td.Distribution] | None:
+        """Return priors by joint name, or None if one is a program or holds several sites."""
+        entries = [*self._entries]
+        if not all(isinstance(entry, BufferedDistribution) for entry in entries):
+            return None
+        priors = [entry.distribution for entry in entries]
+        if any(isinstance(prior, JointDistribution) for prior in priors):
+            return None
+        return {self.prefix + name: priors[number] for name, number in self._units}
+
     def joints(self) -> list[JointDistribution]:
         """Return the priors that hold several sites at once."""
         found = [self._prior(number) for number in range(len(self._entries))]

@@ -1,0 +1,213 @@
+"""The KL of a guide's sites from those of a model, one by one or together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+import torch.distributions as td
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from tyxe.distributions import IndependentSites, JointDistribution, known_entropy
+from tyxe.distributions.joint import JointSite
+from tyxe.distributions.normal_kl import AddedKL, fusable, fused_kl, log_density
+from tyxe.poutine import Draw
+
+# A site of the guide, and the model's site of the same name.
+Pair = tuple[Any, Any]
+
+
+def value_of(site: Any) -> Tensor:
+    """Return the value of a traced site."""
+    # Drawn without telling handlers, because this is not a use of the weight in the net.
+    value: Tensor = site["value"]
+    return value.value() if isinstance(value, Draw) else value
+
+
+def log_prob_of(site: Any, is_bounded: bool = False) -> Tensor:
+    """Return a site's log-density; with `is_bounded`, minus infinity outside of its support."""
+    fn, value = site["fn"], value_of(site)
+    log_prob = fn.log_prob(value)
+    if is_bounded:  # a target is found to be wrong where the loss is looked at, not sooner
+        log_prob = log_prob.where(fn.support.check(value), -math.inf)
+    return scale_and_mask(log_prob, site["scale"], site["mask"]).sum()
+
+
+def is_joint(site: Any) -> bool:
+    """Say whether a site of the guide is a draw of several sites together."""
+    return isinstance(site["fn"], JointDistribution) and bool(site["infer"].get("is_auxiliary"))
+
+
+def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
+    """Return the KL in closed form, or from a known entropy and a sampled cross-entropy."""
+    q = guide_site["fn"]
+    if isinstance(q, dist.Delta):
+        # Pyro's closed form leaves out the log-density, the Jacobian of a site's transform.
+        return q.log_density - log_density(prior, value_of(guide_site))
+    try:
+        return td.kl_divergence(q, prior)
+    except NotImplementedError:
+        entropy = known_entropy(q)
+        return None if entropy is None else -entropy - prior.log_prob(value_of(guide_site))
+
+
+def sum_of_kls(
+    pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool, added: AddedKL | None = None
+) -> Any:
+    """Return the KL of all sites but those that `added` takes, the fusable ones together."""
+    fused: list[Any] = []
+    total: Any = 0.0
+    rest = dict(pairs)
+    joint_sites = [site for site, _ in pairs.values() if is_joint(site)]
+    for names in _coupled(pairs):
+        members = {name: rest.pop(name) for name in pairs if name in names}
+        coupling = [site for site in joint_sites if names.issuperset(site["fn"].names)]
+        for site in coupling:
+            del rest[site["name"]]
+        total = total + _kl_of_coupled(coupling, members, closed_form_kl)
+    for guide_site, model_site in rest.values():
+        q, p = guide_site["fn"], model_site and model_site["fn"]
+        if added is not None and closed_form_kl and p is not None and added.takes(q, p):
+            continue
+        one = _fusable(guide_site, model_site) if closed_form_kl else None
+        if one is None:
+            total = total + _site_kl(guide_site, model_site, closed_form_kl)
+        else:
+            fused.append((guide_site["fn"], one))
+    return total + fused_kl(fused) if fused else total
+
+
+def _coupled(pairs: dict[str, tuple[Any, Any]]) -> list[set[str]]:
+    """Return sets of sites that joint posteriors or priors couple, directly or by other sites."""
+    found: list[set[str]] = []
+    for site, model_site in pairs.values():
+        names: set[str] = set()
+        if is_joint(site):
+            names.update(site["fn"].names)
+        if model_site is not None and isinstance(model_site["fn"], JointSite):
+            names.update(model_site["fn"].joint.names)
+        if names:
+            met = [other for other in found if other & names]
+            found = [other for other in found if not other & names]
+            found.append(names.union(*met))
+    return found
+
+
+def _fusable(guide_site: Any, model_site: Any) -> Any:
+    scale, mask = guide_site["scale"], guide_site["mask"]
+    counts_once = isinstance(scale, float) and scale == 1.0 and (mask is None or mask is True)
+    return fusable(guide_site["fn"], model_site["fn"]) if model_site and counts_once else None
+
+
+def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
+    if model_site is None:
+        if not guide_site["infer"].get("is_auxiliary"):
+            raise _not_in_model(guide_site["name"])
+        # Such as the joint vector of Pyro's autoguides.
+        return log_prob_of(guide_site)
+    if closed_form_kl:
+        kl = _closed_form(guide_site, model_site["fn"])
+        if kl is not None:
+            return scale_and_mask(kl, guide_site["scale"], guide_site["mask"]).sum()
+    return log_prob_of(guide_site) - log_prob_of(model_site)
+
+
+# --------------------------------------------------------------------------- coupled sites
+
+
+def _not_in_model(name: str) -> ValueError:
+    """Return the error for a site that only the guide has."""
+    return ValueError(
+        f"the guide samples {name!r}, which the model does not have; after a change of prior that "
+        "adds or drops variables, build the BNN anew"
+    )
+
+
+def _kl_of_coupled(
+    coupling: list[Any], members: Mapping[str, Pair], closed_form_kl: bool
+) -> Tensor:
+    """Return the one KL of sites that a joint posterior or prior couples, in nats.
+
+    A closed form, which leaves lazy draws lazy, needs one posterior of all sites, joint or a
+    product, and likewise one prior. Otherwise the KL is estimated at the draw. `coupling` are the
+    guide's auxiliary sites with joint distributions.
+    """
+    for name, (_, model_site) in members.items():
+        if model_site is None:
+            raise _not_in_model(name)
+    scale, mask = _common_scale(members)
+    kl = None
+    if closed_form_kl:
+        q, p = _posterior(coupling, members), _prior(members)
+        try:
+            kl = None if q is None or p is None else td.kl_divergence(q, p)
+        except NotImplementedError:
+            kl = None
+    if kl is None:
+        kl = _log_posterior(coupling, members, closed_form_kl) - _log_prior(members)
+    return scale_and_mask(kl, scale, mask).sum()
+
+
+def _common_scale(members: Mapping[str, Pair]) -> tuple[Any, Any]:
+    sites = [site for site, _ in members.values()]
+    scale, mask = sites[0]["scale"], sites[0]["mask"]
+    if any(other["scale"] != scale or other["mask"] is not mask for other in sites):
+        raise ValueError(
+            f"the posterior or the prior of {', '.join(members)} is one, so their KL cannot be "
+            "scaled one by one: expose all of them, or use tyxe.guides.AutoNormal with "
+            "selective_scale, and a prior over each site"
+        )
+    return scale, mask
+
+
+def _joint_priors(members: Mapping[str, Pair]) -> dict[int, JointDistribution]:
+    parts = [model_site["fn"] for _, model_site in members.values()]
+    return {id(part.joint): part.joint for part in parts if isinstance(part, JointSite)}
+
+
+def _whole(
+    joints: list[JointDistribution], sites: dict[str, Any]
+) -> JointDistribution | IndependentSites | None:
+    """Return the distribution of all sites if it is one joint, or a product over sites."""
+    if not joints:
+        return IndependentSites({name: site["fn"] for name, site in sites.items()})
+    one = joints[0]
+    return one if len(joints) == 1 and set(one.names) == set(sites) else None
+
+
+def _posterior(coupling: list[Any], members: Mapping[str, Pair]) -> Any:
+    sites = {name: site for name, (site, _) in members.items()}
+    return _whole([site["fn"] for site in coupling], sites)
+
+
+def _prior(members: Mapping[str, Pair]) -> Any:
+    sites = {name: site for name, (_, site) in members.items()}
+    return _whole(list(_joint_priors(members).values()), sites)
+
+
+def _log_posterior(
+    coupling: list[Any], members: Mapping[str, Pair], known_entropies: bool
+) -> Tensor:
+    held = {name for site in coupling for name in site["fn"].names}
+    terms = [site["fn"].log_prob(value_of(site)).sum() for site in coupling]
+    for name, (site, _) in members.items():
+        if name not in held:
+            entropy = known_entropy(site["fn"]) if known_entropies else None
+            density = site["fn"].log_prob(value_of(site)) if entropy is None else -entropy
+            terms.append(density.sum())
+    return torch.stack(terms).sum()
+
+
+def _log_prior(members: Mapping[str, Pair]) -> Tensor:
+    joints = _joint_priors(members).values()
+    held = {name for joint in joints for name in joint.names}
+    values = {name: value_of(site) for name, (site, _) in members.items()}
+    terms = [joint.log_prob(joint.flatten(values)).sum() for joint in joints]
+    for name, (_, site) in members.items():
+        if name not in held:
+            terms.append(site["fn"].log_prob(values[name]).sum())
+    return torch.stack(terms).sum()
