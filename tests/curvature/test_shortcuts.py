@@ -7,9 +7,28 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import tyxe
 from tests.oracles.curvature import jacobian_of, laplace
 from tyxe.curvature import accumulators, output_covariance
+from tyxe.curvature.linearize import Linearization
+from tyxe.data import Targets
+from tyxe.likelihoods import Bernoulli, Categorical, HeteroskedasticGaussian, HomoskedasticGaussian
+from tyxe.likelihoods.output_hessian import OutputHessians
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return found
 
 
 class Changes(nn.Module):
@@ -170,3 +189,99 @@ def test_a_net_that_saves_activations_has_the_curvature_of_its_mode():
         bnn.fit(data, partial(torch.optim.Adam, lr=0.1), 20, progress=False)
         found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(data[0][0])))
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+LAST = {
+    "categorical": (Categorical, {}, torch.arange(6) % 4),
+    "probabilities": (Categorical, {"logit_predictions": False}, torch.arange(6) % 4),
+    "bernoulli": (Bernoulli, {"event_dim": 1}, (torch.arange(24).view(6, 4) % 2).double()),
+    "gaussian": (HomoskedasticGaussian, {"scale": 0.5}, torch.randn(6, 4).double()),
+    "heteroskedastic": (HeteroskedasticGaussian, {}, torch.randn(6, 2).double()),
+}
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+@pytest.mark.parametrize("counts", [None, "mask", "weights"])
+@pytest.mark.parametrize("kind", LAST)
+def test_the_last_layer_is_summed_over_points_as_by_its_gradients(
+    kind, counts, structure, monkeypatch
+):
+    torch.manual_seed(0)
+    make, options, y = LAST[kind]
+    ends = [nn.Softmax(-1)] if kind == "probabilities" else []
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), *ends).double()
+    prior = tyxe.priors.IIDPrior(
+        torch.distributions.Normal(0.0, 1.0), expose_all=False, expose_modules=[net[2]]
+    )
+    bnn = tyxe.LaplaceBNN(net, prior, make(20, **options), structure=structure)
+    some = torch.tensor([True, False, True, True, False, True])
+    targets = {
+        None: y,
+        "mask": Targets(y, mask=some) if y.dim() == 1 else Targets(y).masked(some),
+        "weights": Targets(y, torch.arange(6).double()),
+    }[counts]
+    x = torch.randn(6, 3).double()
+    found = []
+    for _ in range(2):
+        bnn.fit_curvature([(x, targets)], progress=False)
+        found.append(bnn.state.curvature.operator.to_dense())
+        for accumulator in accumulators.ACCUMULATORS.values():
+            monkeypatch.setattr(accumulator, "add_last", lambda *given: False)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_hessians_of_certain_points_are_no_rounding(scale):
+    """In float32, where `p - p^2` would be nothing."""
+    torch.manual_seed(0)
+    logits = scale * torch.randn(20, 5)
+    hessians = OutputHessians(Categorical(20), logits)
+    probs = logits.double().softmax(-1)
+    exact = torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
+    torch.testing.assert_close(hessians.total().double(), exact.sum(0), rtol=1e-5, atol=0)
+    diagonals = exact.diagonal(dim1=-2, dim2=-1)
+    torch.testing.assert_close(hessians.diagonals().double(), diagonals, rtol=1e-6, atol=1e-13)
+
+
+def last_layer(classes, points, structure):
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, classes))
+    prior = tyxe.priors.IIDPrior(
+        torch.distributions.Normal(0.0, 1.0), expose_all=False, expose_modules=[net[2]]
+    )
+    bnn = tyxe.LaplaceBNN(net, prior, Categorical(points), structure=structure)
+    return bnn, torch.randn(points, 3)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_many_classes_take_no_matrix_for_each_point(structure):
+    classes, points = 1000, 64
+    bnn, x = last_layer(classes, points, structure)
+    with LargestTensor() as largest:
+        bnn.fit_curvature([(x, torch.arange(points))], progress=False)
+    assert largest.numel <= classes**2
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_the_last_layer_has_covariances_as_by_its_gradients(structure, monkeypatch):
+    torch.manual_seed(0)
+    bnn, x = last_layer(4, 20, structure)
+    bnn.fit_curvature([(x, torch.arange(20) % 4)], progress=False)
+    found = bnn.functional_variance(x)
+    monkeypatch.setattr(Linearization, "last_inputs", lambda linear: {})
+    torch.testing.assert_close(found, bnn.functional_variance(x))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_covariances_too_large_are_refused_before_they_are_made(joint, monkeypatch):
+    bnn, x = last_layer(4, 20, "kron")
+    bnn.fit_curvature([(x, torch.arange(20) % 4)], progress=False)
+    monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1_000)
+    with pytest.raises(ValueError, match=r"covariances of .* smaller batches .* predictive='bnn'"):
+        bnn.functional_variance(x, joint=joint)
+
+
+def test_factors_beyond_a_devices_memory_are_refused(monkeypatch):
+    bnn, x = last_layer(4, 20, "kron")
+    monkeypatch.setattr("tyxe.curvature.memory._device_memory", lambda device: 100)
+    with pytest.raises(ValueError, match=r"factors of 1 layers would take .* and cpu has 0.0 GiB"):
+        bnn.fit_curvature([(x, torch.arange(20) % 4)], progress=False)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature.linearize import OuterProductGradients, PointGradients
-from tyxe.curvature.memory import check_memory
+from tyxe.curvature.memory import check_device_memory, check_memory
 from tyxe.curvature.per_point import BUDGET
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.likelihoods.output_hessian import OutputHessians
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.linalg.checks import dense_bytes
 from tyxe.util import at_least_float32
@@ -47,6 +48,14 @@ class Accumulator(ABC):
         `counts` say how often each point counts, `(n,)`, which the gradients' squares know already.
         """
 
+    def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
+        """Add the GGN of a batch in the only block, a map whose outputs are the net's, if possible.
+
+        `inputs`, `(n, columns)`, are the map's. Where this returns False, the gradients are to be
+        added.
+        """
+        return False
+
     @abstractmethod
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """Yield, with the name of its block, each sum or the sums over its rows."""
@@ -72,6 +81,10 @@ class DiagonalAccumulator(Accumulator):
     ) -> None:
         for name, each in gradients.items():
             self._sums[name] += squared_sum(each)
+
+    def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
+        self._sums[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
+        return True
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._sums.items()
@@ -200,6 +213,15 @@ class KroneckerAccumulator(Accumulator):
         linear = [block for block in blocks if isinstance(block, LinearBlock)]
         for block in linear:
             _check_factors(block)
+        sides = [
+            (block.groups, side) for block in linear for side in (block.columns, block.outputs)
+        ]
+        check_device_memory(
+            f"the Kronecker factors of {len(linear)} layers",
+            sum(groups * side**2 for groups, side in sides) * self._like.element_size(),
+            self.device,
+            'use structure="diag", or hide the largest layers from the prior',
+        )
         # Numbers of positions that the averages of inputs are over.
         self._positions = {block.name: 0.0 for block in linear}
         self._inputs = {b.name: self.zeros(b.groups, b.columns, b.columns) for b in linear}
@@ -218,11 +240,19 @@ class KroneckerAccumulator(Accumulator):
                 a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
             self._gradients[name] += _second_moment(g)
             if first:
-                if counts is not None:
-                    a = a * counts.to(a).sqrt().view(-1, 1, 1, 1)
-                self._inputs[name] += _second_moment(a)
-                points = len(a) if counts is None else float(counts.sum())
-                self._positions[name] += points * a.shape[1]
+                self._add_inputs(name, a, counts)
+
+    def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
+        self._gradients[name] += hessians.total()
+        self._add_inputs(name, inputs[:, None, None], hessians.counts)
+        return True
+
+    def _add_inputs(self, name: str, a: Tensor, counts: Tensor | None) -> None:
+        if counts is not None:
+            a = a * counts.to(a).sqrt().view(-1, 1, 1, 1)
+        self._inputs[name] += _second_moment(a)
+        points = len(a) if counts is None else float(counts.sum())
+        self._positions[name] += points * a.shape[1]
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         yield from (*self._inputs.items(), *self._gradients.items(), *self._rest.items())

@@ -20,7 +20,12 @@ from tyxe.curvature.linearize import Linearization
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.likelihoods import Likelihood
-from tyxe.likelihoods.output_hessian import output_hessian_sqrt, sampled_gradient, true_gradient
+from tyxe.likelihoods.output_hessian import (
+    OutputHessians,
+    output_hessian_sqrt,
+    sampled_gradient,
+    true_gradient,
+)
 from tyxe.linalg import BlockDiagonal
 from tyxe.poutine.selective import masked_targets
 from tyxe.processes import all_or_none, total
@@ -155,16 +160,27 @@ def _collected(
             batch_dims = linear.find_batch_dims(batch_dims)
             check_blocks(accumulator.blocks, linear.blocks)
             with full_precision(outputs):
-                columns = CURVATURES[curvature](likelihood, outputs, once)
-                roots = _root_counts(targets, outputs)
-                for index, column in enumerate(columns):
-                    column = column.detach() if roots is None else column.detach() * roots
-                    accumulator.add(linear.gradients(column), index == 0, counts)
+                if curvature != "ggn" or not _add_last(accumulator, linear, likelihood, targets):
+                    columns = CURVATURES[curvature](likelihood, outputs, once)
+                    roots = _root_counts(targets, outputs)
+                    for index, column in enumerate(columns):
+                        column = column.detach() if roots is None else column.detach() * roots
+                        accumulator.add(linear.gradients(column), index == 0, counts)
             points += float(likelihood.count(targets))
             sums += _numbers(likelihood, outputs, targets)
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
     return accumulator, torch.cat([sums.new_tensor([points]), sums])
+
+
+def _add_last(
+    accumulator: Accumulator, linear: Linearization, likelihood: Likelihood, targets: Targets
+) -> bool:
+    """Add a batch's GGN without a gradient for each output, and say whether that could be done."""
+    whole = targets.mask is None or targets.mask.dim() == 1
+    last = linear.last_inputs() if whole else {}
+    hessians = OutputHessians(likelihood, linear.outputs.detach(), targets.counts())
+    return any(accumulator.add_last(name, a, hessians) for name, a in last.items())
 
 
 @torch.no_grad()

@@ -228,6 +228,19 @@ class Linearization:
         """Say whether the map's output is the net's, so that its gradient is the cotangent."""
         return call.node is not None and call.node is self._node
 
+    def last_inputs(self) -> dict[str, Tensor]:
+        """Return the inputs, `(n, columns)`, of the only block if its map's outputs are the net's.
+
+        Its one map has one row for each point; the result is empty for all other nets.
+        """
+        may_be = self.points and len(self.blocks.names) == 1 and self.outputs.dim() == 2
+        calls = [call for calls in self._calls.values() for call in calls] if may_be else []
+        is_alone = len(calls) == 1
+        call = calls[0] if is_alone else None
+        if call is None or not self._is_last(call) or not call.has_points_first(self.points):
+            return {}
+        return {name: a[:, 0, 0] for name, a in self._a.items()}
+
     def _dense_gradients(
         self, blocks: list[ParamBlock], cotangent: Tensor
     ) -> dict[str, PointGradients]:

@@ -13,6 +13,7 @@ from tyxe.curvature.linearize import (
     OuterProductGradients,
     PointGradients,
 )
+from tyxe.curvature.memory import check_memory
 from tyxe.curvature.per_point import BUDGET
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
@@ -31,7 +32,13 @@ def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Te
         linear: the net on a batch.
         precision: `Lambda`, in the blocks of `collect_curvature`.
     """
-    return _at_each_position(linear, lambda rows: _covariance(rows, precision))
+    last, blocks = [*linear.last_inputs().values()], [*precision.blocks.values()]
+    if not last or len(blocks) > 1 or not isinstance(blocks[0], Kronecker | Diagonal | Dense):
+        return _at_each_position(linear, lambda rows: _covariance(rows, precision))
+    outputs = linear.outputs
+    _check_covariances(outputs.numel() * outputs.shape[1], outputs.shape[1], outputs)
+    with full_precision(outputs):  # each output has itself as gradient
+        return _single(last[0], torch.eye(outputs.shape[1]).to(last[0]), blocks[0])
 
 
 def covariance_through(linear: Linearization, covariance: Operator) -> Tensor:
@@ -52,6 +59,7 @@ def _at_each_position(
 ) -> Tensor:
     outputs = linear.outputs
     classes = outputs.shape[-1] if outputs.dim() > 1 else 1
+    _check_covariances(outputs.numel() * classes, classes, outputs)
     found = []
     with full_precision(outputs):
         for position in range(outputs.shape[1:].numel() // classes):
@@ -59,6 +67,15 @@ def _at_each_position(
             found.append(function([linear.gradients(one) for one in one_hot(outputs, indices)]))
     shape = outputs.shape[1:-1] if outputs.dim() > 1 else ()
     return torch.stack(found, 1).reshape(len(outputs), *shape, classes, classes)
+
+
+def _check_covariances(numbers: int, classes: int, outputs: Tensor) -> None:
+    check_memory(
+        f"the covariances of {len(outputs):,} points' outputs, {classes:,} x {classes:,} each,",
+        numbers * outputs.element_size(),
+        "take smaller batches (predict(..., batch_size=)), or draws of the weights, which need no "
+        "covariance: predictive='bnn', the same law where only the last layer has a posterior",
+    )
 
 
 def _dense(rows: list[dict[str, PointGradients]]) -> Tensor:
@@ -75,7 +92,9 @@ def jacobian(linear: Linearization) -> Tensor:
 
 def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
     """Return `J Lambda^-1 J^T` of all outputs of all points, `(n, ..., n, ...)`."""
-    rows, shape = jacobian(linear).detach().flatten(0, 1), linear.outputs.shape
+    shape = linear.outputs.shape
+    _check_covariances(shape.numel() ** 2, shape.numel(), linear.outputs[:1])
+    rows = jacobian(linear).detach().flatten(0, 1)
     with full_precision(rows):
         return precision.inverse_quadratic(rows).reshape(shape + shape)
 

@@ -184,6 +184,58 @@ def output_hessian_sqrt(
     )
 
 
+@dataclass(frozen=True)
+class OutputHessians:
+    """The output Hessians of points with one position, for sums without a matrix of each point.
+
+    Attributes:
+        likelihood: chooses the formula.
+        predictions: the net's outputs, `(n, C)`.
+        counts: how often each point counts, `(n,)`; once by default.
+    """
+
+    likelihood: Likelihood
+    predictions: Tensor
+    counts: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """Return `sum_n c_n H_n`, `(C, C)`."""
+        if (probs := self._probs()) is None:
+            return torch.block_diag(*self._weighted(output_hessian(*self._given)).sum(0))
+        # Its rows sum to zero, so that no `1 - p` is needed: off the diagonal `-sum_n p_i p_j`.
+        products = self._weighted(probs).mT @ probs
+        products.fill_diagonal_(0.0)
+        rows = products.sum(1)
+        return products.neg_().diagonal_scatter(rows)
+
+    def diagonals(self) -> Tensor:
+        """Return `c_n diag(H_n)`, `(n, C)`."""
+        if self._probs() is None:
+            blocks = output_hessian(*self._given)
+            return self._weighted(blocks.diagonal(dim1=-2, dim2=-1).flatten(1))
+        # In double precision, because of `1 - p`.
+        probs = self.predictions.double().softmax(-1)
+        return self._weighted((probs * (1 - probs)).to(at_least_float32(self.predictions)))
+
+    @property
+    def _given(self) -> tuple[Likelihood, Tensor]:
+        return self.likelihood, self.predictions
+
+    def _probs(self) -> Tensor | None:
+        """Return class probabilities of logits, and None for other predictions."""
+        likelihood = self.likelihood
+        if output_hessian.dispatch(type(likelihood)) is not _categorical:
+            return None
+        assert isinstance(likelihood, Categorical)
+        is_logit = likelihood.logit_predictions
+        return at_least_float32(self.predictions).softmax(-1) if is_logit else None
+
+    def _weighted(self, values: Tensor) -> Tensor:
+        if self.counts is None:
+            return values
+        return values * self.counts.to(values).view(-1, *[1] * (values.dim() - 1))
+
+
 def sampled_gradient(
     likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
 ) -> Tensor:
