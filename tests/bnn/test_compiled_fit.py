@@ -10,7 +10,7 @@ from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal, AutoM
 from torch import nn
 
 import tyxe
-from tyxe.bnn import parallel
+from tyxe.bnn import programs
 from tyxe.poutine import flipout, local_reparameterization, variational_laplace
 from tyxe.samplers.program import has_compiler
 
@@ -40,7 +40,7 @@ def traced(monkeypatch):
         return program
 
     monkeypatch.setattr(torch._inductor, "compile", keep)
-    monkeypatch.setattr(parallel, "has_compiler", lambda device: True)
+    monkeypatch.setattr(programs, "has_compiler", lambda device: True)
     return count
 
 
@@ -116,7 +116,7 @@ def test_weights_and_the_last_batch(traced):
 
 
 def test_further_shapes_run_uncompiled(traced, monkeypatch):
-    monkeypatch.setattr(parallel, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
     data = list(zip(X.split([4, 5, 6, 9]), Y.split([4, 5, 6, 9]), strict=True))
     assert_same(lambda: variational(tyxe.guides.AutoNormal), data)
     assert len(traced) == 2
@@ -175,7 +175,7 @@ def test_variational_laplace_and_ivon_run_as_they_are():
 
 
 def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(parallel, "has_compiler", lambda device: False)
+    monkeypatch.setattr(programs, "has_compiler", lambda device: False)
     with pytest.warns(tyxe.TyxeWarning, match=r"needs a C\+\+ compiler"):
         history, _ = fitted(variational(tyxe.guides.AutoNormal), compile=True)
     assert history.loss == fitted(variational(tyxe.guides.AutoNormal))[0].loss

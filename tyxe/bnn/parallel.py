@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pyro
 import pyro.poutine as poutine
 import torch
-import torch._inductor
 import torch.distributed
-from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import DistributedSampler
 
 from tyxe.bnn.elbo import (
@@ -32,15 +29,10 @@ from tyxe.distributions.normal_kl import AddedKL
 from tyxe.errors import warn
 from tyxe.linalg.checks import numbers_unchecked
 from tyxe.rng import torch_rng_kept
-from tyxe.samplers.program import has_compiler
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
 Parallel = Callable[[nn.Module], DistributedDataParallel]
-# Shapes of batches that are compiled, such as a full one and the last of an epoch.
-MOST_PROGRAMS = 4
-# Random numbers are those of uncompiled steps; on CPUs those of compiled code are slow.
-OPTIONS: dict[str, Any] = {"fallback_random": True, "size_asserts": False}
 
 
 class Objective(nn.Module):
@@ -103,97 +95,6 @@ class Objective(nn.Module):
         terms, self.terms = self.terms, None
         assert terms is not None
         return terms
-
-
-class CompiledSteps:
-    """Terms and gradients of an objective as a compiled program, one for each shape of a batch.
-
-    What runs in Python (programs of model and guide, handlers) runs once, and what it did to
-    tensors, backward included, is the program; for a seed it draws the numbers that it drew
-    uncompiled. What cannot be a program, and shapes beyond the first few, run uncompiled, after one
-    warning of the former.
-
-    Args:
-        objective: the loss of a batch.
-        parameters: of the BNN, by name, whose gradients are taken.
-
-    Attributes:
-        seconds: that compilation has taken.
-    """
-
-    def __init__(self, objective: Objective, parameters: Mapping[str, Tensor]) -> None:
-        self._objective, self._parameters = objective, dict(parameters)
-        norms = objective.bnn.net.named_buffers()
-        self._buffers = {f"bnn.net.{name}": buffer for name, buffer in norms}
-        self._programs: dict[Any, tuple[Any, list[Tensor], Any]] = {}
-        self.seconds = 0.0
-        self._fails = not has_compiler(next(iter(self._parameters.values())).device)
-        if self._fails:
-            warn("compile=True needs a C++ compiler, and none is found: steps run uncompiled")
-
-    def takes(self, inputs: Inputs, targets: Any, beta: float) -> bool:
-        """Say whether there is a program for a batch, which is compiled where it is new."""
-        leaves = tree_leaves((inputs, targets))
-        if self._fails or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            return False
-        key = self._key(leaves, beta)
-        if key not in self._programs and len(self._programs) < MOST_PROGRAMS:
-            start = time.perf_counter()
-            try:
-                self._programs[key] = self._compiled(inputs, targets, beta)
-            except Exception as error:  # of the user's net, the tracer or the compiler
-                reason = str(error).partition(" It may be possible")[0].strip().split("\n")[0]
-                warn(f"compile=True: the step is no program, and runs uncompiled: {reason}")
-                self._fails = True
-            self.seconds += time.perf_counter() - start
-        return key in self._programs
-
-    def __call__(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms:
-        """Add a share of the gradients of a batch, which is taken, and return its terms."""
-        leaves = tree_leaves((inputs, targets))
-        program, used, points = self._programs[self._key(leaves, beta)]
-        values = [parameter.detach() for parameter in self._parameters.values()]
-        weight = torch.tensor(beta, device=values[0].device)
-        found = program(*values, *self._buffers.values(), *leaves, weight)
-        data, kl, *gradients = found[: len(used) + 2]
-        for parameter, gradient in zip(used, gradients, strict=True):
-            gradient = gradient if share == 1 else gradient * share
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return ElboTerms(data, kl, found[-1] if points is None else points, {})
-
-    def _key(self, leaves: list[Tensor], beta: float) -> Any:
-        shapes = tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)
-        # Handlers may have the KL's weight from elsewhere.
-        return (shapes, beta) if am_i_wrapped() else shapes
-
-    def _compiled(self, inputs: Inputs, targets: Any, beta: float) -> tuple[Any, Any, Any]:
-        leaves, place = tree_flatten((inputs, targets))
-        count, names = len(self._parameters), [f"bnn.{name}" for name in self._parameters]
-        known: list[Any] = []
-
-        def step(*given: Tensor) -> list[Tensor]:
-            values = [value.detach().requires_grad_() for value in given[:count]]
-            others = given[count : count + len(self._buffers)]
-            swapped = dict(zip([*names, *self._buffers], [*values, *others], strict=True))
-            batch = tree_unflatten(given[count + len(others) : -1], place)
-            loss = torch.func.functional_call(self._objective, swapped, (*batch, given[-1]))
-            terms = self._objective.take_terms()
-            gradients = torch.autograd.grad(loss, values, allow_unused=True)
-            points = [terms.points] if isinstance(terms.points, Tensor) else []
-            known[:] = [terms.points if not points else None, [g is not None for g in gradients]]
-            used = [gradient for gradient in gradients if gradient is not None]
-            return [terms.data.detach(), terms.kl.detach(), *used, *points]
-
-        values = [parameter.detach() for parameter in self._parameters.values()]
-        # Copies, since a run changes statistics of norms, and what is given twice would be one.
-        given = [*values, *self._buffers.values(), *leaves]
-        given = [value.clone() for value in given] + [torch.tensor(beta, device=values[0].device)]
-        with torch_rng_kept(), pyro.validation_enabled(False), numbers_unchecked(True):
-            step(*(value.clone() for value in given))  # numbers of the prior are read once
-            program = torch._inductor.compile(make_fx(step)(*given), given, options=OPTIONS)
-        points, is_used = known
-        trained = zip(self._parameters.values(), is_used, strict=True)
-        return program, [parameter for parameter, used in trained if used], points
 
 
 class Processes:

@@ -17,10 +17,11 @@ from torch.distributions import Distribution
 
 from tyxe.bnn.base import BNN, fitting, modes_restored
 from tyxe.bnn.batches import SameDraws, batches_to_predict, check_has_targets, is_loader, on_each
+from tyxe.bnn.programs import CompiledPasses
 from tyxe.bnn.rerun import remember
 from tyxe.curvature import Linearization
 from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
-from tyxe.errors import check_count, described
+from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
@@ -102,6 +103,9 @@ class SupervisedBNN(Intervals, BNN):
     Raises:
         TypeError: not a likelihood.
     """
+
+    # Whether a draw is one of the weights, and not of the masks of a forward.
+    draws_are_weights = True
 
     def __init__(
         self,
@@ -267,10 +271,12 @@ class SupervisedBNN(Intervals, BNN):
         num_predictions: int,
         vectorize: bool | None = None,
         known: list[Statistics] | None = None,
+        run: CompiledPasses | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables.
 
-        The statistics of norms at each draw are in `known`, or are put there.
+        The statistics of norms at each draw are in `known`, or are put there. `run` passes draws
+        through the net in the place of `run_net`.
         """
         known = [] if known is None else known
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
@@ -282,7 +288,8 @@ class SupervisedBNN(Intervals, BNN):
             if index == len(known):
                 known.append(self._statistics(values) if num_predictions else {})
             with statistics_in(known[index]):
-                outputs.append(front(partial(self.run_net, values, inputs)))
+                one = partial(self.run_net if run is None else run, values, inputs)
+                outputs.append(front(one) if run is None else one())
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
@@ -325,6 +332,7 @@ class SupervisedBNN(Intervals, BNN):
         predictive: str | Outputs | None = None,
         link: str = "mc",
         unpack: Unpack | None = None,
+        compile: bool = False,
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
 
@@ -346,6 +354,10 @@ class SupervisedBNN(Intervals, BNN):
                 A function from inputs to mean and covariance of outputs is another choice.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
             unpack: from what a loader yields to inputs, or `inputs, targets`.
+            compile: make a pass of the net one compiled program, for every shape of a batch and
+                for this call, so that it is for long loaders (the compiler takes seconds to a
+                minute); what cannot be one runs as it is, with a warning. Has no effect for
+                Gaussian outputs.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose
@@ -368,6 +380,7 @@ class SupervisedBNN(Intervals, BNN):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
+        run = self._passes(compile and gaussian is None, vectorize)
 
         def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
             if gaussian is not None:
@@ -376,7 +389,9 @@ class SupervisedBNN(Intervals, BNN):
                     return self.likelihood.outputs_of(_output_samples(moments, num_predictions))
                 return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
             with again as known:
-                outputs, latents = self.stacked_outputs(inputs, num_predictions, vectorize, known)
+                outputs, latents = self.stacked_outputs(
+                    inputs, num_predictions, vectorize, known, run
+                )
             if not aggregate:
                 return self.likelihood.outputs_of(outputs)
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -445,6 +460,7 @@ class SupervisedBNN(Intervals, BNN):
         link: str = "mc",
         unpack: Unpack | None = None,
         process_group: Any = None,
+        compile: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood on data with targets.
 
@@ -475,7 +491,7 @@ class SupervisedBNN(Intervals, BNN):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         y = None if y is None else self.likelihood.from_loader(y)
         check_evaluation(input_data, y, reduction, process_group)
-        score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)
+        score = self.scorer(num_predictions, aggregate, vectorize, predictive, link, compile)
 
         def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
             return *score(inputs, targets, again)[:2], weights_of(self.likelihood, targets)
@@ -492,10 +508,12 @@ class SupervisedBNN(Intervals, BNN):
         vectorize: bool | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
+        compile: bool = False,
     ) -> Callable[[Inputs, Tensor, AbstractContextManager[list[Any]]], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
+        run = self._passes(compile and gaussian is None, vectorize)
 
         def score(
             inputs: Inputs, targets: Tensor, again: AbstractContextManager[list[Any]]
@@ -506,12 +524,25 @@ class SupervisedBNN(Intervals, BNN):
                 mean, covariance = (rows_of(part, rows, 0) for part in gaussian(inputs))
                 return gaussian_scores(self.likelihood, mean, covariance, kept, options)
             with again as known:
-                outputs, latents = self.stacked_outputs(inputs, num_predictions, vectorize, known)
+                outputs, latents = self.stacked_outputs(
+                    inputs, num_predictions, vectorize, known, run
+                )
             return mixture_scores(
                 self.likelihood, rows_of(outputs, rows, 1), latents, kept, aggregate
             )
 
         return score
+
+    def _passes(self, compile: bool, vectorize: bool | None) -> CompiledPasses | None:
+        """Return passes of the net as programs where they are wanted and can be."""
+        if not compile:
+            return None
+        if vectorize:
+            raise ValueError("compile=True passes draws one by one: leave vectorize out")
+        if draws_are_lazy() or not self.draws_are_weights:
+            warn("compile=True: draws are made inside the net, so that passes run uncompiled")
+            return None
+        return CompiledPasses(self)
 
     # ------------------------------------------------------------------ statistics of norms
 

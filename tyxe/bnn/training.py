@@ -26,8 +26,9 @@ from tyxe.bnn.checks import (
     nonfinite_message,
     warn_of_size,
 )
+from tyxe.bnn.compiled import CompiledSteps
 from tyxe.bnn.elbo import ElboTerms
-from tyxe.bnn.parallel import CompiledSteps, Objective, Parallel, Processes, Together, shuffle_anew
+from tyxe.bnn.parallel import Objective, Parallel, Processes, Together, shuffle_anew
 from tyxe.data import Unpack
 from tyxe.errors import check_count, check_known, warn
 from tyxe.linalg.checks import numbers_unchecked

@@ -290,6 +290,7 @@ class DropoutBNN(VariationalBNN):
         prior = IIDPrior(dist.Normal(0, 1), hide_all=True)
         super().__init__(net, prior, likelihood, name=name, output=output)
 
+    draws_are_weights = False
     _drops = False  # whether a forward of a fit has met dropout
 
     def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
@@ -308,9 +309,10 @@ class DropoutBNN(VariationalBNN):
         num_predictions: int,
         vectorize: bool | None = None,
         known: list[Any] | None = None,
+        run: Any = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._dropping() if num_predictions else nullcontext():
-            return super().stacked_outputs(inputs, num_predictions, vectorize, known)
+            return super().stacked_outputs(inputs, num_predictions, vectorize, known, run)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

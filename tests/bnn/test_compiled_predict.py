@@ -1,0 +1,147 @@
+"""Compiled predictions are the uncompiled ones, or say why they are none."""
+
+import functools
+import warnings
+
+import pyro.distributions as dist
+import pyro.infer
+import pytest
+import torch
+from pyro.infer.autoguide import AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe.bnn import programs
+from tyxe.samplers.program import has_compiler
+
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(20) % 3
+LOADER = list(zip(X.split(8), Y.split(8), strict=True))  # of 8, 8 and 4
+
+
+class Net(nn.Module):
+    """Has a norm, a buffer, and a parameter that is no site."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        return self.head(self.body(x)) + self.shift
+
+
+def make(kind):
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Categorical(20)
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    if kind == "laplace":
+        bnn = tyxe.LaplaceBNN(Net(), prior, likelihood, structure="diag")
+        bnn.fit_curvature(LOADER)
+        return bnn
+    if kind == "mcmc":
+        bnn = tyxe.MCMC_BNN(nn.Linear(3, 3), NORMAL, likelihood, pyro.infer.HMC)
+        bnn.fit(LOADER, 4, warmup_steps=1, disable_progbar=True)
+        return bnn
+    guides = {"normal": tyxe.guides.AutoNormal, "joint": AutoMultivariateNormal}
+    return tyxe.VariationalBNN(Net(), prior, likelihood, guides[kind])
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Run programs as they were traced, since compiling each takes seconds."""
+    made = []
+
+    def keep(program, *_, **__):
+        made.append(program)
+        return program
+
+    monkeypatch.setattr(torch._inductor, "compile", keep)
+    monkeypatch.setattr(programs, "has_compiler", lambda device: True)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["normal", "joint", "laplace", "mcmc"])
+def test_predictions_are_those_of_uncompiled_passes(kind, traced):
+    bnn = make(kind)
+    options = {"num_predictions": 4, "predictive": "bnn"}
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(1)
+        predictions = bnn.predict(LOADER, compile=compiles, **options)
+        found.append((predictions, *bnn.evaluate(LOADER, compile=compiles, **options)))
+    assert len(traced) == 4  # of two shapes in two calls, for all draws
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_program_has_the_statistics_of_each_draw_and_later_parameters(traced):
+    bnn = make("normal")
+    bnn.update_norm_statistics(LOADER)
+    torch.manual_seed(1)
+    found = bnn.predict(X, num_predictions=3, compile=True, aggregate=False)
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, bnn.predict(X, num_predictions=3, aggregate=False))
+    assert len(traced) == 1
+
+
+def test_inputs_and_outputs_may_have_parts(traced):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, scale):
+            return self.layer(x) * scale
+
+    likelihood = tyxe.likelihoods.Categorical(20)
+    bnn = tyxe.VariationalBNN(Two(), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    torch.manual_seed(1)
+    found = bnn.predict(X, torch.full((20, 1), 2.0), num_predictions=2, compile=True)
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, bnn.predict(X, torch.full((20, 1), 2.0), num_predictions=2))
+    assert len(traced) == 1
+
+
+def test_a_net_that_is_no_program_predicts_after_one_warning(traced):
+    class Depends(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else super().forward(2 * x)
+
+    likelihood = tyxe.likelihoods.Categorical(20)
+    bnn = tyxe.VariationalBNN(Depends(3, 3), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    torch.manual_seed(1)
+    with pytest.warns(tyxe.TyxeWarning, match=r"passes of the net are no program") as caught:
+        found = bnn.predict(LOADER, num_predictions=2, compile=True)
+    assert len(caught) == 1
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, bnn.predict(LOADER, num_predictions=2))
+
+
+def test_draws_inside_of_the_net_are_not_compiled(traced):
+    bnn = make("normal")
+    drops = tyxe.DropoutBNN(Net(), tyxe.likelihoods.Categorical(20))
+    with pytest.warns(tyxe.TyxeWarning, match=r"draws are made inside the net"):
+        drops.predict(X, num_predictions=2, compile=True)
+    with (
+        tyxe.poutine.local_reparameterization(),
+        pytest.warns(tyxe.TyxeWarning, match=r"draws are made inside the net"),
+    ):
+        bnn.predict(X, num_predictions=2, compile=True)
+    with pytest.raises(ValueError, match=r"leave vectorize out"):
+        bnn.predict(X, num_predictions=2, compile=True, vectorize=True)
+    assert not traced
+
+
+@pytest.mark.skipif(not has_compiler(torch.device("cpu")), reason="programs need a C++ compiler")
+def test_a_compiled_program_predicts():
+    bnn = make("normal")
+    predict = functools.partial(bnn.predict, X, num_predictions=2)
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tyxe.TyxeWarning)
+        found = predict(compile=True)
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, predict(), rtol=1e-4, atol=1e-5)
