@@ -23,6 +23,7 @@ from tyxe.bnn.training import FitOptions
 HANDLERS: dict[str, Handler] = {
     "plain sampling": nullcontext,
     "local reparameterisation": tyxe.poutine.local_reparameterization,
+    "flipout": tyxe.poutine.flipout,
 }
 NUM_POINTS = 50_000
 START_UP = "seconds for two steps"

@@ -10,6 +10,7 @@ import torch
 import torch.distributions as td
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tyxe.distributions import FactorizedNormal, independent_moments
@@ -146,11 +147,13 @@ class VariationalLaplaceMessenger(Handler):
             self._looked_for_nonsmooth = True
             _check_smoothness(log_prob, self._net)
         terms = self.curvature.terms(fn, msg["value"], mask, sites)
-        self._check_finite(terms, log_prob)
+        is_traced = get_proxy_mode() is not None  # numbers are those of later runs, looked at there
+        if not is_traced:
+            self._check_finite(terms, log_prob)
         rows = _counted(mask, fn.batch_shape)
         # Divided among the rows that count, so that mask and plate scale apply to it.
         msg["fn"] = Shifted(fn, terms.sum() / max(rows, 1))
-        if isinstance(self.curvature, Hessian):
+        if isinstance(self.curvature, Hessian) and not is_traced:
             self._warn_of_growth(self.curvature.diagonals, msg["scale"])
 
     def _check_finite(self, terms: Tensor, log_prob: Tensor) -> None:
