@@ -4,6 +4,11 @@ import importlib.metadata
 import shutil
 from pathlib import Path
 
+import math_core
+from docutils import nodes
+from sphinx.util import logging
+from sphinx.util.math import get_node_equation_number
+
 HERE = Path(__file__).parent
 
 project = "tyxe"
@@ -16,7 +21,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -24,6 +28,10 @@ exclude_patterns = ["results", "_build"]
 
 html_theme = "furo"
 html_title = "tyxe"
+html_favicon = "favicon.svg"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -72,3 +80,24 @@ def copy_notebooks() -> None:
 
 
 copy_notebooks()
+
+
+def visit_math(writer, node) -> None:
+    """Write a formula as MathML: browsers show it without a script, and so without a network."""
+    display = isinstance(node, nodes.math_block)
+    tag = "div" if display else "span"
+    writer.body.append(writer.starttag(node, tag, "", CLASS="math notranslate nohighlight"))
+    if display and node["number"]:
+        number = get_node_equation_number(writer, node)
+        writer.body.append(f'<span class="eqno">({number})</span>')
+    try:
+        converter = math_core.LatexToMathML(fancy_error=False)
+        writer.body.append(converter.convert_with_local_state(node.astext(), displaystyle=display))
+    except math_core.LatexError as error:
+        logging.getLogger(__name__).warning("%s: %s", node.astext(), error, location=node)
+    writer.body.append(f"</{tag}>")
+    raise nodes.SkipNode
+
+
+def setup(app) -> None:
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
