@@ -47,8 +47,9 @@ lint: $(call stamp,dev) ## check style, formatting and types
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-docs: $(call stamp,docs) ## build docs/_build/html and run the examples on its pages
+docs: $(call stamp,docs) ## build docs/_build/html, check it, and run the examples on its pages
 	$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
+	$(PY) docs/check_site.py docs/_build/html
 	$(PY) -m sphinx -q -W --keep-going -b doctest -d docs/_build/doctrees docs docs/_build/doctest
 
 # Against another checkout, which has to be named.
