@@ -32,6 +32,7 @@ html_favicon = "favicon.svg"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
+pygments_dark_style = "github-dark"  # furo's own underlines modules, as if they were links
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
