@@ -1,11 +1,11 @@
-"""Write the README's table of the quickstart from its JSON, or check that it is up to date."""
+"""Write the table of the demo in docs/examples.md from its JSON, or check that it is up to date."""
 
 import argparse
 import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "examples.md"
 RESULTS = ROOT / "docs" / "results" / "quickstart_digits.json"
 BEGIN = "<!-- begin of the quickstart's table: written by docs/quickstart_table.py -->"
 END = "<!-- end of the quickstart's table -->"
@@ -41,8 +41,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     check = parser.parse_args().check
-    page = README.read_text()
+    page = PAGE.read_text()
     if check and written(page) != page:
-        raise SystemExit("the README's table is not that of the JSON: run docs/quickstart_table.py")
+        raise SystemExit("the demo's table is not that of the JSON: run docs/quickstart_table.py")
     if not check:
-        README.write_text(written(page))
+        PAGE.write_text(written(page))

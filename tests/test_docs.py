@@ -1,4 +1,7 @@
-"""README.md runs as pasted and links to what is there; no text installs the wrong package."""
+"""README.md runs as pasted, says what the front page says, and links to what is there.
+
+No text installs the wrong package.
+"""
 
 import codeop
 import os
@@ -11,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+INDEX = (ROOT / "docs" / "index.md").read_text()
+DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 TEXTS = sorted(
     path
@@ -26,7 +31,12 @@ WRONG_INSTALL = re.compile(r"pip3?\s+install\s+(?:-\S+\s+)*[\"']?tyxe(?!-bnn)\b"
 
 
 def test_readme_has_its_examples() -> None:
-    assert len(BLOCKS) >= 3
+    assert len(BLOCKS) >= 2
+
+
+def test_front_page_has_the_lines_of_the_readme() -> None:
+    (code,) = re.findall(r"^```{testcode}\n(.*?)^```$", INDEX, re.DOTALL | re.MULTILINE)
+    assert code == BLOCKS[0]
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
@@ -45,12 +55,12 @@ def test_readme_block_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_shows_the_report_that_its_block_prints() -> None:
-    (code,) = (block for block in BLOCKS if "print(report)" in block)
+def test_page_shows_the_report_that_its_block_prints() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", DIAGNOSE, re.DOTALL | re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    shown = README.split("begin of the report")[1].split("```")[1]
+    shown = DIAGNOSE.split("begin of the report")[1].split("```")[1]
     # Digits, and so the widths of columns, are those of a machine.
     assert _verdicts(done.stdout) == _verdicts(shown)
 
@@ -77,8 +87,9 @@ def test_readme_lists_every_page() -> None:
     assert {page for page in pages - others if f"(docs/{page}.md)" not in README} == set()
 
 
-def test_readme_table_is_what_the_json_says() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "quickstart_table.py"), "--check"]
+@pytest.mark.parametrize("script", ["front.py", "quickstart_table.py"])
+def test_tables_are_what_the_results_say(script: str) -> None:
+    command = [sys.executable, str(ROOT / "docs" / script), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

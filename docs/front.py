@@ -1,0 +1,136 @@
+"""Write what the front page and the README show: one picture, and the table of methods.
+
+The picture is what the front page's own lines predict, and needs matplotlib. The table has its
+numbers from docs/results. `--check` changes nothing, and fails if a page's table is not of these.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+INDEX = DOCS / "index.md"
+PICTURE = DOCS / "front.svg"
+# Each page, and how it gets to the folder of the others.
+PAGES = {INDEX: "", ROOT / "README.md": "docs/"}
+BEGIN, END = (
+    f"<!-- {word} of the methods: written by docs/front.py -->" for word in ("begin", "end")
+)
+
+# By what training costs: the page, and when to take it.
+METHODS = {
+    "ML": ("which_method.md", "the plain net, to compare with"),
+    "ML, temperature": ("calibrate.md", "a trained classifier whose probabilities are to be right"),
+    "Laplace, last layer": ("laplace.md", "a trained net that is to know what it has not seen"),
+    "MC dropout": ("ensembles.md#dropout", "one line in a training that you do anyway"),
+    "SWAG": ("ensembles.md#swag", "snapshots of a training that you do anyway"),
+    "IVON": ("guides.md#ivon", "mean field at the price of Adam"),
+    "mean field, local reparam.": (
+        "guides.md",
+        "a posterior of all weights, the prior of what follows",
+    ),
+    "variational Laplace": (
+        "variational_laplace.md",
+        "mean field, predicted in one or two forwards",
+    ),
+    "ensemble": ("ensembles.md", "five trainings can be paid"),
+    "MCLMC ensemble": ("mile.md", "small nets, little data, hours: samples"),
+}
+
+
+def cells(name):
+    """Return the first table of a file of results: by row and column, without standard errors."""
+    text = (DOCS / "results" / name).read_text().split("\n\n")[0]
+    head, _, *rows = [line.strip("|").split("|") for line in text.splitlines()]
+    return {
+        row[0].strip(): {
+            column.strip(): value.replace("*", "").split("±")[0].strip()
+            for column, value in zip(head[1:], row[1:], strict=True)
+        }
+        for row in rows
+    }
+
+
+def table(folder):
+    """Return the table of methods, with its source, for a page that is so far from the others."""
+    images, regression = cells("leaderboard_fashion.md"), cells("leaderboard_uci.md")
+    # As the results call them, and in short.
+    columns = {
+        "training": "train",
+        "prediction": "predict",
+        "memory": "file",
+        "NLL": "NLL",
+        "ECE %": "ECE %",
+        "OOD AUROC": "AUROC",
+    }
+    lines = [
+        f"| method | when | {' | '.join(columns.values())} | rank |",
+        "|---|---|" + "--:|" * (len(columns) + 1),
+    ]
+    for name, (page, use) in METHODS.items():
+        ranked = regression.get(name, {})
+        numbers = [images[name][column] or ranked.get(column, "") for column in columns]
+        numbers.append(ranked.get("mean rank, NLL", ""))
+        numbers = " | ".join(number or "-" for number in numbers)
+        lines.append(f"| [{name}]({folder}{page}) | {use} | {numbers} |")
+    source = (
+        "Times, and sizes of saved files, are multiples of ML's. Up to the AUROC, whose 0.5 is\n"
+        "a guess, numbers are of FashionMNIST, with notMNIST as what is unknown; the rank is the\n"
+        "mean by NLL over six sets of regression, 1 the best. MCLMC ran on four of those alone,\n"
+        f"and its costs are theirs. [Which method]({folder}which_method.md) has the other rows\n"
+        "and sets, standard errors, and the commands."
+    )
+    return "\n".join([*lines, "", source])
+
+
+def written(page):
+    """Return a page with the table between its marks written anew."""
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{table(PAGES[page])}\n\n{END}{after}"
+
+
+def draw():
+    """Run the front page's lines, and draw what they predict."""
+    import matplotlib.pyplot as plt
+    import torch
+
+    (code,) = re.findall(r"```\{testcode\}\n(.*?)```", INDEX.read_text(), re.DOTALL)
+    found = {}
+    exec(code, found)
+    bnn, x, y = (found[name] for name in ("bnn", "x", "y"))
+    grid = torch.linspace(-2, 2, 121)[:, None]
+    mean, sd = (value.flatten() for value in bnn.predict(grid))
+    grid = grid.flatten()
+    plt.rcParams.update(
+        {"svg.hashsalt": "tyxe", "svg.fonttype": "none", "font.family": "sans-serif"}
+    )
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    for panel, title in zip(panels, ("the net", "the net in LaplaceBNN"), strict=True):
+        panel.plot(grid, torch.cos(4 * grid + 0.8), "--", color="0.3", label="truth")
+        panel.plot(grid, mean, color="#0072b2", label="prediction")
+        panel.plot(x, y, ".", color="black", label="data")
+        panel.set(title=title, xlim=(-2, 2), ylim=(-3, 3), xlabel="x")
+    for width in (1, 2, 3):
+        label = "1, 2, 3 standard deviations" if width == 1 else None
+        band = mean - width * sd, mean + width * sd
+        panels[1].fill_between(grid, *band, color="#0072b2", alpha=0.2, linewidth=0, label=label)
+    panels[0].set_ylabel("y")
+    panels[1].legend(loc="upper left", fontsize="small", ncols=2)
+    figure.savefig(PICTURE, metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
+    check = parser.parse_args().check
+    for page in PAGES:
+        if check and written(page) != page.read_text():
+            raise SystemExit(
+                f"the table of {page.name} is not that of the results: run docs/front.py"
+            )
+        if not check:
+            page.write_text(written(page))
+    if not check:
+        draw()
