@@ -246,3 +246,51 @@ def aggregated(logits: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------- MCMC
+
+
+# --------------------------------------------------------------------------- all weights together
+
+
+class Joint:
+    """A Gaussian over all weights as one vector, the optimiser and the step.
+
+    Covariance `L L^T`, or `diag(scale^2) + F F^T` with a rank. The KL to `N(0, 1)` is in closed
+    form, by the determinant lemma for the latter.
+    """
+
+    def __init__(self, net: nn.Module, num_points: int, scale: float, rank: int | None) -> None:
+        self.net, self.num_points, self.rank = copy.deepcopy(net), num_points, rank
+        own = dict(self.net.named_parameters())
+        self.names, self.shapes = list(own), [p.shape for p in own.values()]
+        flat = torch.cat([p.detach().flatten() for p in own.values()])
+        self.loc = flat.clone().requires_grad_()
+        self.rho = torch.full_like(flat, math.log(scale)).requires_grad_()
+        size = (len(flat), len(flat) if rank is None else rank)
+        factor = torch.zeros(size) if rank is None else scale * torch.randn(size)
+        self.factor = factor.requires_grad_()
+        for parameter in own.values():
+            parameter.requires_grad_(False)
+        parameters = [self.loc, self.rho, self.factor]
+        self.optimizer = torch.optim.Adam(parameters, lr=1e-3, fused=True)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """Make one step."""
+        self.optimizer.zero_grad()
+        scale = self.rho.exp()
+        if self.rank is None:
+            root = scale[:, None] * (self.factor.tril(-1) + torch.eye(len(scale)))
+            weights = self.loc + root @ torch.randn_like(self.loc)
+            squares, log_det = root.square().sum(), 2 * self.rho.sum()
+        else:
+            noise = self.factor @ torch.randn(self.rank)
+            weights = self.loc + scale * torch.randn_like(scale) + noise
+            white = self.factor / scale[:, None]
+            inner = torch.eye(self.rank) + white.mT @ white
+            squares = scale.square().sum() + self.factor.square().sum()
+            log_det = 2 * self.rho.sum() + torch.linalg.slogdet(inner).logabsdet
+        kl = 0.5 * (squares + self.loc.square().sum() - len(scale) - log_det)
+        parts = weights.split([shape.numel() for shape in self.shapes])
+        drawn = {n: p.view(s) for n, p, s in zip(self.names, parts, self.shapes, strict=True)}
+        nll = F.cross_entropy(functional_call(self.net, drawn, (x,)), y)
+        (nll + kl / self.num_points).backward()
+        self.optimizer.step()

@@ -10,9 +10,10 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from _by_hand import Flipout, LocalReparameterization, MeanField, Sampled
+from _by_hand import Flipout, Joint, LocalReparameterization, MeanField, Sampled
 from _harness import Case, Contestant, run
 from _nets import images, mlp, resnet18, vectors
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
 from torch import Tensor, nn
 
 import tyxe
@@ -103,9 +104,34 @@ def resnet_case(smoke_test: bool) -> Case:
     return Case("resnet18", "ResNet-18 on 32 x 32 images, batch 32", "step", 5, found)
 
 
+def joint_case(smoke_test: bool) -> Case:
+    """Return the case of posteriors of all weights together, on a net small enough for them."""
+    x, points = torch.rand(8 if smoke_test else 128, 64), 60_000
+    y = torch.randint(10, (len(x),))
+    width, rank = (4, 2) if smoke_test else (20, 10)
+    net = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
+    guides = {
+        "full covariance": (None, AutoMultivariateNormal),
+        f"rank {rank}": (rank, functools.partial(AutoLowRankMultivariateNormal, rank=rank)),
+    }
+    found = [Contestant("plain PyTorch", plain_step(net, x, y), "plain")]
+    for name, (own, guide) in guides.items():
+        hand, limit = Joint(net, points, SCALE, own), f"{name}, by hand"
+        bnn = tyxe.VariationalBNN(
+            net,
+            tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            tyxe.likelihoods.Categorical(points),
+            functools.partial(guide, init_scale=SCALE),
+        )
+        ours = our_step(bnn, nullcontext, x, y)
+        found.append(Contestant(limit, functools.partial(hand.step, x, y), "by hand"))
+        found.append(Contestant(f"{name}, ours", ours, "ours", limit))
+    return Case("joint", f"MLP 64-{width}-10, batch {len(x)}", "step", 60, found)
+
+
 if __name__ == "__main__":
     run(
         "Seconds of one training step with Adam, and ratios to the plain step and to the same "
         "method by hand.",
-        {"mlp": mlp_case, "resnet18": resnet_case},
+        {"mlp": mlp_case, "resnet18": resnet_case, "joint": joint_case},
     )

@@ -14,7 +14,7 @@ from tests.benchmarks.places import BENCHMARKS, ROOT, Helper, RunScript
 PAGE = ROOT / "docs" / "benchmarks.md"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
 CASES = {
-    "training_step": ["mlp", "resnet18"],
+    "training_step": ["mlp", "resnet18", "joint"],
     "binary_step": ["mlp"],
     "stages": ["plain-sampling", "local-reparameterisation", "flipout"],
     "prediction": ["mlp", "resnet18"],
@@ -22,6 +22,8 @@ CASES = {
     "startup": ["import", "resnet50"],
     "particles": ["mlp", "tiny"],
     "compile": ["mlp"],
+    "processes": ["step", "curvature"],
+    "large_laplace": ["head", "resnet50", "vit"],
     "scaling": ["step", "prediction", "kron", "diag", "evidence", "glm"],
     "laplace": ["curvature", "evidence", "predictive"],
     "linear_maps": ["gpt-2-step", "bert-step", "kron"],
@@ -50,6 +52,8 @@ WITHOUT_LIMITS = {
     "baselines",
     "linear_maps",
     "scaling",
+    "processes",
+    "large_laplace",
 }
 # Beside other libraries' alone, which are left out where they are not installed.
 BESIDE_PEERS = {"samplers"}

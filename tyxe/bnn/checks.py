@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Ratio of KL and data term, in nats, above which the bound says more about the prior.
 KL_DWARFS = 100.0
+# Elements of a site whose scales are looked at.
+LOOKED_AT = 10_000
 # Scales outside of these multiples of the prior's are not plausible for a posterior.
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
@@ -181,19 +183,25 @@ def _warn_of_scales(bnn: SupervisedBNN) -> None:
 
 
 def relative_scale(q: td.Distribution, prior: Any) -> float | None:
-    """Return the median of a site's scales over the prior's; None where these have none."""
+    """Return the median of a site's scales over the prior's; None where these have none.
+
+    Of a large site it is that of every so many elements.
+    """
     # The variances of a joint prior may need a dense matrix.
     joint = isinstance(prior, JointMarginal)
     if joint or not isinstance(prior, td.Distribution) or is_discrete(prior.support):
         return None
     try:
-        ratio, scale = q.variance.sqrt() / prior.variance.sqrt(), prior.variance
+        variance, scale = q.variance, prior.variance
     except NotImplementedError:
         return None
     if isinstance(q, PrunedNormal):
-        ratio = ratio[q.kept]
-        if not len(ratio):
+        variance, scale = variance[q.kept], scale.expand_as(variance)[q.kept]
+        if not len(variance):
             return None
+    step = max(1, variance.numel() // LOOKED_AT)
+    variance, scale = variance.flatten()[::step], scale.expand_as(variance).flatten()[::step]
+    ratio = (variance / scale).sqrt()
     # A heavy-tailed prior has no scale to compare with.
     finite = bool(ratio.isfinite().all()) and bool(scale.isfinite().all())
     return float(ratio.median()) if finite else None

@@ -110,7 +110,7 @@ def squared_sum(gradients: PointGradients) -> Tensor:
     chunk = max(1, BUDGET // size)
     total = a.new_zeros(size)
     for part_a, part_g in zip(a.split(chunk), g.split(chunk), strict=True):
-        total += OuterProductGradients(part_a, part_g).dense().square().sum(0)
+        total += OuterProductGradients(part_a, part_g).dense().square_().sum(0)
     return total
 
 
