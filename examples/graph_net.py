@@ -7,12 +7,13 @@ For your own graph change the data and the layers: the net's inputs are a tuple 
 takes, and the likelihood's size is the number of nodes with a label, not of all nodes.
 
 Needs PyTorch Geometric, pip install -e ".[pyg]", or DGL, ".[dgl]" (docs/graphs.md says how it loads
-on a newer torch); and Cora, which they download unless the folder TYXE_DATA has cora.npz. About
-20 seconds.
+on a newer torch); and Cora, as cora.npz in the folder TYXE_DATA, or in data/, where
+experiments/planetoid.py puts it. About 20 seconds.
 """
 
 import argparse
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,6 @@ from tyxe import metrics
 
 try:
     dgl = None
-    from torch_geometric.datasets import Planetoid
     from torch_geometric.nn import GCNConv
 except ModuleNotFoundError:
     import dgl
@@ -38,18 +38,12 @@ parser.add_argument("--smoke-test", action="store_true", help="few steps, in sec
 steps = 4 if parser.parse_args().smoke_test else 400
 torch.set_num_threads(1)  # such a net is too small to share
 
-names = ["features", "labels", "train_mask", "test_mask"]
 local = Path(os.environ.get("TYXE_DATA", "data"), "cora.npz")
-if local.exists():
-    nodes = {name: torch.from_numpy(array) for name, array in np.load(local).items()}
-    edges = nodes["edge_index"]
-elif dgl is None:
-    nodes = Planetoid("data", "Cora")[0]
-    names[:2], edges = ["x", "y"], nodes.edge_index
-else:
-    found = dgl.data.CoraGraphDataset("data")[0]
-    names[:2], edges, nodes = ["feat", "label"], torch.stack(found.edges()), found.ndata
-features, labels, train, test = (nodes[name] for name in names)
+if not local.exists():  # the libraries' own downloads are pickles, which may run code
+    sys.exit(f"there is no {local}: python experiments/planetoid.py makes data/cora.npz")
+nodes = {name: torch.from_numpy(array) for name, array in np.load(local).items()}
+names = ["features", "labels", "train_mask", "test_mask", "edge_index"]
+features, labels, train, test, edges = (nodes[name] for name in names)
 features = features / features.sum(1, keepdim=True).clamp(min=1)  # each word's share of a paper
 edges = torch.cat([edges, torch.arange(len(labels)).expand(2, -1)], dim=1)  # and to itself
 graph = edges if dgl is None else dgl.graph((edges[0], edges[1]))

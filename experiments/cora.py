@@ -20,6 +20,7 @@ from itertools import product
 from types import ModuleType
 
 import common
+import planetoid
 import runner
 import tables
 import torch
@@ -96,19 +97,15 @@ class GraphData:
 
 def cora(reduced=False):
     """Return Cora with masks `train`, `val` and `test`; edges run both ways, and to their node."""
-    if common.find("cora.npz"):
-        found = common.arrays("cora.npz")
-    else:
+    if not common.find("cora.npz"):
         try:
-            from torch_geometric.datasets import Planetoid
-
-            nodes = Planetoid(str(common.ROOT / "data"), "Cora")[0]
-        except (ImportError, OSError, RuntimeError) as error:
+            planetoid.download()
+        except (ImportError, OSError, ValueError) as error:
             raise FileNotFoundError(
-                f"{common.looked('cora.npz')}, and torch-geometric could not download it: {error}. "
-                'Set TYXE_DATA to a folder that has it, or pip install -e ".[pyg]"'
+                f"{common.looked('cora.npz')}, and it could not be downloaded: {error}. "
+                "Set TYXE_DATA to a folder that has it"
             ) from error
-        found = nodes.to_dict() | {"features": nodes.x, "labels": nodes.y}
+    found = common.arrays("cora.npz")
     count = len(found["labels"])
     source, target = torch.cat([found["edge_index"], torch.arange(count).expand(2, -1)], 1)
     features = found["features"][:, : 100 if reduced else None]

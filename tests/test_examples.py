@@ -213,6 +213,15 @@ def test_listing_runs(path: Path, run: Run, data: Path, tmp_path: Path):
     assert written == ({"results"} if pictures else set())
 
 
+def test_a_graph_net_without_data_says_what_makes_them(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("torch_geometric", reason="the listing needs the extra `pyg`, or DGL")
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path / "nothing"))
+    with pytest.raises(SystemExit, match=r"no .*nothing/cora\.npz: python experiments/planetoid"):
+        run(ROOT / "examples" / "graph_net.py", "--smoke-test")
+
+
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pickle
+import re
 import subprocess
 import sys
 from functools import partial
@@ -265,6 +267,43 @@ def test_failed_download_says_where_it_looked(name: str, tmp_path: Path, monkeyp
     message = rf"no {name}\.npz in .*could not download {known}: no network"
     with pytest.raises(FileNotFoundError, match=message):
         common.images(name, "train")
+
+
+def test_torchvision_compares_checksums_of_what_it_downloads():
+    """CIFAR-10 comes as pickles, which are opened only where archive and files are the known ones.
+
+    Of the other sets an MD5 goes with each file, which a damaged file has not.
+    """
+    datasets = pytest.importorskip("torchvision.datasets", reason="downloads need torchvision")
+    mnist = [
+        md5 for name in ("MNIST", "FashionMNIST") for _, md5 in getattr(datasets, name).resources
+    ]
+    cifar = datasets.CIFAR10
+    cifar = [cifar.tgz_md5, *(md5 for _, md5 in cifar.train_list + cifar.test_list)]
+    svhn = [datasets.SVHN.split_list[split][2] for split in ("train", "test")]
+    known = mnist + cifar + svhn
+    assert len(known) == 2 * 4 + 1 + 6 + 2
+    assert all(re.fullmatch(r"[0-9a-f]{32}", md5) for md5 in known)
+    assert set(common.TORCHVISION.values()) == {"MNIST", "FashionMNIST", "CIFAR10", "SVHN"}
+
+
+def test_torchvision_opens_no_damaged_pickle(tmp_path: Path):
+    datasets = pytest.importorskip("torchvision.datasets", reason="downloads need torchvision")
+    folder, mark = tmp_path / datasets.CIFAR10.base_folder, tmp_path / "ran"
+    folder.mkdir()
+    for file, _ in datasets.CIFAR10.train_list:
+        (folder / file).write_bytes(pickle.dumps(Touch(mark)))
+    with pytest.raises(RuntimeError, match="not found or corrupted"):
+        datasets.CIFAR10(str(tmp_path), train=True)
+    assert not mark.exists()
+
+
+class Touch:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def test_batches_have_every_point_once():
