@@ -10,7 +10,10 @@ computed: that is what `hold_sample` is for.
 40 views from all around (the last repeats the first, and is left out): 30 to train, and the 9 after
 them, a gap of 92 degrees, held out. The deterministic net; the same trained for as long again, for
 the third is, too; and the Bayesian net, from the first one's weights with standard deviations of
-0.01, a N(0, 1) prior, and the weight of the KL rising to 1 / (4 views pixels) in the first half.
+0.01, a N(0, 1) prior, and the weight of the KL rising to 1 / (4 views pixels) in the first half:
+one over the number of values that are fitted. The original divides by 4 x 30 x 128^2, the same rule
+for images of 128x128; of 64x64 pixels, as here, it gives four times the original's weight, which is
+--kl-factors 0.25. cow_views.py makes the original's images where PyTorch3D is installed.
 What is trained and rendered is kept in files (.pt) beside the record. Columns: means of Huber's
 function of colours, and of colours and silhouettes, and the peak signal-to-noise ratio of colours
 (dB). Reduced: the net, rays, depths and steps, at a higher rate; depths hold the object, where the
@@ -144,7 +147,7 @@ def problem(s):
         # On a CPU, pieces that fit into its cache.
         chunk = 2**14 if s.device == "cpu" else 2**21
         renderer = RENDERERS[s.renderer](views.pixels.shape[-1], s.depths, s.near, s.far, chunk)
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ImportError, ValueError) as error:
         sys.exit(str(error))
     if len(views) < 5:
         sys.exit(f"{s.data} has {len(views)} views; expected at least 5, to hold some out")

@@ -20,6 +20,11 @@ from torch.nn import functional as F
 
 SHAPES = {"images": "VSS3", "silhouettes": "VSS", "R": "V33", "T": "V3", "azimuth_deg": "V"}
 SHAPES |= {"fov_deg": ""}
+# Built in isolation it would not find torch.
+RECIPE = (
+    "it is built from its sources, in a checkout of facebookresearch/pytorch3d with -std=c++20 in "
+    "setup.py: PYTORCH3D_FORCE_NO_CUDA=1 pip install --no-build-isolation . (docs/nerf.md)"
+)
 PARTS = ("pixels", "rotation", "translation", "azimuth")
 
 
@@ -152,10 +157,11 @@ class Pytorch3dRenderer:
     def __init__(self, size, depths, near, far, chunk):
         try:
             from pytorch3d import renderer
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"--renderer pytorch3d needs {error.name}, which is not on the package index: pip "
-                'install "git+https://github.com/facebookresearch/pytorch3d.git"'
+        except ImportError as error:  # also of a build for another torch
+            missing = (error.name or "pytorch3d").partition(".")[0]
+            how = RECIPE if missing == "pytorch3d" else f"pip install {missing}"
+            raise ImportError(
+                f"--renderer pytorch3d needs {missing} ({error}): {how}", name=missing
             ) from error
         self.p3d, self.chunk = renderer, chunk
         self.size = {"image_width": size, "image_height": size}

@@ -208,7 +208,7 @@ def test_too_few_views(folder: Path):
 def test_missing_pytorch3d(folder: Path):
     line = leave(folder, "--renderer", "pytorch3d")
     assert line.startswith("--renderer pytorch3d needs pytorch3d")
-    assert "pip install" in line
+    assert "pip install --no-build-isolation ." in line
 
 
 def test_kl_factor_below_zero(capsys):

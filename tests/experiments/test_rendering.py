@@ -1,6 +1,8 @@
 """experiments/rendering.py: cameras, marching against closed forms, and views of other layouts."""
 
 import math
+import sys
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ from nerf import RadianceField
 from rendering import RENDERERS, TorchRenderer, load, march, pixel_centres, rays
 from torch.nn.functional import max_pool2d
 
+from tests.oracles import implicit_renderer
 from tests.oracles.cameras import DISTANCE, FOV, pixel_grid, views_from
 
 
@@ -196,22 +199,107 @@ def test_field_gets_unit_directions_in_pieces():
     assert bool((xy.abs() < 1).all())
 
 
-def test_pytorch3d_makes_the_same_images():
-    pytest.importorskip(
-        "pytorch3d", reason="PyTorch3D is not on the package index: installed from its sources"
-    )
+# --------------------------------------------------------------------------- PyTorch3D
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def pytorch3d(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have PyTorch3D: itself where it is installed, and what tests/oracles has of its classes."""
+    if request.param == "installed":
+        reason = "PyTorch3D is not on the package index: installed from its sources"
+        pytest.importorskip("pytorch3d", reason=reason)
+        return
+    package = types.ModuleType("pytorch3d")
+    package.renderer = implicit_renderer
+    monkeypatch.setitem(sys.modules, "pytorch3d", package)
+    monkeypatch.setitem(sys.modules, "pytorch3d.renderer", implicit_renderer)
+
+
+def cloudy(width=16):
+    """Return a field that is neither empty nor opaque, and looks different from everywhere."""
     torch.manual_seed(0)
+    net = RadianceField(4, width)
+    with torch.no_grad():
+        net.density[0].bias.fill_(-0.25)
+        for layer in (net.of_point, net.of_direction, net.colour[1]):
+            layer.weight.mul_(4)
+    return net
+
+
+def test_pytorch3d_makes_the_same_images(pytorch3d: None):
     views = views_from([0.0, 40.0, 250.0], elevation=15.0, size=12)
     names = ("pixels", "rotation", "translation", "azimuth")
     views = replace(views, **{name: getattr(views, name).float() for name in names})
-    net = RadianceField(4, 16)
+    net = cloudy()
     settings = {"size": 12, "depths": 20, "near": 1.65, "far": 3.75, "chunk": 500}
     ours, theirs = (RENDERERS[name](**settings) for name in ("torch", "pytorch3d"))
     with torch.no_grad():
         for field in (net, ball(torch.tensor([0.2, 0.1, -0.3]), 0.6)):
-            torch.testing.assert_close(
-                theirs.images(views, field), ours.images(views, field), atol=1e-4, rtol=1e-4
-            )
-        found, xy = theirs.random_rays(views, net, 30)
-        assert xy.shape == (3, 30, 2)
+            expected = ours.images(views, field)
+            # Without these two a renderer of empty images, or of one for all views, would pass.
+            assert expected.amax() > 0.3
+            assert (expected[0] - expected[1]).abs().amax() > 0.05
+            torch.testing.assert_close(theirs.images(views, field), expected, atol=1e-4, rtol=1e-4)
+        opacity = ours.images(views, net)[:, 3]
+        assert opacity.amin() > 0.05
+        assert opacity.amax() < 0.95
+        found, xy = theirs.random_rays(views, net, 300)
+        assert xy.shape == (3, 300, 2)
         torch.testing.assert_close(found, ours.through(views, net, xy), atol=1e-4, rtol=1e-4)
+    # 300 uniform numbers leave the outer tenth empty once in 10^6.
+    for line in xy.unbind(-1):
+        assert bool((line.amin(1) < -0.9).all())
+        assert bool((line.amax(1) > 0.9).all())
+        assert bool((line.abs() <= 1).all())
+    assert not torch.equal(xy[0], xy[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"depths": 12},
+        {"near": 1.2},
+        {"far": 3.2},
+    ],
+    ids=str,
+)
+def test_pytorch3d_is_given_the_settings(change: dict, pytorch3d: None):
+    """Other settings give other images, so that the comparison above is one of all of them."""
+    views = views_from([0.0, 40.0], elevation=15.0, size=8)
+    views = replace(views, rotation=views.rotation.float(), translation=views.translation.float())
+    settings = {"size": 8, "depths": 20, "near": 1.65, "far": 3.75, "chunk": 500}
+    with torch.no_grad():
+        before, after = (
+            RENDERERS["pytorch3d"](**s).images(views, cloudy())
+            for s in (settings, settings | change)
+        )
+    assert (before - after).abs().amax() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (ModuleNotFoundError("No module named 'pytorch3d'", name="pytorch3d"), "needs pytorch3d ("),
+        (ImportError("undefined symbol: _ZN3c10", name="pytorch3d._C"), "needs pytorch3d (undef"),
+        (ImportError("cannot import name 'renderer'"), "needs pytorch3d (cannot"),
+        (ModuleNotFoundError("No module named 'iopath'", name="iopath"), "needs iopath ("),
+    ],
+)
+def test_what_is_missing_is_named(error, found: str, monkeypatch: pytest.MonkeyPatch):
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.partition(".")[0] == "pytorch3d":
+                raise error
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pytorch3d"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(ImportError) as raised:
+        RENDERERS["pytorch3d"](8, 6, 1.65, 3.75, 100)
+    message = str(raised.value)
+    assert message.startswith(f"--renderer pytorch3d {found}")
+    if "iopath" in found:
+        assert message.endswith("pip install iopath")
+    else:
+        assert "--no-build-isolation" in message
+        assert "-std=c++20" in message
