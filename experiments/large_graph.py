@@ -1,0 +1,188 @@
+"""A graph of 100,000 nodes by neighbour sampling: what mean field costs beside the plain net.
+
+A stochastic block model: nodes of ten classes, whose edges go to their own class more often than to
+others, and features that tell the class only in part. The net is that of cora.py, two graph
+convolutions in PyTorch Geometric; its loader draws neighbours, so that an epoch is one pass over
+the labelled nodes by batches. Beside it, for its cost alone, a few epochs of the whole graph, each
+one step with a mask. Columns: scores of test nodes, all of whose neighbours are used; CPU seconds
+of an epoch, its loader included; and the peak of memory in training, in MB above what the process
+held before (Linux), both after one epoch that warms up. The plain net has no prior and no guide, in
+the same code.
+"""
+
+import ctypes
+import gc
+import sys
+import time
+from contextlib import nullcontext
+from functools import cache, partial
+from itertools import pairwise, product
+from pathlib import Path
+
+import common
+import runner
+import tables
+import torch
+from common import normal
+from cora import GCN, Edges, GraphData, NeighborLoader, backend
+from runner import setting, settings, which
+
+import tyxe
+from tyxe.poutine import local_reparameterization, selective_mask
+
+METHODS = {
+    "plain net": (None, nullcontext),
+    "mean field": ({"init_scale": 1e-2, "max_guide_scale": 0.3}, nullcontext),
+    "mean field, local reparam.": (
+        {"init_scale": 1e-2, "max_guide_scale": 0.3},
+        local_reparameterization,
+    ),
+}
+WAYS = ["sampled", "whole graph"]
+FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f"}
+FORMATS |= {"seconds an epoch": ".2f", "peak MB": ".0f"}
+MEMORY = Path("/proc/self")
+
+
+@settings
+class Settings(runner.Settings):
+    methods: list[str] = which([*METHODS], "rows of the table", choices=[*METHODS])
+    ways: list[str] = which(WAYS, "of going through the nodes", choices=WAYS)
+    seeds: list[int] = which([0], "of graph, net and draws")
+    backend: str = setting("pyg", "what passes messages", choices=["dgl", "pyg", "torch"])
+    nodes: int = setting(100_000, "of the graph", smoke=600)
+    classes: int = setting(10, "blocks of the same size")
+    inside: float = setting(8.0, "expected neighbours of the same class")
+    outside: float = setting(8.0, "expected neighbours of other classes")
+    features: int = setting(64, "of a node")
+    noise: float = setting(4.0, "standard deviation of features about those of the class")
+    labelled: int = setting(10_000, "nodes to train, and as many to test", smoke=200)
+    hidden_units: int = setting(64, "number", smoke=8)
+    batch: int = setting(500, "labelled nodes in a batch", smoke=50)
+    neighbours: list[int] = setting([10, 10], "drawn, by layer")
+    epochs: int = setting(20, "over sampled batches", smoke=2)
+    steps: int = setting(5, "of the whole graph, an epoch each", smoke=3)
+    rate: float = setting(1e-2, "of Adam")
+    draws: int = setting(16, "in predictions", smoke=2)
+
+    def __post_init__(self):
+        if 2 * self.labelled > self.nodes:
+            needed = f"expected at least {2 * self.labelled}, to train and to test"
+            raise ValueError(f"--nodes is {self.nodes}; {needed}")
+
+
+def block_model(s, seed):
+    """Return a graph of the model: a Poisson number of edges inside classes and between them."""
+    torch.manual_seed(seed)
+    labels = torch.arange(s.nodes) % s.classes
+    size = s.nodes // s.classes
+    pairs = []
+    for neighbours, is_inside in ((s.inside, True), (s.outside, False)):
+        # Each edge runs both ways, so that half as many are drawn.
+        source = torch.randint(s.nodes, (round(neighbours * s.nodes / 2),))
+        shift = 0 if is_inside else torch.randint(1, s.classes, source.shape)
+        block = (labels[source] + shift) % s.classes
+        target = s.classes * torch.randint(size, source.shape) + block
+        pairs.append(torch.stack([source, target]))
+    drawn = torch.cat(pairs, 1)
+    drawn = drawn[:, drawn[0] != drawn[1]]
+    codes = torch.cat([drawn[0] * s.nodes + drawn[1], drawn[1] * s.nodes + drawn[0]]).unique()
+    own = torch.arange(s.nodes)
+    source, target = torch.cat(
+        [torch.stack([codes // s.nodes, codes % s.nodes]), own.expand(2, -1)], 1
+    )
+    centres = torch.randn(s.classes, s.features)
+    features = centres[labels] + s.noise * torch.randn(s.nodes, s.features)
+    # A sum over as many nodes is of the size of one.
+    features = features / (s.noise * (1 + s.inside + s.outside) ** 0.5)
+    order = torch.randperm(s.nodes)
+    masks = {"train": order < s.labelled, "test": order >= s.nodes - s.labelled}
+    edges = Edges(source, target, torch.ones(len(source)), (s.nodes, s.nodes))
+    return GraphData(features, labels, edges, masks)
+
+
+@cache
+def problem(s, seed):
+    try:
+        graph_of, sum_neighbours = backend(s.backend)
+    except ModuleNotFoundError as error:
+        sys.exit(str(error))
+    nodes = block_model(s, seed)
+    return nodes, graph_of(nodes.edges), graph_of, sum_neighbours
+
+
+def memory(name):
+    """Return a line of the process's memory, in MB: `VmRSS` now, `VmHWM` at its peak."""
+    for line in (MEMORY / "status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1024
+    raise ValueError(f"{MEMORY}/status has no {name}")
+
+
+def peak_above(function):
+    """Call a function; return the peak of memory during it, above what was held before, in MB."""
+    gc.collect()
+    if not (MEMORY / "clear_refs").exists():
+        return function(), None
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # else what a former cell has freed is held, and serves this one
+    (MEMORY / "clear_refs").write_text("5")  # the peak starts anew
+    before = memory("VmRSS")
+    return function(), memory("VmHWM") - before
+
+
+def run(s, method, way, seed):
+    nodes, graph, graph_of, sum_neighbours = problem(s, seed)
+    torch.manual_seed(seed)
+    net = GCN(s.features, s.hidden_units, s.classes, sum_neighbours)
+    guide, handler = METHODS[method]
+    prior = normal(hide_all=guide is None)
+    guide = guide and common.mean_field(net, **guide)
+    bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(s.labelled), guide)
+    if way == "sampled":  # the loader yields labelled nodes only, so there is nothing to mask
+        loader = NeighborLoader(
+            nodes, s.neighbours, nodes.masks["train"], graph_of, s.batch, shuffle=True
+        )
+        mask, epochs = nullcontext(), s.epochs
+    else:
+        loader = [((graph, nodes.features), nodes.labels)]
+        mask = selective_mask(mask=nodes.masks["train"], expose=["likelihood.data"])
+        epochs = s.steps
+    adam, times = partial(torch.optim.Adam, lr=s.rate), []
+
+    def fit(epochs):
+        with mask, handler():
+            bnn.fit(
+                loader, adam, epochs, lambda *_: times.append(time.process_time()), progress=False
+            )
+
+    fit(1)  # what is loaded and kept at a first step is no cost of training
+    peak = peak_above(partial(fit, epochs))[1]
+    later = [after - before for before, after in pairwise(times[1:])]
+    found = {"seconds an epoch": sum(later) / len(later), "edges": len(nodes.edges.source)}
+    found |= {} if peak is None else {"peak MB": peak}
+    if way == "sampled":
+        logits = bnn.predict(graph, nodes.features, num_predictions=s.draws)
+        test = nodes.masks["test"]
+        found |= tables.scores(logits[test].softmax(-1), nodes.labels[test], 10)
+    return found
+
+
+def cells(s, found):
+    for seed, way, method in product(s.seeds, s.ways, s.methods):
+        yield (method, way, seed), partial(run, s, method, way, seed)
+
+
+def table(record):
+    pairs = product(WAYS, METHODS)
+    rows = {(method, way): [*record.of(method, way).values()] for way, method in pairs}
+    return tables.score_table(
+        {k: v for k, v in rows.items() if v}, FORMATS, None, ("batches", "seeds")
+    )
+
+
+by = ("method", "way", "seed")
+experiment = runner.Experiment("large_graph", Settings, cells, by, table)
+
+if __name__ == "__main__":
+    experiment.main()
