@@ -1,5 +1,6 @@
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
@@ -12,15 +13,16 @@ export PYTHONPATH := $(CURDIR)
 
 # A stamp is named after the content that was installed, not compared by file times, which a fresh
 # clone sets to now.
-KEY := $(shell { $(PYTHON) -V; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
+KEY := $(shell { $(PYTHON) -V; cat pyproject.toml $(CONSTRAINTS); } | cksum | cut -d ' ' -f 1)
 stamp = $(VENV)/.tyxe-$(1)-$(KEY)
 
 EXTRAS_demo := examples,plot,vision
 EXTRAS_dev := dev
 EXTRAS_docs := docs
+EXTRAS_release := examples,release
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak lint docs bench clean
+.PHONY: help demo test test-all soak lint docs bench dist clean
 # Two installations into one environment must not overlap.
 .NOTPARALLEL:
 
@@ -28,7 +30,7 @@ help: ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "The environment is $(VENV) (VENV=...), made with $(PYTHON) (PYTHON=...) when it is missing"
-	@echo "or when pyproject.toml or constraints.txt changed."
+	@echo "or when pyproject.toml or $(CONSTRAINTS) (CONSTRAINTS=...) changed."
 
 demo: $(call stamp,demo) ## run examples/quickstart.py
 	$(PY) examples/quickstart.py
@@ -63,6 +65,12 @@ bench: $(call stamp,dev) ## run every benchmark into benchmarks/results/
 	    $(PY) $$script --json $$result; \
 	done
 
+dist: $(call stamp,release) ## build dist/, and run the README's code with its wheel
+	rm -rf build dist
+	PYTHONPATH= $(PY) -m build --quiet
+	PYTHONPATH= $(PY) -m twine check --strict dist/*
+	PYTHONPATH= $(PY) .ci/check_wheel.py
+
 clean: ## remove what the targets above wrote, except the environment and benchmark results
 	rm -rf build dist docs/_build docs/notebooks *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -75,5 +83,5 @@ $(PY):
 # not see the checkout on the path, or it takes its egg-info for an installation.
 $(VENV)/.tyxe-%-$(KEY): | $(PY)
 	@find $(VENV) -maxdepth 1 -name '.tyxe-*' ! -name '.tyxe-*-$(KEY)' -exec rm {} +
-	PYTHONPATH= $(PY) -m pip install --quiet -e ".[$(EXTRAS_$*)]" -c constraints.txt
+	PYTHONPATH= $(PY) -m pip install --quiet -e ".[$(EXTRAS_$*)]" -c $(CONSTRAINTS)
 	@touch $@

@@ -224,6 +224,9 @@ def test_several_processes_are_refused():
 @pytest.mark.skipif(
     not has_compiler(torch.device("cpu")), reason="there is no C++ compiler on this machine"
 )
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.8."), reason="the compiler of torch 2.8 draws in another order"
+)
 def test_compiled():
     assert_same(lambda: variational(tyxe.guides.AutoNormal))
     bnn, wrong = variational(tyxe.guides.AutoNormal), Y.clone()
