@@ -3,6 +3,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 PYTEST_ARGS ?=
+NAMES ?=
 SOAK_ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -22,7 +23,7 @@ EXTRAS_docs := docs
 EXTRAS_release := examples,release
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak lint docs bench dist clean
+.PHONY: help demo test test-all soak lint docs gallery bench dist clean
 # Two installations into one environment must not overlap.
 .NOTPARALLEL:
 
@@ -53,6 +54,9 @@ docs: $(call stamp,docs) ## build docs/_build/html, check it, and run the exampl
 	$(PY) -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 	$(PY) docs/check_site.py docs/_build/html
 	$(PY) -m sphinx -q -W --keep-going -b doctest -d docs/_build/doctrees docs docs/_build/doctest
+
+gallery: $(call stamp,dev) ## write and execute the notebooks of notebooks/*.py (NAMES=...)
+	$(PY) docs/gallery.py $(NAMES)
 
 # Against another checkout, which has to be named.
 REVISIONS := benchmarks/revisions.py

@@ -1,6 +1,9 @@
 """Sphinx configuration."""
 
 import importlib.metadata
+import json
+import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -67,16 +70,25 @@ torch.set_num_threads(1)
 
 
 def copy_notebooks() -> None:
-    """Bring notebooks/ in: Sphinx reads only what lies below its source directory."""
+    """Bring notebooks/ in, and a picture of each for the gallery, out of its own outputs.
+
+    Sphinx reads only what lies below its source directory.
+    """
     target = HERE / "notebooks"
     # What was deleted there must not linger here.
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    notebooks = sorted((HERE.parent / "notebooks").glob("*.ipynb"))
-    for notebook in notebooks:
+    (target / "pictures").mkdir(parents=True)
+    picture = runpy.run_path(str(HERE / "gallery.py"))["picture"]
+    # In the order of the gallery, where a test looks for every one of them.
+    page = (HERE / "gallery.md").read_text()
+    names = list(dict.fromkeys(re.findall(r"\]\(notebooks/(\w+)\.ipynb\)", page)))
+    for name in names:
+        notebook = HERE.parent / "notebooks" / f"{name}.ipynb"
         shutil.copy2(notebook, target)
+        shown = picture(json.loads(notebook.read_text()))
+        (target / "pictures" / f"{name}.png").write_bytes(shown)
     # A toctree's glob that matches nothing is a warning, so the page names what there is.
-    listed = "\n".join(["```{toctree}", *(notebook.stem for notebook in notebooks), "```"])
+    listed = "\n".join(["```{toctree}", "../gallery", *names, "```"])
     (target / "index.md").write_text(f"# Notebooks\n\n{listed}\n")
 
 

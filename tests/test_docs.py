@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 TEXTS = sorted(
     path
     for pattern in (
-        *("*.md", "*.toml", "Makefile", ".ci/*", "docs/*.md", "docs/*.py", "notebooks/*.ipynb"),
+        *("*.md", "*.toml", "Makefile", ".ci/*", "docs/*.md", "docs/*.py", "notebooks/*.py"),
         "experiments/README.md",
         *(f"{folder}/**/*.py" for folder in ("tyxe", "examples", "experiments", "benchmarks")),
     )
@@ -82,8 +82,8 @@ def test_readme_block_may_be_pasted_at_a_prompt(code: str) -> None:
 
 def test_readme_lists_every_page() -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    # pages that hold another file, and the list itself
-    others = {"index", "changelog", "contributing", "experiments"}
+    # pages that hold another file, and the lists themselves
+    others = {"index", "changelog", "contributing", "experiments", "gallery"}
     assert {page for page in pages - others if f"(docs/{page}.md)" not in README} == set()
 
 

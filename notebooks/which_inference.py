@@ -1,0 +1,134 @@
+# %% [markdown]
+# # Which inference?
+#
+# One net, one prior, one likelihood, the same forty points, and sixteen ways to the posterior, each
+# with the seconds that it took on one core. Four chains of Hamiltonian Monte Carlo are the
+# reference: their band of two standard deviations is drawn as black lines over all others.
+
+# %%
+import os
+import time
+from functools import partial
+
+import matplotlib.pyplot as plt
+import pyro.distributions as dist
+import torch
+from pyro.infer import autoguide
+from torch import nn
+
+import tyxe
+
+small = "TYXE_SMOKE_TEST" in os.environ  # few steps: the tests look whether this runs
+torch.set_num_threads(1)
+plt.rcParams["figure.dpi"] = 70
+torch.manual_seed(1)
+x = torch.cat([torch.rand(20, 1) - 2, torch.rand(20, 1) + 0.5])
+y = torch.sin(2 * x) + 0.3 * x + 0.2 * torch.randn_like(x)
+grid = torch.linspace(-3, 3, 121)[:, None]
+
+net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1))
+prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.2)
+adam = partial(torch.optim.Adam, lr=1e-2)
+loader, epochs = [(x, y)], 5 if small else 1_200
+
+# %% [markdown]
+# ## Sixteen lines
+#
+# What differs is a guide, a kernel, a wrapper or a handler. Each function returns a fitted BNN.
+
+# %%
+normal = partial(tyxe.guides.AutoNormal, init_scale=1e-2)
+low_rank = partial(autoguide.AutoLowRankMultivariateNormal, rank=10, init_scale=1e-2)
+full = partial(autoguide.AutoMultivariateNormal, init_scale=1e-2)
+inducing = partial(tyxe.guides.AutoInducing, inducing_rows=4, inducing_cols=4, everywhere=True)
+ivon = partial(tyxe.optim.IVON, lr=0.1, betas=(0.9, 0.995), hess_init=100.0)
+sghmc = partial(tyxe.samplers.SGHMC, lr=1e-3, schedule="cyclical", num_cycles=4)
+
+
+def fitted(bnn, *arguments, **options):
+    bnn.fit(loader, *arguments, **options)
+    return bnn
+
+
+def variational(guide, optim=adam, prior=prior):
+    return fitted(tyxe.VariationalBNN(net, prior, likelihood, guide), optim, epochs)
+
+
+def by_handler(handler):
+    return handler(variational)(normal)  # a handler is a decorator, too
+
+
+def sampled(kernel, draws, warmup, **options):
+    draws, warmup = (4, warmup and 10) if small else (draws, warmup)
+    bnn = tyxe.MCMC_BNN(net, prior, likelihood, kernel)
+    return fitted(bnn, draws, warmup_steps=warmup, **options)
+
+
+def member(index):
+    return tyxe.VariationalBNN(tyxe.util.reset_parameters_(net), nothing, likelihood)
+
+
+dropping = nn.Sequential(nn.Linear(1, 200), nn.Tanh(), nn.Dropout(0.1), nn.Linear(200, 1))
+laplace = partial(tyxe.LaplaceBNN, net, prior, likelihood)
+hmc = partial(tyxe.samplers.HMC, num_steps=100)
+methods = {
+    "HMC": lambda: sampled(hmc, 300, 300),
+    "ML": lambda: variational(None, prior=nothing),
+    "MAP": lambda: variational(autoguide.AutoDelta),
+    "MC dropout": lambda: fitted(tyxe.DropoutBNN(dropping, likelihood), adam, epochs),
+    "ensemble of 10": lambda: fitted(tyxe.EnsembleBNN(member, 10), adam, epochs, vectorize=True),
+    "mean field": lambda: variational(normal),
+    "local reparameterization": lambda: by_handler(tyxe.poutine.local_reparameterization()),
+    "flipout": lambda: by_handler(tyxe.poutine.flipout()),
+    "IVON": lambda: variational(normal, ivon),
+    "inducing weights": lambda: variational(inducing),
+    "low rank": lambda: variational(low_rank),
+    "full covariance": lambda: variational(full),
+    "Laplace, Kronecker": lambda: fitted(laplace(), adam, epochs),
+    "Laplace, full": lambda: fitted(laplace(structure="full"), adam, epochs),
+    "SGHMC": lambda: sampled(sghmc, 100, None, thinning=5),
+    "MCLMC": lambda: sampled(tyxe.samplers.MCLMC, 100, 1_000, num_chains=10, thinning=10),
+}
+found = {}
+for name, method in methods.items():
+    torch.manual_seed(0)
+    start = time.process_time()
+    bnn = method()
+    seconds = time.process_time() - start
+    found[name] = *bnn.predict(grid, num_predictions=4 if small else 100), seconds
+    if name == "HMC":
+        told = tyxe.diagnostics.reference(bnn, grid, largest_r_hat=float("inf"))
+        print(f"HMC: R-hat of predictions is {told.r_hat:.3f} at most")
+
+# %% [markdown]
+# ## Sixteen bands
+#
+# Bands of one and two standard deviations, noise included. What is narrower than the lines between
+# and beyond the data is too sure there.
+
+# %%
+figure, axes = plt.subplots(4, 4, figsize=(11, 8), sharex=True, sharey=True, layout="constrained")
+centre, width, _ = found["HMC"]
+for ax, (name, (mean, scale, seconds)) in zip(axes.flat, found.items(), strict=True):
+    tyxe.plotting.predictive_band(grid, mean, scale, ax, num_scales=2, train_data=(x, y))
+    ax.plot(grid, centre - 2 * width, "k", grid, centre + 2 * width, "k", linewidth=0.8)
+    ax.set(title=f"{name}: {seconds:.1f} s", xlabel="", ylabel="", ylim=(-4, 4))
+    ax.get_legend().remove()
+
+# %% [markdown]
+# ## Change this line
+#
+# Each of these takes the place of the statement above that assigns to the same name:
+#
+# ```python
+# # the prior: standard deviations by the layers' fan-in
+# prior = tyxe.priors.LayerwiseNormalPrior("radford")
+# # the guide of three of the panels: larger standard deviations at the start
+# normal = partial(tyxe.guides.AutoNormal, init_scale=0.1)
+# # the reference: another sampler
+# hmc = partial(tyxe.samplers.NUTS, max_tree_depth=7)
+# ```
+#
+# Which of them to take for a problem of yours is measured in [which method](../which_method.md).
