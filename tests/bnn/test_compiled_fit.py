@@ -234,3 +234,24 @@ def test_compiled():
     data = [HALVES[0], *zip(X.split(12), wrong.split(12), strict=True)]
     with pytest.raises(ValueError, match="support of Categorical"):
         bnn.fit(data, SGD, 1, compile=True)
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, a, b=None, c=None):
+        return self.layer(a - 2 * b if c is None else a + 3 * c)
+
+
+def test_batches_are_told_apart_by_name_and_order(traced):
+    parts = [{"a": X, "b": X**2}, {"b": X**2, "a": X}, {"a": X, "c": X**2}]
+    data = [(part, Y) for part in parts]
+
+    def make():
+        torch.manual_seed(0)
+        likelihood = tyxe.likelihoods.Categorical(72)
+        return tyxe.VariationalBNN(Keywords(), NORMAL, likelihood, tyxe.guides.AutoNormal)
+
+    assert_same(make, data)

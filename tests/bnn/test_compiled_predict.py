@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from contextlib import nullcontext
 
 import pyro.distributions as dist
 import pyro.infer
@@ -77,7 +78,7 @@ def test_predictions_are_those_of_uncompiled_passes(kind, traced):
         torch.testing.assert_close(one, other)
 
 
-def test_a_program_has_the_statistics_of_each_draw_and_later_parameters(traced):
+def test_a_program_has_the_statistics_of_each_draw(traced):
     bnn = make("normal")
     bnn.update_norm_statistics(LOADER)
     torch.manual_seed(1)
@@ -87,22 +88,61 @@ def test_a_program_has_the_statistics_of_each_draw_and_later_parameters(traced):
     assert len(traced) == 1
 
 
-def test_inputs_and_outputs_may_have_parts(traced):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
+class Keywords(nn.Module):
+    """Takes arguments by name, one of them or another."""
 
-        def forward(self, x, scale):
-            return self.layer(x) * scale
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
 
+    def forward(self, a, b=None, c=None):
+        return self.layer(a - 2 * b if c is None else a + 3 * c)
+
+
+def test_inputs_are_told_apart_by_name_and_order(traced):
     likelihood = tyxe.likelihoods.Categorical(20)
-    bnn = tyxe.VariationalBNN(Two(), NORMAL, likelihood, tyxe.guides.AutoNormal)
-    torch.manual_seed(1)
-    found = bnn.predict(X, torch.full((20, 1), 2.0), num_predictions=2, compile=True)
-    torch.manual_seed(1)
-    torch.testing.assert_close(found, bnn.predict(X, torch.full((20, 1), 2.0), num_predictions=2))
-    assert len(traced) == 1
+    bnn = tyxe.VariationalBNN(Keywords(), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    x, y = X, X.flip(0) ** 2
+    batches = [{"a": x, "b": y}, {"b": y, "a": x}, {"a": x, "c": y}]
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(1)
+        found.append(bnn.predict(batches, num_predictions=2, compile=compiles))
+    torch.testing.assert_close(*found)
+    assert len(traced) >= 2
+
+
+class Counting(nn.Linear):
+    """Replaces a buffer."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        self.forwards = self.forwards + 1
+        return super().forward(x) * self.forwards
+
+
+def test_a_net_that_replaces_its_buffers_is_no_program(traced):
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        likelihood = tyxe.likelihoods.Categorical(20)
+        bnn = tyxe.VariationalBNN(Counting(), NORMAL, likelihood, tyxe.guides.AutoNormal)
+        expected = pytest.warns(tyxe.TyxeWarning, match=r"replaces forwards, .* in place")
+        with expected if compiles else nullcontext():
+            found.append(bnn.predict(LOADER, num_predictions=2, compile=compiles))
+    torch.testing.assert_close(*found)
+    assert not traced
+
+
+def test_a_program_takes_the_net_alone(traced):
+    bnn = make("mcmc")
+    bnn.predict(X, num_predictions=2, compile=True)
+    (program,) = traced
+    given = [node for node in program.graph.nodes if node.op == "placeholder"]
+    assert len(given) == 3  # weight, bias and inputs
 
 
 def test_a_net_that_is_no_program_predicts_after_one_warning(traced):

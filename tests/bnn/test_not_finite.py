@@ -150,3 +150,27 @@ def test_a_covariance_that_breaks_in_a_later_step_stops_the_fit(guide, value):
 
     with pytest.raises(RuntimeError, match="training stopped"):
         bnn.fit([(X, Y)], ADAM, 2, spoil)
+
+
+def test_an_error_in_an_epoch_leaves_no_parameter_that_is_not_finite():
+    class Refuses(nn.Linear):
+        def forward(self, x):
+            found = super().forward(x)
+            if not bool(found.isfinite().all()):
+                raise ArithmeticError("not finite")
+            return found
+
+    bnn = make(Refuses(2, 1))
+    before = {n: p.detach().clone() for n, p in bnn.named_parameters()}
+    loc, calls = bnn.net_guide.get_loc("bias"), []
+
+    def spoil(gradient):
+        calls.append(gradient)
+        return gradient * (float("nan") if len(calls) > 2 else 1.0)
+
+    loc.register_hook(spoil)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        bnn.fit([(X[:2], Y[:2])] * 5, ADAM, 1, nan_check="epoch")
+    assert len(calls) == 3
+    for name, parameter in bnn.named_parameters():
+        assert torch.equal(parameter, before[name]), name

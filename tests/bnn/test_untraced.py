@@ -259,3 +259,124 @@ def test_map_of_a_laplace_approximation():
     assert assert_equal_steps(bnn, x, y)
     bnn.fit_curvature([(x, y)])
     assert assert_equal_steps(bnn, x, y)
+
+
+# --------------------------------------------------------------------------- programs that change
+
+
+class Later(nn.Linear):
+    """Makes a statement from its third forward on."""
+
+    forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards > 2:
+            pyro.factor("later", torch.tensor(-100.0))
+        return super().forward(x)
+
+
+def likelihoods_of_steps(bnn, prepare=lambda bnn: None, steps=4, context=nullcontext):
+    """The log-likelihood of each step that changes nothing."""
+    prepare(bnn)
+    x, y = torch.zeros(POINTS, 3), torch.arange(POINTS) % 3
+    sgd = functools.partial(torch.optim.SGD, lr=0.0)
+    with warnings.catch_warnings(), context():
+        warnings.simplefilter("ignore", tyxe.TyxeWarning)
+        return bnn.fit([(x, y)] * steps, sgd, 1)
+
+
+def narrow(net=None):
+    torch.manual_seed(0)
+    guide = functools.partial(AutoNormal, init_scale=1e-6)
+    return tyxe.VariationalBNN(
+        net or nn.Linear(3, 3), NORMAL, tyxe.likelihoods.Categorical(POINTS), guide
+    )
+
+
+def test_statements_that_come_later_count():
+    plain = likelihoods_of_steps(narrow()).log_likelihood[0]
+    found = likelihoods_of_steps(narrow(Later(3, 3)), steps=7).log_likelihood[0]
+    # The check of the first batch is a forward, too: six of seven steps have the statement.
+    assert found == pytest.approx(plain - 100 * 6 / 7, abs=1.0)
+
+
+def scaled(bnn):
+    forward = bnn.likelihood.forward
+
+    def new(*given):
+        with poutine.scale(scale=0.01):
+            return forward(*given)
+
+    bnn.likelihood.forward = new
+
+
+def test_a_forward_of_an_instance_is_run_in_each_step():
+    plain = likelihoods_of_steps(narrow()).log_likelihood[0]
+    found = likelihoods_of_steps(narrow(), scaled).log_likelihood[0]
+    assert found == pytest.approx(0.01 * plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("part", ["net_guide", "likelihood", "net_prior"])
+def test_hooks_of_parts_fire_in_each_step(part):
+    calls = []
+
+    def watch(bnn):
+        getattr(bnn, part).register_forward_hook(lambda *_: calls.append(part))
+
+    likelihoods_of_steps(narrow(), watch, steps=5)
+    assert len(calls) >= 5
+
+
+def test_handlers_that_look_at_samples_see_those_of_each_step():
+    seen = []
+
+    class Watching(type(tyxe.poutine.local_reparameterization())):
+        def _pyro_post_sample(self, msg):
+            seen.append(msg["name"])
+
+    likelihoods_of_steps(narrow(), steps=5, context=Watching)
+    assert seen.count("likelihood.data") == 5
+
+
+def test_a_step_tells_all_draws():
+    keys = []
+
+    class Keep(tyxe.Callback):
+        def on_batch(self, bnn, epoch, batch, terms):
+            keys.append(set(terms.values))
+
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(3, 3),
+        NORMAL,
+        tyxe.likelihoods.Categorical(POINTS),
+        autoguide.AutoMultivariateNormal,
+    )
+    x, y = torch.zeros(POINTS, 3), torch.arange(POINTS) % 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tyxe.TyxeWarning)
+        bnn.fit([(x, y)] * 3, torch.optim.Adam, 1, Keep())
+    assert keys[0] == keys[1] == keys[2]
+
+
+def test_points_are_drawn_within_plates():
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(3, 3), NORMAL, tyxe.likelihoods.Categorical(POINTS), autoguide.AutoDelta
+    )
+    with pyro.plate("draws", 4, dim=-3):
+        values = bnn.guide(torch.zeros(2, 3))
+    assert values["net.weight"].shape == (4, 1, 1, 3, 3)
+
+
+def test_sparse_gradients():
+    x, y = torch.arange(8).view(4, 2) % 5, torch.arange(4) % 3
+    found = []
+    for is_sparse in (True, False):
+        torch.manual_seed(0)
+        body = nn.Embedding(5, 3, sparse=is_sparse)
+        net = nn.Sequential(body, nn.Flatten(), nn.Linear(6, 3))
+        likelihood = tyxe.likelihoods.Categorical(POINTS)
+        bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, autoguide.AutoDelta)
+        bnn.fit([(x, y)] * 3, functools.partial(torch.optim.SGD, lr=0.1), 1)
+        found.append([p.detach() for p in bnn.parameters()])
+    torch.testing.assert_close(*found)

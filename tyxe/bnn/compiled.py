@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective
-from tyxe.bnn.programs import Programs, are_tensors, as_program, shapes
+from tyxe.bnn.programs import Programs, are_tensors, as_program, check_buffers, key_of
 from tyxe.util import Inputs
 
 
@@ -48,7 +48,7 @@ class CompiledSteps:
         if not are_tensors(leaves):
             return None
         # Handlers may have the KL's weight from elsewhere.
-        key = (shapes(leaves), beta if am_i_wrapped() else None)
+        key = (key_of((inputs, targets)), beta if am_i_wrapped() else None)
         return self._programs.find(key, lambda: self._compiled(inputs, targets, beta))
 
     def __call__(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms:
@@ -74,7 +74,14 @@ class CompiledSteps:
             others = given[count : count + len(self._buffers)]
             swapped = dict(zip([*names, *self._buffers], [*values, *others], strict=True))
             batch = tree_unflatten(given[count + len(others) : -1], place)
-            loss = torch.func.functional_call(self._objective, swapped, (*batch, given[-1]))
+            buffers = swapped.values()
+            watch = self._objective.register_forward_hook(
+                lambda objective, *_: check_buffers(objective.bnn.net, buffers)
+            )
+            try:
+                loss = torch.func.functional_call(self._objective, swapped, (*batch, given[-1]))
+            finally:
+                watch.remove()
             terms = self._objective.take_terms()
             gradients = torch.autograd.grad(loss, values, allow_unused=True)
             points = [terms.points] if isinstance(terms.points, Tensor) else []

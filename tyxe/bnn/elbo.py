@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -13,7 +14,7 @@ from pyro.poutine import Trace
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
+from torch import Tensor, nn
 
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.distributions import JointMarginal, independent_moments
@@ -177,12 +178,26 @@ def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
 Posterior = Mapping[str, td.Distribution]
 
 
-def runs_own_programs(bnn: Any, owner: type) -> bool:
-    """Say whether model and guide of a `SupervisedBNN` are the package's, the guide of `owner`."""
-    kind = type(bnn)
-    own = kind.model is SupervisedBNN.model and kind.guide is owner.guide  # type: ignore[attr-defined]
-    own = own and type(bnn.likelihood).forward is Likelihood.forward
-    return own and not {"model", "guide"} & bnn.__dict__.keys()
+# As the package has them, whatever is assigned to the classes later.
+_MODEL, _LIKELIHOOD = SupervisedBNN.model, (Likelihood.forward, Likelihood.sample_latents)
+
+
+def runs_own_programs(bnn: Any, guide: Callable[..., Any], parts: Iterable[nn.Module]) -> bool:
+    """Say whether model and guide of a `SupervisedBNN` are the package's, the latter `guide`.
+
+    `parts` are modules that the guide calls; a hook, or a forward of one of them alone, is a change
+    of the program.
+    """
+    kind, likelihood = type(bnn), type(bnn.likelihood)
+    own = kind.model is _MODEL and kind.guide is guide
+    own = own and (likelihood.forward, likelihood.sample_latents) == _LIKELIHOOD
+    called = (*parts, bnn.likelihood, bnn.net_prior)
+    return own and not {"model", "guide"} & bnn.__dict__.keys() and all(map(_is_as_made, called))
+
+
+def _is_as_made(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and "forward" not in module.__dict__
 
 
 def statements_of(bnn: Any, terms: ElboTerms) -> set[str]:
@@ -213,7 +228,8 @@ def untraced_terms(
 
     Returns:
         None where traces are needed: handlers that are not of linear maps alone, a prior that is a
-        program or holds several sites, programs or guides of the user's.
+        program or holds several sites, programs, guides or hooks of the user's, statements in the
+        net, which has run once then.
     """
     priors = bnn.net_prior.fixed()
     if priors is None or not all(map(_is_of_linear_maps, handlers())):
@@ -223,7 +239,10 @@ def untraced_terms(
         return None
     sites = {site["name"]: site for site in _sampled(posterior)}
     values = {name: site["value"] for name, site in sites.items() if name in posterior}
-    predictions = bnn.run_net(values, inputs)
+    with Names() as names:
+        predictions = bnn.run_net(values, inputs)
+    if names.found:
+        return None  # statements that only some forwards have
     observed = bnn.likelihood.observed_site(predictions, targets, values)
     infer = observed["infer"]
     data = log_prob_of(observed, infer["is_bounded"])
@@ -236,13 +255,26 @@ def untraced_terms(
     kl = torch.as_tensor(kl + added.value() if len(added) else kl)
     check_gradients(values)
     points = infer.get("points", infer.get("kept", len(observed["value"])))
-    return ElboTerms(data, kl, points, values), added
+    drawn = {name: site["value"] for name, site in sites.items()}
+    return ElboTerms(data, kl, points, drawn), added
+
+
+# Messages that steps without traces raise as well.
+_RAISED = {"_pyro_linear_map", "_pyro_lazy", "_pyro_substitute_site", "_pyro_post_draw_value"}
 
 
 def _is_of_linear_maps(handler: Any) -> bool:
-    kind, base = type(handler), LinearMapMessenger
-    same = ("_process_message", "_postprocess_message", "_pyro_sample")
-    return isinstance(handler, base) and all(getattr(kind, n) is getattr(base, n) for n in same)
+    kind: Any = type(handler)
+    return isinstance(handler, LinearMapMessenger) and _adds_nothing(kind)
+
+
+@functools.cache
+def _adds_nothing(kind: type) -> bool:
+    """Say whether handlers of a kind do to samples what all handlers of linear maps do."""
+    base = LinearMapMessenger
+    asked = {name for name in dir(kind) if name.startswith("_pyro_")} - _RAISED
+    asked |= {"_process_message", "_postprocess_message"}
+    return all(getattr(kind, name) is getattr(base, name, None) for name in asked)
 
 
 def _sampled(posterior: Posterior) -> Iterator[dict[str, Any]]:

@@ -252,7 +252,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         return values
 
     def own_posterior(self) -> dict[str, Distribution] | None:
-        return self.net_guide.drawn_from() if runs_own_programs(self, LaplaceBNN) else None
+        own = runs_own_programs(self, _GUIDE, [self.net_guide])
+        return self.net_guide.drawn_from() if own else None
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
         _ = self.state
@@ -597,6 +598,10 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 return -math.inf  # the precision is below the curvature's rounding
             finally:
                 self.net_guide.state = state
+
+
+# As the package has it, whatever is assigned to the class later.
+_GUIDE = LaplaceBNN.guide
 
 
 def _checked(temperature: float, options: LaplaceOptions) -> LaplaceOptions:

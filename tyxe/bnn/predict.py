@@ -288,8 +288,8 @@ class SupervisedBNN(Intervals, BNN):
             if index == len(known):
                 known.append(self._statistics(values) if num_predictions else {})
             with statistics_in(known[index]):
-                one = partial(self.run_net if run is None else run, values, inputs)
-                outputs.append(front(one) if run is None else one())
+                plain = partial(front, partial(self.run_net, values, inputs))
+                outputs.append(plain() if run is None else run(values, inputs, plain))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
@@ -356,8 +356,8 @@ class SupervisedBNN(Intervals, BNN):
             unpack: from what a loader yields to inputs, or `inputs, targets`.
             compile: make a pass of the net one compiled program, for every shape of a batch and
                 for this call, so that it is for long loaders (the compiler takes seconds to a
-                minute); what cannot be one runs as it is, with a warning. Has no effect for
-                Gaussian outputs.
+                minute); what cannot be one runs as it is, with a warning. A program runs the whole
+                net for each draw, also what no site reaches. Has no effect for Gaussian outputs.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose

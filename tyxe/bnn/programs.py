@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -71,9 +71,21 @@ def as_program(function: Callable[..., list[Tensor]], given: Sequence[Tensor]) -
         return torch._inductor.compile(make_fx(function)(*copies), copies, options=OPTIONS)
 
 
-def shapes(leaves: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return what a program is made for."""
-    return tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)
+def key_of(batch: Any) -> tuple[Any, ...]:
+    """Return what of a batch of tensors a program is made for: its structure and shapes."""
+    leaves, place = tree_flatten(batch)
+    return str(place), *((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)
+
+
+def check_buffers(net: nn.Module, given: Iterable[Tensor]) -> None:
+    """Raise a RuntimeError if a forward has replaced a buffer that it was given."""
+    known = {id(tensor) for tensor in given}
+    replaced = [name for name, buffer in net.named_buffers() if id(buffer) not in known]
+    if replaced:
+        raise RuntimeError(
+            f"the forward replaces {', '.join(replaced)}, of which a program keeps nothing: "
+            "change buffers in place"
+        )
 
 
 def are_tensors(leaves: Sequence[Any]) -> bool:
@@ -88,9 +100,11 @@ class _Pass(nn.Module):
         super().__init__()
         self.bnn = bnn
 
-    def forward(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
+    def forward(self, values: Mapping[str, Tensor], inputs: Inputs, held: Sequence[Tensor]) -> Any:
         """Return the net's output with values in the places of its sites."""
-        return self.bnn.run_net(values, inputs)
+        found = self.bnn.run_net(values, inputs)
+        check_buffers(self.bnn.net, held)
+        return found
 
 
 class CompiledPasses:
@@ -103,18 +117,23 @@ class CompiledPasses:
         self._pass = _Pass(bnn)
         self._programs = Programs("passes of the net", next(bnn.parameters()).device)
 
-    def __call__(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
-        """Return the net's output with values in the places of its sites, by joint name."""
+    def __call__(
+        self, values: Mapping[str, Tensor], inputs: Inputs, plain: Callable[[], Any]
+    ) -> Any:
+        """Return the net's output with values in the places of its sites, by joint name.
+
+        Where there is no program it is what `plain` returns.
+        """
         bnn, leaves = self._pass.bnn, tree_leaves(inputs)
         if not are_tensors(leaves):
-            return bnn.run_net(values, inputs)
-        # Not those whose places the values take.
-        rest = {id(t): name for name, t in self._pass.named_parameters()}
-        for held in bnn.in_places().values():
-            rest.pop(id(held), None)
-        held = {name: self._pass.get_parameter(name) for name in rest.values()}
-        held |= dict(self._pass.named_buffers())
-        sites = {name: values[name] for name in bnn.in_places()}
+            return plain()
+        # The net's, without those whose places the values take.
+        places = bnn.in_places()
+        taken = {id(place) for place in places.values()}
+        parameters = bnn.net.named_parameters(prefix="bnn.net")
+        held = {name: p for name, p in parameters if id(p) not in taken}
+        held |= dict(bnn.net.named_buffers(prefix="bnn.net"))
+        sites = {name: values[name] for name in places}
         given = [*sites.values(), *held.values(), *leaves]
 
         def make() -> tuple[Any, list[Any]]:
@@ -126,15 +145,16 @@ class CompiledPasses:
                 drawn = {name: next(parts) for name in sites}
                 swapped = {name: next(parts) for name in held}
                 batch = tree_unflatten([*parts], place)
-                found = torch.func.functional_call(self._pass, swapped, (drawn, batch))
+                called = (drawn, batch, [*swapped.values(), *drawn.values()])
+                found = torch.func.functional_call(self._pass, swapped, called)
                 outputs, structure = tree_flatten(found)
                 returned[:] = [structure]
                 return outputs
 
             return as_program(run, [value.detach() for value in given]), returned
 
-        found = self._programs.find(shapes(given), make)
+        found = self._programs.find(key_of((sites, inputs)), make)
         if found is None:
-            return bnn.run_net(values, inputs)
+            return plain()
         program, (structure,) = found
         return tree_unflatten([*program(*given)], structure)

@@ -188,6 +188,10 @@ def progress_bar(items: range | None, what: str, unit: str, progress: bool | Non
     return tqdm(items, desc=what, unit=unit, disable=disable, leave=not _BAR_OF.get())
 
 
+# Copies of what an epoch changes, and the state of the optimiser.
+Taken = tuple[list[Tensor], dict[str, Any]]
+
+
 class Trainer:
     """One fit of a `SupervisedBNN` with a `guide` program: optimiser, steps and epochs.
 
@@ -244,15 +248,31 @@ class Trainer:
         """Make a step for each batch, and append the epoch's averages to the history."""
         beta = self.options.beta_at(epoch)
         announce_epoch(self.bnn.net, beta)
-        data: Any = 0.0
-        kl: Any = 0.0
-        points: Any = 0
         shuffle_anew(loader, epoch, self.options.parallel is not None)
         if self._bar.total is None and isinstance(loader, Sized):
             self._bar.total = len(loader) * self._left
         self._batches = 0
         before = self._taken() if self.options.nan_check == "epoch" else None
         batches = self.processes.in_step(batches_of(loader, device))
+        with self._epoch_kept(before):
+            data, kl, points = self._run_steps(batches, epoch, beta, callback)
+        sums = self.processes.total([float(data), float(kl), float(points)])
+        if before is not None:
+            self._check_epoch(epoch, sums, before)
+        self._warned = self._warned or warn_of_size(int(sums[2]), self.bnn.likelihood.dataset_size)
+        weight = 1.0 / sums[2] if sums[2] else 0.0
+        log_likelihood, divergence = sums[0] * weight, sums[1] * weight
+        loss = beta * divergence - log_likelihood
+        history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
+        self._show(epoch, log_likelihood, divergence, beta)
+
+    def _run_steps(
+        self, batches: Iterator[Any], epoch: int, beta: float, callback: Any
+    ) -> tuple[Any, Any, Any]:
+        """Make the steps of an epoch; return data term and KL, each times points, and points."""
+        data: Any = 0.0
+        kl: Any = 0.0
+        points: Any = 0
         while group := [*islice(batches, self.options.accumulate_steps)]:
             with exclusive():
                 if not self._checked:
@@ -274,15 +294,7 @@ class Trainer:
                 with INTERRUPTS.let_in():
                     callback.on_batch(self.bnn, epoch, self._batches, terms)
             self._batches += len(group)
-        sums = self.processes.total([float(data), float(kl), float(points)])
-        if before is not None:
-            self._check_epoch(epoch, sums, before)
-        self._warned = self._warned or warn_of_size(int(sums[2]), self.bnn.likelihood.dataset_size)
-        weight = 1.0 / sums[2] if sums[2] else 0.0
-        log_likelihood, divergence = sums[0] * weight, sums[1] * weight
-        loss = beta * divergence - log_likelihood
-        history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
-        self._show(epoch, log_likelihood, divergence, beta)
+        return data, kl, points
 
     def _show(self, epoch: int, data: Any, kl: Any, beta: float, refresh: bool = False) -> None:
         """Let the bar say the numbers of a batch or an epoch."""
@@ -328,26 +340,40 @@ class Trainer:
         self.steps += 1
         return terms
 
-    def _taken(self) -> tuple[list[Tensor], dict[str, Any]]:
-        """Return copies of all that an epoch changes."""
+    def _taken(self) -> Taken:
+        """Return copies of parameters, statistics of norms and the optimiser's state."""
         tensors = [t.detach().clone() for t in self._changed()]
         return tensors, copy.deepcopy(self.optimizer.state_dict())
 
     def _changed(self) -> list[Tensor]:
         return [*self.parameters.values(), *self._statistics]
 
-    def _check_epoch(
-        self, epoch: int, sums: list[float], before: tuple[list[Tensor], dict[str, Any]]
-    ) -> None:
-        """After an epoch that has met something not finite, go back to its start and raise."""
+    def _is_finite(self) -> bool:
         finite = torch.stack([p.detach().isfinite().all() for p in self.parameters.values()])
-        if all(map(math.isfinite, sums)) and bool(finite.all()):
-            return
+        return bool(finite.all())
+
+    def _go_back(self, before: Taken) -> None:
         with torch.no_grad():
             for tensor, value in zip(self._changed(), before[0], strict=True):
                 tensor.copy_(value)
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.load_state_dict(before[1])
+
+    @contextmanager
+    def _epoch_kept(self, before: Taken | None) -> Iterator[None]:
+        """After an exception go back to an epoch's start if a parameter is not finite by now."""
+        try:
+            yield
+        except BaseException:
+            if before is not None and not self._is_finite():
+                self._go_back(before)
+            raise
+
+    def _check_epoch(self, epoch: int, sums: list[float], before: Taken) -> None:
+        """After an epoch that has met something not finite, go back to its start and raise."""
+        if all(map(math.isfinite, sums)) and self._is_finite():
+            return
+        self._go_back(before)
         raise RuntimeError(
             f"training stopped: in epoch {epoch + 1} the loss, or a parameter, is not finite. The "
             'parameters are those before this epoch; nan_check="step" finds the step and the place'

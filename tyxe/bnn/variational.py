@@ -103,8 +103,8 @@ class VariationalBNN(Resumable, SupervisedBNN):
 
     def own_posterior(self) -> dict[str, Distribution] | None:
         parts = self._guides()
-        own = {type(part).forward for part in parts} <= {Guide.forward, PyroGuide.forward}
-        if not own or not runs_own_programs(self, VariationalBNN):
+        own = {type(part).forward for part in parts} <= {*_GUIDES}
+        if not own or not runs_own_programs(self, _GUIDE, parts):
             return None
         posterior: dict[str, Distribution] = {}
         for part in parts:
@@ -255,6 +255,10 @@ class VariationalBNN(Resumable, SupervisedBNN):
             following.restore_best()
         warn_of_result(self, history)
         return history
+
+
+# As the package has them, whatever is assigned to the classes later.
+_GUIDE, _GUIDES = VariationalBNN.guide, (Guide.forward, PyroGuide.forward)
 
 
 class DropoutBNN(VariationalBNN):

@@ -93,7 +93,12 @@ def jacobian(linear: Linearization) -> Tensor:
 def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
     """Return `J Lambda^-1 J^T` of all outputs of all points, `(n, ..., n, ...)`."""
     shape = linear.outputs.shape
-    _check_covariances(shape.numel() ** 2, shape.numel(), linear.outputs[:1])
+    check_memory(
+        f"the covariance of all outputs of {shape[0]:,} points, {shape.numel():,} x "
+        f"{shape.numel():,},",
+        shape.numel() ** 2 * linear.outputs.element_size(),
+        "take fewer points, or leave joint out, for a covariance of each point's own outputs",
+    )
     rows = jacobian(linear).detach().flatten(0, 1)
     with full_precision(rows):
         return precision.inverse_quadratic(rows).reshape(shape + shape)

@@ -116,6 +116,9 @@ class Point(dist.Delta):
         drawn: Tensor = super().rsample(torch.Size(sample_shape)) if sample_shape else self.v
         return drawn
 
+    def expand(self, batch_shape: torch.Size, _instance: object = None) -> dist.Delta:
+        return dist.Delta(self.v, event_dim=self.event_dim).expand(batch_shape)
+
 
 @independent_moments.register
 def _(distribution: FactorizedNormal) -> tuple[Tensor, Tensor]:

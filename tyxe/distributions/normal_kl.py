@@ -147,6 +147,8 @@ def _is_unwatched(tensor: Tensor) -> bool:
 def _gradient_of(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
     return parameter.grad
 
 
