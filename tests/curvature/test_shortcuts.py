@@ -196,6 +196,11 @@ LAST = {
     "probabilities": (Categorical, {"logit_predictions": False}, torch.arange(6) % 4),
     "bernoulli": (Bernoulli, {"event_dim": 1}, (torch.arange(24).view(6, 4) % 2).double()),
     "gaussian": (HomoskedasticGaussian, {"scale": 0.5}, torch.randn(6, 4).double()),
+    "noise learned": (
+        HomoskedasticGaussian,
+        {"scale": 0.5, "learn_scale": True},
+        torch.randn(6, 4).double(),
+    ),
     "heteroskedastic": (HeteroskedasticGaussian, {}, torch.randn(6, 2).double()),
 }
 

@@ -173,6 +173,7 @@ def _collected(
     return accumulator, torch.cat([sums.new_tensor([points]), sums])
 
 
+@torch.no_grad()
 def _add_last(
     accumulator: Accumulator, linear: Linearization, likelihood: Likelihood, targets: Targets
 ) -> bool:
