@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -71,9 +72,12 @@ def contestant(
 ) -> Contestant:
     """Build a contestant, and note the seconds until its second step is done."""
     start = time.perf_counter()
-    step = build(*arguments)
-    step()
-    step()
+    with warnings.catch_warnings():
+        # Of the compiled net alone, whose flipout keeps the generator of a device.
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+        step = build(*arguments)
+        step()
+        step()
     return Contestant(name, step, who, limit, facts={START_UP: time.perf_counter() - start})
 
 

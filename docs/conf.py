@@ -30,7 +30,7 @@ extensions = [
 exclude_patterns = ["results", "_build"]
 
 html_theme = "furo"
-html_title = "tyxe"
+html_title = f"tyxe {release}"
 html_favicon = "favicon.svg"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
