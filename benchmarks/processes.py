@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 from collections.abc import Callable, Sequence
@@ -66,11 +67,12 @@ def worker(rank: int, size: int, port: int, work: str, given: Any, pipe: Any) ->
     run_once = WORKS[work](*given)
     run_once()
     pipe.send(None)
-    while (count := pipe.recv()) is not None:
-        for _ in range(count):
-            run_once()
-        torch.distributed.barrier()
-        pipe.send(None)
+    with contextlib.suppress(EOFError):  # the parent has gone on
+        while count := pipe.recv():
+            for _ in range(count):
+                run_once()
+            torch.distributed.barrier()
+            pipe.send(None)
     torch.distributed.destroy_process_group()
 
 
