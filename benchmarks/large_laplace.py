@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pyro.distributions as dist
 import torch
-import torch.nn.functional as F
 from _harness import Case, Contestant, Numbers, run
 from _nets import one_block
-from laplace import Batches
+from laplace import Batches, epoch
 from memory import recorded, rounded
 from torch import nn
 from torchvision.models import resnet50
@@ -27,19 +26,6 @@ def batches_of(count: int, side: int, classes: int) -> Batches:
     """Return random images in batches of four, and labels."""
     x, y = torch.randn(count, 3, side, side), torch.randint(classes, (count,))
     return list(zip(x.split(FEW), y.split(FEW), strict=True))
-
-
-def epoch(net: nn.Module, batches: Batches) -> Callable[[], None]:
-    """Return a pass that trains a net, with SGD."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-
-    def train() -> None:
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-
-    return train
 
 
 def curvature(net: nn.Module, structure: str) -> tyxe.LaplaceBNN:

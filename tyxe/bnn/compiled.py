@@ -39,22 +39,20 @@ class CompiledSteps:
         """Seconds that compilation has taken."""
         return self._programs.seconds
 
-    def takes(self, inputs: Inputs, targets: Any, beta: float) -> bool:
-        """Say whether there is a program for a batch, which is compiled where it is new."""
-        return self._found(inputs, targets, beta) is not None
+    def __call__(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms | None:
+        """Add a share of the gradients of a batch and return its terms, or None without a program.
 
-    def _found(self, inputs: Inputs, targets: Any, beta: float) -> Any:
+        A program is compiled where the batch is of a new kind.
+        """
         leaves = tree_leaves((inputs, targets))
         if not are_tensors(leaves):
             return None
         # Handlers may have the KL's weight from elsewhere.
         key = (key_of((inputs, targets)), beta if am_i_wrapped() else None)
-        return self._programs.find(key, lambda: self._compiled(inputs, targets, beta))
-
-    def __call__(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms:
-        """Add a share of the gradients of a batch, which is taken, and return its terms."""
-        leaves = tree_leaves((inputs, targets))
-        run, used, points = self._found(inputs, targets, beta)
+        made = self._programs.find(key, lambda: self._compiled(inputs, targets, beta))
+        if made is None:
+            return None
+        run, used, points = made
         values = [parameter.detach() for parameter in self._parameters.values()]
         weight = torch.tensor(beta, device=values[0].device)
         found = run(*values, *self._buffers.values(), *leaves, weight)

@@ -407,8 +407,10 @@ class Trainer:
             if self._own is not None:
                 return ElboTerms(*self._own(inputs, targets, beta))
             # The first is checked, and so are its priors.
-            if self._compiled and self.steps and self._compiled.takes(inputs, targets, beta):
-                return self._compiled(inputs, targets, beta, share)
+            compiled = self._compiled if self.steps else None
+            found = None if compiled is None else compiled(inputs, targets, beta, share)
+            if found is not None:
+                return found
             # Processes average the gradients of a backward.
             plain = () if self.options.parallel is not None else (True,)
             loss = self.processes.objective(inputs, targets, beta, *plain)
