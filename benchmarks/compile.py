@@ -1,4 +1,4 @@
-"""Time of a training step under `torch.compile`: what compiles, and what it buys."""
+"""Time of steps, and of batches of a curvature, compiled: what compiles, and what it buys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from _by_hand import MeanField
 from _harness import Case, Contestant, buildable, run
 from _nets import images, mlp, resnet18, vectors
 from _traced import Handler
+from laplace import PASSES, cnn, data
+from laplace import make_bnn as make_laplace
 from torch import Tensor, nn
 from training_step import METHODS, SCALE, hand_step, make_bnn, our_step, plain_step
 
 import tyxe
+from tyxe.bnn.compiled import CompiledCurvature
 from tyxe.bnn.training import FitOptions
+from tyxe.curvature.collect import CurvatureSums
+from tyxe.data import Targets
 
 HANDLERS: dict[str, Handler] = {
     "plain sampling": nullcontext,
@@ -127,10 +132,40 @@ def resnet_case(smoke_test: bool) -> Case:
     return compiled_case("resnet18", title, 5, data, smoke_test)
 
 
+def added_batch(compiles: bool, structure: str, curvature: str, smoke_test: bool) -> Step:
+    """Return the addition of a batch to a curvature, as `fit_curvature(compile=...)` makes it."""
+    net, batches = cnn(smoke_test), data(smoke_test)
+    bnn = make_laplace(net.eval(), NUM_POINTS, structure, curvature)
+    sums = CurvatureSums(bnn.linearize, bnn.likelihood, structure, curvature, reduce=False)
+    add = CompiledCurvature(bnn, sums) if compiles else sums.add
+    x, y = batches[0]
+
+    def step() -> None:
+        with torch.no_grad():
+            add(x, y, Targets(y))
+
+    return step
+
+
+def curvature_case(smoke_test: bool) -> Case:
+    """Return the case of a batch of a curvature."""
+    x, y = data(smoke_test)[0]
+    found = [contestant("plain PyTorch", "plain", None, plain_step, cnn(smoke_test), x, y)]
+    for name, (structure, curvature, _) in PASSES.items():
+        given = (structure, curvature, smoke_test)
+        # Of a compiler only where it is the compiler's code that is timed.
+        for compiles in (False,) if smoke_test else (False, True):
+            title = f"{name}, compiled" if compiles else name
+            limit = name if compiles else None
+            found.append(contestant(title, "ours", limit, added_batch, compiles, *given))
+    title = "Curvature of conv16-conv32-fc128-fc10, a batch of 100"
+    return Case("curvature", title, "batch", 20, found)
+
+
 if __name__ == "__main__":
     # Compiled code would draw its own random numbers, by a generator that is slow on CPUs.
     torch._inductor.config.fallback_random = True
     run(
-        "Seconds of one training step with Adam, eager and under torch.compile.",
-        {"mlp": mlp_case, "resnet18": resnet_case},
+        "Seconds of a training step with Adam, or of a curvature's batch, eager and compiled.",
+        {"mlp": mlp_case, "resnet18": resnet_case, "curvature": curvature_case},
     )

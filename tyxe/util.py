@@ -374,6 +374,11 @@ def at_least_float32(tensors: T) -> T:
     return tensors.to(torch.promote_types(tensors.dtype, torch.float32))
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """Return a tensor in double precision, except on Apple's GPUs, which have none."""
+    return tensor if tensor.device.type == "mps" else tensor.double()
+
+
 def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return `fn` with float32 for half precision, where matrices cannot be factorised."""
 

@@ -30,20 +30,6 @@ GUIDES = {
 }
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """Run programs as they were traced, since compiling each takes seconds."""
-    count = []
-
-    def keep(program, *_, **__):
-        count.append(program)
-        return program
-
-    monkeypatch.setattr(torch._inductor, "compile", keep)
-    monkeypatch.setattr(programs, "has_compiler", lambda device: True)
-    return count
-
-
 def net():
     torch.manual_seed(0)
     parts = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)

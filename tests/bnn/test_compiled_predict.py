@@ -12,7 +12,6 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 from torch import nn
 
 import tyxe
-from tyxe.bnn import programs
 from tyxe.samplers.program import has_compiler
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -48,20 +47,6 @@ def make(kind):
         return bnn
     guides = {"normal": tyxe.guides.AutoNormal, "joint": AutoMultivariateNormal}
     return tyxe.VariationalBNN(Net(), prior, likelihood, guides[kind])
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Run programs as they were traced, since compiling each takes seconds."""
-    made = []
-
-    def keep(program, *_, **__):
-        made.append(program)
-        return program
-
-    monkeypatch.setattr(torch._inductor, "compile", keep)
-    monkeypatch.setattr(programs, "has_compiler", lambda device: True)
-    return made
 
 
 @pytest.mark.parametrize("kind", ["normal", "joint", "laplace", "mcmc"])

@@ -1,4 +1,4 @@
-"""Steps of a fit as compiled programs."""
+"""Steps of a fit, and batches of a curvature, as compiled programs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 from pyro.poutine.runtime import am_i_wrapped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective
 from tyxe.bnn.programs import Programs, are_tensors, as_program, check_buffers, key_of
+from tyxe.curvature.collect import CurvatureSums
+from tyxe.data import Targets
+from tyxe.errors import warn
 from tyxe.util import Inputs
+
+# Backward passes of a batch that a program may have; a compiler takes longer for more.
+MOST_PASSES = 32
 
 
 class CompiledSteps:
@@ -93,3 +99,82 @@ class CompiledSteps:
         points, is_used = known
         trained = zip(self._parameters.values(), is_used, strict=True)
         return run, [parameter for parameter, used in trained if used], points
+
+
+class _Addition(nn.Module):
+    """The addition of a batch to sums, as a module whose parameters and buffers can be swapped."""
+
+    def __init__(self, bnn: Any, sums: CurvatureSums) -> None:
+        super().__init__()
+        self.bnn, self.sums = bnn, sums
+
+    def forward(self, totals: list[Tensor], inputs: Inputs, targets: Targets) -> Tensor:
+        held = [*self.bnn.net.buffers()]
+        outputs = self.sums.add_to(totals, inputs, targets)
+        check_buffers(self.bnn.net, held)
+        return outputs
+
+
+class CompiledCurvature:
+    """Batches of a curvature as compiled programs, in the place of `CurvatureSums.add`.
+
+    The first batch of each kind is added uncompiled: it shows where the net has its points, and
+    what predictions the targets are for.
+
+    Args:
+        bnn: the BNN whose net is linearised.
+        sums: what is added to.
+    """
+
+    def __init__(self, bnn: Any, sums: CurvatureSums) -> None:
+        self._addition, self._sums = _Addition(bnn, sums), sums
+        self._programs = Programs("batches of the curvature", next(bnn.parameters()).device)
+        self._first: dict[Any, Tensor] = {}
+        self._is_small = True
+
+    def __call__(self, inputs: Inputs, given: Any, targets: Targets) -> Tensor:
+        """Add a batch and return its outputs; its targets are given as they are, and masked."""
+        sums, leaves = self._sums, tree_leaves((inputs, targets))
+        key = key_of((inputs, targets)) if are_tensors(leaves) and self._is_small else None
+        if key not in self._first:
+            outputs = sums.add(inputs, given, targets)
+            if key is not None:
+                self._first[key] = outputs
+                self._is_small = self._has_few_passes()
+            return outputs
+        # Before they are looked up in predictions, about which a program says nothing.
+        sums.likelihood.check_batch(self._first[key], given)
+        sums.accumulator.flush()
+        bnn = self._addition.bnn
+        held = {f"bnn.{name}": tensor for name, tensor in bnn.named_parameters()}
+        held |= {f"bnn.{name}": tensor for name, tensor in bnn.named_buffers()}
+        values = [*sums.accumulator.totals.values(), *held.values(), *leaves]
+        values = [value.detach() for value in values]
+        program = self._programs.find(key, lambda: self._made(held, (inputs, targets), values))
+        if program is None:
+            return sums.add(inputs, given, targets)
+        (outputs,) = program(*values)
+        sums.likelihood.check_predictions(outputs)
+        return outputs
+
+    def _made(self, held: Mapping[str, Tensor], batch: Any, values: list[Tensor]) -> Any:
+        place, count = tree_flatten(batch)[1], len(self._sums.accumulator.totals)
+
+        def add(*given: Tensor) -> list[Tensor]:
+            totals, rest = [*given[:count]], given[count:]
+            swapped = dict(zip(held, rest, strict=False))
+            inputs, targets = tree_unflatten(rest[len(held) :], place)
+            called = (totals, inputs, targets)
+            return [torch.func.functional_call(self._addition, swapped, called)]
+
+        return as_program(add, values)
+
+    def _has_few_passes(self) -> bool:
+        if (passes := self._sums.passes) <= MOST_PASSES:
+            return True
+        warn(
+            f"compile=True: a batch of the curvature takes {passes} backward passes, one for each "
+            f"output, and programs have {MOST_PASSES} at most, so it runs uncompiled: "
+            'curvature="fisher" takes one'
+        )
+        return False

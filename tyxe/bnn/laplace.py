@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -17,6 +18,7 @@ from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import batches_of, is_loader
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options
+from tyxe.bnn.compiled import CompiledCurvature
 from tyxe.bnn.elbo import runs_own_programs
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.predict import SupervisedBNN, Values
@@ -355,6 +357,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         progress: bool | None = None,
         unpack: Unpack | None = None,
         process_group: Any = None,
+        compile: bool = False,
     ) -> None:
         """Take the curvature at the present weights, for a net that is trained already.
 
@@ -366,6 +369,10 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             process_group: processes of `torch.distributed`, such as `group.WORLD`, each with the
                 same weights and a loader of its part of the data, over all of which the curvature
                 is taken; all have it then.
+            compile: make what is done with a batch one compiled program, for every shape of a batch
+                that comes again; for this call alone, so that it is for long loaders (the compiler
+                takes seconds, and more for each output of a point). Where that is no program, or
+                takes more than 32 backward passes, a warning says so.
 
         Raises:
             RuntimeError: another process has failed.
@@ -387,6 +394,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 self.curvature,
                 self.reduce,
                 process_group,
+                partial(CompiledCurvature, self) if compile else None,
             )
         with exclusive():
             self.net_guide.state = state = self._state_of(found)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeGuard
 
 import torch
@@ -17,18 +18,22 @@ from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods.output_hessian import OutputHessians
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.linalg.checks import dense_bytes
-from tyxe.util import at_least_float32
+from tyxe.util import at_least_float32, precise
 
 
 class Accumulator(ABC):
     """Sums up a curvature from the gradients of all cotangents of all batches.
 
     The sums have the device of `like`, and its dtype if that is float32 at least.
+
+    Attributes:
+        totals: all sums, by names of their own; they change in place, once `flush` is called.
     """
 
     def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
         self.blocks = blocks
         self._like = at_least_float32(like.new_zeros(()))
+        self.totals: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -60,9 +65,20 @@ class Accumulator(ABC):
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """Yield, with the name of its block, each sum or the sums over its rows."""
 
-    @abstractmethod
+    def flush(self) -> None:  # noqa: B027  (most have nothing to do)
+        """Add what is held back to the sums."""
+
+    def over(self, totals: Iterable[Tensor]) -> Accumulator:
+        """Return an accumulator that adds to other tensors, in the order of `totals`."""
+        found = copy.copy(self)
+        found.totals = dict(zip(self.totals, totals, strict=True))
+        return found
+
     def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
         """Replace each sum by its total over processes, in place."""
+        self.flush()
+        for each in self.totals.values():
+            total(each)
 
     @abstractmethod
     def operator(self, points: float) -> Operator:
@@ -74,27 +90,23 @@ class DiagonalAccumulator(Accumulator):
 
     def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
         super().__init__(blocks, like)
-        self._sums = {block.name: self.zeros(block.size) for block in blocks}
+        self.totals = {block.name: self.zeros(block.size) for block in blocks}
 
     def add(
         self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
     ) -> None:
         for name, each in gradients.items():
-            self._sums[name] += squared_sum(each)
+            self.totals[name] += squared_sum(each)
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
-        self._sums[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
+        self.totals[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
         return True
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._sums.items()
-
-    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
-        for each in self._sums.values():
-            total(each)
+        yield from self.totals.items()
 
     def operator(self, points: float) -> Operator:
-        return BlockDiagonal({name: Diagonal(total) for name, total in self._sums.items()})
+        return BlockDiagonal({name: Diagonal(total) for name, total in self.totals.items()})
 
 
 def squared_sum(gradients: PointGradients) -> Tensor:
@@ -120,7 +132,7 @@ class FullAccumulator(Accumulator):
     def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
         super().__init__(blocks, like)
         # Only the lower triangle is correct until `operator` mirrors it.
-        self._sum = self.zeros(blocks.size, blocks.size)
+        self.totals = {"all": self.zeros(blocks.size, blocks.size)}
         self._batch: list[dict[str, PointGradients]] = []
 
     def add(
@@ -128,14 +140,20 @@ class FullAccumulator(Accumulator):
     ) -> None:
         held = [g.g.numel() for one in self._batch for g in one.values() if _is_outer_product(g)]
         if first or sum(held) > BUDGET:
-            self._flush()
+            self.flush()
         if all(map(_is_outer_product, gradients.values())):
             self._batch.append(gradients)
         else:
             self._add_dense([gradients])
 
-    def _flush(self) -> None:
-        """Add the gradients held of a batch; several cotangents are summed before the product."""
+    def over(self, totals: Iterable[Tensor]) -> FullAccumulator:
+        found = super().over(totals)
+        assert isinstance(found, FullAccumulator)
+        found._batch = []
+        return found
+
+    def flush(self) -> None:
+        # Several cotangents of a batch are summed before the product.
         if len(self._batch) > 1:
             self._add_outer(self._batch)
         elif self._batch:
@@ -145,29 +163,25 @@ class FullAccumulator(Accumulator):
     def _add_dense(self, batch: list[dict[str, PointGradients]]) -> None:
         for gradients in batch:
             jacobian = torch.cat([each.dense() for each in gradients.values()], 1)
-            self._sum.addmm_(jacobian.mT, jacobian)
+            self.totals["all"].addmm_(jacobian.mT, jacobian)
 
     def _add_outer(self, batch: list[dict[str, PointGradients]]) -> None:
         """Add `sum_n (sum_s g_sn g'_sn^T) kron a_n a'_n^T` for each pair of blocks."""
         factors = [_outer_factors([one[name] for one in batch]) for name in self.blocks.names]
         sizes = self.blocks.sizes
-        for i, strip in enumerate(self._sum.split(sizes)):
+        for i, strip in enumerate(self.totals["all"].split(sizes)):
             for j, part in enumerate(strip.split(sizes, 1)[: i + 1]):
                 add_outer_products(part, factors[i], factors[j], only_lower=i == j)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        self._flush()
-        parts = self._sum.sum(1).split(self.blocks.sizes)
+        self.flush()
+        parts = self.totals["all"].sum(1).split(self.blocks.sizes)
         yield from zip(self.blocks.names, parts, strict=True)
 
-    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
-        self._flush()
-        total(self._sum)
-
     def operator(self, points: float) -> Operator:
-        self._flush()
+        self.flush()
         # In place, because the matrix may take most of the memory.
-        matrix, self._sum = self._sum.tril_(), self._sum.new_empty(0)
+        matrix = self.totals.pop("all").tril_()
         matrix += matrix.tril(-1).mT
         return BlockDiagonal({"all": Dense(matrix)})
 
@@ -200,6 +214,10 @@ def add_outer_products(
         block[o * columns : (o + 1) * columns, : stop * others].addmm_(a.mT, weighted)
 
 
+# Begin the names of the sums of a linear block; no block's name has a space.
+_INPUTS, _GRADIENTS, _POSITIONS = "inputs of ", "gradients of ", "positions of "
+
+
 class KroneckerAccumulator(Accumulator):
     """Sums the Kronecker factors of linear blocks, and the exact diagonal of others.
 
@@ -222,59 +240,59 @@ class KroneckerAccumulator(Accumulator):
             self.device,
             'use structure="diag", or hide the largest layers from the prior',
         )
-        # Numbers of positions that the averages of inputs are over.
-        self._positions = {block.name: 0.0 for block in linear}
-        self._inputs = {b.name: self.zeros(b.groups, b.columns, b.columns) for b in linear}
-        self._gradients = {b.name: self.zeros(b.groups, b.outputs, b.outputs) for b in linear}
-        self._rest = {b.name: self.zeros(b.size) for b in blocks if b.name not in self._inputs}
+        self._linear = [block.name for block in linear]
+        rest = [block for block in blocks if block.name not in self._linear]
+        self.totals = {
+            **{_INPUTS + b.name: self.zeros(b.groups, b.columns, b.columns) for b in linear},
+            **{_GRADIENTS + b.name: self.zeros(b.groups, b.outputs, b.outputs) for b in linear},
+            **{b.name: self.zeros(b.size) for b in rest},
+            # Numbers of positions that the averages of inputs are over.
+            **{_POSITIONS + b.name: precise(self.zeros()) for b in linear},
+        }
 
     def add(
         self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
     ) -> None:
         for name, each in gradients.items():
             if not isinstance(each, OuterProductGradients):
-                self._rest[name] += squared_sum(each)
+                self.totals[name] += squared_sum(each)
                 continue
             a, g = each.a, each.g
             if self._reduce:
                 a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
-            self._gradients[name] += _second_moment(g)
+            self.totals[_GRADIENTS + name] += _second_moment(g)
             if first:
                 self._add_inputs(name, a, counts)
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
-        self._gradients[name] += hessians.total()
+        self.totals[_GRADIENTS + name] += hessians.total()
         self._add_inputs(name, inputs[:, None, None], hessians.counts)
         return True
 
     def _add_inputs(self, name: str, a: Tensor, counts: Tensor | None) -> None:
         if counts is not None:
             a = a * counts.to(a).sqrt().view(-1, 1, 1, 1)
-        self._inputs[name] += _second_moment(a)
-        points = len(a) if counts is None else float(counts.sum())
-        self._positions[name] += points * a.shape[1]
+        self.totals[_INPUTS + name] += _second_moment(a)
+        points = len(a) if counts is None else precise(counts).sum()
+        self.totals[_POSITIONS + name] += points * a.shape[1]
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (*self._inputs.items(), *self._gradients.items(), *self._rest.items())
-
-    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
-        for _, each in self.sums():
-            total(each)
-        positions = self._like.new_tensor([*self._positions.values()], dtype=torch.float64)
-        total(positions)
-        self._positions = dict(zip(self._positions, positions.tolist(), strict=True))
+        for name, each in self.totals.items():
+            if not name.startswith(_POSITIONS):
+                yield name.removeprefix(_INPUTS).removeprefix(_GRADIENTS), each
 
     def operator(self, points: float) -> Operator:
         operators: dict[str, Operator] = {}
         for name in self.blocks.names:
-            if name in self._rest:
-                operators[name] = Diagonal(self._rest[name])
+            if name not in self._linear:
+                operators[name] = Diagonal(self.totals[name])
                 continue
             # Damping is defined for averages as factors and the number of points as scale [T 3.41].
-            positions = self._positions[name]
+            positions = float(self.totals[_POSITIONS + name])
+            factors = self.totals[_GRADIENTS + name], self.totals[_INPUTS + name]
             products = [
                 Kronecker.from_factors(gradient / points, inputs / positions, scale=points)
-                for gradient, inputs in zip(self._gradients[name], self._inputs[name], strict=True)
+                for gradient, inputs in zip(*factors, strict=True)
             ]
             named: dict[str, Operator] = {str(i): product for i, product in enumerate(products)}
             operators[name] = products[0] if len(products) == 1 else BlockDiagonal(named)

@@ -80,6 +80,9 @@ def _empirical(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterato
     yield true_gradient(likelihood, outputs, targets)
 
 
+# Adds a batch to the sums: inputs, targets as they were given, and masked; returns the outputs.
+AddBatch = Callable[[Any, Any, Targets], Tensor]
+
 CURVATURES: dict[str, Callable[[Likelihood, Tensor, Any], Iterator[Tensor]]] = {
     "ggn": _ggn,
     "fisher": _fisher,
@@ -95,6 +98,7 @@ def collect_curvature(
     curvature: str = "ggn",
     reduce: bool = False,
     group: Any = None,
+    through: Callable[[CurvatureSums], AddBatch] | None = None,
 ) -> Curvature:
     """Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
 
@@ -109,6 +113,7 @@ def collect_curvature(
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
         group: the processes, each with batches of its own, over whose data the curvature is.
+        through: from the sums to a function in the place of their `add`.
 
     Raises:
         RuntimeError: another of the processes has failed.
@@ -116,18 +121,18 @@ def collect_curvature(
             likelihood; batches for which the net uses its sites differently; the curvature is not
             finite.
     """
+    sums = CurvatureSums(linearize, likelihood, structure, curvature, reduce)
     with all_or_none(group):
-        found = _collected(linearize, likelihood, batches, structure, curvature, reduce)
-    accumulator, numbers = found
+        accumulator, numbers = _collected(sums, through(sums) if through else sums.add, batches)
     if group is not None:
         numbers = numbers.to(accumulator.device)
         accumulator.add_up(partial(total, group=group))
         numbers = total(numbers, group)
-    points, *sums = numbers.tolist()
+    points, *others = numbers.tolist()
     if not points:
         raise ValueError("no point of the loader counts, so there is no curvature")
     scale = likelihood.dataset_size / points
-    scaled = scale * torch.tensor(sums, dtype=torch.float64)
+    scaled = scale * torch.tensor(others, dtype=torch.float64)
     key = _key_of(accumulator, scaled)
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
@@ -135,42 +140,96 @@ def collect_curvature(
     return Curvature(operator, accumulator.blocks, log_likelihood, error, num_targets, key)
 
 
+class CurvatureSums:
+    """Sums of a curvature over batches, and how one is added to them.
+
+    Args:
+        linearize: linearises the net on a batch.
+        likelihood: of the data.
+        structure: a name in `ACCUMULATORS`.
+        curvature: a name in `CURVATURES`.
+        reduce: as of `collect_curvature`.
+
+    Attributes:
+        likelihood: of the data.
+        passes: how many backward passes the last batch took.
+    """
+
+    def __init__(
+        self,
+        linearize: Callable[[Any], Linearization],
+        likelihood: Likelihood,
+        structure: str,
+        curvature: str,
+        reduce: bool,
+    ) -> None:
+        self.likelihood, self.passes = likelihood, 0
+        self._linearize, self._curvature = linearize, curvature
+        self._structure, self._reduce = structure, reduce
+        self._accumulator: Accumulator | None = None
+        self._batch_dims: list[BatchDims | None] | None = None
+
+    @property
+    def accumulator(self) -> Accumulator:
+        """The sums.
+
+        Raises:
+            ValueError: there was no batch.
+        """
+        if self._accumulator is None:
+            raise ValueError("the loader yields no batch, so there is no curvature")
+        return self._accumulator
+
+    def add(self, inputs: Any, given: Any, targets: Targets) -> Tensor:
+        """Add a batch, whose targets are checked as they were given, and return its outputs."""
+        linear = self._linearize(inputs)
+        outputs = linear.outputs.detach()
+        self.likelihood.check_batch(outputs, given)
+        if self._accumulator is None:
+            self._accumulator = _accumulator(self._structure, linear, self._reduce)
+        self._batch_dims = linear.find_batch_dims(self._batch_dims)
+        self._add(self._accumulator, linear, targets)
+        return outputs
+
+    def add_to(self, totals: Iterable[Tensor], inputs: Any, targets: Targets) -> Tensor:
+        """Add another batch to tensors in the place of the sums, without a look at numbers."""
+        linear = self._linearize(inputs)
+        linear.find_batch_dims(self._batch_dims)
+        part = self.accumulator.over(totals)
+        self._add(part, linear, targets)
+        part.flush()
+        return linear.outputs.detach()
+
+    def _add(self, accumulator: Accumulator, linear: Linearization, targets: Targets) -> None:
+        outputs, self.passes = linear.outputs.detach(), 0
+        counts, once = targets.counts(), replace(targets, weights=None)
+        check_blocks(accumulator.blocks, linear.blocks)
+        with full_precision(outputs):
+            if self._curvature == "ggn" and _add_last(
+                accumulator, linear, self.likelihood, targets
+            ):
+                return
+            roots = _root_counts(targets, outputs)
+            for column in CURVATURES[self._curvature](self.likelihood, outputs, once):
+                column = column.detach() if roots is None else column.detach() * roots
+                accumulator.add(linear.gradients(column), self.passes == 0, counts)
+                self.passes += 1
+
+
 def _collected(
-    linearize: Callable[[Any], Linearization],
-    likelihood: Likelihood,
-    batches: Iterable[tuple[Any, Any]],
-    structure: str,
-    curvature: str,
-    reduce: bool,
+    sums: CurvatureSums, add: AddBatch, batches: Iterable[tuple[Any, Any]]
 ) -> tuple[Accumulator, Tensor]:
     """Return the sums over batches; points, log-likelihood, error and number of targets, `(4,)`."""
-    accumulator: Accumulator | None = None
-    points, sums = 0.0, torch.zeros(3, dtype=torch.float64)
-    batch_dims: list[BatchDims | None] | None = None
-    for inputs, targets in batches:
+    likelihood = sums.likelihood
+    points, numbers = 0.0, torch.zeros(3, dtype=torch.float64)
+    for inputs, given in batches:
         with exclusive():
-            linear = linearize(inputs)
-            outputs = linear.outputs.detach()
-            likelihood.check_batch(outputs, targets)
-            targets = masked_targets(likelihood.data_name, Targets.of(targets))
+            targets = masked_targets(likelihood.data_name, Targets.of(given))
             targets = likelihood.observed(targets)
-            counts, once = targets.counts(), replace(targets, weights=None)
-            if accumulator is None:
-                accumulator = _accumulator(structure, linear, reduce)
-            batch_dims = linear.find_batch_dims(batch_dims)
-            check_blocks(accumulator.blocks, linear.blocks)
-            with full_precision(outputs):
-                if curvature != "ggn" or not _add_last(accumulator, linear, likelihood, targets):
-                    columns = CURVATURES[curvature](likelihood, outputs, once)
-                    roots = _root_counts(targets, outputs)
-                    for index, column in enumerate(columns):
-                        column = column.detach() if roots is None else column.detach() * roots
-                        accumulator.add(linear.gradients(column), index == 0, counts)
+            outputs = add(inputs, given, targets)
             points += float(likelihood.count(targets))
-            sums += _numbers(likelihood, outputs, targets)
-    if accumulator is None:
-        raise ValueError("the loader yields no batch, so there is no curvature")
-    return accumulator, torch.cat([sums.new_tensor([points]), sums])
+            numbers += _numbers(likelihood, outputs, targets)
+    return sums.accumulator, torch.cat([numbers.new_tensor([points]), numbers])
 
 
 @torch.no_grad()

@@ -13,11 +13,12 @@ import torch.distributions as td
 from torch import Size, Tensor
 
 from tyxe.distributions.inducing_density import DensityBlock, density_block, mixture_log_density
-from tyxe.distributions.inducing_formulas import Side, conditional_divergence, matheron, precise
+from tyxe.distributions.inducing_formulas import Side, conditional_divergence, matheron
 from tyxe.distributions.inducing_u import InducingU, SampleShape
 from tyxe.distributions.joint import IndependentSites, JointDistribution
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.util import precise
 
 
 @dataclass(frozen=True)

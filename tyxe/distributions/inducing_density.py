@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.distributions.inducing_formulas import Side, precise
+from tyxe.distributions.inducing_formulas import Side
+from tyxe.util import precise
 
 
 class DensityBlock(NamedTuple):

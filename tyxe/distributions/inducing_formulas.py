@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe.util import precise
+
 
 class Side(NamedTuple):
     """The factors that map the rows (or the columns) of `U` to those of a layer's matrix.
@@ -36,11 +38,6 @@ def inducing_side(z: Tensor, log_d: Tensor) -> Side:
     solved = torch.linalg.solve_triangular(tril, torch.cat([wide, d], 1), upper=False)
     basis, residual = solved.to(z.dtype).split([z.shape[1], len(z)], 1)
     return Side(basis.mT, residual, tril.to(z.dtype))
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """Return a tensor in double precision, except on Apple's GPUs, which have none."""
-    return tensor if tensor.device.type == "mps" else tensor.double()
 
 
 def matheron(rows: Side, columns: Side, u: Tensor, noise: tuple[Tensor, Tensor, Tensor]) -> Tensor:
