@@ -155,7 +155,7 @@ def options(description: str, arguments: list[str] | None = None) -> argparse.Na
         default="wall",
         help="cpu: processor time, for one thread on a machine that others use too",
     )
-    parser.add_argument("--case", help="run only the case of this name")
+    parser.add_argument("--case", nargs="+", help="run these only, and keep others' results")
     parser.add_argument("--smoke-test", action="store_true", help="tiny sizes, one round")
     parsed = parser.parse_args(arguments)
     if parsed.keep_memory:
@@ -302,11 +302,16 @@ def run(
         arguments: what a benchmark with options of its own leaves of the command line.
     """
     parsed = options(description, arguments)
-    if parsed.case is not None and parsed.case not in make_cases:
-        raise SystemExit(f"--case is {parsed.case!r}; the cases are {', '.join(make_cases)}")
+    wanted = parsed.case or [*make_cases]
+    if unknown := [name for name in wanted if name not in make_cases]:
+        raise SystemExit(f"--case is {unknown[0]!r}; the cases are {', '.join(make_cases)}")
+    about = environment(parsed)
+    kept = _others(parsed.json, wanted, about) if parsed.case else {}
     cases = []
     for name, make in make_cases.items():
-        if parsed.case in (None, name):
+        if name in kept:
+            cases.append(kept[name])
+        if name in wanted:
             case = make(parsed.smoke_test)
             if parsed.smoke_test:
                 title = f"{case.title} (smoke test: tiny sizes)"
@@ -317,12 +322,27 @@ def run(
     results = {
         "benchmark": Path(sys.argv[0]).stem,
         "description": description,
-        "environment": environment(parsed),
+        "environment": about,
         "cases": cases,
     }
     if parsed.json is not None:
         parsed.json.parent.mkdir(parents=True, exist_ok=True)
         parsed.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _others(path: Path | None, wanted: list[str], about: dict[str, Any]) -> dict[str, Any]:
+    """Return the other cases of a file of results, by name, and note their command in `about`.
+
+    They are kept only where they were measured with the same versions on such a machine.
+    """
+    if path is None or not path.exists():
+        return {}
+    known = json.loads(path.read_text())
+    same = about.keys() - {"date", "command"}
+    if any(known["environment"].get(key) != about[key] for key in same):
+        raise SystemExit(f"{path} is of another machine, or of other versions: leave --case out")
+    about["command"] = f"{known['environment']['command']}; {about['command']}"
+    return {case["name"]: case for case in known["cases"] if case["name"] not in wanted}
 
 
 def show(case: dict[str, Any]) -> None:

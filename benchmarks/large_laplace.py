@@ -19,6 +19,7 @@ import tyxe
 
 PEAK = "peak, MB"
 FEW, MORE = 4, 12
+STRUCTURES = "diag", "kron"
 DATA = 50_000  # points of the data set that a curvature is scaled to
 
 
@@ -44,7 +45,7 @@ def contestant(name: str, work: Callable[[], None], who: str) -> Contestant:
     return Contestant(name, work, who, facts={PEAK: rounded(recorded(work)[0] / 1e6)})
 
 
-def per_image(structures: tuple[str, ...], numbers: Numbers) -> dict[str, float]:
+def per_image(numbers: Numbers) -> dict[str, float]:
     """Return seconds for each further image, and seconds that a call takes once."""
 
     def median(name: str) -> float:
@@ -52,26 +53,20 @@ def per_image(structures: tuple[str, ...], numbers: Numbers) -> dict[str, float]
 
     each = {
         name: (median(f"{name}, {MORE} images") - median(f"{name}, {FEW} images")) / (MORE - FEW)
-        for name in ("training", *structures)
+        for name in ("training", *STRUCTURES)
     }
     found = {f"seconds for each image: {name}": rounded(value) for name, value in each.items()}
-    for name in structures:
+    for name in STRUCTURES:
         found[f"epochs of training: a pass, {name}"] = rounded(each[name] / each["training"])
         once = median(f"{name}, {FEW} images") - FEW * each[name]
         found[f"seconds once: {name}"] = rounded(once)
     return found
 
 
-def whole_net(
-    name: str,
-    title: str,
-    make: Callable[[bool], nn.Module],
-    structures: tuple[str, ...],
-    smoke_test: bool,
-) -> Case:
+def whole_net(name: str, title: str, make: Callable[[bool], nn.Module], smoke_test: bool) -> Case:
     """Return the case of all layers of a net."""
     side, classes = (8, 10) if smoke_test else (224, 1000)
-    bnns = {structure: curvature(make(smoke_test), structure) for structure in structures}
+    bnns = {structure: curvature(make(smoke_test), structure) for structure in STRUCTURES}
     net, found = make(smoke_test), []
     for count in (FEW, MORE):
         batches = batches_of(count, side, classes)
@@ -84,8 +79,7 @@ def whole_net(
             found.append(
                 contestant(what, take, "ours") if is_first else Contestant(what, take, "ours")
             )
-    findings = functools.partial(per_image, structures)
-    return Case(name, title, "call", 1, found, False, findings=findings)
+    return Case(name, title, "call", 1, found, False, findings=per_image)
 
 
 def vit(smoke_test: bool) -> VisionTransformer:
@@ -102,7 +96,7 @@ def head_case(smoke_test: bool) -> Case:
     x, y = torch.randn(points, 64), torch.randint(classes, (points,))
     batches = list(zip(x.split(500), y.split(500), strict=True))
     found = [contestant("training, 2,000 points", epoch(net, batches), "plain")]
-    for structure in ("diag", "kron"):
+    for structure in STRUCTURES:
         prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False, expose_modules=[net[2]])
         likelihood = tyxe.likelihoods.Categorical(DATA)
         bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
@@ -128,10 +122,12 @@ if __name__ == "__main__":
                 "resnet50",
                 "ResNet-50, all convolutions and the last layer, 224 x 224 images",
                 lambda smoke_test: one_block() if smoke_test else resnet50(),
-                ("diag", "kron"),
             ),
             "vit": functools.partial(
-                whole_net, "vit", "ViT-B/16, all linear maps, 224 x 224 images", vit, ("diag",)
+                whole_net,
+                "vit",
+                "ViT-B/16, all linear maps, 224 x 224 images",
+                vit,
             ),
         },
     )

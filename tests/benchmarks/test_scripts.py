@@ -21,7 +21,7 @@ CASES = {
     "memory": ["mlp", "resnet18", "growth"],
     "startup": ["import", "resnet50"],
     "particles": ["mlp", "tiny"],
-    "compile": ["mlp"],
+    "compile": ["mlp", "curvature"],
     "processes": ["step", "curvature"],
     "large_laplace": ["head", "resnet50", "vit"],
     "scaling": ["step", "prediction", "kron", "diag", "evidence", "glm"],
@@ -41,7 +41,7 @@ CASES = {
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
 # Compiling the ResNet takes the library through the same code for longer.
-LEFT_OUT = {"compile": ["--case", "mlp"]}
+LEFT_OUT = {"compile": ["--case", "mlp", "curvature"]}
 # Those in which nothing is written by hand: the plain net is the only yardstick.
 WITHOUT_LIMITS = {
     "startup",
@@ -118,6 +118,22 @@ def test_the_gpu_script_says_that_there_is_none(
 def test_an_unknown_case_is_refused_with_the_known_ones(run_script: RunScript) -> None:
     with pytest.raises(SystemExit, match="the cases are mlp"):
         run_script("binary_step", "--smoke-test", "--case", "resnet")
+
+
+def test_a_single_case_is_written_beside_the_others(run_script: RunScript, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    how = ("--smoke-test", "--threads", "1", "--json", str(path), "--case")
+    run_script("scaling", *how, "evidence")
+    first = json.loads(path.read_text())
+    run_script("scaling", *how, "step")
+    both = json.loads(path.read_text())
+    assert [case["name"] for case in both["cases"]] == ["step", "evidence"]
+    assert both["cases"][1] == first["cases"][0]
+    commands = both["environment"]["command"].split("; ")
+    assert commands[0] == first["environment"]["command"]
+    assert commands[1].endswith("--case step")
+    with pytest.raises(SystemExit, match=r"of another machine, or of other versions"):
+        run_script("scaling", *how, "step", "--threads", "2")
 
 
 def test_the_page_is_what_the_results_say(run_script: RunScript) -> None:
