@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 INDEX = (ROOT / "docs" / "index.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
+CAME_OUT = (ROOT / "docs" / "what_came_out.md").read_text()
+EXPERIMENTS = (ROOT / "experiments" / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 TEXTS = sorted(
     path
@@ -85,6 +87,29 @@ def test_readme_lists_every_page() -> None:
     # pages that hold another file, and the lists themselves
     others = {"index", "changelog", "contributing", "experiments"}
     assert {page for page in pages - others if f"(docs/{page}.md)" not in README} == set()
+
+
+def test_what_came_out_has_a_status_in_each_row() -> None:
+    rows = [line.split(" | ") for line in CAME_OUT.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if len(row) == 4 and "what it shows" not in row[1]]
+    assert len(rows) > 40
+    known = re.findall(r"^\| (\*\*.*?\*\*) \|", CAME_OUT, re.MULTILINE)
+    assert len(known) == 4
+    assert [row for row in rows if not row[2].startswith(tuple(known))] == []
+    # What was run is on a page, and what was not leads nowhere.
+    assert [row for row in rows if ("](" in row[0]) == ("**not done**" in row[2])] == []
+
+
+def test_what_came_out_has_what_the_experiments_reproduce() -> None:
+    _, *parts = re.split(r"^## \[(\w+)\]", CAME_OUT, flags=re.MULTILINE)
+    papers = dict(zip(parts[::2], parts[1::2], strict=True))
+    named = re.findall(r"\[(\w+)\] (fig|tab)\. ([\d.]*\d)(?:, (\d\.\d+))?", EXPERIMENTS)
+    assert len(named) > 15
+    for paper, kind, *numbers in named:
+        listed = re.findall(rf"^\| (\[?{kind}\. .*?) \|", papers[paper], re.MULTILINE)
+        for number in filter(None, numbers):
+            whole = re.compile(rf"(?<![\d.]){re.escape(number)}(?!\d)")
+            assert any(map(whole.search, listed)), f"[{paper}] {kind}. {number}"
 
 
 @pytest.mark.parametrize("script", ["front.py", "quickstart_table.py"])
