@@ -13,7 +13,7 @@ from tests.bnn.test_compiled_predict import Counting
 from tyxe.bnn import compiled
 from tyxe.samplers.program import has_compiler
 
-POINTS = 22
+POINTS, SIZE = 22, 44
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(POINTS, 3, generator=GENERATOR)
 IMAGES = torch.randn(POINTS, 2, 4, 4, generator=GENERATOR)
@@ -56,7 +56,7 @@ def both(loader, make_net=mlp, likelihood=None, prior=PRIOR, **options):
     found = []
     for compiles in (True, False):
         torch.manual_seed(0)
-        known = likelihood or tyxe.likelihoods.Categorical(POINTS)
+        known = likelihood or tyxe.likelihoods.Categorical(SIZE)
         bnn = tyxe.LaplaceBNN(make_net(), prior, known, **options)
         bnn.fit_curvature(loader, compile=compiles)
         found.append((bnn.state.precision().to_dense(), bnn.log_marginal_likelihood()))
@@ -98,7 +98,7 @@ def test_options_are_those_of_uncompiled_curvatures(reduce, traced):
 
 
 def test_regression_has_programs(traced):
-    likelihood = tyxe.likelihoods.HeteroskedasticGaussian(POINTS)
+    likelihood = tyxe.likelihoods.HeteroskedasticGaussian(SIZE)
 
     def make():
         return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
@@ -108,7 +108,7 @@ def test_regression_has_programs(traced):
 
 
 def test_the_second_curvature_is_that_of_the_present_weights(traced):
-    bnn = tyxe.LaplaceBNN(mlp(), PRIOR, tyxe.likelihoods.Categorical(POINTS), structure="diag")
+    bnn = tyxe.LaplaceBNN(mlp(), PRIOR, tyxe.likelihoods.Categorical(SIZE), structure="diag")
     loader = batches(X, LABELS)
     bnn.fit_curvature(loader, compile=True)
     before = bnn.state.precision().diagonal()
@@ -124,7 +124,7 @@ def test_the_second_curvature_is_that_of_the_present_weights(traced):
 
 def test_labels_are_checked_before_a_program_reads_them(traced):
     bnn = tyxe.LaplaceBNN(
-        mlp(), PRIOR, tyxe.likelihoods.Categorical(POINTS), structure="diag", curvature="empirical"
+        mlp(), PRIOR, tyxe.likelihoods.Categorical(SIZE), structure="diag", curvature="empirical"
     )
     labels = LABELS.clone()
     labels[20] = 7
@@ -146,7 +146,7 @@ def test_what_is_no_program_has_its_curvature_after_one_warning(net, reason, tra
     found = []
     for compiles in (True, False):
         torch.manual_seed(0)
-        known = tyxe.likelihoods.Categorical(POINTS)
+        known = tyxe.likelihoods.Categorical(SIZE)
         bnn = tyxe.LaplaceBNN(net(), PRIOR, known, structure="diag")
         expected = pytest.warns(tyxe.TyxeWarning, match=reason)
         with expected if compiles else nullcontext() as caught:

@@ -155,6 +155,9 @@ def test_draws_inside_of_the_net_are_not_compiled(traced):
         pytest.warns(tyxe.TyxeWarning, match=r"draws are made inside the net"),
     ):
         bnn.predict(X, num_predictions=2, compile=True)
+    laplace = make("laplace")
+    with pytest.warns(tyxe.TyxeWarning, match=r"the linearised net run uncompiled"):
+        laplace.predict(X, compile=True)
     with pytest.raises(ValueError, match=r"leave vectorize out"):
         bnn.predict(X, num_predictions=2, compile=True, vectorize=True)
     assert not traced

@@ -311,6 +311,8 @@ def test_bad_arguments(members, options, error, message):
 
 
 def test_bad_members():
+    with pytest.raises(TypeError, match=r"make_member is a VariationalBNN.*lambda index"):
+        tyxe.EnsembleBNN(make("ml", *LIKELIHOODS["categorical"][:2]), 2)
     with pytest.raises(TypeError, match=r"make_member made .*Linear"):
         tyxe.EnsembleBNN(lambda _: nn.Linear(2, 1), 2)
     kinds = ["gaussian", "poisson"]

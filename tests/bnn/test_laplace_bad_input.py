@@ -179,6 +179,31 @@ class Switches(nn.Module):
         return x @ self.layer.weight.T + self.layer.bias
 
 
+def test_a_loader_of_more_points_than_the_data_set_gives_a_warning():
+    bnn, x, y = classifier()
+    bnn.likelihood.dataset_size = len(x)
+    loader = list(zip(x.split(5), y.split(5), strict=True))
+    bnn.fit_curvature(loader)
+    bnn.options = tyxe.LaplaceOptions(num_passes=2)
+    bnn.fit_curvature(loader)
+    bnn.fit_curvature(loader[:1])  # part of the data is scaled
+    with pytest.warns(tyxe.TyxeWarning, match=r"had \d+ points.*dataset_size.*too little"):
+        bnn.fit_curvature([*loader, *loader])
+
+
+def test_held_out_data_in_the_place_of_the_method_are_told_of():
+    bnn, x, y = classifier()
+    bnn.fit_curvature([(x, y)])
+    with pytest.raises(ValueError, match=r"method is a list.*, and data as loader="):
+        bnn.optimize_prior_precision([(x, y)])
+
+
+def test_a_batch_in_the_place_of_a_loader_is_told_of():
+    bnn, x, y = classifier()
+    with pytest.raises(ValueError, match=r"a single batch is a list of one pair, \[\(x, y\)\]"):
+        bnn.fit_curvature((x, y))
+
+
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 def test_a_net_that_uses_its_sites_differently_is_refused(structure):
     x, y = torch.randn(12, 3), torch.randint(3, (12,))

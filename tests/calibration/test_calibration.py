@@ -210,6 +210,9 @@ def test_unpacked_batches_and_wrong_kinds():
         SplitConformal("normalized").wrap(model, [(x, y)])
     with pytest.raises(TypeError, match="classes have sets, and no intervals"):
         ScaleFactor().wrap(model, [(x, y)])
+    with pytest.raises(TypeError, match=r"a Linear: for a plain net call fit\(pre"):
+        TemperatureScaling().wrap(torch.nn.Linear(3, 3), [(x, y)])
+    assert TemperatureScaling().fit(torch.randn(60, 3, requires_grad=True), y).temperature > 0
 
 
 # --- files and bad input ------------------------------------------------------------------------

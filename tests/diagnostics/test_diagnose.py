@@ -109,7 +109,10 @@ def test_a_healthy_posterior_is_quiet(make):
     torch.manual_seed(0)
     report = diagnose(make(), [TRAIN], [HELD_OUT], **ALL)
     assert report.flags == [], str(report)
-    assert report.summary == f"{len(report)} of {len(report)} numbers well"
+    judged = [line for line in report.values() if line.threshold]
+    assert len(judged) < len(report)
+    assert report.summary == f"{len(judged)} of {len(judged)} numbers well"
+    assert all(row.startswith("- ") for row in str(report).splitlines() if "k-hat" in row)
 
 
 def test_a_healthy_classifier_is_quiet():

@@ -166,7 +166,8 @@ def _with_own_iterator(loader: Any) -> Any:
 _EXPECTED = (
     "expected (inputs, targets), or (inputs, targets, weights), with a tensor of targets, and "
     "inputs a tensor, a tuple of arguments ((x1, x2), y), or a mapping of keyword arguments; for "
-    "other batches pass unpack=, a function from a batch to these"
+    "other batches pass unpack=, a function from a batch to these; a single batch is a list of one "
+    "pair, [(x, y)]"
 )
 
 

@@ -75,6 +75,11 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
     ) -> None:
         super().__init__()
         num_members = check_count("num_members", num_members)
+        if isinstance(make_member, nn.Module) or not callable(make_member):
+            raise TypeError(
+                f"make_member is {described(make_member)}; expected a function from the member's "
+                "index to a new BNN, lambda index: tyxe.VariationalBNN(...)"
+            )
         members = [make_member(index) for index in range(num_members)]
         for member in members:
             if not isinstance(member, SupervisedBNN):

@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import batches_of, is_loader
 from tyxe.bnn.checkpoint import History, Resumable
-from tyxe.bnn.checks import check_fit_arguments, check_options
+from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_size
 from tyxe.bnn.compiled import CompiledCurvature
 from tyxe.bnn.elbo import runs_own_programs
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
@@ -31,7 +31,7 @@ from tyxe.curvature.output_covariance import joint_covariance
 from tyxe.data import Output, Unpack, unpacked
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.joint_normal import GaussianJoint
-from tyxe.errors import check_count, check_known, warn
+from tyxe.errors import check_count, check_known, described, warn
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
 from tyxe.laplace.evidence import with_noise
 from tyxe.laplace.gaussian_prior import PriorPrecision, gaussian_prior, with_precision
@@ -385,11 +385,18 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
         passes = progress_bar(range(self.num_passes), "curvature", "pass", progress)
         loader = self.to_fit(data_loader, unpack)
+        points: list[float] = []
+
+        def batches() -> Iterator[tuple[Any, Any]]:
+            for batch in (batch for _ in passes for batch in batches_of(loader, device)):
+                points.append(float(self.likelihood.count(self.likelihood.that_count(batch[1])[0])))
+                yield batch
+
         with fitting(self, train=False):
             found = collect_curvature(
                 self.linearize,
                 self.likelihood,
-                (batch for _ in passes for batch in batches_of(loader, device)),
+                batches(),
                 self.structure,
                 self.curvature,
                 self.reduce,
@@ -398,6 +405,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             )
         with exclusive():
             self.net_guide.state = state = self._state_of(found)
+        # Fewer are as good, since what they sum up to is scaled.
+        if (each := int(sum(points) / self.num_passes)) > self.likelihood.dataset_size:
+            warn_of_size(each, self.likelihood.dataset_size)
         if state.prior.absorbed == state.key:
             warn(
                 "the prior holds the curvature of these data already, so they count twice: take "
@@ -557,7 +567,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         state = self.state
         method = method or ("evidence" if loader is None else "grid")
         if method not in ("evidence", "grid"):
-            raise ValueError(f"method is {method!r}; expected 'evidence' or 'grid'")
+            hint = "" if isinstance(method, str) else ", and data as loader="
+            raise ValueError(f"method is {described(method)}; expected 'evidence' or 'grid'{hint}")
         if method == "grid" and loader is None:
             raise ValueError(
                 "method='grid' needs held-out data: optimize_prior_precision('grid', loader)"

@@ -380,7 +380,7 @@ class SupervisedBNN(Intervals, BNN):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
-        run = self._passes(compile and gaussian is None, vectorize)
+        run = self._passes(compile, vectorize, gaussian)
 
         def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
             if gaussian is not None:
@@ -513,7 +513,7 @@ class SupervisedBNN(Intervals, BNN):
         """Return what scores a batch in `evaluate`, whose arguments these are."""
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
-        run = self._passes(compile and gaussian is None, vectorize)
+        run = self._passes(compile, vectorize, gaussian)
 
         def score(
             inputs: Inputs, targets: Tensor, again: AbstractContextManager[list[Any]]
@@ -533,9 +533,17 @@ class SupervisedBNN(Intervals, BNN):
 
         return score
 
-    def _passes(self, compile: bool, vectorize: bool | None) -> CompiledPasses | None:
+    def _passes(
+        self, compile: bool, vectorize: bool | None, gaussian: Outputs | None
+    ) -> CompiledPasses | None:
         """Return passes of the net as programs where they are wanted and can be."""
         if not compile:
+            return None
+        if gaussian is not None:
+            warn(
+                "compile=True: predictions of the linearised net run uncompiled: pass "
+                "predictive='bnn' to draw weights"
+            )
             return None
         if vectorize:
             raise ValueError("compile=True passes draws one by one: leave vectorize out")

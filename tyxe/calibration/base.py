@@ -51,7 +51,8 @@ class Calibrator(ABC):
             options: of `predict`, such as `num_predictions=32`; the same in all predictions.
 
         Raises:
-            TypeError: a BNN of several outputs, or whose predictions the calibrator is not for.
+            TypeError: no BNN, one of several outputs, or one whose predictions the calibrator is
+                not for.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -63,6 +64,11 @@ class Calibrator(ABC):
             >>> sets.predict(torch.zeros(5, 2)).shape
             torch.Size([5, 3])
         """
+        if not hasattr(bnn, "to_evaluate"):
+            raise TypeError(
+                f"wrap takes a BNN, and got {described(bnn)}: for a plain net call "
+                "fit(predictions, y), or wrap a VariationalBNN with a prior that hides all"
+            )
         batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
         found = bnn.predict(batches, **options)
         if isinstance(found, Mapping):

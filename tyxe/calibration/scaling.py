@@ -42,6 +42,7 @@ class TemperatureScaling(Calibrator):
 
     def fit(self, predictions: Any, y: Tensor) -> TemperatureScaling:
         logits, y = check_classes(predictions, y)
+        logits = logits.detach()
         at_targets = logits.gather(1, y[:, None]).mean()
 
         def slope(inverse: float) -> float:

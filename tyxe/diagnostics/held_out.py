@@ -23,7 +23,10 @@ SIMULATED = 200
 # Error by chance of a log-likelihood that draws are to have, in nats per point.
 CHANCE = 0.01
 MORE_SPREAD = "an ensemble, or a posterior with more spread"
-LESS_SPREAD = "train longer, a narrower prior, or a posterior with less spread"
+LESS_SPREAD = (
+    "train longer, a narrower prior (a LaplaceBNN: optimize_prior_precision(loader=held_out)), "
+    "or a posterior with less spread"
+)
 
 
 def fit(case: Case) -> Iterator[Line]:

@@ -83,6 +83,11 @@ class Line:
         return "warn" if self.tolerable[0] <= self.value <= self.tolerable[1] else "fail"
 
     @property
+    def is_judged(self) -> bool:
+        """Whether some value would not be well."""
+        return self.ok != ANY
+
+    @property
     def threshold(self) -> str:
         """What is well, in words."""
         low, high = self.ok
@@ -118,15 +123,15 @@ class Report(dict[str, Line]):
     def summary(self) -> str:
         """One line of text: how many numbers are well, and which are not."""
         flags = "; ".join(f"{x.verdict}: {x.title} {x.value:.3g}" for x in self.flags)
-        return f"{len(self) - len(self.flags)} of {len(self)} numbers well" + (
-            flags and f"; {flags}"
-        )
+        judged = sum(line.is_judged for line in self.values())
+        return f"{judged - len(self.flags)} of {judged} numbers well" + (flags and f"; {flags}")
 
     def __str__(self) -> str:
         width = max((len(line.title) for line in self.values()), default=0)
         rows = []
         for line in self.values():
-            said = f"{line.verdict:4}  {line.title:{width}}  {line.value:9.3g}  {line.threshold}"
+            verdict = line.verdict if line.is_judged else "-"
+            said = f"{verdict:4}  {line.title:{width}}  {line.value:9.3g}  {line.threshold}"
             rows.append(said.rstrip())
             if line.verdict != "ok":
                 rows += textwrap.wrap(

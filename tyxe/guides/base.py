@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.distributions import constraints
 from tyxe.distributions import JointDistribution, JointMarginal
 from tyxe.distributions.buffered import detached
 from tyxe.distributions.moments import is_real
+from tyxe.errors import described
 from tyxe.files import packed, unpacked
 from tyxe.threads import only_handlers
 from tyxe.util import resolve_site_name
@@ -48,8 +50,18 @@ def sites_of(
     """Run a program once and return its latent variables, with their Pyro messages by name.
 
     Raises:
+        TypeError: it takes arguments, as a plain net does.
         ValueError: it has none, or has a discrete one and `takes_discrete` is False.
     """
+    program = module.forward if isinstance(module, nn.Module) else module
+    try:
+        inspect.signature(program).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"a guide takes a program without arguments that samples weights, and got "
+            f"{described(module)} with a {error}: pass a BNN the guide's class, or "
+            "functools.partial of it, and it makes the guide of its prior"
+        ) from None
     prefix = getattr(module, "prefix", "")
     # A handler around the constructor is for what runs inside of it, which this is not.
     latent = poutine.block(module, hide_types=["observe"])

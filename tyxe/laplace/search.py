@@ -158,4 +158,11 @@ def best_of_grid(grid: Iterable[float] | None, score: Callable[[float], float]) 
     finite = {p: found for p, found in scores.items() if math.isfinite(found)}
     if not finite:
         raise ValueError("no precision of the grid gives a finite held-out log-likelihood")
-    return max(finite, key=finite.__getitem__)
+    best = max(finite, key=finite.__getitem__)
+    if grid is None and best in (candidates[0], candidates[-1]):
+        left = "hardly any prior" if best == candidates[0] else "hardly any of the posterior"
+        warn(
+            f"the best precision, {best:g}, is at the end of the grid, which leaves {left}: are "
+            "these data held out, that the net was not trained on? Otherwise pass grid="
+        )
+    return best

@@ -94,6 +94,11 @@ class Categorical(Likelihood):
     def from_net(self, outputs: Any) -> Any:
         return outputs.movedim(self.class_dim, -1) if isinstance(outputs, Tensor) else outputs
 
+    @staticmethod
+    def _range(support: Any) -> str:
+        # Before "but they range from".
+        return f"{Likelihood._range(support)} (the net's outputs, counted from 0)"
+
     def predictive_distribution(
         self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
     ) -> dist.Distribution:
