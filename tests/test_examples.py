@@ -243,11 +243,13 @@ def test_several_processes(run: Run, tmp_path: Path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    # torch 2.8 says of each process that it is connected.
+    printed = re.sub(r"^\[Gloo\] .*\n", "", done.stdout, flags=re.MULTILINE)
     # once, by the first process
     assert re.fullmatch(
         r"processes: 2, points in a process's batch: 32\nloss from \d+ to \d+ nats\n"
         r"test digits: error \d+\.\d %, log-likelihood -?\d+\.\d+\n",
-        done.stdout,
+        printed,
     )
 
 
