@@ -126,7 +126,7 @@ def test_parts_of_a_joint_likelihood_are_logged(tmp_path):
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_stopped(tmp_path):
-    # Lightning leaves random generators as they are, and 2.4 opens a loader twice when it resumes.
+    # Lightning leaves random generators as they are, but opens a loader twice before 2.5.3.
     # A loader draws a seed each time: here from a generator of its own.
     batches = loader()
     batches.generator = torch.Generator()
