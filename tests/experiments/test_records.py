@@ -26,7 +26,7 @@ RECORDS = sorted(p.stem for p in RESULTS.glob("*.json") if not p.stem.startswith
 
 def owner(name: str) -> tuple[str, runner.Experiment]:
     """Return the one experiment that has records of this name."""
-    patterns = {c: re.sub(r"\{.*?\}", "[a-z0-9_]+", e.name) for c, e in EXPERIMENTS.items()}
+    patterns = {c: re.sub(r"\{.*?\}", "[a-z0-9_]*", e.name) for c, e in EXPERIMENTS.items()}
     # `laplace_step` is no `laplace_{...}`: the whole name comes first.
     own = [c for c, e in EXPERIMENTS.items() if e.name == name.removesuffix("_published")]
     own = own or [c for c, p in patterns.items() if re.fullmatch(f"{p}(_published)?", name)]

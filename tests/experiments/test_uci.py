@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+import pytest
 import torch
 import uci
 
@@ -17,7 +19,79 @@ def test_uci(smoke):
         assert row["precision"] in found.content["settings"]["prior precisions"]
         assert 0 < row["test"] < 2 * math.log(10)
         assert text.split()[0] == f"{row['test']:.3f}"
+        assert 0 <= row["accuracy %"] <= 100
+        assert 0 <= row["ECE %"] <= 100
     assert cells[2].endswith("(0.094)")
+    page = found.record.path.with_name("uci_scores.md").read_text()
+    assert (
+        f"| digits, accuracy % | 1 | {found.cells['digits', 'MAP', '0']['accuracy %']:.1f} |"
+        in page
+    )
+
+
+def test_one_hidden_layer_has_a_record_of_its_own(smoke):
+    found = smoke(uci.experiment, "--data", "digits", "--columns", "MAP", "--hidden-layers", "1")
+    assert found.record.path.stem == "uci_1_layer"
+    assert "(" not in found.page  # the paper's numbers are of two
+    assert set(found.cells) == {("digits", "MAP", "0")}
+
+
+def test_accuracy_is_that_of_the_likelier_class():
+    one = torch.tensor([[2.0], [-1.0], [0.5]])
+    assert uci.of_classes(one, torch.tensor([1.0, 0.0, 0.0])[:, None])["accuracy %"] == (
+        pytest.approx(200 / 3)
+    )
+    several = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 3.0]])
+    assert uci.of_classes(several, torch.tensor([0, 1]))["accuracy %"] == 50
+
+
+def own_file(folder, **arrays):
+    np.savez(folder / "own.npz", **arrays)
+    return str(folder / "own.npz")
+
+
+@pytest.mark.parametrize(
+    "labels", [np.array([1, 2]), np.array([1.0, 2.0]), np.array(["no", "yes"]), np.arange(2) > 0]
+)
+def test_labels_of_a_file_are_numbered_in_their_order(labels, smoke, tmp_path):
+    """Of 1 and 2, zero was a third class that no point had."""
+    x, y = np.random.default_rng(0).normal(size=(60, 3)), labels[np.arange(60) % 2]
+    path = own_file(tmp_path, X=x, y=y)
+    found_x, found_y = uci.load(path)
+    assert found_x.dtype == torch.float32
+    assert found_y.tolist() == [i % 2 for i in range(60)]
+    if labels.dtype.kind == "i":
+        found = smoke(uci.experiment, "--data", path, "--columns", "MAP", "glm")
+        assert set(found.cells) == {(path, "MAP", "0"), (path, "glm", "0")}
+        assert f"| {path} | 1 |" in found.page
+
+
+X, Y = np.ones((20, 2)), np.arange(20) % 2
+REFUSED = {
+    "has no y; expected": {"X": X},
+    r"X is \(20,\) and y": {"X": X[:, 0], "y": Y},
+    r"y \(19,\)": {"X": X, "y": Y[1:]},
+    "no finite number": {"X": X * np.nan, "y": Y},
+    "y has 0.5; expected labels": {"X": X, "y": Y / 2},
+    "19 of 0, 1 of 5; expected": {"X": X, "y": 5 * (np.arange(20) == 3)},
+    "20 of 1; expected": {"X": X, "y": 0 * Y + 1},
+    "allow_pickle": {"X": X, "y": np.array([*Y], dtype=object)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_files_that_are_no_classification_are_refused(message, tmp_path):
+    path = own_file(tmp_path, **REFUSED[message])
+    with pytest.raises(ValueError, match=message):
+        uci.Settings(data=[path])
+
+
+def test_unknown_names_are_refused_with_the_known(capsys):
+    with pytest.raises(SystemExit):
+        uci.experiment.main(["--data", "iris"])
+    assert "--data is iris; expected some of australian, cancer" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"there is no file missing\.npz"):
+        uci.Settings(data=["missing.npz"])
 
 
 def test_columns_that_are_missing_are_added(smoke, tmp_path, capsys):
@@ -25,7 +99,8 @@ def test_columns_that_are_missing_are_added(smoke, tmp_path, capsys):
     uci.experiment.main([*options, "--columns", "MAP", "glm"])
     capsys.readouterr()
     record = uci.experiment.main([*options, "--columns", "MAP", "refine"])
-    assert [line.split(",")[1] for line in capsys.readouterr().out.splitlines()[:-3]] == [" refine"]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[1] for line in printed if line.startswith("digits,")] == [" refine"]
     assert [key[1] for key in record.cells] == ["MAP", "glm", "refine"]
 
 
