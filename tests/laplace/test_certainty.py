@@ -91,3 +91,12 @@ def test_factors_that_sum_over_many_points_are_semi_definite_to_rounding():
     assert values.min() == 0
     with pytest.raises(ValueError, match="the factor is not positive semi-definite"):
         clipped_eigh(factor - 1e-4 * factor.diagonal().sum() * torch.eye(3), "the factor")
+
+
+def test_a_factor_below_the_smallest_normal_number_is_rounded_in_its_steps():
+    """The output factor of a net that a strong prior had turned off was refused."""
+    values, _ = clipped_eigh(torch.tensor([6.5e-40, -2.6e-44]).diag(), "the factor")
+    assert values.min() == 0
+    assert values.max() > 0
+    with pytest.raises(ValueError, match="the factor is not positive semi-definite"):
+        clipped_eigh(torch.tensor([6.5e-40, -1e-40]).diag(), "the factor")

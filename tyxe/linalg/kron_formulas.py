@@ -60,7 +60,9 @@ def clipped_eigh(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(factor.double())
     # Elements are sums over thousands of points, whose rounding a small side has as well.
     steps = max(100, factor.shape[-1])
-    rounding = steps * torch.finfo(factor.dtype).eps * values.abs().max()
+    numbers = torch.finfo(factor.dtype)
+    # Below the smallest normal number the spacing is no finer: factors of a net that died.
+    rounding = steps * numbers.eps * values.abs().max().clamp_min(numbers.smallest_normal)
     if values.min() < -rounding:
         raise ValueError(
             f"{what} is not positive semi-definite: its smallest eigenvalue is "
