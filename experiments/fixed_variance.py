@@ -174,7 +174,7 @@ def draw(ax, record, name, batch, what):
         for way, line in {"mean": "-", "draws": "--"}.items():
             found = by_sd(record, name, batch, method, way, *what)
             values = [[*seeds.values()] for seeds in found.values()]
-            if method != "MAP":
+            if method != "MAP" and values:
                 label = f"{method}, {'mean network' if way == 'mean' else '10 draws'}"
                 look = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
                 tables.errorbar(ax, [*found], values, label=label, **look)
