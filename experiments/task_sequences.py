@@ -14,25 +14,30 @@ plus the precision before, with Kronecker factors (kron; in `online` averaged ov
 product for each, kron sum) or a diagonal (diag); penalties about each task's own weights (per-task
 kron, EWC); the curvature of all tasks seen, anew at the newest weights (approximate); synaptic
 intelligence (SI), whose strength is c on the mean loss, by Adam at 1e-3; and as bounds plain
-training on (ML), on all tasks seen (joint), and of a net for each task (alone). `disjoint` and
-`vision` take Nesterov's gradient descent with a rate that falls twice; tasks after the first start
-lower the stronger they are held. Columns: accuracy after the last task, per cent, two standard
-errors over seeds: of each task (or first and newest), mean, lowest, what was forgotten, and where
-only the task's own classes are in question. Reduced: images, epochs, tasks and seeds.
+training on (ML), on all tasks seen (joint), on all tasks from the start (at once), and of a net for
+each task (alone). Remedies in `disjoint`: the curvature by labels that are of all classes alike for
+a share of images (kron flat labels), and training with the outputs of the task's own classes alone
+(kron own classes). `disjoint` and `vision` take Nesterov's gradient descent with a rate that falls
+twice; tasks after the first start lower the stronger they are held. Columns: accuracy after the
+last task, per cent, two standard errors over seeds: of each task (or first and newest), mean,
+lowest, what was forgotten, right after a task (the mean over tasks), where only the task's own
+classes are in question, and with one number added to the outputs of old classes, chosen by images
+of both tasks. Reduced: images, epochs, tasks and seeds.
 """
 
 import math
 import statistics
 import sys
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
+import class_balance
 import common
 import runner
 import tables
 import torch
 from runner import setting, settings, which
-from torch import nn
+from sequence_data import AtOnce, disjoint, permuted, vision
 
 import tyxe
 from tyxe import continual
@@ -44,6 +49,7 @@ SUM = ("kron", "sum")
 LAPLACE = {"kron": SUM, "diag": ("diag", "sum")}
 LAPLACE |= {"per-task kron": ("kron", "per_task"), "EWC": ("diag", "per_task")}
 ONLINE = LAPLACE | {"kron": ("kron", "average"), "kron sum": SUM, "approximate": SUM}
+FLAT = 0.1  # the share of images whose labels are of all classes alike, in that curvature
 # Predictions by the mean of the weights.
 MODE = {"num_predictions": 0, "predictive": "bnn", "reduction": "mean", "batch_size": 1_000}
 LAMBDAS = [1.0, 10.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6]
@@ -69,6 +75,7 @@ class Permuted(Settings):
 @settings
 class Online(Permuted):
     decay: float = which(0.0, "by which rates of later tasks fall")
+    units: int = which(100, "in each hidden layer")
     rate: float = setting(1e-2, "of Adam")
 
 
@@ -85,61 +92,6 @@ class Vision(Settings):
     images: int | None = setting(2_000, "of a task, to train", published=None, smoke=60)
     test_images: int | None = setting(1_000, "of a task", published=None, smoke=60)
     epochs: int = setting(9, "of a task", published=20, smoke=1)
-
-
-def mnist(s, wanted=lambda y: y >= 0):
-    found = []
-    for split, count in (("train", s.images), ("test", getattr(s, "test_images", None))):
-        x, y = common.images("mnist", split)
-        rows = wanted(y).nonzero()[:count, 0]
-        found.append((x[rows].flatten(1), y[rows]))
-    return found
-
-
-def permuted(s, seed):
-    own, sets, net = torch.Generator().manual_seed(seed), mnist(s), common.mlp(784, 100, 100, 10)
-    orders = {str(1 + t): torch.randperm(784, generator=own) for t in range(s.tasks)}
-    orders["1"] = torch.arange(784)
-    return net, [*orders], lambda task, part: (sets[part][0][:, orders[task]], sets[part][1])
-
-
-def disjoint(s, seed):
-    sets = {"0 to 4": mnist(s, lambda y: y < 5), "5 to 9": mnist(s, lambda y: y >= 5)}
-    return common.mlp(784, 100, 100, 10), [*sets], lambda task, part: sets[task][part]
-
-
-class LeNet(nn.Module):
-    """Two convolutions and a layer of 500, for images of 32x32x3; the output layer is `head`."""
-
-    def __init__(self, a=20, b=50, c=500):
-        super().__init__()
-        self.body = nn.Sequential(
-            *(nn.Conv2d(3, a, 5), nn.Tanh(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(a, b, 5), nn.Tanh(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(25 * b, c), nn.Tanh()),
-        )
-        self.head = nn.Linear(c, 10)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-def vision(s, seed):
-    x, y = common.images("notmnist", "test")
-    kept = torch.arange(len(y)) % 5 > 0
-    files = {"MNIST": "mnist", "FashionMNIST": "fashion_mnist", "CIFAR-10": "cifar10_subset"}
-
-    @cache
-    def part(task, index):
-        if task == "notMNIST":
-            found = (x[~kept], y[~kept]) if index else (x[kept], y[kept])
-        else:
-            found = common.images(files[task], ("train", "test")[index])
-        images, labels = common.first(found, (s.images, s.test_images)[index])
-        around = ((32 - images.shape[-1]) // 2,) * 4
-        return nn.functional.pad(images, (*around, 0, 3 - images.shape[1])), labels
-
-    return LeNet(), ["MNIST", "notMNIST", "FashionMNIST", "CIFAR-10"], part
 
 
 class Sequence(NamedTuple):
@@ -179,20 +131,36 @@ def finish(s, loop, *names):
     return [row[: t + 1] for t, row in enumerate(loop.accuracy.tolist())]
 
 
+def model(s, sequence, net, method, strength):
+    """Return the BNN of a method, and its prior before the first task, if it has one."""
+    head, likelihood = sequence.head, tyxe.likelihoods.Categorical(1)
+    if method not in sequence.laplace:
+        return tyxe.VariationalBNN(net, common.normal(hide_all=True), likelihood), None
+    structure, accumulate = sequence.laplace[method]
+    options = tyxe.LaplaceOptions(curvature_weight=strength, accumulate=accumulate)
+    how = {"structure": structure, "curvature": "fisher", "options": options}
+    prior = common.normal(s.prior_scale, hide_modules=head)
+    return tyxe.LaplaceBNN(net, prior, likelihood, **how), prior
+
+
+def curvature_anew(bnn, prior, batches):
+    """Take the curvature of all these data at the newest weights, under the first prior."""
+    size = bnn.likelihood.dataset_size
+    bnn.update_prior(prior)
+    bnn.likelihood.dataset_size = len(batches.x)
+    bnn.fit_curvature(batches, progress=False)
+    bnn.likelihood.dataset_size = size
+
+
 def learn(s, sequence, method, strength, seed, label):
     """Learn all tasks; return the accuracies, or say that the fit diverged."""
     torch.manual_seed(seed)
-    net, tasks, part = sequence.problem(s, seed)
-    head, likelihood, prior = sequence.head, tyxe.likelihoods.Categorical(1), None
-    if method in sequence.laplace:
-        structure, accumulate = sequence.laplace[method]
-        options = tyxe.LaplaceOptions(curvature_weight=strength, accumulate=accumulate)
-        how = {"structure": structure, "curvature": "fisher", "options": options}
-        prior = common.normal(s.prior_scale, hide_modules=head)
-        bnn = tyxe.LaplaceBNN(net, prior, likelihood, **how)
-    else:
-        bnn = tyxe.VariationalBNN(net, common.normal(hide_all=True), likelihood)
-    heads, parts = continual.Heads(bnn, head) if head else None, {}
+    size = {"units": s.units} if isinstance(s, Online) else {}
+    net, tasks, part = sequence.problem(s, seed, **size)
+    net = class_balance.OwnClasses(net) if method == "kron own classes" else net
+    bnn, prior = model(s, sequence, net, method, strength)
+    heads = continual.Heads(bnn, sequence.head) if sequence.head else None
+    parts = {}
     if method == "SI":
         parts["intelligence"] = continual.SynapticIntelligence(bnn, strength, heads=heads)
     fresh = {name: value.clone() for name, value in bnn.net.state_dict().items()}
@@ -203,10 +171,19 @@ def learn(s, sequence, method, strength, seed, label):
 
     def fit(task):
         number = tasks.index(task)
+        if method == "at once":
+            if task != tasks[-1]:
+                return  # until then the net is untrained
+            batches = AtOnce(part, tasks, s.batch)
+            size = batches.points
+        else:
+            batches = loader(*(tasks[: number + 1] if method == "joint" else [task]))
+            size = len(batches.x)
         if method == "alone":
             bnn.net.load_state_dict(fresh)
-        batches = loader(*(tasks[: number + 1] if method == "joint" else [task]))
-        bnn.likelihood.dataset_size = len(batches.x)
+        bnn.likelihood.dataset_size = size
+        if method == "kron own classes":
+            bnn.net.classes = batches.y.unique()
         descent, every = optimizer(s, sequence, bnn.parameters(), method, strength, number)
         if method == "SI":
             descent = parts["intelligence"].watch(descent)
@@ -217,11 +194,11 @@ def learn(s, sequence, method, strength, seed, label):
         if method == "SI":
             parts["intelligence"].update()
         if method == "approximate":
-            batches, size = loader(*tasks[: tasks.index(task) + 1]), bnn.likelihood.dataset_size
-            bnn.update_prior(prior)
-            bnn.likelihood.dataset_size = len(batches.x)
-            bnn.fit_curvature(batches, progress=False)
-            bnn.likelihood.dataset_size = size
+            curvature_anew(bnn, prior, loader(*tasks[: tasks.index(task) + 1]))
+        if method == "kron flat labels":
+            class_balance.retake_curvature(bnn, loader(task), FLAT)
+        if method == "kron own classes":
+            bnn.net.classes = None
         continual.posterior_to_prior(bnn)
 
     def evaluate(task):
@@ -236,15 +213,8 @@ def learn(s, sequence, method, strength, seed, label):
         return {"tasks": tasks, "diverged": tasks[loop.done]}
     if method == "alone":  # of its own task, whichever comes after
         accuracy = [[row[-1] for row in accuracy[: t + 1]] for t in range(len(tasks))]
-    all_tasks, net = tasks if isinstance(s, Disjoint) else [], bnn.to_module()
-    own = {"own classes": [own_classes(net, *part(task, 1)) for task in all_tasks]}
-    return {"tasks": tasks, "accuracy": accuracy} | (own if all_tasks else {})
-
-
-@torch.no_grad()
-def own_classes(net, x, y):
-    own = y.unique()
-    return (own[net(x)[:, own].argmax(-1)] == y).double().mean().item()
+    balance = class_balance.of(bnn.to_module(), tasks, part) if isinstance(s, Disjoint) else {}
+    return {"tasks": tasks, "accuracy": accuracy} | balance
 
 
 def by_label(record):
@@ -261,6 +231,8 @@ def by_label(record):
 
 
 def with_error(values):
+    if not values.numel():
+        return ""
     error = f" ± {200 * values.std() / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
     return f"{100 * values.mean():.1f}{error}"
 
@@ -271,7 +243,7 @@ def table(record):
     shown = tasks if len(tasks) <= 5 else [tasks[0], tasks[-1]]
     has_own = "own classes" in str(record.cells)
     names = [*shown, "mean", "forgetting"]
-    names += [f"{task}, own classes" for task in tasks] if has_own else []
+    names += [*(f"{task}, own classes" for task in tasks), "mean with offset"] if has_own else []
     for label, own in cells.items():
         if label not in found:
             lines.append([label, str(len(own)), "diverged", *[""] * (len(names) - 1)])
@@ -281,6 +253,8 @@ def table(record):
         columns += [last.mean(-1), continual.forgetting(found[label])[:, -1]]
         if has_own:
             columns += torch.tensor([c["own classes"] for c in own if "accuracy" in c]).unbind(-1)
+            offsets = [c["with offset"] for c in own if "with offset" in c]  # not in older cells
+            columns.append(torch.tensor(offsets).view(-1, len(tasks)).mean(-1))
         lost = f" ({len(own) - len(last)} diverged)" if len(last) < len(own) else ""
         lines.append([label, f"{len(last)}{lost}", *map(with_error, columns)])
     return tables.markdown(["method", "runs", *names], lines)
@@ -290,10 +264,11 @@ def online_table(record):
     (cells, found), lines = by_label(record), []
     for label, accuracy in found.items():
         last, own = accuracy[:, -1], cells[label]
-        columns = [last.mean(-1), last.amin(-1), last[:, 0], last[:, -1]]
+        each = accuracy.diagonal(dim1=-2, dim2=-1)
+        columns = [last.mean(-1), last.amin(-1), last[:, 0], last[:, -1], each.mean(-1)]
         minutes = sum(cell["CPU seconds"] for cell in own) / len(own) / 60
         lines.append([label, str(len(last)), *map(with_error, columns), f"{minutes:.1f}"])
-    names = ["mean", "lowest", "first task", "newest", "CPU minutes"]
+    names = ["mean", "lowest", "first task", "newest", "right after", "CPU minutes"]
     return tables.markdown(["method", "runs", *names], lines)
 
 
@@ -307,7 +282,7 @@ def over_tasks(record):
 
 def over_strength(record):
     """Draw the mean accuracy after the last task, with two standard errors; bounds as lines."""
-    points, (drawn, ax) = {}, tables.subplots(figsize=(6.4, 4.2))
+    points, (drawn, ax) = {}, tables.subplots(figsize=(7.4, 4.2))
     for name, accuracy in by_label(record)[1].items():
         method, _, strength = name.partition(", strength ")
         last = 100 * continual.average_accuracy(accuracy)[:, -1]
@@ -321,7 +296,7 @@ def over_strength(record):
             tables.errorbar(ax, strengths, values, 2, marker="o", capsize=3, **look)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set(xscale="log", xlabel="strength", ylabel="mean accuracy after both tasks (%)")
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return drawn
 
 
@@ -338,6 +313,7 @@ def of(name, kind, sequence, table=table, figure=over_tasks):
                     symbol = "lambda" if kind is Online else "strength"
                     label = method if strength is None else f"{method}, {symbol} {strength:g}"
                     label += f", decay {s.decay:g}" if getattr(s, "decay", 0) else ""
+                    label += f", {s.units} units" if getattr(s, "units", 100) != 100 else ""
                     yield (label, seed), partial(learn, s, sequence, method, strength, seed, label)
 
     by, facts = ("method", "seed"), {"strengths": strengths}
@@ -345,14 +321,18 @@ def of(name, kind, sequence, table=table, figure=over_tasks):
 
 
 BOUNDS = {"ML": [None], "joint": [None]}
-THREE = {method: [1.0, 3.0, 10.0] for method in ("kron", "diag", "EWC")}
+THREE = {method: [1.0, 3.0, 10.0] for method in ("kron", "diag", "EWC")} | {"at once": [None]}
 MANY = {"kron": LAMBDAS, "diag": LAMBDAS, "SI": [0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5]} | BOUNDS
 FEW = {"kron": [1.0, 10.0], "diag": [1.0, 10.0], "per-task kron": [1.0], "EWC": [1.0]}
 FEW |= {"SI": [0.1, 1.0], "ML": [None], "alone": [None]}
-# Of convolutions, whose weights are in use at each position, the curvature is larger.
-SLOWER, CONVOLUTIONS = {"kron": 10, "diag": 100}, {"diag": 10, "EWC": 10}
+# Of labels that the net holds to be improbable the curvature is larger, and of convolutions, whose
+# weights are in use at each position.
+REMEDIES = {"kron flat labels": 1, "kron own classes": 10}
+SLOWER = {"kron": 10, "diag": 100} | REMEDIES
+CONVOLUTIONS = {"diag": 10, "EWC": 10}
 SI = Sequence(permuted, {"SI": [0.01, 0.03, 0.1, 0.3, 1.0]} | BOUNDS)
-TWO = Sequence(disjoint, MANY, slower=SLOWER)
+MANY |= {"kron flat labels": [10.0, 30.0], "kron own classes": [10.0, 30.0, 100.0]}
+TWO = Sequence(disjoint, MANY, LAPLACE | dict.fromkeys(REMEDIES, SUM), SLOWER)
 FOUR = Sequence(vision, FEW, slower=CONVOLUTIONS, head=["head"])
 MANY_TASKS = "online_laplace_{0.tasks}", Online, Sequence(permuted, THREE, ONLINE)
 experiments = {

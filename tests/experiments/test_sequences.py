@@ -2,20 +2,23 @@
 
 import math
 
+import class_balance
 import numpy as np
 import pytest
 import runner
+import sequence_data
 import split_mnist
 import task_sequences
 import torch
+from torch import nn
 
 
 @pytest.mark.parametrize("name", ["permuted", "disjoint", "vision"])
 def test_task_sequences(name: str, smoke, stand_ins, monkeypatch):
-    net = task_sequences.LeNet()
+    net = sequence_data.LeNet()
     sizes = [20 * 76, 50 * 501, 500 * 1_251, 10 * 501]
     assert sum(parameter.numel() for parameter in net.parameters()) == sum(sizes)
-    monkeypatch.setattr(task_sequences, "LeNet", lambda: type(net)(3, 4, 5))
+    monkeypatch.setattr(sequence_data, "LeNet", lambda: type(net)(3, 4, 5))
     found = smoke(task_sequences.experiments[name], before=(name,))
     assert found.content["command"].startswith(f"python experiments/task_sequences.py {name} --s")
     methods = [*found.content["strengths"]]
@@ -57,24 +60,64 @@ def test_a_method_that_a_sequence_has_not_is_an_error_of_the_command(tmp_path):
 
 def test_permuted_tasks_are_orders_of_the_same_images(stand_ins):
     s = task_sequences.Online.at("smoke")
-    _, tasks, part = task_sequences.permuted(s, 0)
+    _, tasks, part = sequence_data.permuted(s, 0)
     assert tasks == ["1", "2"]
     first, second = (part(task, 0)[0] for task in tasks)
     assert torch.equal(first.sort(1).values, second.sort(1).values)
     assert not torch.equal(first, second)
-    assert torch.equal(first, task_sequences.mnist(s)[0][0])
+    assert torch.equal(first, sequence_data.mnist(s)[0][0])
     assert torch.equal(part("1", 1)[1], part("2", 1)[1])
-    again = task_sequences.permuted(s, 0)[2]
+    again = sequence_data.permuted(s, 0)[2]
     assert torch.equal(again("2", 1)[0], part("2", 1)[0])
-    assert not torch.equal(task_sequences.permuted(s, 1)[2]("2", 1)[0], part("2", 1)[0])
+    assert not torch.equal(sequence_data.permuted(s, 1)[2]("2", 1)[0], part("2", 1)[0])
+
+
+def test_batches_at_once_are_of_all_tasks(stand_ins):
+    s = task_sequences.Online.at("smoke", tasks=4)
+    _, tasks, part = sequence_data.permuted(s, 0)
+    batches = sequence_data.AtOnce(part, tasks, 50)
+    assert (len(batches), batches.points) == (5, 240)
+    known = {tuple(row) for task in tasks for row in part(task, 0)[0].tolist()}
+    for x, y in batches:
+        assert (x.shape, y.shape) == ((50, 784), (50,))
+        assert {tuple(row) for row in x.tolist()} <= known
 
 
 def test_own_classes_leave_the_others_out():
     outputs = torch.tensor([[3.0, 2.0, 1.0], [0.0, 5.0, 6.0], [1.0, 0.0, 9.0]])
     # Of the classes 0 and 1 alone: 0, 1, 0.
     labels = torch.tensor([0, 1, 1])
-    found = task_sequences.own_classes(lambda x: outputs, None, labels)
+    found = class_balance.own_classes(lambda x: outputs, None, labels)
     assert found == pytest.approx(2 / 3)
+
+
+def test_an_offset_mends_outputs_that_are_too_low_by_one_number():
+    labels = torch.arange(4).repeat(50)
+    outputs = nn.functional.one_hot(labels).double() + torch.tensor([-8.0, -8.0, 0.0, 0.0])
+    old, new = ((outputs[own], labels[own]) for own in (labels < 2, labels > 1))
+    found = class_balance.with_offset(nn.Identity(), lambda _: old, lambda _: new)
+    assert found["with offset"] == [1.0, 1.0]
+    assert 7 <= found["offset"] <= 9
+    # Where classes are not told apart, no offset helps.
+    alike = class_balance.with_offset(lambda x: 0 * x, lambda _: old, lambda _: new)
+    assert sum(alike["with offset"]) <= 1
+
+
+def test_flat_labels_are_of_all_classes_for_a_share_of_images():
+    torch.manual_seed(0)
+    sure = torch.tensor([20.0, 0.0, 0.0, 0.0]).expand(10_000, 4)
+    assert not class_balance.flat_labels(nn.Identity(), sure, 0.0).any()
+    counts = class_balance.flat_labels(nn.Identity(), sure, 0.4).bincount() / 10_000
+    assert counts.tolist() == pytest.approx([0.7, 0.1, 0.1, 0.1], abs=0.02)
+
+
+def test_outputs_of_other_classes_count_for_nothing_in_training():
+    net = class_balance.OwnClasses(nn.Linear(3, 4))
+    net.classes = torch.tensor([0, 2])
+    nn.functional.cross_entropy(net(torch.ones(5, 3)), torch.tensor([0, 2, 0, 2, 0])).backward()
+    assert net.net.weight.grad.abs().sum(1).bool().tolist() == [True, False, True, False]
+    net.classes = None
+    assert torch.equal(net(torch.ones(1, 3)), net.net(torch.ones(1, 3)))
 
 
 def test_runs_that_diverged_are_in_the_table(tmp_path):
