@@ -8,7 +8,10 @@ import common
 import numpy as np
 import pytest
 import resnet
+import resnet_ood
 import torch
+
+import tyxe
 
 NAMES = list(resnet.STARTS)
 pytest.importorskip("torchvision", reason="the nets are torchvision's, extra `vision`")
@@ -190,3 +193,53 @@ def test_schedules_are_two_to_one():
     assert reduced.of("mean-field-sd-only")["max scale"] == 0.03
     found = published.of("inducing")
     assert (found["epochs without KL"], found["epochs of growing KL"]) == (100, 50)
+
+
+def test_what_is_told_from_known_images(smoke, every_set):
+    found = smoke(resnet_ood.experiment)
+    setups, rows = resnet_ood.SETUPS, resnet_ood.ROWS
+    assert {*found.cells} == {(setup, row, "0") for setup in setups for row in rows}
+    for (setup, row, _), cell in found.cells.items():
+        is_field = row in resnet_ood.FIELDS
+        assert ("at cap" in cell) == ("weights drawn" in cell) == is_field
+        block = found.page.partition(f"**{setup.capitalize()}**")[2].partition("**")[0]
+        assert f"| {row} | 1 | {cell['accuracy %']:.1f} | {cell['NLL']:.3f} |" in block
+        for scores in (cell, cell.get("weights drawn", cell)):
+            numbers = {name: value for name, value in scores.items() if name != "weights drawn"}
+            assert all(0 <= value < math.inf for value in numbers.values())
+            share = scores["accuracy %"] / 100
+            right, wrong = (scores.get(f"AUROC, {part}", 0) for part in ("right", "wrong"))
+            own = share * right + (1 - share) * wrong
+            assert scores["AUROC SVHN"] == pytest.approx(own, abs=2e-4)
+    two = found.cells["two classes", "ml", "0"]
+    assert two["AUROC noise"] != found.cells["ten classes", "ml", "0"]["AUROC noise"]
+
+
+def test_standard_deviations_at_their_cap():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(1, 4, bias=False))
+    guide = common.mean_field(net, init_scale=0.05, max_guide_scale=0.1)
+    likelihood = tyxe.likelihoods.Categorical(5)
+    bnn = tyxe.VariationalBNN(net, common.normal(), likelihood, guide)
+    assert resnet_ood.at_cap(bnn, 0.1) == 0
+    wide = common.mean_field(net, init_scale=0.0999, max_guide_scale=0.1)
+    bnn = tyxe.VariationalBNN(net, common.normal(), likelihood, wide)
+    assert resnet_ood.at_cap(bnn, 0.1) == 1
+
+
+def test_images_of_other_kinds():
+    x = torch.rand(5, 3, 32, 32)
+    found = resnet_ood.shuffled(x, 8)
+    assert found.shape == x.shape
+    assert not torch.equal(found, x)
+    # the same pixels in each channel, and whole patches of them
+    torch.testing.assert_close(found.flatten(2).sort().values, x.flatten(2).sort().values)
+    corner, patches = found[0, :, :8, :8], x[0].unfold(-2, 8, 8).unfold(-2, 8, 8)
+    same = (patches == corner[:, None, None]).all(-1).all(-1).all(0)
+    assert same.sum() == 1
+    black, white = resnet_ood.coloured(torch.zeros(4, 1, 28, 28), 32), torch.ones(4, 1, 28, 28)
+    assert black.shape == (4, 3, 32, 32)
+    assert torch.equal(black, black[..., :1, :1].expand_as(black))
+    torch.manual_seed(0)
+    first = resnet_ood.coloured(white, 32)
+    torch.manual_seed(0)
+    assert not torch.equal(first, resnet_ood.coloured(0 * white, 32))

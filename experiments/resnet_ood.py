@@ -1,0 +1,207 @@
+"""What a ResNet-18 on CIFAR-10 tells from its images, and on what that depends [T tab. 5.1].
+
+In [T] a posterior over all weights raises the area under the ROC curve (AUROC) against SVHN; in the
+reduced runs of `resnet.py` it does not. One thing is changed at a time: the other images, the
+training images, the labels, the posterior's width.
+
+Setups: `ten classes`; `a quarter`, of the training images, for as many steps; `two classes`, the
+same images labelled animal or vehicle, which is easier. Rows, all about one net, ml: Laplace over
+its last layer, and by Kronecker factors over all weights, linearised, both with the precision of
+highest evidence; mean field, which starts at ml, standard deviations capped at 0.05, as in
+`resnet.py`; the same with a cap of 0.1, the paper's; the same with the KL weighed by 0.02, as that
+of variational Laplace is there. Mean fields are predicted as they were fitted, within local
+reparameterisation, and by weights drawn.
+
+Other images, as many of each: SVHN normalised by its own statistics, as in [T], or by CIFAR-10's;
+notMNIST and FashionMNIST, scaled to 32 x 32, in two random colours an image; Gaussian noise of
+CIFAR-10's mean and deviation; test images whose 16 patches of 8 x 8 are shuffled.
+
+Columns: accuracy, NLL (nats), ECE (15 bins); AUROC of the maximal probability against each. Second
+table, SVHN by its own statistics: its AUROC against test images that the net has right and wrong,
+of which the whole is the mean, weighed by the accuracy; mean confidence in the three; NLL of half
+as many training images; share of standard deviations that are at their cap. Mean and standard
+error over seeds. Reduced against `resnet.py`, which is reduced itself: an eighth of the paper's
+channels, steps, draws, test images.
+"""
+
+from contextlib import nullcontext
+from functools import cache, partial
+
+import common
+import resnet
+import runner
+import tables
+import torch
+import torch.nn.functional as F
+from runner import setting, settings, which
+from torch import nn
+
+import tyxe
+from tyxe import LaplaceBNN, VariationalBNN, metrics
+from tyxe.poutine import local_reparameterization
+
+SETUPS = {"ten classes": {}, "a quarter": {"parts": 4}, "two classes": {"kinds": True}}
+# Caps and weights of the KL of mean fields.
+FIELDS = {"mean field": (0.05, 1.0), "mean field, cap 0.1": (0.1, 1.0)}
+FIELDS |= {"mean field, KL x 0.02": (0.05, 0.02)}
+LAPLACE = {"last-layer Laplace": "full", "Kronecker Laplace": "kron"}
+ROWS = ["ml", *LAPLACE, *FIELDS]
+VEHICLES = (0, 1, 8, 9)  # airplane, automobile, ship, truck
+SCORES = {"accuracy %": ".1f", "NLL": ".3f", "ECE %": ".1f"}
+PARTS = dict.fromkeys(("AUROC, right", "AUROC, wrong"), ".3f")
+PARTS |= {f"confidence, {name}": ".3f" for name in ("right", "wrong", "SVHN")}
+PARTS |= {"training NLL": ".3f", "at cap": ".2f"}
+
+
+@settings
+class Settings(runner.Settings):
+    setups: list[str] = which([*SETUPS], "of those above", choices=[*SETUPS])
+    rows: list[str] = which(ROWS, "of the table", choices=ROWS)
+    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0])
+    width: int = setting(8, "channels of the first stage", published=64, smoke=2)
+    stem: str = setting("strided", "3x3, strided by 2 or not", published="cifar")
+    training_images: int = setting(10_000, "number", published=50_000, smoke=40)
+    test_images: int = setting(1_000, "number", published=10_000, smoke=30)
+    other_images: int = setting(500, "number, of each kind", published=5_000, smoke=20)
+    batch: int = setting(100, "images in a batch", smoke=20)
+    steps: int = setting(1_200, "of ml; the last third at a tenth", published=150_000, smoke=6)
+    mean_field_steps: int = setting(800, "of mean field", published=100_000, smoke=4)
+    rate: float = setting(1e-3, "of Adam")
+    scale_multiplier: int = setting(10, "of the learning rate of scales", published=1)
+    draws: int = setting(16, "in predictions", published=32, smoke=2)
+
+
+def coloured(x, size):
+    """Return grey images of a size, black and white in them being two random colours each."""
+    x = F.interpolate(x, (size, size), mode="bilinear", align_corners=False)
+    black, white = torch.rand(2, len(x), 3, 1, 1)
+    return black + x * (white - black)
+
+
+def shuffled(x, patch):
+    """Return images whose square patches have other places, in each image others."""
+    side = x.shape[-1] // patch
+    patches = F.unfold(x, patch, stride=patch)
+    order = torch.rand(len(x), 1, side * side).argsort(-1).expand_as(patches)
+    return F.fold(patches.gather(-1, order), x.shape[-2:], patch, stride=patch)
+
+
+@cache
+def load(s):
+    """Return training and test pairs and the others by name, all normalised."""
+    pairs = [common.images("cifar10_subset", split) for split in ("train", "test")]
+    train, (x, y) = common.first(pairs[0], s.training_images), pairs[1]
+    test = common.thinned(x, s.test_images), common.thinned(y, s.test_images)
+    svhn = torch.cat([common.images("svhn_subset", split)[0] for split in ("test", "train")])
+    svhn, own = common.thinned(svhn, s.other_images), common.standardised(svhn)
+    normalise = common.standardised(train[0])
+    torch.manual_seed(0)
+    few = partial(common.thinned, count=s.other_images)
+    others = {"SVHN": own(svhn), "SVHN, CIFAR's statistics": normalise(svhn)}
+    for name, title in (("notmnist", "notMNIST"), ("fashion_mnist", "FashionMNIST")):
+        others[title] = normalise(coloured(few(common.images(name, "test")[0]), 32))
+    others["noise"] = torch.randn_like(others["SVHN"])
+    others["shuffled"] = normalise(shuffled(few(test[0]), 8))
+    return [(normalise(x), y) for x, y in (train, test)], others
+
+
+@cache
+def prepared(s, setup):
+    """Return the training and test pairs of a setup."""
+    train, test = load(s)[0]
+    train = tuple(part[:: SETUPS[setup].get("parts", 1)] for part in train)
+    if "kinds" not in SETUPS[setup]:
+        return train, test
+    return [(x, torch.isin(y, torch.tensor(VEHICLES)).long()) for x, y in (train, test)]
+
+
+def fit(s, bnn, pair, steps, handler=nullcontext, cut=(), beta=1.0):
+    batches = common.Batches(*pair, s.batch, common.crops)
+    epochs, adam = max(1, steps // len(batches)), partial(torch.optim.Adam, lr=s.rate)
+    how = {"lr_multipliers": {"scale": s.scale_multiplier}, "beta": beta, "progress": False}
+    with handler():
+        bnn.fit(
+            batches, adam, epochs, common.cut_at(*(round(share * epochs) for share in cut)), **how
+        )
+    return bnn
+
+
+@cache
+def ml(s, setup, seed):
+    torch.manual_seed(seed)
+    (train, _), net = prepared(s, setup), resnet.make_net(s.width, s.stem)
+    bnn = VariationalBNN(
+        net, common.normal(hide_all=True), tyxe.likelihoods.Categorical(len(train[1]))
+    )
+    return fit(s, bnn, train, s.steps, cut=[2 / 3])
+
+
+def scored(s, bnn, test, seen, **how):
+    """Return a row: scores of test images, and what of the others is told from them."""
+    torch.manual_seed(0)
+
+    def predict(x):
+        return bnn.predict(x, batch_size=s.batch, **how).softmax(-1)
+
+    known, (x, y) = predict(test[0]), test
+    row, confidence, right = tables.scores(known, y), known.amax(-1), known.argmax(-1) == y
+    others = {name: predict(x).amax(-1) for name, x in load(s)[1].items()}
+    for name, unknown in others.items():
+        row[f"AUROC {name}"] = metrics.ood_auroc(confidence, unknown).item()
+    parts = {"right": confidence[right], "wrong": confidence[~right], "SVHN": others["SVHN"]}
+    for name, part in parts.items():
+        if len(part):
+            row[f"confidence, {name}"] = part.mean().item()
+            row[f"AUROC, {name}"] = metrics.ood_auroc(part, others["SVHN"]).item()
+    x, y = common.first(seen, len(x) // 2)
+    row["training NLL"] = metrics.nll(predict(x), y).item()
+    return {name: round(value, 4) for name, value in row.items()}
+
+
+def at_cap(bnn, cap):
+    scales = [q.stddev.flatten() for q in bnn.net_guide.get_detached_distributions().values()]
+    return (torch.cat(scales) > 0.95 * cap).float().mean().item()
+
+
+def run(s, setup, row, seed):
+    start, (train, test), how = ml(s, setup, seed), prepared(s, setup), {"num_predictions": s.draws}
+    if row == "ml":
+        return scored(s, start, test, train, num_predictions=0)
+    net, likelihood = start.to_module(), tyxe.likelihoods.Categorical(len(train[1]))
+    weights = common.normal(hide_module_types=[nn.BatchNorm2d])
+    torch.manual_seed(seed)
+    if row in LAPLACE:
+        prior = weights if LAPLACE[row] == "kron" else common.normal(expose=["fc.*"])
+        bnn = LaplaceBNN(net, prior, likelihood, structure=LAPLACE[row])
+        bnn.fit_curvature(common.Batches(*train, s.batch), progress=False)
+        bnn.optimize_prior_precision()
+        return scored(s, bnn, test, train, **how)
+    cap, beta = FIELDS[row]
+    guide = common.mean_field(net, init_scale=1e-4, max_guide_scale=cap)
+    bnn = VariationalBNN(net, weights, likelihood, guide)
+    fit(s, bnn, train, s.mean_field_steps, local_reparameterization, beta=beta)
+    with local_reparameterization():
+        cell = scored(s, bnn, test, train, **how) | {"at cap": at_cap(bnn, cap)}
+    return cell | {"weights drawn": scored(s, bnn, test, train, **how)}
+
+
+def table(record):
+    blocks = []
+    for setup in SETUPS:
+        found, rows = tables.rows(record.of(setup)), {}
+        for row in (row for row in ROWS if row in found):
+            drawn = [cell["weights drawn"] for cell in found[row] if "weights drawn" in cell]
+            rows |= {row: found[row]} | ({f"{row}, weights drawn": drawn} if drawn else {})
+        if rows:
+            auroc = [column for column in rows["ml"][0] if column.startswith("AUROC ")]
+            forms = SCORES | dict.fromkeys(auroc, ".3f")
+            blocks.append(f"**{setup.capitalize()}**")
+            blocks += [tables.score_table(rows, each, count=["seeds"]) for each in (forms, PARTS)]
+    return "\n\n".join(blocks)
+
+
+cells, by = runner.every(run, "setups", "rows", "seeds"), ("setup", "row", "seed")
+experiment = runner.Experiment("resnet_ood", Settings, cells, by, table)
+
+if __name__ == "__main__":
+    experiment.main()
