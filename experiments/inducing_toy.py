@@ -8,16 +8,23 @@ What is to be seen is how far predictions widen between the clusters, and beyond
   FFG-U       a mean field of 25 x 2 inducing weights for the first layer, 1 x 25 for the second;
   FCG-U       a Normal with a full covariance of each layer's inducing weights;
   ensemble-U  eight points in place of a distribution of the inducing weights;
+  ensemble    eight nets, each at a maximum of its posterior, from starts of their own;
   NUTS        samples of the exact posterior; what it is worth is in the record.
 
+`--changes` has what the answer of FFG-W hangs on: one thing changed at a time.
+
 Columns: mean predictive standard deviations, the noise included; the expected log-likelihood of all
-data and the KL, in nats. Predictions average 200 draws. Reduced: fewer steps, their rate decaying
-by a cosine (the paper: constant, but for FCG-U and ensemble-U a tenth after 10,000 steps), and a
-short chain of NUTS, which starts at small weights.
+data and the KL, in nats; of the mean field the standard deviation of the function in the middle, of
+all draws and where only the hidden units' biases are drawn, and how many units are in use (a mean
+of the last weight above its standard deviation). Predictions average 200 draws. Reduced: fewer
+steps, their rate decaying by a cosine (the paper: constant, but for FCG-U and ensemble-U a tenth
+after 10,000 steps), and a short chain of NUTS, which starts at small weights.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import common
 import pyro
@@ -42,12 +49,38 @@ from tyxe.util import SiteTensors
 
 INDUCING = {"inducing_rows": {"0.weight": 25, "2.weight": 1}}
 INDUCING |= {"inducing_cols": {"0.weight": 2, "2.weight": 25}}
-METHODS = ["FFG-W", "FCG-W", "FFG-U", "FCG-U", "ensemble-U", "NUTS"]
+METHODS = ["FFG-W", "FCG-W", "FFG-U", "FCG-U", "ensemble-U", "ensemble", "NUTS"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one fit has that the others have not."""
+
+    start: str = "net"  # of means; another net, one of a tenth of its weights, or a prior's draw
+    first_sd: float = 1e-2
+    biases_fixed: bool = False  # the hidden units' standard deviations stay as at the start
+    kl: float = 1.0
+    units: int = 50
+    prior: float = 4.0  # N(0, prior^2 / inputs of the layer)
+
+
+CHANGES = {
+    "biases held at sd 0.01": Change(biases_fixed=True),
+    "starts at another net": Change(start="another"),
+    "starts at a tenth of the net": Change(start="tenth"),
+    "starts at a draw of the prior": Change(start="prior"),
+    "first sd 0.1": Change(first_sd=0.1),
+    "KL x 0.1": Change(kl=0.1),
+    "10 hidden units": Change(units=10),
+    "200 hidden units": Change(units=200),
+    "prior N(0, 1 / inputs)": Change(prior=1.0),
+}
 
 
 @settings
 class Settings(runner.Settings):
     methods: list[str] = which(METHODS, "the posteriors", choices=METHODS)
+    changes: list[str] = which([*CHANGES], "of one thing", published=[], choices=[*CHANGES])
     seeds: list[int] = which([42], "of data and inference")
     steps: int = setting(8_000, "of Adam", published=20_000, smoke=5)
     draws: int = setting(32, "in a step")
@@ -110,15 +143,21 @@ class Elbo(nn.Module):
         return total / self.draws, kl
 
 
-def fit(s, method, bnn, prior, net, data):
-    elbo, terms = Elbo(bnn, prior.sites(net), *data, s.draws), []
-    adam = torch.optim.Adam(elbo.parameters(), lr=s.rate, fused=True)
+def scheduled(s, method, parameters):
+    adam = torch.optim.Adam(parameters, lr=s.rate, fused=True)
     cuts = [10_000] if method in ("FCG-U", "ensemble-U") else []
-    schedule = MultiStepLR(adam, cuts) if s.published else CosineAnnealingLR(adam, s.steps, 1e-4)
+    return adam, MultiStepLR(adam, cuts) if s.published else CosineAnnealingLR(adam, s.steps, 1e-4)
+
+
+def fit(s, method, change, bnn, prior, net, data):
+    elbo, terms = Elbo(bnn, prior.sites(net), *data, s.draws), []
+    if change.biases_fixed:
+        bnn.get_parameter("net_guide.unconstrained_scales.0.bias").requires_grad_(False)
+    adam, schedule = scheduled(s, method, elbo.parameters())
     for _ in range(s.steps):
         adam.zero_grad()
         expected, kl = elbo()
-        (kl - expected).backward()
+        (change.kl * kl - expected).backward()
         adam.step()
         schedule.step()
         terms.append([expected.item(), kl.item()])
@@ -126,12 +165,74 @@ def fit(s, method, bnn, prior, net, data):
     return {"log-likelihood": expected, "KL": kl}
 
 
-def run(s, method, seed):
-    data, (net, likelihood) = two_clusters.draw(50), two_clusters.net_and_likelihood()
-    prior = tyxe.priors.LambdaPrior(
-        lambda name, module, param: dist.Normal(0, 4 / module.in_features**0.5).expand(param.shape)
-    )
+def ensemble(s, change, priors, likelihood, data, members=8):
+    """Return what maxima of the posterior, from starts of their own, predict on the grid."""
+    nets = [common.mlp(1, change.units, 1, act=nn.Tanh) for _ in range(members)]
+    weights, _ = torch.func.stack_module_state(nets)
+    x, y = data
+    adam, schedule = scheduled(s, "ensemble", weights.values())
+    of_all = torch.vmap(partial(torch.func.functional_call, nets[0]), (0, None))
+    for _ in range(s.steps):
+        adam.zero_grad()
+        fitted = likelihood.log_likelihood(
+            of_all(weights, x).flatten(0, 1), y.repeat(members, 1), "sum"
+        )
+        prior = sum(priors[name].log_prob(value).sum() for name, value in weights.items())
+        (-fitted - prior).backward()
+        adam.step()
+        schedule.step()
+    with torch.no_grad():
+        outputs = of_all(weights, two_clusters.grid(201))
+    return {"log-likelihood": fitted.item() / members}, likelihood.aggregate_predictions(outputs)
+
+
+@torch.no_grad()
+def where_it_is(bnn, draws=400):
+    """Return standard deviations of a mean field's function in the middle, and units in use.
+
+    Of all draws, and of draws of one kind of the weights with the others at their means.
+    """
+    qs = {site.name: bnn.net_guide.site_distribution(site) for site in bnn.net_guide.sites}
+    drawn = {name: q.sample((draws,)) for name, q in qs.items()}
+    means = {name: q.mean.expand_as(drawn[name]) for name, q in qs.items()}
+    middle, found = torch.linspace(-0.3, 0.1, 21)[:, None], {}
+    kinds = {"all weights": tuple(qs)} | {name.removeprefix("net."): (name,) for name in qs}
+    for kind, names in kinds.items():
+        values = means | {name: drawn[name] for name in names}
+        outputs = torch.vmap(bnn.run_net, in_dims=(0, None))(values, middle)
+        found[kind] = outputs.std(0).mean().item()
+    last = qs["net.2.weight"]
+    in_use = (last.mean.abs() > last.stddev).sum().item()
+    return {"sd in the middle by what is drawn": found, "units in use": in_use}
+
+
+@torch.no_grad()
+def start_from(net, change):
+    """Change the weights where means start."""
+    for layer in (net[0], net[2]) if change.start != "net" else ():
+        if change.start == "another":
+            layer.reset_parameters()
+        for parameter in layer.parameters():
+            if change.start == "prior":
+                nn.init.normal_(parameter, 0.0, change.prior / layer.in_features**0.5)
+            elif change.start == "tenth":
+                parameter /= 10
+
+
+def run(s, name, seed):
+    method, change = ("FFG-W", CHANGES[name]) if name in CHANGES else (name, Change())
+    data, net = two_clusters.draw(50), common.mlp(1, change.units, 1, act=nn.Tanh)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(100, scale=0.1)
+
+    def of(name, module, param):
+        return dist.Normal(0, change.prior / module.in_features**0.5).expand(param.shape)
+
+    prior = tyxe.priors.LambdaPrior(of)
     pyro.set_rng_seed(seed)
+    start_from(net, change)
+    if method == "ensemble":
+        facts, predictions = ensemble(s, change, prior.sites(net), likelihood, data)
+        return facts | two_clusters.curves(*predictions)
     if method == "NUTS":
         how = {"target_accept_prob": 0.8, "max_tree_depth": s.depth}
         kernel = partial(NUTS, init_strategy=partial(init_to_uniform, radius=0.1), **how)
@@ -142,32 +243,62 @@ def run(s, method, seed):
     else:
         inducing = partial(AutoInducing, **INDUCING)
         guides = {
-            "FFG-W": common.mean_field(net, init_scale=1e-2),
+            "FFG-W": common.mean_field(net, init_scale=change.first_sd),
             "FCG-W": common.mean_field(net, guide=AutoFullByLayer),
             "FFG-U": inducing,
             "FCG-U": partial(inducing, q_inducing="full"),
             "ensemble-U": partial(inducing, q_inducing="ensemble", ensemble_size=8),
         }
         bnn, draws = tyxe.VariationalBNN(net, prior, likelihood, guides[method]), 200
-        facts = fit(s, method, bnn, prior, net, data)
+        facts = fit(s, method, change, bnn, prior, net, data)
     predictions = bnn.predict(two_clusters.grid(201), num_predictions=draws)
+    facts |= where_it_is(bnn) if method == "FFG-W" else {}
     return facts | two_clusters.curves(*predictions)
 
 
+def cells(s, found):
+    methods = [*s.methods, *s.changes]
+    for seed, name in product(s.seeds, methods):
+
+        def seeded(name=name, seed=seed):
+            pyro.set_rng_seed(seed)
+            return run(s, name, seed)
+
+        yield (name, seed), seeded
+
+
+def page(record, keep, forms):
+    order = sorted((k for k in record.cells if k[0] in keep), key=lambda k: keep.index(k[0]))
+    cells = {k: (c := record.cells[k]) | two_clusters.regions(c["sd"]) for k in order}
+    for cell in cells.values():
+        if parts := cell.get("sd in the middle by what is drawn"):
+            cell["function's sd"], cell["of biases alone"] = parts["all weights"], parts["0.bias"]
+    return tables.score_table(tables.rows(cells), forms)
+
+
 def table(record):
-    cells = {k: cell | two_clusters.regions(cell["sd"]) for k, cell in record.cells.items()}
     forms = dict.fromkeys(two_clusters.regions([0.0] * 5), ".3f")
     forms |= {"log-likelihood": ".0f", "KL": ".0f"}
-    return two_clusters.sourced(record, tables.score_table(tables.rows(cells), forms))
+    more = {"function's sd": ".3f", "of biases alone": ".3f", "units in use": ".0f"}
+    found = {"": two_clusters.sourced(record, page(record, METHODS, forms))}
+    if any(name in CHANGES for name, _ in record.cells):
+        found["_changes"] = page(record, ["FFG-W", *CHANGES], forms | more)
+    return found
 
 
 def figure(record):
     first = next(iter(record.cells))[1]
-    panels = {method: cell for (method, seed), cell in record.cells.items() if seed == first}
-    return two_clusters.bands(panels, first, [2.5, 2.5], (12, 6.4))
+    own = {method: cell for (method, seed), cell in record.cells.items() if seed == first}
+    panels = {method: own[method] for method in METHODS if method in own}
+    found = {"": two_clusters.bands(panels, first, [2.5, 2.5], (13, 6.4))}
+    changes = {name: own[name] for name in ("FFG-W", *CHANGES) if name in own}
+    if len(changes) > 1:
+        lines = -(-len(changes) // 5)
+        found["_changes"] = two_clusters.bands(changes, first, [2.5] * lines, (13, 0.6 + 3 * lines))
+    return found
 
 
-cells, by = runner.every(run, "methods", "seeds"), ("method", "seed")
+by = ("method", "seed")
 experiment = runner.Experiment("inducing_toy", Settings, cells, by, table, figure)
 
 if __name__ == "__main__":

@@ -107,5 +107,7 @@ def bands(panels, x, data, truth, limits, size):
         ax.label_outer()
     for line, limit in zip(axes, limits, strict=True):
         line[0].set_ylim(-limit, limit)
+    for ax in axes.flat[len(panels) :]:
+        ax.remove()
     drawn.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return drawn

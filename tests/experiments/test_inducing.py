@@ -14,8 +14,10 @@ from tyxe.testing import check_guide
 
 def test_inducing_toy(smoke):
     found = smoke(inducing_toy.experiment)
-    assert [key[0] for key in found.cells] == inducing_toy.METHODS
-    for cell in found.cells.values():
+    own = ["FFG-W", *inducing_toy.CHANGES]
+    assert [key[0] for key in found.cells] == [*inducing_toy.METHODS, *own[1:]]
+    for (name, _), cell in found.cells.items():
+        assert ("units in use" in cell) == (name in own)
         assert len(cell["mean"]) == len(cell["sd"]) == 201
         # the noise, 0.1, is in every predictive standard deviation
         assert all(0.0999 < value < math.inf for value in cell["sd"])
@@ -24,6 +26,65 @@ def test_inducing_toy(smoke):
     beyond = found.cells["FFG-W", "42"]["sd"]
     beyond = [value for i, value in enumerate(beyond) if not 50 <= i <= 150]
     assert lines[2].split(" | ")[4] == f"{sum(beyond) / len(beyond):.3f}"
+    page = (found.record.path.parent / "inducing_toy_changes.md").read_text()
+    rows = [line.split(" | ")[0][2:] for line in page.splitlines()[2:]]
+    assert rows == own
+
+
+def small_mean_field(net):
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.1)
+    prior = tyxe.priors.LayerwiseNormalPrior("radford")
+    return tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal), prior
+
+
+def test_what_is_drawn_makes_the_deviation_in_the_middle():
+    """Of biases of the last layer alone it is their own, whatever the input."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    bnn, _ = small_mean_field(net)
+    with torch.no_grad():
+        bnn.net_guide.locs["2.weight"].copy_(torch.tensor([[1.0, -1.0, 1.0, 0.0, 0.0, 0.0]]))
+    found = inducing_toy.where_it_is(bnn, draws=4_000)
+    own = bnn.net_guide.site_distribution(bnn.net_guide.sites[-1])
+    parts = found["sd in the middle by what is drawn"]
+    # the relative error of a deviation of n draws is 1 / sqrt(2 n); four of them
+    assert parts["2.bias"] == pytest.approx(own.stddev.item(), rel=4 / 8_000**0.5)
+    assert found["units in use"] == 3
+
+
+def test_biases_that_are_fixed_keep_their_deviations():
+    data = torch.randn(7, 1), torch.randn(7, 1)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    s = inducing_toy.Settings.at("smoke")
+    for fixed in (True, False):
+        bnn, prior = small_mean_field(net)
+        sites = {site.name.removeprefix("net."): site for site in bnn.net_guide.sites}
+        before = {n: bnn.net_guide.site_distribution(q).stddev.clone() for n, q in sites.items()}
+        change = inducing_toy.Change(biases_fixed=fixed)
+        inducing_toy.fit(s, "FFG-W", change, bnn, prior, net, data)
+        after = {n: bnn.net_guide.site_distribution(q).stddev for n, q in sites.items()}
+        assert torch.equal(before["0.bias"], after["0.bias"]) == fixed
+        assert not torch.equal(before["0.weight"], after["0.weight"])
+
+
+def test_an_ensemble_of_one_step_starts_at_its_own_nets():
+    """Its members differ, and the mean and the deviation are those of their outputs and noise."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
+    _, prior = small_mean_field(net)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(7, scale=0.1)
+    s, data = inducing_toy.Settings.at(steps=1, rate=1e-12), (torch.zeros(7, 1), torch.zeros(7, 1))
+    torch.manual_seed(1)
+    how = s, inducing_toy.Change(), prior.sites(net), likelihood, data
+    facts, (mean, sd) = inducing_toy.ensemble(*how, members=4)
+    torch.manual_seed(1)
+    nets = [inducing_toy.common.mlp(1, 50, 1, act=torch.nn.Tanh) for _ in range(4)]
+    with torch.no_grad():
+        outputs = torch.stack([one(torch.linspace(-2, 2, 201)[:, None]) for one in nets])
+    torch.testing.assert_close(mean, outputs.mean(0), atol=1e-5, rtol=1e-4)
+    spread = outputs.var(0, unbiased=False) + 0.01
+    torch.testing.assert_close(sd, spread.sqrt(), atol=1e-4, rtol=1e-3)
+    assert math.isfinite(facts["log-likelihood"])
 
 
 INDUCING = {"inducing_rows": {"0.weight": 3, "2.weight": 1}}
