@@ -116,6 +116,17 @@ def nll(bnn, pair, *how):
     return tyxe.metrics.nll(probabilities(bnn, pair[0], *how), pair[1]).item()
 
 
+def fit_map(s, net, likelihood, loader, precision, seed):
+    """Return a MAP that starts at a net."""
+    torch.manual_seed(seed)
+    # Of it only the weights are used: the curvature that takes the least time.
+    how = {"structure": "diag", "curvature": "fisher"}
+    bnn = tyxe.LaplaceBNN(net, common.normal(precision**-0.5), likelihood, **how)
+    adam, step = common.scheduled(bnn, 1e-3, LambdaLR, lambda epoch: 1 / (1 + epoch // 10))
+    bnn.fit(loader, adam, s.epochs, step, progress=False)
+    return bnn
+
+
 def run(s, name, kind, seed):
     train, validation, test, unknown = load(s, name, seed)
     loader = common.Batches(*train, s.batch)
@@ -124,13 +135,7 @@ def run(s, name, kind, seed):
     net = make_net(kind, s.widths[kind]).to(s.device)
     maps, posteriors, tuned, rows = {}, {}, {}, {}
     for precision in s.prior_precisions:
-        torch.manual_seed(seed)
-        # Of it only the weights are used: the curvature that takes the least time.
-        how = {"structure": "diag", "curvature": "fisher"}
-        bnn = tyxe.LaplaceBNN(net, common.normal(precision**-0.5), likelihood, **how)
-        adam, step = common.scheduled(bnn, 1e-3, LambdaLR, lambda epoch: 1 / (1 + epoch // 10))
-        bnn.fit(loader, adam, s.epochs, step, progress=False)
-        maps[precision] = bnn
+        maps[precision] = fit_map(s, net, likelihood, loader, precision, seed)
     parts = {"training NLL": train, "validation NLL": validation}
     at_map = {p: {part: nll(bnn, pair) for part, pair in parts.items()} for p, bnn in maps.items()}
     best = min(at_map, key=lambda precision: at_map[precision]["validation NLL"])
