@@ -38,10 +38,11 @@ class AtOnce:
     def __init__(self, part, tasks, size):
         self.part, self.tasks, self.each = part, tasks, -(-size // 5)
         self.images = len(part(tasks[0], 0)[1])
-        self.points = self.images * len(tasks)
+        self.count = -(-self.images * len(tasks) // (5 * self.each))
+        self.points = 5 * self.each * self.count  # of an epoch
 
     def __len__(self):
-        return -(-self.points // (5 * self.each))
+        return self.count
 
     def __iter__(self):
         for _ in range(len(self)):
