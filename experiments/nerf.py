@@ -8,27 +8,47 @@ fitted. All of an image is rendered by one draw of the weights, in however many 
 computed: that is what `hold_sample` is for.
 
 40 views from all around (the last repeats the first, and is left out): 30 to train, and the 9 after
-them, a gap of 92 degrees, held out. The deterministic net; the same trained for as long again, for
-the third is, too; and the Bayesian net, from the first one's weights with standard deviations of
-0.01, a N(0, 1) prior, and the weight of the KL rising to 1 / (4 views pixels) in the first half:
-one over the number of values that are fitted. The original divides by 4 x 30 x 128^2, the same rule
-for images of 128x128; of 64x64 pixels, as here, it gives four times the original's weight, which is
---kl-factors 0.25. cow_views.py makes the original's images where PyTorch3D is installed.
-What is trained and rendered is kept in files (.pt) beside the record. Columns: means of Huber's
-function of colours, and of colours and silhouettes, and the peak signal-to-noise ratio of colours
-(dB). Reduced: the net, rays, depths and steps, at a higher rate; depths hold the object, where the
+them, a gap of 92 degrees, held out; with `--gap half` 20 and 19. The deterministic net; the same
+trained for as long again, for the next is, too; the Bayesian net, from the first one's weights with
+standard deviations of 0.01, a N(0, 1) prior, and the weight of the KL rising to 1 / (4 views
+pixels) in the first half: one over the number of values that are fitted; and an ensemble, of the
+first net and of others trained from other weights, whose images are averaged and scored as draws
+are. The original divides by 4 x 30 x 128^2, the same rule for images of 128x128; of 64x64 pixels,
+as here, it gives four times the original's weight, which is --kl-factors 0.25. cow_views.py makes
+the original's images where PyTorch3D is installed.
+
+All are tested on a third part, too: views from a path over and under the object (--over), where no
+training view is; with "level directions" the first net is told that rays are level, to see what of
+its errors there comes from directions that it does not know. What is trained and rendered is kept
+in files (.pt) beside the record.
+
+Columns: means of Huber's function of colours, and of colours and silhouettes, and the peak
+signal-to-noise ratio of colours (dB). In the second table, of the object's pixels: root mean
+squares of errors and mean standard deviations, their rank correlation, and what dropping the pixels
+of the largest standard deviations first gains of what dropping the largest errors first does.
+Reduced: the net, rays, depths and steps, at a higher rate; depths hold the object, where the
 published ones end a little behind its middle.
 """
 
 import sys
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import product
 
 import common
+import nerf_figures
 import runner
 import tables
 import torch
+from nerf_scores import (
+    by_view,
+    colour_error,
+    errors,
+    image_loss,
+    on_object,
+    rank_correlation,
+    reliability,
+    uncertainty,
+)
 from rendering import RENDERERS, load
 from runner import how, setting, settings, which
 from torch import nn
@@ -38,14 +58,20 @@ import tyxe
 # [T 5.3.2]: error on held-out views; whether of colours or of silhouettes as well is not said.
 PUBLISHED = {"deterministic": 9.4e-3, "Bayesian": 8.1e-3}
 FORMATS = {"colour": ".5f", "colour + silhouette": ".5f", "PSNR": ".2f"}
-COW, LONGER = "cow/cow_views_equator.npz", "deterministic, twice as long"
+COW, OVER = "cow/cow_views_equator.npz", "cow/cow_views.npz"
+GAPS = {"quarter": 1 / 4, "half": 1 / 2}
+LONGER = "deterministic, twice as long"
+LEVEL = "deterministic, level directions"
+METHODS = ["deterministic", LONGER, LEVEL, "Bayesian", "ensemble"]
 
 
 @settings
 class Settings(runner.Settings):
+    methods: list[str] = which(METHODS, "which; the deterministic net is always", choices=METHODS)
     seeds: list[int] = which([0], "of net and draws")
     kl_factors: list[float] = which([1.0], "times its weight; pictures are of the first")
     device: str = how("cpu", "where to compute", choices=["cpu", "cuda"])
+    gap: str = setting("quarter", "what of the turn is held out", choices=[*GAPS])
     harmonics: int = setting(10, "frequencies", published=60, smoke=4)
     width: int = setting(64, "of the net", published=256, smoke=8)
     steps: int = setting(8_000, "of Adam, of each net", published=20_000, smoke=8)
@@ -56,9 +82,11 @@ class Settings(runner.Settings):
     near: float = setting(1.65, "the first depth", published=0.1)
     far: float = setting(3.75, "the last depth", published=3.0)
     first_sd: float = setting(1e-2, "standard deviations at the start")
-    draws: int = setting(8, "in predictions", smoke=2)
+    draws: int = setting(16, "in predictions", published=8, smoke=2)
+    members: int = setting(3, "nets of the ensemble")
     renderer: str = setting("torch", "what makes images", choices=[*RENDERERS])
     data: str = setting(COW, "an archive of views")
+    over: str = setting(OVER, "one from other heights, of which every third is tested, or none")
 
     def __post_init__(self):
         if (least := min(self.kl_factors)) <= 0:
@@ -95,70 +123,36 @@ class RadianceField(nn.Module):
         return opacity, self.colour(self.of_point(features) + seen_from)
 
 
-def huber(prediction, target):
-    """Return the mean of a smooth absolute error, `0.1 (sqrt(1 + d^2 / 0.01) - 1)`."""
-    return (0.1 * ((1 + (prediction - target).square() / 0.01).sqrt() - 1)).mean()
-
-
-def image_loss(rendered, target):
-    """Return the error of colours plus that of coverage; both are `(..., 4)`."""
-    return huber(rendered[..., :3], target[..., :3]) + huber(rendered[..., 3], target[..., 3])
-
-
-def errors(images, views):
-    """Return errors of images `(V, 4, size, size)`, colours' peak signal-to-noise ratio in dB."""
-    pixels, found = (part.movedim(1, -1) for part in (views.pixels, images))
-    return {
-        "colour": huber(found[..., :3], pixels[..., :3]).item(),
-        "colour + silhouette": image_loss(found, pixels).item(),
-        "PSNR": -10 * (found - pixels)[..., :3].square().mean().log10().item(),
-    }
-
-
-def uncertainty(draws):
-    """Return `sqrt(sum of the variances of colours)` of draws `(S, V, 4, ...)`: `(V, ...)`."""
-    return draws[:, :, :3].var(0).sum(1).sqrt()
-
-
-def reliability(sd, images, views, bins=10):
-    """Return how standard deviations of the object's pixels go with errors of the mean.
-
-    The mean sd of all pixels and of the object's, the rank correlation of sd and error on the
-    object, and root mean squares of both in bins of the same number of pixels.
-    """
-    on_object = views.pixels[:, 3] > 0.5
-    error = (images - views.pixels)[:, :3].square().sum(1).sqrt()[on_object]
-    found = sd[on_object]
-    ranks = torch.stack([x.argsort().argsort().double() for x in (found, error)])
-    order = found.argsort().tensor_split(bins)
-    return {
-        "sd": sd.mean().item(),
-        "sd on the object": found.mean().item(),
-        "error on the object": error.square().mean().sqrt().item(),
-        "rank correlation": ranks.corrcoef()[0, 1].item(),
-        "bins": [[x[part].square().mean().sqrt().item() for x in (found, error)] for part in order],
-    }
-
-
 @cache
 def problem(s):
+    """Return views, masks of the parts that they are in by name, and the renderer."""
     try:
-        views = load(s.data).to(s.device)
+        views = load(s.data)
+        if len(views) < 5:
+            sys.exit(f"{s.data} has {len(views)} views; expected at least 5, to hold some out")
+        around, count = len(views) - 1, int((1 - GAPS[s.gap]) * len(views))
+        views = views[torch.arange(around)]
+        if s.over != "none":
+            over = load(s.over)
+            if (over.fov, over.pixels.shape[1:]) != (views.fov, views.pixels.shape[1:]):
+                sys.exit(f"{s.over} has cameras or images of another size than {s.data}")
+            views = views + over[torch.arange(0, len(over) - 1, 3)]
         # On a CPU, pieces that fit into its cache.
         chunk = 2**14 if s.device == "cpu" else 2**21
         renderer = RENDERERS[s.renderer](views.pixels.shape[-1], s.depths, s.near, s.far, chunk)
     except (FileNotFoundError, ImportError, ValueError) as error:
         sys.exit(str(error))
-    if len(views) < 5:
-        sys.exit(f"{s.data} has {len(views)} views; expected at least 5, to hold some out")
-    views = views[torch.arange(len(views) - 1)]
-    return views, torch.arange(len(views)) < 3 * (len(views) + 1) // 4, renderer
+    i = torch.arange(len(views))
+    parts = {"train": i < count, "held out": (i >= count) & (i < around)}
+    if s.over != "none":
+        parts["over and under"] = i >= around
+    return views.to(s.device), parts, renderer
 
 
 def fit(s, net, one_draw=nullcontext, kl_weight=0.0):
     """Train on random rays through random views; return the curve of the loss, without the KL."""
-    (views, is_train, renderer), every = problem(s), max(1, s.steps // 100)
-    train, losses, curve = views[is_train], [], []
+    (views, parts, renderer), every = problem(s), max(1, s.steps // 100)
+    train, losses, curve = views[parts["train"].to(s.device)], [], []
     for step in range(s.steps):
         if step in (0, 3 * s.steps // 4):
             optimizer = torch.optim.Adam(net.parameters(), s.rate * (0.1 if step else 1))
@@ -183,124 +177,194 @@ def file_of(record, name, seed):
     return record.path.with_name(f"{record.path.stem}_{words}_{seed}.pt")
 
 
-def run(s, name, seed, factor):
-    """Train a net from where another stopped, render and score it; its pictures are in a file."""
-    (views, is_train, renderer), record = problem(s), experiment.record(s)
-    torch.manual_seed(seed)
-    net = RadianceField(s.harmonics, s.width).to(s.device)
-    if name != "deterministic":
-        first = torch.load(file_of(record, "deterministic", seed), s.device, weights_only=True)
-        net.load_state_dict(first["state"])
-    bnn, how, weights = net, (), sum(parameter.numel() for parameter in net.parameters())
-    kl_weight = 1 / (4 * int(is_train.sum()) * views.pixels.shape[-1] ** 2)
-    if is_bayesian := name.startswith("Bayesian"):
-        # What makes it Bayesian: a prior, a guide, the wrapper, and the KL in the loss.
-        guide = common.mean_field(net, init_scale=s.first_sd)
-        bnn = tyxe.PytorchBNN(net, common.normal(), guide)
-        how = bnn.hold_sample, factor * kl_weight
-    torch.manual_seed(seed + (1 if name == "deterministic" else 2 if name == LONGER else 3))
-    found = fit(s, bnn, *how)
-
-    @torch.no_grad()
-    def rendered():
-        one_by_one = torch.arange(len(views)).split(1)
-        return torch.cat([renderer.images(views[i], bnn) for i in one_by_one]).cpu()
-
-    torch.manual_seed(seed)
-    draws = []
-    for _ in range(s.draws if is_bayesian else 1):
-        with bnn.hold_sample() if is_bayesian else nullcontext():  # all images by the same weights
-            draws.append(rendered())
-    draws, views = torch.stack(draws), views.to("cpu")
-    pictures = {"state": bnn.state_dict(), "images": (mean := draws.mean(0))}
-    where = {"train": is_train, "held out": ~is_train}
-    found["errors"] = {part: errors(mean[some], views[some]) for part, some in where.items()}
-    if is_bayesian:
-        pictures["sd"] = sd = uncertainty(draws)
-        parts = {part: (sd[some], mean[some], views[some]) for part, some in where.items()}
-        found["uncertainty"] = {part: reliability(*three) for part, three in parts.items()}
+def scored(s, record, name, seed, draws, state=None):
+    """Score images `(S, V, 4, size, size)` of one net or of draws, and keep them in a file."""
+    views, parts, _ = problem(s)
+    views, mean, count = views.to("cpu"), draws.mean(0), len(draws)
+    pictures = {"state": state or {}, "images": mean}
+    found = {"errors": {}, "views": {}}
+    for part, some in parts.items():
+        found["errors"][part] = errors(mean[some], views[some])
+        own = draws[:, some] if count > 1 else None
+        found["views"][part] = by_view(mean[some], views[some], own)
+    if count > 1:
+        pictures |= {"sd": (sd := uncertainty(draws)), "coverage sd": draws[:, :, 3].std(0)}
+        found["uncertainty"] = {
+            part: reliability(sd[some], mean[some], views[some]) for part, some in parts.items()
+        }
+        # What few draws cost: the same score by the first 2, 4, 8 and so on.
+        out, numbers = parts["held out"], [2**k for k in range(1, count.bit_length())]
+        mask, ranks = on_object(views[out]), {}
+        for n in numbers:
+            error = colour_error(draws[:n, out].mean(0), views[out])[mask]
+            ranks[str(n)] = rank_correlation(uncertainty(draws[:n, out])[mask], error)
+        found["rank correlation by draws"] = ranks
     s.out.mkdir(parents=True, exist_ok=True)
     torch.save(pictures, file_of(record, name, seed))
-    return found | {"weights": weights, "weight of the KL": kl_weight}
+    return found
+
+
+@torch.no_grad()
+def rendered(s, net):
+    views, _, renderer = problem(s)
+    one_by_one = torch.arange(len(views)).split(1)
+    return torch.cat([renderer.images(views[i], net) for i in one_by_one]).cpu()
+
+
+def start(s, seed):
+    torch.manual_seed(seed)
+    return RadianceField(s.harmonics, s.width).to(s.device)
+
+
+def saved(s, name, seed):
+    return torch.load(file_of(experiment.record(s), name, seed), s.device, weights_only=True)
+
+
+def run_net(s, name, seed):
+    """Train a deterministic net; each further member of an ensemble has a start of its own."""
+    member = int(name.removeprefix("member ")) - 1 if name.startswith("member") else 0
+    net = start(s, seed + 100 * member)
+    if name == LONGER:
+        net.load_state_dict(saved(s, "deterministic", seed)["state"])
+    torch.manual_seed(seed + 100 * member + (2 if name == LONGER else 1))
+    found, weights = fit(s, net), sum(parameter.numel() for parameter in net.parameters())
+    images = rendered(s, net)[None]
+    found |= scored(s, experiment.record(s), name, seed, images, net.state_dict())
+    return found | {"weights": weights}
+
+
+def run_bayesian(s, name, seed, factor):
+    """Train the Bayesian net from where the deterministic one stopped, and render its draws."""
+    (views, parts, _), net = problem(s), start(s, seed)
+    net.load_state_dict(saved(s, "deterministic", seed)["state"])
+    kl_weight = 1 / (4 * int(parts["train"].sum()) * views.pixels.shape[-1] ** 2)
+    # What makes it Bayesian: a prior, a guide, the wrapper, and the KL in the loss.
+    guide = common.mean_field(net, init_scale=s.first_sd)
+    bnn = tyxe.PytorchBNN(net, common.normal(), guide)
+    torch.manual_seed(seed + 3)
+    found = fit(s, bnn, bnn.hold_sample, factor * kl_weight)
+    torch.manual_seed(seed)
+    draws = []
+    for _ in range(s.draws):
+        with bnn.hold_sample():  # all images by the same weights
+            draws.append(rendered(s, bnn))
+    draws = torch.stack(draws)
+    found |= scored(s, experiment.record(s), name, seed, draws, bnn.state_dict())
+    return found | {"weight of the KL": kl_weight}
+
+
+def run_level(s, name, seed):
+    """Score the deterministic net told that rays are level, as those that it knows nearly are."""
+    net = start(s, seed)
+    net.load_state_dict(saved(s, "deterministic", seed)["state"])
+
+    def level(points, directions):
+        along = directions * directions.new_tensor([1.0, 0.0, 1.0])
+        return net(points, nn.functional.normalize(along, dim=-1))
+
+    return scored(s, experiment.record(s), name, seed, rendered(s, level)[None])
+
+
+def run_ensemble(s, name, seed, members):
+    images = torch.stack([saved(s, member, seed)["images"].cpu() for member in members])
+    return scored(s, experiment.record(s), name, seed, images)
 
 
 def cells(s, found):
-    factors = {"deterministic": 0.0, LONGER: 0.0}
-    factors |= {"Bayesian" if f == 1 else f"Bayesian, KL x {f:g}": f for f in s.kl_factors}
-    for seed, (name, factor) in product(s.seeds, factors.items()):
-        yield (name, seed), partial(run, s, name, seed, factor)
+    for seed in s.seeds:
+        nets = ["deterministic", *[LONGER] * (LONGER in s.methods)]
+        members = ["deterministic", *(f"member {i + 1}" for i in range(1, s.members))]
+        factors = s.kl_factors if "Bayesian" in s.methods else []
+        for name in nets:
+            yield (name, seed), partial(run_net, s, name, seed)
+        if LEVEL in s.methods:
+            yield (LEVEL, seed), partial(run_level, s, LEVEL, seed)
+        for factor in factors:
+            name = "Bayesian" if factor == 1 else f"Bayesian, KL x {factor:g}"
+            yield (name, seed), partial(run_bayesian, s, name, seed, factor)
+        if "ensemble" in s.methods:
+            for name in members[1:]:
+                yield (name, seed), partial(run_net, s, name, seed)
+            name = f"ensemble of {s.members}"
+            yield (name, seed), partial(run_ensemble, s, name, seed, members)
 
 
 def table(record):
     def flat(parts):
         return {f"{part}: {name}": v for part, row in parts.items() for name, v in row.items()}
 
-    cells = {key: flat(cell["errors"]) for key, cell in record.cells.items()}
-    forms = flat({"held out": FORMATS, "train": FORMATS})
-    return tables.score_table(tables.rows(cells), forms)
+    def error_row(cell):
+        return flat(cell["errors"])
+
+    def uncertainty_row(cell):
+        return flat(
+            {
+                part: {
+                    "error": found["error on the object"],
+                    "sd": found["sd on the object"],
+                    "rank correlation": found["rank correlation"],
+                    "gain": found["sparsification"]["gain"],
+                }
+                for part, found in cell["uncertainty"].items()
+            }
+        )
+
+    def page(cells, forms):
+        parts = next(iter(record.cells.values()))["errors"]
+        order = [part for part in ("held out", "train", "over and under") if part in parts]
+        return tables.score_table(tables.rows(cells), flat(dict.fromkeys(order, forms)))
+
+    scores = {"error": ".3f", "sd": ".3f", "rank correlation": ".2f", "gain": ".2f"}
+    have = {key: uncertainty_row(c) for key, c in record.cells.items() if "uncertainty" in c}
+    pages = {"": page({key: error_row(c) for key, c in record.cells.items()}, FORMATS)}
+    return pages | ({"_uncertainty": page(have, scores)} if have else {})
 
 
 def figure(record):
-    """Draw images of some views and where draws differ [T fig. 5.3], and a turn around all."""
+    """Draw images of some views and where draws differ [T fig. 5.3], a turn, and the scores."""
     seed = next(iter(record.cells))[1]
     own = {name: cell for (name, other), cell in record.cells.items() if other == seed}
-    method = next(name for name in sorted(own) if name.startswith("Bayesian"))
-    files = [file_of(record, name, seed) for name in ("deterministic", method)]
-    if missing := [str(file) for file in files if not file.exists()]:
+    drawn = [name for name in sorted(own) if "uncertainty" in own[name]]
+    shown = [*drawn[:1], *(name for name in drawn[1:] if name.startswith("ensemble"))]
+    if not shown:
+        return {}
+    files = {name: file_of(record, name, seed) for name in ("deterministic", *shown)}
+    if missing := [str(file) for file in files.values() if not file.exists()]:
         sys.exit(f"there is no {missing[0]}, which has the pictures: run without --figure")
-    first, found = (torch.load(file, "cpu", weights_only=True) for file in files)
-    views, is_train, _ = problem(Settings(data=record.content["settings"]["data"]))
-    mean, sd = found["images"], found["sd"]
-    turntable(record.path.with_suffix(".gif"), views.pixels, mean, sd, is_train)
-
-    columns = [i * len(views) // 39 for i in (2, 12, 19, 26, 30, 32, 34, 36, 38)]
-    rows = {"truth": views.pixels, "deterministic": first["images"], f"{method}, mean": mean}
-    ticks = {"xticks": [], "yticks": []}
-    panels, axes = tables.subplots(4, 9, figsize=(12.6, 5.6), subplot_kw=ticks)
-    for line, view in zip(axes.T, columns, strict=True):
-        for ax, images in zip(line, rows.values(), strict=False):
-            ax.imshow(images[view, :3].movedim(0, -1).clamp(0, 1).numpy())
-        shown = line[-1].imshow(sd[view].numpy(), vmin=0, vmax=sd[columns].quantile(0.999).item())
-        kind = "train" if is_train[view] else "held out"
-        line[0].set_title(f"{kind}\n{views.azimuth[view]:.0f}°", fontsize=8)
-    for ax, title in zip(axes[:, 0], [*rows, "Bayesian, sd"], strict=True):
-        ax.set_ylabel(title, fontsize=8)
-    panels.colorbar(shown, ax=axes[-1])
-
-    drawn, (left, right) = tables.subplots(1, 2, figsize=(9, 3.6))
-    for name, part in own[method]["uncertainty"].items():
-        left.plot(*zip(*part["bins"], strict=True), "o-", label=name)
-    limit = max(left.get_xlim()[1], left.get_ylim()[1])
-    left.plot([0, limit], [0, limit], color="black", linestyle="dashed", linewidth=0.8)
-    left.set(xlabel="standard deviation of a pixel's colour", ylabel="error of the mean (rms)")
-    for name, cell in own.items():
-        right.plot(*zip(*cell["curve"], strict=True), label=name, linewidth=0.8)
-    right.set(xlabel="step", ylabel="error of colours and silhouettes", yscale="log")
-    for ax in (left, right):
-        ax.legend()
-    return {"": panels, "_uncertainty": drawn}
+    given = record.content["settings"]
+    data = {name: given[name] for name in ("data", "over", "gap")}
+    views, parts, _ = problem(Settings(**data))
+    pictures = {name: torch.load(file, "cpu", weights_only=True) for name, file in files.items()}
+    around = ~parts.get("over and under", torch.zeros(len(views), dtype=torch.bool))
+    count, found = int(around.sum()), pictures[shown[0]]
+    of_turn = (images[around] for images in (views.pixels, found["images"], found["sd"]))
+    path = record.path.with_suffix(".gif")
+    nerf_figures.turntable(path, *of_turn, parts["train"][around])
+    titles = {
+        view: f"{'train' if parts['train'][view] else 'held out'}\n{views.azimuth[view]:.0f}°"
+        for view in (i * count // 39 for i in (2, 12, 19, 26, 30, 32, 34, 36, 38))
+    }
+    drawn = {"": nerf_figures.images_of_views(views, titles, pictures)}
+    if titles := {i: f"{round(views.height[i].item())}°" for i in range(count, len(views))}:
+        del pictures["deterministic"]
+        drawn["_over_images"] = nerf_figures.images_of_views(views, titles, pictures)
+    return drawn | curves(own, shown)
 
 
-def turntable(path, truth, mean, sd, is_train):
-    """Write a GIF of all views: truth, mean and standard deviation; held-out ones have a frame."""
-    from PIL import Image, ImageDraw
-
-    scale, frames = sd.quantile(0.999).clamp(min=1e-12), []
-    for view, seen in enumerate(is_train):
-        grey = (sd[view] / scale).expand(3, -1, -1)
-        strip = torch.cat([truth[view, :3], mean[view, :3], grey], -1).clamp(0, 1)
-        pixels = (255 * strip).byte().movedim(0, -1).numpy()
-        frame = Image.fromarray(pixels).resize([2 * n for n in pixels.shape[1::-1]])
-        if not seen:
-            edges = (0, 0, frame.width - 1, frame.height - 1)
-            ImageDraw.Draw(frame).rectangle(edges, outline=(255, 160, 0), width=2)
-        frames.append(frame)
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
-    print(f"wrote {path}")
+def curves(own, shown):
+    """Return the figures that the record alone has, of the methods that have draws."""
+    seen = {name: own[name]["views"] for name in shown}
+    scores = {name: own[name]["uncertainty"] for name in shown}
+    losses = {name: cell["curve"] for name, cell in own.items() if "curve" in cell}
+    found = {"_around": nerf_figures.around(seen)}
+    if "over and under" in seen[shown[0]]:
+        found["_over"] = nerf_figures.over_and_under(seen)
+    found["_sparsification"] = nerf_figures.sparsifications(scores)
+    return found | {"_uncertainty": nerf_figures.reliabilities(scores, losses)}
 
 
 by, facts = ("method", "seed"), {"published error on held-out views": PUBLISHED}
-experiment = runner.Experiment("nerf", Settings, cells, by, table, figure, facts)
+experiment = runner.Experiment("nerf_{0.gap}", Settings, cells, by, table, figure, facts)
 
 if __name__ == "__main__":
     experiment.main()

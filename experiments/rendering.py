@@ -51,6 +51,16 @@ class Views:
     def to(self, device):
         return replace(self, **{name: getattr(self, name).to(device) for name in PARTS})
 
+    def __add__(self, other):
+        both = {name: torch.cat([getattr(x, name) for x in (self, other)]) for name in PARTS}
+        return replace(self, **both)
+
+    @property
+    def height(self):
+        """Angles in degrees at which cameras stand above the object's horizon, `(V,)`."""
+        place = -(self.translation[:, None] @ self.rotation.mT)[:, 0]
+        return (place[:, 1] / place.norm(dim=1)).asin().rad2deg()
+
     def at(self, xy):
         """Return pixels `(V, n, 4)`, interpolated, at points of the image plane, `(V, n, 2)`."""
         # grid_sample counts from the left and from the top, between the outer edges of pixels.

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import nerf
+import nerf_scores
 import numpy as np
 import pyro.distributions as dist
 import pytest
@@ -20,11 +21,21 @@ from tests.oracles.cameras import DISTANCE, FOV, cameras, pixel_grid, views_from
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with views of a ball, the first that is looked at."""
-    size, azimuths = 16, np.linspace(0, 360, 9)
-    rotation, translation = cameras(azimuths)
+    (tmp_path / "cow").mkdir()
+    for name, azimuths, elevation in (
+        ("cow_views_equator", np.linspace(0, 360, 9), 0.0),
+        ("cow_views", np.linspace(0, 360, 5), 60.0),
+    ):
+        write_ball(tmp_path / "cow" / f"{name}.npz", azimuths, elevation)
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+    return tmp_path
+
+
+def write_ball(path: Path, azimuths: np.ndarray, elevation: float = 0.0, size: int = 16) -> None:
+    rotation, translation = cameras(azimuths, elevation)
     x, y = pixel_grid(size)
     inside = np.hypot(x, y) * math.tan(math.radians(FOV / 2)) < math.tan(math.asin(0.8 / DISTANCE))
-    silhouettes = np.tile(255 * inside.astype(np.uint8), (9, 1, 1))
+    silhouettes = np.tile(255 * inside.astype(np.uint8), (len(azimuths), 1, 1))
     arrays = {
         "images": (silhouettes[..., None] * np.array([0.8, 0.4, 0.2])).astype(np.uint8),
         "silhouettes": silhouettes,
@@ -33,35 +44,42 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "azimuth_deg": azimuths.astype(np.float32),
         "fov_deg": np.float32(FOV),
     }
-    (tmp_path / "cow").mkdir()
-    np.savez(tmp_path / "cow" / "cow_views_equator.npz", **arrays)
-    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
-    return tmp_path
+    np.savez(path, **arrays)
 
 
 # --------------------------------------------------------------------------- the experiment
 
 
+DRAWN = ["Bayesian", "Bayesian, KL x 0.1", "ensemble of 3"]
+NETS = [*nerf.METHODS[:3]]
+
+
 def test_smoke(folder: Path, smoke, capsys):
     found = smoke(nerf.experiment, "--kl-factors", "1", "0.1")
-    methods = ["deterministic", "deterministic, twice as long", "Bayesian", "Bayesian, KL x 0.1"]
-    assert list(found.cells) == [(method, "0") for method in methods]
+    assert [key[0] for key in found.cells] == [*NETS, *DRAWN[:2], "member 2", "member 3", DRAWN[2]]
     for (method, _), cell in found.cells.items():
-        assert ("uncertainty" in cell) == ("KL" in cell) == method.startswith("Bayesian")
+        assert ("uncertainty" in cell) == (method in DRAWN)
+        assert ("KL" in cell) == method.startswith("Bayesian")
         row = cell["errors"]
-        assert list(row) == ["train", "held out"]
+        assert list(row) == ["train", "held out", "over and under"]
         for part in row.values():
             assert all(math.isfinite(value) and value > 0 for value in part.values())
             assert part["colour + silhouette"] > part["colour"]
         cells = f"{row['held out']['colour']:.5f} | {row['held out']['colour + silhouette']:.5f}"
         assert f"| {method} | {cells} |" in found.page
-        # 6 of 8 views to train, 16 x 16 pixels of three colours and coverage
-        assert cell["weight of the KL"] == 1 / (4 * 6 * 16 * 16)
+        # 8 views around, 6 of them to train, and every third of 4 others
+        counts = {part: len(seen["error"]) for part, seen in cell["views"].items()}
+        assert counts == {"train": 6, "held out": 2, "over and under": 2}
+        # ... with 16 x 16 pixels of three colours and coverage
+        assert cell.get("weight of the KL", 1 / (4 * 6 * 16 * 16)) == 1 / (4 * 6 * 16 * 16)
     assert found.cells["Bayesian", "0"]["KL"] > 0
     out = found.record.path.parent
-    assert (out / "nerf.gif").read_bytes().startswith(b"GIF8")
-    assert (out / "nerf_uncertainty.png").exists()
-    # As if the run had stopped before the last but one: the others are not run again.
+    assert (out / "nerf_quarter.gif").read_bytes().startswith(b"GIF8")
+    for ending in ("uncertainty", "around", "over", "over_images", "sparsification"):
+        assert (out / f"nerf_quarter_{ending}.png").exists()
+    page = (out / "nerf_quarter_uncertainty.md").read_text()
+    assert [line.split(" | ")[0][2:] for line in page.splitlines()[2:]] == DRAWN
+    # As if the run had stopped before one of the first: the others are not run again.
     cells = dict(found.cells)
     del cells["Bayesian", "0"]
     found.record.cells.clear()
@@ -70,13 +88,33 @@ def test_smoke(folder: Path, smoke, capsys):
     options = ["--smoke-test", "--kl-factors", "1", "0.1", "--out", str(out)]
     again = nerf.experiment.main(options)
     assert "deterministic, 0:" not in capsys.readouterr().out
-    for name in ("errors", "uncertainty", "KL", "curve"):
+    for name in ("errors", "uncertainty", "views", "KL", "curve"):
         assert again.cells["Bayesian", "0"][name] == found.content["cells"]["Bayesian"]["0"][name]
     nerf.file_of(again, "Bayesian", "0").unlink()
-    with pytest.raises(
-        SystemExit, match=r"nerf_Bayesian_0\.pt, which has the pictures: run without"
-    ):
+    with pytest.raises(SystemExit, match=r"Bayesian_0\.pt, which has the pictures: run without"):
         nerf.experiment.main([*options, "--figure"])
+
+
+def test_half_of_the_turn_held_out_and_no_other_path(folder: Path, smoke):
+    found = smoke(nerf.experiment, "--gap", "half", "--over", "none", "--methods", "Bayesian")
+    assert found.record.path.stem == "nerf_half"
+    assert [key[0] for key in found.cells] == ["deterministic", "Bayesian"]
+    cell = found.cells["Bayesian", "0"]
+    counts = {part: len(seen["error"]) for part, seen in cell["views"].items()}
+    assert counts == {"train": 4, "held out": 4}
+    assert cell["weight of the KL"] == 1 / (4 * 4 * 16 * 16)
+
+
+def test_an_ensemble_is_the_mean_of_its_members(folder: Path, smoke):
+    found = smoke(nerf.experiment, "--methods", "ensemble")
+    files = ["deterministic", "member 2", "member 3", "ensemble of 3"]
+    saved = [torch.load(nerf.file_of(found.record, name, "0"))["images"] for name in files]
+    members = torch.stack(saved[:3])
+    assert not torch.equal(members[0], members[1])
+    torch.testing.assert_close(saved[3], members.mean(0))
+    seen = found.cells["ensemble of 3", "0"]["views"]["train"]
+    own = members[:, 0, 3].std(0).square().mean().sqrt().item()
+    assert seen["silhouette sd"][0] == pytest.approx(own, abs=1e-5)
 
 
 # --------------------------------------------------------------------------- net, loss, scores
@@ -100,22 +138,22 @@ def test_field_is_that_of_the_paper():
 def test_errors_follow_their_formulas():
     d = torch.tensor([0.0, 0.1, -0.3])
     expected = sum(0.1 * (math.sqrt(1 + x**2 / 0.01) - 1) for x in (0.0, 0.1, 0.3)) / 3
-    assert nerf.huber(d, torch.zeros(3)).item() == pytest.approx(expected)
+    assert nerf_scores.huber(d, torch.zeros(3)).item() == pytest.approx(expected)
     views = views_from([0.0, 90.0], size=4)
     views = replace(views, pixels=torch.rand(2, 4, 4, 4).double())
     images = views.pixels.clone()
     images[:, :3] += 0.1
     images[:, 3] -= 0.3
-    found = nerf.errors(images, views)
+    found = nerf_scores.errors(images, views)
     parts = [0.1 * (math.sqrt(1 + x**2 / 0.01) - 1) for x in (0.1, 0.3)]
     assert found["colour"] == pytest.approx(parts[0])
     assert found["colour + silhouette"] == pytest.approx(sum(parts))
     assert found["PSNR"] == pytest.approx(20)  # 10 log10(1 / 0.1^2)
     flat, target = (x.movedim(1, -1) for x in (images, views.pixels))
-    assert nerf.image_loss(flat, target).item() == pytest.approx(sum(parts))
+    assert nerf_scores.image_loss(flat, target).item() == pytest.approx(sum(parts))
     draws = torch.rand(8, 2, 4, 5, 5)
     expected = sum(draws[:, :, k].var(0) for k in range(3)).sqrt()
-    torch.testing.assert_close(nerf.uncertainty(draws), expected)
+    torch.testing.assert_close(nerf_scores.uncertainty(draws), expected)
 
 
 def test_reliability_of_errors_as_large_as_their_sd():
@@ -130,7 +168,7 @@ def test_reliability_of_errors_as_large_as_their_sd():
     images = pixels.clone()
     images[:, :3] += noise
     images[..., : size // 4] = 9.0
-    found = nerf.reliability(sd, images, views, bins)
+    found = nerf_scores.reliability(sd, images, views, bins)
     assert found["rank correlation"] > 0.7
     count = size * size * 3 // 4 // bins
     for expected, error in found["bins"]:
@@ -140,6 +178,42 @@ def test_reliability_of_errors_as_large_as_their_sd():
     on_object = sd[..., size // 4 :]
     assert found["sd on the object"] == pytest.approx(on_object.mean().item(), rel=1e-5)
     assert found["sd"] == pytest.approx(sd.mean().item(), rel=1e-5)
+
+
+def test_sparsification_of_the_best_and_of_a_random_order():
+    torch.manual_seed(0)
+    error = torch.rand(40_000)
+    best = nerf_scores.sparsification(2 * error, error)
+    assert best["by sd"] == best["by error"]
+    assert best["gain"] == pytest.approx(1)
+    # of errors that are uniform in [0, 1], those below 1 - d are left: (1 - d) / sqrt(3)
+    for share, left in zip(best["dropped"], best["by sd"], strict=True):
+        assert left == pytest.approx((1 - share) / 3**0.5, abs=0.01)
+    random = nerf_scores.sparsification(torch.rand(40_000), error)
+    assert random["gain"] == pytest.approx(0, abs=0.02)
+    worst = nerf_scores.sparsification(-error, error)
+    assert worst["by sd"][-1] == pytest.approx(1, abs=0.05)
+
+
+def test_scores_by_view_are_those_of_one_view():
+    torch.manual_seed(0)
+    views = views_from([10.0, 80.0], elevation=35.0, size=6)
+    pixels = torch.rand(2, 4, 6, 6).double()
+    pixels[:, 3] = 1.0
+    pixels[0, 3, :3] = 0.2  # beside the object
+    views, draws = replace(views, pixels=pixels), torch.rand(5, 2, 4, 6, 6).double()
+    found = nerf_scores.by_view(draws.mean(0), views, draws)
+    assert found["azimuth"] == [10.0, 80.0]
+    assert found["height"] == pytest.approx([35.0, 35.0])
+    sd, error = nerf_scores.uncertainty(draws), nerf_scores.colour_error(draws.mean(0), views)
+    for name, own in (("sd", sd), ("error", error)):
+        expected = [nerf_scores.rms(own[0, 3:]), nerf_scores.rms(own[1])]
+        assert found[name] == pytest.approx(expected, abs=1e-5)
+    off = draws.mean(0)[:, 3] - pixels[:, 3]
+    expected = off.square().mean((1, 2)).sqrt().tolist()
+    assert found["silhouette error"] == pytest.approx(expected, abs=1e-5)
+    expected = draws[:, :, 3].var(0).mean((1, 2)).sqrt().tolist()
+    assert found["silhouette sd"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_one_draw_renders_all_pieces():
@@ -200,6 +274,12 @@ def test_too_few_views(folder: Path):
     np.savez(folder / "few.npz", **few)
     line = leave(folder, "--data", str(folder / "few.npz"))
     assert "few.npz has 4 views; expected at least 5" in line
+
+
+def test_other_path_of_another_size(folder: Path):
+    write_ball(folder / "large.npz", np.linspace(0, 360, 5), 60.0, size=20)
+    line = leave(folder, "--over", "large.npz")
+    assert "large.npz has cameras or images of another size than cow/cow_views" in line
 
 
 @pytest.mark.skipif(
