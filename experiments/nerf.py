@@ -135,7 +135,8 @@ def problem(s):
         if s.over != "none":
             over = load(s.over)
             if (over.fov, over.pixels.shape[1:]) != (views.fov, views.pixels.shape[1:]):
-                sys.exit(f"{s.over} has cameras or images of another size than {s.data}")
+                found = f"{s.over} has cameras or images of another size than {s.data}"
+                sys.exit(f"{found}: name another, or --over none")
             views = views + over[torch.arange(0, len(over) - 1, 3)]
         # On a CPU, pieces that fit into its cache.
         chunk = 2**14 if s.device == "cpu" else 2**21

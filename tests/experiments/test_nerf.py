@@ -280,6 +280,7 @@ def test_other_path_of_another_size(folder: Path):
     write_ball(folder / "large.npz", np.linspace(0, 360, 5), 60.0, size=20)
     line = leave(folder, "--over", "large.npz")
     assert "large.npz has cameras or images of another size than cow/cow_views" in line
+    assert line.endswith("--over none")
 
 
 @pytest.mark.skipif(
