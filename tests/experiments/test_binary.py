@@ -5,6 +5,7 @@ import statistics
 
 import binary
 import binary_continual
+import binary_gap
 import common
 import pytest
 import torch
@@ -147,3 +148,24 @@ def test_entropy_of_weights():
     mean, by_site = binary.weight_entropy(bnn)
     assert by_site == {"0.weight": pytest.approx(math.log(2)), "1.weight": pytest.approx(0)}
     assert mean == pytest.approx(6 / 8 * math.log(2))
+
+
+def test_binary_gap(smoke, stand_ins):
+    found = smoke(binary_gap.experiment)
+    assert len(found.cells) == 2 * len(binary_gap.ROWS)
+    for kind, title in binary_gap.TITLES.items():
+        rows = cells_of(found.page.partition(f"**{title}**")[2].partition("**")[0])
+        assert [row for row in rows if row in binary_gap.ROWS] == list(binary_gap.ROWS)
+        for row in binary_gap.ROWS:
+            cell = found.cells[kind, row, "0"]
+            assert all(0 <= value < math.inf for value in cell.values())
+            assert rows[row][2] == f"{cell['NLL']:.3f}"
+            columns = [name for name in binary_gap.FORMATS if name in cell]
+            assert len(columns) == (4 if row.startswith("STE") else len(binary_gap.FORMATS))
+    # Another rate is another fit; a row changes nothing that it does not name.
+    cells = {row: found.cells["mlp", row, "0"]["NLL"] for row in binary_gap.ROWS}
+    assert len({*cells.values()}) == len(cells)
+    changes = [binary_gap.BASE | changed for changed in binary_gap.ROWS.values()]
+    assert all(
+        sum(one[key] != value for key, value in binary_gap.BASE.items()) <= 1 for one in changes
+    )
