@@ -3,6 +3,7 @@
 import math
 
 import class_balance
+import next_task
 import numpy as np
 import pytest
 import runner
@@ -161,3 +162,15 @@ def test_split_mnist_is_five_pairs_of_digits(stand_ins):
     assert y.shape == (wanted.sum(), 1)
     assert y[:, 0].tolist() == (labels[wanted] == 3).tolist()
     assert [len(part[1]) for part in split_mnist.tasks(7)[0].values()] == [7] * 5
+
+
+def test_next_task(smoke, stand_ins):
+    found = smoke(next_task.experiment)
+    (cell,) = found.cells.values()
+    assert [name.partition(", ")[2] for name in cell["rows"]] == list(next_task.CHANGES)
+    rows = list(cell["rows"].values())
+    assert all(0 <= row["newest"] <= 100 for row in rows)
+    # All start from the same net.
+    assert len({row["earlier, before"] for row in rows}) == 1
+    # The more the newest task counts, the farther the net moves for it.
+    assert len({row["rise of their NLL"] for row in rows}) == len(rows)
