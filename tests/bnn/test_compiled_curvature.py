@@ -179,7 +179,9 @@ def test_many_outputs_run_uncompiled_after_one_warning(monkeypatch, traced):
 @pytest.mark.skipif(not has_compiler(torch.device("cpu")), reason="programs need a C++ compiler")
 @pytest.mark.parametrize("structure", ["full", "kron"])
 def test_a_compiled_program_adds_in_place(structure):
-    loader = batches(IMAGES, LABELS)
+    # Every second channel of larger images, which a program must not take for all of smaller ones.
+    loader = batches(IMAGES.repeat_interleave(2, 1)[:, ::2], LABELS)
+    assert not loader[0][0].is_contiguous()
     with warnings.catch_warnings():
         warnings.simplefilter("error", tyxe.TyxeWarning)
         found = both([*loader, *loader], convolutions, structure=structure)

@@ -163,6 +163,44 @@ def test_draws_inside_of_the_net_are_not_compiled(traced):
     assert not traced
 
 
+class Shifted(nn.Module):
+    """Begins elementwise, by a buffer that is a column of a larger tensor."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        table = torch.arange(12.0).view(3, 4)
+        self.register_buffer("shift", table[:, 1].clone() if dense else table[:, 1])
+
+    def forward(self, x):
+        return self.layer((x + self.shift).tanh())
+
+
+@pytest.mark.skipif(not has_compiler(torch.device("cpu")), reason="programs need a C++ compiler")
+@pytest.mark.parametrize("dense", [True, False])
+def test_memory_with_gaps_is_read_as_it_is(dense):
+    torch.manual_seed(0)
+    likelihood = tyxe.likelihoods.Categorical(20)
+    bnn = tyxe.VariationalBNN(Shifted(dense), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    x = torch.randn(8, 6)[:, ::2]
+    expected = pytest.warns(tyxe.TyxeWarning, match=r"shape \(3,\) and strides \(4,\)")
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(1)
+        with nullcontext() if dense or not compiles else expected:
+            found.append(bnn.predict(x, num_predictions=2, compile=compiles))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    if dense:
+        fits = []
+        for compiles in (True, False):
+            torch.manual_seed(2)
+            one = tyxe.VariationalBNN(Shifted(True), NORMAL, likelihood, tyxe.guides.AutoNormal)
+            batches = [(x, Y[:8]), (x, Y[8:16])]
+            history = one.fit(batches, torch.optim.SGD(one.parameters(), 1e-3), 3, compile=compiles)
+            fits.append(torch.tensor(history.loss))
+        torch.testing.assert_close(*fits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(not has_compiler(torch.device("cpu")), reason="programs need a C++ compiler")
 def test_a_compiled_program_predicts():
     bnn = make("normal")

@@ -12,7 +12,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective
-from tyxe.bnn.programs import Programs, are_tensors, as_program, check_buffers, key_of
+from tyxe.bnn.programs import (
+    MOST_PROGRAMS,
+    Programs,
+    are_tensors,
+    as_program,
+    check_buffers,
+    dense,
+    key_of,
+)
 from tyxe.curvature.collect import CurvatureSums
 from tyxe.data import Targets
 from tyxe.errors import warn
@@ -61,7 +69,7 @@ class CompiledSteps:
         run, used, points = made
         values = [parameter.detach() for parameter in self._parameters.values()]
         weight = torch.tensor(beta, device=values[0].device)
-        found = run(*values, *self._buffers.values(), *leaves, weight)
+        found = run(*values, *self._buffers.values(), *dense(leaves), weight)
         data, kl, *gradients = found[: len(used) + 2]
         for parameter, gradient in zip(used, gradients, strict=True):
             gradient = gradient if share == 1 else gradient * share
@@ -94,7 +102,7 @@ class CompiledSteps:
             return [terms.data.detach(), terms.kl.detach(), *used, *points]
 
         values = [parameter.detach() for parameter in self._parameters.values()]
-        given = [*values, *self._buffers.values(), *leaves]
+        given = [*values, *self._buffers.values(), *dense(leaves)]
         run = as_program(step, [*given, torch.tensor(beta, device=values[0].device)])
         points, is_used = known
         trained = zip(self._parameters.values(), is_used, strict=True)
@@ -138,7 +146,7 @@ class CompiledCurvature:
         key = key_of((inputs, targets)) if are_tensors(leaves) and self._is_small else None
         if key not in self._first:
             outputs = sums.add(inputs, given, targets)
-            if key is not None:
+            if key is not None and len(self._first) < MOST_PROGRAMS:
                 self._first[key] = outputs
                 self._is_small = self._has_few_passes()
             return outputs
@@ -148,7 +156,7 @@ class CompiledCurvature:
         bnn = self._addition.bnn
         held = {f"bnn.{name}": tensor for name, tensor in bnn.named_parameters()}
         held |= {f"bnn.{name}": tensor for name, tensor in bnn.named_buffers()}
-        values = [*sums.accumulator.totals.values(), *held.values(), *leaves]
+        values = [*sums.accumulator.totals.values(), *held.values(), *dense(leaves)]
         values = [value.detach() for value in values]
         program = self._programs.find(key, lambda: self._made(held, (inputs, targets), values))
         if program is None:

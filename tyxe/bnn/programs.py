@@ -63,7 +63,16 @@ class Programs:
 
 
 def as_program(function: Callable[..., list[Tensor]], given: Sequence[Tensor]) -> Any:
-    """Return a function of tensors, compiled; it runs twice."""
+    """Return a function of `dense` tensors, compiled; it runs twice.
+
+    Raises:
+        RuntimeError: a tensor has gaps or overlaps in memory, which a program would not see.
+    """
+    if broken := [value for value in given if not _is_dense(value)]:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(broken[0].shape)} and strides {broken[0].stride()} is part "
+            "of a larger one: make parameters and buffers contiguous"
+        )
     # Copies, since a run changes statistics of norms, and what is given twice would be one.
     copies: list[Any] = [value.clone() for value in given]
     with torch_rng_kept(), pyro.validation_enabled(False), numbers_unchecked(True):
@@ -75,6 +84,18 @@ def key_of(batch: Any) -> tuple[Any, ...]:
     """Return what of a batch of tensors a program is made for: its structure and shapes."""
     leaves, place = tree_flatten(batch)
     return str(place), *((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves)
+
+
+def _is_dense(value: Tensor) -> bool:
+    return value.is_contiguous() or value.stride() == value.clone().stride()
+
+
+def dense(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors of a batch without gaps and overlaps in memory, copies where there are any.
+
+    A program reads memory as it was when it was compiled, for copies, which have none.
+    """
+    return [leaf if _is_dense(leaf) else leaf.contiguous() for leaf in leaves]
 
 
 def check_buffers(net: nn.Module, given: Iterable[Tensor]) -> None:
@@ -134,7 +155,7 @@ class CompiledPasses:
         held = {name: p for name, p in parameters if id(p) not in taken}
         held |= dict(bnn.net.named_buffers(prefix="bnn.net"))
         sites = {name: values[name] for name in places}
-        given = [*sites.values(), *held.values(), *leaves]
+        given = [*dense(sites.values()), *held.values(), *dense(leaves)]
 
         def make() -> tuple[Any, list[Any]]:
             place = tree_flatten(inputs)[1]
