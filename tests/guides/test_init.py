@@ -255,5 +255,5 @@ def test_a_start_of_another_shape_is_refused(guide, start):
 
 
 def test_a_guide_of_a_plain_net_is_told_of():
-    with pytest.raises(TypeError, match=r"a Linear with a missing .*'input'.*guide's class"):
+    with pytest.raises(TypeError, match=r"a Linear \(missing .*'input'.*guide's class"):
         tyxe.guides.AutoNormal(torch.nn.Linear(2, 1))

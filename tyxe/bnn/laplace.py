@@ -334,7 +334,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                         with prior_fixed(self):
                             trainer.run_epoch(batches, epoch, device, history, callback)
                         if evidence_every and (epoch + 1) % evidence_every == 0:
-                            self.fit_curvature(data_loader, device, progress=False)
+                            self._take_curvature(data_loader, device)
                             self._set_prior_numbers(most_evidence(self.state, False, 100))
                             self.net_guide.state = None
                         self._end_epoch(epoch)
@@ -346,7 +346,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             if trainer is None or not trainer.steps:
                 self.net_guide.state = before
             raise
-        self.fit_curvature(data_loader, device, progress=progress)
+        self._take_curvature(data_loader, device, progress)
         return history
 
     def fit_curvature(
@@ -369,34 +369,41 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             process_group: processes of `torch.distributed`, such as `group.WORLD`, each with the
                 same weights and a loader of its part of the data, over all of which the curvature
                 is taken; all have it then.
-            compile: make what is done with a batch one compiled program, for every shape of a batch
-                that comes again; for this call alone, so that it is for long loaders (the compiler
-                takes seconds, and more for each output of a point). Where that is no program, or
-                takes more than 32 backward passes, a warning says so.
+            compile: make what is done with a batch one compiled program, for up to four shapes of
+                batches that come again; for this call alone, so that it is for long loaders (the
+                compiler takes seconds, and more for each output of a point). Where that is no
+                program, or takes more than 32 backward passes, a warning says so.
 
         Raises:
             RuntimeError: another process has failed.
             ValueError: the data do not fit the likelihood; weights, the log-likelihood or the
                 curvature are not finite, or the curvature does not fit the prior.
         """
+        loader = self.to_fit(data_loader, unpack)
+        found = self._take_curvature(loader, device, progress, process_group, compile)
+        # Fewer are as good, since what they sum up to is scaled.
+        each, size = int(found.points / self.num_passes), self.likelihood.dataset_size
+        if each > size:
+            warn_of_size(each, size)
+
+    def _take_curvature(
+        self,
+        loader: Iterable[Any],
+        device: Any,
+        progress: bool | None = False,
+        process_group: Any = None,
+        compile: bool = False,
+    ) -> Curvature:
         weights = self.net_guide.values().items()
         bad = [name for name, value in weights if not bool(value.isfinite().all())]
         if bad:
             raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
         passes = progress_bar(range(self.num_passes), "curvature", "pass", progress)
-        loader = self.to_fit(data_loader, unpack)
-        points: list[float] = []
-
-        def batches() -> Iterator[tuple[Any, Any]]:
-            for batch in (batch for _ in passes for batch in batches_of(loader, device)):
-                points.append(float(self.likelihood.count(self.likelihood.that_count(batch[1])[0])))
-                yield batch
-
         with fitting(self, train=False):
             found = collect_curvature(
                 self.linearize,
                 self.likelihood,
-                batches(),
+                (batch for _ in passes for batch in batches_of(loader, device)),
                 self.structure,
                 self.curvature,
                 self.reduce,
@@ -405,14 +412,12 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             )
         with exclusive():
             self.net_guide.state = state = self._state_of(found)
-        # Fewer are as good, since what they sum up to is scaled.
-        if (each := int(sum(points) / self.num_passes)) > self.likelihood.dataset_size:
-            warn_of_size(each, self.likelihood.dataset_size)
         if state.prior.absorbed == state.key:
             warn(
                 "the prior holds the curvature of these data already, so they count twice: take "
                 "that of a next task's data"
             )
+        return found
 
     # ------------------------------------------------------------------ outputs
 

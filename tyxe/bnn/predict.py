@@ -541,8 +541,8 @@ class SupervisedBNN(Intervals, BNN):
             return None
         if gaussian is not None:
             warn(
-                "compile=True: predictions of the linearised net run uncompiled: pass "
-                "predictive='bnn' to draw weights"
+                "compile=True: predictions of the linearised net run uncompiled; those by draws of "
+                "weights, predictive='bnn', can be compiled"
             )
             return None
         if vectorize:

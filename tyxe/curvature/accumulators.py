@@ -214,7 +214,7 @@ def add_outer_products(
         block[o * columns : (o + 1) * columns, : stop * others].addmm_(a.mT, weighted)
 
 
-# Begin the names of the sums of a linear block; no block's name has a space.
+# Begin the names of a linear block's sums; a block's own begins with the net's prefix.
 _INPUTS, _GRADIENTS, _POSITIONS = "inputs of ", "gradients of ", "positions of "
 
 

@@ -44,6 +44,7 @@ class Curvature:
         error: the likelihood's error, summed over all points.
         num_targets: number of elements of all targets.
         key: identifies this curvature in posteriors that hold it, as their `absorbed`.
+        points: number of points that were summed, before the sum was scaled; 0 if not known.
     """
 
     operator: BlockDiagonal
@@ -52,6 +53,7 @@ class Curvature:
     error: float
     num_targets: float
     key: int
+    points: float = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -137,7 +139,8 @@ def collect_curvature(
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
     log_likelihood, error, num_targets = scaled.tolist()
-    return Curvature(operator, accumulator.blocks, log_likelihood, error, num_targets, key)
+    blocks = accumulator.blocks
+    return Curvature(operator, blocks, log_likelihood, error, num_targets, key, points)
 
 
 class CurvatureSums:

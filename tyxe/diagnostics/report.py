@@ -84,8 +84,8 @@ class Line:
 
     @property
     def is_judged(self) -> bool:
-        """Whether some value would not be well."""
-        return self.ok != ANY
+        """Whether it has a verdict: a threshold, or a value that is not a number."""
+        return self.ok != ANY or self.verdict != "ok"
 
     @property
     def threshold(self) -> str:
@@ -133,7 +133,7 @@ class Report(dict[str, Line]):
             verdict = line.verdict if line.is_judged else "-"
             said = f"{verdict:4}  {line.title:{width}}  {line.value:9.3g}  {line.threshold}"
             rows.append(said.rstrip())
-            if line.verdict != "ok":
+            if line.verdict != "ok" and line.remedy:
                 rows += textwrap.wrap(
                     "-> " + line.remedy, 100, initial_indent=" " * 6, subsequent_indent=" " * 9
                 )

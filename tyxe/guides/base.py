@@ -59,9 +59,11 @@ def sites_of(
     except TypeError as error:
         raise TypeError(
             f"a guide takes a program without arguments that samples weights, and got "
-            f"{described(module)} with a {error}: pass a BNN the guide's class, or "
-            "functools.partial of it, and it makes the guide of its prior"
+            f"{described(module)} ({error}): pass a BNN the guide's class, or functools.partial of "
+            "it, and it makes the guide of its prior"
         ) from None
+    except ValueError:
+        pass  # a builtin, which has no signature to look at
     prefix = getattr(module, "prefix", "")
     # A handler around the constructor is for what runs inside of it, which this is not.
     latent = poutine.block(module, hide_types=["observe"])
