@@ -341,7 +341,10 @@ def _others(path: Path | None, wanted: list[str], about: dict[str, Any]) -> dict
     same = about.keys() - {"date", "command"}
     if any(known["environment"].get(key) != about[key] for key in same):
         raise SystemExit(f"{path} is of another machine, or of other versions: leave --case out")
-    about["command"] = f"{known['environment']['command']}; {about['command']}"
+    commands = [*known["environment"]["command"].split("; "), about["command"]]
+    dates = sorted({*known["environment"]["date"].split(" to "), about["date"]})
+    about["command"] = "; ".join(dict.fromkeys(commands))
+    about["date"] = " to ".join(dates[:: max(1, len(dates) - 1)])
     return {case["name"]: case for case in known["cases"] if case["name"] not in wanted}
 
 

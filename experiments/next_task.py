@@ -1,4 +1,4 @@
-"""What keeps online Laplace from learning the newest of many tasks [T fig. 3.12]: one change each.
+"""What keeps online Laplace from learning the newest of many tasks [T fig. 3.11]: one change each.
 
 Thirty tasks of permuted MNIST are learned as in `task_sequences.py online`, by Kronecker factors
 averaged over tasks, lambda 3. The next task is then learned several times from there: as the ones

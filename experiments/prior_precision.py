@@ -38,7 +38,9 @@ class Settings(runner.Settings):
         ["fashion_mnist"], "the known images", smoke=["digits"], choices=[*TITLES]
     )
     net: list[str] = which(["cnn"], "the classifiers", choices=["mlp", "cnn"])
-    prior_precisions: list[float] = which(GRID, "of nets", smoke=[1.0, 10.0])
+    prior_precisions: list[float] = which(
+        GRID, "of nets", published=image_laplace.FINE, smoke=[1.0, 10.0]
+    )
     seeds: list[int] = which([0, 1], "of images and nets", smoke=[0])
     device: str = how("cpu", "where to compute")
     training_images: int = setting(5_000, "number", published=50_000, smoke=60)

@@ -193,7 +193,8 @@ def table(record):
             drawn = [cell["weights drawn"] for cell in found[row] if "weights drawn" in cell]
             rows |= {row: found[row]} | ({f"{row}, weights drawn": drawn} if drawn else {})
         if rows:
-            auroc = [column for column in rows["ml"][0] if column.startswith("AUROC ")]
+            first = next(iter(rows.values()))[0]
+            auroc = [column for column in first if column.startswith("AUROC ")]
             forms = SCORES | dict.fromkeys(auroc, ".3f")
             blocks.append(f"**{setup.capitalize()}**")
             blocks += [tables.score_table(rows, each, count=["seeds"]) for each in (forms, PARTS)]

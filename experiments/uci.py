@@ -90,17 +90,20 @@ def from_file(path):
     """Return inputs and classes 0, 1, ... of a user's file, or raise a ValueError."""
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}")
-    with np.load(path) as found:
+    with np.load(path, allow_pickle=False) as found:
         if missing := {"X", "y"} - {*found}:
             names = " and ".join(sorted(missing))
             raise ValueError(f"{path} has no {names}; expected X (n, d) and y (n,)")
-        x, y = found["X"], found["y"]
-    if x.ndim != 2 or y.shape != x.shape[:1]:
+        try:
+            x, y = found["X"], found["y"]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; save numbers, or texts by .astype(str)") from None
+    if x.ndim != 2 or not x.shape[1] or y.shape != x.shape[:1]:
         raise ValueError(f"{path}: X is {x.shape} and y {y.shape}; expected (n, d) and (n,)")
-    if x.dtype.kind not in "fiub" or not np.isfinite(x).all():
+    if x.dtype.kind not in "fiub" or not np.isfinite(x.astype(np.float32)).all():
         raise ValueError(f"{path}: X has what is no finite number")
-    if y.dtype.kind == "f" and not (y == np.floor(y)).all():
-        raise ValueError(f"{path}: y has {y[y != np.floor(y)][0]}; expected labels of classes")
+    if y.dtype.kind == "f" and (bad := ~np.isfinite(y) | (y != np.floor(y))).any():
+        raise ValueError(f"{path}: y has {y[bad][0]}; expected labels of classes")
     labels, classes, counts = np.unique(y, return_inverse=True, return_counts=True)
     if len(labels) < 2 or counts.min() < FEWEST:
         few = ", ".join(f"{n} of {label}" for label, n in zip(labels, counts, strict=True))
