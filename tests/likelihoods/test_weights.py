@@ -229,6 +229,16 @@ def test_masked_points_are_left_out_of_a_curvature():
     torch.testing.assert_close(found[0], found[1])
 
 
+def test_the_curvature_of_a_fit_has_the_weights_of_classes():
+    batch, weights = (data(), CLASSES), torch.tensor([2.0, 0.5, 1.0])
+    likelihood = tyxe.likelihoods.Categorical(20, class_weights=weights)
+    bnn = tyxe.LaplaceBNN(net(), prior(), likelihood)
+    bnn.fit([batch], torch.optim.Adam, 2)
+    found = bnn.state.precision().to_dense()
+    bnn.fit_curvature([batch])
+    torch.testing.assert_close(found, bnn.state.precision().to_dense())
+
+
 def test_class_weights_are_weights_of_points_in_fits_and_not_in_evaluations():
     x, y = data(), CLASSES
     weights = torch.tensor([2.0, 0.5, 1.0])

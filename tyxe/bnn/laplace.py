@@ -334,7 +334,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                         with prior_fixed(self):
                             trainer.run_epoch(batches, epoch, device, history, callback)
                         if evidence_every and (epoch + 1) % evidence_every == 0:
-                            self._take_curvature(data_loader, device)
+                            self._take_curvature(batches, device)
                             self._set_prior_numbers(most_evidence(self.state, False, 100))
                             self.net_guide.state = None
                         self._end_epoch(epoch)
@@ -346,7 +346,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             if trainer is None or not trainer.steps:
                 self.net_guide.state = before
             raise
-        self._take_curvature(data_loader, device, progress)
+        self._take_curvature(batches, device, progress)
         return history
 
     def fit_curvature(
