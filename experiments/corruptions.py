@@ -68,10 +68,8 @@ def pixelated(x, share):
 
 def rounded_cosines(x, step):
     """Return images whose cosine coefficients are multiples of `step (1 + u + v)`, by frequency."""
-    own, index = (
-        F.pad(x, (0, -x.shape[-1] % 8, 0, -x.shape[-2] % 8), "replicate"),
-        torch.arange(8.0),
-    )
+    own = F.pad(x, (0, -x.shape[-1] % 8, 0, -x.shape[-2] % 8), "replicate")
+    index = torch.arange(8.0)
     basis = (math.pi / 8 * (index + 0.5) * index[:, None]).cos() / 2
     basis[0] /= math.sqrt(2)  # orthogonal: rows are frequencies
     steps = (step * (1 + index + index[:, None])).to(x)

@@ -29,7 +29,6 @@ ROWS = {name: image_laplace.ROWS[name] for name in ("MAP", "bnn", "bnn damped", 
 COLOURS = ["black", "tab:red", "tab:orange", "tab:blue"]
 TITLES = image_laplace.TITLES
 BINS = 30
-GRID = [0.1, 1.0, 10.0, 100.0, 1_000.0]
 
 
 @settings
@@ -39,7 +38,7 @@ class Settings(runner.Settings):
     )
     net: list[str] = which(["cnn"], "the classifiers", choices=["mlp", "cnn"])
     prior_precisions: list[float] = which(
-        GRID, "of nets", published=image_laplace.FINE, smoke=[1.0, 10.0]
+        image_laplace.FIVE, "of nets", published=image_laplace.FINE, smoke=[1.0, 10.0]
     )
     seeds: list[int] = which([0, 1], "of images and nets", smoke=[0])
     device: str = how("cpu", "where to compute")
@@ -58,10 +57,8 @@ def run(s, name, kind, precision, seed):
     train, validation, test, unknown = image_laplace.load(s, name, seed)
     torch.manual_seed(seed)
     net = image_laplace.make_net(kind, s.widths[kind]).to(s.device)
-    loader, likelihood = (
-        common.Batches(*train, s.batch),
-        tyxe.likelihoods.Categorical(len(train[0])),
-    )
+    likelihood = tyxe.likelihoods.Categorical(len(train[0]))
+    loader = common.Batches(*train, s.batch)
     at_map = image_laplace.fit_map(s, net, likelihood, loader, precision, seed)
     kron = tyxe.LaplaceBNN(at_map.to_module(), at_map.prior, likelihood, structure="kron")
     kron.fit_curvature(loader, progress=False)
