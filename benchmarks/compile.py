@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -77,12 +76,9 @@ def contestant(
 ) -> Contestant:
     """Build a contestant, and note the seconds until its second step is done."""
     start = time.perf_counter()
-    with warnings.catch_warnings():
-        # Of the compiled net alone, whose flipout keeps the generator of a device.
-        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-        step = build(*arguments)
-        step()
-        step()
+    step = build(*arguments)
+    step()
+    step()
     return Contestant(name, step, who, limit, facts={START_UP: time.perf_counter() - start})
 
 
