@@ -1,9 +1,8 @@
 """A Bayesian radiance field of a cow: images from all sides, and where they may be wrong.
 
 A net maps points and directions to opacity and colour; a renderer sums these up along rays, and the
-loss compares images. `PytorchBNN` takes the net's place, and all else stays: what makes it Bayesian
-are the prior, the guide, and the KL in the loss. Views of one quarter around the cow are held out.
-For your own object bring views and cameras: docs/nerf.md says which arrays an archive has.
+loss compares images. `PytorchBNN` takes the net's place; a prior, a guide and the KL in the loss
+make it Bayesian. A quarter is held out. For your own object docs/nerf.md says which arrays to have.
 
 Needs the extra `examples`: pip install -e ".[examples]"; and cow/cow_views_equator.npz in the
 folder TYXE_DATA. About 80 seconds. Prints errors, and draws results/radiance_field.png.
@@ -27,7 +26,10 @@ parser.add_argument("--smoke-test", action="store_true", help="few steps, in sec
 steps = 2 if parser.parse_args().smoke_test else 2_000
 torch.manual_seed(0)
 
-arrays = np.load(Path(os.environ.get("TYXE_DATA", "data"), "cow", "cow_views_equator.npz"))
+local = Path(os.environ.get("TYXE_DATA", "data"), "cow", "cow_views_equator.npz")
+if not local.exists():
+    raise SystemExit(f"no {local}: TYXE_DATA names its folder, docs/nerf.md the arrays of your own")
+arrays = np.load(local)
 images = np.concatenate([arrays["images"], arrays["silhouettes"][..., None]], -1)[:39] / 255
 pixels = nn.functional.avg_pool2d(torch.tensor(images).float().movedim(-1, 1), 2)  # 32 x 32
 size, pixels = pixels.shape[-1], pixels.flatten(2).mT
@@ -69,9 +71,8 @@ def fit(field, kl=lambda: 0.0):
     optimizer = torch.optim.Adam(field.parameters(), lr=3e-3)
     for step, some in enumerate(torch.randint(len(train[0]), (steps, 256))):
         origins, directions, target = (part[some] for part in train)
-        # In nats a value, as under noise of 0.2; so is the KL, which comes in slowly.
-        loss = (field(origins, directions) - target).square().mean() / (2 * 0.2**2)
-        loss = loss + min(1, 2 * step / steps) * kl() / train[2].numel()
+        loss = (field(origins, directions) - target).square().mean() / (2 * 0.2**2)  # nats a value
+        loss = loss + min(1, 2 * step / steps) * kl() / train[2].numel()  # comes in slowly
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -25,7 +25,10 @@ torch.set_num_threads(1)
 plt.rcParams["figure.dpi"] = 70
 steps = 2 if small else 1_200
 
-arrays = np.load(Path(os.environ.get("TYXE_DATA", "data"), "cow", "cow_views_equator.npz"))
+local = Path(os.environ.get("TYXE_DATA", "data"), "cow", "cow_views_equator.npz")
+if not local.exists():
+    raise SystemExit(f"no {local}: TYXE_DATA names its folder, docs/nerf.md the arrays of your own")
+arrays = np.load(local)
 images = np.concatenate([arrays["images"], arrays["silhouettes"][..., None]], -1)[:39] / 255
 pixels = nn.functional.avg_pool2d(torch.tensor(images).float().movedim(-1, 1), 2)
 size, pixels = pixels.shape[-1], pixels.flatten(2).mT
@@ -46,12 +49,10 @@ train = [part[:30].flatten(0, 1) for part in (origins, directions, pixels)]
 class Field(nn.Module):
     def __init__(self, width=64, harmonics=10):
         super().__init__()
-        self.harmonics, inputs, bend = harmonics, 6 * harmonics, nn.Softplus(beta=10)
-        self.trunk = nn.Sequential(nn.Linear(inputs, width), bend, nn.Linear(width, width), bend)
-        self.density = nn.Sequential(nn.Linear(width, 1), bend)
-        self.colour = nn.Sequential(
-            nn.Linear(width, width), bend, nn.Linear(width, 3), nn.Sigmoid()
-        )
+        self.harmonics, inputs, act = harmonics, 6 * harmonics, nn.Softplus(beta=10)
+        self.trunk = nn.Sequential(nn.Linear(inputs, width), act, nn.Linear(width, width), act)
+        self.density = nn.Sequential(nn.Linear(width, 1), act)
+        self.colour = nn.Sequential(nn.Linear(width, width), act, nn.Linear(width, 3), nn.Sigmoid())
         nn.init.constant_(self.density[0].bias, -1.5)  # transparent at first, or nothing is seen
 
     def forward(self, origins, directions):
@@ -69,9 +70,8 @@ def fit(field, kl=lambda: 0.0):
     optimizer = torch.optim.Adam(field.parameters(), lr=3e-3)
     for step, some in enumerate(torch.randint(len(train[0]), (steps, 256))):
         origins, directions, target = (part[some] for part in train)
-        # In nats a value, as under noise of 0.2; so is the KL, which comes in slowly.
-        loss = (field(origins, directions) - target).square().mean() / (2 * 0.2**2)
-        loss = loss + min(1, 2 * step / steps) * kl() / train[2].numel()
+        loss = (field(origins, directions) - target).square().mean() / (2 * 0.2**2)  # nats a value
+        loss = loss + min(1, 2 * step / steps) * kl() / train[2].numel()  # comes in slowly
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -217,13 +217,23 @@ def test_listing_runs(path: Path, run: Run, data: Path, tmp_path: Path):
     assert written == ({"results"} if pictures else set())
 
 
-def test_a_graph_net_without_data_says_what_makes_them(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+MISSING = {
+    "graph_net": r"no .*nothing/cora\.npz: python experiments/planetoid\.py",
+    "radiance_field": r"no .*nothing/cow/cow_views_equator\.npz: TYXE_DATA .*docs/nerf\.md",
+}
+
+
+@pytest.mark.parametrize("folder", ["examples", "notebooks"])
+@pytest.mark.parametrize("name", MISSING)
+def test_without_data_one_line_says_where_they_come_from(
+    name: str, folder: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("torch_geometric", reason="the listing needs the extra `pyg`, or DGL")
+    if name == "graph_net":
+        pytest.importorskip("torch_geometric", reason="both need the extra `pyg`")
     monkeypatch.setenv("TYXE_DATA", str(tmp_path / "nothing"))
-    with pytest.raises(SystemExit, match=r"no .*nothing/cora\.npz: python experiments/planetoid"):
-        run(ROOT / "examples" / "graph_net.py", "--smoke-test")
+    with plt.rc_context(), pytest.raises(SystemExit, match=MISSING[name]) as stopped:
+        run(ROOT / folder / f"{name}.py", *["--smoke-test"] * (folder == "examples"))
+    assert "\n" not in str(stopped.value)
 
 
 def environment(**extra: str) -> dict[str, str]:
