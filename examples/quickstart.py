@@ -13,6 +13,7 @@ import platform
 import shlex
 import sys
 import time
+import warnings
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import nullcontext
 from functools import partial
@@ -76,13 +77,13 @@ net = nn.Sequential(conv(1, 16), nn.ReLU(), pool, conv(16, 32), nn.ReLU(), pool,
 net.append(nn.Linear(32 * (x.shape[-1] // 4) ** 2, classes))
 likelihood = tyxe.likelihoods.Categorical(len(train[0]))
 adam = pyro.optim.Adam({"lr": 1e-3})
-rows, results, columns = {}, {}, ["error %", "NLL", "ECE %", *ood, "train s", "predict s"]
+rows, results, said, columns = {}, {}, [], ["error %", "NLL", "ECE %", *ood, "train s", "predict s"]
 print(f"{'':24}" + "".join(f"{column:>16}" for column in columns))
 
 
 def run(name, bnn, draws=1, optim=adam, handler=nullcontext, **options):
     start = time.perf_counter()
-    with handler():
+    with handler(), warnings.catch_warnings(record=True) as caught:  # printed below the table
         if isinstance(bnn, tyxe.LaplaceBNN):
             bnn.fit_curvature(loader)
             bnn.optimize_prior_precision(loader=[validation])
@@ -90,6 +91,7 @@ def run(name, bnn, draws=1, optim=adam, handler=nullcontext, **options):
             bnn.fit(loader, draws, **options)
         else:
             bnn.fit(loader, optim, epochs, **options)
+    said.extend(f"{name}: {warning.message}" for warning in caught)
     each = draws // len(getattr(bnn, "members", [bnn])) or 1
     predict = partial(bnn.predict, num_predictions=each, batch_size=1_000)
     fitted, probs = time.perf_counter(), predict(test[0]).softmax(-1)
@@ -157,4 +159,5 @@ args.out.mkdir(parents=True, exist_ok=True)
 figure(results, min_count=5).savefig(f"{path}.png", dpi=120)
 Path(f"{path}.json").write_text(json.dumps(content | {"rows": rows}, indent=2) + "\n")
 told = tyxe.diagnostics.diagnose(mean_field, loader, [validation], beta=beta).summary
-print(f"mean field: {told}\nwrote {path}.png and {path}.json")
+print(*said, f"mean field: {told}", sep="\n")
+print(f"wrote {path}.png and {path}.json")

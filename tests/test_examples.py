@@ -301,13 +301,33 @@ def check_quickstart(run: Run, script: Path, data: str, ood: list[str]) -> None:
     assert list(content["rows"]) == METHODS
     assert lines.pop() == f"wrote {path}.png and {path}.json"
     assert re.match(r"mean field: \d+ of \d+ numbers well", lines.pop())
-    for line, (name, row) in zip(lines, content["rows"].items(), strict=True):
+    # Below the rows, what their methods warned of.
+    assert {line.partition(": ")[0] for line in lines[len(METHODS) :]} <= {*METHODS}
+    for line, (name, row) in zip(lines[: len(METHODS)], content["rows"].items(), strict=True):
         assert list(row) == [*columns, "validation NLL"]
         assert all(math.isfinite(value) and value >= 0 for value in row.values())
         assert all(row[column] <= 1 for column in ood)
         assert line.split("  ")[0] == name
         found = [float(word) for word in line[len(name) :].split()]
         assert found == [float(f"{row[column]:.3f}") for column in columns]
+
+
+def test_the_demo_warns_below_its_table(tmp_path, monkeypatch, capsys):
+    own = tyxe.LaplaceBNN.optimize_prior_precision
+
+    def choose(bnn, **how):
+        warnings.warn("told", tyxe.TyxeWarning, stacklevel=2)
+        return own(bnn, **how)
+
+    monkeypatch.setattr(tyxe.LaplaceBNN, "optimize_prior_precision", choose)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--smoke-test", "--out", str(tmp_path)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", tyxe.TyxeWarning)
+        runpy.run_path(str(QUICKSTART))
+    _, *lines = capsys.readouterr().out.splitlines()
+    rows, below = lines[: len(METHODS)], lines[len(METHODS) :]
+    assert [line.split("  ")[0] for line in rows] == METHODS
+    assert below[:2] == ["Laplace: told", "last layer, Laplace: told"]
 
 
 def test_quickstart_on_digits(run: Run):

@@ -207,6 +207,11 @@ class TestEntropyEcdf:
         ax = plotting.entropy_ecdf(torch.rand(4), label="OOD", linestyle="dashed", color="black")
         assert legend_texts(ax) == ["OOD"]
         assert (ax.lines[0].get_linestyle(), ax.lines[0].get_color()) == ("--", "black")
+        assert ax.lines[0].get_marker() == "None"
+
+    def test_few_points_have_a_marker(self) -> None:
+        ax = plotting.entropy_ecdf(torch.rand(1_000), marker="s")
+        assert (ax.lines[0].get_marker(), ax.lines[0].get_markevery()) == ("s", 0.15)
 
     def test_without_label_there_is_no_legend(self) -> None:
         assert plotting.entropy_ecdf(torch.rand(4)).get_legend() is None

@@ -83,6 +83,7 @@ def entropy_ecdf(
     label: str | None = None,
     linestyle: str = "solid",
     color: str | None = None,
+    marker: str | None = None,
     max_entropy: float | None = None,
 ) -> "Axes":
     r"""Draw the empirical distribution function of predictive entropies.
@@ -96,6 +97,7 @@ def entropy_ecdf(
         label: entry in the legend, if any.
         linestyle: matplotlib's name of the line style.
         color: colour of the line; None takes the axes' next.
+        marker: matplotlib's name of a marker, which a few of the points get; None draws none.
         max_entropy: where the line ends, in nats, such as `log C`; None ends it at the largest.
 
     Returns:
@@ -115,6 +117,9 @@ def entropy_ecdf(
         torch.cat([start, steps, end]),
         torch.cat([heights, heights[-1:]]),
         drawstyle="steps-post",
+        marker=marker,
+        markersize=4.5,
+        markevery=0.15,  # of the panel's diagonal, so that curves of many points are as clear
         color=color,
         linestyle=linestyle,
         label=label,
@@ -237,7 +242,8 @@ def _draw_methods(
         for p, linestyle in ((probs, "solid"), (ood_probs, "dashed")):
             if p is not None:
                 entropy, limit = metrics.predictive_entropy(p), math.log(p.shape[-1])
-                entropy_ecdf(entropy, right, linestyle=linestyle, color=color, max_entropy=limit)
+                look = {"linestyle": linestyle, "color": color, "marker": marker}
+                entropy_ecdf(entropy, right, max_entropy=limit, **look)
 
 
 def _outside_legends(figure: "Figure", left: "Axes", right: "Axes") -> None:
