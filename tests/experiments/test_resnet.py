@@ -215,6 +215,14 @@ def test_what_is_told_from_known_images(smoke, every_set):
     assert two["AUROC noise"] != found.cells["ten classes", "ml", "0"]["AUROC noise"]
 
 
+def test_loading_leaves_the_random_numbers_of_a_fit(every_set):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    resnet_ood.load(resnet_ood.Settings.at("smoke"))
+    assert torch.equal(torch.rand(1), expected)
+
+
 def test_standard_deviations_at_their_cap():
     net = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(1, 4, bias=False))
     guide = common.mean_field(net, init_scale=0.05, max_guide_scale=0.1)
