@@ -109,6 +109,24 @@ def refitted(net, train, test):
     return ((layer(hidden_test) > 0) == test[1].bool()).float().mean().item()
 
 
+def model(s, net, method, head, likelihood):
+    """Return the BNN of a method, whose head is not in its prior, and the heads of the tasks."""
+    prior, guide = common.normal(hide_all=True), None
+    if method != "ML":
+        prior = common.normal(hide_modules=[head])
+        guide = common.mean_field(net, init_scale=s.first_scale)
+    bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
+    return bnn, continual.Heads(bnn, modules=[head])
+
+
+def learn(s, bnn, pair, epochs, **how):
+    batches = common.Batches(*pair, s.batch)
+    bnn.likelihood.dataset_size = len(batches.x)
+    adam = partial(torch.optim.Adam, lr=s.rate)
+    with tyxe.poutine.local_reparameterization():
+        bnn.fit(batches, adam, epochs, progress=False, **how)
+
+
 def run(s, method, seed, label):
     (train, test), coresets = tasks(s.images), {}
     if (kind := method.removeprefix("VCL ")) in CORESETS:
@@ -119,20 +137,11 @@ def run(s, method, seed, label):
     torch.manual_seed(seed)
     net = common.mlp(784, s.hidden_units, 1)
     likelihood = tyxe.likelihoods.Bernoulli(len(train["0/1"][0]), event_dim=1)
-    prior, guide = common.normal(hide_all=True), None
-    if method != "ML":
-        prior = common.normal(hide_modules=["2"])
-        guide = common.mean_field(net, init_scale=s.first_scale)
-    bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
-    multipliers = {"scale": 5} if method == "VCL fast scales" else None
-    heads, moves = continual.Heads(bnn, modules=["2"]), Moves(bnn)
+    bnn, heads = model(s, net, method, "2", likelihood)
+    multipliers, moves = {"scale": 5} if method == "VCL fast scales" else None, Moves(bnn)
 
     def fit(task, sets=train, epochs=s.epochs):
-        batches = common.Batches(*sets[task], s.batch)
-        bnn.likelihood.dataset_size = len(batches.x)
-        adam = partial(torch.optim.Adam, lr=s.rate)
-        with tyxe.poutine.local_reparameterization():
-            bnn.fit(batches, adam, epochs, lr_multipliers=multipliers, progress=False)
+        learn(s, bnn, sets[task], epochs, lr_multipliers=multipliers)
 
     def update(task):
         moves.look(task, updates=s.epochs * -(-len(train[task][0]) // s.batch))

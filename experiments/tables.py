@@ -23,9 +23,13 @@ def error_of(values):
 
 
 def over_seeds(values, form, factor=1, errors=1):
-    """Return `mean ± standard error`, or as many errors; both times a factor; "" of no values."""
+    """Return `mean ± standard error`, or as many errors; both times a factor; "" of no values.
+
+    Of values that are not all finite it is the mean alone.
+    """
     mean = format(factor * statistics.fmean(values), form) if values else ""
-    return f"{mean} ± {errors * factor * error_of(values):{form}}" if len(values) > 1 else mean
+    has_error = len(values) > 1 and all(map(math.isfinite, values))
+    return f"{mean} ± {errors * factor * error_of(values):{form}}" if has_error else mean
 
 
 def errorbar(ax, x, values, errors=1, **look):

@@ -309,7 +309,9 @@ def of(name, kind, sequence, table=table, figure=over_tasks):
             sys.exit(f"there are no strengths for {', '.join(without)}: give --strengths; {has}")
         for seed in s.seeds:
             for method in s.methods or strengths:
-                for strength in s.strengths or strengths[method][: 1 if s.smoke_test else None]:
+                own = strengths.get(method, s.strengths)
+                own = own if own == [None] else s.strengths or own[: 1 if s.smoke_test else None]
+                for strength in own:
                     symbol = "lambda" if kind is Online else "strength"
                     label = method if strength is None else f"{method}, {symbol} {strength:g}"
                     label += f", decay {s.decay:g}" if getattr(s, "decay", 0) else ""

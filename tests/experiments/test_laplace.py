@@ -52,10 +52,18 @@ def test_training_and_validation_images_do_not_overlap_and_depend_on_the_seed():
     assert torch.equal(test[0], parts[2][2][0])
 
 
+@pytest.mark.parametrize("without", [False, True])
+def test_hmc_is_run_beside_the_first_data_of_a_cubic(without, smoke):
+    options = ["--seeds", "1", "0"] + ["--without-hmc"] * without
+    found = smoke(laplace_toys.experiments["cubic"], *options, before=("cubic",))
+    hmc = {seed: "HMC, untuned, bnn" in cell["rows"] for (seed,), cell in found.cells.items()}
+    assert hmc == {"1": not without, "0": False}
+
+
 KINDS = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
 ROWS = {
     "cubic": [f"{n}, {kind}" for n in ("kron", "diag", "full") for kind in KINDS]
-    + ["HMC, untuned, bnn"],
+    + ["HMC, untuned, bnn", "net"],
     "step": ["true posterior", "Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"],
     "banana": None,
 }

@@ -1,6 +1,7 @@
 """What all experiments share: the command line, records, tables, data."""
 
 import json
+import math
 import os
 import pickle
 import re
@@ -195,6 +196,7 @@ def test_tables_have_means_and_standard_errors():
     assert tables.over_seeds([1.0, 2.0, 6.0], ".3f") == f"3.000 ± {(7 / 3) ** 0.5:.3f}"
     assert tables.over_seeds([1.0, 2.0, 3.0], ".1f", factor=100) == "200.0 ± 57.7"
     assert tables.over_seeds([1.0, 3.0], ".1f", errors=2) == "2.0 ± 2.0"
+    assert tables.over_seeds([1.0, math.inf], ".1f") == "inf"
     assert tables.over_seeds([4.0], ".1f") == "4.0"
     assert tables.over_seeds([], ".1f") == ""
     cells = {

@@ -1,13 +1,15 @@
-"""experiments/task_sequences.py and split_mnist.py."""
+"""experiments/task_sequences.py, split_mnist.py and split_cifar.py."""
 
 import math
 
 import class_balance
+import common
 import next_task
 import numpy as np
 import pytest
 import runner
 import sequence_data
+import split_cifar
 import split_mnist
 import task_sequences
 import torch
@@ -40,7 +42,9 @@ def test_online_laplace(smoke, stand_ins, tmp_path, capsys):
     options = ["--tasks", "4", "--strengths", "3", "--decay", "0.5", "--methods"]
     found = smoke(experiment, *options, *methods, before=("online",))
     assert found.record.path.name == "online_laplace_4.json"
-    assert [label for label, _ in found.cells] == [f"{m}, lambda 3, decay 0.5" for m in methods]
+    labels = [f"{method}, lambda 3, decay 0.5" for method in methods]
+    labels[methods.index("at once")] = "at once, decay 0.5"  # it has no strength
+    assert [label for label, _ in found.cells] == labels
     for cell in found.cells.values():
         assert [len(row) for row in cell["accuracy"]] == list(range(1, 5))
         assert all(0 <= score <= 1 for row in cell["accuracy"] for score in row)
@@ -162,6 +166,49 @@ def test_split_mnist_is_five_pairs_of_digits(stand_ins):
     assert y.shape == (wanted.sum(), 1)
     assert y[:, 0].tolist() == (labels[wanted] == 3).tolist()
     assert [len(part[1]) for part in split_mnist.tasks(7)[0].values()] == [7] * 5
+
+
+def test_split_cifar(smoke, every_set, monkeypatch):
+    learn, given = split_mnist.learn, []
+    monkeypatch.setattr(
+        split_mnist, "learn", lambda *args, **how: given.append(how) or learn(*args, **how)
+    )
+    net = split_cifar.Net(32, 512)
+    sizes = [32 * 28, 32 * 289, 64 * 289, 64 * 577, 512 * 4_097, 10 * 513]  # [T fig. 5.4]'s
+    assert sum(parameter.numel() for parameter in net.parameters()) == sum(sizes)
+    found = smoke(split_cifar.experiment)
+    names = ["CIFAR-10", *(f"task {number}" for number in range(2, 7))]
+    assert [method for method, _ in found.cells] == split_cifar.METHODS
+    faster = {"lr_multipliers": {"scale": 10}}
+    each = {"VCL": faster, "VCL 0.1": faster | {"beta": 0.1}, "ML": {}}
+    assert given == [each[method] for method in split_cifar.METHODS for _ in names]
+    for cell in found.cells.values():
+        assert cell["tasks"] == names
+        assert [len(row) for row in cell["accuracy"]] == [1, 2, 3, 4, 5, 6]
+        assert all(0 <= value <= 1 for row in cell["accuracy"] for value in row)
+    assert list(found.record.path.parent.glob("**/*.pt")) == []
+    head, _, *rows = found.page.splitlines()
+    assert head == f"| method | | runs | {' | '.join(names)} | mean | forgetting |"
+    assert len(rows) == 2 * len(split_cifar.METHODS)
+
+
+def test_later_tasks_of_split_cifar_have_two_classes_of_each_set(every_set):
+    settings = split_cifar.Settings.at(images=50, test_images=30, later_images=20)
+    sets, (train, _) = split_cifar.tasks(settings), common.images("cifar10_subset", "train")
+    assert [len(y) for _, y in sets["CIFAR-10"]] == [50, 30]
+    mean, scale = (part((0, 2, 3))[:, None, None] for part in (train.mean, train.std))
+    torch.testing.assert_close(sets["CIFAR-10"][0][0][3], (train[3] - mean) / scale)
+    pairs = (common.images("svhn_subset", split) for split in ("train", "test"))
+    x, y = map(torch.cat, zip(*pairs, strict=True))
+    for number in range(5):
+        (own, labels), (tested, others) = sets[f"task {number + 2}"]
+        # Of a class 20 images of FashionMNIST and notMNIST, 16 of SVHN; a fifth of all is tested.
+        assert labels.bincount().tolist() == [16] * 4 + [12, 13]
+        assert others.bincount().tolist() == [4] * 4 + [4, 3]
+        digits = torch.cat([own[labels == 5], tested[others == 5]]).flatten(1)
+        known = ((x - mean) / scale)[y == 2 * number + 1].flatten(1)
+        digits, known = (part[part.sum(-1).argsort()] for part in (digits, known))
+        torch.testing.assert_close(digits, known)
 
 
 def test_next_task(smoke, stand_ins):
