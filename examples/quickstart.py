@@ -131,12 +131,8 @@ guide = partial(tyxe.guides.AutoNormal, init_scale=1e-4)
 capped = partial(guide, max_guide_scale=0.1)
 fit = {"draws": draws, "beta": beta, "lr_multipliers": {"scale": 10}}  # scales start small
 mean_field = run("mean field", variational(ml, prior, capped), handler=local, **fit)
-run(
-    "mean field, sd only",
-    variational(ml, prior, partial(capped, train_loc=False)),
-    handler=local,
-    **fit,
-)
+fixed = partial(capped, train_loc=False)
+run("mean field, sd only", variational(ml, prior, fixed), handler=local, **fit)
 ivon = partial(tyxe.optim.IVON, lr=0.03, betas=(0.9, 0.999), hess_init=0.5)
 run("mean field, IVON", variational(net, prior, guide), draws, ivon, beta=beta)
 frozen = ml.requires_grad_(False)
