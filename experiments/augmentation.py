@@ -55,20 +55,19 @@ def validation(s):
     rows = slice(s.training_images, s.training_images + s.validation_images)
     if not len(y[rows]):
         raise SystemExit(f"no image is left after {s.training_images}: fewer --training-images")
-    return resnet_ood.known(s)[-1](x[rows]), y[rows]
+    return resnet_ood.load(s)[-1](x[rows]), y[rows]
 
 
 def choose(s, seed, bnn):
-    """Give the approximation the N and tau of the lowest cross-entropy; return the row of both."""
-    (x, y), found = validation(s), {}
-    for pair in product(s.N, s.tau):
-        common.widen(bnn, *pair)
+    """Give it the N and tau of the lowest cross-entropy of validation images; return them."""
+    x, y = validation(s)
+
+    def cross_entropy(bnn):
         torch.manual_seed(seed)  # the same random numbers for all
         logits = bnn.predict(x, num_predictions=s.validation_draws, predictive="bnn")
-        found[pair] = nn.functional.cross_entropy(logits, y).item()
-    best = min(found, key=found.get)
-    common.widen(bnn, *best)
-    return dict(zip(("N", "tau"), best, strict=True))
+        return nn.functional.cross_entropy(logits, y).item()
+
+    return common.choose_width(bnn, s.N, s.tau, cross_entropy)
 
 
 def scored(s, bnn, **how):

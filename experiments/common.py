@@ -6,7 +6,7 @@ Data come from a local folder, TYXE_DATA if it is set, or are downloaded by torc
 import os
 import sys
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +156,16 @@ def widen(bnn, points, precision):
     """Give a Laplace approximation [T 3.41]'s N, in place of the points seen, and its tau."""
     bnn.temperature = bnn.likelihood.dataset_size / points
     bnn.update_prior(normal(precision**-0.5))
+
+
+def choose_width(bnn, sizes, precisions, score):
+    """Give it the N and tau of the lowest score of the BNN, and return them by name."""
+    found = {}
+    for pair in product(sizes, precisions):
+        widen(bnn, *pair)
+        found[pair] = score(bnn)
+    widen(bnn, *(best := min(found, key=found.get)))
+    return dict(zip(("N", "tau"), best, strict=True))
 
 
 def hmc(s, net, likelihood, pair, **how):

@@ -20,7 +20,6 @@ validation points; error and NLL of the rest.
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import common
 import pyro
@@ -80,13 +79,11 @@ def drawn_cubic(count):
 
 def tune(bnn, x, y, count):
     """Choose [T 3.41]'s N and tau by the likelihood of held-out points; the BNN keeps the best."""
-    factors, scores = [4.0**k for k in range(-1, 5)], {}
-    for factor, tau in product(factors, factors):
-        chosen = bnn.likelihood.dataset_size * factor, tau
-        common.widen(bnn, *chosen)
-        scores[chosen] = float(bnn.evaluate(x, y, num_predictions=count, predictive="bnn")[1])
-    common.widen(bnn, *(best := max(scores, key=scores.get)))
-    return dict(zip(("N", "tau"), best, strict=True))
+    factors, how = [4.0**k for k in range(-1, 5)], {"num_predictions": count, "predictive": "bnn"}
+    sizes = [bnn.likelihood.dataset_size * factor for factor in factors]
+    return common.choose_width(
+        bnn, sizes, factors, lambda bnn: -bnn.evaluate(x, y, **how)[1].item()
+    )
 
 
 def cubic(s, seed):

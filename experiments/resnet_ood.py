@@ -93,7 +93,7 @@ def shuffled(x, patch):
     return F.fold(patches.gather(-1, order), x.shape[-2:], patch, stride=patch)
 
 
-def known(s):
+def load(s):
     """Return training and test pairs, and the function that normalises images."""
     train, (x, y) = (common.images("cifar10_subset", split) for split in ("train", "test"))
     train = common.first(train, s.training_images)
@@ -102,9 +102,9 @@ def known(s):
 
 
 @cache
-def load(s):
+def other_images(s):
     """Return images of other kinds by name, all normalised."""
-    (x, _), normalise = known(s)[1:]
+    (x, _), normalise = load(s)[1:]
     svhn = torch.cat([common.images("svhn_subset", split)[0] for split in ("test", "train")])
     svhn, own = common.thinned(svhn, s.other_images), common.standardised(svhn)
     few = partial(common.thinned, count=s.other_images)
@@ -121,7 +121,7 @@ def load(s):
 @cache
 def prepared(s, setup):
     """Return the training and test pairs of a setup."""
-    train, test, normalise = known(s)
+    train, test, normalise = load(s)
     train, test = ((normalise(x), y) for x, y in (train, test))
     train = tuple(part[:: SETUPS[setup].get("parts", 1)] for part in train)
     if "kinds" not in SETUPS[setup]:
@@ -157,7 +157,7 @@ def scored(s, bnn, test, seen, **how):
 
     known, (x, y) = predict(test[0]), test
     row, confidence, right = tables.scores(known, y), known.amax(-1), known.argmax(-1) == y
-    others = {name: predict(x).amax(-1) for name, x in load(s).items()}
+    others = {name: predict(x).amax(-1) for name, x in other_images(s).items()}
     for name, unknown in others.items():
         row[f"AUROC {name}"] = metrics.ood_auroc(confidence, unknown).item()
     parts = {"right": confidence[right], "wrong": confidence[~right], "SVHN": others["SVHN"]}

@@ -219,7 +219,7 @@ def test_loading_leaves_the_random_numbers_of_a_fit(every_set):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    resnet_ood.load(resnet_ood.Settings.at("smoke"))
+    resnet_ood.other_images(resnet_ood.Settings.at("smoke"))
     assert torch.equal(torch.rand(1), expected)
 
 
