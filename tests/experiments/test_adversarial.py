@@ -5,10 +5,12 @@ import math
 import adversarial
 import common
 import numpy as np
+import pytest
 import torch
 
 
-def test_adversarial(smoke, image_folder, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def data(image_folder, tmp_path, monkeypatch):
     # as many as there are, for the split into training and validation
     for name in ("mnist", "notmnist"):
         with np.load(image_folder / f"{name}.npz") as arrays:
@@ -18,6 +20,9 @@ def test_adversarial(smoke, image_folder, tmp_path, monkeypatch):
             found["y_train"] = np.arange(60_000, dtype=np.uint8) % 10
         np.savez(tmp_path / f"{name}.npz", **found)
     monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+
+
+def test_adversarial(smoke):
     found = smoke(adversarial.experiment)
     (cell,), chosen = found.cells.values(), found.content["settings"]
     methods = ["deterministic", "MC dropout", "mean field", "mean field, sd 0.01"]
@@ -49,6 +54,18 @@ def test_adversarial(smoke, image_folder, tmp_path, monkeypatch):
         good = [row for row in tuned["all"] if row["cross-entropy"] < min(scores) + 5e-4]
         assert tuned["widest"]["entropy"] == max(row["entropy"] for row in good)
         assert tuned["as good"] == len(good)
+
+
+def test_wider_posteriors_have_rows_of_their_own(smoke):
+    found = smoke(adversarial.experiment, "--families", "kron", "--within", "5e-4", "100")
+    assert found.record.path.stem == "adversarial_widths"
+    (cell,) = found.cells.values()
+    kron = ["Laplace, kron", "Laplace, kron, widest", "Laplace, kron, within 100"]
+    assert list(cell["rows"]) == list(cell["curves"]) == kron
+    assert list(cell["chosen"]) == ["kron"]
+    tuned = cell["chosen"]["kron"]["all"]  # by so many nats all pairs are as good
+    assert adversarial.within(tuned, 100) == tuned
+    assert adversarial.widest(tuned)["entropy"] == max(row["entropy"] for row in tuned)
 
 
 def test_attacks_follow_their_formulas():
