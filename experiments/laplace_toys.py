@@ -12,9 +12,9 @@ Reduced: 1,000 of its samples, the thesis has 50,000.
 true posterior, found by quadrature, rules out: drawn weights predict far from certain, the
 linearised net does not. That mass, and p(y = 1 | x = 4) by drawn weights and linearised.
 
-`banana` [GLM fig. 4]: two classes from 265 points, two layers of 50 tanh units; drawn weights
-underfit, the linearised net does not. Each with the prior precision that is best for it on 265
-validation points; error and NLL of the rest.
+`banana` [GLM fig. 4]: two classes from 265 points, two layers of 50 tanh units, or as many as
+`--hidden-layers` says; drawn weights underfit, the linearised net does not. Each with the prior
+precision that is best for it on 265 validation points; error and NLL of the rest.
 """
 
 import math
@@ -65,7 +65,12 @@ class Cubic(WithHMC):
 @settings
 class Banana(Settings):
     prior_precisions: list[float] = setting(PRECISIONS, "of nets", smoke=PRECISIONS[:2])
+    hidden_layers: int = setting(2, "number")
     side: int = setting(80, "points on a side of the maps", smoke=8)
+
+    @property
+    def title(self):
+        return "" if self.hidden_layers == 2 else f"_{self.hidden_layers}_layers"
 
 
 def recorded(**parts):
@@ -254,7 +259,7 @@ def banana(s, seed):
     kinds = {"MAP": {"num_predictions": 0, "predictive": "bnn"}} | kinds
     found, posteriors = {}, {}
     for precision in s.prior_precisions:
-        net = common.mlp(2, 50, 50, 1, act=nn.Tanh)
+        net = common.mlp(2, *[50] * s.hidden_layers, 1, act=nn.Tanh)
         bnn = tyxe.LaplaceBNN(net, normal(precision**-0.5), likelihood, structure="full")
         decays = [s.epochs * 24 // 30, s.epochs * 28 // 30]
         adam, step = common.scheduled(bnn, 1e-2, MultiStepLR, decays)
@@ -308,20 +313,20 @@ def table(record):
     return tables.score_table(rows, dict.fromkeys(columns, ".3f"))
 
 
-def of(kind, run, draw):
+def of(kind, run, draw, title=""):
     def figure(record):
         (seed,), cell = next(iter(record.cells.items()))  # the first run's
         pyro.set_rng_seed(int(seed))
         return draw(cell, int(seed))
 
-    cells, name = runner.every(run, "seeds"), f"laplace_{run.__name__}"
+    cells, name = runner.every(run, "seeds"), f"laplace_{run.__name__}{title}"
     return runner.Experiment(name, kind, cells, ("seed",), table, figure)
 
 
 experiments = {
     "cubic": of(Cubic, cubic, cubic_figure),
     "step": of(WithHMC, step, step_figure),
-    "banana": of(Banana, banana, banana_figure),
+    "banana": of(Banana, banana, banana_figure, "{0.title}"),
 }
 
 if __name__ == "__main__":
