@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import DrawsOfEach, SameDraws, concatenated, on_each
 from tyxe.bnn.checkpoint import Saved
+from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.laplace import LaplaceBNN
-from tyxe.bnn.predict import Intervals, SupervisedBNN, check_evaluation, reduced, weights_of
+from tyxe.bnn.predict import SupervisedBNN
+from tyxe.bnn.scoring import check_evaluation, reduced, weights_of
 from tyxe.bnn.training import bars_named, fit_together
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Unpack, unpacked

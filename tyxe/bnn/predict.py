@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
@@ -15,27 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from tyxe.bnn.base import BNN, fitting, modes_restored
-from tyxe.bnn.batches import SameDraws, batches_to_predict, check_has_targets, is_loader, on_each
+from tyxe.bnn.batches import SameDraws, check_has_targets, is_loader, on_each
+from tyxe.bnn.intervals import Intervals
+from tyxe.bnn.norms import AveragedNorms
 from tyxe.bnn.programs import CompiledPasses
 from tyxe.bnn.rerun import remember
+from tyxe.bnn.scoring import check_evaluation, reduced, rows_of, weights_of
 from tyxe.curvature import Linearization
 from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
-from tyxe.likelihoods.base import reduce_points
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.front import Front
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
-from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, statistics_in
+from tyxe.predictive.norms import Statistics, statistics_in
 from tyxe.predictive.scores import Scores, gaussian_scores, mixture_scores
 from tyxe.priors import Prior
-from tyxe.processes import all_or_none, total
-from tyxe.rng import torch_rng_kept
+from tyxe.processes import all_or_none
 from tyxe.threads import exclusive
-from tyxe.util import Inputs, at_least_float32, call_with, tree_map_tensors
+from tyxe.util import Inputs, at_least_float32, call_with
 
 Values = dict[str, Tensor]
 
@@ -44,55 +42,8 @@ VMAP_CHUNK = 8
 # Smallest number of samples of Gaussian outputs, which are cheap.
 FEWEST_SAMPLES = 100
 
-# Loaders for the statistics of norms at each draw, and these norms. Attributes would be pickled.
-_NORM_LOADERS: weakref.WeakKeyDictionary[SupervisedBNN, tuple[Any, list[Any]]]
-_NORM_LOADERS = weakref.WeakKeyDictionary()
 
-
-class Intervals:
-    """What follows from samples of the predictive distribution."""
-
-    likelihood: Likelihood
-    sample_predictive: Callable[..., Tensor]
-
-    def interval(
-        self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
-
-        As many samples lie below as above; each number of a target has an interval of its own.
-
-        Args:
-            level: the probability, between 0 and 1.
-            num_samples: number of samples of `sample_predictive`, which takes the other options.
-
-        Raises:
-            TypeError: the targets are classes, which have no order.
-            ValueError: a level that is no probability.
-
-        Example:
-            >>> import pyro.distributions as dist, tyxe
-            >>> bnn = tyxe.VariationalBNN(
-            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
-            >>> lower, upper = bnn.interval(torch.zeros(5, 2), level=0.5)
-            >>> bool((lower < upper).all())
-            True
-        """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
-        if not self.likelihood.has_order:
-            raise TypeError(
-                f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
-                "and so no interval: use predict(...).softmax(-1), or sample_predictive"
-            )
-        samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
-        last, tail = num_samples - 1, (1 - level) / 2
-        outside = math.floor(tail * last + 1e-9)  # a product such as 0.05 * 100 is rounded
-        return samples[outside], samples[last - outside]
-
-
-class SupervisedBNN(Intervals, BNN):
+class SupervisedBNN(Intervals, AveragedNorms):
     """Base of BNNs with a likelihood, which predict and evaluate.
 
     A subclass implements `draws`, `one_draw`, `mean_values` and `gaussian_predictives`.
@@ -158,10 +109,6 @@ class SupervisedBNN(Intervals, BNN):
         The tensors of one draw may be overwritten by the next.
         """
 
-    @abstractmethod
-    def mean_values(self) -> Values:
-        """Return the posterior's centre, such as its mean: a value for each site, by joint name."""
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw from the posterior, in its present mode."""
         # The draw as well, because other threads set the generators back for a while.
@@ -176,7 +123,7 @@ class SupervisedBNN(Intervals, BNN):
         """
         with exclusive(), torch.no_grad():
             values = self.one_draw() if sample else self.mean_values()
-            with statistics_in(self._statistics(values) if sample else {}):
+            with statistics_in(self._norm_statistics(values) if sample else {}):
                 net = self.net_at(values)
             pick(net, None)
             return net
@@ -208,7 +155,7 @@ class SupervisedBNN(Intervals, BNN):
         def draws() -> Generator[Values, None, None]:
             for values in self.draws(num_draws):
                 kept.append({name: v.clone() for name, v in self._only_latents(values).items()})
-                with statistics_in(self._statistics(values)):
+                with statistics_in(self._norm_statistics(values)):
                     yield values
 
         with self.predicting(), closing(draws()) as made:
@@ -286,7 +233,7 @@ class SupervisedBNN(Intervals, BNN):
         outputs, kept = [], []
         for index, values in enumerate(draws):
             if index == len(known):
-                known.append(self._statistics(values) if num_predictions else {})
+                known.append(self._norm_statistics(values) if num_predictions else {})
             with statistics_in(known[index]):
                 plain = partial(front, partial(self.run_net, values, inputs))
                 outputs.append(plain() if run is None else run(values, inputs, plain))
@@ -298,7 +245,7 @@ class SupervisedBNN(Intervals, BNN):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, kept = [], []
         while chunk := [values for _, values in zip(range(VMAP_CHUNK), draws, strict=False)]:
-            if draws_are_lazy() or self in _NORM_LOADERS:
+            if draws_are_lazy() or self.averages_norms:
                 raise ValueError(
                     "vectorize=True needs drawn weights and the same statistics of norms, but a "
                     "handler such as local_reparameterization samples inside the net, or "
@@ -552,60 +499,6 @@ class SupervisedBNN(Intervals, BNN):
             return None
         return CompiledPasses(self)
 
-    # ------------------------------------------------------------------ statistics of norms
-
-    @property
-    def averages_norms(self) -> bool:
-        return self in _NORM_LOADERS
-
-    def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
-        """Average the statistics of normalising layers anew: at the centre now, then at each draw.
-
-        The averages over batches are the net's own at the posterior's centre. `predict` and its
-        like, `to_ensemble` and `to_module` then go through the loader for each draw, once a call.
-        Only layers whose statistics `fit` changes take part; without any, nothing happens. The
-        loader is neither copied nor saved with the BNN.
-
-        Args:
-            data_loader: yields `(inputs, targets)` or inputs; None: draws take the net's own again.
-
-        Raises:
-            TypeError: no loader.
-            ValueError: an empty one; also in a prediction, such as a generator that is used up.
-
-        Reference:
-            Izmailov et al. 2018; for each draw, Maddox et al. 2019.
-        """
-        with fitting(self, train=True):
-            norms = [norm for norm in norms_of(self.net) if norm.training]
-        if data_loader is None or not norms:
-            _NORM_LOADERS.pop(self, None)
-            return
-        if not is_loader(data_loader):
-            raise TypeError(
-                f"data_loader is {described(data_loader)}; expected a loader, or a list of batches"
-            )
-        with self.predicting():
-            found = self._statistics(self.mean_values(), (data_loader, norms))
-            for norm, buffers in found.items():
-                norm.load_state_dict(buffers, strict=False)
-        if self._slots:  # without sites all draws are at the centre
-            _NORM_LOADERS[self] = data_loader, norms
-
-    def _statistics(self, values: Values, given: tuple[Any, list[Any]] | None = None) -> Statistics:
-        """Return the statistics of norms at a draw, or none where it takes the net's own."""
-        loader, norms = given or _NORM_LOADERS.get(self, ((), []))
-        if not norms:
-            return {}
-
-        def run(batch: tuple[Any, Any]) -> None:
-            device = next(self.net.parameters()).device
-            self.run_net(values, tree_map_tensors(lambda t: t.to(device), batch[0]))
-
-        with torch_rng_kept(), modes_restored(self), torch.no_grad():
-            self.eval()
-            return averaged_statistics(norms, run, batches_to_predict(loader, None, None))
-
     # ------------------------------------------------------------------ the linearised net
 
     default_predictive = "bnn"
@@ -660,60 +553,6 @@ class SupervisedBNN(Intervals, BNN):
         with self.predicting():
             latents = self.latent_draws(count)
         return LinkOptions(link, max(count, FEWEST_SAMPLES) if count else 0, latents)
-
-    @contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Run the net in eval mode and without gradients, and restore its modes at the end.
-
-        No other thread runs a BNN meanwhile.
-        """
-        with exclusive(), modes_restored(self), torch.no_grad():
-            self.eval()
-            yield
-
-
-def check_evaluation(
-    input_data: Inputs, y: Tensor | None, reduction: str, group: Any = None
-) -> None:
-    """Raise where data for `evaluate` have no targets or two, or there is no such reduction."""
-    if group is not None and reduction == "none":
-        raise ValueError("reduction='none' is of one process: leave process_group out")
-    if (y is None) != is_loader(input_data):
-        raise ValueError(
-            "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
-            "loader or list of pairs; several arguments of the net are a tuple"
-        )
-    if y is not None:
-        check_has_targets(y)
-    reduce_points(torch.zeros(1), reduction)
-
-
-def rows_of(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
-    """Return some rows of a tensor along a dimension, or all."""
-    return values if rows is None else values.index_select(dim, rows.to(values.device))
-
-
-def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
-    """Return how often each point of a batch counts, of those that do."""
-    kept, _ = likelihood.that_count(targets)
-    return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
-
-
-def reduced(
-    likelihood: Likelihood,
-    parts: tuple[Tensor, Tensor, Tensor],
-    reduction: str,
-    group: Any = None,
-) -> Any:
-    """Return errors and log-likelihoods reduced over points, by their weights, and processes."""
-    *scores, weights = parts
-    if group is not None:
-        count = total(weights.double().sum(), group) if reduction == "mean" else 1.0
-        sums = [total((score * weights).double().sum(-1), group) for score in scores]
-        return tuple(likelihood.named(each / count, -1) for each in sums)
-    given = None if bool((weights == 1).all()) else weights
-    dim = -2 if reduction == "none" else -1
-    return tuple(likelihood.named(reduce_points(s, reduction, given), dim) for s in scores)
 
 
 def _output_samples(gaussian: tuple[Tensor, Tensor], count: int) -> Tensor:

@@ -13,7 +13,8 @@ from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.bnn.parallel import Objective
-from tyxe.bnn.predict import SupervisedBNN, reduced, rows_of, weights_of
+from tyxe.bnn.predict import SupervisedBNN
+from tyxe.bnn.scoring import reduced, rows_of, weights_of
 from tyxe.data import Unpack
 from tyxe.errors import described
 from tyxe.predictive.scores import mixture_scores

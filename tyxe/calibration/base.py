@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tyxe import files
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.predict import rows_of
+from tyxe.bnn.scoring import rows_of
 from tyxe.data import Unpack, concatenate_targets
 from tyxe.errors import described
 from tyxe.metrics.checks import check_real, check_regression, check_targets

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.predict import weights_of
+from tyxe.bnn.scoring import weights_of
 from tyxe.data import Unpack, concatenate_targets, unpacked
 from tyxe.diagnostics.scores import predicted
 from tyxe.errors import TyxeWarning

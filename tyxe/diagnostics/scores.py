@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tyxe import metrics
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.predict import rows_of, weights_of
+from tyxe.bnn.scoring import rows_of, weights_of
 from tyxe.data import Unpack, concatenate_targets
 from tyxe.likelihoods import Bernoulli, Categorical
 

@@ -1,0 +1,54 @@
+"""Intervals that hold targets with a probability, of whatever draws predictive samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tyxe.likelihoods import Likelihood
+
+
+class Intervals:
+    """What follows from samples of the predictive distribution."""
+
+    likelihood: Likelihood
+    sample_predictive: Callable[..., Tensor]
+
+    def interval(
+        self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
+
+        As many samples lie below as above; each number of a target has an interval of its own.
+
+        Args:
+            level: the probability, between 0 and 1.
+            num_samples: number of samples of `sample_predictive`, which takes the other options.
+
+        Raises:
+            TypeError: the targets are classes, which have no order.
+            ValueError: a level that is no probability.
+
+        Example:
+            >>> import torch, pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> lower, upper = bnn.interval(torch.zeros(5, 2), level=0.5)
+            >>> bool((lower < upper).all())
+            True
+        """
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
+        if not self.likelihood.has_order:
+            raise TypeError(
+                f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
+                "and so no interval: use predict(...).softmax(-1), or sample_predictive"
+            )
+        samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
+        last, tail = num_samples - 1, (1 - level) / 2
+        outside = math.floor(tail * last + 1e-9)  # a product such as 0.05 * 100 is rounded
+        return samples[outside], samples[last - outside]
