@@ -61,6 +61,7 @@ class Settings(runner.Settings):
     members: int = setting(5, "of ensembles", smoke=2)
     draws: int = setting(20, "in predictions", smoke=2)
     scale_multiplier: int = setting(10, "of the learning rate of scales", published=1)
+    longer: int = setting(1, "times the epochs of all schedules that follow")
     deterministic: dict = schedules((20, 1e-3, 15, 0, 0), (200, 3e-4, None, 0, 0), "of these nets")
     weights: dict = schedules((30, 3e-3, 24, 10, 5), (200, 3e-4, None, 100, 50), "of FFG-W")
     inducing: dict = schedules((40, 3e-3, 32, 10, 5), (300, 1e-3, 200, 100, 50), "of U")
@@ -72,6 +73,10 @@ class Settings(runner.Settings):
     ablation_M: list[int] = setting([2, 4, 8, 16], "", published=[16, 32, 64, 128], smoke=[1, 2])
     ablation_lambda: list[float] = setting([0.0, 0.03, 0.1, 0.3], "caps", smoke=[0.0, 0.1])
     ablation_sigma: list[float] = setting([0.0, 0.1, 0.3], "caps", smoke=[0.0, 0.1])
+
+    @property
+    def title(self):
+        return self.data + f"_{self.longer}_times" * (self.longer > 1)
 
 
 @cache
@@ -154,10 +159,13 @@ def fit(s, bnn, plan):
     """Fit with Adam, its rate cut once, and the KL annealed."""
     (x, y), _, _, normalise = load(s)
     batches = common.Batches(normalise(x), y, s.batch, common.crops if s.augmentation else None)
+    epochs, cut, free, annealed = (
+        plan[name] and s.longer * plan[name] for name in ("epochs", "decay at", "free", "annealed")
+    )
     adam, multipliers = partial(torch.optim.Adam, lr=plan["rate"]), {"scale": s.scale_multiplier}
-    options = {"beta": common.annealed(plan["free"], plan["annealed"]), "progress": False}
+    options = {"beta": common.annealed(free, annealed), "progress": False}
     options |= {"lr_multipliers": multipliers}
-    return bnn.fit(batches, adam, plan["epochs"], common.cut_at(plan["decay at"]), **options)
+    return bnn.fit(batches, adam, epochs, common.cut_at(cut), **options)
 
 
 def scored(s, bnns, elsewhere=True):
@@ -291,7 +299,7 @@ def figure(record):
 
 
 by = ("part", "row", "seed")
-experiment = runner.Experiment("inducing_{0.data}", Settings, cells, by, table, figure)
+experiment = runner.Experiment("inducing_{0.title}", Settings, cells, by, table, figure)
 
 if __name__ == "__main__":
     experiment.main()
