@@ -167,6 +167,19 @@ def test_inducing_images(smoke):
     assert counts["FFG-W"] - counts["FFG-W, 10 % kept"] == 2 * dropped
 
 
+def test_longer_fits_have_all_parts_of_a_schedule_longer(monkeypatch):
+    seen, annealed = [], inducing_images.common.annealed
+    monkeypatch.setattr(
+        inducing_images.common, "annealed", lambda *parts: seen.append(parts) or annealed(*parts)
+    )
+    s = inducing_images.Settings.at("smoke", longer=3)
+    history = inducing_images.fit(s, inducing_images.make_bnn(s, "FFG-U"), s.inducing)
+    assert len(history.loss) == 3 * s.inducing["epochs"]
+    assert seen == [(3 * s.inducing["free"], 3 * s.inducing["annealed"])]
+    assert s.title == "digits_3_times"
+    assert inducing_images.Settings.at("smoke").title == "digits"
+
+
 def test_corruptions_get_stronger_by_level():
     """Each is further from the image than the one before, and the same at every call."""
     x = torch.rand(20, 3, 12, 12)
