@@ -2,18 +2,20 @@
 
 A stochastic block model: nodes of ten classes, whose edges go to their own class more often than to
 others, and features that tell the class only in part. The net is that of cora.py, two graph
-convolutions in PyTorch Geometric; its loader draws neighbours, so that an epoch is one pass over
-the labelled nodes by batches. Beside it, for its cost alone, a few epochs of the whole graph, each
-one step with a mask. Columns: scores of test nodes, all of whose neighbours are used; CPU seconds
-of an epoch, its loader included; and the peak of memory in training, in MB above what the process
-held before (Linux), both after one epoch that warms up. The plain net has no prior and no guide, in
-the same code.
+convolutions by a backend: PyTorch Geometric, DGL or plain PyTorch. Its loader draws neighbours
+(sampled), so that an epoch is one pass over the labelled nodes by batches; with `--backend dgl`
+DGL's own loader does as well (sampled by DGL), which draws a node's edge to itself as any other.
+Beside them, for its cost alone, a few epochs of the whole graph, each one step with a mask.
+Columns: scores of test nodes, all of whose neighbours are used; CPU seconds of an epoch, its loader
+included; and the peak of memory in training, in MB above what the process held before (Linux), both
+after one epoch that warms up. The plain net has no prior and no guide, in the same code.
 """
 
 import ctypes
 import gc
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import pairwise, product
@@ -24,7 +26,7 @@ import runner
 import tables
 import torch
 from common import normal
-from cora import GCN, Edges, GraphData, NeighborLoader, backend
+from cora import GCN, Edges, GraphData, NeighborLoader, backend, import_dgl
 from runner import setting, settings, which
 
 import tyxe
@@ -38,7 +40,7 @@ METHODS = {
         local_reparameterization,
     ),
 }
-WAYS = ["sampled", "whole graph"]
+WAYS = ["sampled", "sampled by DGL", "whole graph"]
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f"}
 FORMATS |= {"seconds an epoch": ".2f", "peak MB": ".0f"}
 MEMORY = Path("/proc/self")
@@ -49,7 +51,7 @@ class Settings(runner.Settings):
     methods: list[str] = which([*METHODS], "rows of the table", choices=[*METHODS])
     ways: list[str] = which(WAYS, "of going through the nodes", choices=WAYS)
     seeds: list[int] = which([0], "of graph, net and draws")
-    backend: str = setting("pyg", "what passes messages", choices=["dgl", "pyg", "torch"])
+    backend: list[str] = which(["pyg"], "what passes messages", choices=["dgl", "pyg", "torch"])
     nodes: int = setting(100_000, "of the graph", smoke=600)
     classes: int = setting(10, "blocks of the same size")
     inside: float = setting(8.0, "expected neighbours of the same class")
@@ -102,13 +104,43 @@ def block_model(s, seed):
 
 
 @cache
-def problem(s, seed):
+def problem(s, name, seed):
     try:
-        graph_of, sum_neighbours = backend(s.backend)
+        graph_of, sum_neighbours = backend(name)
     except ModuleNotFoundError as error:
         sys.exit(str(error))
     nodes = block_model(s, seed)
     return nodes, graph_of(nodes.edges), graph_of, sum_neighbours
+
+
+class DGLLoader:
+    """The batches of `NeighborLoader`, drawn by DGL: `((blocks, features), labels)`.
+
+    A node's edge to itself is drawn as the others are. Where `k` of `d` edges were drawn they weigh
+    `d / k`, so that the expected sum is that of all.
+    """
+
+    def __init__(self, nodes, graph, neighbours, batch):
+        import_dgl()
+        from dgl.dataloading import DataLoader, NeighborSampler
+
+        labelled, sampler = nodes.masks["train"].nonzero().squeeze(1), NeighborSampler(neighbours)
+        how = {"batch_size": batch, "shuffle": True}
+        self.nodes, self.degrees = nodes, graph.in_degrees()
+        self.loader = DataLoader(graph, labelled, sampler, **how)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        with warnings.catch_warnings():  # it would have workers, and a core for each
+            warnings.filterwarnings("ignore", "Dataloader CPU affinity")
+            batches = iter(self.loader)
+        for inputs, outputs, blocks in batches:
+            for block in blocks:
+                share = self.degrees[block.dstdata["_ID"]] / block.in_degrees()
+                block.edata["weight"] = share[block.edges()[1]]
+            yield (tuple(blocks), self.nodes.features[inputs]), self.nodes.labels[outputs]
 
 
 def memory(name):
@@ -131,19 +163,21 @@ def peak_above(function):
     return function(), memory("VmHWM") - before
 
 
-def run(s, method, way, seed):
-    nodes, graph, graph_of, sum_neighbours = problem(s, seed)
+def run(s, method, way, name, seed):
+    nodes, graph, graph_of, sum_neighbours = problem(s, name, seed)
     torch.manual_seed(seed)
     net = GCN(s.features, s.hidden_units, s.classes, sum_neighbours)
     guide, handler = METHODS[method]
     prior = normal(hide_all=guide is None)
     guide = guide and common.mean_field(net, **guide)
     bnn = tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(s.labelled), guide)
-    if way == "sampled":  # the loader yields labelled nodes only, so there is nothing to mask
-        loader = NeighborLoader(
-            nodes, s.neighbours, nodes.masks["train"], graph_of, s.batch, shuffle=True
-        )
-        mask, epochs = nullcontext(), s.epochs
+    mask, epochs = nullcontext(), s.epochs
+    # Loaders yield labelled nodes only, so there is nothing to mask.
+    if way == "sampled":
+        how = s.neighbours, nodes.masks["train"], graph_of, s.batch
+        loader = NeighborLoader(nodes, *how, shuffle=True)
+    elif way == "sampled by DGL":
+        loader = DGLLoader(nodes, graph, s.neighbours, s.batch)
     else:
         loader = [((graph, nodes.features), nodes.labels)]
         mask = selective_mask(mask=nodes.masks["train"], expose=["likelihood.data"])
@@ -161,7 +195,7 @@ def run(s, method, way, seed):
     later = [after - before for before, after in pairwise(times[1:])]
     found = {"seconds an epoch": sum(later) / len(later), "edges": len(nodes.edges.source)}
     found |= {} if peak is None else {"peak MB": peak}
-    if way == "sampled":
+    if way != "whole graph":
         logits = bnn.predict(graph, nodes.features, num_predictions=s.draws)
         test = nodes.masks["test"]
         found |= tables.scores(logits[test].softmax(-1), nodes.labels[test], 10)
@@ -169,19 +203,22 @@ def run(s, method, way, seed):
 
 
 def cells(s, found):
-    for seed, way, method in product(s.seeds, s.ways, s.methods):
-        yield (method, way, seed), partial(run, s, method, way, seed)
+    for seed, name, way, method in product(s.seeds, s.backend, s.ways, s.methods):
+        if way != "sampled by DGL" or name == "dgl":
+            yield (method, way, name, seed), partial(run, s, method, way, name, seed)
 
 
 def table(record):
-    pairs = product(WAYS, METHODS)
-    rows = {(method, way): [*record.of(method, way).values()] for way, method in pairs}
-    return tables.score_table(
-        {k: v for k, v in rows.items() if v}, FORMATS, None, ("batches", "seeds")
-    )
+    names = dict.fromkeys(key[2] for key in record.cells)
+    rows = {
+        (method, way, name): [*record.of(method, way, name).values()]
+        for name, way, method in product(names, WAYS, METHODS)
+    }
+    found = {key: cells for key, cells in rows.items() if cells}
+    return tables.score_table(found, FORMATS, None, ("batches", "backend", "seeds"))
 
 
-by = ("method", "way", "seed")
+by = ("method", "way", "backend", "seed")
 experiment = runner.Experiment("large_graph", Settings, cells, by, table)
 
 if __name__ == "__main__":

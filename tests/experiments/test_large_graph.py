@@ -1,25 +1,48 @@
 """experiments/large_graph.py: its graph, what is measured, and its table."""
 
+import importlib.util
 import math
 
 import large_graph
 import pytest
 import torch
-from large_graph import Settings, block_model
+from large_graph import DGLLoader, Settings, block_model
 
 
 def test_smoke(smoke):
     found = smoke(large_graph.experiment, "--backend", "torch")
-    names = [(m, way, "0") for way in large_graph.WAYS for m in large_graph.METHODS]
-    assert sorted(found.cells) == sorted(names)
-    for (_, way, _), cell in found.cells.items():
+    ways = "sampled", "whole graph"
+    assert {*found.cells} == {(m, w, "torch", "0") for w in ways for m in large_graph.METHODS}
+    for (_, way, *_), cell in found.cells.items():
         assert cell["seconds an epoch"] > 0
         # A peak that was not measured would be absent; it is never below what was there.
         assert cell["peak MB"] >= 0
         assert ("NLL" in cell) == (way == "sampled")
         assert all(math.isfinite(value) for value in cell.values())
-    assert "| plain net | sampled | 1 |" in found.page
-    assert "| mean field, local reparam. | whole graph | 1 |  |  |  |" in found.page
+    assert "| plain net | sampled | torch | 1 |" in found.page
+    assert "| mean field, local reparam. | whole graph | torch | 1 |  |  |  |" in found.page
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("dgl") is None, reason="dgl is not installed: it is the extra 'dgl'"
+)
+def test_batches_of_dgl_have_the_sum_of_all_neighbours():
+    s = Settings.at("smoke")
+    nodes, graph, _, sum_neighbours = large_graph.problem(s, "dgl", 0)
+    whole, reached = sum_neighbours(graph, nodes.features), []
+    for count in (-1, 3):
+        sums = torch.zeros_like(whole)
+        for _ in range(1 if count < 0 else 400):
+            for (blocks, features), labels in DGLLoader(nodes, graph, [count], s.batch):
+                own = blocks[0].dstdata["_ID"]
+                assert torch.equal(nodes.labels[own], labels)
+                assert bool(nodes.masks["train"][own].all())
+                sums[own] += sum_neighbours(blocks[0], features)
+        train = nodes.masks["train"]
+        error = (sums[train] / (1 if count < 0 else 400) - whole[train]).square().mean().sqrt()
+        reached.append(error / whole[train].square().mean().sqrt())
+    assert reached[0] < 1e-5
+    assert reached[1] < 0.1
 
 
 def test_block_model_has_the_degrees_it_is_asked_for():
@@ -76,4 +99,4 @@ def test_missing_backend(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(large_graph, "backend", missing)
     with pytest.raises(SystemExit, match="needs torch_geometric"):
-        large_graph.problem(Settings.at("smoke"), 7)
+        large_graph.problem(Settings.at("smoke"), "pyg", 7)
