@@ -27,6 +27,12 @@ def test_the_figure_has_means_and_two_standard_errors():
     assert ax.get_ylabel() == "mean accuracy (%)"
 
 
+def test_no_two_methods_look_alike():
+    ax = plotting.accuracy_over_tasks({f"method {i}": ACCURACY for i in range(25)})
+    lines = [container.lines[0] for container in ax.containers]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 25
+
+
 def test_the_figure_has_the_tasks_that_all_runs_have_finished():
     runs = torch.rand(2, 4, 4)
     runs[0, 3], runs[1, 2:] = math.nan, math.nan  # stopped after three tasks, and after two

@@ -25,6 +25,12 @@ PALETTE = (
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
 
+def look_of(index: int) -> tuple[str, str]:
+    """Return colour and marker by a curve's number, with each turn of colours other markers."""
+    turn, which = divmod(index, len(PALETTE))
+    return PALETTE[which], MARKERS[(which + turn) % len(MARKERS)]
+
+
 def pyplot() -> Any:
     """Return matplotlib's pyplot, or raise an ImportError that says how to install it."""
     try:

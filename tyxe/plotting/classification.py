@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tyxe import metrics
-from tyxe.plotting.axes import MARKERS, PALETTE, axes, flat, pyplot
+from tyxe.plotting.axes import PALETTE, axes, flat, look_of, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -236,8 +236,7 @@ def _draw_methods(
     bins: dict[str, int],
 ) -> None:
     for i, (name, (probs, targets, ood_probs)) in enumerate(results.items()):
-        turn, which = divmod(i, len(PALETTE))  # with each turn of colours other markers
-        color, marker = PALETTE[which], MARKERS[(which + turn) % len(MARKERS)]
+        color, marker = look_of(i)
         calibration_curve(probs, targets, left, label=name, color=color, marker=marker, **bins)
         for p, linestyle in ((probs, "solid"), (ood_probs, "dashed")):
             if p is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tyxe.metrics.checks import check_real
-from tyxe.plotting.axes import MARKERS, PALETTE, axes
+from tyxe.plotting.axes import axes, look_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,12 +50,13 @@ def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None)
     for i, (name, curve) in enumerate(curves.items()):
         runs, tasks = curve.shape
         error = 2 * curve.std(0) / runs**0.5 if runs > 1 else None
+        color, marker = look_of(i)
         ax.errorbar(
             range(1, tasks + 1),
             (100 * curve.mean(0)).tolist(),
             None if error is None else (100 * error).tolist(),
-            color=PALETTE[i % len(PALETTE)],
-            marker=MARKERS[i % len(MARKERS)],
+            color=color,
+            marker=marker,
             markersize=4.5,
             capsize=3,
             label=name,
