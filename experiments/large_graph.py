@@ -121,7 +121,7 @@ class DGLLoader:
     """
 
     def __init__(self, nodes, graph, neighbours, batch):
-        import_dgl()
+        import_dgl().seed(int(torch.randint(2**31, ())))  # it draws by a generator of its own
         from dgl.dataloading import DataLoader, NeighborSampler
 
         labelled, sampler = nodes.masks["train"].nonzero().squeeze(1), NeighborSampler(neighbours)
