@@ -108,7 +108,8 @@ for name, method in methods.items():
 # ## Eighteen bands
 #
 # Bands of one and two standard deviations, noise included. What is narrower than the lines between
-# and beyond the data is too sure there.
+# and beyond the data is too sure there. Variational Laplace has not come to its end in as many
+# steps.
 
 # %%
 _, axes = plt.subplots(6, 3, figsize=(9, 12), dpi=70, sharex=True, sharey=True, layout="tight")
@@ -127,7 +128,7 @@ for ax, (name, (mean, scale, seconds)) in zip(axes.flat, found.items(), strict=T
 # ```python
 # # the prior: standard deviations by the layers' fan-in
 # prior = tyxe.priors.LayerwiseNormalPrior("radford")
-# # the guide of three of the panels: larger standard deviations at the start
+# # the guide of five of the panels: larger standard deviations at the start
 # normal = partial(tyxe.guides.AutoNormal, init_scale=0.1)
 # # the reference: another sampler
 # hmc = partial(tyxe.samplers.NUTS, max_tree_depth=7)
