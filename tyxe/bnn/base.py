@@ -228,6 +228,16 @@ class BNN(Saved, nn.Module):
         with exclusive(), substituted(self._slots, values):
             yield
 
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Run the net in eval mode and without gradients, and restore its modes at the end.
+
+        No other thread runs a BNN meanwhile.
+        """
+        with exclusive(), modes_restored(self), torch.no_grad():
+            self.eval()
+            yield
+
     def run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
         """Return the net's output with values in the places of its sites.
 

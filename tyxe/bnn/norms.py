@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from tyxe.bnn.batches import batches_to_predict, is_loader
 from tyxe.errors import described
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of
 from tyxe.rng import torch_rng_kept
-from tyxe.threads import exclusive
 from tyxe.util import tree_map_tensors
 
 # Loaders for the statistics of norms at each draw, and these norms. Attributes would be pickled.
@@ -30,16 +28,6 @@ class AveragedNorms(BNN):
     @abstractmethod
     def mean_values(self) -> dict[str, Tensor]:
         """Return the posterior's centre, such as its mean: a value for each site, by joint name."""
-
-    @contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Run the net in eval mode and without gradients, and restore its modes at the end.
-
-        No other thread runs a BNN meanwhile.
-        """
-        with exclusive(), modes_restored(self), torch.no_grad():
-            self.eval()
-            yield
 
     @property
     def averages_norms(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tyxe.bnn.base import BNN, modes_restored
+from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.rerun import draws_of_backward, remember
@@ -221,8 +221,7 @@ class PytorchBNN(BNN):
         given = inputs[0] if len(inputs) == 1 else inputs
         batches = [batch for batch, _ in batches_to_predict(given, None, None)]
         net = functools.partial(self.net, **kwargs)
-        with exclusive(), modes_restored(self), torch.no_grad():
-            self.eval()
+        with self.predicting():
             outputs = []
             for _ in range(max(num_predictions, 1)):
                 with self.substituted(self._weights() if num_predictions else self._median()):
