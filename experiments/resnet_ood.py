@@ -39,7 +39,7 @@ from torch import nn
 
 import tyxe
 from tyxe import LaplaceBNN, VariationalBNN, metrics
-from tyxe.poutine import local_reparameterization, variational_laplace
+from tyxe.poutine import local_reparameterization
 
 SETUPS = {"ten classes": {}, "a quarter": {"parts": 4}, "two classes": {"kinds": True}}
 # Caps and weights of the KL of mean fields.
@@ -187,12 +187,9 @@ def run(s, setup, row, seed):
         fit(s, bnn, train, s.mean_field_steps)
         return scored(s, bnn, test, train, num_predictions=0)
     if row == "variational Laplace":
-        tyxe.util.replace_activations_(net, nn.ReLU, partial(nn.Softplus, beta=10))
-        prior = tyxe.priors.LayerwiseNormalPrior("radford", hide_module_types=[nn.BatchNorm2d])
-        guide = common.mean_field(net, init_scale=tyxe.guides.scale_below_prior())
-        bnn = VariationalBNN(net, prior, likelihood, guide)
+        bnn, handler = resnet.inference(s, "variational-laplace", net, likelihood)
         weighed = {"beta": 0.02, "lr_multipliers": {"scale": s.scale_multiplier}}
-        fit(s, bnn, train, s.mean_field_steps, variational_laplace, **weighed)
+        fit(s, bnn, train, s.mean_field_steps, handler, **weighed)
         return scored(s, bnn, test, train, num_predictions=0)
     if row in LAPLACE:
         prior = weights if LAPLACE[row] == "kron" else common.normal(expose=["fc.*"])
