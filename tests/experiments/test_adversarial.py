@@ -56,7 +56,9 @@ def test_adversarial(smoke):
         assert tuned["as good"] == len(good)
 
 
-def test_wider_posteriors_have_rows_of_their_own(smoke):
+def test_wider_posteriors_have_rows_of_their_own(smoke, monkeypatch):
+    widths, widen = [], common.widen
+    monkeypatch.setattr(common, "widen", lambda *how: widths.append(how[1:]) or widen(*how))
     found = smoke(adversarial.experiment, "--families", "kron", "--within", "5e-4", "100")
     assert found.record.path.stem == "adversarial_widths"
     (cell,) = found.cells.values()
@@ -66,6 +68,8 @@ def test_wider_posteriors_have_rows_of_their_own(smoke):
     tuned = cell["chosen"]["kron"]["all"]  # by so many nats all pairs are as good
     assert adversarial.within(tuned, 100) == tuned
     assert adversarial.widest(tuned)["entropy"] == max(row["entropy"] for row in tuned)
+    wide = [adversarial.widest(adversarial.within(tuned, nats)) for nats in (5e-4, 100)]
+    assert widths[-2:] == [(row["N"], row["tau"]) for row in wide]
 
 
 def test_attacks_follow_their_formulas():

@@ -168,14 +168,19 @@ def test_inducing_images(smoke):
 
 
 def test_longer_fits_have_all_parts_of_a_schedule_longer(monkeypatch):
-    seen, annealed = [], inducing_images.common.annealed
-    monkeypatch.setattr(
-        inducing_images.common, "annealed", lambda *parts: seen.append(parts) or annealed(*parts)
-    )
+    seen = []
+
+    def look_at(name, function):
+        spy = lambda *parts: seen.append((name, *parts)) or function(*parts)  # noqa: E731
+        monkeypatch.setattr(inducing_images.common, name, spy)
+
+    for name in ("annealed", "cut_at"):
+        look_at(name, getattr(inducing_images.common, name))
     s = inducing_images.Settings.at("smoke", longer=3)
     history = inducing_images.fit(s, inducing_images.make_bnn(s, "FFG-U"), s.inducing)
     assert len(history.loss) == 3 * s.inducing["epochs"]
-    assert seen == [(3 * s.inducing["free"], 3 * s.inducing["annealed"])]
+    free, annealed, cut = (3 * s.inducing[name] for name in ("free", "annealed", "decay at"))
+    assert sorted(seen) == [("annealed", free, annealed), ("cut_at", cut)]
     assert s.title == "digits_3_times"
     assert inducing_images.Settings.at("smoke").title == "digits"
 

@@ -69,9 +69,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_laplace_toys(name: str, smoke, tmp_path, monkeypatch):
-    """The banana data are stood in for, so that the run does not depend on what the machine has."""
+@pytest.fixture
+def banana(tmp_path, monkeypatch):
+    """Stand in for the data, so that a run does not depend on what the machine has."""
     rng = np.random.default_rng(0)
     labels = np.arange(600, dtype=np.int64) % 2
     centres = np.stack([labels, 1 - labels], 1)
@@ -79,6 +79,19 @@ def test_laplace_toys(name: str, smoke, tmp_path, monkeypatch):
     x = (centres + rng.normal(size=(600, 2))).astype(np.float32)
     np.savez(tmp_path / "uci" / "banana.npz", X=x, y=labels)
     monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+
+
+def test_banana_by_other_numbers_of_layers(smoke, banana, monkeypatch):
+    sizes, mlp = [], laplace_toys.common.mlp
+    spy = lambda *n, **how: sizes.append(n) or mlp(*n, **how)  # noqa: E731
+    monkeypatch.setattr(laplace_toys.common, "mlp", spy)
+    found = smoke(laplace_toys.experiments["banana"], "--hidden-layers", "3", before=("banana",))
+    assert {*sizes} == {(2, 50, 50, 50, 1)}
+    assert found.record.path.stem == "laplace_banana_3_layers"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_laplace_toys(name: str, smoke, banana):
     found = smoke(laplace_toys.experiments[name], before=(name,))
     assert found.content["command"].startswith(f"python experiments/laplace_toys.py {name} --smoke")
     (cell,) = found.cells.values()
