@@ -70,7 +70,7 @@ def member(index):
 
 
 dropout = nn.Sequential(nn.Linear(1, 200), nn.Tanh(), nn.Dropout(0.1), nn.Linear(200, 1))
-three, sgd = (net, prior, likelihood), partial(torch.optim.SGD, lr=8e-3)
+parts, sgd = (net, prior, likelihood), partial(torch.optim.SGD, lr=8e-3)
 hmc = partial(tyxe.samplers.HMC, num_steps=100)
 tens = torch.utils.data.DataLoader([*zip(x, y, strict=True)], batch_size=10, shuffle=True)
 methods = {
@@ -87,9 +87,9 @@ methods = {
     "inducing weights": lambda: variational(inducing),
     "low rank": lambda: variational(low_rank),
     "full covariance": lambda: variational(full),
-    "Laplace, Kronecker": lambda: fitted(tyxe.LaplaceBNN(*three), adam, epochs),
-    "Laplace, full": lambda: fitted(tyxe.LaplaceBNN(*three, structure="full"), adam, epochs),
-    "SWAG": lambda: fitted(tyxe.SWAG_BNN(*three, 2 if small else 20), sgd, epochs, data=tens),
+    "Laplace, Kronecker": lambda: fitted(tyxe.LaplaceBNN(*parts), adam, epochs),
+    "Laplace, full": lambda: fitted(tyxe.LaplaceBNN(*parts, structure="full"), adam, epochs),
+    "SWAG": lambda: fitted(tyxe.SWAG_BNN(*parts, 2 if small else 20), sgd, epochs, data=tens),
     "SGHMC": lambda: sampled(sghmc, 100, thinning=5),
     "MCLMC": lambda: sampled(tyxe.samplers.MCLMC, 100, 1_000, num_chains=10, thinning=10),
 }
