@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import resnet
 import resnet_ood
+import runner
 import torch
 
 import tyxe
@@ -213,6 +214,60 @@ def test_what_is_told_from_known_images(smoke, every_set):
             assert scores["AUROC SVHN"] == pytest.approx(own, abs=2e-4)
     two = found.cells["two classes", "ml", "0"]
     assert two["AUROC noise"] != found.cells["ten classes", "ml", "0"]["AUROC noise"]
+
+
+@pytest.mark.parametrize(
+    ("setup", "row", "fits"),
+    [
+        ("ten classes", "ml, longer", [(0, 8), (1, 4)]),
+        ("ten classes", "mean field", [(0, 8), (1, 4)]),
+        ("four times the steps", "mean field", [(0, 32), (1, 4)]),
+        ("ten classes", "mean field about ml, longer", [(0, 8), (1, 4), (2, 4)]),
+    ],
+)
+def test_which_net_a_row_starts_at(every_set, monkeypatch, setup, row, fits):
+    found, s = [], resnet_ood.Settings.at("smoke", steps=8)
+    net = resnet.make_net(s.width, s.stem)
+    monkeypatch.setattr(resnet, "make_net", lambda *_: net)
+    monkeypatch.setattr(resnet_ood, "scored", lambda *_, **how: {})
+    start = net.fc.weight.detach().clone()
+
+    def fit(s, bnn, pair, steps, *_, **how):
+        """A step is to add one to the weight; note where it was, and how many are asked for."""
+        is_plain = bnn.net_guide is None
+        weight = bnn.net.fc.weight if is_plain else bnn.net_guide.get_loc("fc.weight")
+        found.append((round((weight - start).mean().item()), steps))
+        with torch.no_grad():
+            weight += 1
+        return bnn
+
+    monkeypatch.setattr(resnet_ood, "fit", fit)
+    resnet_ood.run(s, setup, row, 0)
+    assert found == fits
+
+
+def test_a_rise_is_from_the_net_that_a_mean_field_starts_at():
+    def cell(auroc, test, train):
+        return {"AUROC SVHN": auroc, "NLL": test, "training NLL": train}
+
+    starts = {"ml": cell(0.6, 1.5, 1.25), "ml, longer": cell(0.5, 2.0, 1.0)}
+    fields = {
+        "mean field": cell(0.5, 9.0, 9.0),
+        "mean field about ml, longer": cell(0.75, 9.0, 9.0),
+    }
+    cells = {("a quarter", row, "0"): cell for row, cell in (starts | fields).items()}
+    cells["two classes", "mean field", "0"] = cell(0.1, 1.0, 1.0)
+    cells["two classes", "ml", "0"] = cell(0.2, 1.0, 0.0)
+    cells["ten classes", "mean field", "0"] = cell(0.4, 1.0, 1.0)
+    cells["ten classes", "ml", "0"] = cell(0.6, 1.5, 1.4)
+    record = runner.Record(Path("none"), ("setup", "row", "seed"), cells=cells)
+    found = {key: row for key, [row] in resnet_ood.rises(record).items()}
+    gap, svhn = "test - training NLL", "AUROC SVHN"
+    assert found["a quarter", "ml"] == pytest.approx({svhn: -0.1, gap: 0.25})
+    assert found["a quarter", "ml, longer"] == pytest.approx({svhn: 0.25, gap: 1.0})
+    page = "\n".join(resnet_ood.rise_table(resnet_ood.rises(record)))
+    assert "| a quarter | ml, longer | 1 | 1.000 | 0.250 |" in page
+    assert page.endswith("3 pairs: 1.00.")  # two classes are not counted
 
 
 def test_loading_leaves_the_random_numbers_of_a_fit(every_set):
