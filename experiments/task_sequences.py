@@ -274,7 +274,12 @@ def online_table(record):
 
 def over_tasks(record):
     drawn, ax = tables.subplots(figsize=(6.4, 4))
-    accuracy_over_tasks(by_label(record)[1], ax)
+    own = by_label(record)[1]
+    bounds = {name: own.pop(name) for name in [*own] if name.startswith("at once")}
+    accuracy_over_tasks(own or bounds, ax)
+    for name, accuracy in bounds.items() if own else ():  # it is fitted after the last task
+        last = 100 * continual.average_accuracy(accuracy)[:, -1].mean().item()
+        ax.axhline(last, color="0.5", linestyle="dashed", label=name)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return drawn

@@ -1,6 +1,7 @@
 """experiments/task_sequences.py, split_mnist.py and split_cifar.py."""
 
 import math
+import statistics
 
 import class_balance
 import common
@@ -49,6 +50,12 @@ def test_online_laplace(smoke, stand_ins, tmp_path, capsys):
         assert [len(row) for row in cell["accuracy"]] == list(range(1, 5))
         assert all(0 <= score <= 1 for row in cell["accuracy"] for score in row)
     assert len(found.page.splitlines()) == 2 + len(methods)
+    # What learns all tasks at once is untrained until the last, and no curve.
+    lines = {
+        line.get_label(): line for line in task_sequences.over_tasks(found.record).axes[0].lines
+    }
+    last = statistics.fmean(found.cells["at once, decay 0.5", "0"]["accuracy"][-1])
+    assert [*lines["at once, decay 0.5"].get_ydata()] == pytest.approx([100 * last] * 2)
     # Another decay is another cell of the same record.
     out = str(found.record.path.parent)
     options = ["--smoke-test", "--tasks", "4", "--strengths", "3", "--methods", "diag"]
