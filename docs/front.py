@@ -78,9 +78,9 @@ def table(folder):
         "Train, predict and file are multiples of ML's times and file (the row with a\n"
         "temperature was timed beside other work: it takes ML's). NLL, ECE and AUROC are of nets\n"
         "trained on 5,000 images of FashionMNIST; the AUROC tells notMNIST from it, where 0.5 is\n"
-        "a guess. The rank, from 1, the best, to 21, is the mean by NLL over six sets of\n"
-        "regression; MCLMC ran on four of these, and its costs are theirs. Laplace's file has a\n"
-        'matrix of its last layer, which `structure="diag"` keeps small.\n'
+        f"a guess. The rank, from 1, the best, to {len(regression)}, is the mean by NLL over six\n"
+        "sets of regression; MCLMC ran on four of these, and its costs are theirs. Laplace's file\n"
+        'has a matrix of its last layer, hence its size; `structure="diag"` keeps it small.\n'
         f"[Which method]({folder}which_method.md) has the other rows and sets, standard errors,\n"
         "and the commands."
     )

@@ -15,8 +15,8 @@ of 5e-3 (1e-4) that is cut by ten at half and at three quarters, so that the rat
 up to 4.1 (5.0); the other set is MNIST or FashionMNIST (ImageNet). Stated nowhere: the prior, means
 that start at the net's own values, no augmentation, that beta weights MAP's prior, bins of the ECE.
 `cifar10` by default has the same net, 27,914 weights, 8,000 of CIFAR-10's images, of the rest 2,000
-to validate, 2,000 test images, crops, flips, as many epochs, 3,024 steps, and SVHN as the other
-set; by `--published` it is the paper's own, PreactResNet-18, for a GPU.
+to validate, 2,000 test images, crops, flips, as many epochs, 3,024 steps (the rates add up to
+8.0), and SVHN as the other set; by `--published` it is the paper's own, PreactResNet-18, for a GPU.
 """
 
 import statistics
@@ -283,7 +283,7 @@ def measured(record):
     seed = min(int(key[-1]) for key in record.cells)
     commands = ", ".join(f"`{command}`" for command in content["commands"])
     return (
-        f"Measured on {content['date']}: {machine['processor']}, {machine['cores']} cores, "
+        f"Last run on {content['date']}: {machine['processor']}, {machine['cores']} cores, "
         f"{threads}; {listed}; first seed {seed}. Commands: {commands}."
     )
 

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 import variational_laplace_images as images
 
 
@@ -57,3 +58,11 @@ def test_other_seeds_run_at_the_best_beta_only():
 def test_the_paper_s_net_has_its_size():
     assert sum(p.numel() for p in images.preact_resnet18().parameters()) == 11_172_170
     assert sum(p.numel() for p in images.cnn().parameters()) == 27_338
+    assert sum(p.numel() for p in images.cnn(32, 3).parameters()) == 27_914
+    assert images.cnn(32, 3)(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_cifar10_is_small_unless_published():
+    small, paper = (images.Settings.at(*level).of("cifar10") for level in ((), ("published",)))
+    assert (small["width"], small["training images"], small["augmentation"]) == (None, 8_000, True)
+    assert (paper["width"], paper["training images"], paper["epochs"]) == (64, None, 200)
