@@ -278,8 +278,7 @@ def table(record):
     if found := {title: found for title, (_, found) in ablation(record).items()}:
         blocks.append(tables.score_table(found, FORMATS | count))
     seconds = sum(cell["CPU seconds"] for cell in record.cells.values())
-    commands = ", ".join(f"`{command}`" for command in record.content["commands"])
-    return "\n\n".join([*blocks, f"{commands}; {seconds / 60:.0f} minutes of one core."])
+    return "\n\n".join([*blocks, f"{record.commands()}; {seconds / 60:.0f} minutes of one core."])
 
 
 def figure(record):

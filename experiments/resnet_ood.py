@@ -144,15 +144,18 @@ def fit(s, bnn, pair, steps, handler=nullcontext, cut=(), **how):
     return bnn
 
 
+def plain(net, pair):
+    likelihood = tyxe.likelihoods.Categorical(len(pair[1]))
+    return VariationalBNN(net, common.normal(hide_all=True), likelihood)
+
+
 @cache
 def ml(s, setup, seed):
     """Return the net that all others start at."""
     torch.manual_seed(seed)
     (train, _), net = prepared(s, setup), resnet.make_net(s.width, s.stem)
-    bnn = VariationalBNN(
-        net, common.normal(hide_all=True), tyxe.likelihoods.Categorical(len(train[1]))
-    )
-    return fit(s, bnn, train, s.steps * SETUPS[setup].get("longer", 1), cut=[2 / 3])
+    steps = s.steps * SETUPS[setup].get("longer", 1)
+    return fit(s, plain(net, train), train, steps, cut=[2 / 3])
 
 
 @cache
@@ -160,8 +163,10 @@ def ml_longer(s, setup, seed):
     """Return ml trained for as long again as mean field is."""
     net, train = ml(s, setup, seed).to_module(), prepared(s, setup)[0]
     torch.manual_seed(seed)
-    prior, likelihood = common.normal(hide_all=True), tyxe.likelihoods.Categorical(len(train[1]))
-    return fit(s, VariationalBNN(net, prior, likelihood), train, s.mean_field_steps)
+    return fit(s, plain(net, train), train, s.mean_field_steps)
+
+
+NETS = {"ml": ml, "ml, longer": ml_longer}
 
 
 def scored(s, bnn, test, seen, **how):
@@ -193,10 +198,9 @@ def at_cap(bnn, cap):
 
 def run(s, setup, row, seed):
     (train, test), how = prepared(s, setup), {"num_predictions": s.draws}
-    nets = {"ml": ml, "ml, longer": ml_longer}
-    start = nets[row if row in nets else STARTS.get(row, "ml")](s, setup, seed)
-    if row in nets:
-        return scored(s, start, test, train, num_predictions=0)
+    if row in NETS:
+        return scored(s, NETS[row](s, setup, seed), test, train, num_predictions=0)
+    start = NETS[STARTS.get(row, "ml")](s, setup, seed)
     net, likelihood = start.to_module(), tyxe.likelihoods.Categorical(len(train[1]))
     weights = common.normal(hide_module_types=[nn.BatchNorm2d])
     torch.manual_seed(seed)

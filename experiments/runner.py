@@ -134,6 +134,10 @@ class Record:
         count = len(start)
         return {key[count:]: cell for key, cell in self.cells.items() if key[:count] == start}
 
+    def commands(self) -> str:
+        """Return the commands of all runs, for a page."""
+        return ", ".join(f"`{command}`" for command in self.content["commands"])
+
     def add(self, about: dict[str, Any], found: Cells) -> None:
         """Write cells to the file; another run may have added to it in the meantime."""
         self.read()

@@ -274,10 +274,12 @@ def online_table(record):
 
 def over_tasks(record):
     drawn, ax = tables.subplots(figsize=(6.4, 4))
-    own = by_label(record)[1]
-    bounds = {name: own.pop(name) for name in [*own] if name.startswith("at once")}
-    accuracy_over_tasks(own or bounds, ax)
-    for name, accuracy in bounds.items() if own else ():  # it is fitted after the last task
+    curves = by_label(record)[1]
+    # What is fitted after the last task alone.
+    bounds = {name: curves.pop(name) for name in [*curves] if name.startswith("at once")}
+    if curves:
+        accuracy_over_tasks(curves, ax)
+    for name, accuracy in bounds.items():
         last = 100 * continual.average_accuracy(accuracy)[:, -1].mean().item()
         ax.axhline(last, color="0.5", linestyle="dashed", label=name)
     ax.spines[["top", "right"]].set_visible(False)

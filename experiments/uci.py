@@ -271,7 +271,7 @@ def table(record):
             texts = [tables.over_seeds(each, ".1f") for each in values]
             scores.append([f"{name}, {score}", str(max(map(len, values))), *texts])
     pages = {"": nlls} | ({"_scores": scores} if scores else {})
-    # Mean field needs more steps than others, and what few cost it is not to be taken for it.
+    # What few steps cost mean field is not to be taken for what it can do.
     steps = record.content["settings"]["steps"]["MFVI"]
     titles = [f"{c}, {steps:,} steps" if c == "MFVI" else c for c in COLUMNS]
     return {e: tables.markdown(["", "splits", *titles], lines) for e, lines in pages.items()}

@@ -281,10 +281,9 @@ def measured(record):
     listed = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     threads = "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     seed = min(int(key[-1]) for key in record.cells)
-    commands = ", ".join(f"`{command}`" for command in content["commands"])
     return (
         f"Last run on {content['date']}: {machine['processor']}, {machine['cores']} cores, "
-        f"{threads}; {listed}; first seed {seed}. Commands: {commands}."
+        f"{threads}; {listed}; first seed {seed}. Commands: {record.commands()}."
     )
 
 
