@@ -1,6 +1,7 @@
 """Imports run downward.
 
-    threads, processes, linalg, distributions, autocast, data, files, rng, util, errors
+    threads, processes, linalg, distributions, autocast, data, files, program, rng,
+    stacked_training, util, errors
       <- poutine, priors, likelihoods, guides, samplers
       <- curvature, optim <- predictive, laplace <- bnn
       <- calibration, continual, diagnostics
@@ -12,14 +13,20 @@ down is known all the same.
 """
 
 import graphlib
+import re
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 
+import pyro.distributions as dist
 import pytest
+import torch
+from torch import nn
 
+import tyxe
 from docs.floors import PICTURE, Import, package_of, picture, read_imports
 
 LEVELS = (
@@ -31,7 +38,9 @@ LEVELS = (
         "autocast",
         "data",
         "files",
+        "program",
         "rng",
+        "stacked_training",
         "util",
         "errors",
     ),
@@ -76,6 +85,43 @@ def test_every_module_is_imported_with_the_package() -> None:
 
 def test_the_picture_of_the_floors_is_that_of_the_imports() -> None:
     assert PICTURE.read_text() == picture(), "run python docs/floors.py"
+
+
+# --- a step's walk ------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+
+
+def walk_of_a_step() -> set[str]:
+    """Return the files of tyxe whose functions run in the third step of a fit."""
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            files.add(path.relative_to(PACKAGE).as_posix())
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        x, y = torch.randn(10, 4), torch.arange(10) % 3
+        for step in range(4):
+            sys.setprofile(note if step == 2 else None)
+            yield x, y
+
+    net = nn.Sequential(nn.Linear(4, 20), nn.ReLU(), nn.Linear(20, 3))
+    normal, categorical = tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.likelihoods.Categorical(40)
+    bnn = tyxe.VariationalBNN(net, normal, categorical, tyxe.guides.AutoNormal)
+    try:
+        bnn.fit(batches(), torch.optim.Adam, 1)
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_a_training_step_passes_the_files_that_the_page_says() -> None:
+    table = PAGE.read_text().split("<!-- begin of the walk")[1].split("<!-- end of the walk")[0]
+    named = {name for name in re.findall(r"`([\w/]+\.py)`", table) if not name.startswith("tests/")}
+    assert walk_of_a_step() == named
+    assert len(named) <= 20
 
 
 # --- judging ------------------------------------------------------------------------------------

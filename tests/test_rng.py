@@ -1,19 +1,16 @@
 """States of the random generators: put back, saved and loaded, and of PyTorch alone."""
 
 import io
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
-import pytest
 import torch
 
 from tests.soak.pretend import DEVICE, pretend
 from tyxe.rng import (
+    RandomStream,
+    drawing_from,
     random_state,
-    seeded,
     set_random_state,
     set_torch_rng,
     torch_rng,
@@ -123,73 +120,44 @@ def test_each_of_several_devices_has_its_own_state(monkeypatch):
     assert module.states == [states[2], states[1]]
 
 
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_a_seed_holds_for_a_while(device):
-    with pretend():
-        torch.manual_seed(0)
-        before = torch_rng()
-        drawn = []
-        for _ in range(2):
-            with seeded(3, torch.device(device)):
-                drawn.append(torch.rand(4, device=device).cpu())
-        assert torch.equal(*drawn)
-        assert all(map(torch.equal, before, torch_rng()))
+def test_a_stream_has_numbers_of_its_own():
+    before = torch_rng()
+    drawn = []
+    for _ in range(2):
+        stream = RandomStream(seed=3)
+        with stream:
+            first = torch.rand(4)
+        torch.rand(4)
+        with stream:
+            drawn.append(torch.cat([first, torch.randn(4)]))
+        set_torch_rng(before)
+    assert torch.equal(*drawn)
+    with RandomStream(seed=4):
+        other = torch.rand(4)
+    assert not torch.equal(other, drawn[0][:4])
+    assert all(map(torch.equal, before, torch_rng()))
 
 
-def forked(count: int) -> list[float]:
-    """Return a random number of each of so many forked processes."""
+def test_a_stream_without_a_seed_starts_where_the_generators_are():
+    torch.manual_seed(0)
+    stream = RandomStream()
+    expected = [torch.rand(3), torch.randperm(5), torch.bernoulli(torch.full((8,), 0.5))]
+    with stream:
+        found = [torch.rand(3), torch.randperm(5), torch.bernoulli(torch.full((8,), 0.5))]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_items_are_made_with_the_numbers_of_a_stream_and_used_without():
+    def items():
+        for _ in range(3):
+            yield torch.rand(())
+
+    torch.manual_seed(0)
+    expected = [torch.rand(()).item() for _ in range(3)]
+    torch.manual_seed(0)
+    before = torch_rng()
     found = []
-    for _ in range(count):
-        end, start = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(start, torch.rand(()).numpy().tobytes())
-            os._exit(0)
-        os.waitpid(child, 0)
-        found.append(np.frombuffer(os.read(end, 4), np.float32).item())
-        os.close(end)
-        os.close(start)
-    return found
-
-
-@pytest.mark.forks
-def test_forked_processes_draw_numbers_of_their_own():
-    torch.manual_seed(0)
-    mine = torch.rand(()).item()
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    found = forked(4)
-    assert len({mine, *found}) == 5
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.forks
-def test_forked_processes_draw_the_same_in_each_run():
-    code = (
-        "import torch, tyxe; from tests.test_rng import forked; "
-        "torch.manual_seed(0); print(*forked(2))"
-    )
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    }
-    assert len(runs) == 1
-
-
-@pytest.mark.forks
-def test_workers_of_a_loader_have_the_seeds_of_pytorch():
-    """They are the loader's base seed and the worker's number."""
-
-    class Drawn(torch.utils.data.Dataset):
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, i):
-            return torch.initial_seed()
-
-    torch.manual_seed(0)
-    loader = torch.utils.data.DataLoader(Drawn(), num_workers=2, multiprocessing_context="fork")
-    found = torch.cat(list(loader))
-    assert found[1] - found[0] == 1
+    for item in drawing_from(RandomStream(), items()):
+        found.append(item.item())
+        assert torch.equal(before[0], torch.get_rng_state())
+    assert found == expected

@@ -24,6 +24,13 @@ def autocast_like(tensor: Tensor) -> Callable[[], AbstractContextManager[Any]]:
     )
 
 
+def dtype_of_maps(weight: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear map of this weight runs now."""
+    kind = weight.device.type
+    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if active else weight.dtype
+
+
 def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off on a tensor's device, for sums that half precision would spoil."""
     kind = tensor.device.type

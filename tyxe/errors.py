@@ -6,7 +6,12 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
+
+# Whether the numbers of tensors are left unread, for which the host would wait: see
+# `tyxe.threads.unvalidated`.
+UNREAD: ContextVar[bool] = ContextVar("UNREAD", default=False)
 
 # Packages whose frames are skipped between a warning and the line that it is about.
 _INTERNAL = ("tyxe", "pyro", "torch", "contextlib", "functools", "tqdm")

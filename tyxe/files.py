@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tyxe.threads import INTERRUPTS
-
 # A file: this, the number of the content's bytes, their SHA-256, the content as of `torch.save`.
 _MAGIC = b"tyxe file 1\n"
 _HEADER = len(_MAGIC) + 8 + 32
@@ -40,7 +38,7 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
     # A name of its own, since two processes may save to one place at once.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        with INTERRUPTS, partial.open("xb") as file:
+        with partial.open("xb") as file:
             file.write(header)
             file.write(payload)
             file.flush()
@@ -63,8 +61,7 @@ def read(path: str | os.PathLike[str]) -> Any:
         FileNotFoundError: there is no file.
         ValueError: the file is damaged, or not from `write`.
     """
-    with INTERRUPTS:
-        data = Path(path).read_bytes()
+    data = Path(path).read_bytes()
     if not data.startswith(_MAGIC):
         raise ValueError(
             f"{path} is no file of tyxe, or damaged: a BNN's state that was saved otherwise goes "

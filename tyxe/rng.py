@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
+import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tyxe.threads import exclusive
+
+T = TypeVar("T")
 
 # --------------------------------------------------------------------------- PyTorch
 
@@ -68,63 +70,79 @@ def torch_rng_kept() -> Iterator[None]:
             set_torch_rng(before)
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Let a device's random numbers start from a seed, and set its generator back at the end.
+class RandomStream(TorchDispatchMode):
+    """Random numbers of a thread's own, for what runs inside.
 
-    No other thread draws from it before.
+    They start from the state of PyTorch's generators, or from a seed, and go on where they stopped
+    when the stream is entered again. The generators themselves are not touched, so that no other
+    thread has to wait. Not reached are fused kernels that take no generator.
 
     Example:
-        >>> with seeded(1, torch.device("cpu")):
-        ...     first = torch.rand(())
-        >>> with seeded(1, torch.device("cpu")):
-        ...     bool(torch.rand(()) == first)
+        >>> stream, before = RandomStream(seed=1), torch.get_rng_state()
+        >>> with stream:
+        ...     first = torch.rand(2)
+        >>> torch.equal(torch.get_rng_state(), before)
+        True
+        >>> torch.equal(first, torch.rand(2, generator=torch.Generator().manual_seed(1)))
         True
     """
-    module, places = _generators(device)
-    place = places[device.index or 0]
-    with exclusive():
-        before = module.get_rng_state(*place)
-        module.set_rng_state(torch.Generator(device).manual_seed(seed).get_state(), *place)
-        try:
-            yield
-        finally:
-            module.set_rng_state(before, *place)
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed, self._generators = seed, {torch.device("cpu"): torch.Generator()}
+        if seed is None:
+            self._generators[torch.device("cpu")].set_state(torch.get_rng_state())
+        else:
+            self._generators[torch.device("cpu")].manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            named = _taking_generator(func)
+            if named is not None:
+                kwargs = {**kwargs, "generator": self._of(_device_of(args, kwargs))}
+                func = named
+        return func(*args, **kwargs)
+
+    def _of(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = made = torch.Generator(device)
+            if self._seed is None:
+                module, places = _generators(device)
+                made.set_state(module.get_rng_state(*places[device.index or 0]))
+            else:
+                made.manual_seed(self._seed)
+        return self._generators[device]
 
 
-# --------------------------------------------------------------------------- forked processes
+def drawing_from(stream: RandomStream, items: Iterable[T]) -> Iterator[T]:
+    """Yield items that are each made with the random numbers of a stream."""
+    with stream:
+        iterator = iter(items)
+    while True:
+        with stream:
+            item = next(iterator, stream)
+        if item is stream:
+            return
+        yield item  # type: ignore[misc]
 
 
-class _Forks:
-    """Gives forked processes random numbers that differ from each other's and from the parent's.
-
-    They depend on the parent's generator and on how often it has forked, so that they are the same
-    in each run of a program that sets its seed. NumPy's and Python's generators are left alone.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._state = b""
-
-    def before(self) -> None:
-        """Count a fork, in the parent, and take the generator's state.
-
-        That waits for a thread that is drawing, whose hold on the generator the child would keep.
-        """
-        self.count += 1
-        self._state = torch.default_generator.get_state().numpy().tobytes()
-
-    def in_child(self) -> None:
-        """Seed the child's generator of the CPU; accelerators do not work in it."""
-        mixed = hashlib.blake2b(
-            self._state + self.count.to_bytes(8, "little"), digest_size=8
-        ).digest()
-        torch.default_generator.manual_seed(int.from_bytes(mixed, "little"))
+@functools.cache
+def _taking_generator(func: Any) -> Any:
+    """Return the operator, or the overload of it, that takes a generator; None if there is none."""
+    schema = func._schema
+    if any(argument.name == "generator" for argument in schema.arguments):
+        return func
+    name = {"default": "generator"}.get(func._overloadname, f"{func._overloadname}_generator")
+    return getattr(func.overloadpacket, name, None)
 
 
-_FORKS = _Forks()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_FORKS.before, after_in_child=_FORKS.in_child)
+def _device_of(args: Any, kwargs: Mapping[str, Any]) -> torch.device:
+    tensor = next((one for one in args if isinstance(one, Tensor)), None)
+    device = kwargs.get("device") or (torch.device("cpu") if tensor is None else tensor.device)
+    return torch.device(device)
 
 
 # --------------------------------------------------------------------------- all of them

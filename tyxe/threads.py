@@ -1,276 +1,199 @@
-"""Several threads: a stack of handlers for each, and one lock for what the process has once.
+"""Threads and tasks: a stack of handlers for each, and one lock for what the process has once.
 
 Pyro keeps the stack of active handlers, and the dimensions of plates, in lists of the process.
-Importing this module gives every thread lists of its own, so that a handler that one thread has
-entered neither acts in another nor is taken off by it.
+Importing this module gives every task of an event loop, and every thread, lists of its own, so
+that a handler that one has entered neither acts in another nor is taken off by it.
 """
 
 from __future__ import annotations
 
-# The functions of `signal`, without the enumerations in which these spend most of their time.
-import _signal  # type: ignore[import-not-found]
 import os
 import threading
-from collections import UserList
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from signal import SIGINT
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import Any
 
+import pyro
 import torch
-from pyro.poutine import collapse_messenger, indep_messenger, messenger, runtime
+from pyro.poutine import collapse_messenger, messenger, runtime
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _DimAllocator
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from tyxe.errors import UNREAD
 
 
-class _Stack(threading.local, UserList[Any]):
-    """A list for each thread, whose parts are plain lists."""
+class _Own(MutableSequence[Any]):
+    """A list of which every task and every thread has its own."""
+
+    def __init__(self, name: str, items: Sequence[Any]) -> None:
+        self.items: ContextVar[tuple[Any, ...]] = ContextVar(name, default=tuple(items))
 
     def __getitem__(self, index: Any) -> Any:
-        return self.data[index]
+        return self.items.get()[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        changed = list(self.items.get())
+        changed[index] = value
+        self.items.set(tuple(changed))
+
+    def __delitem__(self, index: Any) -> None:
+        changed = list(self.items.get())
+        del changed[index]
+        self.items.set(tuple(changed))
+
+    def insert(self, index: int, value: Any) -> None:
+        before = self.items.get()
+        self.items.set((*before[:index], value, *before[index:]))
+
+    def __len__(self) -> int:
+        return len(self.items.get())
+
+    # Pyro calls these for each sample statement; those of the base class are slower.
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
+        return iter(self.items.get())
 
     def __reversed__(self) -> Iterator[Any]:
-        return reversed(self.data)
+        return reversed(self.items.get())
+
+    def append(self, value: Any) -> None:
+        self.items.set((*self.items.get(), value))
+
+    def pop(self, index: int = -1) -> Any:
+        value = self.items.get()[index]
+        del self[index]
+        return value
 
 
-class _Dimensions(threading.local, _DimAllocator):
-    """The dimensions of plates, of each thread."""
+def _of_its_own(module: Any, name: str, holders: Sequence[Any]) -> _Own:
+    """Put an own list in the place of one of Pyro's, unless an earlier import has done so."""
+    found = getattr(module, name)
+    own = found if isinstance(found, _Own) else _Own(name, found)
+    for holder in holders:
+        setattr(holder, name, own)
+    return own
 
 
-def _give_each_thread_its_own() -> None:
-    stack, dimensions = _Stack(), _Dimensions()
-    stack.data.extend(runtime._PYRO_STACK)
-    for module in (runtime, messenger, collapse_messenger):
-        module._PYRO_STACK = stack
-    dimensions._stack.extend(runtime._DIM_ALLOCATOR._stack)
-    for module in (runtime, indep_messenger):
-        module._DIM_ALLOCATOR = dimensions
-
-
-if not isinstance(runtime._PYRO_STACK, _Stack):
-    _give_each_thread_its_own()
+_HANDLERS = _of_its_own(runtime, "_PYRO_STACK", (runtime, messenger, collapse_messenger))
+_PLATES = _of_its_own(runtime._DIM_ALLOCATOR, "_stack", (runtime._DIM_ALLOCATOR,))
 
 
 def handlers() -> list[Messenger]:
-    """Return the handlers that are active in this thread, the outermost first."""
-    return list(runtime._PYRO_STACK)
+    """Return the handlers that are active in this task or thread, the outermost first."""
+    return [*_HANDLERS]
 
 
 @contextmanager
 def only_handlers(active: Sequence[Messenger]) -> Iterator[None]:
-    """Let just these handlers be active in this thread."""
-    stack: Any = runtime._PYRO_STACK
-    before, stack.data = stack.data, list(active)
+    """Let just these handlers be active in this task or thread."""
+    token = _HANDLERS.items.set(tuple(active))
     try:
         yield
     finally:
-        stack.data = before
+        _HANDLERS.items.reset(token)
 
 
 def in_backward() -> bool:
-    """Say whether autograd is running a backward in this thread."""
+    """Whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_engine() -> bool:
-    """Say whether this thread is one of autograd's engine, which runs a backward for another."""
+    """Whether this thread is one of autograd's engine, which runs a backward for another."""
     # Threads that Python has not started have a substitute object.
     return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
 
 
-# --------------------------------------------------------------------------- one at a time
-
-
-_SIGINT = int(SIGINT)
-
-
-class _Interrupts:
-    """Ctrl-C, held back while something is half done; a second one is not."""
-
-    def __init__(self) -> None:
-        # Whether each of the nested blocks holds them back.
-        self._holding: list[bool] = []
-        self._before: Any = None
-        self._pending: tuple[Any, ...] | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if not self._holding:
-            before = _signal.getsignal(_SIGINT)
-            if callable(before):
-                self._before, self._pending = before, None
-                _signal.signal(_SIGINT, self._receive)
-        self._holding.append(True)
-
-    def __exit__(self, *error: object) -> None:
-        # A forked process, which has forgotten the blocks, may leave them all the same.
-        if threading.current_thread() is not threading.main_thread() or not self._holding:
-            return
-        self._holding.pop()
-        before = self._before
-        if not self._holding and before is not None:
-            self._before = None
-            if _signal.getsignal(_SIGINT) == self._receive:
-                _signal.signal(_SIGINT, before)
-        self._raise_pending(before)
-
-    def let_in(self) -> _LetIn:
-        """Let interrupts in for a while, such as that of a user's function, although they are held.
-
-        One that was held back comes first. Where nothing holds them back, nothing changes.
-        """
-        return _LetIn()
-
-    def let_in_between(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield items, and let interrupts in while each is made."""
-        with self.let_in():
-            iterator = iter(items)
-        while True:
-            with self.let_in():
-                item = next(iterator, self)
-            if item is self:
-                return
-            yield item
-
-    def go_on(self) -> None:
-        """Treat them in this block as the block around it does."""
-        if threading.current_thread() is threading.main_thread():
-            self._holding[-1] = len(self._holding) > 1 and self._holding[-2]
-            self._raise_pending(self._before)
-
-    def hold(self) -> None:
-        """Hold them back for the rest of this block."""
-        if threading.current_thread() is threading.main_thread() and self._holding:
-            self._holding[-1] = True
-
-    def renew(self) -> None:
-        """Hold nothing back in a forked process: what is half done is its parent's."""
-        if self._is_holding():
-            if self._before is not None:
-                _signal.signal(_SIGINT, self._before)
-            self.__init__()  # type: ignore[misc]
-
-    def _is_holding(self) -> bool:
-        return bool(self._holding) and self._holding[-1]
-
-    def _raise_pending(self, before: Any) -> None:
-        if self._pending is not None and not self._is_holding():
-            pending, self._pending = self._pending, None
-            before(*pending)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if (self._pending is None and self._is_holding()) or _is_changing(frame):
-            self._pending = number, frame
-        else:
-            self._pending = None
-            self._before(number, frame)
-
-
-class _LetIn:
-    """What `let_in` returns."""
-
-    def __enter__(self) -> None:
-        INTERRUPTS.__enter__()
-        try:
-            if threading.current_thread() is threading.main_thread():
-                INTERRUPTS._holding[-1] = False
-                INTERRUPTS._raise_pending(INTERRUPTS._before)
-        except BaseException:
-            INTERRUPTS.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        INTERRUPTS.__exit__()
-
-
-def _is_changing(frame: FrameType | None) -> bool:
-    """Say whether a handler, or what is exclusive or held back, is being entered or left."""
-    while frame is not None:
-        in_method = frame.f_code.co_name in ("__enter__", "__exit__")
-        own = frame.f_locals.get("self") if in_method else None
-        if isinstance(own, Handler | _Exclusive | _Interrupts | _LetIn):
-            return True
-        frame = frame.f_back
-    return False
-
-
-# Seconds after which an interrupt ends a wait for another thread.
-_WAIT = 0.1
-
-
-class _Exclusive:
-    """What `exclusive` returns."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        INTERRUPTS.__enter__()
-        # They are held back by then, as one that came after the lock would leave it behind.
-        while not self._lock.acquire(timeout=_WAIT):
-            INTERRUPTS.__exit__()
-            INTERRUPTS.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-        INTERRUPTS.__exit__()
-
-    def renew(self) -> None:
-        """Forget which thread holds the lock: in a forked process there is only one."""
-        self._lock = threading.RLock()
-        INTERRUPTS.renew()
-
-
-INTERRUPTS = _Interrupts()
-_EXCLUSIVE = _Exclusive()
-_NOT_EXCLUSIVE = nullcontext()
+_LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):
     # A fork waits, because its process would find what another thread has half changed.
     os.register_at_fork(
-        before=lambda: _EXCLUSIVE._lock.acquire(),
-        after_in_parent=lambda: _EXCLUSIVE._lock.release(),
-        after_in_child=_EXCLUSIVE.renew,
+        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
     )
 
 
-class Handler(Messenger):
-    """A handler that an interrupt from the keyboard leaves neither behind nor half entered."""
+def exclusive() -> AbstractContextManager[Any]:
+    """Let no other thread in while generators, Pyro's settings or a whole state are changed.
 
-    def __enter__(self) -> Self:
-        """Put the handler on the stack."""
-        depth = len(runtime._PYRO_STACK)
-        INTERRUPTS.__enter__()
-        try:
-            super().__enter__()
-            INTERRUPTS.go_on()
-        except BaseException:
-            del runtime._PYRO_STACK[depth:]
-            INTERRUPTS.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: Any) -> Any:
-        """Take the handler off the stack."""
-        INTERRUPTS.hold()
-        try:
-            return super().__exit__(*error)
-        finally:
-            INTERRUPTS.__exit__()
-
-
-def exclusive() -> AbstractContextManager[None]:
-    """Let no other thread in while parameters, modes, generators or Pyro's settings are changed.
-
-    These belong to the process. Threads can be nested in it as often as they like, and an interrupt
-    from the keyboard waits for the end, or ends the wait for another thread. A thread of autograd's
-    engine does not wait: it works for a thread that does, and that may be inside.
+    These belong to the process. A thread can be nested in it as often as it likes.
     """
-    return _NOT_EXCLUSIVE if in_engine() else _EXCLUSIVE
+    return _LOCK
+
+
+class _Settings:
+    """Settings of Pyro's, which belong to the process, for as long as any thread is inside."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+        self._before: dict[str, Any] = {}
+        self._depths: dict[int, int] = {}  # of threads that are inside
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        depth = self.depth()
+        try:
+            with _LOCK:
+                if not self._depths:
+                    self._before = {name: pyro.settings.get(name) for name in self._values}
+                self._depths[threading.get_ident()] = depth + 1
+                pyro.settings.set(**self._values)
+            yield
+        finally:
+            self.go_back(depth)
+
+    def depth(self) -> int:
+        """Return how often this thread is inside."""
+        return self._depths.get(threading.get_ident(), 0)
+
+    def go_back(self, depth: int) -> None:
+        """Let this thread be inside so often, of which nothing may be left to do."""
+        with _LOCK:
+            if depth:
+                self._depths[threading.get_ident()] = depth
+            else:
+                self._depths.pop(threading.get_ident(), None)
+            if self._before and not self._depths:
+                pyro.settings.set(**self._before)
+                self._before = {}
+
+
+_VALIDATION = _Settings(
+    validate_distributions_pyro=False,
+    validate_distributions_torch=False,
+    validate_infer=False,
+    validate_poutine=False,
+)
+# Parameters of Pyro's modules are their own, and not in Pyro's global store.
+module_local_params = _Settings(module_local_params=True)
+
+
+@contextmanager
+def unvalidated(active: bool = True) -> Iterator[None]:
+    """Read no numbers, for which the host would wait, to validate distributions and operators.
+
+    What would be an error is then NaN or infinite. This is for steps whose loss is looked at.
+    """
+    token = UNREAD.set(active)
+    try:
+        with _VALIDATION() if active else nullcontext():
+            yield
+    finally:
+        UNREAD.reset(token)
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """At the end, set back what something inside could not, because a Ctrl-C came in between.
+
+    That are handlers, plates and grad mode of this task, and Pyro's settings.
+    """
+    active, plates = _HANDLERS.items.get(), _PLATES.items.get()
+    gradients, settings = torch.is_grad_enabled(), (_VALIDATION, module_local_params)
+    depths = [each.depth() for each in settings]
+    try:
+        yield
+    finally:
+        _HANDLERS.items.set(active)
+        _PLATES.items.set(plates)
+        torch.set_grad_enabled(gradients)
+        for each, depth in zip(settings, depths, strict=True):
+            each.go_back(depth)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributions as td
 from pyro.nn.module import PyroModule
 from pyro.nn.module import to_pyro_module_ as to_pyro_module_  # offered from here
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.distributions import constraints
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from tyxe.errors import check_known
 
@@ -351,6 +353,13 @@ def is_constant(argument: Any) -> bool:
     return isinstance(argument, bool | int | float | str | None)
 
 
+def kind_of_batch(inputs: Inputs) -> Any:
+    """Return the structure of a batch, and the shapes and types of what is in it."""
+    leaves, place = tree_flatten(inputs)
+    kinds = ((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves)
+    return str(place), *kinds
+
+
 def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to every leaf with a `.to` method (tensors, graphs) of nested containers."""
     if isinstance(tree, Mapping):
@@ -460,3 +469,45 @@ class SiteTensors(nn.Module):
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` in order."""
         return ((name, self[name]) for name in self._places)
+
+
+# --------------------------------------------------------------------------- supports
+
+
+def elementwise(support: constraints.Constraint) -> constraints.Constraint:
+    """Return the constraint that a support puts on each element."""
+    while isinstance(support, _WRAPPERS):
+        support = support.base_constraint
+    return support
+
+
+_WRAPPERS: tuple[type[Any], ...] = (type(constraints.independent(constraints.real, 1)),)
+if hasattr(constraints, "MixtureSameFamilyConstraint"):  # not before torch 2.7
+    _WRAPPERS += (constraints.MixtureSameFamilyConstraint,)
+
+    @td.transform_to.register(constraints.MixtureSameFamilyConstraint)
+    @td.biject_to.register(constraints.MixtureSameFamilyConstraint)
+    def _(support: Any) -> td.Transform:
+        # PyTorch has none, and a mixture of Normals is a common prior.
+        return td.biject_to(support.base_constraint)
+
+
+def is_discrete(support: constraints.Constraint | None) -> bool:
+    """Say whether a support is discrete; no support is not."""
+    return support is not None and bool(support.is_discrete)
+
+
+def same_support(one: constraints.Constraint | None, other: constraints.Constraint | None) -> bool:
+    """Say whether a posterior over one support can have a prior over another.
+
+    Continuous supports have to be both real or both constrained, discrete ones have to be equal.
+    """
+    if one is not None and other is not None and (one.is_discrete or other.is_discrete):
+        return bool(elementwise(one) == elementwise(other))
+    return is_real(one) == is_real(other)
+
+
+def is_real(support: constraints.Constraint | None) -> bool:
+    """Say whether a support is unconstrained, elementwise."""
+    # Copies and pickles of a support are other objects.
+    return support is not None and isinstance(elementwise(support), type(constraints.real))

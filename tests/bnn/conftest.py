@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tyxe.bnn import programs
+from tyxe import program as programs
 
 
 @pytest.fixture

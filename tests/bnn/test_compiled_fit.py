@@ -6,13 +6,19 @@ import warnings
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal, AutoMultivariateNormal
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+)
 from torch import nn
 
 import tyxe
-from tyxe.bnn import programs
+from tyxe import program as programs
 from tyxe.poutine import flipout, local_reparameterization, variational_laplace
-from tyxe.samplers.program import has_compiler
+from tyxe.program import has_compiler
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
@@ -24,7 +30,10 @@ GUIDES = {
     "capped": functools.partial(tyxe.guides.AutoNormal, max_guide_scale=0.1),
     "AutoRadial": tyxe.guides.AutoRadial,
     "AutoInducing": functools.partial(tyxe.guides.AutoInducing, inducing_rows=3, inducing_cols=2),
+    "AutoBernoulli": functools.partial(tyxe.guides.AutoBernoulli, relaxed=0.5),
     "AutoDelta": AutoDelta,
+    "AutoDiagonalNormal": AutoDiagonalNormal,
+    "AutoIAFNormal": AutoIAFNormal,
     "AutoMultivariateNormal": AutoMultivariateNormal,
     "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
 }
@@ -37,7 +46,9 @@ def net():
 
 
 def variational(guide, size=24):
-    return tyxe.VariationalBNN(net(), NORMAL, tyxe.likelihoods.Categorical(size), guide)
+    is_binary = getattr(guide, "func", guide) is tyxe.guides.AutoBernoulli
+    prior = tyxe.priors.BinaryPrior(hide_parameters=["bias"]) if is_binary else NORMAL
+    return tyxe.VariationalBNN(net(), prior, tyxe.likelihoods.Categorical(size), guide)
 
 
 def laplace():

@@ -166,7 +166,7 @@ def test_norms_are_those_of_eval_mode():
     expected = nn.Sequential(*net[:2]).eval()(X)
     for found in hidden:
         torch.testing.assert_close(found, expected)
-    assert len(hidden) == 3
+    assert len(hidden) == 4  # of three draws, and one to compare with that of a draw
     for name, buffer in bnn.net.named_buffers():
         assert torch.equal(buffer, before[name])
 

@@ -263,6 +263,6 @@ def test_a_checkpointed_net_meets_its_draws_in_pyros_potential():
         return torch.autograd.grad(again.log_prob_sum(), list(values.values()))
 
     found = gradients()
-    bnn.net.forward = bnn.net.body.forward
+    bnn.net.forward = bnn.net.body.forward  # the copy's, in each forward
     for gradient, expected in zip(found, gradients(), strict=True):
         torch.testing.assert_close(gradient, expected, rtol=0, atol=0)

@@ -1,14 +1,12 @@
 """Saving and loading BNNs: whole or not at all, tensors only, and training that goes on."""
 
 import copy
-import signal
 from functools import partial
 from pathlib import Path
 
 import pyro
 import pytest
 import torch
-from pyro.poutine import runtime
 from torch import nn
 
 import tyxe
@@ -218,59 +216,6 @@ def test_an_optimiser_of_other_shapes_is_refused() -> None:
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
-
-
-def assert_nothing_is_left(bnn, modes: list[bool]) -> None:
-    assert len(runtime._PYRO_STACK) == 0
-    assert [module.training for module in bnn.modules()] == modes
-    assert all(type(p) in (nn.Parameter, tyxe.bnn.rerun.Resting) for p in bnn.net.parameters())
-
-
-def _work_for_ever(bnn, alarm: float) -> None:
-    signal.setitimer(signal.ITIMER_REAL, alarm)
-    while True:
-        bnn.fit([data()], ADAM, 3, progress=False)
-        bnn.predict(data()[0], num_predictions=3)
-
-
-@pytest.mark.parametrize("after", [0.002, 0.01, 0.03, 0.05])
-def test_ctrl_c_leaves_nothing_behind(after: float) -> None:
-    bnn = make()
-    modes = [module.training for module in bnn.modules()]
-    validation = pyro.settings.get("validate_distributions_pyro")
-    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _work_for_ever(bnn, after)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    assert_nothing_is_left(bnn, modes)
-    assert pyro.settings.get("validate_distributions_pyro") == validation
-    assert bnn.predict(data()[0], num_predictions=2)[0].isfinite().all()
-    assert len(bnn.fit([data()], ADAM, 1).loss) == 1
-
-
-@pytest.mark.parametrize("num_chains", [1, 3])
-def test_an_interrupted_run_keeps_its_samples(num_chains: int) -> None:
-    made = []
-
-    def stops(kernel, params, stage, i) -> None:
-        made.append(stage.startswith("Sample"))
-        if sum(made) == 13:
-            raise KeyboardInterrupt
-
-    bnn = mcmc()
-    how = {"warmup_steps": 2, "disable_progbar": True, "num_chains": num_chains}
-    with (
-        pytest.raises(KeyboardInterrupt),
-        pytest.warns(tyxe.TyxeWarning, match="keeps"),
-    ):
-        bnn.fit([data()], 10 if num_chains > 1 else 50, hook_fn=stops, **how)
-    shapes = {value.shape[:2] for _, value in bnn.samples.items()}
-    assert shapes == {(1, 12) if num_chains == 1 else (1, 10)}
-    assert bool((bnn.get_samples()["likelihood.scale"] > 0).all())
-    assert bnn.predict(data()[0], num_predictions=4)[0].isfinite().all()
 
 
 def test_an_interrupt_before_any_sample_keeps_the_earlier_ones() -> None:

@@ -1,9 +1,9 @@
-"""Threads: the numbers of one thread, and handlers that act where they were entered."""
+"""Threads and tasks: the numbers of one thread, handlers that act where they were entered."""
 
+import asyncio
 import copy
 import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import tyxe
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical
 from tyxe.priors import IIDPrior
-from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.threads import exclusive, handlers, module_local_params, unvalidated
 
 THREADS, CALLS = 8, 12
 X, Y = torch.randn(30, 4), torch.randint(3, (30,))
@@ -209,47 +209,89 @@ def test_a_handler_acts_in_its_own_thread():
     assert bnn.predict(X, num_predictions=2).shape == (30, 3)
 
 
+def test_a_handler_belongs_to_its_task():
+    """Held over an `await`, it acts in no other task, and tasks may leave in any order."""
+    bnn, depths = variational().eval(), []
+
+    def used() -> list[object]:
+        with tyxe.poutine.report() as report:
+            bnn.predict(X)
+        return [row.treatment for row in report]
+
+    async def held(handler: Callable[[], object], seconds: float) -> list[object]:
+        with handler():
+            await asyncio.sleep(seconds)
+            found = used()
+            await asyncio.sleep(seconds)
+        return found
+
+    async def plain() -> list[object]:
+        await asyncio.sleep(0.015)
+        return used()
+
+    async def every() -> list[list[object]]:
+        local = held(tyxe.poutine.local_reparameterization, 0.02)
+        found = await asyncio.gather(local, held(tyxe.poutine.flipout, 0.01), plain())
+        depths.append(len(handlers()))
+        return found
+
+    local, flipped, other = asyncio.run(every())
+    assert set(local) == {"moments"}
+    assert set(flipped) == {"flipped"}
+    assert set(other) == {"drawn"}
+    assert depths == [0]
+
+
+@pytest.mark.parametrize("meanwhile", ["predict", "forward", "to_module"])
+def test_forwards_run_side_by_side(meanwhile):
+    """Each of two threads waits inside of the net until the other is there, too."""
+    bnn, both = variational().eval(), threading.Barrier(2)
+    bnn.predict(X)  # what is looked at in the first forward is known
+    calls = {
+        "predict": lambda: bnn.predict(X, num_predictions=1),
+        "forward": lambda: bnn(X),
+        "to_module": lambda: bnn.to_module(sample=True)(X),
+    }
+
+    def meet(*_: object) -> None:
+        both.wait(60)
+
+    bnn.net[0].register_forward_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(bnn.predict, X, num_predictions=1)
+        second = pool.submit(calls[meanwhile])
+        assert first.result().shape == second.result().shape == (30, 3)
+
+
 @pytest.mark.forks
-def test_a_forked_process_has_the_net_at_rest():
-    """It is not forked while another thread has draws in the places of the sites."""
-    bnn, inside, leave = variational(), threading.Event(), threading.Event()
-    rest = [parameter.clone() for parameter in bnn.net.parameters()]
+def test_a_process_forked_inside_of_the_lock_goes_on_and_leaves_it():
+    with exclusive():
+        child = os.fork()
+    if child == 0:
+        with ThreadPoolExecutor(1) as pool:  # another thread of the child can take it
+            free = pool.submit(lambda: exclusive().acquire(timeout=10)).result()
+        os._exit(0 if free else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.forks
+def test_a_fork_waits_for_what_another_thread_changes():
+    inside, done = threading.Event(), []
 
     def other() -> None:
-        with bnn.substituted(bnn.one_draw()):
+        with exclusive():
             inside.set()
-            leave.wait(0.2)
+            time.sleep(0.2)
+            done.append(1)
 
     thread = threading.Thread(target=other)
     thread.start()
     assert inside.wait(60)
     child = os.fork()
     if child == 0:
-        found = list(bnn.net.parameters())
-        same = len(found) == len(rest) and all(map(torch.equal, found, rest))
-        os._exit(0 if same else 1)
-    leave.set()
+        os._exit(0 if done else 1)
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_net_is_copied_without_the_draws_of_another_thread():
-    bnn, inside, leave = variational(), threading.Event(), threading.Event()
-
-    def wait(*_) -> None:
-        inside.set()
-        leave.wait(0.5)  # or the copy, if it does not wait, would be made before the draws leave
-
-    with ThreadPoolExecutor(1) as pool:
-        handle = bnn.net[0].register_forward_hook(wait)
-        running = pool.submit(bnn, X)
-        assert inside.wait(60)
-        plain = bnn.to_module()
-        leave.set()
-        running.result()
-        handle.remove()
-    centre = bnn.mean_values()
-    assert torch.equal(plain[0].weight, centre["net.0.weight"])
 
 
 # --------------------------------------------------------------------------- what all share
@@ -416,60 +458,23 @@ def test_a_copy_has_the_kl_of_the_original(copied):
     assert other.cached_kl_loss.requires_grad
 
 
-# --------------------------------------------------------------------------- interrupts
+# --------------------------------------------------------------------------- Pyro's settings
 
 
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-def test_an_interrupt_before_the_first_batch_leaves_no_fit_behind(monkeypatch):
-    bnn = variational().eval()
+def test_settings_of_pyro_come_back_whatever_the_order_of_threads():
+    before, entered, leave = pyro.settings.get(), threading.Event(), threading.Event()
 
-    def interrupted(_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tyxe.bnn.base.set_train_mode", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            bnn.fit([(X, Y)], ADAM, 1)
-    assert not bnn.training
-    with ThreadPoolExecutor(1) as pool:
-        assert len(pool.submit(bnn.fit, [(X, Y)], ADAM, 1).result().loss) == 1
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_ends_the_wait_for_another_thread(times):
-    normal, inside, leave = signal.getsignal(signal.SIGINT), threading.Event(), threading.Event()
-
-    def other() -> None:
-        with exclusive():
-            inside.set()
-            for _ in range(times):
-                leave.wait(0.2)
-                os.kill(os.getpid(), signal.SIGINT)
+    def first() -> None:
+        with unvalidated(), module_local_params():
+            entered.set()
             assert leave.wait(60)
 
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(other)
-        try:
-            assert inside.wait(60)
-            for _ in range(times):
-                with pytest.raises(KeyboardInterrupt), exclusive():
-                    pass
-        finally:
+        other = pool.submit(first)
+        assert entered.wait(60)
+        with unvalidated():
             leave.set()
-        held.result()
-    assert signal.getsignal(signal.SIGINT) is normal
-    with exclusive():
-        assert INTERRUPTS._holding == [True]
-
-
-@pytest.mark.forks
-def test_a_process_forked_inside_holds_no_interrupts_back():
-    with exclusive():
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                os._exit(0)
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+            other.result()
+            assert not pyro.settings.get("validate_distributions_torch")
+            assert not pyro.settings.get("module_local_params")
+    assert pyro.settings.get() == before

@@ -51,7 +51,7 @@ def made(product, function, values=None):
     shapes = {name: value.shape for name, value in values.items()}
 
     def linearize(inputs):
-        return Linearization(bnn.net, bnn.substituted, values, inputs, shapes)
+        return Linearization(bnn._run_frozen, values, inputs, shapes)
 
     return bnn, values, x, linearize
 

@@ -11,8 +11,8 @@ import torch.distributions as td
 from tests.oracles.signed_bernoulli import EXACT, SCALES, SHAPE, each_value, logits
 from tyxe.distributions import SignedBernoulli, SignedBetaBernoulli
 from tyxe.distributions.buffered import BufferedDistribution, detached
-from tyxe.distributions.moments import same_support
 from tyxe.distributions.signed_bernoulli import RelaxedSignedBernoulli, Signs
+from tyxe.util import same_support
 
 # --- the distribution ---------------------------------------------------------------------------
 

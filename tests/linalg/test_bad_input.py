@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
-from tyxe.linalg.checks import numbers_unchecked
 from tyxe.linalg.state import STATE_NAMES, operator_from_state, operator_state
 from tyxe.testing import OPERATORS, check_operator
+from tyxe.threads import unvalidated
 
 NAN, INF = float("nan"), float("inf")
 EYE = torch.eye(2)
@@ -147,11 +147,11 @@ BAD = r"finite|definite|least 0"
 
 @pytest.mark.parametrize("make", INDEFINITE.values(), ids=INDEFINITE.keys())
 def test_without_checks_of_numbers_results_are_not_finite(make):
-    with numbers_unchecked():
+    with unvalidated():
         assert not make().logdet().isfinite()
         with pytest.raises(ValueError, match="acts on vectors"):
             make() @ torch.ones(3)
-        with numbers_unchecked(False), pytest.raises(ValueError, match=BAD):
+        with unvalidated(False), pytest.raises(ValueError, match=BAD):
             make().logdet()
     with pytest.raises(ValueError, match=BAD):
         make().logdet()
@@ -160,7 +160,7 @@ def test_without_checks_of_numbers_results_are_not_finite(make):
 def test_without_checks_of_numbers_good_results_are_the_same():
     rows = torch.randn(3, 5)
     for make in (lambda: Dense(rows @ rows.mT), lambda: LowRank(rows[:, 0].square(), rows)):
-        with numbers_unchecked():
+        with unvalidated():
             found = make().logdet(), make().whiten(torch.ones(1, 3))
         assert all(map(torch.equal, found, (make().logdet(), make().whiten(torch.ones(1, 3)))))
 

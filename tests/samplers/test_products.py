@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tyxe.samplers.program import _traced
+from tyxe.program import _traced
 
 BMM = torch.ops.aten.bmm.default
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tyxe.program import Program
 from tyxe.samplers import HMC, MCLMC, NUTS, Run, batched
-from tyxe.samplers.program import Program
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -231,7 +231,7 @@ def test_a_compiled_end_of_a_window_is_eager(name):
         chains = kernel.adapt(chains, state, brought, warm, rows[:1].expand(4, -1), random)
     given = chains, state, brought, warm, rows, random
     expected = kernel.adapt(*given)
-    found = Program(kernel.adapt, *given, compile=True)(*given)
+    found = Program(kernel.adapt, *given, how="compiled")(*given)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     changed = (expected.settings.inverse_mass != 1).any(-1)
     assert changed.tolist() == [False, True, False, False]

@@ -22,7 +22,7 @@ import tyxe
 from tests.oracles.architectures import N
 from tests.soak import nets, parts, uses
 from tests.soak.verdict import KINDS, Trial, classify
-from tyxe.threads import handlers
+from tyxe.threads import exclusive, handlers
 from tyxe.util import call_with
 
 WRAPPERS = ("VariationalBNN",) * 5 + ("LaplaceBNN",) * 2 + ("PytorchBNN", "MCMC_BNN")
@@ -107,7 +107,7 @@ class Session:
         self.given = copy.deepcopy(self.net)
         self.inputs = self.used = self.make_inputs()
         self.bnn = self.build(self.net)
-        self.resting = {name: t.detach().clone() for name, t in self.bnn.in_places().items()}
+        self.resting = {n: (t, t.detach().clone()) for n, t in self.bnn.in_places().items()}
         self.modes = [part.training for part in self.bnn.net.modules()]
         self.outputs = self.plain(self.inputs)
         self.targets = self._choose_targets()
@@ -200,7 +200,7 @@ class Session:
         if self.bnn is None or not hasattr(self, "modes"):
             return
         for name, value in self.bnn.in_places().items():
-            as_before = type(value).__name__ == "Resting" and uses.equal(value, self.resting[name])
+            as_before = value is self.resting[name][0] and uses.equal(value, self.resting[name][1])
             self.expect(as_before, f"{name} is not as it was")
         modes = [part.training for part in self.bnn.net.modules()]
         self.expect(modes == self.modes, "a module has another mode")
@@ -223,7 +223,7 @@ def process_state() -> dict[str, Any]:
         "module_local_params": pyro.settings.get("module_local_params"),
         "attention kernels": torch.backends.cuda.flash_sdp_enabled(),
         "handler of interrupts": signal.getsignal(signal.SIGINT),
-        "lock": tyxe.threads._EXCLUSIVE._lock._is_owned(),
+        "lock": exclusive()._is_owned(),
     }
 
 

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 
-from tests.soak.interrupts import run as interrupts
 from tests.soak.subjects import ADAM, BATCHES, SUBJECTS, centre_of, digest
 from tyxe import files
 
-__all__ = ["Trial", "fate_of", "full_disk", "interrupts", "run"]
+__all__ = ["Trial", "fate_of", "full_disk", "run"]
 
 HOW = ("time", "call", "time", "bytes")
 WRAPPERS = ("VariationalBNN", "LaplaceBNN")

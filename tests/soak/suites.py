@@ -15,7 +15,6 @@ SUITES = {
     "fuzz": ("fuzz", "run", 2000),
     "threads": ("threads", "run", 100),
     "kill": ("kill", "run", 200),
-    "interrupts": ("kill", "interrupts", 1000),
     "corruption": ("corruption", "run", 200),
     "device": ("device", "run", 10_000),
 }

@@ -1,15 +1,14 @@
-"""A slice of kills, full disks and interrupts, and that the suite finds what it looks for."""
+"""A slice of kills and full disks, and that the suite finds what it looks for."""
 
 import hashlib
 import io
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 import tyxe
-from tests.soak import interrupts, kill, subjects
+from tests.soak import kill
 from tests.soak.kill import Trial, fate_of, full_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -46,30 +45,3 @@ def test_a_write_in_place_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert full_disk(300) == []
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
     assert full_disk(300) == ["a part of a file is left"]
-
-
-def test_interrupts_leave_nothing_behind() -> None:
-    found = interrupts.run(count=60, seed=2)
-    assert found["interrupts"] == 60
-    assert found["left behind"] == 0, found
-
-
-LEAKS = {
-    "gradients": lambda bnn: torch.set_grad_enabled(False),
-    "modes": lambda bnn: bnn.net.train(not bnn.net.training),
-    "the prediction": lambda bnn: next(bnn.net_guide.parameters()).data.add_(1.0),
-    "handler of SIGINT": lambda bnn: signal.signal(signal.SIGINT, lambda *_: None),
-}
-
-
-@pytest.mark.parametrize("what", LEAKS)
-def test_what_is_left_behind_is_found_out(what: str, tmp_path: Path) -> None:
-    one = subjects.subject("VariationalBNN", tmp_path)
-    before = interrupts._Before(one)
-    assert before.changed("predict") == []
-    before = interrupts._Before(one)
-    LEAKS[what](one.bnn)
-    try:
-        assert what in before.changed("predict")
-    finally:
-        before.restore()

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import tyxe
 from tests.oracles.architectures import N
 from tests.soak import parts
-from tyxe.bnn.base import modes_restored
 from tyxe.bnn.batches import take_rows
 from tyxe.util import call_with
 
@@ -327,9 +326,12 @@ def refine(session: Session) -> None:
 
 def hold_sample(session: Session) -> None:
     bnn = session.bnn
-    with modes_restored(bnn), torch.no_grad(), bnn.hold_sample():
+    modes = {part: part.training for part in bnn.modules()}
+    with torch.no_grad(), bnn.hold_sample():
         bnn.eval()
         draws = [call_with(bnn, session.inputs) for _ in range(2)]
+    for part, mode in modes.items():
+        part.training = mode
     session.expect(equal(*draws), "a held draw differs")
 
 

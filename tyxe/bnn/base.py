@@ -1,12 +1,11 @@
-"""The base class of wrappers: a copy of the net, with draws in the places of its sites."""
+"""The base class of wrappers: a copy of the net, whose stand-ins run with draws of its sites."""
 
 from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,85 +14,60 @@ from torch import Size, Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tyxe.bnn.checkpoint import Saved
-from tyxe.bnn.rerun import Resting, remember
+from tyxe.bnn.runtime import Runtime
+from tyxe.bnn.standin import Modes, Outline, StandIn, in_modes, is_compiled, modes_of
 from tyxe.data import Output, pick
-from tyxe.errors import described
-from tyxe.poutine.draw import substituted
+from tyxe.errors import described, warn
+from tyxe.poutine.draw import substitute_site
+from tyxe.predictive.norms import Statistics, put_statistics
 from tyxe.priors import Prior
 from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePriors
-from tyxe.threads import INTERRUPTS, exclusive
-from tyxe.util import NET, SITE_PRIORS, Inputs, call_with
-
-
-@contextmanager
-def modes_restored(module: nn.Module) -> Iterator[None]:
-    """Restore the train or eval mode of every submodule at the end."""
-    modes = _modes(module)
-    try:
-        yield
-    finally:
-        _set_modes(modes)
-
-
-def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    return [(part, part.training) for part in module.modules()]
-
-
-def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for part, mode in modes:
-        part.training = mode
-
-
-# The threads that fit BNNs, and BNNs whose prior must not change. Attributes would be copied by a
-# callback's `deepcopy`.
-_FITTING: weakref.WeakKeyDictionary[BNN, int] = weakref.WeakKeyDictionary()
-_PRIOR_FIXED: weakref.WeakSet[BNN] = weakref.WeakSet()
+from tyxe.threads import as_before, exclusive
+from tyxe.util import NET, SITE_PRIORS, Inputs
 
 
 @contextmanager
 def fitting(bnn: BNN, train: bool) -> Iterator[None]:
-    """Put a BNN into train or eval mode, and refuse other threads' fits of it, until the end.
+    """Run a BNN's net in train or eval mode, and refuse other threads' fits of it, until the end.
 
-    A BNN of which some part is in train mode already stays as it is. Between batches other threads
-    may predict with it, and interrupts are let in where a batch is asked for.
+    A BNN of which some part is in train mode already is fitted in its own modes. Other threads may
+    predict with it meanwhile. Modes that a callback changes, and handlers that it leaves behind,
+    are set back at the end.
 
     Raises:
         RuntimeError: another thread fits this BNN.
     """
-    with INTERRUPTS:
+    runtime, own = bnn._runtime, threading.get_ident()
+    outer = runtime.fitted_by
+    before = [(part, part.training) for part in bnn.modules()]
+    try:
         with exclusive():
-            outer = _FITTING.get(bnn)
-            if outer not in (None, threading.get_ident()):
+            if runtime.fitted_by not in (None, own):
                 raise RuntimeError(
                     f"another thread is fitting this {type(bnn).__name__}; fit a copy.deepcopy of "
                     "it, or wait for the other fit"
                 )
-            modes = _modes(bnn)
-            _FITTING[bnn] = threading.get_ident()
-            if not train:
-                bnn.eval()
-            elif not any(mode for _, mode in modes):
-                set_train_mode(bnn)
-        try:
+            runtime.fitted_by = own
+        modes = bnn._fitted_modes() if train else bnn._modes(train=False)
+        with as_before(), in_modes(bnn, modes):
             yield
-        finally:
-            with exclusive():
-                _set_modes(modes)
-                if outer is None:
-                    _FITTING.pop(bnn, None)
+    finally:
+        if runtime.fitted_by == own:
+            runtime.fitted_by = outer
+        for part, mode in before:
+            part.training = mode
 
 
 @contextmanager
 def prior_fixed(bnn: BNN) -> Iterator[None]:
     """Refuse updates of a BNN's prior inside, on which the objective depends."""
-    outer = bnn in _PRIOR_FIXED
-    _PRIOR_FIXED.add(bnn)
+    outer = bnn._runtime.prior_is_fixed
+    bnn._runtime.prior_is_fixed = True
     try:
         yield
     finally:
-        if not outer:
-            _PRIOR_FIXED.discard(bnn)
+        bnn._runtime.prior_is_fixed = outer
 
 
 def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
@@ -128,27 +102,17 @@ def _check_has_values(net: nn.Module) -> None:
             )
 
 
-def set_train_mode(bnn: BNN) -> None:
-    """Put a BNN into train mode, except for parts of the net in which nothing is trained.
-
-    A part whose parameters are all frozen, such as a backbone, keeps its mode, so that the
-    statistics of its normalising layers do not change.
-    """
-    sites = {id(module._parameters[a]) for slots in bnn._slots.values() for module, a in slots}
-    kept = [
-        (module, module.training)
-        for part in bnn.net.modules()
-        if _is_frozen(part, sites)
-        for module in part.modules()
-    ]
-    bnn.train()  # a net's own `train` may keep some of its parts in eval mode
-    for module, mode in kept:
-        module.training = mode
-
-
 def _is_frozen(part: nn.Module, sites: set[int]) -> bool:
     parameters = list(part.parameters())
     return bool(parameters) and not any(p.requires_grad or id(p) in sites for p in parameters)
+
+
+def set_train_mode(bnn: BNN) -> None:
+    """Put a BNN into train mode, except for parts of the net in which nothing is trained."""
+    modes = bnn._modes(train=True)
+    bnn.train()
+    for part in bnn.net.modules():
+        part.training = modes.get(part, part.training)
 
 
 class BNN(Saved, nn.Module):
@@ -192,50 +156,95 @@ class BNN(Saved, nn.Module):
             for parameter in parameters_of(self.net)
             if parameter.name in priors
         }
-        self._put_to_rest()
-        self.register_load_state_dict_post_hook(BNN._put_to_rest)  # type: ignore[no-untyped-call]
+        for own in self.in_places().values():
+            own.requires_grad_(False)
         self.net_prior = SitePriors(priors, self.net, prefix)
         self.net.__dict__[SITE_PRIORS] = self.net_prior
         self.__dict__[NET] = self.net
+        self._runtime = Runtime()
+        if any(map(is_compiled, self.net.modules())):
+            warn(
+                "compiled modules of the net run uncompiled, since each forward has draws of its "
+                "own: pass the net as it was before torch.compile, and compile what to_ensemble "
+                "returns"
+            )
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
-
-    def _put_to_rest(self, *_: Any) -> None:
-        """Let the places of sites hold parameters that a backward can replace by draws."""
-        for slots in self._slots.values():
-            module, attribute = slots[0]
-            held = module._parameters[attribute]
-            assert held is not None
-            if type(held) is not Resting:
-                held = Resting(held.detach(), requires_grad=False)
-                for module, attribute in slots:
-                    module._parameters[attribute] = held
 
     def in_places(self) -> dict[str, Tensor]:
         """Return what is in the places of the sites now, by joint name."""
         owners = {name: slots[0] for name, slots in self._slots.items()}
         return {name: module._parameters[a] for name, (module, a) in owners.items()}  # type: ignore[misc]
 
-    @contextmanager
-    def substituted(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put values, given by joint name, in the places of sites until the end.
+    @property
+    def _outline(self) -> Outline:
+        """What stand-ins need to know of the net, from one look at it."""
+        if self._runtime.outline is None:
+            self._runtime.outline = Outline(self.net)
+        return self._runtime.outline
 
-        No other thread runs a BNN meanwhile.
+    def _modes(self, train: bool) -> Modes:
+        """Return in which modes the parts of the net run in a fit, or in a prediction.
+
+        In a fit a part whose parameters are all frozen, such as a backbone, keeps its mode, so that
+        the statistics of its normalising layers do not change.
+        """
+        # A net's own `train` may keep some of its parts in eval mode.
+        modes = StandIn(self.net, self._outline, {}, {}).modes_by(lambda net: net.train(train))
+        if train:
+            sites = {id(own) for own in self.in_places().values()}
+            frozen = [part for part in self.net.modules() if _is_frozen(part, sites)]
+            modes |= {inner: inner.training for part in frozen for inner in part.modules()}
+        return modes
+
+    def _fitted_modes(self) -> Modes:
+        """Return the modes of a fit: the net's own, if any part of the BNN is in train mode."""
+        if any(part.training for part in self.modules()):
+            return {part: part.training for part in self.net.modules()}
+        return self._modes(train=True)
+
+    def _stand_in(
+        self,
+        values: Mapping[str, Tensor],
+        statistics: Statistics | None = None,
+        *,
+        frozen: bool = False,
+    ) -> StandIn:
+        """Return a stand-in of the net with values in the places of its sites.
+
+        Args:
+            values: a value for each site, by joint name.
+            statistics: of norms, in the place of their own.
+            frozen: let no gradients be recorded for other parameters.
 
         Raises:
             ValueError: a site has no value.
         """
-        with exclusive(), substituted(self._slots, values):
-            yield
+        tensors = self._tensors_at(values)
+        if frozen:
+            others = (p for p in self.net.parameters() if p.requires_grad)
+            tensors |= {id(p): p.detach() for p in others}
+        return StandIn(self.net, self._outline, tensors, modes_of(self), statistics)
+
+    def _tensors_at(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Return values of sites, as handlers have them, by the `id` of the parameter there."""
+        tensors: dict[int, Tensor] = {}
+        for name, slots in self._slots.items():
+            if name not in values:
+                raise ValueError(
+                    f"there is no draw for site {name!r}; the guide gives "
+                    f"{', '.join(values) or 'none'}"
+                )
+            value = substitute_site(name, values[name])
+            tensors |= {id(module._parameters[attribute]): value for module, attribute in slots}
+        return tensors
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Run the net in eval mode and without gradients, and restore its modes at the end.
-
-        No other thread runs a BNN meanwhile.
-        """
-        with exclusive(), modes_restored(self), torch.no_grad():
-            self.eval()
+        """Run the net in eval mode and without gradients until the end."""
+        as_it_is = not any(part.training for part in self.net.modules())
+        modes = None if as_it_is else self._modes(train=False)
+        with as_before(), torch.no_grad(), in_modes(self, modes):
             yield
 
     def run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
@@ -245,8 +254,11 @@ class BNN(Saved, nn.Module):
             values: a value for each site, by joint name.
             inputs: a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         """
-        with self.substituted(values):
-            return remember(self, call_with(self.net, inputs))
+        return self._stand_in(values)(inputs)
+
+    def _run_frozen(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
+        """Return what `run_net` does, without gradients in other parameters."""
+        return self._stand_in(values, frozen=True)(inputs)
 
     def update_prior(self, prior: Prior) -> None:
         """Replace the priors of the sites, which stay the same parameters.
@@ -268,7 +280,7 @@ class BNN(Saved, nn.Module):
             >>> bnn.update_prior(tyxe.priors.DictPrior(posterior))
         """
         _check_prior(prior)
-        if self in _PRIOR_FIXED:
+        if self._runtime.prior_is_fixed:
             raise RuntimeError(
                 "the prior cannot be updated within a fit, whose objective it is a part of; let "
                 "the callback return True, and update it then"
@@ -278,6 +290,7 @@ class BNN(Saved, nn.Module):
             self._follow_prior(priors)
             self.net_prior.adopt(priors)
             self.prior = prior
+            self._runtime.prior_version += 1
 
     @abstractmethod
     def _follow_prior(self, priors: SitePriors) -> None:
@@ -288,33 +301,42 @@ class BNN(Saved, nn.Module):
         owners = {name: slots[0] for name, slots in self._slots.items()}
         return {n: module._parameters[a].shape for n, (module, a) in owners.items()}  # type: ignore[union-attr]
 
-    def nets_at(self, draws: Iterable[Mapping[str, Tensor]]) -> list[nn.Module]:
+    def nets_at(self, draws: Iterable[tuple[Mapping[str, Tensor], Statistics]]) -> list[nn.Module]:
         """Return a plain copy of the net for each of several draws, which share all other tensors.
+
+        Args:
+            draws: values of the sites, and statistics of norms in the place of the net's.
 
         Raises:
             ValueError: there are no draws.
         """
+        sites = {id(own) for own in self.in_places().values()}
+        own = {n: t for n, t in _tensors_of(self.net).items() if id(t) not in sites}
         nets: list[nn.Module] = []
-        with exclusive():  # before the draws, which may bring buffers of their own
-            own = {n: t for n, t in _tensors_of(self.net).items() if not isinstance(t, Resting)}
-        for values in draws:
-            with exclusive():
-                first = _tensors_of(nets[0]) if nets else {}
-                shared = {id(own[name]): tensor for name, tensor in first.items() if name in own}
-                nets.append(self.net_at(values, shared))
+        for values, statistics in draws:
+            first = _tensors_of(nets[0]) if nets else {}
+            shared = {id(own[name]): tensor for name, tensor in first.items() if name in own}
+            nets.append(self.net_at(values, statistics, shared))
         if not nets:
             raise ValueError("there are no draws; expected one or more")
         return nets
 
-    def net_at(self, values: Mapping[str, Tensor], memo: dict[int, Any] | None = None) -> nn.Module:
+    def net_at(
+        self,
+        values: Mapping[str, Tensor],
+        statistics: Statistics | None = None,
+        memo: dict[int, Any] | None = None,
+    ) -> nn.Module:
         """Return a plain copy of the net, in eval mode, with values of its sites as parameters.
 
         Args:
             values: a value for each site, by joint name.
+            statistics: of norms, in the place of the net's.
             memo: copies of parts that are there already, as `copy.deepcopy` takes them.
         """
-        with exclusive():  # another thread may have draws in it
-            net = copy.deepcopy(self.net, memo).eval()
+        memo = {} if memo is None else memo
+        net = copy.deepcopy(self.net, memo).eval()
+        put_statistics({memo[id(norm)]: b for norm, b in (statistics or {}).items()})
         net.__dict__.pop(SITE_PRIORS, None)
         for parameter in parameters_of(net):
             name = self.net_prior.prefix + parameter.name
@@ -325,35 +347,18 @@ class BNN(Saved, nn.Module):
                     module._parameters[attribute] = own
         return net
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BNN:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._put_to_rest()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BNN:
-        with exclusive():  # another thread may have draws, or modes of its own, in the net
-            reduced: Any = self.__reduce_ex__(4)
-            make, arguments, state = reduced[:3]
-            copied: BNN = make(*arguments)
-            memo[id(self)] = copied
-            copied.__setstate__(copy.deepcopy(state, memo))
-        return copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._put_to_rest()
-
     def _sites_in_state(self, prefix: str) -> dict[str, Tensor]:
         """Return what is in the places of the sites, by its names in a state dict."""
+        sites = {id(own) for own in self.in_places().values()}
         named = self.net.named_parameters(f"{prefix}net", remove_duplicate=False)
-        return {name: held for name, held in named if isinstance(held, Resting)}
+        return {name: held for name, held in named if id(held) in sites}
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state: tensors only, without the values that the net's sites came with."""
-        with exclusive():  # another thread may have draws in the places
+        with exclusive(), as_before():  # no state of a step that is half taken
             state = super().state_dict(*args, **options)
-            for name in self._sites_in_state(options.get("prefix", "")):
-                state.pop(name)
+        for name in self._sites_in_state(options.get("prefix", "")):
+            state.pop(name)
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -370,7 +375,7 @@ class BNN(Saved, nn.Module):
         Raises:
             RuntimeError: the state dict does not fit this BNN, or has NaN in it.
         """
-        with exclusive():
+        with exclusive(), as_before():
             return self._load_or_restore(state_dict, strict, assign)
 
     def _load_or_restore(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
@@ -382,10 +387,12 @@ class BNN(Saved, nn.Module):
             found = super().load_state_dict(state_dict, strict, assign)
             self._follow_prior(self.net_prior)
             return found
-        except Exception as error:
+        except BaseException as error:
             self.net_prior.restore(priors)
             super().load_state_dict(before | sites, strict=False)
             self._follow_prior(self.net_prior)
+            if not isinstance(error, Exception):
+                raise
             if "optimizer" in state_dict and "bnn" in state_dict:
                 raise RuntimeError("this is a checkpoint; pass it to load_checkpoint") from None
             ours = ("net.", "net_prior.", "net_guide.", "samples.")

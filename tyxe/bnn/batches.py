@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -15,9 +16,8 @@ from torch.utils.data import DataLoader
 
 from tyxe.data import Targets, Unpacked, concatenate_targets, weighted
 from tyxe.errors import check_count, described
-from tyxe.poutine.draw import draws_are_lazy
-from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
-from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.rng import RandomStream, set_torch_rng, torch_rng, torch_rng_kept
+from tyxe.threads import exclusive
 from tyxe.util import Inputs, is_constant, tree_map_tensors
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def is_loader(inputs: Inputs) -> bool:
 def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
     """Yield a loader's batches, or raise a ValueError if there is none."""
     empty = True
-    for batch in INTERRUPTS.let_in_between(loader):
+    for batch in loader:
         empty = False
         yield batch
     if empty:
@@ -113,9 +113,7 @@ class OwnBatches:
         self._next: list[tuple[Any, Any]] = []
         self._points = 0
         self.in_epoch: int | None = None
-        with torch_rng_kept():
-            torch.manual_seed(seed)
-            self._rng = torch_rng()
+        self._stream = RandomStream(seed)
 
     def peek(self) -> tuple[Any, Any]:
         """Return the batch that the next `take` returns."""
@@ -136,13 +134,11 @@ class OwnBatches:
             batch = self._advance(anew=False)
 
     def _advance(self, anew: bool) -> tuple[Any, Any] | None:
-        with torch_rng_kept():
-            set_torch_rng(self._rng)
+        with self._stream:
             if anew:
                 self.in_epoch, self._points = self._points or None, 0
                 self._iterator = iter(self._loader)
             batch = next(self._iterator, self)
-            self._rng = torch_rng()
         if batch is self:
             return None
         found = _checked(batch, self._device)
@@ -295,39 +291,49 @@ class Bnn(Protocol):
     """What is needed of a BNN here."""
 
     def predicting(self) -> AbstractContextManager[None]:
-        """Run the net in eval mode and without gradients, and let no other thread in."""
+        """Run the net in eval mode and without gradients."""
         ...
 
 
 class SameDraws:
-    """Starts random numbers anew each time that it is entered, and goes on with others after it.
+    """Draws that are the same for each batch of one call.
 
-    They start from the generators' state at the construction, and the generators go on from where
-    the first block ends; or `apart` from it at once, as they have to where others use them before.
+    Those of the first batch go on from the generators' state, and for later ones that state is set
+    back. With `apart` all start from the state at the construction, and the generators go on
+    elsewhere at once, as they have to where others use them before the first batch.
+
+    Attributes:
+        known: what is known of each draw, a list to fill.
     """
 
     def __init__(self, apart: bool) -> None:
-        self._start = torch_rng()
-        self._is_first, self._apart = True, apart
-        self._others: list[Tensor] | None = None
-        self._known: list[Any] = []
+        self.known: list[Any] = []
+        self._apart, self._states = apart, [torch_rng()] if apart else []
         if apart:
             torch.manual_seed(int(torch.randint(2**62, ())))
 
-    def __enter__(self) -> list[Any]:
-        """Return what is known of each draw, a list to fill."""
-        # Where a handler samples inside the net, its noise must differ between data points.
-        if self._is_first or not draws_are_lazy():
-            goes_on = self._is_first and not self._apart
-            self._others = None if goes_on else torch_rng()
-            set_torch_rng(self._start)
-        return self._known
+    def over(self, draws: Iterator[T]) -> Iterator[T]:
+        """Yield the draws that an iterator makes, from the same random numbers in each call.
 
-    def __exit__(self, *error: object) -> None:
-        self._is_first = False
-        if self._others is not None:
-            set_torch_rng(self._others)
-            self._others = None
+        Another thread may draw between two of them, but not while one is made.
+        """
+        for index in itertools.count():
+            with exclusive():
+                draw = self._next(draws, index)
+            if draw is None:
+                return
+            yield draw
+
+    def _next(self, draws: Iterator[T], index: int) -> T | None:
+        if index == len(self._states):
+            self._states.append(torch_rng())
+            return next(draws, None)
+        with torch_rng_kept():
+            set_torch_rng(self._states[index])
+            draw = next(draws, None)
+            if self._apart and index + 1 == len(self._states):
+                self._states.append(torch_rng())
+        return draw
 
 
 # Those of the member of an ensemble, whose batches are one call each.
@@ -365,20 +371,18 @@ def on_each(
 ) -> Any:
     """Return a function's values on batches, concatenated along `dim`.
 
-    It runs in eval mode and without gradients, and other threads may run between batches. The draws
-    are those of the seed before a loader has used it.
+    It runs in eval mode and without gradients. The draws are those of the seed before a loader has
+    used it.
     """
     given = inputs[0] if len(inputs) == 1 else inputs
-
-    def one(batch: tuple[Any, Any]) -> Any:
-        with bnn.predicting():
-            return function(*batch, again)
-
-    # A loader may take random numbers, and wait for other threads, before it yields a batch.
+    # A loader may take random numbers before it yields a batch.
     waits = is_loader(given) and not isinstance(given, list)
-    with exclusive():
-        again = _DRAWS.get() or SameDraws(apart=waits)
-        batches = iter(batches_to_predict(given, targets, batch_size))
-        found = [] if waits else [one(next(batches))]
-    found += [one(batch) for batch in batches]
+    again = _DRAWS.get()
+    if again is None:
+        with exclusive():
+            again = SameDraws(apart=waits)
+    found = []
+    for rows, labels in batches_to_predict(given, targets, batch_size):
+        with bnn.predicting():
+            found.append(function(rows, labels, again))
     return concatenated(found, dim)

@@ -1,4 +1,4 @@
-"""Chains of a BNN: those of `tyxe.samplers`, and what Pyro's have made until an interrupt."""
+"""Chains of a BNN, by the kernels of `tyxe.samplers`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro.infer.mcmc.api import _UnarySampler
 from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn.potential import BatchPotential, Potential, alone
 from tyxe.bnn.training import progress_bar
-from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors.sites import SitePriors
+from tyxe.program import has_compiler
 from tyxe.samplers import Kernel, Length, Run, batched
-from tyxe.samplers.program import has_compiler
-from tyxe.threads import INTERRUPTS
-from tyxe.util import SiteTensors
+from tyxe.util import SiteTensors, is_discrete
 
 
 class Samples(SiteTensors):
@@ -154,15 +151,13 @@ class MCMCRun:
             )
 
     def go(self, progress: bool | None) -> None:
-        """Run to the end, with a bar, and let interrupts in between steps."""
+        """Run to the end, with a bar."""
         total = self.run.num_transitions
         recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=100)
         with progress_bar(range(total), "sample", "transition", progress) as bar:
             bar.update(int(self.run.transitions.min()))
             shown = 0.0
             for brought in self.run.steps():
-                with INTERRUPTS.let_in():
-                    pass
                 recent.append((brought.done, brought.statistics))  # positions may be large
                 # Rarely, because it reads numbers.
                 if not bar.disable and time.monotonic() > shown + 0.5:
@@ -248,6 +243,7 @@ def make_run(
 def _of_all_data(potential: Potential, starts: Tensor) -> Any:
     """Return the potential of all chains, after it has been seen to be a function of weights."""
     with alone():
+        potential.look(starts)
         every = batched(potential.at, starts)
         first, again = every(starts)[0], every(starts)[0]
     if not bool(first.isfinite().all()):
@@ -357,57 +353,3 @@ def check_continuous(
             raise ValueError(
                 f"{kernel} needs float32 or float64, and {name!r} is in {dtype}; use net.float()"
             )
-
-
-# --------------------------------------------------------------------------- Pyro's chains
-
-
-def _interruptible(hook: Callable[..., Any] | None) -> Callable[..., None]:
-    """Return a hook that lets interrupts in, between the steps of a chain in this process."""
-
-    def wrapped(*args: Any) -> None:
-        with INTERRUPTS.let_in():
-            if hook is not None:
-                hook(*args)
-
-    return wrapped
-
-
-class KeepingSampler:
-    """A sampler of Pyro's `MCMC` that remembers what it has yielded."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.is_here = isinstance(sampler, _UnarySampler)
-        if self.is_here:
-            sampler.hook = _interruptible(sampler.hook)
-        self._shapes: dict[str, torch.Size] = {}
-        self._chains: dict[int, list[Tensor]] = {}
-
-    def run(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int]]:
-        """Yield shapes, samples as vectors, and diagnostics, each with the chain's number."""
-        for item, chain in self._sampler.run(*args, **kwargs):
-            if isinstance(item, Tensor):
-                self._chains.setdefault(chain, []).append(item.clone())
-            elif not self._shapes:
-                self._shapes = dict(item)
-            yield item, chain
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def samples(self) -> dict[str, Tensor]:
-        """Return unconstrained samples by site, `(chains, samples, ...)`, of as many as can be.
-
-        Chains are of one length, so that the shorter ones, or the ends of the longer, are left out.
-        """
-        chains = sorted(self._chains.values(), key=len, reverse=True)
-        if not chains:
-            return {}
-        most = max(range(1, len(chains) + 1), key=lambda n: n * len(chains[n - 1]))
-        length = len(chains[most - 1])
-        flat = torch.stack([torch.stack(chain[:length]) for chain in chains[:most]])
-        names = sorted(self._shapes)
-        parts = flat.split([self._shapes[name].numel() for name in names], -1)
-        shapes = [(most, length, *self._shapes[name]) for name in names]
-        return {n: part.reshape(s) for n, part, s in zip(names, parts, shapes, strict=True)}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tyxe import files
 from tyxe.errors import warn
 from tyxe.rng import set_torch_rng, torch_rng
-from tyxe.threads import exclusive
+from tyxe.threads import as_before, exclusive
 
 
 @dataclass
@@ -165,6 +165,10 @@ class Saved:
             ...     bnn.save(f"{folder}/bnn.tyxe")
             ...     bnn.load(f"{folder}/bnn.tyxe")
         """
+        with as_before():
+            self._save(path, training)
+
+    def _save(self, path: str | os.PathLike[str], training: bool) -> None:
         if not training:
             content = self.state_dict()
         elif hasattr(self, "checkpoint"):

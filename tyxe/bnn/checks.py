@@ -16,11 +16,10 @@ from torch.utils._pytree import tree_leaves
 from tyxe.bnn.checkpoint import History
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
-from tyxe.distributions.moments import is_discrete
 from tyxe.errors import check_count, described, warn
 from tyxe.guides.swag import SWAGGuide
 from tyxe.rng import torch_rng_kept
-from tyxe.util import Inputs
+from tyxe.util import Inputs, is_discrete
 
 if TYPE_CHECKING:
     from tyxe.bnn.elbo import ElboTerms

@@ -1,4 +1,4 @@
-"""Steps of a fit, and batches of a curvature, as compiled programs."""
+"""Steps of a fit as compiled programs, which outlive it."""
 
 from __future__ import annotations
 
@@ -6,183 +6,171 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pyro.poutine.runtime import am_i_wrapped
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from tyxe.bnn.elbo import ElboTerms
-from tyxe.bnn.parallel import Objective
-from tyxe.bnn.programs import (
-    MOST_PROGRAMS,
-    Programs,
-    are_tensors,
-    as_program,
-    check_buffers,
-    dense,
-    key_of,
-)
-from tyxe.curvature.collect import CurvatureSums
-from tyxe.data import Targets
-from tyxe.errors import warn
+from tyxe.bnn.elbo import ElboTerms, Objective
+from tyxe.bnn.fingerprint import fingerprint
+from tyxe.bnn.standin import Outline, StandIn, modes_of
+from tyxe.poutine.draw import draws_are_lazy
+from tyxe.program import Program, Programs, dense, is_dense, kind_of
+from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
+from tyxe.threads import handlers, unvalidated
 from tyxe.util import Inputs
 
-# Backward passes of a batch that a program may have; a compiler takes longer for more.
-MOST_PASSES = 32
+
+def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> CompiledSteps:
+    """Return the compiled steps of a BNN: those of its last fit, where nothing has changed.
+
+    What a program cannot see of a BNN is in its fingerprint: structure, shapes, modes, everything
+    that is no tensor in net, prior, likelihood, guides and active handlers, hooks, autocast.
+    """
+    runtime = objective.bnn._runtime
+    given = fingerprint(objective, handlers(), autocast, modes_of(objective.bnn))
+    if runtime.steps is None or runtime.steps.fingerprint != given:
+        runtime.steps = CompiledSteps(given, next(objective.parameters()).device)
+    found: CompiledSteps = runtime.steps
+    return found
 
 
 class CompiledSteps:
     """Terms and gradients of an objective as compiled programs.
 
     What runs in Python (programs of model and guide, handlers) runs once, and what it did to
-    tensors, backward included, is the program; for a seed it draws the numbers that it drew
-    uncompiled.
+    tensors, backward included, is the program. For a seed it draws the numbers that it drew
+    uncompiled. All parameters and buffers of the BNN are given to it in each step.
 
     Args:
-        objective: the loss of a batch.
-        parameters: of the BNN, by name, whose gradients are taken.
+        fingerprint: of what is compiled.
+        device: where it is.
     """
 
-    def __init__(self, objective: Objective, parameters: Mapping[str, Tensor]) -> None:
-        self._objective, self._parameters = objective, dict(parameters)
-        norms = objective.bnn.net.named_buffers()
-        self._buffers = {f"bnn.net.{name}": buffer for name, buffer in norms}
-        self._programs = Programs("steps", next(iter(self._parameters.values())).device)
+    def __init__(self, fingerprint: Any, device: torch.device) -> None:
+        self.fingerprint = fingerprint
+        self._programs = Programs("steps", device)
 
     @property
     def seconds(self) -> float:
         """Seconds that compilation has taken."""
         return self._programs.seconds
 
-    def __call__(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms | None:
+    def __call__(
+        self, objective: Objective, inputs: Inputs, targets: Any, beta: float, share: float
+    ) -> ElboTerms | None:
         """Add a share of the gradients of a batch and return its terms, or None without a program.
 
         A program is compiled where the batch is of a new kind.
         """
-        leaves = tree_leaves((inputs, targets))
-        if not are_tensors(leaves):
+        kind = kind_of((inputs, targets))
+        if kind is None:
             return None
-        # Handlers may have the KL's weight from elsewhere.
-        key = (key_of((inputs, targets)), beta if am_i_wrapped() else None)
-        made = self._programs.find(key, lambda: self._compiled(inputs, targets, beta))
-        if made is None:
-            return None
-        run, used, points = made
-        values = [parameter.detach() for parameter in self._parameters.values()]
-        weight = torch.tensor(beta, device=values[0].device)
-        found = run(*values, *self._buffers.values(), *dense(leaves), weight)
-        data, kl, *gradients = found[: len(used) + 2]
-        for parameter, gradient in zip(used, gradients, strict=True):
-            gradient = gradient if share == 1 else gradient * share
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return ElboTerms(data, kl, found[-1] if points is None else points, {})
+        trained, others = _tensors_of(objective)
+        weight = torch.tensor(beta, device=next(iter(trained.values())).device)
+        held = [value.detach() for value in (*trained.values(), *others.values())]
+        given = [*held[: len(trained)]], [*held[len(trained) :]], (inputs, targets), weight
+        key = (kind, beta if handlers() else None)  # which may have the weight from elsewhere
 
-    def _compiled(self, inputs: Inputs, targets: Any, beta: float) -> tuple[Any, Any, Any]:
-        leaves, place = tree_flatten((inputs, targets))
-        count, names = len(self._parameters), [f"bnn.{name}" for name in self._parameters]
-        known: list[Any] = []
+        def make() -> Program:
+            program = _program(objective, trained, others, given)
+            _compare(program, objective, [*trained.values()], given)
+            return program
 
-        def step(*given: Tensor) -> list[Tensor]:
-            values = [value.detach().requires_grad_() for value in given[:count]]
-            others = given[count : count + len(self._buffers)]
-            swapped = dict(zip([*names, *self._buffers], [*values, *others], strict=True))
-            batch = tree_unflatten(given[count + len(others) : -1], place)
-            buffers = swapped.values()
-            watch = self._objective.register_forward_hook(
-                lambda objective, *_: check_buffers(objective.bnn.net, buffers)
-            )
-            try:
-                loss = torch.func.functional_call(self._objective, swapped, (*batch, given[-1]))
-            finally:
-                watch.remove()
-            terms = self._objective.take_terms()
-            gradients = torch.autograd.grad(loss, values, allow_unused=True)
-            points = [terms.points] if isinstance(terms.points, Tensor) else []
-            known[:] = [terms.points if not points else None, [g is not None for g in gradients]]
-            used = [gradient for gradient in gradients if gradient is not None]
-            return [terms.data.detach(), terms.kl.detach(), *used, *points]
-
-        values = [parameter.detach() for parameter in self._parameters.values()]
-        given = [*values, *self._buffers.values(), *dense(leaves)]
-        run = as_program(step, [*given, torch.tensor(beta, device=values[0].device)])
-        points, is_used = known
-        trained = zip(self._parameters.values(), is_used, strict=True)
-        return run, [parameter for parameter, used in trained if used], points
-
-
-class _Addition(nn.Module):
-    """The addition of a batch to sums, as a module whose parameters and buffers can be swapped."""
-
-    def __init__(self, bnn: Any, sums: CurvatureSums) -> None:
-        super().__init__()
-        self.bnn, self.sums = bnn, sums
-
-    def forward(self, totals: list[Tensor], inputs: Inputs, targets: Targets) -> Tensor:
-        held = [*self.bnn.net.buffers()]
-        outputs = self.sums.add_to(totals, inputs, targets)
-        check_buffers(self.bnn.net, held)
-        return outputs
-
-
-class CompiledCurvature:
-    """Batches of a curvature as compiled programs, in the place of `CurvatureSums.add`.
-
-    The first batch of each kind is added uncompiled: it shows where the net has its points, and
-    what predictions the targets are for.
-
-    Args:
-        bnn: the BNN whose net is linearised.
-        sums: what is added to.
-    """
-
-    def __init__(self, bnn: Any, sums: CurvatureSums) -> None:
-        self._addition, self._sums = _Addition(bnn, sums), sums
-        self._programs = Programs("batches of the curvature", next(bnn.parameters()).device)
-        self._first: dict[Any, Tensor] = {}
-        self._is_small = True
-
-    def __call__(self, inputs: Inputs, given: Any, targets: Targets) -> Tensor:
-        """Add a batch and return its outputs; its targets are given as they are, and masked."""
-        sums, leaves = self._sums, tree_leaves((inputs, targets))
-        key = key_of((inputs, targets)) if are_tensors(leaves) and self._is_small else None
-        if key not in self._first:
-            outputs = sums.add(inputs, given, targets)
-            if key is not None and len(self._first) < MOST_PROGRAMS:
-                self._first[key] = outputs
-                self._is_small = self._has_few_passes()
-            return outputs
-        # Before they are looked up in predictions, about which a program says nothing.
-        sums.likelihood.check_batch(self._first[key], given)
-        sums.accumulator.flush()
-        bnn = self._addition.bnn
-        held = {f"bnn.{name}": tensor for name, tensor in bnn.named_parameters()}
-        held |= {f"bnn.{name}": tensor for name, tensor in bnn.named_buffers()}
-        values = [*sums.accumulator.totals.values(), *held.values(), *dense(leaves)]
-        values = [value.detach() for value in values]
-        program = self._programs.find(key, lambda: self._made(held, (inputs, targets), values))
+        program = self._programs.find(key, make)
         if program is None:
-            return sums.add(inputs, given, targets)
-        (outputs,) = program(*values)
-        sums.likelihood.check_predictions(outputs)
-        return outputs
+            return None
+        leaves = program.at_leaves(*held, *dense(tree_leaves((inputs, targets))), weight)
+        data, kl, points, gradients = program.returned(leaves)
+        for parameter, gradient in zip(trained.values(), gradients, strict=True):
+            if gradient is not None:
+                gradient = gradient if share == 1 else gradient * share
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return ElboTerms(data, kl, points, {})
 
-    def _made(self, held: Mapping[str, Tensor], batch: Any, values: list[Tensor]) -> Any:
-        place, count = tree_flatten(batch)[1], len(self._sums.accumulator.totals)
 
-        def add(*given: Tensor) -> list[Tensor]:
-            totals, rest = [*given[:count]], given[count:]
-            swapped = dict(zip(held, rest, strict=False))
-            inputs, targets = tree_unflatten(rest[len(held) :], place)
-            called = (totals, inputs, targets)
-            return [torch.func.functional_call(self._addition, swapped, called)]
+def _tensors_of(objective: Objective) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters that are trained, and all other tensors of a BNN, by name."""
+    sites = {id(own) for own in objective.bnn.in_places().values()}
+    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
+    others = {**dict(objective.named_parameters()), **dict(objective.named_buffers())}
+    return trained, {n: t for n, t in others.items() if n not in trained and id(t) not in sites}
 
-        return as_program(add, values)
 
-    def _has_few_passes(self) -> bool:
-        if (passes := self._sums.passes) <= MOST_PASSES:
-            return True
-        warn(
-            f"compile=True: a batch of the curvature takes {passes} backward passes, one for each "
-            f"output, and programs have {MOST_PASSES} at most, so it runs uncompiled: "
-            'curvature="fisher" takes one'
+def _program(
+    objective: Objective, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], given: Any
+) -> Program:
+    """Return a step as a program of parameters, other tensors, a batch and the KL's weight."""
+    outline, modes = Outline(objective), modes_of(objective.bnn)
+    watched = [n for n, p in trained.items() if p._backward_hooks or _hooks_after_gradient(p)]
+    if watched:
+        raise RuntimeError(f"hooks of the gradients of {', '.join(watched)} would not run")
+    if broken := [t for t in (*trained.values(), *others.values()) if not is_dense(t)]:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(broken[0].shape)} and strides {broken[0].stride()} is part "
+            "of a larger one: make parameters and buffers contiguous"
         )
-        return False
+
+    def step(values: list[Tensor], rest: list[Tensor], batch: Any, beta: Tensor) -> Any:
+        leaves = [value.detach().requires_grad_() for value in values]
+        own = (*trained.values(), *others.values())
+        swapped = {id(one): given for one, given in zip(own, (*leaves, *rest), strict=True)}
+        stand_in = StandIn(objective, outline, swapped, modes, has_buffers=True)
+        twin: Any = stand_in.net
+        loss = twin(*batch, beta)
+        _check_buffers(twin.bnn.net, rest)
+        terms = twin.take_terms()
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return terms.data.detach(), terms.kl.detach(), terms.points, [*gradients]
+
+    with torch_rng_kept(), unvalidated():
+        return Program(step, *given, how="compiled", draws=True)
+
+
+def _hooks_after_gradient(parameter: Tensor) -> Any:
+    return parameter._post_accumulate_grad_hooks
+
+
+def _compare(program: Program, objective: Objective, trained: list[Tensor], given: Any) -> None:
+    """Raise a RuntimeError if a program's first step is not that of the objective itself.
+
+    Where a handler samples inside the net, numbers are drawn in another order, and only the
+    parameters that have gradients are compared.
+    """
+    _, rest, batch, weight = given
+    with torch_rng_kept():
+        numbers, before = torch_rng(), [tensor.clone() for tensor in rest]
+        data, kl, _, gradients = program(*given)
+        set_torch_rng(numbers)
+        _restore(rest, before)
+        loss = objective(*batch, weight)
+        expected = torch.autograd.grad(loss, trained, allow_unused=True)
+        _restore(rest, before)
+    terms = objective.take_terms()
+    pairs = [*zip(gradients, expected, strict=True), (data, terms.data), (kl, terms.kl)]
+    for found, one in pairs:
+        if (found is None) != (one is None):
+            raise RuntimeError("its gradients are of other parameters than those of an eager step")
+        if found is not None and not draws_are_lazy() and not _is_close(found, one.detach()):
+            raise RuntimeError("it gives other numbers than an eager step")
+
+
+def _restore(tensors: list[Tensor], values: list[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        if not torch.equal(tensor, value):  # or it would have a new version
+            tensor.copy_(value)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = torch.finfo(expected.dtype).eps ** 0.4
+    error, size = (found - expected).norm(), expected.norm()
+    return bool(error <= tolerance * (size + tolerance)) or not bool(size.isfinite())
+
+
+def _check_buffers(net: torch.nn.Module, given: list[Tensor]) -> None:
+    """Raise a RuntimeError if a forward has replaced a buffer that it was given."""
+    known = {id(tensor) for tensor in given}
+    replaced = [name for name, buffer in net.named_buffers() if id(buffer) not in known]
+    if replaced:
+        raise RuntimeError(
+            f"the forward replaces {', '.join(replaced)}, of which a program keeps nothing: "
+            "change buffers in place"
+        )

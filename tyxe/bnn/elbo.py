@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
-import torch.distributions as td
 from pyro.poutine import Trace
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import Message
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
-from tyxe.bnn.predict import SupervisedBNN
-from tyxe.distributions import JointMarginal, independent_moments
-from tyxe.distributions.normal_kl import AddedKL
-from tyxe.guides import Guide
+from tyxe.distributions import independent_moments
 from tyxe.guides.kl import is_joint, log_prob_of, sum_of_kls
-from tyxe.likelihoods import Likelihood
 from tyxe.poutine import Draw
-from tyxe.poutine.linear_map import LinearMapMessenger
-from tyxe.threads import handlers
+from tyxe.util import Inputs
 
 
 class ElboTerms(NamedTuple):
@@ -104,6 +94,39 @@ def elbo_terms(
     return ElboTerms(data, torch.as_tensor(kl), count, values)
 
 
+class Objective(nn.Module):
+    """The loss of one draw, `(beta KL - data) / N / num_particles`, as a module to be wrapped.
+
+    `bnn` is a `SupervisedBNN` with a `guide` program. `terms` are those of the latest forward, with
+    their graph, until `take_terms` removes them.
+    """
+
+    def __init__(self, bnn: Any, closed_form_kl: bool, num_particles: int) -> None:
+        super().__init__()
+        self.bnn = bnn
+        self.closed_form_kl, self.num_particles = closed_form_kl, num_particles
+        self.terms: ElboTerms | None = None
+
+    def forward(self, inputs: Inputs, targets: Tensor, beta: float) -> Tensor:
+        """Return one draw's part of the loss, in nats per data point."""
+        own = self.bnn.model, self.bnn.guide
+        self.terms = terms = elbo_terms(*own, inputs, targets, closed_form_kl=self.closed_form_kl)
+        scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
+        return (beta * terms.kl - terms.data) * scale
+
+    def data_at(self, values: Any, inputs: Inputs, targets: Any) -> tuple[Tensor, Any]:
+        """Return the log-likelihood, scaled to the data set, at sites' values; and the points."""
+        with poutine.trace() as messenger:
+            self.bnn.likelihood(self.bnn.run_net(values, inputs), targets)
+        return data_term(messenger.trace)
+
+    def take_terms(self) -> ElboTerms:
+        """Return the terms of the latest forward, and remove them."""
+        terms, self.terms = self.terms, None
+        assert terms is not None
+        return terms
+
+
 def _samples(trace: Trace, observed: bool) -> list[tuple[str, Any]]:
     return [
         (name, site)
@@ -171,124 +194,3 @@ def _check_guide(sites: list[tuple[str, Any]], closed_form_kl: bool) -> None:
             "this guide draws its sites from a variable of its own, so their KL cannot be scaled "
             "one by one; use tyxe.guides.AutoNormal with selective_scale"
         )
-
-
-# --------------------------------------------------------------------------- without a trace
-
-Posterior = Mapping[str, td.Distribution]
-
-
-# As the package has them, whatever is assigned to the classes later.
-_MODEL, _LIKELIHOOD = SupervisedBNN.model, (Likelihood.forward, Likelihood.sample_latents)
-
-
-def runs_own_programs(bnn: Any, guide: Callable[..., Any], parts: Iterable[nn.Module]) -> bool:
-    """Say whether model and guide of a `SupervisedBNN` are the package's, the latter `guide`.
-
-    `parts` are modules that the guide calls; a hook, or a forward of one of them alone, is a change
-    of the program.
-    """
-    kind, likelihood = type(bnn), type(bnn.likelihood)
-    own = kind.model is _MODEL and kind.guide is guide
-    own = own and (likelihood.forward, likelihood.sample_latents) == _LIKELIHOOD
-    called = (*parts, bnn.likelihood, bnn.net_prior)
-    return own and not {"model", "guide"} & bnn.__dict__.keys() and all(map(_is_as_made, called))
-
-
-def _is_as_made(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and "forward" not in module.__dict__
-
-
-def statements_of(bnn: Any, terms: ElboTerms) -> set[str]:
-    """Return the names of the samples of model and guide, where these are the package's own."""
-    prefix, latents = bnn.likelihood.prefix, bnn.likelihood.latent_priors()
-    own = {f"{prefix}.{name}" for name in latents} | {*bnn.likelihood.statements}
-    return own | {bnn.net_prior.prefix + name for name in bnn.net_prior.names()} | {*terms.values}
-
-
-class Names(Messenger):
-    """A handler that collects the names of all samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def _pyro_sample(self, msg: Message) -> None:
-        self.found.add(msg["name"])
-
-
-def untraced_terms(
-    bnn: Any, inputs: Any, targets: Any, closed_form_kl: bool
-) -> tuple[ElboTerms, AddedKL] | None:
-    """Return what `elbo_terms` does for a BNN's own programs, without Pyro's traces.
-
-    The numbers drawn are the same. A part of the KL has no graph: its gradients are for the caller
-    to add, after the backward.
-
-    Returns:
-        None where traces are needed: handlers that are not of linear maps alone, a prior that is a
-        program or holds several sites, programs, guides or hooks of the user's, statements in the
-        net, which has run once then.
-    """
-    priors = bnn.net_prior.fixed()
-    if priors is None or not all(map(_is_of_linear_maps, handlers())):
-        return None
-    posterior = bnn.own_posterior()  # the last, because some guides take turns
-    if posterior is None:
-        return None
-    sites = {site["name"]: site for site in _sampled(posterior)}
-    values = {name: site["value"] for name, site in sites.items() if name in posterior}
-    with Names() as names:
-        predictions = bnn.run_net(values, inputs)
-    if names.found:
-        return None  # statements that only some forwards have
-    observed = bnn.likelihood.observed_site(predictions, targets, values)
-    infer = observed["infer"]
-    data = log_prob_of(observed, infer["is_bounded"])
-    latents = bnn.likelihood.latent_priors().items()
-    priors |= {f"{bnn.likelihood.prefix}.{name}": prior for name, prior in latents}
-    models = {name: _site(name, prior, values[name]) for name, prior in priors.items()}
-    pairs = {name: (site, models.get(name)) for name, site in sites.items()}
-    added = AddedKL()
-    kl = sum_of_kls(pairs, closed_form_kl, added)
-    kl = torch.as_tensor(kl + added.value() if len(added) else kl)
-    check_gradients(values)
-    points = infer.get("points", infer.get("kept", len(observed["value"])))
-    drawn = {name: site["value"] for name, site in sites.items()}
-    return ElboTerms(data, kl, points, drawn), added
-
-
-# Messages that steps without traces raise as well.
-_RAISED = {"_pyro_linear_map", "_pyro_lazy", "_pyro_substitute_site", "_pyro_post_draw_value"}
-
-
-def _is_of_linear_maps(handler: Any) -> bool:
-    kind: Any = type(handler)
-    return isinstance(handler, LinearMapMessenger) and _adds_nothing(kind)
-
-
-@functools.cache
-def _adds_nothing(kind: type) -> bool:
-    """Say whether handlers of a kind do to samples what all handlers of linear maps do."""
-    base = LinearMapMessenger
-    asked = {name for name in dir(kind) if name.startswith("_pyro_")} - _RAISED
-    asked |= {"_process_message", "_postprocess_message"}
-    return all(getattr(kind, name) is getattr(base, name, None) for name in asked)
-
-
-def _sampled(posterior: Posterior) -> Iterator[dict[str, Any]]:
-    """Yield a site for each posterior, at a draw, and one for each joint posterior before them."""
-    values = Guide.sample_from(posterior)
-    joints = {q.joint.name: q.joint for q in posterior.values() if isinstance(q, JointMarginal)}
-    for name, joint in joints.items():
-        yield _site(name, joint, joint.flatten(values), is_auxiliary=True)
-    for name, q in posterior.items():
-        if isinstance(q, JointMarginal):
-            q = dist.Delta(values[name], event_dim=values[name].dim())
-        yield _site(name, q, values[name])
-
-
-def _site(name: str, fn: Any, value: Tensor, is_auxiliary: bool = False) -> dict[str, Any]:
-    infer = {"is_auxiliary": is_auxiliary}
-    return {"name": name, "fn": fn, "value": value, "scale": 1.0, "mask": None, "infer": infer}

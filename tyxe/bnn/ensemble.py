@@ -18,7 +18,8 @@ from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import check_evaluation, reduced, weights_of
-from tyxe.bnn.training import bars_named, fit_together
+from tyxe.bnn.stacked import fit_stacked
+from tyxe.bnn.training import bars_named
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import check_count, described, warn
@@ -27,8 +28,13 @@ from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.processes import all_or_none, shared
 from tyxe.rng import set_torch_rng, torch_rng
-from tyxe.threads import INTERRUPTS
 from tyxe.util import Inputs
+
+# Arguments of a fit of all members in one tensor.
+_OF_STACKED = {
+    *("optim", "num_epochs", "device", "beta", "clip_norm", "progress", "unpack"),
+    *("validation", "patience", "restore_best"),
+}
 
 
 class EnsembleBNN(Intervals, Saved, nn.Module):
@@ -127,7 +133,9 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             vectorize: train `VariationalBNN`s together in stacked tensors, which is faster for
                 small nets, with the same result but for rounding and for random numbers inside of
                 steps. `optim` has to treat every number by itself, as SGD and Adam do; the other
-                arguments are `num_epochs`, `device`, `beta`, `clip_norm` and `progress`.
+                arguments are `num_epochs`, `device`, `beta`, `clip_norm`, `progress`, `unpack`,
+                `validation`, `patience` and `restore_best`. The step is traced first, which takes
+                about half a second: fits of fewer than some hundred steps are faster in the loop.
             process_group: processes of `torch.distributed`, each with a loader of all data, which
                 share out the members; all of them have all members at the end, as one would have
                 fitted them from the first process's seeds.
@@ -156,7 +164,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         try:
             if vectorize:
                 options |= {} if process_group is None else {"process_group": process_group}
-                return self._fit_together(data_loader, arguments, options)
+                return self._fit_stacked(data_loader, arguments, options)
             if process_group is not None:
                 given = member_callback, data_loader, *arguments
                 return self._fit_shares(process_group, *given, **options)
@@ -176,8 +184,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 with _from_seed(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
                     found.append(member.fit(*arguments, **options))
             except BaseException:
-                with INTERRUPTS:
-                    member.load_state_dict(before)
+                member.load_state_dict(before)
                 raise
             del self._left[index]
             if member_callback is not None:
@@ -207,16 +214,15 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         self._left = {}
         return found
 
-    def _fit_together(
+    def _fit_stacked(
         self, data_loader: Iterable[Any], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> list[Any]:
         """Fit the members that are left all at once."""
-        others = options.keys() - {"optim", "num_epochs", "device", "beta", "clip_norm", "progress"}
+        others = options.keys() - _OF_STACKED
         if len(arguments) > 2 or others:
             raise TypeError(
-                "vectorize=True takes optim and num_epochs, then device, beta, clip_norm and "
-                f"progress by name, and not {', '.join(others) or described(arguments[2])}: leave "
-                "vectorize out"
+                f"vectorize=True takes {', '.join(sorted(_OF_STACKED))}, from device on by name, "
+                f"and not {', '.join(others) or described(arguments[2])}: leave vectorize out"
             )
         members, seeds = [self._bnns[i] for i in self._left], [*self._left.values()]
         with ExitStack() as stack:
@@ -228,7 +234,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                     )
                 stack.enter_context(fitting(member, train=True))
                 stack.enter_context(prior_fixed(member))
-            found = fit_together(members, seeds, data_loader, *arguments, **options)
+            found = fit_stacked(members, seeds, data_loader, *arguments, **options)
         self._left = {}
         return found
 

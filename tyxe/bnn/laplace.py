@@ -6,20 +6,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import batches_of, is_loader
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_size
-from tyxe.bnn.compiled import CompiledCurvature
-from tyxe.bnn.elbo import runs_own_programs
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.training import FitOptions, Following, Trainer, Validation, progress_bar
@@ -253,10 +249,6 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         values: Values = self.net_guide()
         return values
 
-    def own_posterior(self) -> dict[str, Distribution] | None:
-        own = runs_own_programs(self, _GUIDE, [self.net_guide])
-        return self.net_guide.drawn_from() if own else None
-
     def draws(self, num_predictions: int) -> Iterator[Values]:
         _ = self.state
         for _ in range(num_predictions):
@@ -357,7 +349,6 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         progress: bool | None = None,
         unpack: Unpack | None = None,
         process_group: Any = None,
-        compile: bool = False,
     ) -> None:
         """Take the curvature at the present weights, for a net that is trained already.
 
@@ -369,10 +360,6 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             process_group: processes of `torch.distributed`, such as `group.WORLD`, each with the
                 same weights and a loader of its part of the data, over all of which the curvature
                 is taken; all have it then.
-            compile: make what is done with a batch one compiled program, for up to four shapes of
-                batches that come again; for this call alone, so that it is for long loaders (the
-                compiler takes seconds, and more for each output of a point). Where that is no
-                program, or takes more than 32 backward passes, a warning says so.
 
         Raises:
             RuntimeError: another process has failed.
@@ -380,7 +367,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 curvature are not finite, or the curvature does not fit the prior.
         """
         loader = self.to_fit(data_loader, unpack)
-        found = self._take_curvature(loader, device, progress, process_group, compile)
+        found = self._take_curvature(loader, device, progress, process_group)
         # Fewer are as good, since what they sum up to is scaled.
         each, size = int(found.points / self.num_passes), self.likelihood.dataset_size
         if each > size:
@@ -392,7 +379,6 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         device: Any,
         progress: bool | None = False,
         process_group: Any = None,
-        compile: bool = False,
     ) -> Curvature:
         weights = self.net_guide.values().items()
         bad = [name for name, value in weights if not bool(value.isfinite().all())]
@@ -408,7 +394,6 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 self.curvature,
                 self.reduce,
                 process_group,
-                partial(CompiledCurvature, self) if compile else None,
             )
         with exclusive():
             self.net_guide.state = state = self._state_of(found)
@@ -622,10 +607,6 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 return -math.inf  # the precision is below the curvature's rounding
             finally:
                 self.net_guide.state = state
-
-
-# As the package has it, whatever is assigned to the class later.
-_GUIDE = LaplaceBNN.guide
 
 
 def _checked(temperature: float, options: LaplaceOptions) -> LaplaceOptions:

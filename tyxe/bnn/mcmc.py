@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import OwnBatches, collect
 from tyxe.bnn.chains import (
-    KeepingSampler,
     MCMCRun,
     RunOptions,
     Samples,
@@ -39,7 +37,7 @@ from tyxe.priors.sites import SitePriors
 from tyxe.processes import all_or_none, shared
 from tyxe.rng import torch_rng_kept
 from tyxe.samplers import Kernel, WarmStart
-from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.threads import exclusive
 from tyxe.util import Inputs, at_least_float32, unwrapped
 
 
@@ -164,8 +162,8 @@ class MCMC_BNN(SupervisedBNN):
 
                 Of one of Pyro's: the arguments of `pyro.infer.MCMC`.
 
-        An interrupt from the keyboard is raised, and the BNN keeps the samples made until then; so
-        it does after an error, without the last ones of a chain that has diverged by then.
+        After an interrupt or an error the BNN keeps the samples that a kernel of `tyxe.samplers`
+        has made until then, without the last ones of a chain that has diverged.
 
         Returns:
             The run: `MCMCRun`, or Pyro's `MCMC`; `get_samples()` has keys `net.<parameter>`.
@@ -344,28 +342,9 @@ class MCMC_BNN(SupervisedBNN):
                 "MCMC, such as pyro.infer.mcmc.NUTS(model)"
             )
         mcmc = MCMC(kernel, num_samples, **options)
-        mcmc.sampler = kept = KeepingSampler(mcmc.sampler)
-        try:
-            # Chains in processes of their own are waited for, in no code of PyTorch's.
-            with nullcontext() if kept.is_here else INTERRUPTS.let_in():
-                mcmc.run(*data)
-        except KeyboardInterrupt:
-            self._keep(kept, mcmc, data)
-            raise
+        mcmc.run(*data)
         self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc
-
-    def _keep(self, kept: KeepingSampler, mcmc: MCMC, data: tuple[Any, Tensor]) -> None:
-        """Take the samples that an interrupted run has made, if there are any."""
-        samples = kept.samples()
-        if not samples:
-            return
-        if mcmc.transforms is None:
-            mcmc._set_transforms(*data)
-        inverse = {name: transform.inv for name, transform in mcmc.transforms.items()}
-        self._take({n: inverse[n](z) if n in inverse else z for n, z in samples.items()})
-        chains, count = next(iter(samples.values())).shape[:2]
-        warn(f"interrupted: the BNN keeps {count} samples of each of {chains} chains")
 
     def _take(self, samples: dict[str, Tensor]) -> None:
         with exclusive():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tyxe.bnn.base import BNN, fitting, modes_restored
+from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, is_loader
 from tyxe.errors import described
-from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of
-from tyxe.rng import torch_rng_kept
+from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
+from tyxe.rng import RandomStream, drawing_from
 from tyxe.util import tree_map_tensors
-
-# Loaders for the statistics of norms at each draw, and these norms. Attributes would be pickled.
-_NORM_LOADERS: weakref.WeakKeyDictionary[AveragedNorms, tuple[Any, list[Any]]]
-_NORM_LOADERS = weakref.WeakKeyDictionary()
 
 
 class AveragedNorms(BNN):
@@ -31,7 +26,7 @@ class AveragedNorms(BNN):
 
     @property
     def averages_norms(self) -> bool:
-        return self in _NORM_LOADERS
+        return self._runtime.norms is not None
 
     def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
         """Average the statistics of normalising layers anew: at the centre now, then at each draw.
@@ -51,34 +46,36 @@ class AveragedNorms(BNN):
         Reference:
             Izmailov et al. 2018; for each draw, Maddox et al. 2019.
         """
-        with fitting(self, train=True):
-            norms = [norm for norm in norms_of(self.net) if norm.training]
+        modes = self._fitted_modes()
+        norms = [norm for norm in norms_of(self.net) if modes[norm]]
+        self._runtime.norms = None
         if data_loader is None or not norms:
-            _NORM_LOADERS.pop(self, None)
             return
         if not is_loader(data_loader):
             raise TypeError(
                 f"data_loader is {described(data_loader)}; expected a loader, or a list of batches"
             )
-        with self.predicting():
-            found = self._norm_statistics(self.mean_values(), (data_loader, norms))
-            for norm, buffers in found.items():
-                norm.load_state_dict(buffers, strict=False)
+        put_statistics(self._norm_statistics(self.mean_values(), (data_loader, norms)))
         if self._slots:  # without sites all draws are at the centre
-            _NORM_LOADERS[self] = data_loader, norms
+            self._runtime.norms = data_loader, norms
 
     def _norm_statistics(
         self, values: dict[str, Tensor], given: tuple[Any, list[Any]] | None = None
     ) -> Statistics:
         """Return the statistics of norms at a draw, or none where it takes the net's own."""
-        loader, norms = given or _NORM_LOADERS.get(self, ((), []))
+        loader, norms = given or self._runtime.norms or ((), [])
         if not norms:
             return {}
+        own = {norm: {n: b.clone() for n, b in norm.named_buffers()} for norm in norms}
+        with self.predicting():
+            stand_in = self._stand_in(values, own)
+        device = next(self.net.parameters()).device
 
         def run(batch: tuple[Any, Any]) -> None:
-            device = next(self.net.parameters()).device
-            self.run_net(values, tree_map_tensors(lambda t: t.to(device), batch[0]))
+            with torch.no_grad():
+                stand_in(tree_map_tensors(lambda t: t.to(device), batch[0]))
 
-        with torch_rng_kept(), modes_restored(self), torch.no_grad():
-            self.eval()
-            return averaged_statistics(norms, run, batches_to_predict(loader, None, None))
+        copies = {norm: stand_in.part(norm) for norm in norms}
+        # A loader's numbers are its own, and the draws those without it.
+        batches = drawing_from(RandomStream(), batches_to_predict(loader, None, None))
+        return averaged_statistics(copies, run, batches)

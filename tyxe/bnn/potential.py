@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import pyro
 import torch
 import torch.distributions as td
 from torch import Size, Tensor
@@ -18,18 +17,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
+from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
 from tyxe.distributions import ParamBlocks
-from tyxe.distributions.moments import is_real
 from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
-from tyxe.predictive.front import Front
 from tyxe.priors.base import without_events
 from tyxe.samplers.potential import gradients, in_turn
 from tyxe.samplers.warm_start import WarmStart
-from tyxe.threads import INTERRUPTS, exclusive
-from tyxe.util import Inputs, at_least_float32, call_with, reset_parameters_, tree_map_tensors
+from tyxe.threads import exclusive, unvalidated
+from tyxe.util import Inputs, at_least_float32, is_real, reset_parameters_, tree_map_tensors
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -54,7 +52,7 @@ class Potential:
         self, bnn: SupervisedBNN, inputs: Inputs, targets: Tensor, temperature: float = 1.0
     ) -> None:
         self.bnn, self.inputs, self.temperature = bnn, inputs, temperature
-        self._front = Front(bnn.net, bnn._slots, inputs)
+        self._net = NetOnBatch(bnn, inputs, keeps=True)
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
         points = float(bnn.likelihood.count(targets))
@@ -107,11 +105,17 @@ class Potential:
         points = self.bnn.likelihood.dataset_size / self.temperature
         return prior + points * self.mean_loss(values, inputs, targets)
 
+    def look(self, starts: Tensor) -> None:
+        """Run the net at two points, to see that what is kept of it is right, see `NetOnBatch`."""
+        steps = torch.arange(starts.shape[1], dtype=starts.dtype, device=starts.device)
+        with torch.no_grad():
+            self._net.look(map(self.unflatten, (starts[0], starts[0] + 0.1 * torch.sin(steps))))
+
     def at(self, flat: Tensor) -> Tensor:
         """Return the potential energy at a vector of unconstrained values."""
         energy, values = self._prior_energy(flat)
         latents = {name: values[joint] for name, joint in self._latents.items()}
-        predictions = at_least_float32(self._front(lambda: self.bnn.run_net(values, self.inputs)))
+        predictions = at_least_float32(self._net(values))
         return torch.sub(energy, self._log_likelihood(predictions, latents), alpha=self._scale)
 
     def _prior_energy(self, flat: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -159,8 +163,8 @@ class Potential:
     def _prepare_likelihood(self, targets: Tensor) -> None:
         """Check the targets at the net's own values, and compute what is the same in each call."""
         likelihood, means = self.bnn.likelihood, self.bnn.likelihood.prior_means()
-        predictions = at_least_float32(self._front(lambda: call_with(self.bnn.net, self.inputs)))
-        with pyro.validation_enabled(False):  # only shapes matter at the net's own values
+        predictions = at_least_float32(self._net(self.bnn.in_places()))
+        with unvalidated():  # only shapes matter at the net's own values
             likelihood.log_likelihood(predictions, targets, "sum", means)
             support = likelihood.predictive_distribution(predictions, means).support
         self._is_bounded = not (likelihood.is_zero_outside or is_real(support))
@@ -275,7 +279,7 @@ def _unvalidated(distribution: Any) -> Any:
 @contextmanager
 def alone() -> Iterator[None]:
     """Let no other thread swap parameters; validation would be control flow on values."""
-    with exclusive(), pyro.validation_enabled(False):
+    with exclusive(), unvalidated():
         yield
 
 
@@ -319,8 +323,6 @@ def _trained(
                 return members
             members = found
             bar.update()
-            with INTERRUPTS.let_in():
-                pass
 
 
 def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Tensor:
@@ -344,7 +346,7 @@ def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Ten
         rows.append(potential.flatten({n: draw[n].detach() for n in potential.blocks.sites}))
     found = torch.stack(rows)
     for name, value in potential.unflatten(found).items():
-        with pyro.validation_enabled(False):
+        with unvalidated():
             density = [torch.as_tensor(potential.priors[name].log_prob(v)).sum() for v in value]
         if not bool(torch.stack(density).isfinite().all()):
             raise ValueError(f"a start of {name!r} has no density under its prior")

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from tyxe.bnn.batches import SameDraws, check_has_targets, is_loader, on_each
 from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.norms import AveragedNorms
-from tyxe.bnn.programs import CompiledPasses
-from tyxe.bnn.rerun import remember
+from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.scoring import check_evaluation, reduced, rows_of, weights_of
 from tyxe.curvature import Linearization
 from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
-from tyxe.errors import check_count, described, warn
+from tyxe.errors import check_count, described
 from tyxe.likelihoods import Likelihood
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.predictive.ensemble import Ensemble
-from tyxe.predictive.front import Front
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
-from tyxe.predictive.norms import Statistics, statistics_in
 from tyxe.predictive.scores import Scores, gaussian_scores, mixture_scores
 from tyxe.priors import Prior
 from tyxe.processes import all_or_none
-from tyxe.threads import exclusive
-from tyxe.util import Inputs, at_least_float32, call_with
+from tyxe.threads import as_before, exclusive
+from tyxe.util import Inputs, at_least_float32
 
 Values = dict[str, Tensor]
 
@@ -109,11 +103,12 @@ class SupervisedBNN(Intervals, AveragedNorms):
         The tensors of one draw may be overwritten by the next.
         """
 
+    @as_before()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw from the posterior, in its present mode."""
-        # The draw as well, because other threads set the generators back for a while.
-        with exclusive(), self.substituted(self.one_draw()):
-            return remember(self, self.net(*inputs, **kwargs))
+        with exclusive():  # other threads set the generators back for a while
+            values = self.one_draw()
+        return self._stand_in(values).call(*inputs, **kwargs)
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net of the given class at the posterior's centre.
@@ -123,10 +118,9 @@ class SupervisedBNN(Intervals, AveragedNorms):
         """
         with exclusive(), torch.no_grad():
             values = self.one_draw() if sample else self.mean_values()
-            with statistics_in(self._norm_statistics(values) if sample else {}):
-                net = self.net_at(values)
-            pick(net, None)
-            return net
+        net = self.net_at(values, self._norm_statistics(values) if sample else {})
+        pick(net, None)
+        return net
 
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
@@ -150,17 +144,11 @@ class SupervisedBNN(Intervals, AveragedNorms):
             torch.Size([5, 3])
         """
         num_draws = check_count("num_draws", num_draws)
-        kept: list[Values] = []
-
-        def draws() -> Generator[Values, None, None]:
-            for values in self.draws(num_draws):
-                kept.append({name: v.clone() for name, v in self._only_latents(values).items()})
-                with statistics_in(self._norm_statistics(values)):
-                    yield values
-
-        with self.predicting(), closing(draws()) as made:
-            nets = self.nets_at(made)
-            return Ensemble(nets, copy.deepcopy(self.likelihood), self._latents(kept))
+        with torch.no_grad():
+            draws = [*SameDraws(apart=False).over(self.draws(num_draws))]
+            nets = self.nets_at((values, self._norm_statistics(values)) for values in draws)
+        latents = self._latents([self._only_latents(values) for values in draws])
+        return Ensemble(nets, copy.deepcopy(self.likelihood), latents)
 
     def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
         """The joint model (a Pyro program): weights from the prior, the net, the likelihood.
@@ -172,18 +160,9 @@ class SupervisedBNN(Intervals, AveragedNorms):
         Returns:
             The net's output.
         """
-        # Also around the likelihood, as handlers of the observed site may run the net again.
-        with self.substituted(self.net_prior()):
-            predictions = remember(self, call_with(self.net, inputs))
-            self.likelihood(predictions, obs)
+        predictions = self.run_net(self.net_prior(), inputs)
+        self.likelihood(predictions, obs)
         return predictions
-
-    def own_posterior(self) -> dict[str, Distribution] | None:
-        """Return what `guide` samples, by joint name, unless it or `model` has been replaced.
-
-        None is also for guides without a distribution for each site.
-        """
-        return None
 
     # ------------------------------------------------------------------ draws
 
@@ -217,33 +196,30 @@ class SupervisedBNN(Intervals, AveragedNorms):
         inputs: Inputs,
         num_predictions: int,
         vectorize: bool | None = None,
-        known: list[Statistics] | None = None,
-        run: CompiledPasses | None = None,
+        again: SameDraws | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables.
 
-        The statistics of norms at each draw are in `known`, or are put there. `run` passes draws
-        through the net in the place of `run_net`.
+        The draws are those of `again`, if it is given.
         """
-        known = [] if known is None else known
+        again = SameDraws(apart=False) if again is None else again
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
-        front = Front(self.net, self._slots, inputs if num_predictions > 1 else ())
+        net = NetOnBatch(self, inputs, keeps=num_predictions > 1 and not self.averages_norms)
         if vectorize and self._slots:
-            return self._vmapped_outputs(draws, inputs, front)
+            return self._vmapped_outputs(again.over(draws), net)
         outputs, kept = [], []
-        for index, values in enumerate(draws):
-            if index == len(known):
-                known.append(self._norm_statistics(values) if num_predictions else {})
-            with statistics_in(known[index]):
-                plain = partial(front, partial(self.run_net, values, inputs))
-                outputs.append(plain() if run is None else run(values, inputs, plain))
+        for index, values in enumerate(again.over(draws)):
+            if index == len(again.known):
+                again.known.append(self._norm_statistics(values) if num_predictions else {})
+            outputs.append(net(values, again.known[index]))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
     def _vmapped_outputs(
-        self, draws: Iterator[Values], inputs: Inputs, front: Front
+        self, draws: Iterator[Values], net: NetOnBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs, kept = [], []
+        outputs: list[Tensor] = []
+        kept: list[Values] = []
         while chunk := [values for _, values in zip(range(VMAP_CHUNK), draws, strict=False)]:
             if draws_are_lazy() or self.averages_norms:
                 raise ValueError(
@@ -251,17 +227,19 @@ class SupervisedBNN(Intervals, AveragedNorms):
                     "handler such as local_reparameterization samples inside the net, or "
                     "update_norm_statistics has been called: leave vectorize out"
                 )
+            if not outputs:
+                net.look(chunk)
             stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
-            outputs.append(front(partial(self._under_vmap, stacked, inputs)))
+            outputs.append(self._under_vmap(net, stacked))
             kept += [self._only_latents(values) for values in chunk]
         return torch.cat(outputs), self._latents(kept)
 
-    def _under_vmap(self, stacked: Values, inputs: Inputs) -> Tensor:
+    def _under_vmap(self, net: NetOnBatch, stacked: Values) -> Tensor:
         try:
-            return torch.vmap(lambda values: self.run_net(values, inputs))(stacked)
+            return torch.vmap(net)(stacked)
         except RuntimeError as error:
             # For a net that fails without vmap as well, its own error says more.
-            self.run_net({name: values[0] for name, values in stacked.items()}, inputs)
+            net({name: values[0] for name, values in stacked.items()})
             raise ValueError(
                 "vectorize=True needs a net that runs under torch.vmap, but "
                 f"{type(self.net).__name__} does not: {error}; leave vectorize out"
@@ -279,7 +257,6 @@ class SupervisedBNN(Intervals, AveragedNorms):
         predictive: str | Outputs | None = None,
         link: str = "mc",
         unpack: Unpack | None = None,
-        compile: bool = False,
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
 
@@ -301,10 +278,6 @@ class SupervisedBNN(Intervals, AveragedNorms):
                 A function from inputs to mean and covariance of outputs is another choice.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
             unpack: from what a loader yields to inputs, or `inputs, targets`.
-            compile: make a pass of the net one compiled program, for every shape of a batch and
-                for this call, so that it is for long loaders (the compiler takes seconds to a
-                minute); what cannot be one runs as it is, with a warning. A program runs the whole
-                net for each draw, also what no site reaches. Has no effect for Gaussian outputs.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose
@@ -327,7 +300,6 @@ class SupervisedBNN(Intervals, AveragedNorms):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
-        run = self._passes(compile, vectorize, gaussian)
 
         def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
             if gaussian is not None:
@@ -335,10 +307,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
                 if not aggregate:
                     return self.likelihood.outputs_of(_output_samples(moments, num_predictions))
                 return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
-            with again as known:
-                outputs, latents = self.stacked_outputs(
-                    inputs, num_predictions, vectorize, known, run
-                )
+            outputs, latents = self.stacked_outputs(inputs, num_predictions, vectorize, again)
             if not aggregate:
                 return self.likelihood.outputs_of(outputs)
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -383,8 +352,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
                 outputs = sample_outputs(*gaussian(inputs), num_samples)
                 latents = options.latents_of(num_samples)
             else:
-                with again as known:
-                    outputs, latents = self.stacked_outputs(inputs, num_samples, vectorize, known)
+                outputs, latents = self.stacked_outputs(inputs, num_samples, vectorize, again)
             drawn = [
                 self.likelihood.sample(each, latents={n: v[s] for n, v in latents.items()})
                 for s, each in enumerate(at_least_float32(outputs))
@@ -407,7 +375,6 @@ class SupervisedBNN(Intervals, AveragedNorms):
         link: str = "mc",
         unpack: Unpack | None = None,
         process_group: Any = None,
-        compile: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return error and log-likelihood on data with targets.
 
@@ -438,7 +405,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         y = None if y is None else self.likelihood.from_loader(y)
         check_evaluation(input_data, y, reduction, process_group)
-        score = self.scorer(num_predictions, aggregate, vectorize, predictive, link, compile)
+        score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)
 
         def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
             return *score(inputs, targets, again)[:2], weights_of(self.likelihood, targets)
@@ -455,49 +422,23 @@ class SupervisedBNN(Intervals, AveragedNorms):
         vectorize: bool | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
-        compile: bool = False,
-    ) -> Callable[[Inputs, Tensor, AbstractContextManager[list[Any]]], Scores]:
+    ) -> Callable[[Inputs, Tensor, SameDraws], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
-        run = self._passes(compile, vectorize, gaussian)
 
-        def score(
-            inputs: Inputs, targets: Tensor, again: AbstractContextManager[list[Any]]
-        ) -> Scores:
+        def score(inputs: Inputs, targets: Tensor, again: SameDraws) -> Scores:
             check_has_targets(targets)
             kept, rows = self.likelihood.that_count(targets)
             if gaussian is not None:
                 mean, covariance = (rows_of(part, rows, 0) for part in gaussian(inputs))
                 return gaussian_scores(self.likelihood, mean, covariance, kept, options)
-            with again as known:
-                outputs, latents = self.stacked_outputs(
-                    inputs, num_predictions, vectorize, known, run
-                )
+            outputs, latents = self.stacked_outputs(inputs, num_predictions, vectorize, again)
             return mixture_scores(
                 self.likelihood, rows_of(outputs, rows, 1), latents, kept, aggregate
             )
 
         return score
-
-    def _passes(
-        self, compile: bool, vectorize: bool | None, gaussian: Outputs | None
-    ) -> CompiledPasses | None:
-        """Return passes of the net as programs where they are wanted and can be."""
-        if not compile:
-            return None
-        if gaussian is not None:
-            warn(
-                "compile=True: predictions of the linearised net run uncompiled; those by draws of "
-                "weights, predictive='bnn', can be compiled"
-            )
-            return None
-        if vectorize:
-            raise ValueError("compile=True passes draws one by one: leave vectorize out")
-        if draws_are_lazy() or not self.draws_are_weights:
-            warn("compile=True: draws are made inside the net, so that passes run uncompiled")
-            return None
-        return CompiledPasses(self)
 
     # ------------------------------------------------------------------ the linearised net
 
@@ -509,8 +450,13 @@ class SupervisedBNN(Intervals, AveragedNorms):
 
     def linearize(self, inputs: Inputs) -> Linearization:
         """Linearise the net about the posterior's centre, on one batch."""
-        values = self.mean_values()
-        return Linearization(self.net, self.substituted, values, inputs, self.site_shapes())
+        return Linearization(
+            self._run_frozen,
+            self.mean_values(),
+            inputs,
+            self.site_shapes(),
+            self._runtime.linearized,
+        )
 
     def _gaussian(self, predictive: str | Outputs | None, count: int, link: str) -> Outputs | None:
         """Return a function from inputs to Gaussian outputs, or None to run the net itself."""
@@ -550,7 +496,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
     def _link_options(self, gaussian: Outputs | None, link: str, count: int) -> LinkOptions:
         if gaussian is None:
             return LinkOptions(link, count, {})
-        with self.predicting():
+        with exclusive(), torch.no_grad():
             latents = self.latent_draws(count)
         return LinkOptions(link, max(count, FEWEST_SAMPLES) if count else 0, latents)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import pyro
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
@@ -17,18 +15,15 @@ from torch.utils._pytree import tree_map
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
-from tyxe.bnn.rerun import draws_of_backward, remember
 from tyxe.data import Output
 from tyxe.errors import check_count
 from tyxe.guides import PyroGuide
-from tyxe.linalg.checks import numbers_unchecked
 from tyxe.poutine import Draw
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
-from tyxe.threads import exclusive, in_engine
-from tyxe.util import call_with
+from tyxe.threads import as_before, exclusive, in_backward, in_engine, unvalidated
 
 
 class _Held(NamedTuple):
@@ -123,9 +118,8 @@ class PytorchBNN(BNN):
         held = None if holder is None else self._held[holder]
         if held is not None and (held.has_gradients or not torch.is_grad_enabled()):
             return held.values
-        again = None if held is not None else draws_of_backward(self)
-        if again is not None:
-            return dict(again)
+        if held is None:
+            self._check_is_forward()
         if holder is None:
             return self._new_terms().values
         if held is None:
@@ -134,6 +128,17 @@ class PytorchBNN(BNN):
         with torch_rng_kept():
             set_torch_rng(held.rng)
             return self._hold(holder, held.rng)
+
+    def _check_is_forward(self) -> None:
+        """Raise if the BNN is run again in a backward, where it would draw other weights."""
+        # A checkpoint around the BNN, which has hooks there, has set the generators back.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if in_backward() and hooks is None:
+            raise RuntimeError(
+                f"this {type(self).__name__} is run again in the backward, as in odeint_adjoint or "
+                "a reentrant checkpoint around it, where it would draw other weights: wrap its net "
+                "instead, or keep forward and backward inside of `with bnn.hold_sample():`"
+            )
 
     def _hold(self, holder: int, rng: list[Tensor]) -> dict[str, Tensor]:
         values = self._new_terms().values
@@ -145,22 +150,20 @@ class PytorchBNN(BNN):
 
     def _new_terms(self) -> ElboTerms:
         # In the first forward only, because it reads numbers, for which the host waits.
-        checked = nullcontext() if not self._checked else pyro.validation_enabled(False)
-        with checked, numbers_unchecked(self._checked):
+        with unvalidated(self._checked):
             terms = elbo_terms(self.net_prior, self.guide, closed_form_kl=self.closed_form_kl)
         self._checked = True
         self.cached_kl_loss = terms.kl
         return terms
 
+    @as_before()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw, and set `cached_kl_loss`."""
-        # The draw as well, because other threads set the generators back for a while.
-        with exclusive():
+        with exclusive():  # other threads set the generators back for a while
             values = self._draw()
-            with self.substituted(values):
-                output = remember(self, self.net(*inputs, **kwargs))
-            check_gradients(values)
-            return output
+        output = self._stand_in(values).call(*inputs, **kwargs)
+        check_gradients(values)
+        return output
 
     @contextmanager
     def hold_sample(self) -> Iterator[PytorchBNN]:
@@ -220,12 +223,11 @@ class PytorchBNN(BNN):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         given = inputs[0] if len(inputs) == 1 else inputs
         batches = [batch for batch, _ in batches_to_predict(given, None, None)]
-        net = functools.partial(self.net, **kwargs)
         with self.predicting():
             outputs = []
             for _ in range(max(num_predictions, 1)):
-                with self.substituted(self._weights() if num_predictions else self._median()):
-                    parts = [call_with(net, batch) for batch in batches]
+                net = self._stand_in(self._weights() if num_predictions else self._median())
+                parts = [net(batch, **kwargs) for batch in batches]
                 outputs.append(_together(torch.cat, parts) if len(parts) > 1 else parts[0])
             return _together(torch.stack, outputs)
 
@@ -234,7 +236,7 @@ class PytorchBNN(BNN):
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or with `sample` at one draw."""
-        with exclusive(), torch.no_grad():
+        with torch.no_grad():
             return self.net_at(self._weights() if sample else self._median())
 
     def to_ensemble(self, num_draws: int) -> Ensemble:
@@ -246,8 +248,7 @@ class PytorchBNN(BNN):
             ValueError: fewer than one draw.
         """
         num_draws = check_count("num_draws", num_draws)
-        with exclusive():
-            return Ensemble(self.nets_at(self._weights() for _ in range(num_draws)))
+        return Ensemble(self.nets_at((self._weights(), {}) for _ in range(num_draws)))
 
     def _weights(self) -> dict[str, Tensor]:
         if self.net_guide is None:

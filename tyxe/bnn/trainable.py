@@ -11,8 +11,7 @@ from torch import Tensor
 from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checks import check_one_batch
-from tyxe.bnn.elbo import ElboTerms
-from tyxe.bnn.parallel import Objective
+from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of, weights_of
 from tyxe.data import Unpack

@@ -11,33 +11,28 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tyxe.bnn.batches import OwnBatches, batches_of
+from tyxe.bnn.batches import batches_of
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import (
     check_beta,
-    check_fit_arguments,
     check_one_batch,
-    check_options,
     nonfinite_message,
     warn_of_size,
 )
-from tyxe.bnn.compiled import CompiledSteps
-from tyxe.bnn.elbo import ElboTerms
-from tyxe.bnn.parallel import Objective, Parallel, Processes, Together, shuffle_anew
-from tyxe.data import Unpack
+from tyxe.bnn.compiled import CompiledSteps, compiled_steps
+from tyxe.bnn.elbo import ElboTerms, Objective
+from tyxe.bnn.parallel import Parallel, Processes, shuffle_anew
 from tyxe.errors import check_count, check_known, warn
-from tyxe.linalg.checks import numbers_unchecked
 from tyxe.optim import ParticleOptimizer
-from tyxe.optim.groups import gradient_norm, make_optimizer, pyro_clipping, pyro_scheduler
+from tyxe.optim.groups import make_optimizer, pyro_clipping, pyro_scheduler
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
 from tyxe.rng import torch_rng_kept
-from tyxe.threads import INTERRUPTS, exclusive
+from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs
 
 
@@ -124,14 +119,12 @@ class Validation:
 class Following:
     """What happens after each epoch: a callback, and held-out data that may end the fit.
 
-    Held-out data are predicted by 8 draws, the same in each epoch, or at the centre of what has no
-    spread. Ties count as no improvement.
+    Ties of the held-out log-likelihood count as no improvement.
     """
 
     def __init__(self, bnn: Any, callback: Any, held_out: Validation, device: Any) -> None:
         self._bnn, self._callback, self._held_out = bnn, callback, held_out
         self._device = device
-        self._draws = 8 if "scale" in bnn.parameter_kinds().values() else 0
         self._best, self._waited = -math.inf, 0
         self._state: dict[str, Any] | None = None
 
@@ -139,7 +132,8 @@ class Following:
         """Look at an epoch that has ended, and say whether the fit does."""
         ends = False
         if self._held_out.loader is not None:
-            history.validation.append(found := self._score(self._held_out.loader))
+            found = held_out_score(self._bnn, self._held_out.loader, self._device)
+            history.validation.append(found)
             self._waited += 1
             if found > self._best:
                 self._best, self._waited = found, 0
@@ -147,24 +141,29 @@ class Following:
                     self._state = copy.deepcopy(self._bnn.state_dict())
             patience = self._held_out.patience
             ends = patience is not None and self._waited >= patience
-        with INTERRUPTS.let_in():
-            called = self._callback is not None
-            return bool(called and self._callback(self._bnn, epoch, history.loss[-1])) or ends
+        called = self._callback is not None
+        return bool(called and self._callback(self._bnn, epoch, history.loss[-1])) or ends
 
     def restore_best(self) -> None:
         """Go back to the epoch that was best."""
         if self._state is not None and self._waited:
             self._bnn.load_state_dict(self._state)
 
-    def _score(self, loader: Iterable[Any]) -> float:
-        total = points = 0.0
+
+def held_out_score(bnn: Any, loader: Iterable[Any], device: Any) -> float:
+    """Return the log-likelihood of held-out data, in nats per point.
+
+    It is by 8 draws, the same in each call, or at the centre of what has no spread.
+    """
+    draws = 8 if "scale" in bnn.parameter_kinds().values() else 0
+    total = points = 0.0
+    for inputs, targets in batches_of(bnn.to_evaluate(loader), device):
         with torch_rng_kept():
-            for inputs, targets in batches_of(self._bnn.to_evaluate(loader), self._device):
-                torch.manual_seed(0)
-                found = self._bnn.evaluate(inputs, targets, self._draws)[1]
-                total += float(found if isinstance(found, Tensor) else found["joint"])
-                points += float(self._bnn.likelihood.count(targets))
-        return total / points if points else math.nan
+            torch.manual_seed(0)
+            found = bnn.evaluate(inputs, targets, draws)[1]
+        total += float(found if isinstance(found, Tensor) else found["joint"])
+        points += float(bnn.likelihood.count(targets))
+    return total / points if points else math.nan
 
 
 # What the bars inside of a longer job are of, such as a member of an ensemble.
@@ -221,10 +220,9 @@ class Trainer:
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         self._checked = self._warned = False
         self._device = next(iter(self.parameters.values())).device
-        self._compiled = None
-        if options.compile and own is None:
-            self._compiled = CompiledSteps(self.objective, self.parameters)
-        elif options.compile:
+        self._compiled: CompiledSteps | None = None
+        self._compiles = options.compile and own is None
+        if options.compile and own is not None:
             warn(f"compile=True: {type(own).__name__} takes gradients itself, and runs uncompiled")
         self.steps = 0
 
@@ -253,7 +251,7 @@ class Trainer:
             self._bar.total = len(loader) * self._left
         self._batches = 0
         before = self._taken() if self.options.nan_check == "epoch" else None
-        batches = self.processes.in_step(batches_of(loader, device))
+        batches = self.processes.equal_batches(batches_of(loader, device))
         with self._epoch_kept(before):
             data, kl, points = self._run_steps(batches, epoch, beta, callback)
         sums = self.processes.total([float(data), float(kl), float(points)])
@@ -281,7 +279,7 @@ class Trainer:
                     if len(targets) > self.bnn.likelihood.dataset_size:
                         self.bnn.likelihood.check_size(targets)
                 # In the first step only, to save the time; the loss of each is checked.
-                with pyro.validation_enabled(not self._checked), numbers_unchecked(self._checked):
+                with unvalidated(self._checked):
                     terms = self.step(group, beta)
                 self._checked = True
             terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach())
@@ -291,8 +289,7 @@ class Trainer:
             if self._bar.update(len(group)):  # it has been drawn, and so are its numbers
                 self._show(epoch, terms.data, terms.kl, beta, refresh=True)
             if isinstance(callback, Callback):
-                with INTERRUPTS.let_in():
-                    callback.on_batch(self.bnn, epoch, self._batches, terms)
+                callback.on_batch(self.bnn, epoch, self._batches, terms)
             self._batches += len(group)
         return data, kl, points
 
@@ -406,18 +403,47 @@ class Trainer:
         with self.options.in_precision(self._device):
             if self._own is not None:
                 return ElboTerms(*self._own(inputs, targets, beta))
-            # The first is checked, and so are its priors.
-            compiled = self._compiled if self.steps else None
-            found = None if compiled is None else compiled(inputs, targets, beta, share)
-            if found is not None:
-                return found
-            # Processes average the gradients of a backward.
-            plain = () if self.options.parallel is not None else (True,)
-            loss = self.processes.objective(inputs, targets, beta, *plain)
+            # The first is checked, and makes what is made once.
+            if self._compiles and self.steps and self._compiled is None:
+                self._compiled = compiled_steps(self.objective, self.options.autocast)
+            if self._compiled is not None:
+                found = self._compiled(self.objective, inputs, targets, beta, share)
+                if found is not None:
+                    return found
+            loss = self.processes.objective(inputs, targets, beta)
         terms = self.objective.take_terms()
-        (loss if share == 1 else loss * share).backward()
-        self.objective.add_gradients(beta * share)
+        with _reruns_named():
+            (loss if share == 1 else loss * share).backward()
         return terms
+
+
+@contextmanager
+def _reruns_named() -> Iterator[None]:
+    """Say what goes through a graph twice, where PyTorch says only that something does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{error} In a fit that is a tensor that the net keeps from an earlier forward, or a "
+            "reentrant activation checkpoint, whose backward within the backward goes through the "
+            "draws more than once: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        ) from error
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all gradients together."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # A sum of squares overflows in half precision.
+    wide = [g if g.element_size() >= 4 else g.float() for g in gradients]
+    if all(g.device.type == "cpu" and g.is_contiguous() for g in wide):
+        # Twice as fast as norms on a CPU; on other devices all norms are one kernel.
+        wide = [g.view(-1) for g in wide]
+        squares = [torch.dot(g, g) for g in wide]
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    norm: Tensor = torch.nn.utils.get_total_norm(wide)
+    return norm
 
 
 def _mean(particles: list[ElboTerms], shares: list[float]) -> ElboTerms:
@@ -432,80 +458,3 @@ def _mean(particles: list[ElboTerms], shares: list[float]) -> ElboTerms:
     )
     points = sum(terms.points for terms in particles[::each])
     return ElboTerms(data, kl, points, particles[-1].values)
-
-
-def fit_together(
-    members: list[Any],
-    seeds: list[int],
-    data_loader: Iterable[Any],
-    optim: Any,
-    num_epochs: int,
-    device: Any = None,
-    *,
-    beta: float | Callable[[int], float] = 1.0,
-    clip_norm: float | None = None,
-    progress: bool | None = None,
-    unpack: Unpack | None = None,
-) -> list[History]:
-    """Train BNNs in stacked tensors, each on the batches that it would meet alone from its seed."""
-    num_epochs, _ = check_fit_arguments(optim, num_epochs)
-    if pyro_clipping(optim) is not None:
-        raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
-    check_options(beta, clip_norm)
-    data_loader = members[0].to_fit(data_loader, unpack)
-    batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
-    histories = [History() for _ in members]
-    options, first = FitOptions(beta, clip_norm), members[0]
-    one = OwnBatches(data_loader, device, seeds[0]).take()
-    check_one_batch(first, first.one_draw, *one)
-    together = Together(members, one)
-    optimizer = make_optimizer(optim, together.parameters, first.parameter_kinds())
-    if isinstance(optimizer, ParticleOptimizer):
-        raise TypeError(
-            f"vectorize=True takes optimisers of gradients, and {type(optimizer).__name__} "
-            "takes its own: leave vectorize out"
-        )
-    for epoch in progress_bar(range(num_epochs), "fit members", "epoch", progress):
-        sums, weight = torch.zeros(2, len(members)), options.beta_at(epoch)
-        points = torch.zeros(len(members))
-        for rows in zip(*(own.epoch() for own in batches), strict=True):
-            if len(rows[0][1]) > first.likelihood.dataset_size:
-                first.likelihood.check_size(rows[0][1])
-            terms = _step_together(together, optimizer, members, rows, weight, clip_norm)
-            counts = torch.tensor([float(first.likelihood.count(own)) for _, own in rows])
-            sums += counts * terms
-            points += counts
-        if not epoch:
-            warn_of_size(int(points[0]), first.likelihood.dataset_size)
-        for history, (data, kl) in zip(histories, (sums / points).T.tolist(), strict=True):
-            history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
-    together.hand_over()
-    return histories
-
-
-def _step_together(
-    together: Together,
-    optimizer: Any,
-    members: list[Any],
-    rows: Any,
-    beta: float,
-    clip_norm: float | None,
-) -> Tensor:
-    """Make a step of all members, and return their data terms and KLs, `(2, members)`."""
-    terms = torch.stack([*together.gradients(rows, beta)])
-    found = [p.grad for p in together.parameters.values() if p.grad is not None]
-    gradients = [gradient.view(len(gradient), -1) for gradient in found]
-    norms = torch.stack([gradient.norm(dim=1) for gradient in gradients]).norm(dim=0)
-    bad = (~(terms.sum(0) + norms).isfinite()).nonzero().flatten().tolist()
-    if bad:
-        check_one_batch(members[bad[0]], members[bad[0]].one_draw, *rows[bad[0]])
-        raise RuntimeError(
-            f"training stopped: the loss or the gradient of members {bad} is not finite. All are "
-            "as they were before; a smaller learning rate, or clip_norm, helps"
-        )
-    if clip_norm is not None:
-        for gradient in gradients:
-            gradient *= (clip_norm / (norms + 1e-6)).clamp(max=1)[:, None]
-    optimizer.step()
-    with INTERRUPTS.let_in():
-        return terms

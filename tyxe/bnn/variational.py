@@ -11,14 +11,14 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from tyxe.bnn.base import fitting, prior_fixed
+from tyxe.bnn.batches import SameDraws
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
-from tyxe.bnn.elbo import runs_own_programs
 from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.bnn.standin import in_modes, modes_of
 from tyxe.bnn.training import FitOptions, Following, Trainer, Validation
 from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
@@ -27,7 +27,7 @@ from tyxe.guides import Guide, PyroGuide
 from tyxe.guides.weight_covariance import weight_covariance
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import BlockDiagonal, Diagonal
-from tyxe.poutine.dropout import random_dropout
+from tyxe.poutine.dropout import RandomDropout, dropping_parts
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import IIDPrior, Prior
@@ -101,24 +101,11 @@ class VariationalBNN(Resumable, SupervisedBNN):
     def _guides(self) -> list[Guide | PyroGuide]:
         return [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
 
-    def own_posterior(self) -> dict[str, Distribution] | None:
-        parts = self._guides()
-        own = {type(part).forward for part in parts} <= {*_GUIDES}
-        if not own or not runs_own_programs(self, _GUIDE, parts):
-            return None
-        posterior: dict[str, Distribution] = {}
-        for part in parts:
-            found = part.posterior() if isinstance(part, Guide) else part.drawn_from()
-            if found is None:
-                return None
-            posterior |= found
-        return posterior
-
     def guided_forward(self, *inputs: Any, guide_tr: Any = None) -> Any:
         """Return the net's output for one draw of the guide, or for the values of its trace."""
-        with exclusive():
+        with exclusive():  # other threads set the generators back for a while
             trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
-            return self.run_net(_values_of(trace), inputs)
+        return self.run_net(_values_of(trace), inputs)
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is computed once for all of them."""
@@ -257,10 +244,6 @@ class VariationalBNN(Resumable, SupervisedBNN):
         return history
 
 
-# As the package has them, whatever is assigned to the classes later.
-_GUIDE, _GUIDES = VariationalBNN.guide, (Guide.forward, PyroGuide.forward)
-
-
 class DropoutBNN(VariationalBNN):
     """A net whose dropout stays random when it predicts: Monte Carlo dropout.
 
@@ -294,7 +277,6 @@ class DropoutBNN(VariationalBNN):
         prior = IIDPrior(dist.Normal(0, 1), hide_all=True)
         super().__init__(net, prior, likelihood, name=name, output=output)
 
-    draws_are_weights = False
     _drops = False  # whether a forward of a fit has met dropout
 
     def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
@@ -304,7 +286,7 @@ class DropoutBNN(VariationalBNN):
         return predictions
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with exclusive(), self._dropping():
+        with self._dropping():
             return super().forward(*inputs, **kwargs)
 
     def stacked_outputs(
@@ -312,15 +294,16 @@ class DropoutBNN(VariationalBNN):
         inputs: Inputs,
         num_predictions: int,
         vectorize: bool | None = None,
-        known: list[Any] | None = None,
-        run: Any = None,
+        again: SameDraws | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._dropping() if num_predictions else nullcontext():
-            return super().stacked_outputs(inputs, num_predictions, vectorize, known, run)
+            return super().stacked_outputs(inputs, num_predictions, vectorize, again)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        with random_dropout(self.net) as dropout:
+        modes = modes_of(self) or {part: part.training for part in self.net.modules()}
+        modes = {**modes, **dict.fromkeys(dropping_parts(self.net), True)}
+        with in_modes(self, modes), RandomDropout(self.net) as dropout:
             yield
         if not dropout.met:
             raise ValueError(

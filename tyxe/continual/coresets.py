@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tyxe.bnn import BNN
-from tyxe.bnn.base import modes_restored
 from tyxe.continual.heads import Heads
 from tyxe.errors import check_known
 
@@ -125,7 +124,6 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
     with ExitStack() as last_first:
         if heads is not None:
             heads.check_of(bnn)
-        last_first.enter_context(modes_restored(bnn))
         size = getattr(getattr(bnn, "likelihood", None), "dataset_size", None)
         if size is not None:
             last_first.callback(setattr, bnn.likelihood, "dataset_size", size)

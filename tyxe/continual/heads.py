@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tyxe.bnn import BNN
-from tyxe.bnn.base import fitting
 from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
 
@@ -144,16 +143,16 @@ class Heads:
 
     def _warn_of_norms(self) -> None:
         own = {id(module) for module, _ in self._places.values()}
-        with fitting(self._bnn, train=True):  # norms whose statistics that would change
-            shared = [
-                name
-                for name, module in self._bnn.net.named_modules()
-                if isinstance(module, _NormBase)
-                and module.training
-                and module.track_running_stats
-                and module.running_mean is not None
-                and id(module) not in own
-            ]
+        modes = self._bnn._fitted_modes()
+        shared = [
+            name
+            for name, module in self._bnn.net.named_modules()
+            if isinstance(module, _NormBase)
+            and modes[module]  # its statistics would change
+            and module.track_running_stats
+            and module.running_mean is not None
+            and id(module) not in own
+        ]
         if shared:
             warn(
                 f"the running statistics of {', '.join(shared)} are shared by all tasks and will "

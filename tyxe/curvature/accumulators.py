@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeGuard
 
 import torch
@@ -67,12 +66,6 @@ class Accumulator(ABC):
 
     def flush(self) -> None:  # noqa: B027  (most have nothing to do)
         """Add what is held back to the sums."""
-
-    def over(self, totals: Iterable[Tensor]) -> Accumulator:
-        """Return an accumulator that adds to other tensors, in the order of `totals`."""
-        found = copy.copy(self)
-        found.totals = dict(zip(self.totals, totals, strict=True))
-        return found
 
     def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
         """Replace each sum by its total over processes, in place."""
@@ -145,12 +138,6 @@ class FullAccumulator(Accumulator):
             self._batch.append(gradients)
         else:
             self._add_dense([gradients])
-
-    def over(self, totals: Iterable[Tensor]) -> FullAccumulator:
-        found = super().over(totals)
-        assert isinstance(found, FullAccumulator)
-        found._batch = []
-        return found
 
     def flush(self) -> None:
         # Several cotangents of a batch are summed before the product.

@@ -29,7 +29,6 @@ from tyxe.likelihoods.output_hessian import (
 from tyxe.linalg import BlockDiagonal
 from tyxe.poutine.selective import masked_targets
 from tyxe.processes import all_or_none, total
-from tyxe.threads import exclusive
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +81,6 @@ def _empirical(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterato
     yield true_gradient(likelihood, outputs, targets)
 
 
-# Adds a batch to the sums: inputs, targets as they were given, and masked; returns the outputs.
-AddBatch = Callable[[Any, Any, Targets], Tensor]
-
 CURVATURES: dict[str, Callable[[Likelihood, Tensor, Any], Iterator[Tensor]]] = {
     "ggn": _ggn,
     "fisher": _fisher,
@@ -100,7 +96,6 @@ def collect_curvature(
     curvature: str = "ggn",
     reduce: bool = False,
     group: Any = None,
-    through: Callable[[CurvatureSums], AddBatch] | None = None,
 ) -> Curvature:
     """Sum `J_n^T H_n J_n` over a data set, and scale it to the likelihood's `dataset_size`.
 
@@ -115,7 +110,6 @@ def collect_curvature(
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
         group: the processes, each with batches of its own, over whose data the curvature is.
-        through: from the sums to a function in the place of their `add`.
 
     Raises:
         RuntimeError: another of the processes has failed.
@@ -125,7 +119,7 @@ def collect_curvature(
     """
     sums = CurvatureSums(linearize, likelihood, structure, curvature, reduce)
     with all_or_none(group):
-        accumulator, numbers = _collected(sums, through(sums) if through else sums.add, batches)
+        accumulator, numbers = _collected(sums, batches)
     if group is not None:
         numbers = numbers.to(accumulator.device)
         accumulator.add_up(partial(total, group=group))
@@ -155,7 +149,6 @@ class CurvatureSums:
 
     Attributes:
         likelihood: of the data.
-        passes: how many backward passes the last batch took.
     """
 
     def __init__(
@@ -166,7 +159,7 @@ class CurvatureSums:
         curvature: str,
         reduce: bool,
     ) -> None:
-        self.likelihood, self.passes = likelihood, 0
+        self.likelihood = likelihood
         self._linearize, self._curvature = linearize, curvature
         self._structure, self._reduce = structure, reduce
         self._accumulator: Accumulator | None = None
@@ -194,17 +187,8 @@ class CurvatureSums:
         self._add(self._accumulator, linear, targets)
         return outputs
 
-    def add_to(self, totals: Iterable[Tensor], inputs: Any, targets: Targets) -> Tensor:
-        """Add another batch to tensors in the place of the sums, without a look at numbers."""
-        linear = self._linearize(inputs)
-        linear.find_batch_dims(self._batch_dims)
-        part = self.accumulator.over(totals)
-        self._add(part, linear, targets)
-        part.flush()
-        return linear.outputs.detach()
-
     def _add(self, accumulator: Accumulator, linear: Linearization, targets: Targets) -> None:
-        outputs, self.passes = linear.outputs.detach(), 0
+        outputs = linear.outputs.detach()
         counts, once = targets.counts(), replace(targets, weights=None)
         check_blocks(accumulator.blocks, linear.blocks)
         with full_precision(outputs):
@@ -213,25 +197,24 @@ class CurvatureSums:
             ):
                 return
             roots = _root_counts(targets, outputs)
-            for column in CURVATURES[self._curvature](self.likelihood, outputs, once):
+            columns = CURVATURES[self._curvature](self.likelihood, outputs, once)
+            for index, column in enumerate(columns):
                 column = column.detach() if roots is None else column.detach() * roots
-                accumulator.add(linear.gradients(column), self.passes == 0, counts)
-                self.passes += 1
+                accumulator.add(linear.gradients(column), index == 0, counts)
 
 
 def _collected(
-    sums: CurvatureSums, add: AddBatch, batches: Iterable[tuple[Any, Any]]
+    sums: CurvatureSums, batches: Iterable[tuple[Any, Any]]
 ) -> tuple[Accumulator, Tensor]:
     """Return the sums over batches; points, log-likelihood, error and number of targets, `(4,)`."""
     likelihood = sums.likelihood
     points, numbers = 0.0, torch.zeros(3, dtype=torch.float64)
     for inputs, given in batches:
-        with exclusive():
-            targets = masked_targets(likelihood.data_name, Targets.of(given))
-            targets = likelihood.observed(targets)
-            outputs = add(inputs, given, targets)
-            points += float(likelihood.count(targets))
-            numbers += _numbers(likelihood, outputs, targets)
+        targets = masked_targets(likelihood.data_name, Targets.of(given))
+        targets = likelihood.observed(targets)
+        outputs = sums.add(inputs, given, targets)
+        points += float(likelihood.count(targets))
+        numbers += _numbers(likelihood, outputs, targets)
     return sums.accumulator, torch.cat([numbers.new_tensor([points]), numbers])
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Size, Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
-from tyxe.autocast import autocast_like
+from tyxe.autocast import autocast_like, dtype_of_maps
 from tyxe.curvature.layer_calls import (
     POINTS_FIRST,
     BatchDims,
@@ -27,13 +25,30 @@ from tyxe.curvature.layer_calls import (
     positions,
 )
 from tyxe.curvature.memory import check_memory
-from tyxe.curvature.per_point import Substituted, looped_gradients, vectorized_gradients
+from tyxe.curvature.per_point import looped_gradients, vectorized_gradients
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
-from tyxe.util import Inputs, at_least_float32, call_with
+from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
+from tyxe.util import Inputs, at_least_float32, kind_of_batch
 
-# Nets that torch.vmap does not take, so that it is not tried again for each column and batch.
-_NOT_VECTORIZED: WeakSet[nn.Module] = WeakSet()
+# Runs a net on a batch at values of its sites, with no gradients in other parameters.
+Forward = Callable[[Mapping[str, Tensor], Inputs], Any]
+
+
+@dataclass
+class Linearized:
+    """What is known of a net from earlier linearisations.
+
+    Attributes:
+        is_vectorized: whether torch.vmap takes it, so that this is not tried again in each batch.
+        exact: sites whose linear maps are not all that the outputs depend on, and which take a
+            gradient for each point.
+        compared: kinds of batches on which gradients were compared with autograd's.
+    """
+
+    is_vectorized: bool = True
+    exact: set[str] = field(default_factory=set)
+    compared: set[Any] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,10 @@ class OuterProductGradients:
         """Return the gradients, `(n, P)`."""
         return torch.einsum("nrgo,nrgi->ngoi", self.g, self.a).flatten(1)
 
+    def sum(self) -> Tensor:
+        """Return their sum over points, `(P,)`."""
+        return torch.einsum("nrgo,nrgi->goi", self.g, self.a).flatten()
+
 
 @dataclass(frozen=True)
 class DenseGradients:
@@ -63,6 +82,10 @@ class DenseGradients:
         """Return the gradients, `(n, P)`."""
         return self.matrix
 
+    def sum(self) -> Tensor:
+        """Return their sum over points, `(P,)`."""
+        return self.matrix.sum(0)
+
 
 PointGradients = OuterProductGradients | DenseGradients
 
@@ -73,19 +96,19 @@ class Linearization:
     The gradient of a point in a linear map is a sum over positions of outer products of inputs and
     pre-activation gradients, which one backward computes for all points. The points of a batch must
     not influence each other, so BatchNorm has to be in eval mode. Other sites take one gradient for
-    each point.
+    each point, and so do those that act where no linear map is seen, such as in a derivative that
+    the net returns: on the first batch of each kind the sums of the gradients are compared with
+    autograd's.
 
     Args:
-        net: a net, whose parameters are not changed.
-        substituted: puts values in the sites' places, in the forward and in backwards that run
-            parts of it again, as activation checkpoints do.
+        forward: runs the net.
         values: the values of all sites, by name.
         inputs: a batch.
         shapes: the shapes of the sites whose gradients are taken.
+        known: what is known of the net, which is added to.
 
     Attributes:
         outputs: the net's outputs, `(n, ...)`, in float32 at least.
-        blocks: the blocks of the sites.
 
     Raises:
         TypeError: the net returns no tensor.
@@ -93,29 +116,102 @@ class Linearization:
 
     def __init__(
         self,
-        net: nn.Module,
-        substituted: Substituted,
+        forward: Forward,
         values: Mapping[str, Tensor],
         inputs: Inputs,
         shapes: Mapping[str, Size],
+        known: Linearized | None = None,
     ) -> None:
-        self._net, self._substituted = net, substituted
+        self._forward, self._known = forward, Linearized() if known is None else known
         self._values, self._inputs = values, inputs
-        with torch.enable_grad(), LayerCallRecorder() as recorder, self._frozen_at(values):
-            raw = call_with(net, inputs)
+        self._kind = kind_of_batch(inputs)
+        is_new = self._kind not in self._known.compared
+        numbers = torch_rng() if is_new else []
+        with torch.enable_grad(), LayerCallRecorder() as recorder:
+            raw = forward(values, inputs)
             check_is_tensor(raw)
             self.outputs = at_least_float32(raw)
         self._node = raw.grad_fn
         self._autocast = autocast_like(raw)
         self.points = raw.shape[:1].numel()
-        self.blocks = find_blocks(shapes, recorder.calls, recorder.elsewhere)
-        self._recorded = recorder.calls
+        self._recorded, self._elsewhere, self._shapes = recorder.calls, recorder.elsewhere, shapes
+        self._find_blocks()
+        self._numbers = numbers if self.points else []
+
+    def _find_blocks(self) -> None:
+        elsewhere = self._elsewhere | self._known.exact
+        self._blocks = find_blocks(self._shapes, self._recorded, elsewhere)
         self._located: dict[str, list[LayerCall]] | None = None
 
-    @contextmanager
-    def _frozen_at(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        with _frozen(self._net), self._substituted(values):
-            yield
+    @property
+    def blocks(self) -> ParamBlocks:
+        """The blocks of the sites."""
+        # Not in the constructor, so that callers can refuse outputs of a wrong number of points.
+        if self._numbers:
+            numbers, self._numbers = self._numbers, []
+            self._compare(numbers)
+        return self._blocks
+
+    def _compare(self, numbers: Sequence[Tensor]) -> None:
+        """Let sites whose gradients are not those of autograd take one for each point.
+
+        Gradients that are not finite are not compared: they are told of later, by the site's name.
+
+        Args:
+            numbers: the states of the generators in which the net ran.
+
+        Raises:
+            RuntimeError: even these do not add up to the gradient of all points, or there is none.
+        """
+        generator = torch.Generator().manual_seed(0)
+        cotangent = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
+        expected = self._gradients_by_autograd(cotangent, numbers)
+        if not all(bool(gradient.isfinite().all()) for gradient in expected.values()):
+            return
+        wrong = self._differing(expected, cotangent)
+        if wrong - self._known.exact:
+            self._known.exact |= wrong
+            self._find_blocks()
+            wrong = self._differing(expected, cotangent)
+        if wrong:
+            raise RuntimeError(
+                f"the gradients of {', '.join(sorted(wrong))} for each point do not add up to that "
+                "of the batch: the net gives a point other outputs in another batch, or draws "
+                "random numbers. Hide these parameters from the prior"
+            )
+        self._known.compared.add(self._kind)
+
+    def _gradients_by_autograd(
+        self, cotangent: Tensor, numbers: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the gradient of `cotangent . outputs`, summed over points, in each site."""
+        sites = {name: self._values[name].detach().requires_grad_() for name in self._shapes}
+        with torch.enable_grad(), torch_rng_kept():
+            set_torch_rng(numbers)
+            outputs = at_least_float32(self._forward({**self._values, **sites}, self._inputs))
+        if not outputs.requires_grad:
+            raise RuntimeError(
+                "the net's outputs have no gradient in its parameters, as under torch.no_grad or "
+                "after detach in its forward: let it record gradients, or hide what has none"
+            )
+        found = torch.autograd.grad(outputs, [*sites.values()], cotangent, allow_unused=True)
+        return {
+            name: torch.zeros_like(site) if gradient is None else gradient
+            for (name, site), gradient in zip(sites.items(), found, strict=True)
+        }
+
+    def _differing(self, expected: Mapping[str, Tensor], cotangent: Tensor) -> set[str]:
+        """Return the sites whose gradients, summed over points, are not the expected ones."""
+        wrong = set()
+        gradients = self.gradients(cotangent)
+        for block in self.blocks:
+            right = at_least_float32(block.to_vector(expected))
+            dtype = dtype_of_maps(self._values[block.sites[0]])
+            tolerance = torch.finfo(dtype).eps ** 0.4
+            error = (gradients[block.name].sum() - right).norm()
+            if not error <= tolerance * right.norm().clamp(min=tolerance * cotangent.norm()):
+                wrong |= {*block.sites}
+        return wrong
 
     # ------------------------------------------------------------------ where the points are
 
@@ -170,7 +266,6 @@ class Linearization:
 
     @functools.cached_property
     def _a(self) -> dict[str, Tensor]:
-        # Not in the constructor, so that callers can refuse outputs of a wrong number of points.
         linear = [block for block in self.blocks if isinstance(block, LinearBlock)]
         return {block.name: self._inputs_of(block) for block in linear}
 
@@ -211,7 +306,7 @@ class Linearization:
         grads: tuple[Tensor | None, ...] = (None,) * len(at)
         if at and self.outputs.requires_grad:
             # Activation checkpoints run again, and must save the same tensors as in the forward.
-            with LayerCallRecorder(), self._frozen_at(self._values):
+            with LayerCallRecorder():
                 grads = torch.autograd.grad(
                     self.outputs,
                     at,
@@ -263,44 +358,22 @@ class Linearization:
             # torch.vmap does not take fused attention kernels. Any active mode turns off the one of
             # PyTorch's transformer.
             plain = BaseTorchFunctionMode(), sdpa_kernel(SDPBackend.MATH), self._autocast()
-            with plain[0], plain[1], plain[2], self._substituted({**self._values, **sites}):
-                outputs = call_with(self._net, row)
+            with plain[0], plain[1], plain[2]:
+                outputs = self._forward({**self._values, **sites}, row)
             return (outputs[0] * weight).sum()
 
-        net = self._net
-        # Here, because parameters cannot be frozen inside of torch.vmap.
-        with _frozen(net):
-            if net not in _NOT_VECTORIZED:
-                try:
-                    return vectorized_gradients(of_point, sites, self._inputs, cotangent)
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError:
-                    # torch.func does not take fused recurrent kernels, writes into new buffers and
-                    # hooks of saved tensors. The loop raises errors of the net itself again.
-                    pass
-            found = looped_gradients(
-                of_point,
-                sites,
-                self._inputs,
-                cotangent,
-                lambda at: self._substituted({**self._values, **at}),
-            )
-            _NOT_VECTORIZED.add(net)
-            return found
-
-
-@contextmanager
-def _frozen(net: nn.Module) -> Iterator[None]:
-    """Freeze all parameters, so that the graph starts at the first site."""
-    trainable = [p for p in net.parameters() if p.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+        if self._known.is_vectorized:
+            try:
+                return vectorized_gradients(of_point, sites, self._inputs, cotangent)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                # torch.func does not take fused recurrent kernels, writes into new buffers and
+                # hooks of saved tensors. The loop raises errors of the net itself again.
+                pass
+        found = looped_gradients(of_point, sites, self._inputs, cotangent)
+        self._known.is_vectorized = False
+        return found
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

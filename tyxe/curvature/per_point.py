@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,8 +13,6 @@ from tyxe.util import Inputs, is_constant
 
 # A function of the sites' values, a batch of one point and its row of the cotangent.
 PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
-# Puts values in the sites' places.
-Substituted = Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
 
 # Largest number of elements of per-point gradients held at a time.
 BUDGET = 2**24
@@ -51,7 +48,6 @@ def looped_gradients(
     sites: Mapping[str, Tensor],
     inputs: Inputs,
     cotangent: Tensor,
-    substituted: Substituted,
 ) -> dict[str, Tensor]:
     """Return the gradients of `vectorized_gradients` by a loop over points, without torch.vmap."""
     found: dict[str, list[Tensor]] = {name: [] for name in sites}
@@ -60,8 +56,7 @@ def looped_gradients(
         with torch.enable_grad():
             row = tree_map(lambda x, n=n: x[n : n + 1] if _has_rows(x) else x, inputs)
             value = function(at, row, weight)
-        with substituted(at):
-            grads = torch.autograd.grad(value, list(at.values()), allow_unused=True)
+        grads = torch.autograd.grad(value, list(at.values()), allow_unused=True)
         for name, grad in zip(at, grads, strict=True):
             found[name].append(torch.zeros_like(at[name]) if grad is None else grad)
     return {name: torch.stack(rows) for name, rows in found.items()}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tyxe.bnn import LaplaceBNN, VariationalBNN
 from tyxe.bnn.base import fitting
 from tyxe.bnn.checks import KL_DWARFS, relative_scale
-from tyxe.bnn.parallel import Objective
+from tyxe.bnn.elbo import Objective
 from tyxe.diagnostics.case import Case, spared
 from tyxe.diagnostics.mixing import chains
 from tyxe.diagnostics.psis import pareto_k

@@ -123,21 +123,23 @@ class BufferedDistribution(nn.Module):
         self._kind = _describe(distribution)
         # Posteriors of Laplace approximations say which curvature they contain.
         self._absorbed: int | None = getattr(distribution, "absorbed", None)
-        self._built: td.Distribution | None = None
+        # What was built, and of which buffers.
+        self._built: tuple[td.Distribution, dict[str, Any]] | None = None
         if like is not None:
             self.to(dtype=like.dtype, device=like.device)
 
     @property
     def distribution(self) -> td.Distribution:
         """The distribution on the module's present device and dtype."""
-        if self._built is None:
-            self._built = _map_tensors(
+        if self._built is None or self._built[1] is not self._buffers:
+            built: Any = _map_tensors(
                 lambda path, _: self._buffers[path].expand(self._shapes[path]),  # type: ignore[union-attr]
                 self._template,
             )
-            if self._absorbed is not None or hasattr(self._built, "absorbed"):
-                self._built.absorbed = self._absorbed  # type: ignore[union-attr]
-        return self._built
+            if self._absorbed is not None or hasattr(built, "absorbed"):
+                built.absorbed = self._absorbed
+            self._built = built, self._buffers
+        return self._built[0]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BufferedDistribution:
         self._built = None

@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Size, Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from tyxe.distributions.inducing_density import DensityBlock, density_block, mixture_log_density
 from tyxe.distributions.inducing_formulas import Side, conditional_divergence, matheron
@@ -196,12 +197,13 @@ def isotropic_scale(prior: Any) -> float | None:
     normal = prior.base_dist if isinstance(prior, dist.Independent) else prior
     if not isinstance(normal, td.Normal) or normal.loc.requires_grad or normal.scale.requires_grad:
         return None
-    known = known_numbers(normal)
-    if known is not None:
-        return known.scale if known.loc == 0.0 else None
-    first = normal.scale.reshape(-1)[:1]
-    same = first.numel() and not bool(normal.loc.any()) and bool((normal.scale == first).all())
-    return first.item() if same else None
+    with disable_proxy_modes_tracing():  # the numbers only decide which formula is the right one
+        known = known_numbers(normal)
+        if known is not None:
+            return known.scale if known.loc == 0.0 else None
+        first = normal.scale.reshape(-1)[:1]
+        same = first.numel() and not bool(normal.loc.any()) and bool((normal.scale == first).all())
+        return first.item() if same else None
 
 
 def has_prior_of(q: InducingWeights, p: IndependentSites) -> bool:

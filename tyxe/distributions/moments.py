@@ -7,11 +7,9 @@ registered are used as they are.
 from __future__ import annotations
 
 from functools import singledispatch
-from typing import Any
 
 import torch.distributions as td
 from torch import Tensor
-from torch.distributions import constraints
 
 from tyxe.util import at_least_float32
 
@@ -112,45 +110,6 @@ def known_entropy(distribution: td.Distribution) -> Tensor | None:
         True
     """
     return None
-
-
-def elementwise(support: constraints.Constraint) -> constraints.Constraint:
-    """Return the constraint that a support puts on each element."""
-    while isinstance(support, _WRAPPERS):
-        support = support.base_constraint
-    return support
-
-
-_WRAPPERS: tuple[type[Any], ...] = (type(constraints.independent(constraints.real, 1)),)
-if hasattr(constraints, "MixtureSameFamilyConstraint"):  # not before torch 2.7
-    _WRAPPERS += (constraints.MixtureSameFamilyConstraint,)
-
-    @td.transform_to.register(constraints.MixtureSameFamilyConstraint)
-    @td.biject_to.register(constraints.MixtureSameFamilyConstraint)
-    def _(support: Any) -> td.Transform:
-        # PyTorch has none, and a mixture of Normals is a common prior.
-        return td.biject_to(support.base_constraint)
-
-
-def is_discrete(support: constraints.Constraint | None) -> bool:
-    """Say whether a support is discrete; no support is not."""
-    return support is not None and bool(support.is_discrete)
-
-
-def same_support(one: constraints.Constraint | None, other: constraints.Constraint | None) -> bool:
-    """Say whether a posterior over one support can have a prior over another.
-
-    Continuous supports have to be both real or both constrained, discrete ones have to be equal.
-    """
-    if one is not None and other is not None and (one.is_discrete or other.is_discrete):
-        return bool(elementwise(one) == elementwise(other))
-    return is_real(one) == is_real(other)
-
-
-def is_real(support: constraints.Constraint | None) -> bool:
-    """Say whether a support is unconstrained, elementwise."""
-    # Copies and pickles of a support are other objects.
-    return support is not None and isinstance(elementwise(support), type(constraints.real))
 
 
 def is_factorized(distribution: td.Distribution) -> bool:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributions as td
 from pyro import distributions as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from tyxe.distributions.normal import FactorizedNormal, Point
+from tyxe.distributions.normal import FactorizedNormal
 from tyxe.util import at_least_float32, in_function_transform
 
 
@@ -86,72 +87,6 @@ def _value(terms: Iterable[_Term]) -> Tensor:
     return kl
 
 
-class AddedKL:
-    """KLs of Normals and points whose gradients are added to those of parameters after a backward.
-
-    This needs neither a graph nor another tensor of a parameter's size, and goes through each once
-    less than autograd does.
-    """
-
-    def __init__(self) -> None:
-        self._terms: list[_Term] = []
-
-    def __len__(self) -> int:
-        return len(self._terms)
-
-    def takes(self, q: td.Distribution, prior: Any) -> bool:
-        """Take a posterior of parameters that no hook watches, if its prior is one Normal."""
-        if isinstance(q, FactorizedNormal):
-            parameters = q.loc, q.log_scale
-            one = fusable(q, prior) if all(map(_is_unwatched, parameters)) else None
-            if one is not None:
-                spread, has_variance = q.scale_or_variance()
-                self._terms.append(_Term(one, *parameters, spread.detach(), has_variance))
-            return one is not None
-        if not isinstance(q, Point) or not _is_unwatched(q.v):
-            return False
-        one = _one_normal(prior, q.v)
-        if one is not None:
-            self._terms.append(_Term(one, q.v, None, None, False))
-        return one is not None
-
-    @torch.no_grad()
-    def value(self) -> Tensor:
-        """Return the sum of the KLs, in nats, without a graph."""
-        return _value(self._terms)
-
-    @torch.no_grad()
-    def add_gradients(self, weight: float) -> None:
-        """Add the gradients of the sum times a number."""
-        for p, loc, log_scale, spread, has_variance in self._terms:
-            inner = weight / p.scale**2
-            if loc.requires_grad:
-                gradient = _gradient_of(loc).add_(loc, alpha=inner)
-                if p.loc:
-                    gradient.sub_(inner * p.loc)
-            if log_scale is None or spread is None or not log_scale.requires_grad:
-                continue
-            gradient = _gradient_of(log_scale)
-            if has_variance:
-                gradient.add_(spread, alpha=inner)
-            else:
-                gradient.addcmul_(spread, spread, value=inner)
-            gradient.sub_(weight)
-
-
-def _is_unwatched(tensor: Tensor) -> bool:
-    watched = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-    return tensor.is_leaf and not watched and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _gradient_of(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    elif parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
-    return parameter.grad
-
-
 class _FusedKL(torch.autograd.Function):
     """The KL of many tensors, each to a Normal with one mean and one scale, as a single node.
 
@@ -223,7 +158,10 @@ def known_numbers(normal: td.Normal) -> ToOneNormal | None:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    # Tensor subclasses and meta tensors may have no numbers, and inference tensors no versions.
+    # Tensor subclasses and meta tensors may have no numbers, and inference tensors no versions. A
+    # program takes the tensor, and not its numbers.
+    if get_proxy_mode() is not None:
+        return False
     return type(tensor) is Tensor and not (tensor.is_meta or tensor.is_inference())
 
 

@@ -18,11 +18,10 @@ from torch.distributions import constraints
 
 from tyxe.distributions import JointDistribution, JointMarginal
 from tyxe.distributions.buffered import detached
-from tyxe.distributions.moments import is_real
 from tyxe.errors import described
 from tyxe.files import packed, unpacked
 from tyxe.threads import only_handlers
-from tyxe.util import resolve_site_name
+from tyxe.util import is_real, resolve_site_name
 
 
 @dataclass(frozen=True)

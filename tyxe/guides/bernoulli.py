@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from tyxe.distributions import SignedBernoulli
-from tyxe.distributions.moments import elementwise
 from tyxe.distributions.packed import PackedSamples, PackedSigns
 from tyxe.distributions.signed_bernoulli import RelaxedSignedBernoulli, Signs
 from tyxe.errors import check_count
 from tyxe.guides.base import Guide, Site
-from tyxe.util import SiteTensors
+from tyxe.util import SiteTensors, elementwise
 
 # A mean of 1 has an infinite logit, and close to 1 the gradient vanishes.
 LARGEST_MEAN = 0.99

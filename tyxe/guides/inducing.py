@@ -22,8 +22,7 @@ from tyxe.errors import check_known
 from tyxe.guides.base import Guide, Site
 from tyxe.guides.inducing_sizes import InducingLayer, Size, inducing_layers
 from tyxe.guides.inducing_u import Q_INDUCING, FamilyOptions
-from tyxe.guides.normal import AutoNormal
-from tyxe.guides.scales import capped_log, uncapped
+from tyxe.guides.normal import AutoNormal, capped_log, uncapped
 from tyxe.util import SiteTensors, resolve_site_name
 
 # The name, among those of layers, of the matrix that stacks all layers' inducing weights.

@@ -19,7 +19,7 @@ from tyxe.distributions.inducing_u import (
     Turn,
 )
 from tyxe.files import packed, unpacked
-from tyxe.guides.scales import capped_log, uncapped
+from tyxe.guides.normal import capped_log, uncapped
 from tyxe.util import SiteTensors
 
 
@@ -164,7 +164,7 @@ class EnsembleFamily(InducingFamily):
 
     def _turn(self) -> Turn:
         first = next(iter(self.locs.items()))[1]
-        if not (self.training and first.requires_grad):
+        if not (torch.is_grad_enabled() and first.requires_grad):
             return Turn(None, self.options.ensemble_size)
         self._watch(first)
         self._taken = self._next

@@ -16,8 +16,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
-from tyxe.distributions.moments import elementwise
-from tyxe.util import site_spellings, std_from_fans
+from tyxe.util import elementwise, site_spellings, std_from_fans
 
 Message = Mapping[str, Any]
 

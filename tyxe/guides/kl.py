@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe.distributions import IndependentSites, JointDistribution, known_entropy
 from tyxe.distributions.joint import JointSite
-from tyxe.distributions.normal_kl import AddedKL, fusable, fused_kl, log_density
+from tyxe.distributions.normal_kl import fusable, fused_kl, log_density
 from tyxe.poutine import Draw
 
 # A site of the guide, and the model's site of the same name.
@@ -55,10 +55,8 @@ def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
         return None if entropy is None else -entropy - prior.log_prob(value_of(guide_site))
 
 
-def sum_of_kls(
-    pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool, added: AddedKL | None = None
-) -> Any:
-    """Return the KL of all sites but those that `added` takes, the fusable ones together."""
+def sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
+    """Return the KL of all sites, the fusable ones together."""
     fused: list[Any] = []
     total: Any = 0.0
     rest = dict(pairs)
@@ -70,9 +68,6 @@ def sum_of_kls(
             del rest[site["name"]]
         total = total + _kl_of_coupled(coupling, members, closed_form_kl)
     for guide_site, model_site in rest.values():
-        q, p = guide_site["fn"], model_site and model_site["fn"]
-        if added is not None and closed_form_kl and p is not None and added.takes(q, p):
-            continue
         one = _fusable(guide_site, model_site) if closed_form_kl else None
         if one is None:
             total = total + _site_kl(guide_site, model_site, closed_form_kl)

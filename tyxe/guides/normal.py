@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,13 +11,12 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from tyxe.distributions import FactorizedNormal, PrunedNormal
-from tyxe.distributions.moments import elementwise
 from tyxe.guides.base import Guide, Site
 from tyxe.guides.init import init_to_net, layerwise_std, scale_below_net
-from tyxe.guides.scales import capped_log, uncapped
-from tyxe.util import SiteTensors, resolve_site_name
+from tyxe.util import SiteTensors, elementwise, resolve_site_name
 
 InitScale = float | str | Mapping[str, float | Tensor] | Callable[[Any], float | Tensor]
 
@@ -159,3 +159,27 @@ def _start_of_scale(start: InitScale, site: Site, message: Any) -> float | Tenso
     if isinstance(start, Mapping):
         return start[resolve_site_name(site.own_name, start)]
     return layerwise_std(message, start) if isinstance(start, str) else start
+
+
+# --------------------------------------------------------------------------- scales with a cap
+
+
+def uncapped(scale: Tensor, cap: float | None, names: tuple[str, str]) -> Tensor:
+    """Return `r` with `scale = exp(r)`, or `scale = c sigmoid(r)` under a cap `c`, in float64.
+
+    `names` are those of the two arguments in the message if a scale is not in range.
+    """
+    scale = scale.double()
+    if not bool((scale > 0).all()):
+        raise ValueError(f"{names[0]} is {scale.min().item()}; expected positive numbers")
+    if cap is None:
+        return scale.log()
+    ratio = scale / cap
+    if bool((ratio >= 1).any()):
+        raise ValueError(f"{names[0]} {scale.max().item()} is not below {names[1]} {cap}")
+    return torch.logit(ratio)
+
+
+def capped_log(unconstrained: Tensor, cap: float | None) -> Tensor:
+    """Return the logarithm of the scale: `r`, or under a cap `log(c sigmoid(r))`."""
+    return unconstrained if cap is None else logsigmoid(unconstrained) + math.log(cap)

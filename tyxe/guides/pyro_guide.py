@@ -10,7 +10,6 @@ from operator import attrgetter
 from traceback import walk_tb
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
@@ -26,13 +25,12 @@ from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor, nn
 
 from tyxe.distributions import JointNormal
-from tyxe.distributions.moments import is_real
 from tyxe.distributions.normal import Point
 from tyxe.guides.base import Guide, detached_together
 from tyxe.guides.init import init_to_net
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
-from tyxe.threads import exclusive, only_handlers
-from tyxe.util import resolve_site_name, unwrapped
+from tyxe.threads import module_local_params, only_handlers
+from tyxe.util import is_real, resolve_site_name, unwrapped
 
 # Pyro's guides that draw a site with others.
 _COUPLED = AutoContinuous, AutoStructured, AutoGaussian
@@ -112,7 +110,7 @@ class PyroGuide(nn.Module):
         super().__init__()
         self.guide = guide
         self.prefix = getattr(module, "prefix", "")
-        with exclusive(), only_handlers(()), pyro.settings.context(module_local_params=True):
+        with only_handlers(()), module_local_params():
             draws, sites = self.guide() or {}, module()
         for name, value in sites.items() if isinstance(sites, Mapping) else ():
             if name in draws and draws[name].dtype != value.dtype:
@@ -126,7 +124,7 @@ class PyroGuide(nn.Module):
         """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
         posterior = self.drawn_from()
         if posterior is None:
-            with exclusive(), pyro.settings.context(module_local_params=True):
+            with module_local_params():
                 return self.guide() or {}
         # The same variables as in Pyro's guide, but with a KL in closed form.
         return Guide.sample_from(posterior)
@@ -138,14 +136,14 @@ class PyroGuide(nn.Module):
             return {name: joint.marginal(name) for name in joint.names}
         if type(self.guide) is not AutoDelta or constrained_sites(self.guide):
             return None
-        with exclusive(), pyro.settings.context(module_local_params=True):
+        with module_local_params():
             guide: Any = self.guide
             names = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
             return {name: Point(attrgetter(name)(guide)) for name in names}
 
     def joint_normal(self) -> JointNormal | None:
         """Return the posterior, with gradients, of a guide that is one Normal over all sites."""
-        with exclusive(), pyro.settings.context(module_local_params=True):
+        with module_local_params():
             return joint_normal(self.guide)
 
     def constrained_sites(self) -> dict[str, Any]:
@@ -162,7 +160,7 @@ class PyroGuide(nn.Module):
         try:
             if not isinstance(self.guide, AutoGuide):
                 raise NotImplementedError
-            with exclusive(), pyro.settings.context(module_local_params=True):
+            with module_local_params():
                 return {name: value.clone() for name, value in self.guide.median().items()}
         except NotImplementedError:
             raise TypeError(
@@ -198,7 +196,7 @@ class PyroGuide(nn.Module):
         posterior = self.drawn_from()
         if posterior is not None:
             return posterior
-        with exclusive(), pyro.settings.context(module_local_params=True):
+        with module_local_params():
             sites = independent_sites(self.guide)
         if sites is not None:
             return sites
@@ -242,7 +240,7 @@ def _failures_of(builder: Callable[..., Any]) -> Iterator[None]:
     Those of the package name it already, and those of a prior are the user's own.
     """
     try:
-        with exclusive(), pyro.settings.context(module_local_params=True):
+        with module_local_params():
             yield
     except Exception as error:
         *_, raising = (frame for frame, _ in walk_tb(error.__traceback__))

@@ -16,8 +16,8 @@ from pyro.infer.autoguide import (
 from torch import Tensor
 
 from tyxe.distributions import JointNormal, ParamBlocks
-from tyxe.distributions.moments import is_real
 from tyxe.linalg import Cholesky, Inverse, LowRank, Operator
+from tyxe.util import is_real
 
 
 @functools.singledispatch

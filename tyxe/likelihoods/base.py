@@ -16,10 +16,10 @@ import torch.distributions as td
 from torch import Tensor, nn
 
 from tyxe.data import Targets
-from tyxe.distributions.moments import is_real
 from tyxe.errors import check_count
 from tyxe.poutine.selective import filled, masked_targets, masked_within
-from tyxe.util import at_least_float32
+from tyxe.threads import exclusive
+from tyxe.util import at_least_float32, is_real
 
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
 
@@ -303,27 +303,13 @@ class Likelihood(nn.Module, ABC):
         # The plate only uses the length of `subsample`, which is the number of rows.
         rows = range(distribution.batch_shape[0])
         with ExitStack() as stack:
-            plate = pyro.plate(self.statements[0], self.dataset_size, subsample=rows, dim=-1)
+            plate = pyro.plate(f"{self.prefix}.plate", self.dataset_size, subsample=rows, dim=-1)
             stack.enter_context(plate)
             if mask is not None:
                 stack.enter_context(poutine.mask(mask=mask))
                 stack.enter_context(poutine.scale(scale=factor))
             value: Tensor = pyro.sample(self.data_name, distribution, obs=values, infer=infer)
         return value
-
-    @property
-    def statements(self) -> tuple[str, ...]:
-        """The names of the plate and of the observed site of `forward`."""
-        return f"{self.prefix}.plate", self.data_name
-
-    def observed_site(
-        self, predictions: Predictions, obs: Tensor | Targets, values: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        """Return the site that `forward` observes, as a trace has it, at values by joint name."""
-        latents = {name: values[f"{self.prefix}.{name}"] for name in self.latent_priors()}
-        fn, value, mask, factor, infer = self._site(predictions, obs, latents)
-        scale = self.dataset_size / fn.batch_shape[0] * factor
-        return {"fn": fn, "value": value, "mask": mask, "scale": scale, "infer": infer}
 
     def _site(
         self, predictions: Predictions, obs: Tensor | Targets | None, latents: Mapping[str, Tensor]
@@ -453,7 +439,10 @@ class Likelihood(nn.Module, ABC):
         latents: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Draw targets from the predictive distribution, `sample_shape + (n, ...)`."""
-        return self.predictive_distribution(predictions, latents).sample(torch.Size(sample_shape))
+        distribution = self.predictive_distribution(predictions, latents)
+        with exclusive():  # other threads set the generators back for a while
+            drawn: Tensor = distribution.sample(torch.Size(sample_shape))
+        return drawn
 
 
 def mean_over(values: Tensor, dim: int, weights: Tensor | None = None) -> Tensor:

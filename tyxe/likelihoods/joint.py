@@ -11,11 +11,10 @@ from torch import Size, Tensor, nn
 from torch.distributions import constraints
 
 from tyxe.data import Targets
-from tyxe.distributions.moments import is_real
 from tyxe.errors import described
 from tyxe.likelihoods.base import Likelihood, reduce_points
 from tyxe.likelihoods.output_hessian import output_hessian
-from tyxe.util import at_least_float32
+from tyxe.util import at_least_float32, is_real
 
 Latents = Mapping[str, Tensor] | None
 

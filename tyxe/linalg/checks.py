@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from tyxe.errors import UNREAD
 
 DTYPES = (torch.float32, torch.float64)
 # Rows up to which a dense matrix is factorised for an operator without an inverse of its own.
@@ -27,26 +26,6 @@ class NotPositiveDefiniteError(ValueError):
         ...     print("add more to its diagonal")
         add more to its diagonal
     """
-
-
-class _OfThread(threading.local):
-    unchecked = False
-
-
-_THREAD = _OfThread()
-
-
-@contextmanager
-def numbers_unchecked(active: bool = True) -> Iterator[None]:
-    """Let results be NaN or infinite in place of errors, in this thread; shapes are still checked.
-
-    A check reads numbers, for which the host waits. This is for steps whose loss is checked.
-    """
-    before, _THREAD.unchecked = _THREAD.unchecked, active
-    try:
-        yield
-    finally:
-        _THREAD.unchecked = before
 
 
 class _Sized(Protocol):
@@ -115,7 +94,7 @@ def check_field(tensor: Tensor, what: str, *shape: int | None) -> Tensor:
 
 def check_finite(tensor: Tensor, what: str) -> Tensor:
     """Return a tensor without infinities and NaN."""
-    if _THREAD.unchecked:
+    if UNREAD.get():
         return tensor
     lowest, highest = _range(tensor)
     if not -math.inf < lowest <= highest < math.inf:
@@ -126,7 +105,7 @@ def check_finite(tensor: Tensor, what: str) -> Tensor:
 
 def check_non_negative(tensor: Tensor, what: str) -> Tensor:
     """Return a finite tensor without negative elements."""
-    if _THREAD.unchecked:
+    if UNREAD.get():
         return tensor
     lowest, highest = _range(tensor)
     if not 0 <= lowest <= highest < math.inf:
@@ -158,7 +137,7 @@ def check_symmetric(matrix: Tensor, what: str) -> Tensor:
     """Return a matrix that is square, finite, and symmetric up to rounding."""
     size = matrix.shape[-1] if matrix.dim() else None
     check_field(matrix, what, size, size)
-    if matrix.numel() == 0 or _THREAD.unchecked:
+    if matrix.numel() == 0 or UNREAD.get():
         return matrix
     with torch.no_grad():
         difference = (matrix - matrix.mT).abs().max()
@@ -173,7 +152,7 @@ def check_symmetric(matrix: Tensor, what: str) -> Tensor:
 
 def check_positive_definite(eigenvalues: Tensor, what: str) -> Tensor:
     """Return eigenvalues, or numbers in their place, if all are positive."""
-    if _THREAD.unchecked:
+    if UNREAD.get():
         return eigenvalues
     least, _ = _range(eigenvalues)
     # Not `least <= 0`, which is false for NaN.
@@ -188,7 +167,7 @@ def check_positive_definite(eigenvalues: Tensor, what: str) -> Tensor:
 def cholesky(matrix: Tensor, what: str) -> Tensor:
     """Return the lower Cholesky factor, or raise with the smallest eigenvalue in the message."""
     lower, info = torch.linalg.cholesky_ex(matrix)
-    if _THREAD.unchecked:
+    if UNREAD.get():
         return torch.where((info != 0)[..., None, None], math.nan, lower)
     if not info.any():
         return lower

@@ -221,17 +221,3 @@ def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:
                 nn.utils.clip_grad_value_(parameter, options["clip_value"])
 
     return clip
-
-
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all gradients together."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    # A sum of squares overflows in half precision.
-    wide = [g if g.element_size() >= 4 else g.float() for g in gradients]
-    if all(g.device.type == "cpu" and g.is_contiguous() for g in wide):
-        # Twice as fast as norms on a CPU; on other devices all norms are one kernel.
-        wide = [g.view(-1) for g in wide]
-        squares = [torch.dot(g, g) for g in wide]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
-    norm: Tensor = nn.utils.get_total_norm(wide)
-    return norm

@@ -11,24 +11,22 @@ rearranged in the same way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributions as td
 from pyro.poutine.runtime import effectful
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from tyxe.distributions import center, deviation, independent_moments
 from tyxe.distributions.param_blocks import Arrangement
-from tyxe.rng import seeded
+from tyxe.rng import RandomStream
 
 View = Callable[[Tensor], Tensor]
-# Of each site by joint name: the modules, and the names under which they hold the parameter.
-Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 
 
 class _Source:
@@ -124,11 +122,11 @@ class _Source:
                 "or hide the weight from the prior"
             )
 
-    def _seeded(self) -> AbstractContextManager[None]:
+    def _seeded(self) -> AbstractContextManager[Any]:
         assert self._seed is not None
         if get_proxy_mode() is not None:  # of a program, which draws anew in each run
             return nullcontext()
-        return seeded(int(self._seed), self.device)
+        return RandomStream(int(self._seed))
 
     def _as_if_outside(self) -> AbstractContextManager[None]:
         # Mostly there are no hooks; and within torch.func's transforms none may be set.
@@ -410,34 +408,6 @@ def use_values(tree: Any, func: Callable[..., Any]) -> Any:
     if type(tree) is dict:
         return {key: use_values(item, func) for key, item in tree.items()}
     return tree
-
-
-@contextmanager
-def substituted(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put values, given by joint name, in the places of sites until the end.
-
-    Raises:
-        ValueError: a site has no value.
-    """
-    before = [
-        (module._parameters, attribute, module._parameters[attribute])
-        for slots in places.values()
-        for module, attribute in slots
-    ]
-    try:
-        for name, slots in places.items():
-            if name not in values:
-                raise ValueError(
-                    f"there is no draw for site {name!r}; the guide gives "
-                    f"{', '.join(values) or 'none'}"
-                )
-            value = substitute_site(name, values[name])
-            for module, attribute in slots:
-                module._parameters[attribute] = value
-        yield
-    finally:
-        for parameters, attribute, original in before:
-            parameters[attribute] = original
 
 
 @effectful(type="substitute_site")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,13 +39,21 @@ _OPERATORS = {
 class RandomDropout(TorchFunctionMode):
     """Let functional dropout drop whatever mode its module is in, and count what drops.
 
+    `dropping_parts` are to be in train mode besides. Not reached is what a forward of its own makes
+    of its `training` flag, such as the rate that it gives to `scaled_dot_product_attention`.
+
+    Args:
+        net: the net that runs.
+
     Attributes:
         met: number of calls with a positive rate.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.met = 0
+        # Recurrent layers drop inside of one function.
+        recurrent = (part for part in net.modules() if isinstance(part, nn.RNNBase))
+        self.met = sum(part.dropout > 0 for part in recurrent if part.num_layers > 1)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -66,24 +72,6 @@ class RandomDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def random_dropout(net: nn.Module) -> Iterator[RandomDropout]:
-    """Make the dropout of a net random until the end, in modules and in functions.
-
-    Not reached is what a forward of its own makes of its `training` flag, such as the rate that it
-    gives to `scaled_dot_product_attention`.
-    """
-    modules = [m for m in net.modules() if isinstance(m, _BY_MODE)]
-    modes = [module.training for module in modules]
-    mode = RandomDropout()
-    try:
-        for module in modules:
-            module.training = True
-            # Recurrent layers drop inside of one function.
-            if isinstance(module, nn.RNNBase) and module.num_layers > 1:
-                mode.met += module.dropout > 0
-        with mode:
-            yield mode
-    finally:
-        for module, before in zip(modules, modes, strict=True):
-            module.training = before
+def dropping_parts(net: nn.Module) -> list[nn.Module]:
+    """Return the parts of a net that drop in train mode, whose mode says nothing else."""
+    return [part for part in net.modules() if isinstance(part, _BY_MODE)]

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
 from tyxe.errors import warn
 from tyxe.poutine.draw import RULES, Draw, use_values
-from tyxe.threads import Handler, handlers, in_backward, only_handlers
+from tyxe.threads import handlers, in_backward, only_handlers
 
 
 class _Attention(NamedTuple):
@@ -302,7 +303,7 @@ RULES[F.multi_head_attention_forward] = _attention_rule
 # --------------------------------------------------------------------------- handlers
 
 
-class LinearMapMessenger(Handler):
+class LinearMapMessenger(Messenger):
     """Base of handlers that change how linear maps are sampled.
 
     While it is active, samples of sites whose posterior factorises are lazy (`Draw`). A subclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pyro.poutine.runtime import Message
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import Message, effectful
 
 from tyxe.poutine.draw import Draw
-from tyxe.threads import Handler
 from tyxe.util import site_spellings
 
 
@@ -26,13 +26,23 @@ class Row(NamedTuple):
     treatment: str
 
 
-class Report(Handler):
-    """The uses of each site of a net while it is active; iterate over it for the rows."""
+@effectful(type="note")
+def note(text: str) -> None:
+    """Tell an active report something that concerns no single site."""
+
+
+class Report(Messenger):
+    """The uses of each site of a net while it is active; iterate over it for the rows.
+
+    Attributes:
+        notes: what concerns no single site.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._rows: dict[Row, None] = {}
         self._placed: dict[str, None] = {}
+        self.notes: list[str] = []
 
     def __iter__(self) -> Iterator[Row]:
         """Yield each use once, and unused sites last."""
@@ -41,15 +51,20 @@ class Report(Handler):
         yield from (Row(site, "", "never used") for site in self._placed if site not in used)
 
     def __str__(self) -> str:
-        """Return the rows as a table of three columns."""
+        """Return the rows as a table of three columns, and the notes."""
         rows = [Row("site", "map", "treatment"), *self]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join([*(line.rstrip() for line in lines), *self.notes])
 
     def treatments(self, site: str) -> set[str]:
         """Return how one site was treated, by its name in the net or in the joint model."""
         return {row.treatment for row in self if site in site_spellings(row.site)}
+
+    def _pyro_note(self, msg: Message) -> None:
+        (text,) = msg["args"]
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _pyro_post_substitute_site(self, msg: Message) -> None:
         name = msg["args"][0]

@@ -9,12 +9,12 @@ from typing import Any, SupportsFloat
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor
 
 from tyxe.data import Targets
 from tyxe.errors import described, warn
-from tyxe.threads import Handler
 from tyxe.util import site_spellings
 
 
@@ -24,7 +24,7 @@ def masked_targets(site: str, targets: Targets) -> Targets:
     return targets
 
 
-class _Selective(Handler):
+class _Selective(Messenger):
     """Base of both handlers: the exposed names, and whether each of them was met."""
 
     def __init__(self, expose: Sequence[str]) -> None:

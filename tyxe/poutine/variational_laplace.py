@@ -8,6 +8,7 @@ from weakref import WeakSet
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message, effectful
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -18,7 +19,6 @@ from tyxe.errors import check_known, warn
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.nonsmooth import WITHOUT_SECOND_DERIVATIVE, nonsmooth_functions
 from tyxe.poutine.second_order import SECOND_ORDER_TERMS, Expansion, Hessian, Shifted
-from tyxe.threads import Handler
 
 CONFLICT = (
     "variational_laplace runs the net at its guide's means, and another handler around it samples "
@@ -31,7 +31,7 @@ def announce_epoch(net: nn.Module, kl_weight: float) -> None:
     """Tell handlers, before an epoch, which net is trained and the weight `beta` of the KL."""
 
 
-class VariationalLaplaceMessenger(Handler):
+class VariationalLaplaceMessenger(Messenger):
     """The handler of `variational_laplace`."""
 
     def __init__(self, curvature: str = "fisher") -> None:
@@ -63,10 +63,12 @@ class VariationalLaplaceMessenger(Handler):
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
         """Warn if no data were met."""
-        self._attention.__exit__(exc_type, exc_value, traceback)
         had_no_data = self._ran and not self._met_data
-        self._forget()
-        result = super().__exit__(exc_type, exc_value, traceback)
+        try:
+            self._attention.__exit__(exc_type, exc_value, traceback)
+            self._forget()
+        finally:
+            result = super().__exit__(exc_type, exc_value, traceback)
         if had_no_data and exc_type is None:
             warn(
                 "variational_laplace ran a net at its guide's means, but met no data: it belongs "

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tyxe.errors import warn
+from tyxe.threads import exclusive
 from tyxe.util import at_least_float32
 
 Link = Callable[[Tensor, Tensor, int], Tensor]
@@ -135,7 +136,7 @@ def logit_mc(mean: Tensor, variance: Tensor, num_samples: int = NUM_SAMPLES) -> 
     scale = variance.clamp_min(0).sqrt()
     sums = []
     for size in _sizes(mean, num_samples):
-        logits = mean + scale * mean.new_empty(size, *mean.shape).normal_()
+        logits = mean + scale * _noise(mean, size, *mean.shape)
         signed = torch.stack([logits, -logits])
         sums.append(logsigmoid(signed).logsumexp(1))
     log_yes, log_no = torch.stack(sums).logsumexp(0)
@@ -187,8 +188,12 @@ def sample_outputs(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMP
 
 
 def _correlated(mean: Tensor, root: Tensor, num_samples: int) -> Tensor:
-    noise = mean.new_empty(*mean.shape, num_samples).normal_()
-    return mean + (root @ noise).movedim(-1, 0)
+    return mean + (root @ _noise(mean, *mean.shape, num_samples)).movedim(-1, 0)
+
+
+def _noise(like: Tensor, *shape: int) -> Tensor:
+    with exclusive():  # another thread may have set the generators back for a while
+        return like.new_empty(shape).normal_()
 
 
 def _root(covariance: Tensor) -> Tensor:

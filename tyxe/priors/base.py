@@ -11,10 +11,9 @@ import torch
 import torch.distributions as td
 from torch import nn
 
-from tyxe.distributions.moments import same_support
 from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePrior, SitePriors
-from tyxe.util import SITE_PRIORS
+from tyxe.util import SITE_PRIORS, same_support
 
 
 class Prior(ABC):

@@ -13,9 +13,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from tyxe.errors import warn
+from tyxe.program import Program, check_repeatable, has_compiler
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
-from tyxe.samplers.program import Program, check_repeatable, has_compiler
 
 # Steps after which a program is worth the seconds that it takes to compile, if as many are left.
 _WORTH_COMPILING = 3000
@@ -174,9 +174,10 @@ class Run:
         rows = self._plan.new_zeros(len(self.starts), self._plan.shape[-1])
         given = (chains, state, brought, brought.done, rows, random)
         adapts = int(self.transitions.min()) < len(self._plan)
+        how = "compiled" if compile else "eager"
         return (
-            Program(step, state, self.settings, random, compile=compile),
-            Program(self.kernel.adapt, *given, compile=compile and adapts),
+            Program(step, state, self.settings, random, how=how),
+            Program(self.kernel.adapt, *given, how=how if adapts else "eager"),
         )
 
     def _advance(self) -> Transition:
@@ -202,8 +203,10 @@ class Run:
                 found, settings, learnt = adapt(chains, after, brought, warm, rows, random)
                 state = pytree.tree_leaves(found)
             transitions = self._kept_of(brought)
-        self._state, self.settings, self._learnt = state, settings, learnt
-        self.transitions, self._random = transitions, None
+        # At once, so that an interrupt finds the run before the step or after it.
+        self.__dict__.update(
+            _state=state, settings=settings, _learnt=learnt, transitions=transitions, _random=None
+        )
         return brought
 
     def _kept_of(self, brought: Transition) -> Tensor:

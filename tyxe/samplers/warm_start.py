@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from tyxe.errors import check_count, described
 from tyxe.samplers.potential import gradients
+from tyxe.stacked_training import EarlyStopping, train_stacked
 
 # The mean loss of some data points at a vector `(d,)`; the points are given by their numbers.
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -94,27 +95,32 @@ class WarmStart:
                 f"optim makes a {type(optimizer).__name__}; expected one of torch.optim that takes "
                 "a step by gradients, such as torch.optim.AdamW"
             )
-        best, least = members.clone(), members.new_full(members.shape[:1], torch.inf)
-        waited = torch.zeros_like(least)
-        for _ in range(self.num_epochs):
-            # Each member has an order of its own.
-            keys = torch.rand(len(members), len(rows), generator=generator, device=members.device)
-            for batch in rows[keys.argsort(-1)].split(self.batch_size, -1):
-                weights.grad = every(weights.detach(), batch)[0]
-                optimizer.step()
-            if not held_out:
-                yield weights.detach().clone()
-                continue
-            now = every(weights.detach(), kept.expand(len(members), -1))[1]
-            better = (now < least) & (waited < self.patience)
-            best = torch.where(better[:, None], weights.detach(), best)
-            least = torch.where(better, now, least)
-            waited = torch.where(better, 0, waited + 1)
-            yield best
-            if bool((waited >= self.patience).all()):
-                break
-        if held_out and not bool(least.isfinite().all()):
-            bad = (~least.isfinite()).nonzero().flatten().tolist()
+        stopping = None
+        if held_out:
+            stopping = EarlyStopping(
+                {"": weights},
+                lambda: -every(weights.detach(), kept.expand(len(members), -1))[1],
+                self.patience,
+            )
+
+        def set_gradients(batch: Tensor) -> Tensor:
+            weights.grad, losses = every(weights.detach(), batch)
+            return losses
+
+        def epochs() -> Iterator[Iterable[Tensor]]:
+            size = len(members), len(rows)
+            for _ in range(self.num_epochs):
+                # Each member has an order of its own.
+                keys = torch.rand(size, generator=generator, device=members.device)
+                yield rows[keys.argsort(-1)].split(self.batch_size, -1)
+
+        for _ in train_stacked(
+            set_gradients, {"": weights}, optimizer, epochs(), stopping=stopping
+        ):
+            yield (weights.detach() if stopping is None else stopping.best[""]).clone()
+        scores = None if stopping is None else stopping.scores
+        if scores is not None and not bool(scores.isfinite().all()):
+            bad = (~scores.isfinite()).nonzero().flatten().tolist()
             raise ValueError(
                 f"the validation loss of members {bad} was never finite: lower the learning rate"
             )

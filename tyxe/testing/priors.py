@@ -12,12 +12,11 @@ import torch.distributions as td
 from torch import nn
 
 from tyxe.distributions import JointNormal, ParamBlocks, SignedBernoulli
-from tyxe.distributions.moments import is_discrete
 from tyxe.linalg import LowRank
 from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.testing.asserts import assert_close
-from tyxe.util import pyro_sample_sites
+from tyxe.util import is_discrete, pyro_sample_sites
 
 
 def example_net() -> nn.Module:

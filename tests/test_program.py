@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tyxe.program import Program, check_repeatable, has_compiler
 from tyxe.samplers import batched
-from tyxe.samplers.program import Program, check_repeatable, has_compiler
 
 
 class Pair(NamedTuple):
@@ -30,7 +30,7 @@ def arguments(seed=0):
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_program_returns_what_the_function_returns(compile):
-    program = Program(function, *arguments(), compile=compile)
+    program = Program(function, *arguments(), how="compiled" if compile else "eager")
     for seed in range(3):
         found, expected = program(*arguments(seed)), function(*arguments(seed))
         assert type(found[0]) is Pair
@@ -42,7 +42,7 @@ def test_a_program_returns_what_the_function_returns(compile):
 
 def test_a_tensor_that_is_given_twice_is_two_arguments():
     same = torch.ones(3)
-    program = Program(lambda a, b: (a - 2 * b,), same, same, compile=True)
+    program = Program(lambda a, b: (a - 2 * b,), same, same, how="compiled")
     (found,) = program(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 0.0, 1.0]))
     assert found.tolist() == [-5.0, 2.0, 1.0]
 
@@ -53,7 +53,7 @@ def test_arguments_that_are_not_contiguous_are_taken_by_their_numbers():
 
     plain = torch.randn(4, 3)
     for traced in (plain.T, plain.T.contiguous()):
-        program = Program(weighted, traced, compile=True)
+        program = Program(weighted, traced, how="compiled")
         for given in (plain.T, plain.T.contiguous()):
             torch.testing.assert_close(program(given), weighted(plain.T))
 
@@ -69,7 +69,7 @@ def test_arguments_that_are_not_contiguous_are_taken_by_their_numbers():
 )
 def test_operations_that_depend_on_numbers_are_refused(refused, message):
     with pytest.raises(RuntimeError, match=f"(?s){message}.*; pass compile=False"):
-        Program(refused, torch.ones(3), compile=True)
+        Program(refused, torch.ones(3), how="compiled")
     # Not compiled they are what they are.
     assert torch.is_tensor(Program(refused, torch.ones(3))(torch.ones(3))[0])
 

@@ -1,7 +1,8 @@
-"""Draws and chains behind a front that no site reaches: it runs once, and numbers stay the same."""
+"""What no site touches runs once for all draws, unless that changes what the net returns."""
 
 import warnings
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import tyxe
+from tests.oracles import front_nets
+from tests.oracles.front_nets import Drops, Net, Residual
 from tests.oracles.predictions import seeded
 from tyxe.bnn import laplace
 from tyxe.bnn.potential import Potential, alone
-from tyxe.predictive.front import Front
+from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.samplers import HMC, NUTS
 
 N = 6
@@ -66,7 +69,7 @@ def classifier(net: nn.Module, layer: nn.Module) -> tyxe.VariationalBNN:
 
 
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Front, "__call__", lambda self, forward: forward())
+    monkeypatch.setattr(SiteFreePrefix, "__call__", lambda self, forward: forward())
 
 
 WAYS = {
@@ -95,7 +98,10 @@ def test_predictions_are_bit_for_bit_those_without(how, handler, monkeypatch) ->
             return seeded(WAYS[how], bnn, x, y)
 
     found = run()
-    assert bnn.net.conv1.calls == {"pieces": 3, "loader": 2}.get(how, 1)
+    # The second pass of the first batch is compared with one of the whole net.
+    assert bnn.net.conv1.calls == {"pieces": 4, "loader": 3, "one": 1}.get(how, 2)
+    run()
+    assert bnn.net.conv1.calls == {"pieces": 7, "loader": 5, "one": 2}.get(how, 3)
     without(monkeypatch)
     assert torch.equal(found, run())
 
@@ -160,6 +166,7 @@ def test_potentials_are_bit_for_bit_those_without(monkeypatch) -> None:
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
     bnn = tyxe.MCMC_BNN(net, last(net.head), likelihood, NUTS()).eval()
     potential = Potential(bnn, x, y)
+    potential.look(potential.flatten(bnn.in_places())[None])
     at = potential.flatten(bnn.in_places()).requires_grad_()
 
     def energies() -> list[Tensor]:
@@ -170,6 +177,114 @@ def test_potentials_are_bit_for_bit_those_without(monkeypatch) -> None:
     found = energies()
     without(monkeypatch)
     assert all(map(torch.equal, found, energies()))
+
+
+# --------------------------------------------------------------------------- nets of all kinds
+
+
+NETS = {kind.__name__: kind for one in (Net, Residual, Drops) for kind in one.__subclasses__()}
+KEPT = {"Residual", "Recurrent", "Containers", "IgnoresReturn"}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_passes_are_those_of_the_net_whatever_it_does(name: str, monkeypatch) -> None:
+    """Where a pass changes what is kept, such as in place, nothing is kept any more."""
+    torch.manual_seed(0)
+    net, x = NETS[name]().eval(), torch.randn(5, 3)
+    x = (x @ x.mT).relu().to_sparse() if name == "Sparse" else x
+    found = {}
+    for keeps in (True, False):
+        bnn = classifier(net, net.head).eval()
+        if not keeps:
+            without(monkeypatch)
+        y = x.clone()  # which some nets change in place
+        found[keeps] = seeded(bnn.predict, y, num_predictions=4, aggregate=False)
+        if keeps and name in KEPT:
+            assert bnn._runtime.keeps_prefix
+    if name != "ChangesInput":  # whose inputs are others in each pass
+        assert torch.equal(found[True], found[False])
+
+
+BOX: list[Tensor] = []
+
+
+class Hands(nn.Module):
+    """Hands a draw to a module without sites, as a hypernet does: by an attribute or a global."""
+
+    class Main(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain, self.made = nn.Parameter(torch.ones(1)), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gain * (BOX[-1] if self.made is None else self.made) + 0 * x[:, :1]
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.head, self.main, self.how = nn.Linear(3, 1, bias=False), self.Main(), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.head(x)
+        if self.how == "attribute":
+            self.main.made = made
+        else:
+            BOX[:] = [made]
+        return self.main(x)
+
+
+@pytest.mark.parametrize("how", ["attribute", "global"])
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_a_draw_that_is_handed_over_is_met_and_reported(how: str, vectorize: bool) -> None:
+    net, x = Hands(how), torch.randn(N, 3)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, last(net.head), likelihood, tyxe.guides.AutoNormal)
+    many = {"num_predictions": 400, "aggregate": False, "vectorize": vectorize}
+    found = seeded(bnn.predict, x, **many)
+    scale = bnn.net_guide.get_scale("head.weight").detach()
+    expected = (x.square() @ scale.square().mT).sqrt()
+    torch.testing.assert_close(found.std(0), expected, rtol=0.15, atol=0.0)
+    with tyxe.poutine.report() as report:
+        bnn.predict(x, num_predictions=2)
+    assert "The whole net runs for each draw" in str(report)
+
+
+@pytest.mark.filterwarnings("ignore:MCMC does not fit")
+@pytest.mark.parametrize("how", ["attribute", "global"])
+def test_a_chain_meets_a_draw_that_is_handed_over(how: str) -> None:
+    """Its posterior is the conjugate one, and not the prior."""
+    torch.manual_seed(0)
+    net, x = Hands(how), torch.randn(30, 3)
+    y = x @ torch.tensor([[1.5], [-0.7], [0.2]]) + 0.5 * torch.randn(30, 1)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(30, scale=0.5)
+    bnn = tyxe.MCMC_BNN(net, last(net.head), likelihood, NUTS())
+    run = seeded(bnn.fit, [(x, y)], 200, warmup_steps=200, num_chains=2, progress=False)
+    covariance = torch.linalg.inv(torch.eye(3) + x.T @ x / 0.25)
+    mean = (covariance @ x.T @ y / 0.25).flatten()
+    drawn = run.get_samples()["net.head.weight"].flatten(1)
+    assert ((drawn.mean(0) - mean).abs() < 0.4 * covariance.diagonal().sqrt()).all()
+    assert (drawn.std(0) < 1.5 * covariance.diagonal().sqrt()).all()
+
+
+def test_hooks_and_modes_inside_of_what_is_kept_are_heeded(monkeypatch) -> None:
+    net, x, seen = Residual(), torch.randn(N, 3), []
+    first, last_layer = front_nets.Counted(3, 3), front_nets.Counted(3, 4)
+    net.front = nn.Sequential(first, last_layer)
+    bnn = classifier(net, net.head).eval()
+    own_first, own_last = bnn.net.front
+    own_last.register_forward_hook(lambda *args: seen.append(args[2].clone()))
+    found = seeded(bnn.predict, x, num_predictions=4, aggregate=False)
+    assert own_first.calls == 2
+    assert len(seen) == own_last.calls + 3  # a kept module's own hooks run with what it returned
+    without(monkeypatch)
+    assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
+
+
+def test_draws_that_are_one_are_no_comparison() -> None:
+    net, x = Residual(), torch.randn(N, 3)
+    point = pyro.infer.autoguide.AutoDelta
+    bnn = tyxe.VariationalBNN(net, last(net.head), tyxe.likelihoods.Categorical(N), point)
+    bnn.predict(x, num_predictions=3)
+    assert not bnn._runtime.compared
 
 
 class Dense(nn.Module):

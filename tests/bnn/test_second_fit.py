@@ -1,0 +1,168 @@
+"""A compiled step outlives its fit, and what a program cannot see makes a new one."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tyxe.guides import AutoNormal
+from tyxe.poutine import flipout, local_reparameterization, selective_scale
+from tyxe.priors import IIDPrior, LayerwiseNormalPrior
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+X, Y = torch.randn(12, 3), torch.arange(12) % 2
+SGD = partial(torch.optim.SGD, lr=1e-3)
+
+
+class Net(nn.Module):
+    """A net with a rate, a number and a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.2))
+        self.head = nn.Linear(4, 2)
+        self.factor, self.options = 1.0, {"shift": 0.5}
+        self.constant = torch.ones(2)
+        self.register_buffer("offset", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.factor * self.head(self.body(x)) + self.options["shift"]
+        return found * self.constant + self.offset
+
+
+def make() -> tyxe.VariationalBNN:
+    torch.manual_seed(0)
+    guide = partial(AutoNormal, init_scale=0.1)
+    likelihood = tyxe.likelihoods.Categorical(12)
+    return tyxe.VariationalBNN(Net(), IIDPrior(dist.Normal(0, 1)), likelihood, guide)
+
+
+def fit(bnn: Any, handler: Any = None, **options: Any) -> list[float]:
+    torch.manual_seed(1)
+    data = [(X.to(bnn.net.head.weight.dtype), Y)] * 3
+    with nullcontext() if handler is None else handler:
+        history = bnn.fit(data, SGD, 1, compile=True, **options)
+    return history.loss
+
+
+def test_a_second_fit_compiles_nothing(traced: list[Any]) -> None:
+    bnn = make()
+    first = fit(bnn)
+    assert len(traced) == 1
+    assert len(fit(bnn)) == len(first)
+    assert len(traced) == 1
+
+
+def test_a_program_is_given_all_tensors(traced: list[Any]) -> None:
+    """New numbers in parameters, buffers and priors of the same kind need no other program."""
+    bnn, plain = make(), make()
+    fit(bnn)
+    plain.fit([(X, Y)] * 3, SGD, 1)
+    plain.load_state_dict(bnn.state_dict())
+    found = []
+    for one, compiles in ((bnn, True), (plain, False)):
+        with torch.no_grad():
+            one.net.offset.add_(1.0)
+            next(one.net_guide.parameters()).mul_(2.0)
+        torch.manual_seed(1)
+        found.append(one.fit([(X, Y)] * 3, SGD, 1, compile=compiles).loss)
+    assert len(traced) == 1
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]))
+
+
+def with_rate(bnn: Any) -> None:
+    bnn.net.body[2].p = 0.5
+
+
+def hooked(bnn: Any) -> None:
+    bnn.net.head.register_forward_hook(lambda _, inputs, output: 2 * output)
+
+
+def prehooked(bnn: Any) -> None:
+    bnn.net.body.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+
+
+def deeper(bnn: Any) -> None:
+    bnn.net.body.append(nn.ReLU())
+
+
+def frozen(bnn: Any) -> None:
+    bnn.net_guide.locs["head.bias"].requires_grad_(False)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "dropout rate": with_rate,
+    "number": lambda b: setattr(b.net, "factor", 2.0),
+    "number in a dictionary": lambda b: b.net.options.update(shift=1.0),
+    "tensor that is no buffer": lambda b: b.net.constant.mul_(2.0),
+    "another such tensor": lambda b: setattr(b.net, "constant", torch.zeros(2)),
+    "kind of layer": lambda b: b.net.body.__setitem__(1, nn.ReLU()),
+    "structure": deeper,
+    "hook": hooked,
+    "hook before": prehooked,
+    "mode": lambda b: b.net.body[2].eval(),
+    "forward": lambda b: setattr(b.net, "forward", partial(Net.forward, b.net)),
+    "kind of prior": lambda b: b.update_prior(IIDPrior(dist.Laplace(0.0, 1.0))),
+    "prior": lambda b: b.update_prior(LayerwiseNormalPrior("xavier")),
+    "likelihood": lambda b: setattr(b.likelihood, "dataset_size", 24),
+    "guide": lambda b: setattr(b.net_guide, "max_scale", 0.5),
+    "what is trained": frozen,
+    "dtype": lambda b: b.double(),
+}
+HANDLERS: dict[str, tuple[Any, Any]] = {
+    "added": (lambda: None, local_reparameterization),
+    "left": (local_reparameterization, lambda: None),
+    "other": (local_reparameterization, flipout),
+    "other scale": tuple(
+        partial(selective_scale, scale=scale, expose=["head.bias"]) for scale in (0.5, 0.25)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_a_program_cannot_see_makes_a_new_one(
+    change: Callable[[Any], object], traced: list[Any]
+) -> None:
+    bnn = make()
+    fit(bnn)
+    change(bnn)
+    fit(bnn)
+    assert len(traced) == 2
+    fit(bnn)
+    assert len(traced) == 2
+
+
+@pytest.mark.parametrize(("before", "after"), HANDLERS.values(), ids=HANDLERS.keys())
+def test_another_handler_makes_a_new_one(before: Any, after: Any, traced: list[Any]) -> None:
+    bnn = make()
+    fit(bnn, before())
+    fit(bnn, before())
+    assert len(traced) == 1
+    fit(bnn, after())
+    assert len(traced) == 2
+
+
+def test_autocast_makes_a_new_one(traced: list[Any]) -> None:
+    bnn = make()
+    fit(bnn)
+    fit(bnn, autocast=torch.bfloat16)
+    assert len(traced) == 2
+
+
+def test_copies_pickles_and_states_have_no_programs(traced: list[Any]) -> None:
+    bnn = make()
+    fit(bnn)
+    for other in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert other._runtime.steps is None
+        fit(other)
+    assert len(traced) == 3
+    assert not any("program" in name for name in bnn.state_dict())

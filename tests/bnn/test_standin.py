@@ -1,0 +1,467 @@
+"""A forward runs on a stand-in: the net at its draws, and a BNN that stays as it was."""
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pyro.distributions as dist
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+from torchdiffeq import odeint_adjoint
+
+import tyxe
+from tests.soak.nets import NETS
+from tyxe.guides import AutoNormal
+from tyxe.priors import IIDPrior
+from tyxe.util import call_with
+
+PRIOR = IIDPrior(dist.Normal(0, 1))
+X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+
+
+def wrapped(net: nn.Module, **rules: Any) -> tyxe.PytorchBNN:
+    prior = IIDPrior(dist.Normal(0, 1), **rules) if rules else PRIOR
+    guide = partial(AutoNormal, init_scale=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tyxe.TyxeWarning)
+        return tyxe.PytorchBNN(net, prior, guide)
+
+
+def plain(bnn: tyxe.PytorchBNN, values: dict[str, Tensor], inputs: Any) -> tuple[Any, list[Tensor]]:
+    """Return the output of a copy of the net with these parameters, and the gradients in them."""
+    net = copy.deepcopy(bnn.net)
+    parameters = dict(net.named_parameters())
+    sites = [parameters[name.removeprefix("net.")].requires_grad_() for name in values]
+    for parameter, value in zip(sites, values.values(), strict=True):
+        parameter.data.copy_(value)
+    output = call_with(net, inputs)
+    return output.detach(), torch.autograd.grad(output.sin().sum(), sites, allow_unused=True)
+
+
+def leaves(bnn: tyxe.PytorchBNN) -> dict[str, Tensor]:
+    """Return a draw of each site, of which gradients can be asked."""
+    torch.manual_seed(1)
+    drawn = {name: own + 0.3 * torch.randn_like(own) for name, own in bnn.in_places().items()}
+    return {name: value.requires_grad_() for name, value in drawn.items()}
+
+
+def assert_is_the_net_at_its_draws(net: nn.Module, inputs: Any, tolerance: float = 1e-8) -> None:
+    bnn = wrapped(net).eval()
+    values = leaves(bnn)
+    torch.manual_seed(2)
+    expected, gradients = plain(bnn, values, inputs)
+    torch.manual_seed(2)
+    output = bnn.run_net(values, inputs)
+    found = torch.autograd.grad(output.sin().sum(), [*values.values()], allow_unused=True)
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    for one, other in zip(found, gradients, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+# --------------------------------------------------------------------------- links between parts
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+class InList(Body):
+    """Runs layers that are in a plain list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [self.first, torch.tanh, self.last]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = layer(x)
+        return x
+
+
+class Bound(Body):
+    """Holds a method of its own, and so itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = self._run
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+class Partial(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = partial(lambda layer, other, x: other(layer(x)), self.first, self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+class Holds(Body):
+    """Holds parts in an object of its own, beside a parameter."""
+
+    class Pair:
+        def __init__(self, layer: nn.Module, weight: Tensor) -> None:
+            self.layer, self.weight = layer, weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = self.Pair(self.first, self.last.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pair.layer(x) @ self.pair.weight + self.last.bias
+
+
+class Hooked(Body):
+    """A hook is a method of a part, and reads its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(self.shift)
+
+    def shift(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output + self.last.bias.sin()
+
+
+class Parent(Body):
+    """A child that knows its parent, outside of the tree of submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Child(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.child(x))
+
+
+class Child(nn.Linear):
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__(3, 3)
+        object.__setattr__(self, "parent", parent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.parent.first.weight.sum().sin()
+
+
+class Replaced(Body):
+    """An instance whose forward is a bound function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = partial(Body.forward, self)  # type: ignore[method-assign]
+
+
+class Tied(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = self.first.weight
+
+
+class Checkpointed(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.first, x, use_reentrant=False).tanh())
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(3, 4, 2, batch_first=True), nn.GRU(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.lstm(x[:, None])[0])[0][:, 0]
+
+
+LINKED = [InList, Bound, Partial, Holds, Hooked, Parent, Replaced, Tied, Checkpointed, Recurrent]
+
+
+@pytest.mark.parametrize("kind", LINKED)
+def test_parts_that_reach_each_other_beside_the_tree_meet_the_draws(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert_is_the_net_at_its_draws(kind().double(), X.double())
+
+
+@pytest.mark.parametrize("norm", [spectral_norm, old_spectral_norm])
+def test_spectral_norms(norm: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(norm(nn.Linear(3, 3)), nn.Linear(3, 2)).double()
+    assert_is_the_net_at_its_draws(net, X.double())
+
+
+SKIPPED = {"checkpointed, reentrant"}  # PyTorch's error, see test_pytorch.py
+
+
+@pytest.mark.parametrize("name", sorted(NETS.keys() - SKIPPED))
+def test_nets_of_all_kinds_are_those_at_their_draws(name: str) -> None:
+    make, inputs = NETS[name]
+    torch.manual_seed(0)
+    assert_is_the_net_at_its_draws(make(3), inputs(), 1e-5)
+
+
+class Compiled(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(self.first, backend="eager")
+
+
+def test_compiled_parts_run_uncompiled_after_one_warning() -> None:
+    net = Compiled()
+    with pytest.warns(tyxe.TyxeWarning, match="compiled modules of the net run uncompiled"):
+        bnn = tyxe.PytorchBNN(net, PRIOR, AutoNormal)
+    values = leaves(bnn)
+    w, b, v, c = values.values()
+    found = bnn.run_net(values, (X,))
+    torch.testing.assert_close(found, torch.tanh(X @ w.T + b) @ v.T + c)
+
+
+def test_a_compiled_net_keeps_the_hook_that_picks_its_output() -> None:
+    class Two(Body):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": super().forward(x)}
+
+    net = torch.compile(Two(), backend="eager")
+    with pytest.warns(tyxe.TyxeWarning, match="uncompiled"):
+        bnn = tyxe.PytorchBNN(net, PRIOR, AutoNormal, output="logits")
+    assert bnn(X).shape == (6, 3)
+
+
+class Field(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Flow(nn.Module):
+    """A neural differential equation, whose adjoint runs the field again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field, self.head = Field(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.tensor([0.0, 1.0], dtype=x.dtype)
+        how = {"method": "rk4", "options": {"step_size": 0.05}}
+        return self.head(odeint_adjoint(self.field, x, times, **how)[1])
+
+
+def test_an_adjoint_solver_meets_the_draws_of_its_forward() -> None:
+    torch.manual_seed(0)
+    x, bnn = X.double(), wrapped(Flow().double())
+    values = leaves(bnn)
+    first, second = bnn.run_net(values, x), bnn(x)  # the backward comes after another forward
+    found = torch.autograd.grad(first.sin().sum(), [*values.values()])
+    for one, other in zip(found, plain(bnn, values, x)[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+    second.sum().backward()
+    assert all(p.grad is not None for p in bnn.net_guide.parameters())
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_scripted_parts_without_sites_are_shared(mode: bool) -> None:
+    part = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).requires_grad_(False).train(mode)
+    bnn = wrapped(nn.Sequential(torch.jit.script(part), nn.Linear(3, 2)))
+    assert bnn._stand_in(leaves(bnn)).net[0] is bnn.net[0]
+    assert torch.equal(bnn.predict(X, num_predictions=0), bnn.predict(X, num_predictions=0))
+    assert all(part.training == mode for part in bnn.net[0].modules())
+
+
+# --------------------------------------------------------------------------- what is shared
+
+
+class Tokens(Body):
+    """Holds what refers to no part: an object, a large tensor, a lookup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lookup, self.constant = {"a": [1, 2]}, torch.ones(3)
+        self.kept = [self.lookup, self.constant]
+        self.parts = [self.first, self.lookup, self.constant]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.lookup, self.constant, *self.kept, *self.parts[1:]]
+        return self.parts[0](x) * self.constant
+
+
+def test_what_holds_no_part_is_shared() -> None:
+    bnn = wrapped(Tokens())
+    bnn(X)
+    own = [bnn.net.lookup, bnn.net.constant]
+    assert all(one is other for one, other in zip(bnn.net.seen, 3 * own, strict=True))
+
+
+def test_hooks_stay_the_users_objects() -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.outputs: list[Tensor] = []
+
+        def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self.outputs.append(output)
+
+    bnn, recorder = wrapped(Hooked()), Recorder()
+    handle = bnn.net.last.register_forward_hook(recorder)
+    later = bnn.net.first.register_forward_hook(bnn.net.shift)  # bound to a part, after the look
+    values = leaves(bnn)
+    found = bnn.run_net(values, (X,))
+    assert torch.equal(recorder.outputs[0], found)
+    w, b, v, c = values.values()
+    expected = torch.tanh(X @ w.T + b + 2 * c.sin()) @ v.T + c
+    torch.testing.assert_close(found, expected)
+    handle.remove()
+    later.remove()
+    bnn(X)
+    assert len(recorder.outputs) == 1
+
+
+# --------------------------------------------------------------------------- what a forward leaves
+
+
+class Leaves(nn.Module):
+    """Counts, keeps, replaces and makes things in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count, self.gone = nn.Linear(3, 2), 0, "there"
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.last = self.layer(x)
+        self.mean = 0.5 * self.mean + self.last.detach().mean(0)
+        if not hasattr(self, "made"):
+            self.made = nn.Linear(2, 2)
+            self.order = [self.layer, self.made]
+            del self.gone
+        return self.made(self.order[0](x))
+
+
+def test_what_a_forward_sets_is_the_nets() -> None:
+    net = Leaves()
+    bnn = wrapped(net)
+    for _ in range(3):
+        bnn(X)
+    assert bnn.net.count == 3
+    assert bnn.net.last.shape == (6, 2)
+    assert not hasattr(bnn.net, "gone")
+    assert bnn.net.mean.any()
+    assert bnn.net.order == [bnn.net.layer, bnn.net.made]
+    values = leaves(bnn)
+    w, b = values.values()
+    torch.testing.assert_close(bnn.run_net(values, X), bnn.net.made(X @ w.T + b))
+
+
+class Fails(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        raise KeyboardInterrupt if x.sum() > 1e6 else ValueError
+        return found
+
+
+def snapshot(bnn: nn.Module) -> Any:
+    modules = [*bnn.named_modules()]
+    return (
+        {name: value.clone() for name, value in bnn.net.state_dict().items()},
+        {name: module.training for name, module in modules},
+        [(name, id(p), p.requires_grad) for name, p in bnn.named_parameters()],
+        {name: [*module._forward_hooks.values()] for name, module in modules},
+        [sorted(vars(module)) for _, module in modules],
+        torch.get_rng_state(),
+    )
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    tensors, *others, rng = one
+    assert all(map(torch.equal, tensors.values(), other[0].values()))
+    assert others == list(other[1:-1])
+    assert torch.equal(rng, other[-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(NETS.keys() - SKIPPED)), st.booleans(), st.booleans())
+def test_forwards_leave_a_bnn_as_it_was(name: str, lazy: bool, train: bool) -> None:
+    make, inputs = NETS[name]
+    torch.manual_seed(0)
+    bnn, batch = wrapped(make(3)).train(train), inputs()
+    values = {name: value.detach() for name, value in leaves(bnn).items()}
+    with bnn.predicting():
+        bnn.run_net(values, batch)  # what a first forward sets stays
+        before = snapshot(bnn)
+        with tyxe.poutine.report() if lazy else nullcontext():
+            bnn.run_net(values, batch)
+    assert_equal(snapshot(bnn), before)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e9])
+def test_exceptions_and_interrupts_leave_a_bnn_as_it_was(scale: float) -> None:
+    bnn = wrapped(Fails())
+    values, before = leaves(bnn), snapshot(bnn)
+    before = (*before[:-1], torch.get_rng_state())
+    with pytest.raises(KeyboardInterrupt if scale > 1 else ValueError):
+        bnn.run_net(values, (scale * X.abs(),))
+    assert_equal(snapshot(bnn), before)
+
+
+# --------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("kind", [Body, Bound, Parent, Recurrent])
+def test_draws_go_with_the_graph_and_need_no_garbage_collector(kind: type[nn.Module]) -> None:
+    bnn = wrapped(kind())
+    bnn(X).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        drawn = []
+        for _ in range(4):
+            values = leaves(bnn)
+            loss = bnn.run_net(values, (X,)).sum()
+            loss.backward()
+            drawn += [weakref.ref(value) for value in values.values()]
+            del values, loss
+        assert all(one() is None for one in drawn)
+        for _ in range(4):  # without a graph as well
+            values = {name: value.detach() for name, value in leaves(bnn).items()}
+            with torch.no_grad():
+                bnn.run_net(values, (X,))
+            drawn += [weakref.ref(value) for value in values.values()]
+            del values
+        assert all(one() is None for one in drawn)
+    finally:
+        gc.enable()
+
+
+def test_two_particles_with_checkpointing_have_the_gradients_of_one_run() -> None:
+    def fitted(kind: type[nn.Module]) -> list[Tensor]:
+        torch.manual_seed(0)
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+        guide = partial(AutoNormal, init_scale=0.1)
+        bnn = tyxe.VariationalBNN(kind(), PRIOR, likelihood, guide)
+        torch.manual_seed(1)
+        bnn.fit([(X, X)], partial(torch.optim.SGD, lr=1e-2), 3, num_particles=2)
+        return [p.detach() for p in bnn.parameters() if p.requires_grad]
+
+    for found, expected in zip(fitted(Checkpointed), fitted(Body), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,126 @@
+"""What a program was made of that is no tensor, to see whether it still is."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.memory_format,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+)
+# Of a BNN: its past fits, and what is made anew of what a program is given.
+_LEFT_OUT = {"optimizer", "_scheduler", "_pending", "_epochs_done", "_runtime", "prior", "terms"}
+_LEFT_OUT |= {"_built"}
+
+
+class _Same:
+    """An object that is equal to itself alone, in the state that a version tells."""
+
+    def __init__(self, one: Any, version: int = 0) -> None:
+        self.one, self.version = one, version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        return self.one is other.one and self.version == other.version
+
+    def __hash__(self) -> int:
+        return id(self.one)
+
+
+def fingerprint(
+    objective: Any,
+    handlers: Iterable[Messenger],
+    autocast: torch.dtype | None,
+    modes: Mapping[nn.Module, bool] | None,
+) -> Any:
+    """Return what a program of an objective depends on beside the tensors that it is given.
+
+    These are parameters and buffers, of which it has shapes, types and where two are one. Of other
+    tensors it has the object and its version.
+    """
+    given = {id(t) for t in (*objective.parameters(), *objective.buffers())}
+    described = _Description(given)
+    own = [(part, modes[part]) for part in objective.modules() if modes and part in modes]
+    return (
+        objective.bnn._runtime.prior_version,
+        [tensor._version for tensor in objective.bnn.net_prior.buffers()],
+        described(objective),
+        [described(configuration(handler)) for handler in handlers],
+        autocast,
+        [(described(part), mode) for part, mode in own],
+        described(dict(global_hooks._global_forward_hooks)),
+        described(dict(global_hooks._global_forward_pre_hooks)),
+    )
+
+
+def configuration(handler: Messenger) -> Any:
+    """Return what the answers of a handler depend on: all that it holds, or what it says itself."""
+    own = getattr(handler, "configuration", None)
+    return (type(handler), vars(handler) if own is None else own)
+
+
+class _Description:
+    """Describes objects by plain values that can be compared, each object once."""
+
+    def __init__(self, given: set[int]) -> None:
+        self._given = given
+        self._known: dict[int, int] = {}
+        self._kept: list[Any] = []  # or others could have their ids
+
+    def __call__(self, one: Any) -> Any:
+        if isinstance(one, _PLAIN):
+            return (type(one).__name__, one)
+        if id(one) in self._known:
+            return ("known", self._known[id(one)])
+        self._known[id(one)] = len(self._known)
+        self._kept.append(one)
+        return self._of(one)
+
+    def _of(self, one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return self._of_tensor(one)
+        if isinstance(one, Mapping):
+            return (type(one), [(self(key), self(value)) for key, value in one.items()])
+        if isinstance(one, list | tuple | set | frozenset):
+            return (type(one), [self(item) for item in one])
+        if isinstance(one, types.MethodType):
+            return (_Same(one.__func__), self(one.__self__))
+        if isinstance(one, types.FunctionType):
+            return (_Same(one), [self(_content_of(cell)) for cell in one.__closure__ or ()])
+        held = getattr(one, "__dict__", None)
+        if held is None:
+            return _Same(one)
+        return (type(one), [(n, self(v)) for n, v in held.items() if n not in _LEFT_OUT])
+
+    def _of_tensor(self, tensor: Tensor) -> Any:
+        kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        if id(tensor) in self._given:
+            return kind
+        return (*kind, _Same(tensor, 0 if tensor.is_inference() else tensor._version))
+
+
+def _content_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None

@@ -1,0 +1,274 @@
+"""Several BNNs that are fitted in one tensor each of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tyxe.bnn.batches import OwnBatches
+from tyxe.bnn.checkpoint import History
+from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options, warn_of_size
+from tyxe.bnn.elbo import Objective
+from tyxe.bnn.standin import Outline, StandIn, modes_of
+from tyxe.bnn.training import FitOptions, Validation, held_out_score, progress_bar
+from tyxe.data import Unpack, unpacked
+from tyxe.optim import ParticleOptimizer
+from tyxe.optim.groups import make_optimizer, pyro_clipping
+from tyxe.program import Program
+from tyxe.rng import torch_rng_kept
+from tyxe.stacked_training import EarlyStopping, train_stacked
+from tyxe.threads import exclusive, unvalidated
+
+Batch = tuple[Any, Any]
+
+
+def fit_stacked(
+    members: list[Any],
+    seeds: list[int],
+    data_loader: Iterable[Any],
+    optim: Any,
+    num_epochs: int,
+    device: Any = None,
+    *,
+    beta: float | Callable[[int], float] = 1.0,
+    clip_norm: float | None = None,
+    progress: bool | None = None,
+    unpack: Unpack | None = None,
+    validation: Iterable[Any] | None = None,
+    patience: int | None = None,
+    restore_best: bool = True,
+) -> list[History]:
+    """Train BNNs in stacked tensors, each on the batches that it would meet alone from its seed."""
+    num_epochs, _ = check_fit_arguments(optim, num_epochs)
+    if pyro_clipping(optim) is not None:
+        raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
+    check_options(beta, clip_norm)
+    held_out = Validation(unpacked(validation, unpack), patience, restore_best)
+    options, first = FitOptions(beta, clip_norm), members[0]
+    data_loader = first.to_fit(data_loader, unpack)
+    batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
+    one = OwnBatches(data_loader, device, seeds[0]).take()
+    check_one_batch(first, first.one_draw, *one)
+    stacked = StackedObjectives(members, one)
+    optimizer = make_optimizer(optim, stacked.parameters, first.parameter_kinds())
+    if isinstance(optimizer, ParticleOptimizer):
+        raise TypeError(
+            f"vectorize=True takes optimisers of gradients, and {type(optimizer).__name__} "
+            "takes its own: leave vectorize out"
+        )
+    histories, sums = [History() for _ in members], _Sums(first.likelihood, len(members))
+    stopping = None
+    if held_out.loader is not None:
+        stopping = EarlyStopping(
+            stacked.tensors,
+            lambda: stacked.scores(held_out.loader, device, histories),
+            patience,
+            restore_best,
+        )
+    weight = 1.0
+
+    def set_gradients(rows: Sequence[Batch]) -> Tensor:
+        return sums.add(rows, stacked.gradients(rows, weight))
+
+    def epochs() -> Iterator[Iterable[Sequence[Batch]]]:
+        nonlocal weight
+        for epoch in progress_bar(range(num_epochs), "fit members", "epoch", progress):
+            weight = options.beta_at(epoch)
+            yield zip(*(own.epoch() for own in batches), strict=True)
+
+    steps = train_stacked(
+        set_gradients,
+        stacked.parameters,
+        optimizer,
+        epochs(),
+        clip_norm=clip_norm,
+        refuse=lambda bad, rows: _refuse(members, bad, rows),
+        stopping=stopping,
+    )
+    for epoch, _ in enumerate(steps):
+        if not epoch:
+            warn_of_size(int(sums.points[0]), first.likelihood.dataset_size)
+        for history, (data, kl) in zip(histories, sums.take(), strict=True):
+            history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
+    if stopping is not None and stopping.scores is not None:
+        stopping.go_back()
+    stacked.hand_over()
+    return histories
+
+
+def _refuse(members: list[Any], bad: list[int], rows: Sequence[Batch]) -> None:
+    check_one_batch(members[bad[0]], members[bad[0]].one_draw, *rows[bad[0]])
+    raise RuntimeError(
+        f"training stopped: the loss or the gradient of members {bad} is not finite. All are "
+        "as they were before; a smaller learning rate, or clip_norm, helps"
+    )
+
+
+class _Sums:
+    """Terms of an epoch's batches, by their points, of all members."""
+
+    def __init__(self, likelihood: Any, count: int) -> None:
+        self._likelihood = likelihood
+        self._terms, self.points = torch.zeros(2, count), torch.zeros(count)
+
+    def add(self, rows: Sequence[Batch], terms: tuple[Tensor, Tensor]) -> Tensor:
+        """Add a batch of each member, and return what is finite where its loss is."""
+        if len(rows[0][1]) > self._likelihood.dataset_size:
+            self._likelihood.check_size(rows[0][1])
+        both = torch.stack([*terms])
+        counts = torch.tensor([float(self._likelihood.count(own)) for _, own in rows])
+        self._terms = self._terms.to(both) + counts.to(both) * both
+        self.points = self.points + counts
+        return both.sum(0)
+
+    def take(self) -> list[list[float]]:
+        """Return data term and KL of each member, averaged, and start anew."""
+        found: list[list[float]] = (self._terms / self.points.to(self._terms)).T.tolist()
+        self._terms, self.points = self._terms * 0, self.points * 0
+        return found
+
+
+class StackedObjectives:
+    """The objectives of several BNNs that differ in their tensors alone, as one function.
+
+    Their gradients are one program of stacked tensors, which is traced once for every shape of a
+    batch: `torch.func` gives the functions, and running them anew in each step takes three times as
+    long as the program.
+
+    Args:
+        bnns: of the same structure, in the mode in which they are trained.
+        batch: one that they are compared on.
+
+    Attributes:
+        parameters: what is trained, stacked, by the names of the first BNN.
+        tensors: these and all others that a step may change.
+
+    Raises:
+        ValueError: BNNs that differ in more than the values of their tensors.
+    """
+
+    def __init__(self, bnns: Sequence[Any], batch: Batch) -> None:
+        self._bnns = bnns
+        self._states = [_state_of(bnn) for bnn in bnns]
+        functions = [_Function(bnn, state) for bnn, state in zip(bnns, self._states, strict=True)]
+        self._function = functions[0]
+        for index, (function, state) in enumerate(zip(functions, self._states, strict=True)):
+            if _kinds_of(state) != _kinds_of(self._states[0]) or not torch.equal(
+                function.loss_at(state, batch), self._function.loss_at(state, batch)
+            ):
+                raise ValueError(
+                    "vectorize=True takes members that differ in values of their tensors alone, "
+                    f"and the net, prior or likelihood of member {index} is another than that of "
+                    "member 0: leave vectorize out"
+                )
+        stacked = {n: torch.stack([s[n].detach() for s in self._states]) for n in self._states[0]}
+        trained = {name: t for name, t in self._states[0].items() if t.requires_grad}
+        loss = self._function.loss_at(self._states[0], batch)
+        gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        # An optimiser leaves alone what has no gradient, even with weight decay.
+        used = [n for n, gradient in zip(trained, gradients, strict=True) if gradient is not None]
+        self.parameters = {name: nn.Parameter(stacked.pop(name)) for name in used}
+        self._constants = stacked
+        self.tensors = {**self.parameters, **stacked}
+        self._programs: dict[Any, Program] = {}
+
+    def gradients(self, batches: Sequence[Batch], beta: float) -> tuple[Tensor, Tensor]:
+        """Set the gradients of the parameters, and return data terms and KLs, one for each BNN.
+
+        Raises:
+            ValueError: `torch.vmap` does not take the net, or the batches, which have other things
+                than tensors, or different shapes.
+        """
+        leaves, places = zip(*(tree_flatten(batch) for batch in batches), strict=True)
+        shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in leaves]
+        if None in shapes[0] or any(row != shapes[0] for row in shapes):
+            raise ValueError(
+                "vectorize=True takes batches of tensors alone, of the same shapes for all "
+                f"members, and has {shapes}: leave vectorize out"
+            )
+        data = [torch.stack(parts) for parts in zip(*leaves, strict=True)]
+        values = {name: p.detach() for name, p in self.parameters.items()}
+        given = values, self._constants, data, torch.tensor(beta, device=data[0].device)
+        key = tuple((part.shape, part.dtype) for part in data)
+        if key not in self._programs:
+            self._programs[key] = self._traced(places[0], given)
+        found, terms = self._programs[key](*given)
+        for name, parameter in self.parameters.items():
+            parameter.grad = found[name]
+        return terms
+
+    def _traced(self, place: Any, given: Any) -> Program:
+        def loss(values: Any, constants: Any, leaves: Any, beta: Tensor) -> Any:
+            batch = tree_unflatten(leaves, place)
+            return self._function({**values, **constants}, batch, beta)
+
+        one = torch.func.grad(loss, has_aux=True)
+        every = torch.vmap(one, in_dims=(0, 0, 0, None), randomness="different")
+        with exclusive(), unvalidated(), torch_rng_kept():
+            try:
+                return Program(every, *given, how="traced", draws=True)
+            except Exception as refused:
+                # What the net refuses as well is an error of its own.
+                batch = tree_unflatten([part[0] for part in given[2]], place)
+                self._function.loss_at(self._states[0], batch)
+                reason = str(refused).strip().split("\n")[0]
+                raise ValueError(
+                    f"vectorize=True needs nets that torch.vmap takes, and not so this: {reason}; "
+                    "leave vectorize out"
+                ) from refused
+
+    def scores(self, loader: Any, device: Any, histories: Sequence[History]) -> Tensor:
+        """Return the log-likelihood of held-out data of each BNN, and add it to its history."""
+        self.hand_over()
+        found = [held_out_score(bnn, loader, device) for bnn in self._bnns]
+        for history, score in zip(histories, found, strict=True):
+            history.validation.append(score)
+        return torch.tensor(found)
+
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        """Copy what has been trained into the BNNs."""
+        for name, stacked in self.tensors.items():
+            for state, value in zip(self._states, stacked, strict=True):
+                state[name].copy_(value)
+
+
+class _Function:
+    """The objective of a BNN as a function of its tensors, by their names in `state`."""
+
+    def __init__(self, bnn: Any, state: Mapping[str, Tensor]) -> None:
+        self._objective, self._state = Objective(bnn, True, 1), state
+        self._outline, self._modes = Outline(self._objective), modes_of(bnn)
+
+    def __call__(self, values: Mapping[str, Tensor], batch: Batch, beta: Any) -> Any:
+        """Return the loss, and the data term and KL."""
+        swapped = {id(self._state[name]): value for name, value in values.items()}
+        stand_in = StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
+        twin: Any = stand_in.net
+        loss = twin(*batch, beta)
+        terms = twin.take_terms()
+        return loss, (terms.data, terms.kl)
+
+    def loss_at(self, values: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Return the loss by the same draws in each call."""
+        # Copies of what the forward may change.
+        own = {n: t if t.requires_grad else t.clone() for n, t in values.items()}
+        with torch_rng_kept():
+            torch.manual_seed(0)
+            loss: Tensor = self(own, batch, 1.0)[0]
+        return loss
+
+
+def _kinds_of(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: (t.shape, t.dtype, t.requires_grad) for name, t in state.items()}
+
+
+def _state_of(bnn: Any) -> dict[str, Tensor]:
+    """Return parameters and buffers, but not the values in whose places draws are put."""
+    named = {**dict(bnn.named_parameters()), **dict(bnn.named_buffers())}
+    sites = {id(own) for own in bnn.in_places().values()}
+    return {name: t for name, t in named.items() if id(t) not in sites}

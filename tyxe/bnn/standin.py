@@ -1,0 +1,431 @@
+"""Stand-ins: a net's own structure with other tensors in its parameters' places, for one forward.
+
+A forward never changes the net of a BNN. It runs on copies of the net's modules, which are made for
+this forward and let go with its graph. What the forward leaves behind goes back to the net.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tyxe.poutine.draw import draws_are_lazy
+from tyxe.predictive.norms import Statistics
+from tyxe.rng import torch_rng
+from tyxe.threads import exclusive
+from tyxe.util import SITE_PRIORS, Inputs, call_with
+
+# Tensors by the `id` of the parameter or buffer whose place they take.
+Tensors = Mapping[int, Tensor]
+# Of parts of a net: whether they are in train mode.
+Modes = Mapping[nn.Module, bool]
+
+# A module has these beside its other attributes, and a stand-in's modules have their own.
+_TREE = ("_parameters", "_modules", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What a copy shares, whatever it refers to.
+_ATOMIC = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    types.CodeType,
+    types.FrameType,
+    weakref.ref,
+    str,
+    Tensor,
+    torch.fx.Graph,
+    torch.jit.ScriptModule,
+    torch.optim.Optimizer,
+)
+
+
+class Outline:
+    """What stand-ins of a net need to know of it.
+
+    Parts of a net may reach each other by attributes, beside the tree of submodules. Examples are a
+    list of layers, a stored bound method, the flat weights of a recurrent layer and a hook that is
+    a method of a part. A copy of the parts alone would leave these with the originals, so that they
+    are copied as well.
+
+    Attributes:
+        links: names of such attributes by part.
+        shared: by `id`, what they hold that refers to no part of the net, and stays as it is.
+        is_cyclic: whether a part may reach itself, so that only the garbage collector frees it.
+        is_random: whether a forward in eval mode draws numbers; None before the first.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.links: dict[nn.Module, set[str]] = {}
+        self.shared: dict[int, Any] = {}
+        self.is_cyclic = False
+        self.is_random: bool | None = None
+        self._net = net
+        self._seen: dict[nn.Module, dict[str, Any]] = {}
+        self._look(net.modules())
+
+    def follow(self, part: nn.Module) -> None:
+        """Look at what has come to a part since the last look."""
+        seen = self._seen.get(part)
+        if seen is None or not _is_same(seen, part.__dict__):
+            self._look([part])
+
+    def _look(self, parts: Iterable[nn.Module]) -> None:
+        own = self._net.modules()
+        targets = {id(one) for part in own for one in (part, *_tensors_of(part))}
+        for part in parts:
+            seen = self._seen.get(part, {})
+            self._seen[part] = now = dict(part.__dict__)
+            if is_compiled(part) or isinstance(part, torch.jit.ScriptModule):
+                continue
+            for name, value in now.items():
+                is_new = name not in seen or seen[name] is not value
+                if is_new and name not in (*_TREE, SITE_PRIORS) and gc.is_tracked(value):
+                    self._look_at(part, name, value, targets)
+
+    def _look_at(self, part: nn.Module, name: str, value: Any, targets: set[int]) -> None:
+        """Take note of an attribute if its value leads to targets, given by `id`."""
+        leading, shared, met = _leading(value, targets)
+        links = self.links.setdefault(part, set())
+        if leading:
+            links.add(name)
+            self.shared |= shared
+            self.is_cyclic |= any(isinstance(one, nn.Module) for one in met)
+        else:
+            links.discard(name)
+        if not links:
+            del self.links[part]
+
+
+def _tensors_of(part: nn.Module) -> Iterator[Tensor]:
+    """Yield a part's own parameters and buffers."""
+    own = (*part._parameters.values(), *part._buffers.values())
+    return (tensor for tensor in own if tensor is not None)
+
+
+def _leading(value: Any, targets: set[int]) -> tuple[bool, dict[int, Any], list[Any]]:
+    """Return whether a value leads to targets, what on the way does not, and the targets met."""
+    found: dict[int, Any] = {}
+    referring: dict[int, list[int]] = {}
+    met, waiting = [], [value]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in found:
+            continue
+        found[id(one)] = one
+        if id(one) in targets:
+            met.append(one)
+        elif not isinstance(one, _ATOMIC):
+            for other in gc.get_referents(one):
+                referring.setdefault(id(other), []).append(id(one))
+                waiting.append(other)
+    leading: set[int] = set()
+    behind = [id(one) for one in met]
+    while behind:
+        one_id = behind.pop()
+        if one_id not in leading:
+            leading.add(one_id)
+            behind += referring.get(one_id, [])
+    beside = {
+        key: one
+        for key, one in found.items()
+        if key not in leading and not leading.isdisjoint(referring.get(key, ()))
+    }
+    return id(value) in leading, beside, met
+
+
+class StandIn:
+    """Copies of a net's modules, which share all with them but what is given here.
+
+    Modules that are shared stay shared. Buffers are the net's own, in its own dictionaries, so that
+    running statistics arrive there. A compiled module runs uncompiled, since each new object would
+    be compiled anew. A scripted one, in which there are no sites, is the net's own.
+
+    Args:
+        net: the net.
+        outline: of the net.
+        tensors: in the places of its parameters, by their `id`.
+        modes: of its parts; by default their own.
+        statistics: buffers of some parts in the place of their own.
+        has_buffers: `tensors` has the buffers as well, which then are not the net's own.
+
+    Attributes:
+        net: the copy of the net.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        outline: Outline,
+        tensors: Tensors,
+        modes: Modes | None = None,
+        statistics: Statistics | None = None,
+        has_buffers: bool = False,
+    ) -> None:
+        self._outline, self._tensors, self._modes = outline, dict(tensors), modes
+        self._has_buffers = has_buffers
+        self._twins: dict[nn.Module, nn.Module] = {}
+        self._scripted: dict[nn.Module, nn.Module] = {}
+        self._statistics: Statistics = {}
+        self.net = self._twin_of(net)
+        self._finish(statistics)
+        self._release = _Release(self._twins.values()) if outline.is_cyclic else None
+
+    def part(self, original: nn.Module) -> nn.Module:
+        """Return the copy of a part of the net."""
+        return self._twins[original] if original in self._twins else self._scripted[original]
+
+    def modes_by(self, change: Callable[[nn.Module], Any]) -> dict[nn.Module, bool]:
+        """Return the modes of the net's parts after a function has changed those of the copy."""
+        # Scripted parts are the net's own.
+        blank = {part: nn.Module() for part in self._scripted}
+        for part, twin in self._twins.items():
+            places = part._modules.items()
+            twin._modules.update({n: blank[child] for n, child in places if child in blank})
+        twins = {**self._twins, **blank}
+        change(blank.get(self.net, self.net))
+        return {part: twin.training for part, twin in twins.items()}
+
+    def put(self, tensors: Tensors, statistics: Statistics | None = None) -> None:
+        """Put other tensors in the places of the same parameters, for the next forward.
+
+        The graph of an earlier forward must be done with, of which a part may run again.
+        """
+        self._tensors = dict(tensors)
+        for original, twin in self._twins.items():
+            for name, own in original._parameters.items():
+                if id(own) in tensors:
+                    twin._parameters[name] = tensors[id(own)]  # type: ignore[assignment]
+        self._finish(statistics)
+
+    def _finish(self, statistics: Statistics | None) -> None:
+        self._follow_links()
+        if statistics or self._statistics:
+            self._put_statistics(statistics or {})
+
+    def __call__(
+        self, inputs: Inputs, through: Callable[[Any], Any] | None = None, **keywords: Any
+    ) -> Any:
+        """Return the net's output on a batch.
+
+        Args:
+            inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments.
+            through: runs the forward that it is given.
+            keywords: further arguments of the net.
+        """
+        net = partial(self.net, **keywords) if keywords else self.net
+
+        def forward() -> Any:
+            return call_with(net, inputs)
+
+        return self._run(forward if through is None else partial(through, forward))
+
+    def call(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the net's output for its arguments."""
+        return self._run(lambda: self.net(*inputs, **kwargs))
+
+    def _run(self, forward: Callable[[], Any]) -> Any:
+        before = [tuple(map(dict, _state_of(twin))) for twin in self._twins.values()]
+        draws = draws_are_lazy() or any(twin.training for twin in self._twins.values())
+        # What may draw numbers lets no other thread draw meanwhile.
+        with exclusive() if draws or self._outline.is_random is not False else nullcontext():
+            numbers = torch_rng() if not draws and self._outline.is_random is None else None
+            output = forward()
+            if numbers is not None:
+                self._outline.is_random = not all(map(torch.equal, numbers, torch_rng()))
+        self._leave_behind(before)
+        if self._release is not None:
+            self._release.stay_with(output)
+        return output
+
+    # ------------------------------------------------------------------ copies
+
+    def _twin_of(self, part: nn.Module) -> nn.Module:
+        if part in self._twins:
+            return self._twins[part]
+        if isinstance(part, torch.jit.ScriptModule):
+            return self._scripted.setdefault(part, self._in_mode(part))
+        self._outline.follow(part)
+        twin = object.__new__(type(part))
+        self._twins[part] = twin
+        attributes = part.__dict__.copy()
+        get = self._tensors.get
+        attributes["_parameters"] = {n: get(id(p), p) for n, p in part._parameters.items()}
+        attributes["_modules"] = {
+            name: None if child is None else self._twin_of(child)
+            for name, child in part._modules.items()
+        }
+        if self._has_buffers:
+            attributes["_buffers"] = {n: get(id(b), b) for n, b in part._buffers.items()}
+        if self._modes is not None:
+            attributes["training"] = self._modes.get(part, part.training)
+        if attributes.get("_compiled_call_impl") is not None:
+            attributes["_compiled_call_impl"] = None
+        if is_compiled(part):
+            attributes["forward"] = attributes["_modules"]["_orig_mod"]
+        object.__setattr__(twin, "__dict__", attributes)
+        return twin
+
+    def _in_mode(self, part: nn.Module) -> nn.Module:
+        """Return a scripted part itself, or a copy where it is to be in another mode."""
+        mode = part.training if self._modes is None else self._modes.get(part, part.training)
+        same = all(one.training == mode for one in part.modules())
+        return part if same else copy.deepcopy(part).train(mode)
+
+    def _follow_links(self) -> None:
+        """Let attributes that lead to parts of the net lead to their copies."""
+        # Copies, since another thread may follow a change.
+        links = dict(self._outline.links)
+        of = {part: {*names} for part, names in links.items() if part in self._twins}
+        if of:
+            held = (t for part in self._twins for t in _tensors_of(part))
+            memo = {**self._outline.shared, **{id(t): t for t in held}, **self._tensors}
+            memo |= {id(part): twin for part, twin in self._twins.items()}
+            for part, names in of.items():
+                twin = self._twins[part]
+                for name in names & part.__dict__.keys():
+                    twin.__dict__[name] = copy.deepcopy(part.__dict__[name], memo)
+        for part, twin in self._twins.items():
+            for name in _HOOKS:
+                hooks = part.__dict__.get(name)
+                if hooks and name not in of.get(part, ()):
+                    self._follow_hooks(twin, name, hooks)
+
+    def _follow_hooks(self, twin: nn.Module, name: str, hooks: Any) -> None:
+        """Bind hooks that are methods of a part, and came after the look at it, to the copy."""
+        if any(getattr(hook, "__self__", None) in self._twins for hook in hooks.values()):
+            twin.__dict__[name] = bound = copy.copy(hooks)
+            for key, hook in hooks.items():
+                owner = getattr(hook, "__self__", None)
+                if owner in self._twins:
+                    bound[key] = types.MethodType(hook.__func__, self._twins[owner])
+
+    def _put_statistics(self, statistics: Statistics) -> None:
+        for part in self._statistics:
+            self._twins[part].__dict__["_buffers"] = part._buffers
+        for part, buffers in statistics.items():
+            self._twins[part].__dict__["_buffers"] = {**part._buffers, **buffers}
+        self._statistics = statistics
+
+    # ------------------------------------------------------------------ after a forward
+
+    def _leave_behind(self, before: list[_State]) -> None:
+        """Give the net what a forward has set on its copies."""
+        for (part, twin), own in zip(self._twins.items(), before, strict=True):
+            if not all(map(_is_same, own, _state_of(twin))):
+                self._hand_over(part, twin, own)
+
+    def _hand_over(self, part: nn.Module, twin: nn.Module, before: _State) -> None:
+        attributes, *trees = before
+        for name, value in _changes(attributes, twin.__dict__):
+            if name in _TREE or (name == "training" and self._modes is not None):
+                continue
+            if value is _GONE:
+                part.__dict__.pop(name, None)
+            else:
+                part.__dict__[name] = self._of_original(value)
+        originals = {id(twin): part for part, twin in self._twins.items()}
+        own: tuple[dict[str, Any], ...] = part._parameters, part._modules
+        for tree, kept, here in zip(own, trees, _state_of(twin)[1:], strict=True):
+            for name, value in _changes(kept, here):
+                if value is _GONE:
+                    tree.pop(name, None)
+                else:
+                    tree[name] = originals.get(id(value), value)
+
+    def _of_original(self, value: Any) -> Any:
+        """Return an attribute's value with parts of the net in the places of their copies."""
+        own: dict[int, Any] = {id(twin): original for original, twin in self._twins.items()}
+        held = (p for original in self._twins for p in original._parameters.values())
+        own |= {id(self._tensors[id(p)]): p for p in held if id(p) in self._tensors}
+        leading, shared, _ = _leading(value, {*own})
+        if not leading:
+            return value
+        return copy.deepcopy(value, {**shared, **own})
+
+
+# Attributes, parameters and submodules of a module.
+_State = tuple[dict[str, Any], ...]
+_GONE = object()
+
+
+def _state_of(module: nn.Module) -> _State:
+    return module.__dict__, module._parameters, module._modules
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two dictionaries hold the same objects, in the same order."""
+    same = len(one) == len(other) and all(map(operator.is_, one, other))
+    return same and all(map(operator.is_, one.values(), other.values()))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names under which other objects are now, or none any more."""
+    for name in [*before, *(name for name in now if name not in before)]:
+        value = now.get(name, _GONE)
+        if name not in before or value is not before[name]:
+            yield name, value
+
+
+_RELEASE = "tyxe.bnn.standin"
+
+
+class _Release:
+    """Empties modules, which may hold themselves, when it is let go itself.
+
+    That is when neither the stand-in nor the graph of one of its outputs is there any more.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*map(weakref.ref, modules)]
+
+    def stay_with(self, output: Any) -> None:
+        """Stay as long as the graph of an output."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.metadata[_RELEASE] = self  # type: ignore[index]
+
+    def __del__(self) -> None:
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                module.__dict__.clear()
+
+
+def is_compiled(part: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` returns."""
+    # By name, since its class is in a part of PyTorch that takes seconds to import.
+    return type(part).__name__ == "OptimizedModule" and "_orig_mod" in part._modules
+
+
+# --------------------------------------------------------------------------- modes
+
+# The modes in which nets of BNNs run: those of a task or thread, the innermost last.
+_MODES: ContextVar[tuple[tuple[Any, Modes | None], ...]] = ContextVar("_MODES", default=())
+
+
+@contextmanager
+def in_modes(bnn: Any, modes: Modes | None) -> Iterator[None]:
+    """Let stand-ins of a BNN's net be in these modes until the end; None is for the net's own."""
+    token = _MODES.set((*_MODES.get(), (bnn, modes)))
+    try:
+        yield
+    finally:
+        _MODES.reset(token)
+
+
+def modes_of(bnn: Any) -> Modes | None:
+    """Return the modes in which a BNN's net is to run here, or None for its own."""
+    return next((modes for one, modes in reversed(_MODES.get()) if one is bnn), None)

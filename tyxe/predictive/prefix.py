@@ -1,0 +1,129 @@
+"""The part of a net that no site touches: run once for a batch, and kept for all passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tyxe.rng import torch_rng
+from tyxe.threads import exclusive
+from tyxe.util import Inputs, is_constant
+
+
+class SiteFreePrefix:
+    """Passes of a net on one batch, in which modules without sites run once.
+
+    The first pass keeps what the outermost of them return that are called with constants, and with
+    tensors of the batch or of each other; later ones take it. What the forward of a module with
+    sites does itself, and what follows from it, runs each time. No gradients are kept.
+
+    A module of which a part is in train mode or has hooks is not kept, but those that it calls may
+    be; its own hooks run each time. Nor is one that draws random numbers, or returns more than
+    tensors and constants. That the net does the same in each pass is for the caller to see.
+
+    Args:
+        net: the net, in the modes that it is run in.
+        owners: the modules that hold its sites.
+        inputs: the batch.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).eval()
+        >>> prefix = SiteFreePrefix(net, [net[1]], x := torch.ones(4, 2))
+        >>> prefix(lambda: net(x)).shape
+        torch.Size([4, 1])
+    """
+
+    def __init__(self, net: nn.Module, owners: Iterable[nn.Module], inputs: Inputs) -> None:
+        self._owners = {*owners}
+        parts = {module: [*module.modules()] for module in net.modules()}
+        self._modules = [
+            module
+            for module, own in parts.items()
+            if self._owners.isdisjoint(own)
+            and not any(part.training for part in own)
+            and not any(part._forward_hooks or part._forward_pre_hooks for part in own[1:])
+        ]
+        if not any(next(module.parameters(), None) is not None for module in self._modules):
+            self._modules = []  # activations alone are not worth a look
+        # What is the same in each pass. Kept with its `id`, which another would have afterwards.
+        held = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and _is_fixed(t))
+        self._known: dict[int, Tensor] = {id(t): t for t in held}
+        self._kept: dict[Any, tuple[list[Any], Any]] = {}
+        self._records, self._inside = True, False
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether there is anything that later passes do not run again."""
+        return bool(self._kept)
+
+    def __call__(self, forward: Callable[[], Any]) -> Any:
+        """Return what a function returns that runs the net on the batch once."""
+        self._counts = dict.fromkeys(self._modules, 0)
+        try:
+            with _having("forward", {m: partial(self._call, m, m.forward) for m in self._modules}):
+                return forward()
+        finally:
+            self._records = False
+
+    def _call(self, module: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(plain, *args, **kwargs)
+        given, how = tree_flatten((args, kwargs))
+        marks = [self._mark(leaf) for leaf in given]
+        if self._inside or None in marks:
+            return forward()
+        self._counts[module] += 1
+        key = (module, self._counts[module], how, *marks)
+        if key in self._kept:
+            return tree_unflatten(*self._kept[key])
+        return self._first(key, forward) if self._records else forward()
+
+    def _first(self, key: Any, forward: Callable[[], Any]) -> Any:
+        """Run a module, and keep what it returns if that is the same in each pass."""
+        with exclusive():  # no other thread takes random numbers
+            numbers, self._inside = torch_rng(), True
+            try:
+                found = forward()
+            finally:
+                self._inside = False
+            draws = not all(map(torch.equal, numbers, torch_rng()))
+        leaves, how = tree_flatten(found)
+        outputs = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
+        if draws or not all(map(_is_fixed, outputs)):
+            return found
+        self._known |= {id(t): t for t in outputs if isinstance(t, Tensor)}
+        self._kept[key] = outputs, how
+        return tree_unflatten(outputs, how)
+
+    def _mark(self, leaf: Any) -> Any:
+        """Return what an argument is in every pass, or None where that is not known."""
+        if isinstance(leaf, Tensor):
+            return id(leaf) if id(leaf) in self._known else None
+        return (type(leaf), leaf) if is_constant(leaf) else None
+
+
+@contextmanager
+def _having(name: str, values: Mapping[nn.Module, Any]) -> Iterator[None]:
+    before = [(module.__dict__, module.__dict__.get(name)) for module in values]
+    try:
+        for module, value in values.items():
+            module.__dict__[name] = value
+        yield
+    finally:
+        for attributes, value in before:
+            attributes[name] = value
+            if value is None:
+                del attributes[name]
+
+
+def _is_fixed(leaf: Any) -> bool:
+    """Whether a leaf is a constant, or a tensor that can be the same in each pass."""
+    if not isinstance(leaf, Tensor):
+        return is_constant(leaf)
+    is_plain = type(leaf) in (Tensor, nn.Parameter)
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)

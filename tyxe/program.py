@@ -1,0 +1,251 @@
+"""Programs: pure functions of tensors, traced once for a structure and shapes of what they take.
+
+A program runs as it was traced, or compiled. It is the same tensor operations in each run: what its
+function does in Python, it does once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tyxe.errors import warn
+
+# Operations with one of these tags may differ between calls, and a trace does not show it.
+_VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_DRAWING = torch.Tag.nondeterministic_seeded
+_REMEDY = "pass compile=False"
+# Checks of shapes at each call cost a tenth of a small program. The hyperbolic tangent by exp, off
+# by a rounding error of 1 and not of itself, takes half of the time.
+_OPTIONS: dict[str, Any] = {
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "cpp.use_decompose_tanh": True,
+}
+# Random numbers are those of what runs uncompiled; on CPUs those of compiled code are slow.
+_OPTIONS_OF_DRAWS: dict[str, Any] = {"fallback_random": True, "size_asserts": False}
+# All of a program in one file of C++, and no headers compiled for further ones: a third of the time
+# that a file for each kernel takes.
+_OPTIONS_OF_CPUS: dict[str, Any] = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False}
+# Shapes of batches that are compiled, such as a full one and the last of an epoch.
+MOST_PROGRAMS = 4
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether programs for a device can be compiled here."""
+    if device.type == "cpu":
+        return any(shutil.which(name) for name in ("g++", "clang++", "c++", "cl"))
+    return bool(torch.utils._triton.has_triton())
+
+
+class Program:
+    """A function of nested containers of tensors, as one of their leaves.
+
+    A program has no guards: arguments have to be of the same structure, shapes and types as those
+    that it was traced with, and those of `at_leaves` of the same strides, such as `dense` ones.
+
+    Args:
+        function: takes and returns nested containers of tensors. What else it returns is what it
+            returned when it was traced.
+        arguments: what it is traced with.
+        how: `"eager"` runs the function itself, `"traced"` its operations, and `"compiled"` what a
+            compiler makes of these.
+        draws: whether the function may draw random numbers.
+
+    Attributes:
+        at_leaves: the function of leaves, which returns leaves.
+        is_compiled: whether that is a compiled program.
+
+    Raises:
+        RuntimeError: the operations depend on values, by control flow or shapes, or draw random
+            numbers that they may not.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        how: str = "eager",
+        draws: bool = False,
+    ) -> None:
+        self._function = function
+        leaves, self._given = pytree.tree_flatten(arguments)
+        self._returned: tuple[Any, list[Any]] | None = None
+        self.is_compiled = how == "compiled"
+        self._strides: list[tuple[int, ...]] | None = None
+        self.at_leaves: Callable[..., Sequence[Tensor]] = self._eager
+        if how == "eager":
+            return
+        # Copies, because a tensor that is given twice would be one argument of the trace, and a run
+        # may change what it is given, such as the statistics of norms.
+        leaves = [leaf.clone() for leaf in dense(leaves)]
+        self._strides = [leaf.stride() for leaf in leaves]
+        self.at_leaves = graph = _traced(self._eager, leaves, draws)
+        if self.is_compiled:
+            # Not by torch.compile, whose guards cost more at each call than a small program.
+            options = dict(_OPTIONS_OF_DRAWS if draws else _OPTIONS)
+            options |= _OPTIONS_OF_CPUS if leaves[0].device.type == "cpu" else {}
+            self.at_leaves = torch._inductor.compile(graph, leaves, options=options)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the function returns."""
+        leaves = pytree.tree_leaves(arguments)
+        if self._strides is not None:
+            pairs = zip(leaves, self._strides, strict=True)
+            leaves = [leaf if leaf.stride() == s else _strided(leaf, s) for leaf, s in pairs]
+        return self.returned(self.at_leaves(*leaves))
+
+    def returned(self, leaves: Sequence[Tensor]) -> Any:
+        """Return the containers that the function returns from their leaves."""
+        assert self._returned is not None
+        place, known = self._returned
+        found = iter(leaves)
+        filled = [next(found) if one is Tensor else one for one in known]
+        return pytree.tree_unflatten(filled, place)
+
+    def _eager(self, *leaves: Tensor) -> list[Tensor]:
+        found = self._function(*pytree.tree_unflatten(leaves, self._given))
+        flat, place = pytree.tree_flatten(found)
+        self._returned = place, [Tensor if isinstance(one, Tensor) else one for one in flat]
+        # Programs take and give fixed strides, so that what one gives can be given to it.
+        return [one.contiguous() for one in flat if isinstance(one, Tensor)]
+
+
+class Programs:
+    """The compiled programs of a function, one for each structure and shape of its arguments.
+
+    What is no program, and shapes beyond the first few, are to run uncompiled, after one warning
+    with the reason of the former.
+
+    Args:
+        what: is compiled, in the plural, for warnings.
+        device: that they run on.
+
+    Attributes:
+        seconds: that compilation has taken.
+    """
+
+    def __init__(self, what: str, device: torch.device) -> None:
+        self._what = what
+        self._programs: dict[Any, Program] = {}
+        self.seconds = 0.0
+        self._fails = not has_compiler(device)
+        if self._fails:
+            warn(f"compile=True needs a C++ compiler, and none is found: {what} run uncompiled")
+
+    def find(self, key: Any, make: Callable[[], Program]) -> Program | None:
+        """Return the program of a key, made where it is new, or None if there is none."""
+        if not self._fails and key not in self._programs and len(self._programs) < MOST_PROGRAMS:
+            start = time.perf_counter()
+            try:
+                self._programs[key] = make()
+            except Exception as error:  # of the user's net, the tracer or the compiler
+                warn(
+                    f"compile=True: {self._what} are no program, and run uncompiled: "
+                    f"{_reason_of(error)}"
+                )
+                self._fails = True
+            self.seconds += time.perf_counter() - start
+        return None if self._fails else self._programs.get(key)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has no gaps or overlaps in memory, as those that a program takes."""
+    # What a copy would have, without one.
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def dense(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors without gaps and overlaps in memory, copies where there are any."""
+    return [leaf if is_dense(leaf) else leaf.contiguous() for leaf in leaves]
+
+
+def _strided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def kind_of(arguments: Any) -> Any:
+    """Return the structure, shapes and types of nested tensors; None if there is anything else."""
+    leaves, place = pytree.tree_flatten(arguments)
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return None
+    kinds = ((leaf.shape, leaf.dtype, leaf.device, leaf.stride()) for leaf in leaves)
+    return str(place), *kinds
+
+
+def _traced(
+    function: Callable[..., Any], leaves: list[Any], draws: bool = False
+) -> torch.fx.GraphModule:
+    try:
+        graph = make_fx(function)(*leaves)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this net cannot be compiled: {_reason_of(error)}; {_REMEDY}"
+        ) from error
+    for node in graph.graph.nodes:
+        tags = (_VARYING if draws else {*_VARYING, _DRAWING}).intersection(
+            getattr(node.target, "tags", ())
+        )
+        if tags:
+            raise RuntimeError(
+                f"this net cannot be compiled: what {node.target} returns depends on more than the "
+                f"shapes of its inputs ({', '.join(tag.name for tag in tags)}); {_REMEDY}"
+            )
+    _widen(graph.graph)
+    for node in graph.graph.nodes:
+        node.meta.clear()  # of the tracer, and not what the compiler expects
+    return graph
+
+
+def _reason_of(error: Exception) -> str:
+    # What follows is advice on the tracer, which is ours.
+    text = str(error).partition(" It may be possible")[0].strip().split("\n")[0].rstrip(".")
+    return text.removeprefix("this net cannot be compiled: ").removesuffix(f"; {_REMEDY}")
+
+
+def _widen(graph: torch.fx.Graph) -> None:
+    """Compute products of few columns transposed, since MKL takes up to five times as long."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        rows, columns = node.meta["val"].shape[1:]
+        if not 1 < columns < min(rows, 16):
+            continue
+        with graph.inserting_before(node):
+            left, right = (
+                graph.call_function(aten.transpose.int, (one, 1, 2)) for one in reversed(node.args)
+            )
+            product = graph.call_function(aten.bmm.default, (left, right))
+            back = graph.call_function(aten.transpose.int, (product, 1, 2))
+            # What follows was traced for these strides.
+            how: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            back = graph.call_function(aten.clone.default, (back,), how)
+        node.replace_all_uses_with(back)
+        graph.erase_node(node)
+
+
+@torch.no_grad()
+def check_repeatable(function: Callable[[Tensor], Iterable[Tensor]], position: Tensor) -> None:
+    """Compare a trace with a function at two points: state of Python's own does not show in one.
+
+    Raises:
+        RuntimeError: they differ, or the function cannot be traced.
+    """
+    graph = _traced(function, [position])
+    steps = torch.arange(position.numel(), dtype=position.dtype, device=position.device)
+    for at in (position, position + 0.1 * torch.sin(steps).reshape(position.shape)):
+        for found, expected in zip(graph(at), function(at), strict=True):
+            tolerance = torch.finfo(expected.dtype).eps ** 0.5
+            error, size = (found - expected).norm(), expected.norm()
+            if size.isfinite() and not error <= tolerance * size:
+                raise RuntimeError(
+                    "this net cannot be compiled: its forward depends on more than weights and "
+                    f"inputs; {_REMEDY}"
+                )
