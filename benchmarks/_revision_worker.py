@@ -16,11 +16,13 @@ import pyro
 import pyro.distributions as dist
 import torch
 from _nets import images, mlp, resnet18, vectors
+from pyro.infer.mcmc import HMC
 from torch import Tensor, nn
 
 import tyxe
 from tyxe.guides import AutoBernoulli, AutoInducing, AutoNormal, PretrainedInitializer
 from tyxe.poutine import flipout, local_reparameterization
+from tyxe.samplers import MCLMC, NUTS
 
 Work = Callable[[], object]
 POINTS = 10_000
@@ -117,12 +119,33 @@ def binary_weights(smoke: bool) -> dict[str, Work]:
     return {"10 steps of the MLP": work}
 
 
+def sampling(smoke: bool) -> dict[str, Work]:
+    x, y = torch.randn(20 if smoke else 200, 4), torch.randn(20 if smoke else 200, 1)
+    found: dict[str, Work] = {}
+    kernels = {
+        "NUTS": functools.partial(NUTS, max_tree_depth=5),
+        "MCLMC": MCLMC,
+        "Pyro's HMC": functools.partial(HMC, step_size=0.01, num_steps=4, adapt_step_size=False),
+    }
+    for name, kernel in kernels.items():
+        net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.3)
+        bnn = tyxe.MCMC_BNN(net, normal(), likelihood, kernel)
+        options = {"progress": False} if name != "Pyro's HMC" else {"disable_progbar": True}
+        length = {"num_samples": 5 if smoke else 25, "warmup_steps": 5 if smoke else 25}
+        found[f"50 transitions of {name}"] = functools.partial(
+            bnn.fit, [(x, y)], **length, **options
+        )
+    return found
+
+
 CASES = {
     "training": training,
     "prediction": prediction,
     "laplace": laplace,
     "inducing": inducing_weights,
     "binary": binary_weights,
+    "sampling": sampling,
 }
 
 

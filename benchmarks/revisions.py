@@ -23,6 +23,7 @@ CASES = {
     "laplace": "Laplace, 500 rows, MLP 784-400-400-10",
     "inducing": "Inducing weights, M = 64",
     "binary": "Binary weights",
+    "sampling": "Sampling, 200 points, MLP 4-16-1",
 }
 # A worker measures its own time.
 SECONDS = Quantity("seconds", "ms", 1e3, lambda contestant, clock: contestant.run()[clock])

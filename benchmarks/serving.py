@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training_step import make_bnn
 
 NUM_DRAWS = 8
-THREADS = (1, 2, 4)
+THREADS = (1, 2, 8)
 Request = Callable[[], object]
 
 

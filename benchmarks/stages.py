@@ -14,8 +14,7 @@ from _nets import mlp, vectors
 from torch import Tensor
 from training_step import METHODS, SCALE, make_bnn, plain_step
 
-from tyxe.bnn.training import FitOptions, Trainer
-from tyxe.optim.groups import gradient_norm
+from tyxe.bnn.training import FitOptions, Trainer, gradient_norm
 
 
 class Stages:
