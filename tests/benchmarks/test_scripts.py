@@ -21,7 +21,7 @@ CASES = {
     "memory": ["mlp", "resnet18", "growth"],
     "startup": ["import", "resnet50"],
     "particles": ["mlp", "tiny"],
-    "compile": ["mlp", "curvature"],
+    "compile": ["mlp"],
     "processes": ["step", "curvature"],
     "large_laplace": ["head", "resnet50", "vit"],
     "scaling": ["step", "prediction", "kron", "diag", "evidence", "glm"],
@@ -30,7 +30,7 @@ CASES = {
     "continual_penalty": ["kron-sum", "kron-modes", "kron-average", "diag"],
     "variational_laplace_step": ["mlp", "resnet18"],
     "inducing": ["step", "predict"],
-    "revisions": ["training", "prediction", "laplace", "inducing", "binary"],
+    "revisions": ["training", "prediction", "laplace", "inducing", "binary", "sampling"],
     "serving": ["mlp", "resnet18", "threads"],
     "last_layer": ["draws", "nuts"],
     "baselines": [
@@ -41,7 +41,7 @@ CASES = {
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
 }
 # Compiling the ResNet takes the library through the same code for longer.
-LEFT_OUT = {"compile": ["--case", "mlp", "curvature"]}
+LEFT_OUT = {"compile": ["--case", "mlp"]}
 # Those in which nothing is written by hand: the plain net is the only yardstick.
 WITHOUT_LIMITS = {
     "startup",

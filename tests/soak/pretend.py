@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import tyxe
+from tyxe import rng
 from tyxe.distributions import normal_kl
 
 __all__ = ["DEVICE", "DeviceMismatch", "Host", "pretend"]
@@ -213,6 +214,8 @@ def pretend() -> Iterator[Host]:
         mock.patch.object(torch, "tensor", _on_device(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _on_device(torch.as_tensor)),
         mock.patch.object(torch, "Generator", _AnyGenerator),
+        # An operation takes generators of PyTorch's only.
+        mock.patch.object(rng, "_device_of", return_value=torch.device("cpu")),
         mock.patch.object(torch, "rand", _drawn(torch.rand)),
         mock.patch.object(torch, "randn", _drawn(torch.randn)),
         mock.patch.object(torch.amp, "is_autocast_available", lambda kind: kind != NAME),

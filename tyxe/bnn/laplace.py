@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -45,7 +46,7 @@ from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.sites import SitePriors
-from tyxe.rng import torch_rng_kept
+from tyxe.rng import RandomStream
 from tyxe.threads import exclusive
 from tyxe.util import Inputs
 
@@ -591,22 +592,22 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         self.update_prior(DictPrior(normals))
 
     def _held_out(self, precision: float, batches: list[Any]) -> float:
-        """Return the log-likelihood of held-out data, with the same random numbers each time.
-
-        No other thread meets the precision meanwhile.
-        """
+        """Return the log-likelihood of held-out data, with the same random numbers each time."""
+        number = {"": self.state.loc.new_tensor(precision)}
         device = next(self.parameters()).device
-        with torch_rng_kept():
-            state = self.state
-            number = state.loc.new_tensor(precision)
-            torch.manual_seed(0)
+        with RandomStream(seed=0):
             try:
-                self.net_guide.state = state.replace(prior=with_numbers(state, {"": number}))
-                return sum(float(self.evaluate(x, y)[1]) for x, y in batches_of(batches, device))
+                bnn = self._under(self.state.replace(prior=with_numbers(self.state, number)))
+                return sum(float(bnn.evaluate(x, y)[1]) for x, y in batches_of(batches, device))
             except NotPositiveDefiniteError:
                 return -math.inf  # the precision is below the curvature's rounding
-            finally:
-                self.net_guide.state = state
+
+    def _under(self, state: LaplaceState) -> LaplaceBNN:
+        """Return a BNN with another state, which other threads do not meet, and all else shared."""
+        other, guide = copy.copy(self), copy.copy(self.net_guide)
+        other._modules = {**self._modules, "net_guide": guide}
+        guide.state = state
+        return other
 
 
 def _checked(temperature: float, options: LaplaceOptions) -> LaplaceOptions:
