@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import integrate, stats
 from sklearn import metrics as sk
 
@@ -121,6 +123,38 @@ def test_adaptive_bins_have_as_many_points():
     assert float(even) == pytest.approx(float(gaps.abs().mean()))
 
 
+def test_tied_points_share_their_bins():
+    """Three points of .6 and one of .8 in two bins: two thirds of a right one in each of them."""
+    probs = torch.tensor([[0.6, 0.4]] * 3 + [[0.8, 0.2]], dtype=torch.float64)
+    for y in ([1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]):
+        curve = metrics.calibration_curve(probs, torch.tensor(y), 2, equal_mass=True)
+        assert curve.counts.tolist() == [2, 2]
+        double = {"dtype": torch.float64}
+        torch.testing.assert_close(curve.confidence, torch.tensor([0.6, 0.7], **double))
+        torch.testing.assert_close(curve.accuracy, torch.tensor([2 / 3, 5 / 6], **double))
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 40), bins=st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_adaptive_calibration_counts_points_and_not_their_order(seed, n, bins):
+    """With many ties, weights that are whole or none, and any number of bins."""
+    draw = torch.Generator().manual_seed(seed)
+    first = torch.randint(5, 9, (n,), generator=draw).double() / 8
+    probs, y = torch.stack([first, 1 - first], -1), torch.randint(2, (n,), generator=draw)
+    weights = torch.randint(4, (n,), generator=draw)
+    weights[0] += 1
+
+    def error(rows, weights=None):
+        return metrics.adaptive_calibration_error(probs[rows], y[rows], bins, weights)
+
+    order, all_rows = torch.randperm(n, generator=draw), torch.arange(n)
+    torch.testing.assert_close(error(order, weights[order]), error(all_rows, weights))
+    repeated = all_rows.repeat_interleave(weights)
+    torch.testing.assert_close(error(all_rows, weights), error(repeated))
+    parts = weights * 0.7  # of no whole points: bins of the same mass, whatever the unit
+    torch.testing.assert_close(error(all_rows, parts), error(all_rows, parts * 0.1))
+
+
 def test_risk_coverage_by_hand_and_over_orders_of_ties():
     probs, y = classified(8)
     probs = torch.stack([probs.amax(-1).mul(4).round() / 4] * 2, 1)
@@ -211,8 +245,6 @@ def test_calibration_errors_and_aurc_count_by_weights(metric):
     mask = torch.arange(60) % 3 > 0
     torch.testing.assert_close(metric(probs, y, weights=mask), metric(probs[mask], y[mask]))
     counts = torch.randint(1, 4, (60,), generator=generator)
-    if metric is metrics.adaptive_calibration_error:  # the bins' edges may cut through copies
-        counts = torch.full([60], 2)
     repeated = (part.repeat_interleave(counts, 0) for part in (probs, y))
     torch.testing.assert_close(metric(probs, y, weights=counts), metric(*repeated))
 

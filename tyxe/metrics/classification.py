@@ -104,7 +104,8 @@ def calibration_curve(
         probs: class probabilities, shape `(n, C)`.
         targets: classes in `0..C-1`, shape `(n,)`.
         num_bins: number `B` of bins of `[0, 1]`.
-        equal_mass: let each bin have as many points, by increasing `max_c p(c)`, up to one.
+        equal_mass: let each bin have as many points, by increasing `max_c p(c)`, up to one. Points
+            of one confidence share their bins evenly; weights that are not whole are cut by them.
         weights: how often each point counts, shape `(n,)`; by default once.
 
     Returns:
@@ -125,21 +126,16 @@ def calibration_curve(
     if num_bins < 1:
         raise ValueError(f"`num_bins` is {num_bins}, expected at least 1: pass num_bins=15")
     confidence, predicted = probs.max(-1)
-    edges = torch.linspace(0, 1, num_bins + 1, dtype=probs.dtype, device=probs.device)
-    bins = torch.bucketize(confidence, edges[1:-1])
-    mass = torch.ones_like(bins) if weights is None else check_weights(weights, probs)
-    if equal_mass:
-        order = confidence.argsort(stable=True)
-        below = torch.zeros_like(mass).index_copy(0, order, mass[order].cumsum(0) - mass[order])
-        bins = (below * num_bins / mass.sum()).long().clamp_max(num_bins - 1)
-    correct = predicted == targets
-    counts = _bin_sums(mass, bins, num_bins)
-    filled = counts > 0
+    mass = torch.ones_like(targets) if weights is None else check_weights(weights, probs)
     # in float64, because single precision loses digits in sums over many points
-    parts = (mass * confidence.double(), mass * correct.double())
-    sums = torch.stack([_bin_sums(part, bins, num_bins) for part in parts])
-    means = (sums[:, filled] / counts[filled]).to(probs.dtype)
-    return CalibrationCurve(means[0], means[1], counts[filled])
+    each = mass.double() * torch.stack(
+        [torch.ones_like(mass), confidence.double(), predicted == targets]
+    )
+    bins = _equal_mass_sums if equal_mass else _equal_width_sums
+    counts, *sums = bins(confidence, each, num_bins)
+    filled = counts > 0
+    means = (torch.stack(sums)[:, filled] / counts[filled]).to(probs.dtype)
+    return CalibrationCurve(means[0], means[1], counts[filled].to(mass.dtype))
 
 
 def expected_calibration_error(
@@ -220,5 +216,28 @@ def _at_targets(probs: Tensor, targets: Tensor) -> Tensor:
     return probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def _bin_sums(values: Tensor, bins: Tensor, num_bins: int) -> Tensor:
-    return values.new_zeros(num_bins).index_add(0, bins, values)
+def _equal_width_sums(confidence: Tensor, each: Tensor, num_bins: int) -> Tensor:
+    """Return the sums `(3, B)` of numbers of points `(3, n)` in bins of the confidence."""
+    edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
+    bins = torch.bucketize(confidence, edges[1:-1])
+    return each.new_zeros(len(each), num_bins).index_add(1, bins, each)
+
+
+def _equal_mass_sums(confidence: Tensor, each: Tensor, num_bins: int) -> Tensor:
+    """Return the sums `(3, B)` of numbers of points `(3, n)`, the first their mass, in bins of it.
+
+    They are differences of cumulative sums, which are linear in the mass of one confidence.
+    """
+    counted = each[0] > 0
+    values, group = confidence[counted].unique(return_inverse=True)
+    sums = each.new_zeros(len(each), len(values) + 1).index_add(1, group + 1, each[:, counted])
+    sums = sums.cumsum(1)
+    edges = sums[0, -1] * torch.arange(num_bins + 1, device=each.device) / num_bins
+    if bool((each[0] == each[0].round()).all()):
+        edges = edges.ceil()  # no point is cut
+    right = torch.searchsorted(sums[0], edges).clamp_min(1)
+    below, above = sums[:, right - 1], sums[:, right]
+    share = (edges - below[0]) / (above[0] - below[0])
+    found = below.lerp(above, share)
+    found[0] = edges  # which rounding could move
+    return found.diff()
