@@ -12,6 +12,7 @@ from torch import nn
 import tyxe
 from tyxe import likelihoods
 from tyxe.diagnostics import Line, diagnose
+from tyxe.diagnostics.report import ANY, below
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 NOISE = 0.5
@@ -284,6 +285,25 @@ def test_k_hat_is_that_of_the_density():
     assert found.where == "weight"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_exact_posterior_does_not_fail(dtype):
+    """A regression's, whose log ratios are one number but for rounding."""
+    name = "k-hat, below 0.7 for a good density"
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x = torch.randn(20, 1, dtype=torch.float64)
+        y = x + NOISE * torch.randn(20, 1, dtype=torch.float64)
+        precision = float(x.square().sum()) / NOISE**2 + 1
+        net = nn.Linear(1, 1, bias=False).to(dtype)
+        nn.init.constant_(net.weight, float((x * y).sum()) / NOISE**2 / precision)
+        guide = functools.partial(tyxe.guides.AutoNormal, init_scale=precision**-0.5)
+        bnn = tyxe.VariationalBNN(net, NORMAL, gaussian(20), guide)
+        data = [(x.to(dtype), y.to(dtype))]
+        line = diagnose(bnn, data, data)[name]
+        assert line.verdict == "ok"
+        assert line.value < 0.7
+
+
 def test_nothing_changes_and_a_seed_gives_the_same_report():
     bnn = variational(epochs=20)
     before = {name: value.clone() for name, value in bnn.state_dict().items()}
@@ -320,6 +340,13 @@ def test_a_line_of_parts_is_the_worst():
     line = Line.of_parts("n", {"a": 1.0, "b": math.nan, "c": 9.0}, (0, 2), (0, 5), "mend")
     assert (line.where, line.verdict, line.title) == ("b", "fail", "n (b)")
     assert Line.of_parts("n", {"a": 1.0, "c": 3.0}, (0, 2), (0, 5), "").verdict == "warn"
+
+
+def test_without_a_threshold_the_largest_is_told():
+    parts = {"a": -math.inf, "b": 0.3, "c": 1.5}
+    assert Line.of_parts("k-hat", parts, ANY, ANY, "").where == "c"
+    assert Line.of_parts("k-hat", {**parts, "d": math.nan}, ANY, ANY, "").where == "d"
+    assert Line.of_parts("n", {"a": -math.inf, "b": 1.0}, below(2), below(5), "").where == "b"
 
 
 def test_counts_and_several_targets():

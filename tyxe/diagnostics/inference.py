@@ -337,7 +337,7 @@ def _log_ratios(case: Case, name: str, q: td.Distribution, priors: Mapping[str, 
         prior = sum(float(priors[n].log_prob(v).sum()) for n, v in values.items())
         ratio = _log_likelihood(case, {**centre, **values}) + prior
         ratios.append(ratio - float(q.log_prob(drawn).sum()))
-    return torch.tensor(ratios)
+    return torch.tensor(ratios, dtype=drawn.dtype)
 
 
 def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:

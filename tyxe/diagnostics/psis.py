@@ -17,7 +17,9 @@ def pareto_k(log_ratios: Tensor) -> float:
 
     Above 1/2 the ratios have no variance, above 1 no mean; below 0.7 importance sampling by the
     approximation works with as many draws as one has. In hundreds of dimensions it is above 0.7
-    for nearly every approximation, which then says nothing about its predictions.
+    for nearly every approximation, which then says nothing about its predictions. It is minus
+    infinity where the largest ratios differ by rounding alone, as those of an exact posterior do,
+    and infinity where fewer than five are not nothing beside the largest.
 
     Args:
         log_ratios: `log p(w_s, D) - log q(w_s)` of draws from `q`, up to a constant, `(S,)`.
@@ -43,20 +45,34 @@ def pareto_k(log_ratios: Tensor) -> float:
     tail = math.ceil(min(0.2 * size, 3 * size**0.5))
     if tail < FEWEST:
         raise ValueError(f"there are {size} ratios; expected 25 or more, better 1,000")
-    values = (ratios - ratios.max()).sort().values.exp()
-    excess = values[-tail:] - values[-tail - 1]
-    # Equal ratios have no tail.
-    return _shape(excess[excess > 0], tail) if bool(excess[-1] > 0) else -math.inf
+    # As logarithms below the largest.
+    values = (ratios - ratios.max()).sort().values
+    threshold = float(values[-tail - 1])
+    rounding = 8 * torch.finfo(log_ratios.dtype).eps * max(1.0, float(ratios.abs().max()))
+    if -threshold <= rounding:
+        return -math.inf
+    excess = (values[-tail:].exp() - math.exp(threshold)).clamp_min(0)
+    smallest = torch.finfo(excess.dtype).tiny
+    excess = excess[excess > smallest]
+    is_underflow = threshold < math.log(smallest)
+    return math.inf if is_underflow and len(excess) < FEWEST else _shape(excess / excess[-1])
 
 
-def _shape(excess: Tensor, count: int) -> float:
-    """Return the shape by the quasi-Bayesian estimate of Zhang and Stephens, shrunk to 1/2."""
+def _shape(excess: Tensor) -> float:
+    """Return the shape by the quasi-Bayesian estimate of Zhang and Stephens, shrunk to 1/2.
+
+    Args:
+        excess: what ratios have above a threshold, increasing up to 1.
+    """
+    count = len(excess)
     points = 30 + int(count**0.5)
     grid = torch.arange(1, points + 1, dtype=torch.float64)
-    quartile = excess[(len(excess) + 2) // 4 - 1 if len(excess) > 1 else 0]
-    theta = 1 / excess[-1] + (1 - (points / (grid - 0.5)).sqrt()) / (3 * quartile)
+    quartile = excess[(count + 2) // 4 - 1]
+    theta = 1 + (1 - (points / (grid - 0.5)).sqrt()) / (3 * quartile)
     shapes = torch.log1p(-theta[:, None] * excess).mean(1)
-    profile = len(excess) * ((-theta / shapes).log() - shapes - 1)
+    # Its limit where theta is 0, of exponential tails.
+    rate = torch.where(theta == 0, 1 / excess.mean(), -theta / shapes)
+    profile = count * (rate.log() - shapes - 1)
     best = (profile.softmax(0) * theta).sum()
     shape = float(torch.log1p(-best * excess).mean())
     return (shape * count + 0.5 * 10) / (count + 10)

@@ -67,8 +67,12 @@ class Line:
 
     @property
     def _badness(self) -> tuple[int, float]:
-        outside = max(self.ok[0] - self.value, self.value - self.ok[1])
-        return [*VERDICTS].index(self.verdict), math.inf if math.isnan(outside) else outside
+        if math.isnan(self.value):
+            return len(VERDICTS), math.inf
+        low, high = self.ok
+        # Where nothing is too much, the largest is told; one end may be infinite as the value is.
+        outside = self.value if self.ok == ANY else max(low - self.value, self.value - high)
+        return [*VERDICTS].index(self.verdict), -math.inf if math.isnan(outside) else outside
 
     @property
     def title(self) -> str:
