@@ -6,6 +6,8 @@ import math
 import pyro.distributions as dist
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import optimize, stats
 from torch import nn
 
@@ -113,6 +115,29 @@ def test_thresholds_by_hand():
     lower, upper = SplitConformal(level=0.6).fit((mean, scale), targets).predict((mean, 2 * scale))
     assert lower.tolist() == [-4.0] * 4
     assert upper.tolist() == [4.0] * 4
+
+
+@pytest.mark.parametrize("score", ["normalized", "cqr"])
+@pytest.mark.parametrize("of", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_targets", [torch.float64, torch.float32])
+@given(seed=st.integers(0, 10**6), outputs=st.sampled_from([(), (3,)]))
+@settings(max_examples=25, deadline=None)
+def test_tied_targets_are_all_held(score, of, of_targets, seed, outputs):
+    """Each of twenty points is the threshold's own, so that rounding an end would lose them all."""
+    draw = torch.Generator().manual_seed(seed)
+    first, width = torch.rand(2, 1, *outputs, generator=draw, dtype=torch.float64)
+    second = first + width if score == "cqr" else width + 0.1
+    predictions = tuple(part.expand(20, *outputs).to(of) for part in (first, second))
+    ends = 3 * torch.rand(2, *outputs, generator=draw, dtype=torch.float64) - 1
+    y = torch.stack([ends[0], ends[1]] * 10).to(of_targets)
+    conformal = SplitConformal(score, 0.9).fit(predictions, y)
+    found = conformal.predict(predictions)
+    assert coverage(found, y) >= 0.9
+    assert found[0].dtype == found[1].dtype == of
+    exact = (ends.to(of_targets) - predictions[0][:2]).abs() / predictions[1][:2]
+    if score == "normalized":
+        tolerance = 64 * torch.finfo(of).eps
+        assert conformal.threshold == pytest.approx(float(exact.max()), tolerance, tolerance)
 
 
 def test_the_default_score_is_that_of_the_predictions():

@@ -69,7 +69,7 @@ class SplitConformal(Calibrator):
             probs, y = check_classes(predictions, y)
             scores = self._of_classes(kind, probs).gather(1, y[:, None])[:, 0]
         else:
-            each = _of_numbers(kind, *check_pair(predictions, y))
+            each = _of_numbers(kind, predictions, y)
             scores = each.reshape(len(each), -1).amax(1)
         count = len(scores)
         rank = math.ceil((count + 1) * self.level - 1e-9)  # a product such as 10 * 0.7 is rounded
@@ -88,13 +88,7 @@ class SplitConformal(Calibrator):
         if self.score in CLASS_SCORES:
             held = self._of_classes(self.score, check_logits(predictions)) <= threshold
             return held.reshape(predictions.shape)
-        first, second, _ = check_pair(predictions)
-        if self.score == "cqr":
-            ends = first - threshold, second + threshold
-        else:
-            ends = first - threshold * second, first + threshold * second
-        dtype = torch.as_tensor(predictions[0]).dtype
-        return ends[0].to(dtype), ends[1].to(dtype)
+        return _ends(str(self.score), predictions, threshold)
 
     def _of_classes(self, kind: str, probs: Tensor) -> Tensor:
         """Return the scores of all classes, `(n, C)`."""
@@ -107,10 +101,28 @@ class SplitConformal(Calibrator):
         return torch.empty_like(probs).scatter(-1, order, scores)
 
 
-def _of_numbers(kind: str, first: Tensor, second: Tensor, y: Tensor) -> Tensor:
+def _ends(kind: str, predictions: Any, threshold: Any) -> tuple[Tensor, Tensor]:
+    """Return the ends of intervals for a threshold, or for one of each number."""
+    first, second, _ = check_pair(predictions)
+    middle, far = (second, threshold) if kind == "cqr" else (first, threshold * second)
+    dtype = torch.result_type(*map(torch.as_tensor, predictions))
+    return (first - far).to(dtype), (middle + far).to(dtype)
+
+
+def _of_numbers(kind: str, predictions: Any, y: Tensor) -> Tensor:
+    """Return the least thresholds whose intervals hold the targets, as their ends are rounded."""
+    first, second, y = check_pair(predictions, y)
     if kind == "cqr":
-        return torch.maximum(first - y, y - second)
-    return (y - first).abs() / check_scale(second, first)
+        scores = torch.maximum(first - y, y - second)
+    else:
+        scores = (y - first).abs() / check_scale(second, first)
+    for exponent in range(-52, 1):
+        lower, upper = _ends(kind, predictions, scores)
+        missed = (y < lower) | (y > upper)
+        if not bool(missed.any()):
+            break
+        scores = scores.where(~missed, scores + 2.0**exponent * scores.abs())
+    return scores
 
 
 def coverage(predicted: Any, y: Tensor) -> float:
