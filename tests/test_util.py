@@ -68,6 +68,52 @@ def test_fans_are_what_the_layer_connects(layer, shape):
     assert fan_in_fan_out(layer.weight, layer) == counted_fans(layer, shape)
 
 
+STRIDED = {
+    "kernel 3, stride 2": (nn.ConvTranspose1d(2, 5, 3, stride=2), 12),
+    "kernel 2, stride 3": (nn.ConvTranspose1d(2, 5, 2, stride=3), 12),
+    "kernel 4, stride 2, dilated": (nn.ConvTranspose1d(2, 3, 4, stride=2, dilation=2), 16),
+    "two dimensions": (nn.ConvTranspose2d(4, 2, (3, 4), stride=(1, 2), padding=1), 8),
+    "grouped": (nn.ConvTranspose2d(6, 4, 3, stride=3, output_padding=1, groups=2), 8),
+}
+
+
+def in_the_middle(counts, size, strides):
+    """Return the mean of counts `(channels, *size)` over a period of the strides."""
+    counts = counts.reshape(-1, *size)
+    for dim, stride in enumerate(strides, 1):
+        counts = counts.narrow(dim, counts.shape[dim] // 2, stride)
+    return counts.mean().item()
+
+
+@pytest.mark.parametrize(("layer", "size"), STRIDED.values(), ids=STRIDED.keys())
+def test_fans_of_strided_transposed_layers_are_means_over_positions(layer, size):
+    strides = layer.stride
+    layer = copy.deepcopy(layer).double()
+    x = torch.randn(layer.in_channels, *[size] * len(strides)).double()
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, float(parameter is layer.weight))
+    outputs = layer(x)
+    jacobian = torch.autograd.functional.jacobian(layer, x)
+    counts = jacobian.reshape(outputs.numel(), x.numel())
+    fan_in, fan_out = fan_in_fan_out(layer.weight, layer)
+    assert fan_in == pytest.approx(in_the_middle(counts.sum(1), outputs.shape[1:], strides))
+    assert fan_out == pytest.approx(in_the_middle(counts.sum(0), x.shape[1:], strides))
+
+
+@pytest.mark.parametrize("kernel", [2, 3, 4, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_outputs_of_a_radford_prior_have_unit_variance(kernel, stride):
+    """Of inputs of 1, on average over positions, by the exact gradient in the weights."""
+    layer = nn.ConvTranspose2d(8, 4, kernel, stride=stride).double()
+    prior = tyxe.priors.LayerwiseNormalPrior("radford").sites(layer)["weight"]
+    outputs = layer(torch.ones(1, 8, 9, 9).double())[0, 0]
+    start = len(outputs) // 2
+    outputs = outputs.narrow(0, start, stride).narrow(1, start, stride).flatten()
+    squares = [torch.autograd.grad(o, layer.weight, retain_graph=True)[0].square() for o in outputs]
+    variances = torch.stack([(prior.variance * square).sum() for square in squares])
+    assert float(variances.mean()) == pytest.approx(1.0)
+
+
 def test_fans_without_a_module_are_those_of_the_shape():
     assert fan_in_fan_out(torch.zeros(3, 5)) == (5.0, 3.0)
     assert fan_in_fan_out(torch.zeros(3, 5, 2, 2)) == (20.0, 12.0)

@@ -134,6 +134,8 @@ def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[flo
     For a matrix `(out, in)` these are `in` and `out`; a convolution multiplies both by its kernel's
     size. The module is needed for what the tensor's shape does not say: transposed convolutions
     have shape `(in, out / groups, ...)`; grouped ones feed `out / groups` channels from one input;
+    an output of a transposed convolution reads one in `stride` of the kernel's positions in each
+    direction, on average over outputs;
     the stacked matrices of attention (3) and of recurrent cells (3 or 4 gates) are several maps in
     one tensor; a row of an embedding and a norm's scale have fan-in 1.
 
@@ -156,7 +158,8 @@ def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[flo
     groups = int(getattr(module, "groups", 1))
     kernel = math.prod(weight.shape[2:])
     if _is_transposed(module):
-        fan_in, fan_out = weight.shape[0] / groups, float(weight.shape[1])
+        strides = math.prod(getattr(module, "stride", (1,)))
+        fan_in, fan_out = weight.shape[0] / groups / strides, float(weight.shape[1])
     else:
         fan_in, fan_out = float(weight.shape[1]), weight.shape[0] / groups
     stacked = _stacked_maps(weight, module)
