@@ -151,6 +151,30 @@ def test_chains_are_members():
     assert ensemble.predict(X, num_predictions=4, aggregate=False).shape == (8, N, 3)
 
 
+def test_members_without_samples_have_none_after_an_error():
+    kernel = tyxe.samplers.SGLD(lr=1e-3)
+
+    def member(_):
+        return tyxe.MCMC_BNN(net_for(None, 3), NORMAL, Categorical(N), kernel)
+
+    class Stops(list):
+        def __iter__(self):
+            yield from self[:8]
+            raise KeyboardInterrupt
+
+    ensemble = tyxe.EnsembleBNN(member, 2)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(tyxe.TyxeWarning, match="keeps"):
+        ensemble.fit(Stops([(X, torch.arange(N) % 3)] * 20), 12, warmup_steps=4)
+    assert not len(ensemble.members[0].samples)
+    fitted = tyxe.EnsembleBNN(member, 2)
+    fitted.fit([(X, torch.arange(N) % 3)], 4, warmup_steps=4)
+    state = fitted.state_dict()
+    bad = {name: v for name, v in state.items() if not name.startswith("members.1.samples.net.0")}
+    with pytest.raises(RuntimeError, match="left as it was"):
+        ensemble.load_state_dict(bad)
+    assert not any(len(one.samples) for one in ensemble.members)
+
+
 def test_disagreement():
     ensemble, _ = ensemble_of("ml", count=3)
     probs = ensemble.predict(X, aggregate=False).softmax(-1)

@@ -345,6 +345,108 @@ def test_samples_of_a_wrong_kind_change_nothing():
     assert_same_state(bnn, before)
 
 
+def sampled(bnn=None, num_samples=4):
+    bnn = bnn or mcmc()
+    bnn.fit([data()], num_samples=num_samples, warmup_steps=1, num_chains=1, disable_progbar=True)
+    return bnn
+
+
+def with_samples(change):
+    def spoil():
+        state = sampled().state_dict()
+        changed = {
+            name: change(name.removeprefix("samples."), value)
+            for name, value in state.items()
+            if name.startswith("samples.")
+        }
+        return {**state, **changed}
+
+    return spoil
+
+
+def without(*names):
+    state = sampled().state_dict()
+    return {
+        name: value for name, value in state.items() if name.removeprefix("samples.") not in names
+    }
+
+
+OTHER_SAMPLES = {
+    "of a wider net": with_samples(
+        lambda name, value: value.repeat(1, 1, 1, 2) if name == "net.weight" else value
+    ),
+    "of more outputs": with_samples(
+        lambda name, value: value.repeat_interleave(3, 2) if value.dim() > 2 else value
+    ),
+    "of a noise for each output": with_samples(
+        lambda name, value: value[..., None] if name == "likelihood.scale" else value
+    ),
+    "without chains": with_samples(lambda name, value: value[0]),
+    "as many numbers, not stacked": with_samples(lambda name, value: value[0, 0]),
+    "of fewer for one site": with_samples(
+        lambda name, value: value[:, :2] if name == "net.bias" else value
+    ),
+    "none in each chain": with_samples(lambda name, value: value[:, :0]),
+    "no chains": with_samples(lambda name, value: value[:0]),
+    "a site is missing": lambda: without("net.bias"),
+    "the noise is missing": lambda: without("likelihood.scale"),
+    "all are missing": lambda: without("net.weight", "net.bias", "likelihood.scale"),
+    "a site too many": lambda: {**without(), "samples.net.9.bias": torch.randn(1, 4, 3)},
+    "never fitted": lambda: mcmc().state_dict(),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SAMPLES)
+def test_samples_of_another_bnn_change_nothing(case, tmp_path):
+    state, bnn = OTHER_SAMPLES[case](), sampled(num_samples=6)
+    before, chains = copy.deepcopy(bnn), bnn._chains
+    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN, which was left as it was"):
+        bnn.load_state_dict(state)
+    if case != "a site too many":  # which PyTorch sees after it has loaded the others
+        with pytest.raises(RuntimeError):
+            nn.ModuleDict({"bnn": bnn}).load_state_dict({f"bnn.{n}": v for n, v in state.items()})
+    assert_same_state(bnn, before)
+    assert_same_predictions(bnn, before)
+    assert bnn._chains is chains
+    saved = sampled()
+    saved.save(tmp_path / "file")
+    content = tyxe.files.read(tmp_path / "file")
+    tyxe.files.write(tmp_path / "file", {**content, "content": state})
+    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
+        bnn.load(tmp_path / "file")
+    assert_same_state(bnn, before)
+    if case not in ("never fitted", "all are missing"):
+        fresh = mcmc()
+        with pytest.raises(RuntimeError):
+            fresh.load_state_dict(state)
+        assert not len(fresh.samples)
+
+
+def test_another_error_leaves_a_bnn_without_samples():
+    fresh, state = mcmc(), sampled().state_dict()
+    with pytest.raises(RuntimeError, match="does not fit"):
+        fresh.load_state_dict({**state, "likelihood.more": torch.zeros(1)})
+    assert not len(fresh.samples)
+
+
+def test_a_state_without_samples_takes_them_away_if_asked_for():
+    bnn, fresh = sampled(), mcmc()
+    bnn.load_state_dict(fresh.state_dict(), strict=False)
+    assert not len(bnn.samples)
+    fresh.load_state_dict(bnn.state_dict())
+
+
+def test_a_run_that_can_be_gone_on_with_survives_a_failed_load():
+    bnn = tyxe.MCMC_BNN(
+        nn.Linear(2, 1), NORMAL, HomoskedasticGaussian(N, scale=0.3), tyxe.samplers.HMC
+    )
+    with pytest.warns(tyxe.TyxeWarning):
+        bnn.fit([data()], 4, warmup_steps=2, num_chains=1)
+    with pytest.raises(RuntimeError):
+        bnn.load_state_dict({})
+    bnn.fit([data()], 4, warmup_steps=2, num_chains=1, resume=True)
+
+
 class Parent(nn.Module):
     """A module that has a BNN among its parts."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributions as td
 import torch.nn as nn
+from pyro.infer.mcmc import HMC
 
 import tyxe
 from tyxe.priors import IIDPrior, LambdaPrior, Prior
@@ -51,6 +52,22 @@ def test_a_horseshoe_is_fitted_end_to_end(guide):
     assert pyro_sample_sites(bnn.net) == ["weight"]
     assert bnn.predict(x, num_predictions=2)[0].shape == (40, 1)
     assert copy.deepcopy(bnn)(x).shape == (40, 1)
+
+
+def test_samples_of_a_hierarchy_are_saved_with_its_own_variables(tmp_path):
+    def make(prior):
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1)
+        kernel = functools.partial(HMC, step_size=0.01, num_steps=2)
+        return tyxe.MCMC_BNN(nn.Linear(4, 1, bias=False), prior, likelihood, kernel)
+
+    bnn, fresh = make(LambdaPrior(horseshoe)), make(LambdaPrior(horseshoe))
+    bnn.fit([(torch.randn(10, 4), torch.randn(10, 1))], 3, warmup_steps=1, disable_progbar=True)
+    bnn.save(tmp_path / "file")
+    fresh.load(tmp_path / "file")
+    names = {"net.weight_global", "net.weight_local", "net.weight"}
+    assert fresh.get_samples().keys() == bnn.get_samples().keys() == names
+    with pytest.raises(RuntimeError, match="does not fit"):
+        make(IIDPrior(dist.Normal(0, 1))).load(tmp_path / "file")
 
 
 def test_the_density_of_a_hierarchy_is_that_of_its_parts():

@@ -39,7 +39,8 @@ class Samples(SiteTensors):
             for name, value in state_dict.items()
             if name.startswith(prefix)
         }
-        self.replace(found)
+        if found:  # else all that there are is missing
+            self.replace(found)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def replace(self, samples: dict[str, Tensor]) -> None:

@@ -184,7 +184,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 with _from_seed(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
                     found.append(member.fit(*arguments, **options))
             except BaseException:
-                member.load_state_dict(before)
+                member.load_state_dict(before, strict=False)  # without samples, if it was
                 raise
             del self._left[index]
             if member_callback is not None:
@@ -404,7 +404,8 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             )
         with ExitStack() as undone:
             for index, member in enumerate(self._bnns):
-                undone.callback(member.load_state_dict, copy.deepcopy(member.state_dict()))
+                before = copy.deepcopy(member.state_dict())
+                undone.callback(member.load_state_dict, before, strict=False)
                 member.load_state_dict(parts[str(index)], strict, assign)
             undone.pop_all()
         if self.weights is not None:

@@ -14,6 +14,7 @@ from pyro.infer.mcmc.api import MCMC
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import OwnBatches, collect
@@ -404,6 +405,69 @@ class MCMC_BNN(SupervisedBNN):
     def _follow_prior(self, priors: SitePriors) -> None:
         """Keep the samples, and forget the run, whose target has changed."""
         self._chains = None
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict and its samples, or raise an error and change nothing.
+
+        Args:
+            state_dict: that of such a BNN.
+            strict: refuse a state without samples where there are some, which are lost else.
+            assign: as in `torch.nn.Module`.
+
+        Raises:
+            RuntimeError: the state dict, or its samples, do not fit this BNN; NaN in it.
+        """
+        with exclusive():
+            samples, chains = dict(self.samples.items()), self._chains
+            try:
+                found = super().load_state_dict(state_dict, strict, assign)
+            except RuntimeError:
+                self.samples.replace(samples)
+                self._chains = chains
+                raise
+            if not any(name.startswith("samples.") for name in state_dict):
+                self.samples.replace({})
+            return found
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        start = f"{prefix}samples."
+        given = {n.removeprefix(start): v for n, v in state_dict.items() if n.startswith(start)}
+        if given:
+            unexpected += [start + name for name in self._check_samples(given)]
+        rest = metadata, strict, missing, unexpected, errors
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _check_samples(self, given: Mapping[str, Any]) -> set[str]:
+        """Raise a RuntimeError for samples of another BNN; return names that are not known."""
+        latents = self.likelihood.latent_priors().items()
+        expected = {name: [*shape] for name, shape in self.site_shapes().items()} | {
+            f"{self.likelihood.prefix}.{name}": [*prior.batch_shape, *prior.event_shape]
+            for name, prior in latents
+        }
+        shapes = {n: [*value.shape] for n, value in given.items() if isinstance(value, Tensor)}
+        wrong = given.keys() - shapes.keys()
+        wrong |= {n for n, shape in expected.items() if shapes.get(n, [None])[2:] != shape}
+        wrong |= expected.keys() - shapes.keys()
+        counts = {tuple(shape[:2]) for shape in shapes.values()}
+        if wrong or len(counts) > 1 or any(len(one) < 2 or 0 in one for one in counts):
+            raise RuntimeError(
+                f"its samples are those of another BNN: {', '.join(sorted(wrong))} in "
+                f"{sorted(counts)} chains and samples"
+            )
+        if not all(isinstance(prior, Distribution) for _, prior in self.net_prior.priors()):
+            return set()  # hierarchical priors have variables of their own
+        return given.keys() - expected.keys() - set(self.samples)
 
     def to_arviz(self, inputs: Inputs | None = None) -> Any:
         """Return samples as ArviZ's `InferenceData`, for `az.summary` (R-hat, ESS) and plots.

@@ -242,13 +242,13 @@ class TaskLoop:
         if saved != own:
             raise ValueError(f"the run to resume has the parts {saved}, this loop {own}")
         with exclusive(), ExitStack() as undone:
-            undone.callback(self._take, self.state_dict())
+            undone.callback(self._take, self.state_dict(), strict=False)
             undone.callback(self.bnn.net_prior.restore, self.bnn.net_prior.snapshot())
             self._take(state)
             undone.pop_all()
 
-    def _take(self, state: Mapping[str, Any]) -> None:
-        self.bnn.load_state_dict(state["bnn"])
+    def _take(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        self.bnn.load_state_dict(state["bnn"], strict)
         if self.heads is not None:
             self.heads.load_state_dict(state["heads"])
         for name, part in self.parts.items():
