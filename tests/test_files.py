@@ -1,8 +1,15 @@
 """Files that are whole or not there, and values packed into tensors."""
 
 import errno
+import hashlib
+import io
 import os
+import resource
+import socket
+import stat
 import threading
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,11 +70,218 @@ def test_a_file_that_was_cut_is_an_error(length: int, tmp_path: Path) -> None:
         files.read(path)
 
 
-def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    files.write(path, {"thread": threading.Thread})
-    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+def sealed(payload: bytes, magic: bytes = b"tyxe file 1\n") -> bytes:
+    """Return a file with a content that `write` would not write."""
+    size = len(payload).to_bytes(8, "little")
+    return magic + size + hashlib.sha256(payload).digest() + payload
+
+
+def saved(content: object) -> bytes:
+    torch.save(content, memory := io.BytesIO())
+    return memory.getvalue()
+
+
+def deflated(payload: bytes) -> bytes:
+    records, memory = zipfile.ZipFile(io.BytesIO(payload)), io.BytesIO()
+    with zipfile.ZipFile(memory, "w", zipfile.ZIP_DEFLATED) as smaller:
+        for record in records.infolist():
+            smaller.writestr(record.filename, records.read(record))
+    return memory.getvalue()
+
+
+FOREIGN = {
+    "code": lambda: saved({"thread": threading.Thread}),
+    "an expanded tensor": lambda: saved({"a": torch.zeros(1).expand(3 * 10**9)}),
+    "overlapping rows": lambda: saved([torch.zeros(40_000).as_strided((20_000, 20_000), (1, 1))]),
+    "zeros without a place": lambda: saved({"a": [torch.zeros(10**9, device="meta")]}),
+    "records that unpack": lambda: deflated(saved({"a": torch.zeros(10**7)})),
+    "an archive of others": lambda: deflated(saved({}))[:-60],
+    "text": lambda: b"accuracy: .9",
+    "nothing": lambda: b"",
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_was_not_written_is_refused_before_it_takes_memory(what: str, tmp_path: Path) -> None:
+    path, payload = tmp_path / "file", FOREIGN[what]()
+    path.write_bytes(sealed(payload))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="has other things in it than what tyxe writes") as caught:
         files.read(path)
+    assert "weights_only" not in str(caught.value)
+    assert caught.value.__suppress_context__
+    if payload.startswith(b"PK"):
+        entry = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        with pytest.raises(RuntimeError, match="an entry of the state dict is damaged") as entrys:
+            files.unpacked(entry)
+        assert "weights_only" not in str(entrys.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
+
+
+def test_no_more_is_read_than_the_start_of_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(2**43)  # of holes
+    with pytest.raises(ValueError, match="no file of tyxe, or damaged"):
+        files.read(path)
+    with path.open("r+b") as file:
+        file.write(sealed(b"")[:-32])
+    with pytest.raises(ValueError, match=r"it has \d+ bytes of content, and 0 were written"):
+        files.read(path)
+    path.write_bytes(b"tyxe file 1\n" + bytes([255]) * 40)
+    with pytest.raises(ValueError, match="it has 0 bytes of content, and 18446744073709551615"):
+        files.read(path)
+
+
+@pytest.mark.parametrize("number", [2, 9, 10, 123])
+def test_a_newer_format_says_so(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(sealed(b"PK", b"tyxe file %d\n" % number))
+    with pytest.raises(ValueError, match=rf"by a newer version \(format {number}\).*update tyxe"):
+        files.read(path)
+
+
+def test_expanded_tensors_are_written_in_full(tmp_path: Path) -> None:
+    path, row = tmp_path / "file", torch.arange(3.0)
+    files.write(path, {"rows": [row.expand(4, 3)]})
+    found = files.read(path)["rows"][0]
+    assert torch.equal(found, row.expand(4, 3))
+    assert found.is_contiguous()
+    assert torch.equal(files.unpacked(files.packed({"a": row.expand(4, 3)}))["a"], found)
+
+
+# --- what is at the place already -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o604, 0o444])
+def test_the_mode_of_an_earlier_file_is_kept(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write(path, CONTENT)
+    path.chmod(mode)
+    files.write(path, {"other": 1})
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert files.read(path) == {"other": 1}
+
+
+def test_a_private_file_is_private_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, modes = tmp_path / "file", []
+    files.write(path, CONTENT)
+    path.chmod(0o600)
+    fsync = os.fsync
+
+    def look(descriptor: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look)
+    files.write(path, CONTENT)
+    assert stat.S_IMODE(modes[0]) == 0o600
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="files of others are root's")
+def test_the_owner_of_an_earlier_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write(path, CONTENT)
+    os.chown(path, 1234, 5678)
+    files.write(path, CONTENT)
+    assert (path.stat().st_uid, path.stat().st_gid) == (1234, 5678)
+
+
+def test_another_owner_that_may_not_be_given_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    files.write(tmp_path / "file", CONTENT)
+    monkeypatch.setattr(os, "chown", refuses)
+    files.write(tmp_path / "file", {"other": 1})
+    assert files.read(tmp_path / "file") == {"other": 1}
+
+
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_link_stays_and_its_target_is_written(
+    exists: bool, relative: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "of links").mkdir()
+    target, link, first = tmp_path / "target", tmp_path / "of links" / "a", tmp_path / "first"
+    link.symlink_to(Path("..") / "target" if relative else target)
+    first.symlink_to(link)
+    if exists:
+        files.write(target, {"other": 1})
+        target.chmod(0o600)
+    files.write(first, CONTENT)
+    assert first.is_symlink()
+    assert link.is_symlink()
+    assert not target.is_symlink()
+    assert_is_content(files.read(target))
+    assert not exists or stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links"):
+        files.write(tmp_path / "a", CONTENT)
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are none of these")
+@pytest.mark.parametrize("make", [a_pipe, a_socket, a_device])
+def test_what_is_no_file_is_neither_replaced_nor_read(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name is short
+    path = Path("it")
+    make(path)
+    before = path.lstat()
+    for call in (lambda: files.write(path, CONTENT), lambda: files.read(path)):
+        with pytest.raises(OSError, match="it is a device, a pipe or the like; name a file"):
+            call()
+    assert path.lstat() == before
+    assert os.listdir() == ["it"]
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "ä" * 127, "n" * 200])
+def test_names_are_as_long_as_the_system_takes(name: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        files.write(tmp_path / name, CONTENT)
+    assert_is_content(files.read(tmp_path / name))
+    assert os.listdir(tmp_path) == [name]
+    with pytest.raises(OSError, match="name too long"):
+        files.write(tmp_path / ("n" * 256), CONTENT)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_folder_that_cannot_be_read_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuses(path: Path, flags: int, *args: int, **options: int) -> int:
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuses)
+    files.write(tmp_path / "file", CONTENT)
+    monkeypatch.undo()
+    assert_is_content(files.read(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace"])
