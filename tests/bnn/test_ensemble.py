@@ -286,7 +286,10 @@ def test_state():
     state = ensemble.state_dict()
     broken = {**state, "members.1.net_guide.locs.2:bias": torch.zeros(7)}
     name = next(k for k in state if k.startswith("members.1.net_guide.locs"))
-    for bad in ({**state, name: torch.full_like(state[name], torch.nan)}, {}, broken):
+    infinite = {**state, name: torch.full_like(state[name], torch.inf)}
+    weighted = [{**state, "weights": torch.tensor(w)} for w in ([-1.0, 2.0], [0.0, torch.nan])]
+    nan = {**state, name: torch.full_like(state[name], torch.nan)}
+    for bad in (nan, infinite, *weighted, {}, broken):
         with pytest.raises(RuntimeError):
             fresh.load_state_dict(bad)
         for name, value in fresh.state_dict().items():

@@ -262,11 +262,11 @@ def bad_entry(key):
     return spoil
 
 
-def with_nan(key):
+def with_value(key, value=math.nan):
     def spoil(bnn):
         state = fitted().state_dict()
         broken = state[key].clone()
-        broken.view(-1)[0] = math.nan
+        broken.view(-1)[0] = value
         return {**state, key: broken}
 
     return spoil
@@ -283,10 +283,26 @@ MISFITS = {
     "a string for a mean": (bad_entry("net_guide.locs.0.weight"), "does not fit this Variatio"),
     "a string for the prior": (bad_entry("net_prior._entries.0.base_dist__loc"), "does not fit"),
     "NaN in a mean": (
-        with_nan("net_guide.locs.0.weight"),
+        with_value("net_guide.locs.0.weight"),
         "net_guide.locs.0.weight of the state dict has NaN in it; the BNN is as it was",
     ),
-    "NaN in a prior": (with_nan("net_prior._entries.0.base_dist__loc"), "has NaN in it"),
+    "an infinite mean": (
+        with_value("net_guide.locs.0.weight", math.inf),
+        "net_guide.locs.0.weight of the state dict has infinities in it; the BNN is as it was",
+    ),
+    "an infinite scale": (
+        with_value("net_guide.unconstrained_scales.0.weight", -math.inf),
+        "has infinities in it",
+    ),
+    "an infinite noise": (
+        with_value("likelihood_guide.locs.scale", math.inf),
+        "has infinities in it",
+    ),
+    "an infinite weight that is trained": (
+        with_value("net.1.weight", math.inf),
+        "net.1.weight of the state dict has infinities",
+    ),
+    "NaN in a prior": (with_value("net_prior._entries.0.base_dist__loc"), "has NaN in it"),
     "a plain net": (
         lambda bnn: net().state_dict(),
         "of a plain module, not of a BNN; a net's goes into the net, before the BNN is built",
@@ -334,6 +350,53 @@ def test_a_nets_own_buffers_may_hold_nan():
     one, other = (tyxe.PytorchBNN(Marked(), prior, AutoNormal) for _ in range(2))
     one.load_state_dict(other.state_dict())
     assert torch.equal(one.net_guide.get_loc("weight"), other.net_guide.get_loc("weight"))
+
+
+def test_what_is_given_may_be_infinite():
+    """Masks, whether buffers or frozen, and priors with a part of weight 0, or that are flat."""
+
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 1)
+            self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+            self.frozen = nn.Parameter(torch.tensor([0.0, -math.inf]), requires_grad=False)
+
+    parts = dist.Categorical(logits=torch.tensor([0.0, -math.inf]))
+    mixture = dist.MixtureSameFamily(parts, dist.Normal(torch.zeros(2), torch.ones(2)))
+    hide = {"hide_parameters": ["frozen"]}
+    for prior in (mixture, dist.Normal(0.0, math.inf)):
+        one, other = (
+            tyxe.MCMC_BNN(
+                Masked(),
+                tyxe.priors.IIDPrior(prior, **hide),
+                HomoskedasticGaussian(N, scale=0.1),
+                tyxe.samplers.HMC,
+            )
+            for _ in range(2)
+        )
+        state = one.state_dict()
+        assert sum(not bool(value.isfinite().all()) for value in state.values()) >= 3
+        other.load_state_dict(state)
+        assert_same_state(one, other)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_samples_are_numbers(value):
+    state, bnn = sampled().state_dict(), sampled()
+    before = copy.deepcopy(bnn)
+    state["samples.net.bias"][0, 1] = value
+    with pytest.raises(RuntimeError, match=r"samples.net.bias of the state dict has (NaN|infi)"):
+        bnn.load_state_dict(state)
+    assert_same_state(bnn, before)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_mean_of_a_laplace_approximation_is_a_number(value):
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1))
+    state = laplace_state(bnn)
+    state["net_guide.locs.0.weight"][0, 0] = value
+    with pytest.raises(RuntimeError, match=r"net_guide.locs.0.weight of the state dict has"):
+        bnn.load_state_dict(state)
 
 
 def test_samples_of_a_wrong_kind_change_nothing():

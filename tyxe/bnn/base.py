@@ -407,11 +407,23 @@ class BNN(Saved, nn.Module):
             ) from None
 
     def _check_numbers(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raise where anything in a state dict but the net's buffers has elements that are NaN."""
+        """Raise where anything in a state dict but the net's buffers has elements that are NaN.
+
+        What inference has set, or will train, may not be infinite either. In priors the logarithm
+        of a weight may be, and in frozen tensors a mask.
+        """
         of_net = dict(self.net.named_buffers(f"{prefix}net"))
+        trained = {f"{prefix}{name}" for name, p in self.named_parameters() if p.requires_grad}
+        parts = tuple(f"{prefix}{part}." for part in ("net_guide", "likelihood_guide", "samples"))
         for name, value in state_dict.items():
-            if name not in of_net and isinstance(value, Tensor) and bool(value.isnan().any()):
-                raise RuntimeError(f"{name} of the state dict has NaN in it; the BNN is as it was")
+            if name in of_net or not isinstance(value, Tensor):
+                continue
+            is_finite = name in trained or str(name).startswith(parts)
+            if bool((~value.isfinite() if is_finite else value.isnan()).any()):
+                what = "NaN" if bool(value.isnan().any()) else "infinities"
+                raise RuntimeError(
+                    f"{name} of the state dict has {what} in it; the BNN is as it was"
+                )
 
     def parameter_kinds(self) -> dict[str, str]:
         """Return the kind of each trainable parameter: `loc`, `scale` or `deterministic`."""

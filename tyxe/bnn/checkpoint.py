@@ -146,14 +146,15 @@ class Saved:
     def save(self, path: str | os.PathLike[str], training: bool = False) -> None:
         """Save the state to a file, which `load` reads; an earlier file is replaced at the end.
 
-        A process that is killed while it saves, or a full disk, leaves the earlier file.
+        A process that is killed while it saves, or a full disk, leaves the earlier file, whose mode
+        is kept; a link's target is written.
 
         Args:
             path: the file.
             training: save the `checkpoint` that `fit` goes on from as well.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written, or is a folder, a device or the like.
             TypeError: `training` for a wrapper whose `fit` cannot be gone on with.
 
         Example:
@@ -185,8 +186,9 @@ class Saved:
 
         Raises:
             FileNotFoundError: there is no file.
-            ValueError: the file is damaged, or was not written by `save`.
-            RuntimeError: it is the state of another BNN. No error leaves anything changed.
+            ValueError: the file is damaged, or not written by `save`, or by a newer version's.
+            RuntimeError: it is the state of another BNN, or has NaN or infinities in it. No error
+                leaves anything changed.
         """
         saved = files.read(path)
         averaged = isinstance(saved, dict) and saved.pop("averages_norms", False)

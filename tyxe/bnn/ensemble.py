@@ -402,6 +402,10 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 f"the state dict does not fit this ensemble of {len(expected)} members, which was "
                 f"left as it was: it has {len(parts)} members and {', '.join(own) or 'no weights'}"
             )
+        try:
+            _checked_weights(own.get("weights"), len(expected))
+        except ValueError as error:
+            raise RuntimeError(f"{error} in the state dict; the ensemble is as it was") from None
         with ExitStack() as undone:
             for index, member in enumerate(self._bnns):
                 before = copy.deepcopy(member.state_dict())
