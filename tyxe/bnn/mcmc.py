@@ -21,6 +21,7 @@ from tyxe.bnn.batches import OwnBatches, collect
 from tyxe.bnn.chains import (
     MCMCRun,
     RunOptions,
+    SampleFile,
     Samples,
     built,
     check_continuous,
@@ -283,7 +284,8 @@ class MCMC_BNN(SupervisedBNN):
         if short is not None:
             warn(short)
         run = make_run(kernel, potential, starts, num_samples, num_warmup, options, estimates)
-        self._chains = MCMCRun(run, potential, data if batches is None else batches[0])
+        file = SampleFile.of(run.kept.positions)
+        self._chains = MCMCRun(run, potential, data if batches is None else batches[0], file)
         return self._chains
 
     def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> None:
@@ -293,15 +295,14 @@ class MCMC_BNN(SupervisedBNN):
             kept, what, how = chains.run.num_kept, "interrupted", "; fit(..., resume=True) goes on"
             if not isinstance(error, KeyboardInterrupt):
                 self._chains, what, how = None, "stopped", ""
-                file = chains.run.kept.positions.untyped_storage().filename
-                if file is not None and not kept:  # it would be in the way of the next try
-                    os.remove(file)
+                if chains.file is not None and not kept:  # in the way of the next try
+                    os.remove(chains.file.path)
             if kept:
-                self._take(chains.get_samples(group_by_chain=True))
+                self._take(chains.get_samples(group_by_chain=True), chains.file)
             each = f"samples of each of {chains.num_chains} chains"
             warn(f"{what}: the BNN keeps {kept or 'no new'} {each}{how}")
             raise
-        self._take(chains.get_samples(group_by_chain=True))
+        self._take(chains.get_samples(group_by_chain=True), chains.file)
         chains.warn_of_result()
 
     def starts(
@@ -347,9 +348,9 @@ class MCMC_BNN(SupervisedBNN):
         self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc
 
-    def _take(self, samples: dict[str, Tensor]) -> None:
+    def _take(self, samples: dict[str, Tensor], file: SampleFile | None = None) -> None:
         with exclusive():
-            self.samples.replace(samples)
+            self.samples.replace(samples, file)
 
     def _warn_of_setting(self, points: float | None) -> None:
         if am_i_wrapped():
@@ -420,11 +421,11 @@ class MCMC_BNN(SupervisedBNN):
             RuntimeError: the state dict, or its samples, do not fit this BNN; NaN in it.
         """
         with exclusive():
-            samples, chains = dict(self.samples.items()), self._chains
+            samples, file, chains = dict(self.samples.items()), self.samples.file, self._chains
             try:
                 found = super().load_state_dict(state_dict, strict, assign)
             except RuntimeError:
-                self.samples.replace(samples)
+                self.samples.replace(samples, file)
                 self._chains = chains
                 raise
             if not any(name.startswith("samples.") for name in state_dict):
