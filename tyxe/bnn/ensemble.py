@@ -184,7 +184,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 with _from_seed(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
                     found.append(member.fit(*arguments, **options))
             except BaseException:
-                member.load_state_dict(before, strict=False)  # without samples, if it was
+                member.load_state_dict(before, strict=False)  # also to no samples
                 raise
             del self._left[index]
             if member_callback is not None:
