@@ -41,7 +41,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 import tyxe
-from tyxe.distributions import IndependentSites, JointNormal, ParamBlocks
+from tyxe.distributions import Gaussian, IndependentSites, ParamBlocks
 from tyxe.distributions.param_blocks import SiteBlock
 from tyxe.guides import AutoInducing, init_to_median
 from tyxe.linalg import Cholesky, Inverse
@@ -112,7 +112,7 @@ class AutoFullByLayer(tyxe.guides.Guide):
             scale, factor = self.log_scales[layer].exp(), self.scale_factors[layer]
             unit = factor.tril(-1) + torch.eye(len(scale)).to(factor)
             precision = Inverse(Cholesky(scale[:, None] * unit))
-            found.append(JointNormal(ParamBlocks(blocks), self.locs[layer], precision))
+            found.append(Gaussian(ParamBlocks(blocks), self.locs[layer], precision))
         return found
 
     def site_distribution(self, site):

@@ -28,7 +28,7 @@ from tests.oracles.joints import (
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.bnn.potential import Potential
 from tyxe.distributions import (
-    JointNormal,
+    Gaussian,
     ParamBlocks,
 )
 from tyxe.distributions.joint import JointSite
@@ -179,7 +179,7 @@ def test_some_sites_of_a_joint_prior_name_the_missing_ones():
     joint, prior = joint_prior(net)
     some = {**prior.dist_dict, "net.2.bias": dist.Normal(0.0, 1.0).expand([1])}
     rejects(bnn, DictPrior(some), ValueError, r"2\.weight have it, and net\.2\.bias not")
-    larger = JointNormal(
+    larger = Gaussian(
         ParamBlocks((*joint.blocks, SiteBlock("net.4.bias", torch.Size([1])))),
         torch.zeros(14),
         Diagonal(torch.ones(14)),

@@ -14,9 +14,7 @@ from pyro.infer.mcmc import NUTS
 
 import tyxe
 from tests.oracles.streams import EXACT, NORMAL, classifier, four_lines, labels, maximize, mode
-from tyxe.distributions import JointNormal, ParamBlocks
-from tyxe.distributions.joint_normal import GaussianJoint
-from tyxe.laplace.gaussian_prior import reordered
+from tyxe.distributions import Gaussian, ParamBlocks
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -63,7 +61,7 @@ def test_another_prior_than_the_posterior_keeps_the_curvature():
     curvature = bnn.state.curvature.operator.to_dense()
     posterior = bnn.net_guide.get_detached_distributions()
     (joint,) = {id(q.joint): q.joint for q in posterior.values()}.values()
-    doubled = JointNormal(joint.blocks, joint.loc, joint.precision.scaled(2.0))
+    doubled = Gaussian(joint.blocks, joint.loc, joint.precision.scaled(2.0))
     marginals = {name.removeprefix("net."): doubled.marginal(name) for name in doubled.names}
     with pytest.warns(tyxe.TyxeWarning, match="the posterior's own"):
         bnn.update_prior(tyxe.priors.DictPrior(marginals))
@@ -219,7 +217,7 @@ def test_a_large_sum_has_no_inverse_and_names_the_average(monkeypatch):
     # What needs no inverse is there.
     assert bnn.predict(x, predictive="bnn", num_predictions=0).shape == (15, 3)
     (joint,) = bnn.net_prior.joints()
-    assert isinstance(joint, GaussianJoint)
+    assert isinstance(joint, Gaussian)
 
 
 @pytest.mark.parametrize(
@@ -343,10 +341,10 @@ def test_orders_of_large_joint_priors_have_to_agree(monkeypatch):
     bnn, other = classifier("full"), classifier("full")
     bnn.fit_curvature([labels()])
     joint = bnn.state.posterior()
-    shuffled = reordered(joint, ParamBlocks(joint.blocks.blocks[::-1]))
+    shuffled = joint.reordered(ParamBlocks(joint.blocks.blocks[::-1]))
     marginals = {n.removeprefix("net."): shuffled.marginal(n) for n in shuffled.names}
     other.update_prior(tyxe.priors.DictPrior(marginals))
-    monkeypatch.setattr("tyxe.laplace.gaussian_prior.SMALL", 5)
+    monkeypatch.setattr("tyxe.distributions.gaussian.SMALL", 5)
     with pytest.raises(ValueError, match="31 weights in another order than the curvature's"):
         other.fit_curvature([labels()])
     assert other.net_guide.state is None

@@ -19,7 +19,7 @@ import tyxe
 from tests.oracles.laplace import ADAM, classifier
 from tyxe.bnn.variational import glm_outputs
 from tyxe.curvature import jacobian
-from tyxe.distributions import JointNormal, ParamBlocks
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.linalg import Dense
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -128,7 +128,7 @@ class AutoDense(tyxe.guides.Guide):
         self.loc = nn.Parameter(torch.randn(self.blocks.size))
 
     def joints(self):
-        return (JointNormal(self.blocks, self.loc, self.precision),)
+        return (Gaussian(self.blocks, self.loc, self.precision),)
 
     def site_distribution(self, site):
         raise AssertionError("all sites are of the joint")

@@ -8,8 +8,7 @@ import torch
 import torch.distributions as td
 
 from tests.oracles.joints import EXACT
-from tyxe.distributions import IndependentSites, JointNormal, ParamBlocks
-from tyxe.distributions.joint_normal import NormalProduct, product_of
+from tyxe.distributions import Gaussian, IndependentSites, ParamBlocks
 from tyxe.linalg import Diagonal, Kronecker, Sum
 from tyxe.linalg.sum import average, plus
 from tyxe.linalg.trace import trace_of_solve
@@ -38,20 +37,20 @@ def test_the_kl_between_two_joint_normals_is_that_of_dense_ones(q, p):
 
 def test_a_product_of_normals_is_the_product_of_their_densities():
     factors = [JOINTS[name]() for name in ("blocks", "blocks, others", "Diagonal")]
-    product = product_of(factors)
+    terms = [term for factor in factors for term in factor.terms]
+    product = Gaussian.product(factors[0].blocks, terms)
+    assert len(product.terms) == 1
     v, w = torch.randn(2, 17)
     expected = sum(float(f.log_prob(v) - f.log_prob(w)) for f in factors)
-    for joint in (product, NormalProduct(factors)):
+    for joint in (product, product.with_terms(product.blocks, terms)):
         assert float(joint.log_prob(v) - joint.log_prob(w)) == pytest.approx(expected, rel=1e-9)
-    assert isinstance(product, JointNormal)
-    other = ParamBlocks.of_sites({"a": torch.Size([17])})
-    with pytest.raises(ValueError, match="over the same sites in the same order"):
-        product_of([factors[0], JointNormal(other, v, Diagonal(v**2))])
 
 
 def test_the_kl_to_a_penalty_differs_by_its_constant_only():
     factors = [JOINTS[name]() for name in ("blocks", "blocks, others")]
-    penalty, normal = NormalProduct(factors), product_of(factors)
+    terms = [term for factor in factors for term in factor.terms]
+    normal = Gaussian.product(factors[0].blocks, terms)
+    penalty = normal.with_terms(normal.blocks, terms)
     qs = [JOINTS[name]() for name in ("Dense", "covariance", "Diagonal")]
     found = [td.kl_divergence(q, penalty) - td.kl_divergence(q, normal) for q in qs]
     locs, scales = qs[0].unflatten(torch.randn(17)), qs[0].unflatten(torch.rand(17))
@@ -91,13 +90,13 @@ def test_an_average_keeps_one_product_and_a_sum_all():
 def test_sizes_of_a_joint_normal_have_to_fit():
     blocks = ParamBlocks.of_sites({"w": torch.Size([3])})
     with pytest.raises(ValueError, match="2 means for sites of 3 weights"):
-        JointNormal(blocks, torch.zeros(2), Diagonal(torch.ones(3)))
+        Gaussian(blocks, torch.zeros(2), Diagonal(torch.ones(3)))
     with pytest.raises(ValueError, match="2 rows of precision for sites of 3 weights"):
-        JointNormal(blocks, torch.zeros(3), Diagonal(torch.ones(2)))
+        Gaussian(blocks, torch.zeros(3), Diagonal(torch.ones(2)))
 
 
 def test_the_density_of_one_large_site_alone_is_refused(monkeypatch):
-    monkeypatch.setattr("tyxe.distributions.joint_normal.SMALL", 2)
+    monkeypatch.setattr("tyxe.distributions.gaussian.SMALL", 2)
     q = JOINTS["Dense"]().marginal("w")
     with pytest.raises(ValueError, match=r"ask for that of all sites, joint\.log_prob"):
         q.log_prob(q.mean)

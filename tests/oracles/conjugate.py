@@ -9,7 +9,7 @@ from torch import nn
 
 import tyxe
 from tyxe.bnn import elbo_terms
-from tyxe.distributions import JointNormal
+from tyxe.distributions import Gaussian
 from tyxe.likelihoods import HomoskedasticGaussian
 
 N, D, NOISE, PRIOR_STD = 12, 2, 0.5, 1.5
@@ -63,7 +63,7 @@ class SigmaPoints(Messenger):
         if msg["name"] not in self.sizes or msg["value"] is not None:
             return
         fn, eps = msg["fn"], self.noise(msg["name"])
-        if isinstance(fn, JointNormal):
+        if isinstance(fn, Gaussian):
             msg["value"] = fn.loc + fn.precision.inverse_sqrt(eps)
         else:
             base = fn.base_dist

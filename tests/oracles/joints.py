@@ -9,7 +9,7 @@ import torch.nn as nn
 from pyro.infer import autoguide
 
 import tyxe
-from tyxe.distributions import JointDistribution, JointNormal, ParamBlocks
+from tyxe.distributions import Gaussian, JointDistribution, ParamBlocks
 from tyxe.linalg import Dense
 from tyxe.priors import DictPrior, IIDPrior
 from tyxe.testing import GUIDES
@@ -64,7 +64,7 @@ def joint_prior(net, seed=0):
     blocks = ParamBlocks.of_sites({f"net.{n}": p.shape for n, p in net.named_parameters()})
     size = blocks.size
     rows = torch.randn(2 * size, size)
-    joint = JointNormal(blocks, torch.randn(size), Dense(rows.mT @ rows / size))
+    joint = Gaussian(blocks, torch.randn(size), Dense(rows.mT @ rows / size))
     return joint, DictPrior({name: joint.marginal(name) for name in joint.names})
 
 

@@ -17,6 +17,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.errors import check_count, described, warn
+from tyxe.guides.base import AnyGuide
 from tyxe.guides.swag import SWAGGuide
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs, is_discrete
@@ -126,13 +127,16 @@ def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:
     )
 
 
+def _posterior_of(bnn: SupervisedBNN) -> dict[str, td.Distribution]:
+    """Return the guide's posterior by joint name; empty where it has no closed form."""
+    guide: AnyGuide | None = getattr(bnn, "net_guide", None)
+    return {} if guide is None else guide.posterior() or {}
+
+
 def _bad_kl_sites(bnn: SupervisedBNN) -> str:
-    posterior = getattr(getattr(bnn, "net_guide", None), "posterior", None)
-    if posterior is None:
-        return ""
     priors = {bnn.net_prior.prefix + name: prior for name, prior in bnn.net_prior.priors()}
     bad = []
-    for name, q in posterior().items():
+    for name, q in _posterior_of(bnn).items():
         prior = priors.get(name)
         if isinstance(prior, td.Distribution) and not isinstance(prior, JointMarginal):
             with torch.no_grad():
@@ -164,12 +168,9 @@ def warn_of_result(bnn: SupervisedBNN, history: History) -> None:
 
 
 def _warn_of_scales(bnn: SupervisedBNN) -> None:
-    posterior = getattr(getattr(bnn, "net_guide", None), "posterior", None)
-    if posterior is None:
-        return
     priors = dict(bnn.net_prior.priors())
     with torch.no_grad():
-        for name, q in posterior().items():
+        for name, q in _posterior_of(bnn).items():
             prior = priors.get(name.removeprefix(bnn.net_prior.prefix))
             ratio = relative_scale(q, prior)
             if ratio is not None and not COLLAPSED < ratio < EXPLODED:

@@ -26,8 +26,7 @@ from tyxe.curvature.collect import CURVATURES, check_blocks
 from tyxe.curvature.memory import check_size
 from tyxe.curvature.output_covariance import joint_covariance
 from tyxe.data import Output, Unpack, unpacked
-from tyxe.distributions import ParamBlocks
-from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.errors import check_count, check_known, described, warn
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
 from tyxe.laplace.evidence import with_noise
@@ -205,9 +204,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 state = _formed(state.replace(**changed))
         self._temperature, self._options, self.net_guide.state = temperature, options, state
 
-    def _gaussian_prior(
-        self, priors: SitePriors, blocks: ParamBlocks | None = None
-    ) -> GaussianJoint:
+    def _gaussian_prior(self, priors: SitePriors, blocks: ParamBlocks | None = None) -> Gaussian:
         named = {priors.prefix + name: prior for name, prior in priors.priors()}
         blocks = ParamBlocks.of_sites(self.site_shapes()) if blocks is None else blocks
         return gaussian_prior(named, blocks, next(self.net.parameters()))

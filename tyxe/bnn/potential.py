@@ -20,10 +20,9 @@ from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
-from tyxe.distributions import ParamBlocks
+from tyxe.distributions import ParamBlocks, as_gaussian
 from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
-from tyxe.priors.base import without_events
 from tyxe.samplers.potential import gradients, in_turn
 from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import exclusive, unvalidated
@@ -70,7 +69,9 @@ class Potential:
         self._joints = bnn.net_prior.joints()
         coupled = {name for joint in self._joints for name in joint.names}
         self._others = {
-            n: _unvalidated(p) for n, p in priors.items() if n not in coupled and _normal(p) is None
+            name: _unvalidated(prior)
+            for name, prior in priors.items()
+            if name not in coupled and as_gaussian(prior) is None
         }
         self._prepare_normals(shapes)
         self._prepare_likelihood(targets)
@@ -190,7 +191,7 @@ class Potential:
         self._constant = like.new_zeros(())
         for name, shape in shapes.items():
             locs[name] = precisions[name] = like.new_zeros(shape)
-            normal = _normal(self.priors[name])
+            normal = as_gaussian(self.priors[name])
             if normal is not None:
                 locs[name], precisions[name] = normal.loc, 0.5 / normal.scale.square()
                 self._constant = self._constant + (normal.scale.log() + LOG_SQRT_2PI).sum()
@@ -256,12 +257,6 @@ class BatchPotential:
         """Return what the batches of all chains are, leaf by leaf."""
         columns = zip(*map(tree_leaves, batches), strict=True)
         return map(torch.stack, columns) if self._stacks else columns
-
-
-def _normal(distribution: Any) -> td.Normal | None:
-    """Return the Normal inside of `Independent`s, or None for other distributions."""
-    inner = without_events(distribution)
-    return inner if isinstance(inner, td.Normal) else None
 
 
 def _unvalidated(distribution: Any) -> Any:

@@ -24,6 +24,7 @@ from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
 from tyxe.data import Output, Unpack, unpacked
 from tyxe.guides import Guide, PyroGuide
+from tyxe.guides.base import AnyGuide
 from tyxe.guides.weight_covariance import weight_covariance
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import BlockDiagonal, Diagonal
@@ -98,7 +99,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
         """The posterior (a Pyro program): a draw for each site; the batch is not used."""
         return {name: value for part in self._guides() for name, value in part().items()}
 
-    def _guides(self) -> list[Guide | PyroGuide]:
+    def _guides(self) -> list[AnyGuide]:
         return [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
 
     def guided_forward(self, *inputs: Any, guide_tr: Any = None) -> Any:
@@ -109,12 +110,11 @@ class VariationalBNN(Resumable, SupervisedBNN):
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is computed once for all of them."""
-        programs = [
-            functools.partial(part.sample_from, part.posterior())
-            if isinstance(part, Guide)
-            else part
-            for part in self._guides()
-        ]
+        programs = []
+        for part in self._guides():
+            posterior = part.posterior()
+            draw = functools.partial(Guide.sample_from, posterior) if posterior else part
+            programs.append(draw)
         for _ in range(num_predictions):
             with poutine.trace() as trace:
                 for program in programs:
@@ -357,7 +357,7 @@ class _LikelihoodProgram:
 
 def _build(
     argument: str, builder: GuideBuilder | None, program: Callable[..., Any], has_sites: bool
-) -> Guide | PyroGuide | None:
+) -> AnyGuide | None:
     what = "the prior exposes" if argument == "net_guide_builder" else "the likelihood has"
     if builder is None:
         if has_sites:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributions as td
 from torch import Size, Tensor, nn
 
-from tyxe.distributions.joint import JointDistribution
-from tyxe.distributions.joint_normal import GaussianJoint
-from tyxe.distributions.joint_state import joint_state
+from tyxe.distributions.gaussian import Gaussian
 from tyxe.files import packed, unpacked
 from tyxe.linalg import Operator
 
@@ -83,23 +82,37 @@ def _describe(value: Any) -> str:
     name = type(value).__name__
     if isinstance(value, td.Independent):  # subclasses are of the same kind
         return f"Independent({_describe(value.base_dist)})"
-    inside = [
-        _describe(part)
-        for part in _members(value)
-        if isinstance(part, Operator | JointDistribution)
-    ]
+    inside = [_describe(part) for part in _operators(child for _, child in _children(value))]
     return f"{name}({', '.join(inside)})" if inside else name
 
 
-def _members(value: Any) -> Iterator[Any]:
-    """Yield the parts of a distribution or operator, with the items of lists and mappings."""
-    for _, child in _children(value):
-        if type(child) in (list, tuple):
-            yield from child
-        elif type(child) is dict:
-            yield from child.values()
-        else:
-            yield child
+def _operators(values: Iterable[Any]) -> Iterator[Operator]:
+    """Yield the operators among values, and in lists, tuples and mappings among them."""
+    for value in values:
+        if isinstance(value, Operator):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _operators(value)
+        elif type(value) is dict:
+            yield from _operators(value.values())
+
+
+# Names of a Gaussian's tensors in states that were written before 0.1, and now.
+_FORMER = (
+    (r"^loc$", "terms__0__0"),
+    (r"^precision__", "terms__0__1__"),
+    (r"^factors__(\d+)__loc$", r"terms__\1__0"),
+    (r"^factors__(\d+)___precision__", r"terms__\1__1__"),
+)
+
+
+def _rename_former(state_dict: dict[str, Any], prefix: str) -> None:
+    """Give a Gaussian's tensors in a state the names that they have now."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        for former, now in _FORMER:
+            path, changed = re.subn(former, now, key.removeprefix(prefix))
+            if changed:
+                state_dict[prefix + path] = state_dict.pop(key)
 
 
 class BufferedDistribution(nn.Module):
@@ -153,8 +166,8 @@ class BufferedDistribution(nn.Module):
         found: dict[str, Any] = {"kind": self._kind}
         if self._absorbed is not None:
             found["absorbed"] = self._absorbed
-        if isinstance(self._template, GaussianJoint):
-            found["outline"] = joint_state(self.distribution)  # type: ignore[arg-type]
+        if isinstance(self._template, Gaussian):
+            found["outline"] = self.distribution.outline()  # type: ignore[attr-defined]
         return packed(found if len(found) > 1 else self._kind)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -173,6 +186,9 @@ class BufferedDistribution(nn.Module):
         key = prefix + "_extra_state"
         extra = unpacked(state_dict[key]) if key in state_dict else self._kind
         kind = extra["kind"] if isinstance(extra, dict) else extra
+        if isinstance(extra, dict) and "outline" in extra:
+            kind = _describe(Gaussian.from_outline(extra["outline"]))
+            _rename_former(state_dict, prefix)
         if kind != self._kind:
             error_msgs.append(
                 f"{prefix.rstrip('.')} is {self._kind} here and {kind} in the state dict: "

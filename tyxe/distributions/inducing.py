@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Size, Tensor
@@ -17,6 +16,7 @@ from tyxe.distributions.inducing_density import DensityBlock, density_block, mix
 from tyxe.distributions.inducing_formulas import Side, conditional_divergence, matheron
 from tyxe.distributions.inducing_u import InducingU, SampleShape
 from tyxe.distributions.joint import IndependentSites, JointDistribution
+from tyxe.distributions.moments import as_gaussian
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.util import precise
@@ -194,8 +194,8 @@ class InducingWeights(JointDistribution):
 
 def isotropic_scale(prior: Any) -> float | None:
     """Return the standard deviation that a zero-mean Normal has everywhere, or None."""
-    normal = prior.base_dist if isinstance(prior, dist.Independent) else prior
-    if not isinstance(normal, td.Normal) or normal.loc.requires_grad or normal.scale.requires_grad:
+    normal = as_gaussian(prior)
+    if normal is None or normal.loc.requires_grad or normal.scale.requires_grad:
         return None
     with disable_proxy_modes_tracing():  # the numbers only decide which formula is the right one
         known = known_numbers(normal)

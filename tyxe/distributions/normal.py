@@ -10,7 +10,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
-from tyxe.distributions.moments import center, deviation, independent_moments
+from tyxe.distributions.moments import as_gaussian, center, deviation, independent_moments
 from tyxe.util import at_least_float32
 
 
@@ -118,6 +118,11 @@ class Point(dist.Delta):
 
     def expand(self, batch_shape: torch.Size, _instance: object = None) -> dist.Delta:
         return dist.Delta(self.v, event_dim=self.event_dim).expand(batch_shape)
+
+
+@as_gaussian.register
+def _(distribution: FactorizedNormal) -> FactorizedNormal:
+    return distribution
 
 
 @independent_moments.register

@@ -13,6 +13,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from tyxe.distributions.moments import as_gaussian
 from tyxe.distributions.normal import FactorizedNormal
 from tyxe.util import at_least_float32, in_function_transform
 
@@ -186,9 +187,9 @@ def fusable(q: td.Distribution, p: Any) -> ToOneNormal | None:
 
 def _one_normal(p: Any, like: Tensor) -> ToOneNormal | None:
     """Return the mean and scale that a distribution repeats over a tensor's shape, or None."""
-    if not _is_one_event(p, like.shape) or in_function_transform():
+    normal = _one_event(p, like.shape)
+    if normal is None or in_function_transform():
         return None
-    normal = p.base_dist
     if normal.loc.requires_grad or normal.scale.requires_grad:
         return None
     full = like.dtype in (torch.float32, torch.float64)
@@ -196,9 +197,11 @@ def _one_normal(p: Any, like: Tensor) -> ToOneNormal | None:
     return known_numbers(normal) if full and same else None
 
 
-def _is_one_event(p: Any, shape: torch.Size) -> bool:
-    normals = isinstance(p, dist.Independent) and isinstance(p.base_dist, td.Normal)
-    return normals and p.event_shape == shape and not p.batch_shape
+def _one_event(p: Any, shape: torch.Size) -> Any:
+    """Return independent Normals that are one event of a shape, else None."""
+    normal = as_gaussian(p)
+    fits = normal is not None and p.event_shape == shape and not p.batch_shape
+    return normal if fits else None
 
 
 def log_density(p: td.Distribution, value: Tensor) -> Tensor:
@@ -238,7 +241,8 @@ def _kl_factorized_independent(q: FactorizedNormal, p: dist.Independent) -> Tens
     one = fusable(q, p)
     if one is not None:
         return fused_kl([(q, one)])
-    if _is_one_event(p, q.event_shape):
-        return factorized_normal_kl(q, p.base_dist.loc, p.base_dist.scale)
+    normal = _one_event(p, q.event_shape)
+    if normal is not None:
+        return factorized_normal_kl(q, normal.loc, normal.scale)
     plain = dist.Independent(q.base_dist, q.reinterpreted_batch_ndims, validate_args=False)
     return td.kl_divergence(plain, p)

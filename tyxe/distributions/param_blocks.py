@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Size, Tensor
 
+from tyxe.linalg import BlockDiagonal, Diagonal
+
 
 class ParamBlock(Protocol):
     """Some sites whose elements are adjacent in a vector."""
@@ -235,6 +237,11 @@ class ParamBlocks:
             for block, part in zip(self.blocks, parts, strict=True)
             for site, value in block.to_values(part).items()
         }
+
+    def diagonal(self, vector: Tensor) -> BlockDiagonal:
+        """Return the matrix with a vector `(P,)` on its diagonal, as blocks."""
+        parts = zip(self.names, vector.split(self.sizes), strict=True)
+        return BlockDiagonal({name: Diagonal(part) for name, part in parts})
 
     def state(self) -> list[dict[str, Any]]:
         """Return plain values, from which `from_state` builds the layout again."""

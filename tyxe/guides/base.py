@@ -105,7 +105,62 @@ def check_real(sites: Iterable[Site], what: str) -> None:
             )
 
 
-class Guide(nn.Module, ABC):
+class AnyGuide(nn.Module, ABC):
+    """What every guide answers: ours, those of Pyro, and that of a Laplace approximation.
+
+    Attributes:
+        sites: what the guide is a distribution over.
+    """
+
+    sites: list[Site]
+
+    @abstractmethod
+    def posterior(self) -> dict[str, td.Distribution] | None:
+        """Return the posterior of every site by its name in the joint model, with gradients.
+
+        A site of a distribution over several has a `JointMarginal` of it. It is None for a guide
+        that is a program alone, without distributions in closed form.
+        """
+
+    @abstractmethod
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the median of every site, by its name in the joint model."""
+
+    @abstractmethod
+    def parameter_kinds(self) -> Mapping[str, str]:
+        """Return the kind of each parameter by name: `loc`, `scale` or another word."""
+
+    def as_priors(self) -> Mapping[str, td.Distribution]:
+        """Return what a next prior may be made of, by site's name in the joint model."""
+        return self.posterior() or {}
+
+    def get_detached_distributions(
+        self, site_names: Iterable[str] | None = None
+    ) -> dict[str, td.Distribution]:
+        """Return posteriors that share no storage or gradient with the guide, for use as priors.
+
+        Args:
+            site_names: sites by their name in the net or in the joint model; all by default.
+
+        Returns:
+            Distributions by the names given (the net's own by default), for `DictPrior`. Coupled
+            sites have marginals of one copy of their joint posterior; a `DictPrior` has to have all
+            of them. Those of a Laplace approximation know the curvature that they contain.
+
+        Raises:
+            RuntimeError: there is no posterior yet.
+            TypeError: the guide couples its sites in a way that has no closed form.
+            ValueError: a name that is no site.
+        """
+        names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
+        sites = {name: site_named(self.sites, name) for name in names}
+        with torch.no_grad():
+            posterior = self.as_priors()
+        found = detached_together({site.name: posterior[site.name] for site in sites.values()})
+        return {name: found[site.name] for name, site in sites.items()}
+
+
+class Guide(AnyGuide):
     """Base of guides that hold distributions over sites.
 
     A subclass sets up its parameters in the constructor and implements `site_distribution`, and
@@ -134,10 +189,6 @@ class Guide(nn.Module, ABC):
         return ()
 
     def posterior(self) -> dict[str, td.Distribution]:
-        """Return the posterior of every site by its name in the joint model, with gradients.
-
-        A site of one of the `joints` has a `JointMarginal` of it.
-        """
         joint = {name: q for q in self.joints() for name in q.names}
         return {
             site.name: joint[site.name].marginal(site.name)
@@ -178,29 +229,6 @@ class Guide(nn.Module, ABC):
 
     def _own(self, name: str) -> Site:
         return site_named(self.sites, name)
-
-    def get_detached_distributions(
-        self, site_names: Iterable[str] | None = None
-    ) -> dict[str, td.Distribution]:
-        """Return posteriors that share no storage or gradient with the guide, for use as priors.
-
-        Args:
-            site_names: sites by their name in the net or in the joint model; all by default.
-
-        Returns:
-            Distributions by the names given (the net's own by default), for `DictPrior`. Coupled
-            sites have marginals of one copy of their joint posterior; a `DictPrior` has to have all
-            of them.
-
-        Raises:
-            ValueError: a name that is no site.
-        """
-        names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
-        sites = {name: self._own(name) for name in names}
-        with torch.no_grad():
-            posterior = self.posterior()
-        found = detached_together({site.name: posterior[site.name] for site in sites.values()})
-        return {name: found[site.name] for name, site in sites.items()}
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name: `loc`, `scale` or another word."""

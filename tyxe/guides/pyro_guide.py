@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from traceback import walk_tb
@@ -24,13 +24,13 @@ from pyro.infer.autoguide import (
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor, nn
 
-from tyxe.distributions import JointNormal
+from tyxe.distributions import Gaussian
 from tyxe.distributions.normal import Point
-from tyxe.guides.base import Guide, detached_together
+from tyxe.guides.base import AnyGuide, Guide, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
 from tyxe.threads import module_local_params, only_handlers
-from tyxe.util import is_real, resolve_site_name, unwrapped
+from tyxe.util import is_real, unwrapped
 
 # Pyro's guides that draw a site with others.
 _COUPLED = AutoContinuous, AutoStructured, AutoGaussian
@@ -46,7 +46,7 @@ def _starting_at_net(builder: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(builder, init_loc_fn=init_to_net) if used else builder
 
 
-class PyroGuide(nn.Module):
+class PyroGuide(AnyGuide):
     """A Pyro autoguide, or any module that is a Pyro guide, as a part of a BNN.
 
     The guide is set up at once, without data. Its parameters live in the module and not in Pyro's
@@ -109,7 +109,7 @@ class PyroGuide(nn.Module):
     def __init__(self, guide: nn.Module, module: Callable[..., Any]) -> None:
         super().__init__()
         self.guide = guide
-        self.prefix = getattr(module, "prefix", "")
+        self.sites, _ = sites_of(module, takes_discrete=True)
         with only_handlers(()), module_local_params():
             draws, sites = self.guide() or {}, module()
         for name, value in sites.items() if isinstance(sites, Mapping) else ():
@@ -122,14 +122,14 @@ class PyroGuide(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
-        posterior = self.drawn_from()
+        posterior = self.posterior()
         if posterior is None:
             with module_local_params():
                 return self.guide() or {}
         # The same variables as in Pyro's guide, but with a KL in closed form.
         return Guide.sample_from(posterior)
 
-    def drawn_from(self) -> dict[str, td.Distribution] | None:
+    def posterior(self) -> dict[str, td.Distribution] | None:
         """Return each site's posterior, with gradients, if they are one Normal or points."""
         joint = self.joint_normal()
         if joint is not None:
@@ -141,7 +141,7 @@ class PyroGuide(nn.Module):
             names = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
             return {name: Point(attrgetter(name)(guide)) for name in names}
 
-    def joint_normal(self) -> JointNormal | None:
+    def joint_normal(self) -> Gaussian | None:
         """Return the posterior, with gradients, of a guide that is one Normal over all sites."""
         with module_local_params():
             return joint_normal(self.guide)
@@ -168,32 +168,14 @@ class PyroGuide(nn.Module):
                 "num_predictions of 1 or more, and use to_module(sample=True)"
             ) from None
 
-    def get_detached_distributions(
-        self, site_names: Iterable[str] | None = None
-    ) -> dict[str, td.Distribution]:
-        """Return posteriors per site, where the guide has one, as `Guide` does.
-
-        If the guide is one Normal over all sites, they are marginals of one copy of it.
-
-        Raises:
-            TypeError: the guide couples its sites in another way, or is no autoguide.
-        """
-        posterior = self.site_posteriors()
-        sites = {name.removeprefix(self.prefix): name for name in posterior}
-        names = list(sites) if site_names is None else list(site_names)
-        own = [name.removeprefix(self.prefix) for name in names]
-        asked = {n: sites[resolve_site_name(o, sites)] for n, o in zip(names, own, strict=True)}
-        found = detached_together({name: posterior[name] for name in asked.values()})
-        return {name: found[site] for name, site in asked.items()}
-
     @torch.no_grad()
-    def site_posteriors(self) -> Mapping[str, td.Distribution]:
+    def as_priors(self) -> Mapping[str, td.Distribution]:
         """Return the posterior of each site by its name in the joint model.
 
         Raises:
             TypeError: the guide couples its sites in another way, or is no autoguide.
         """
-        posterior = self.drawn_from()
+        posterior = self.posterior()
         if posterior is not None:
             return posterior
         with module_local_params():

@@ -15,7 +15,7 @@ from pyro.infer.autoguide import (
 )
 from torch import Tensor
 
-from tyxe.distributions import JointNormal, ParamBlocks
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.linalg import Cholesky, Inverse, LowRank, Operator
 from tyxe.util import is_real
 
@@ -41,7 +41,7 @@ def _(guide: AutoLowRankMultivariateNormal) -> Operator:
     return LowRank(guide.scale * guide.scale, guide.cov_factor * guide.scale.unsqueeze(-1))
 
 
-def joint_normal(guide: Any) -> JointNormal | None:
+def joint_normal(guide: Any) -> Gaussian | None:
     """Return the posterior of a guide that is one Normal over all sites, else None."""
     if not isinstance(guide, AutoGuide) or constrained_sites(guide):
         return None
@@ -49,7 +49,7 @@ def joint_normal(guide: Any) -> JointNormal | None:
     if covariance is None:
         return None
     blocks = ParamBlocks.of_sites({n: part.shape for n, part in _parts(guide, guide.loc).items()})
-    return JointNormal(blocks, guide.loc, Inverse(covariance))
+    return Gaussian(blocks, guide.loc, Inverse(covariance))
 
 
 def independent_sites(guide: Any) -> dict[str, td.Distribution] | None:

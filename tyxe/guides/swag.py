@@ -10,7 +10,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
-from tyxe.distributions import JointNormal, ParamBlocks
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.errors import check_count
 from tyxe.guides.base import Guide, Site, check_real
 from tyxe.guides.init import init_to_net
@@ -75,7 +75,7 @@ class SWAGGuide(Guide):
         for buffer in (self.count, self.mean, self.squares, self.deviations, self.ended):
             buffer.zero_()
 
-    def joints(self) -> Iterable[JointNormal]:
+    def joints(self) -> Iterable[Gaussian]:
         if self.moves:
             return ()
         if self.count < self.rank:
@@ -85,7 +85,7 @@ class SWAGGuide(Guide):
             )
         variance = (self.squares / self.count).clamp_min(LEAST_VARIANCE)
         factor = self.deviations.mT / (2 * (self.rank - 1)) ** 0.5
-        return (JointNormal(self.blocks, self.mean, Inverse(LowRank(variance / 2, factor))),)
+        return (Gaussian(self.blocks, self.mean, Inverse(LowRank(variance / 2, factor))),)
 
     def site_distribution(self, site: Site) -> td.Distribution:
         return dist.Delta(self.locs[site.own_name], event_dim=len(site.shape))

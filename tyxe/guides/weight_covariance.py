@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributions as td
 
-from tyxe.distributions import JointNormal, ParamBlocks, center, independent_moments
+from tyxe.distributions import Gaussian, ParamBlocks, center, independent_moments
 from tyxe.guides.base import Guide
 from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.linalg import Diagonal, Inverse, Operator
@@ -45,12 +45,12 @@ def _(guide: PyroGuide, blocks: ParamBlocks) -> Operator:
             f"the posterior of {name!r} is no Normal, but one transformed to the support "
             f"{support}: predict with predictive='bnn'"
         )
-    return _of_sites(guide.site_posteriors(), blocks)
+    return _of_sites(guide.as_priors(), blocks)
 
 
 def _of_sites(posterior: Mapping[str, td.Distribution], blocks: ParamBlocks) -> Operator:
     joint = getattr(next(iter(posterior.values())), "joint", None)
-    if isinstance(joint, JointNormal) and set(joint.names) == set(posterior):
+    if isinstance(joint, Gaussian) and set(joint.names) == set(posterior):
         order = torch.arange(joint.loc.numel(), device=joint.loc.device)
         precision = joint.precision
         covariance = precision.operator if isinstance(precision, Inverse) else Inverse(precision)

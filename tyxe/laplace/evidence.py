@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature import Curvature
-from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.distributions import Gaussian
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import Operator
 from tyxe.linalg.sum import invertible
@@ -17,7 +17,7 @@ from tyxe.linalg.sum import invertible
 
 def log_evidence(
     log_likelihood: float | Tensor,
-    prior: GaussianJoint,
+    prior: Gaussian,
     loc: Tensor,
     posterior: Operator,
     temperature: float,

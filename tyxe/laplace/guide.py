@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributions as td
-from torch import Tensor, nn
+from torch import Tensor
 
 from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.normal import Point
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.files import packed, unpacked
-from tyxe.guides.base import Guide, check_real, detached_together, site_named, sites_of
+from tyxe.guides.base import AnyGuide, Guide, check_real, sites_of
 from tyxe.guides.init import init_to_net
-from tyxe.laplace.gaussian_prior import is_factorized
-from tyxe.laplace.online import normals_of
 from tyxe.laplace.state import LaplaceState
 from tyxe.linalg import BlockDiagonal
 from tyxe.linalg.state import operator_from_state, operator_state
@@ -26,7 +24,7 @@ from tyxe.util import SiteTensors, at_least_float32, with_float32
 _NUMBERS = ("log_likelihood", "error", "num_targets", "key")
 
 
-class LaplaceGuide(nn.Module):
+class LaplaceGuide(AnyGuide):
     """The Gaussian of a `LaplaceState` over all sites, or a delta at the mode without a state.
 
     Without a state it is the guide of a maximum a posteriori fit.
@@ -96,43 +94,22 @@ class LaplaceGuide(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample all sites (a Pyro program); arguments are ignored."""
-        return Guide.sample_from(self.drawn_from())
+        return Guide.sample_from({name: Point(value) for name, value in self.draw().items()})
 
-    def drawn_from(self) -> dict[str, td.Distribution]:
-        """Return a point for each site, by its joint name: the mode, or a draw about it."""
-        return {name: Point(value) for name, value in self.draw().items()}
+    def posterior(self) -> dict[str, td.Distribution]:
+        """Return the Gaussian's marginals by joint name, or points at the mode without a state."""
+        if self.state is None:
+            return {name: Point(value) for name, value in self.values().items()}
+        return self.state.posterior().by_site()
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return a copy of the mode, by the sites' joint names."""
         return {name: value.detach().clone() for name, value in self.values().items()}
 
-    @torch.no_grad()
-    def get_detached_distributions(
-        self, site_names: Iterable[str] | None = None
-    ) -> dict[str, td.Distribution]:
-        """Return the posterior of each site, as a prior that knows the curvature it contains.
-
-        Independent weights have Normals of each site; others have marginals of one distribution,
-        that of `LaplaceState.next_prior`.
-
-        Args:
-            site_names: names of sites, with or without prefix; all by default.
-
-        Raises:
-            RuntimeError: there is no posterior yet.
-            ValueError: a name that is no site.
-        """
-        prior = self._fitted().next_prior()
-        names = [s.own_name for s in self.sites] if site_names is None else list(site_names)
-        sites = {name: site_named(self.sites, name) for name in names}
-        found = (
-            normals_of(prior)
-            if is_factorized(prior)
-            else {name: prior.marginal(name) for name in prior.names}
-        )
-        detached = detached_together(found)
-        return {name: detached[site.name] for name, site in sites.items()}
+    def as_priors(self) -> Mapping[str, td.Distribution]:
+        """Return those of `LaplaceState.next_prior`, which know the curvature they contain."""
+        return self._fitted().next_prior().by_site()
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter, `loc`."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tyxe.curvature import Curvature
-from tyxe.distributions import ParamBlocks
-from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.linalg import BlockDiagonal, Kronecker, Operator, Sum
 from tyxe.linalg.sum import average, is_diagonal, plus
 
@@ -19,7 +18,7 @@ ACCUMULATE: dict[str, Callable[[Operator, Operator], Operator]] = {
 
 
 def posterior_precision(
-    prior: GaussianJoint,
+    prior: Gaussian,
     curvature: Curvature,
     weight: float = 1.0,
     damping: bool = False,
@@ -52,7 +51,7 @@ def posterior_precision(
     return _damped(found) if damping else found
 
 
-def check_damping(damping: bool, prior: GaussianJoint) -> None:
+def check_damping(damping: bool, prior: Gaussian) -> None:
     """Raise a ValueError for damping with a prior that couples weights."""
     if damping and not is_diagonal(prior.precision):
         raise ValueError(

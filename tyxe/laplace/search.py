@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from tyxe.distributions import JointNormal
-from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.distributions import Gaussian
 from tyxe.errors import warn
 from tyxe.laplace.gaussian_prior import independent_terms, with_precision
 from tyxe.laplace.state import LaplaceState
@@ -24,7 +23,7 @@ MANY, CERTAIN = 0.15, -0.1
 Logdet = Callable[[Mapping[str, Tensor]], Tensor]
 
 
-def check_one_number(prior: GaussianJoint) -> None:
+def check_one_number(prior: Gaussian) -> None:
     """Raise a ValueError unless the weights of each site have one prior precision."""
     _, precision = independent_terms(prior)
     for site, value in prior.blocks.unflatten(precision).items():
@@ -36,7 +35,7 @@ def check_one_number(prior: GaussianJoint) -> None:
             )
 
 
-def with_numbers(state: LaplaceState, numbers: Mapping[str, Tensor]) -> JointNormal:
+def with_numbers(state: LaplaceState, numbers: Mapping[str, Tensor]) -> Gaussian:
     """Return a state's prior with a precision for each block, or one for all under `""`."""
     owners = {site: block.name for block in state.blocks for site in block.sites}
     given = {site: numbers[name if name in numbers else ""] for site, name in owners.items()}

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature import Curvature
-from tyxe.distributions import JointNormal, ParamBlocks
-from tyxe.distributions.joint_normal import GaussianJoint
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.laplace.evidence import log_evidence
-from tyxe.laplace.gaussian_prior import of_terms, reordered
 from tyxe.laplace.online import key_of, prior_of_tasks, warn_of_copy
 from tyxe.laplace.options import check_settings
 from tyxe.laplace.precision import posterior_precision
@@ -48,7 +46,7 @@ class LaplaceState:
 
         >>> from tyxe.linalg import Diagonal
         >>> blocks = ParamBlocks.of_sites({"w": torch.Size([1])})
-        >>> prior = JointNormal(blocks, torch.zeros(1), Diagonal(torch.ones(1)))
+        >>> prior = Gaussian(blocks, torch.zeros(1), Diagonal(torch.ones(1)))
         >>> operator = BlockDiagonal({"w": Diagonal(torch.tensor([3.0]))})
         >>> curvature = Curvature(operator, blocks, -0.375, 0.0, 1.0, key=1)
         >>> state = LaplaceState(torch.tensor([1.5]), curvature, prior)
@@ -60,7 +58,7 @@ class LaplaceState:
 
     loc: Tensor
     curvature: Curvature
-    prior: GaussianJoint
+    prior: Gaussian
     temperature: float = 1.0
     curvature_weight: float = 1.0
     damping: bool = False
@@ -118,11 +116,11 @@ class LaplaceState:
             self.temperature,
         )
 
-    def posterior(self) -> JointNormal:
+    def posterior(self) -> Gaussian:
         """Return `N(w*, Lambda^-1)`."""
-        return JointNormal(self.blocks, self.loc, self.precision(), self.key)
+        return Gaussian(self.blocks, self.loc, self.precision(), self.key)
 
-    def next_prior(self) -> GaussianJoint:
+    def next_prior(self) -> Gaussian:
         """Return the prior of a next task, with the key of the curvature that it contains.
 
         It is the posterior, or with `accumulate="per_task"` the prior times a term about `w*`, that
@@ -136,7 +134,7 @@ class LaplaceState:
         """Return the state with other values of some attributes."""
         return dataclasses.replace(self, **changes)
 
-    def under(self, prior: GaussianJoint) -> LaplaceState:
+    def under(self, prior: Gaussian) -> LaplaceState:
         """Return the state under another prior.
 
         If the prior is this state's `next_prior`, it contains the curvature, which is emptied: the
@@ -146,7 +144,7 @@ class LaplaceState:
         Raises:
             ValueError: the prior has other sites, or too many coupled weights in another order.
         """
-        found = reordered(prior, self.blocks)
+        found = prior.reordered(self.blocks)
         if prior.absorbed == self.key:
             return self.replace(prior=found, curvature=self.curvature.emptied())
         warn_of_copy(self.prior, found, self.loc)
@@ -159,8 +157,8 @@ class LaplaceState:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LaplaceState:
         """Return the state with a function of each of its tensors, such as a move to a device."""
-        terms = [(function(loc), operator.map(function)) for loc, operator in self.prior.terms]
-        prior = of_terms(self.blocks, terms, self.prior.absorbed)
         return self.replace(
-            loc=function(self.loc), curvature=self.curvature.map(function), prior=prior
+            loc=function(self.loc),
+            curvature=self.curvature.map(function),
+            prior=self.prior.map(function),
         )

@@ -10,7 +10,7 @@ import torch.distributions as td
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tyxe.distributions import FactorizedNormal
+from tyxe.distributions import FactorizedNormal, as_gaussian
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.errors import described
 from tyxe.guides import AutoNormal
@@ -169,7 +169,7 @@ def _sites_of(bnn: Any, options: Any, groups: Any) -> dict[Tensor, _Site]:
         plain = isinstance(q, FactorizedNormal) and held >= {id(q.loc), id(q.log_scale)}
         plain = plain and q.loc.element_size() >= 4  # small changes of h are lost in others
         of = f"{name!r} with the posterior {described(q)} and the prior {described(prior)}"
-        refused[of] = not (plain and isinstance(prior, td.Normal))
+        refused[of] = not plain or as_gaussian(given) is None
         if not refused[of]:
             numbers = known_numbers(prior) or prior
             found[q.loc] = (name, q, given, numbers.loc, numbers.scale**-2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tyxe.distributions import FactorizedNormal, independent_moments
+from tyxe.distributions import as_gaussian, independent_moments
 from tyxe.errors import check_known, warn
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.nonsmooth import WITHOUT_SECOND_DERIVATIVE, nonsmooth_functions
@@ -88,7 +88,7 @@ class VariationalLaplaceMessenger(Messenger):
         if msg["done"] or msg["value"] is not None:
             # The model's prior of a site that the guide has drawn.
             self._priors[name] = fn
-        elif _is_normal(fn):
+        elif as_gaussian(fn) is not None and not fn.batch_shape:
             draw = Draw(name, fn)
             self._made.add(draw._source)
             msg["value"], msg["done"] = draw, True
@@ -191,14 +191,6 @@ def _moments(fn: td.Distribution | None) -> tuple[Tensor, Tensor]:
     moments = None if fn is None else independent_moments(fn)
     assert moments is not None
     return moments
-
-
-def _is_normal(fn: td.Distribution) -> bool:
-    """Say whether a distribution is one event of independent Normals."""
-    if isinstance(fn, FactorizedNormal):
-        return True  # checked first, because its `base_dist` would compute the scale
-    base = fn.base_dist if isinstance(fn, td.Independent) else fn
-    return isinstance(base, td.Normal) and not fn.batch_shape
 
 
 def _has_data(fn: td.Distribution) -> bool:

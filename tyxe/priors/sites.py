@@ -11,10 +11,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 from torch import Tensor, nn
 
-from tyxe.distributions import JointDistribution, JointMarginal
+from tyxe.distributions import Gaussian, JointDistribution, JointMarginal
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.distributions.joint import JointSite
-from tyxe.distributions.joint_state import joint_from_state
 from tyxe.files import unpacked
 from tyxe.util import fan_in_fan_out, layer_weight
 
@@ -106,7 +105,7 @@ class SitePriors(nn.Module):
                 continue
             extra = unpacked(extra)
             if isinstance(extra, dict) and "outline" in extra:
-                joint = joint_from_state(extra["outline"])
+                joint = Gaussian.from_outline(extra["outline"])
                 found |= {name.removeprefix(self.prefix): joint for name in joint.names}
         if found and set(found) <= set(self.names()):
             own = dict(self.priors())

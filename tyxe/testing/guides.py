@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 from tyxe.guides import AutoNormal, AutoRadial, Guide, PyroGuide
+from tyxe.guides.base import AnyGuide
 from tyxe.priors import DictPrior, IIDPrior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import torch_rng_kept
 from tyxe.testing.asserts import assert_close, assert_raises
 from tyxe.util import is_discrete
 
-AnyGuide = Guide | PyroGuide
 Builder = Callable[[Callable[..., Any]], Any]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
-from tyxe.distributions import IndependentSites, JointNormal, ParamBlocks
+from tyxe.distributions import Gaussian, IndependentSites, ParamBlocks
 from tyxe.distributions.buffered import BufferedDistribution, detached
 from tyxe.distributions.param_blocks import LinearBlock, SiteBlock
 from tyxe.linalg import BlockDiagonal, Cholesky, Dense, Diagonal, Inverse, Kronecker, LowRank, Sum
@@ -38,12 +38,12 @@ def _with_sum() -> BlockDiagonal:
     return BlockDiagonal({"w": both, "s": first.blocks["s"]})
 
 
-def _joint(precision: object, seed: int = 3) -> JointNormal:
-    return JointNormal(BLOCKS, random_tensor(SIZE, seed=seed), precision)  # type: ignore[arg-type]
+def _joint(precision: object, seed: int = 3) -> Gaussian:
+    return Gaussian(BLOCKS, random_tensor(SIZE, seed=seed), precision)  # type: ignore[arg-type]
 
 
 # Each function makes a Gaussian over the sites of `BLOCKS`.
-JOINTS: dict[str, Callable[[], JointNormal]] = {
+JOINTS: dict[str, Callable[[], Gaussian]] = {
     "Dense": lambda: _joint(Dense(random_gram(SIZE, 2 * SIZE))),
     "blocks": lambda: _joint(_blocks(), 4),
     "blocks, others": lambda: _joint(_blocks(7), 5),
@@ -61,7 +61,7 @@ JOINTS: dict[str, Callable[[], JointNormal]] = {
 }
 
 
-def check_joint(make: Callable[[], JointNormal]) -> None:
+def check_joint(make: Callable[[], Gaussian]) -> None:
     """Assert that a Normal over several sites agrees with a dense one, to 1e-9.
 
     Args:
@@ -79,12 +79,12 @@ def check_joint(make: Callable[[], JointNormal]) -> None:
     _check_kl_with_sites(joint, dense)
 
 
-def _dense(joint: JointNormal) -> td.MultivariateNormal:
+def _dense(joint: Gaussian) -> td.MultivariateNormal:
     matrix = joint.precision.to_dense()
     return td.MultivariateNormal(joint.loc, precision_matrix=(matrix + matrix.mT) / 2)
 
 
-def _check_density(joint: JointNormal, dense: td.MultivariateNormal, value: Tensor) -> None:
+def _check_density(joint: Gaussian, dense: td.MultivariateNormal, value: Tensor) -> None:
     assert_close(joint.log_prob(value), dense.log_prob(value), "log_prob")
     assert_close(joint.mean, dense.mean, "mean")
     assert_close(joint.variance, dense.variance, "variance")
@@ -98,7 +98,7 @@ def _check_density(joint: JointNormal, dense: td.MultivariateNormal, value: Tens
     assert joint.rsample((2, 3)).shape == (2, 3, *joint.event_shape), "shape of draws"
 
 
-def _check_sites(joint: JointNormal, dense: td.MultivariateNormal, value: Tensor) -> None:
+def _check_sites(joint: Gaussian, dense: td.MultivariateNormal, value: Tensor) -> None:
     parts = joint.unflatten(value)
     assert tuple(parts) == joint.names, f"the sites are {tuple(parts)}, not {joint.names}"
     one = joint.flatten({name: part[0] for name, part in parts.items()})
@@ -116,7 +116,7 @@ def _check_sites(joint: JointNormal, dense: td.MultivariateNormal, value: Tensor
         assert_close(half, found.mean, f"the median of {name!r}")
 
 
-def _check_copies(joint: JointNormal, value: Tensor) -> None:
+def _check_copies(joint: Gaussian, value: Tensor) -> None:
     expected = joint.log_prob(value)
     stored = BufferedDistribution(joint)
     again = BufferedDistribution(joint)
@@ -137,7 +137,7 @@ def _check_copies(joint: JointNormal, value: Tensor) -> None:
     assert single.log_prob(value.float()).dtype == torch.float32, ".to(float32) left float64"
 
 
-def _check_kl_with_sites(joint: JointNormal, dense: td.MultivariateNormal) -> None:
+def _check_kl_with_sites(joint: Gaussian, dense: td.MultivariateNormal) -> None:
     """Compare the KL from and to independent Normals of the sites."""
     loc, scale = random_tensor(SIZE, seed=11), 0.3 + random_tensor(SIZE, seed=12).square()
     locs, scales = joint.unflatten(loc), joint.unflatten(scale)

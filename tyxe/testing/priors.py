@@ -11,7 +11,7 @@ import torch
 import torch.distributions as td
 from torch import nn
 
-from tyxe.distributions import JointNormal, ParamBlocks, SignedBernoulli
+from tyxe.distributions import Gaussian, ParamBlocks, SignedBernoulli
 from tyxe.linalg import LowRank
 from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior
 from tyxe.priors.sites import SitePriors
@@ -37,7 +37,7 @@ def _joint_normal() -> Prior:
     shapes = {f"net.{name}": p.shape for name, p in example_net().named_parameters()}
     blocks = ParamBlocks.of_sites(shapes)
     precision = LowRank(torch.ones(blocks.size), torch.ones(blocks.size, 1) / blocks.size)
-    joint = JointNormal(blocks, torch.zeros(blocks.size), precision)
+    joint = Gaussian(blocks, torch.zeros(blocks.size), precision)
     return DictPrior({name: joint.marginal(name) for name in joint.names}, expose=["*"])
 
 

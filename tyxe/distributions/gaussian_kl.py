@@ -9,8 +9,9 @@ import torch.distributions as td
 from pyro import distributions as dist
 from torch import Tensor
 
+from tyxe.distributions.gaussian import Gaussian, quadratic
 from tyxe.distributions.joint import IndependentSites
-from tyxe.distributions.joint_normal import GaussianJoint, JointNormal, quadratic
+from tyxe.distributions.moments import as_gaussian
 from tyxe.distributions.normal import FactorizedNormal
 from tyxe.linalg.trace import trace_of_solve
 from tyxe.util import at_least_float32
@@ -20,18 +21,17 @@ HALF_LOG_2PI_E = 0.5 * (math.log(2 * math.pi) + 1)
 
 def normal_moments(q: td.Distribution) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return mean, variance and log-scale of independent Normals over one site, or None."""
-    if isinstance(q, FactorizedNormal):
-        return q.loc, q.variance, q.log_scale
-    while isinstance(q, td.Independent):
-        q = q.base_dist
-    if not isinstance(q, td.Normal):
+    normal = as_gaussian(q)
+    if normal is None:
         return None
-    scale = at_least_float32(q.scale)
-    return q.loc, scale.square(), scale.log()
+    if isinstance(normal, FactorizedNormal):
+        return normal.loc, normal.variance, normal.log_scale
+    scale = at_least_float32(normal.scale)
+    return normal.loc, scale.square(), scale.log()
 
 
-@td.register_kl(IndependentSites, GaussianJoint)
-def _kl_product_joint(q: IndependentSites, p: GaussianJoint) -> Tensor:
+@td.register_kl(IndependentSites, Gaussian)
+def _kl_independent_gaussian(q: IndependentSites, p: Gaussian) -> Tensor:
     """`sum_t 1/2 [diag(A_t) . v + (mu - m_t)^T A_t (mu - m_t)]`, less entropy and normaliser."""
     if set(q.distributions) != set(p.names):
         raise NotImplementedError
@@ -50,8 +50,8 @@ def _kl_product_joint(q: IndependentSites, p: GaussianJoint) -> Tensor:
     return torch.stack(energies).sum() / 2 - p.log_normalizer - entropy
 
 
-@td.register_kl(JointNormal, GaussianJoint)
-def _kl_joint_joint(q: JointNormal, p: GaussianJoint) -> Tensor:
+@td.register_kl(Gaussian, Gaussian)
+def _kl_gaussians(q: Gaussian, p: Gaussian) -> Tensor:
     """`sum_t 1/2 [tr(A_t Lambda^-1) + (mu - m_t)^T A_t (mu - m_t)]`, less entropy, normaliser."""
     if q.blocks != p.blocks:
         raise NotImplementedError
@@ -59,8 +59,8 @@ def _kl_joint_joint(q: JointNormal, p: GaussianJoint) -> Tensor:
     return torch.stack(energies).sum() / 2 - p.log_normalizer - _entropy(q)
 
 
-@td.register_kl(JointNormal, IndependentSites)
-def _kl_joint_product(q: JointNormal, p: IndependentSites) -> Tensor:
+@td.register_kl(Gaussian, IndependentSites)
+def _kl_gaussian_independent(q: Gaussian, p: IndependentSites) -> Tensor:
     """`sum 1/2 (v + (mu - m)^2) / s^2 + log s + 1/2 log 2 pi`, less entropy, `v` the variances."""
     moments = {name: normal_moments(one) for name, one in p.distributions.items()}
     known = {name: found for name, found in moments.items() if found is not None}
@@ -72,5 +72,5 @@ def _kl_joint_product(q: JointNormal, p: IndependentSites) -> Tensor:
     return energy + q.loc.numel() * (HALF_LOG_2PI_E - 0.5) - _entropy(q)
 
 
-def _entropy(q: JointNormal) -> Tensor:
+def _entropy(q: Gaussian) -> Tensor:
     return q.loc.numel() * HALF_LOG_2PI_E - q.precision.logdet() / 2
