@@ -85,7 +85,7 @@ def numbers(bnn):
     densities = [joint.log_prob(joint.flatten(named)) for joint in joints]
     if not joints:
         densities = [prior.log_prob(zeros[name]) for name, prior in priors.items()]
-    return outputs.flatten().tolist() + [float(sum(densities))]
+    return [*outputs.flatten().tolist(), float(sum(densities))]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -258,15 +258,6 @@ def test_samples_go_to_a_file_in_a_dtype(tmp_path: Path) -> None:
         torch.testing.assert_close(bnn.samples[site], value.float())
 
 
-def test_samples_that_do_not_fit_are_refused_before_the_run() -> None:
-    bnn = make()
-    with pytest.raises(
-        ValueError, match=r"4 chains x 100 samples x 2 numbers .* 19,200 bytes of memory"
-    ):
-        bnn.fit([data()], 100, max_bytes=6_000)
-    assert not len(bnn.samples)
-
-
 def test_thinning_keeps_as_many() -> None:
     torch.manual_seed(1)
     bnn = make()

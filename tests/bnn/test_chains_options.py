@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -62,7 +63,6 @@ BAD = {
     ),
     "a name": ({"dtype": "float16"}, TypeError, "dtype is 'float16'; expected that of samples"),
     "yes": ({"compile": "yes"}, TypeError, "compile is 'yes'; expected None or True or False"),
-    "text of bytes": ({"max_bytes": "1"}, TypeError, "max_bytes is '1'; expected an integer"),
     "no thinning": ({"thinning": 0}, ValueError, "thinning is 0"),
 }
 
@@ -96,14 +96,14 @@ def test_what_is_there_is_not_written_to(
 ) -> None:
     """Nor what comes there after the options were checked."""
     path, bnn = tmp_path / "samples", make()
-    reserve = tyxe.bnn.chains._reserve
+    disk_usage = shutil.disk_usage
 
-    def too_late(*arguments: Any) -> None:
+    def too_late(folder: str) -> Any:
         make_it(path)
-        reserve(*arguments)
+        return disk_usage(folder)
 
     if late:
-        monkeypatch.setattr(tyxe.bnn.chains, "_reserve", too_late)
+        monkeypatch.setattr(shutil, "disk_usage", too_late)
     else:
         make_it(path)
     with pytest.raises(FileExistsError, match=r"samples is there, .* a new name, or delete it"):
@@ -281,7 +281,7 @@ def test_members_are_trained_by_optimisers_of_gradients(optim) -> None:
 
 
 def test_a_file_too_large_for_its_disk_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"bytes of (memory|file), and may take"):
+    with pytest.raises(ValueError, match=r"bytes of file, and [0-9,]+ are free"):
         make().fit([PAIR], 10**12, warmup_steps=0, file=tmp_path / "samples")
     assert not (tmp_path / "samples").exists()
 

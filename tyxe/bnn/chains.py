@@ -133,12 +133,9 @@ class RunOptions:
     resume: bool = False
     dtype: torch.dtype | None = None
     file: str | os.PathLike[str] | None = None
-    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_count("thinning", self.thinning)
-        if self.max_bytes is not None:
-            check_count("max_bytes", self.max_bytes)
         for name, known in (("compile", (None, True, False)), ("resume", (True, False))):
             if getattr(self, name) not in known:
                 expected = " or ".join(map(str, known))
@@ -294,7 +291,7 @@ def make_run(
     """Return a run of a BNN's potential that has not started.
 
     Raises:
-        ValueError: samples that do not fit into memory or a limit; a log joint that is not finite
+        ValueError: samples that do not fit onto the disk; a log joint that is not finite
             at a start, or that depends on more than weights and data; no compiler for `compile`.
     """
     if options.compile and not has_compiler(starts.device):
@@ -341,70 +338,28 @@ def _of_all_data(potential: Potential, starts: Tensor) -> Any:
 
 
 def _room(kernel: Kernel, starts: Tensor, length: Length, options: RunOptions) -> Tensor:
-    """Return a tensor of zeros for samples, in memory or in a file."""
+    """Return a tensor of zeros for samples, in memory or in a new file."""
     shape = torch.Size([len(starts), length.num_samples, starts.shape[1]])
-    (chains, num_samples, d), dtype = shape, options.dtype or starts.dtype
-    # The potential and what is told of each sample are in memory besides.
-    told = chains * num_samples * (1 + len(kernel.statistics)) * starts.itemsize
-    samples = shape.numel() * dtype.itemsize
-    limits = {"memory": (told + samples, _free_bytes(starts.device))}
-    if options.file is not None:
-        folder = os.path.dirname(os.path.abspath(options.file))
-        limits = {"memory": (told, _free_bytes(starts.device))}
-        limits["file"] = samples, shutil.disk_usage(folder).free
-    if options.max_bytes is not None:
-        limits = {"memory and file": (told + samples, options.max_bytes)}
-    for where, (needed, limit) in limits.items():
-        if limit is not None and needed > limit:
-            raise ValueError(
-                f"{chains} chains x {num_samples} samples x {d} numbers in {dtype} take "
-                f"{needed:,} bytes of {where}, and may take {limit:,}: raise thinning, pass "
-                "dtype=torch.float16, or file="
-            )
-    if options.file is not None:
-        path = os.path.abspath(options.file)
-        kernel.kept(length)  # an error of a run that is too short comes before its file
-        _reserve(path, samples)
-        return torch.from_file(path, True, shape.numel(), dtype=dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=starts.device)
-
-
-def _reserve(path: str, size: int) -> None:
-    """Make a file of a size whose place on the disk nothing else can take, or none.
-
-    A disk that is full where a sample is written to would end the process. A file that is there, or
-    a link, is a FileExistsError.
-    """
+    dtype = options.dtype or starts.dtype
+    if options.file is None:
+        return torch.zeros(shape, dtype=dtype, device=starts.device)
+    path, size = os.path.abspath(options.file), shape.numel() * dtype.itemsize
+    # A disk that is full where a sample is written to would end the process.
+    free = shutil.disk_usage(os.path.dirname(path)).free
+    if size > free:
+        chains, num_samples, d = shape
+        raise ValueError(
+            f"{chains} chains x {num_samples} samples x {d} numbers in {dtype} take {size:,} bytes "
+            f"of file, and {free:,} are free: raise thinning, pass dtype=torch.float16, or another "
+            "file="
+        )
+    kernel.kept(length)  # an error of a run that is too short comes before its file
     try:
         with open(path, "xb") as file:
-            _allocate(file.fileno(), path, size)
-    except FileExistsError:
+            file.truncate(size)
+    except FileExistsError:  # also a link
         raise _is_there(path) from None
-
-
-def _allocate(descriptor: int, path: str, size: int) -> None:
-    try:
-        if hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        os.remove(path)
-        raise OSError(
-            error.errno,
-            f"no room for {size:,} bytes of samples ({error.strerror}): raise thinning, pass "
-            "dtype=torch.float16, or another file=",
-            path,
-        ) from error
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device that can be had, or None where that is not known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "cpu" and os.path.exists("/proc/meminfo"):
-        with open("/proc/meminfo") as file:
-            found = dict(line.split(":") for line in file)
-        return int(found["MemAvailable"].split()[0]) * 1024
-    return None
+    return torch.from_file(path, True, shape.numel(), dtype=dtype).view(shape)
 
 
 # --------------------------------------------------------------------------- kernels

@@ -159,8 +159,7 @@ class MCMC_BNN(SupervisedBNN):
                   and the run is long. A compiled net has to do the same tensor operations whatever
                   its weights are, and its hooks do not run;
                 - `resume` (False): go on with the last run where an interrupt has stopped it;
-                - `dtype`, `file`, `max_bytes`: of the samples, where they go instead of memory, and
-                  what they may take there.
+                - `dtype`, `file`: of the samples, and where they go instead of memory.
 
                 Of one of Pyro's: the arguments of `pyro.infer.MCMC`.
 
