@@ -20,7 +20,7 @@ if "TYXE_FORKS" not in os.environ:
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 # The contract suites and oracles assert too: without this their failures would not show the values.
-pytest.register_assert_rewrite("tyxe.testing", "tests.oracles")
+pytest.register_assert_rewrite("tyxe.testing", "tests.contracts", "tests.oracles")
 
 # The same examples on every machine; a first call that compiles or imports is not a failure.
 hypothesis.settings.register_profile("tyxe", deadline=None, derandomize=True)

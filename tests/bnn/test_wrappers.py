@@ -4,8 +4,7 @@ import pytest
 from torch import nn
 
 import tyxe
-from tyxe.testing import WRAPPERS, check_wrapper
-from tyxe.testing.wrappers import TRAINING
+from tests.contracts.wrappers import TRAINING, WRAPPERS, check_wrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 

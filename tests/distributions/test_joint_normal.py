@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributions as td
 
+from tests.contracts.joints import JOINTS, check_joint
+from tests.contracts.operators import OPERATORS
 from tests.oracles.joints import EXACT
 from tyxe.distributions import Gaussian, IndependentSites, ParamBlocks
 from tyxe.linalg import Diagonal, Kronecker, Sum
 from tyxe.linalg.sum import average, plus
 from tyxe.linalg.trace import trace_of_solve
-from tyxe.testing import JOINTS, OPERATORS, check_joint
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 
+from tests.contracts.operators import OPERATORS, check_operator
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
 from tyxe.linalg.state import STATE_NAMES, operator_from_state, operator_state
-from tyxe.testing import OPERATORS, check_operator
 from tyxe.threads import unvalidated
 
 NAN, INF = float("nan"), float("inf")

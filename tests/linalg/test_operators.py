@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.contracts.operators import OPERATORS, check_operator
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
 from tyxe.linalg.checks import dense_bytes
 from tyxe.linalg.low_rank import capacitance_cholesky, low_rank_root
-from tyxe.testing import OPERATORS, check_operator
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.contracts.kernels import KERNELS, check_kernel
 from tyxe.samplers import HMC, Randomness
-from tyxe.testing import KERNELS, check_kernel
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tyxe.distributions.gaussian import Gaussian, quadratic
 from tyxe.distributions.joint import IndependentSites
-from tyxe.distributions.moments import as_gaussian
-from tyxe.distributions.normal import FactorizedNormal
+from tyxe.distributions.normal import FactorizedNormal, as_gaussian
 from tyxe.linalg.trace import trace_of_solve
 from tyxe.util import at_least_float32
 

@@ -16,7 +16,7 @@ from tyxe.distributions.inducing_density import DensityBlock, density_block, mix
 from tyxe.distributions.inducing_formulas import Side, conditional_divergence, matheron
 from tyxe.distributions.inducing_u import InducingU, SampleShape
 from tyxe.distributions.joint import IndependentSites, JointDistribution
-from tyxe.distributions.moments import as_gaussian
+from tyxe.distributions.normal import as_gaussian
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.util import precise

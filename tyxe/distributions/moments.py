@@ -7,39 +7,11 @@ registered are used as they are.
 from __future__ import annotations
 
 from functools import singledispatch
-from typing import Any
 
 import torch.distributions as td
 from torch import Tensor
 
 from tyxe.util import at_least_float32
-
-
-@singledispatch
-def as_gaussian(distribution: Any) -> Any:
-    """Return the Normals of a site whose elements are independent Normals, else None.
-
-    What is returned has `loc`, `scale` and `variance` of the site's shape. Register a distribution
-    of yours that is one, and closed forms of Gaussians apply to it.
-
-    Example:
-        >>> import torch
-        >>> as_gaussian(td.Independent(td.Normal(torch.zeros(2), torch.ones(2)), 1)).loc
-        tensor([0., 0.])
-        >>> as_gaussian(td.Laplace(0.0, 1.0)) is None
-        True
-    """
-    return None
-
-
-@as_gaussian.register
-def _(distribution: td.Normal) -> td.Normal:
-    return distribution
-
-
-@as_gaussian.register(td.Independent)
-def _(distribution: td.Independent[td.Distribution]) -> Any:
-    return as_gaussian(distribution.base_dist)
 
 
 @singledispatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
-from tyxe.distributions.moments import as_gaussian, center, deviation, independent_moments
+from tyxe.distributions.moments import center, deviation, independent_moments
 from tyxe.util import at_least_float32
 
 
@@ -118,6 +119,32 @@ class Point(dist.Delta):
 
     def expand(self, batch_shape: torch.Size, _instance: object = None) -> dist.Delta:
         return dist.Delta(self.v, event_dim=self.event_dim).expand(batch_shape)
+
+
+@singledispatch
+def as_gaussian(distribution: Any) -> Any:
+    """Return the Normals of a site whose elements are independent Normals, else None.
+
+    What is returned has `loc`, `scale` and `variance` of the site's shape. Register a distribution
+    of yours that is one, and closed forms of Gaussians apply to it.
+
+    Example:
+        >>> as_gaussian(td.Independent(td.Normal(torch.zeros(2), torch.ones(2)), 1)).loc
+        tensor([0., 0.])
+        >>> as_gaussian(td.Laplace(0.0, 1.0)) is None
+        True
+    """
+    return None
+
+
+@as_gaussian.register
+def _(distribution: td.Normal) -> td.Normal:
+    return distribution
+
+
+@as_gaussian.register(td.Independent)
+def _(distribution: td.Independent[td.Distribution]) -> Any:
+    return as_gaussian(distribution.base_dist)
 
 
 @as_gaussian.register

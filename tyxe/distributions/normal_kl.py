@@ -13,8 +13,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from tyxe.distributions.moments import as_gaussian
-from tyxe.distributions.normal import FactorizedNormal
+from tyxe.distributions.normal import FactorizedNormal, as_gaussian
 from tyxe.util import at_least_float32, in_function_transform
 
 

@@ -11,29 +11,17 @@ Example:
 
 from tyxe.testing.guides import GUIDES, check_guide
 from tyxe.testing.handlers import HANDLERS, check_handler
-from tyxe.testing.joints import JOINTS, check_joint
-from tyxe.testing.kernels import KERNELS, check_kernel
 from tyxe.testing.likelihoods import LIKELIHOODS, LikelihoodCase, check_likelihood
-from tyxe.testing.operators import OPERATORS, check_operator
 from tyxe.testing.priors import PRIORS, check_prior
-from tyxe.testing.wrappers import WRAPPERS, check_wrapper
 
 __all__ = [
     "GUIDES",
     "HANDLERS",
-    "JOINTS",
-    "KERNELS",
     "LIKELIHOODS",
-    "OPERATORS",
     "PRIORS",
-    "WRAPPERS",
     "LikelihoodCase",
     "check_guide",
     "check_handler",
-    "check_joint",
-    "check_kernel",
     "check_likelihood",
-    "check_operator",
     "check_prior",
-    "check_wrapper",
 ]
