@@ -41,7 +41,8 @@ def test_classes_with_weights_are_sampled_as_repeated_ones():
         bnn.fit(batches, 5, warmup_steps=0, num_chains=1, progress=False)
         return bnn.get_samples()
 
-    weighted = [(x[:6], y[:6], weights[:6]), (x[6:], y[6:], weights[6:])]
+    counts = weights.float()
+    weighted = [(x[:6], y[:6], counts[:6]), (x[6:], y[6:], counts[6:])]
     repeated = [(x.repeat_interleave(weights, 0), y.repeat_interleave(weights))]
     one, two = potential(weighted), potential(repeated)
     for name in one:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import (
+    register_pytree_node,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
 
-from tyxe.errors import described
+from tyxe.errors import described, warn
 
 # From a batch to `inputs, targets`, `inputs, targets, weights`, or inputs alone to predict.
 Unpack = Callable[[Any], Any]
@@ -22,15 +28,21 @@ Output = str | int | Callable[[Any], Any]
 class Targets:
     """Targets of which some count more often than others, or not at all.
 
+    A weight of 2 is the point twice; one of 0, and a mask, are its absence.
+
     Attributes:
         values: `(n, ...)`.
         weights: how often each point counts, `(n,)`, from 0; None for once each.
-        mask: which numbers within points count, or how much, of the values' shape; None for all.
+        mask: which numbers within points count, or how much, of the shape of the values or of their
+            first dimensions; None for all.
+        is_observed: whether the mask has all that is left out, and what is has a value that counts,
+            see `Likelihood.observed`.
     """
 
     values: Tensor
     weights: Tensor | None = None
     mask: Tensor | None = None
+    is_observed: bool = False
 
     @staticmethod
     def of(targets: Tensor | Targets) -> Targets:
@@ -47,8 +59,8 @@ class Targets:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Targets:
         """Apply a function to each tensor."""
-        parts = (self.values, self.weights, self.mask)
-        return Targets(*(part if part is None else function(part) for part in parts))  # type: ignore[arg-type]
+        weights, mask = (p if p is None else function(p) for p in (self.weights, self.mask))
+        return Targets(function(self.values), weights, mask, self.is_observed)
 
     def to(self, device: Any) -> Targets:
         """Return the targets on a device."""
@@ -68,15 +80,15 @@ class Targets:
             ValueError: a mask of another shape.
         """
         mask = mask.to(self.device)
-        if mask.dim() > 1 and mask.shape != self.values.shape:
+        if mask.shape != self.values.shape[: mask.dim()]:
             raise ValueError(
                 f"the mask has shape {tuple(mask.shape)}, and the targets have "
                 f"{tuple(self.values.shape)}"
             )
-        if mask.dim() > 1:
-            return replace(self, mask=mask if self.mask is None else self.mask * mask)
-        kept = mask.to(torch.get_default_dtype())
-        return replace(self, weights=kept if self.weights is None else self.weights * kept)
+        if self.mask is not None:
+            dims = max(mask.dim(), self.mask.dim())
+            mask = trailing(self.mask, dims) * trailing(mask, dims)
+        return replace(self, mask=mask)
 
     def counts(self) -> Tensor | None:
         """Return how often each point counts, `(n,)`: not at all where all of it is left out."""
@@ -85,36 +97,128 @@ class Targets:
         kept = self.mask > 0 if self.mask.dim() == 1 else (self.mask > 0).flatten(1).any(1)
         return kept.to(torch.get_default_dtype()) if self.weights is None else self.weights * kept
 
+    def counts_within(self, shape: torch.Size | None = None) -> Tensor | None:
+        """Return how often each number counts, of a shape that begins as the values' do.
 
-def _flatten(targets: Targets) -> tuple[list[Tensor], list[str]]:
-    given = {name: part for name, part in vars(targets).items() if part is not None}
-    return [*given.values()], [*given]
+        By default it is the values' own; None where each counts once.
+
+        Raises:
+            ValueError: a mask within points that does not fit the shape.
+        """
+        shape = self.values.shape if shape is None else shape
+        found = self.mask
+        if found is not None and found.shape != shape[: found.dim()]:
+            raise ValueError(
+                f"numbers of shape {tuple(found.shape)} cannot be left out of {tuple(shape)}: mask "
+                "whole points"
+            )
+        if found is not None:
+            found = trailing(found, len(shape)).expand(shape).to(torch.get_default_dtype())
+        if self.weights is None:
+            return found
+        weights = trailing(self.weights, len(shape)).expand(shape)
+        return weights if found is None else weights * found
+
+    def filled(self) -> Targets:
+        """Return the targets with values that count in the place of those that do not.
+
+        The latter may be labels of -1 or NaN.
+        """
+        mask, weights = self.mask, self.weights
+        if (mask is None and weights is None) or not len(self):
+            return self
+        kept = torch.ones_like(weights, dtype=torch.bool) if mask is None else mask > 0  # type: ignore[arg-type]
+        if weights is not None:
+            kept = kept & trailing(weights > 0, kept.dim())
+        return replace(self, values=filled(self.values, kept))
 
 
-def _unflatten(parts: Iterable[Any], names: list[str]) -> Targets:
-    return Targets(**dict(zip(names, parts, strict=True)))
+@effectful(type="targets")
+def masked_targets(site: str, targets: Targets) -> Targets:
+    """Return the targets of an observed site, of which handlers leave some out."""
+    return targets
+
+
+def trailing(values: Tensor, dims: int) -> Tensor:
+    """Return a view with dimensions of size 1 at the end, so that there are so many."""
+    return values.reshape(*values.shape, *[1] * (dims - values.dim()))
+
+
+def filled(values: Tensor, kept: Tensor) -> Tensor:
+    """Overwrite what is not kept by values that are, of the same place in a point if there are any.
+
+    `kept` has the shape of the values' first dimensions.
+    """
+    rows = kept.flatten(1) if kept.dim() > 1 else kept[:, None]
+    parts = values.reshape(*rows.shape, -1)
+    first = rows.to(torch.uint8).argmax(0)  # of each place
+    known = parts.gather(0, first[None, :, None].expand(1, *parts.shape[1:]))[0]
+    has = rows.any(0)
+    other = known.index_select(0, has.to(torch.uint8).argmax().view(1))
+    other = other.where(has.any(), torch.zeros_like(other))
+    known = known.where(has[:, None], other)
+    return parts.where(rows[..., None], known).view_as(values)
+
+
+def _flatten(targets: Targets) -> tuple[list[Tensor], tuple[list[str], bool]]:
+    parts = {"values": targets.values, "weights": targets.weights, "mask": targets.mask}
+    given = {name: part for name, part in parts.items() if part is not None}
+    return [*given.values()], ([*given], targets.is_observed)
+
+
+def _unflatten(parts: Iterable[Any], context: tuple[list[str], bool]) -> Targets:
+    names, is_observed = context
+    return Targets(**dict(zip(names, parts, strict=True)), is_observed=is_observed)
 
 
 register_pytree_node(Targets, _flatten, _unflatten)
 
 
-def concatenate_targets(pieces: list[Any]) -> Any:
-    """Concatenate the targets of batches, weighted or not."""
+def alike(pieces: Sequence[Any]) -> list[Any]:
+    """Return targets of batches with weights for all where some have them, and masks likewise."""
     if not any(isinstance(piece, Targets) for piece in pieces):
-        return torch.cat(pieces)
+        return list(pieces)
     parts = [Targets.of(piece) for piece in pieces]
-    weights = [_or_ones(part.weights, part.values.reshape(len(part), -1)[:, 0]) for part in parts]
-    masks = [_or_ones(part.mask, part.values) for part in parts]
-    has_mask = any(part.mask is not None for part in parts)
-    return Targets(
-        torch.cat([part.values for part in parts]),
-        torch.cat(weights),
-        torch.cat(masks) if has_mask else None,
-    )
+    for name in ("weights", "mask"):
+        known = [p for p in parts if getattr(p, name) is not None]
+        if len(known) not in (0, len(parts)):
+            like = max((getattr(p, name) for p in known), key=lambda part: part.dim())
+            parts = [_with_ones(part, name, like) for part in parts]
+    return parts
 
 
-def _or_ones(given: Tensor | None, like: Tensor) -> Tensor:
-    return torch.ones_like(like, dtype=torch.float32) if given is None else given
+def _with_ones(targets: Targets, name: str, like: Tensor) -> Targets:
+    given = getattr(targets, name)
+    shape = targets.values.shape[: like.dim()]
+    if given is None:
+        given = torch.ones(shape, dtype=like.dtype, device=targets.device)
+    given = trailing(given, like.dim()).expand(shape)
+    return replace(targets, weights=given) if name == "weights" else replace(targets, mask=given)
+
+
+def concatenate_targets(pieces: Sequence[Any]) -> Any:
+    """Concatenate the targets of batches, weighted or not."""
+    parts = alike(pieces)
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    columns = zip(*(tree_leaves(part) for part in parts), strict=True)
+    return tree_unflatten([torch.cat(column) for column in columns], tree_structure(parts[0]))
+
+
+def read_targets(targets: Any, *weights: Any) -> Any:
+    """Return the targets of a batch with what is known of them: weights, and what is missing.
+
+    A number that is NaN is missing, and masked.
+
+    Raises:
+        ValueError: weights that are not one number from 0 for each point.
+    """
+    found = weighted(targets, *weights) if weights else targets
+    values = Targets.of(found).values
+    if values.is_floating_point() and values.dim() and bool((gaps := values.isnan()).any()):
+        # A mask for all of a point leaves it out, of whatever likelihood.
+        return Targets.of(found).masked(~gaps)
+    return found
 
 
 def weighted(targets: Any, weights: Any) -> Targets:
@@ -123,16 +227,22 @@ def weighted(targets: Any, weights: Any) -> Targets:
     Raises:
         ValueError: weights that are not one number from 0 for each point.
     """
-    weights = torch.as_tensor(weights)
-    if weights.shape != targets.shape[:1]:
+    weights, found = torch.as_tensor(weights), Targets.of(targets)
+    if weights.shape != found.values.shape[:1]:
         raise ValueError(
-            f"the loader yields weights of shape {tuple(weights.shape)} for {len(targets)} points; "
+            f"the loader yields weights of shape {tuple(weights.shape)} for {len(found)} points; "
             "expected one for each, (n,); several arguments of the net go in a tuple, ((x1, x2), y)"
+        )
+    if not weights.is_floating_point() and weights.dtype != torch.bool:
+        warn(
+            f"the loader yields integers, {weights.dtype}, as a third element, which are taken as "
+            "weights: how often each point counts. If they are that, yield weights.float(); else, "
+            "such as numbers of groups, leave them out: unpack=lambda batch: batch[:2]"
         )
     weights = weights.to(torch.promote_types(weights.dtype, torch.get_default_dtype()))
     if not bool((weights >= 0).all() & weights.isfinite().all()):
         raise ValueError("the loader yields weights that are negative or not finite")
-    return Targets(targets, weights)
+    return replace(found, weights=weights)
 
 
 class Unpacked:

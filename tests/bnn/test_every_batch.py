@@ -32,13 +32,6 @@ SECOND = {
     ),
     "counts": (Poisson(N), 1, TWO, TWO - 0.5, "support of Poisson"),
     "a number": (HomoskedasticGaussian(N, scale=1.0), 1, Y, Y / 0, "HomoskedasticGaussian.* inf"),
-    "no number": (
-        HomoskedasticGaussian(N, scale=1.0),
-        1,
-        Y,
-        Y * float("nan"),
-        "support of HomoskedasticGaussian.* nan",
-    ),
 }
 
 

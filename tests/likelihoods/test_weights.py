@@ -311,11 +311,6 @@ def test_bad_class_weights_and_bad_masks():
         selective_mask(mask=wrong, expose=["likelihood.data"]),
     ):
         bnn.fit([(data(), y)], torch.optim.Adam, 1)
-    with (
-        pytest.raises(RuntimeError, match="masked twice, or has weights"),
-        selective_mask(mask=torch.ones(6, dtype=torch.bool), expose=["likelihood.data"]),
-    ):
-        bnn.fit([(data(), y, torch.ones(6))], torch.optim.Adam, 1)
 
 
 def test_a_batch_of_which_nothing_counts_has_no_data_term():

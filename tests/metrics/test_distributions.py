@@ -251,7 +251,19 @@ def test_calibration_errors_and_aurc_count_by_weights(metric):
 
 def test_a_curve_of_risk_has_whole_points():
     with pytest.raises(ValueError, match="`weights` has fractions"):
-        metrics.aurc(torch.full((2, 2), 0.5), torch.tensor([0, 1]), weights=torch.full([2], 0.5))
+        metrics.risk_coverage_curve(
+            torch.full((2, 2), 0.5), torch.tensor([0, 1]), weights=torch.full([2], 0.5)
+        )
+
+
+def test_the_area_counts_fractions_of_points():
+    probs = torch.rand(9, 3, dtype=torch.float64).softmax(-1)
+    y, weights = torch.arange(9) % 3, torch.rand(9, dtype=torch.float64) * 3
+    whole = metrics.aurc(probs, y, weights=weights)
+    halves = metrics.aurc(probs.repeat(2, 1), y.repeat(2), weights=weights.repeat(2) / 2)
+    torch.testing.assert_close(whole, halves)
+    curve = metrics.risk_coverage_curve(probs, y, weights=weights.ceil())
+    torch.testing.assert_close(metrics.aurc(probs, y, weights=weights.ceil()), curve.risk.mean())
 
 
 @pytest.mark.parametrize("weights", [torch.ones(3), -torch.ones(2), torch.zeros(2)])

@@ -122,7 +122,8 @@ def test_an_empty_mask_leaves_no_data_term(name):
         terms = elbo_terms(bnn.model, bnn.guide, x, y)
         (terms.kl - terms.data).backward()
         error, log_likelihood = bnn.evaluate(x, y, num_predictions=2)
-        bnn.fit([(x, y)], torch.optim.SGD(bnn.parameters(), lr=0.0), 1)
+        with pytest.warns(tyxe.TyxeWarning, match="no point of an epoch counts"):
+            bnn.fit([(x, y)], torch.optim.SGD(bnn.parameters(), lr=0.0), 1)
     assert terms.data == 0
     assert terms.points == 0
     assert terms.kl > 0
@@ -179,11 +180,19 @@ def test_a_mask_of_another_length_is_refused(method):
         assert torch.equal(before[name], value)
 
 
-def test_two_masks_around_one_site_are_refused():
+def test_two_masks_are_their_intersection_and_of_a_plain_program_refused():
     bnn, x, y = make("HomoskedasticGaussian", dataset_size=12)
-    mask = MASKS["some"]
-    with pytest.raises(RuntimeError, match="combine masks with &"), masked(mask), masked(mask):
-        bnn.model(x, y)
+    one, other = MASKS["some"], torch.arange(ROWS) > 1
+    expected = fitted(bnn, x[one & other], y[one & other])
+    with masked(one), masked(other):
+        torch.testing.assert_close(fitted(bnn, x, y), expected, rtol=1e-10, atol=1e-10)
+
+    def model():
+        with pyro.plate("data", ROWS, subsample=torch.arange(ROWS)):
+            pyro.sample("likelihood.data", dist.Normal(0.0, 1.0), obs=torch.zeros(ROWS))
+
+    with pytest.raises(RuntimeError, match="combine masks with &"), masked(one), masked(other):
+        model()
 
 
 @pytest.mark.parametrize("kind", ["mask", "scale"])

@@ -17,6 +17,7 @@ SUITES = {
     "kill": ("kill", "run", 200),
     "corruption": ("corruption", "run", 200),
     "device": ("device", "run", 10_000),
+    "weights": ("weights", "run", 3000),
 }
 
 

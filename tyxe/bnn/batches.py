@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader
 
-from tyxe.data import Targets, Unpacked, concatenate_targets, weighted
+from tyxe.data import Targets, Unpacked, concatenate_targets, read_targets
 from tyxe.errors import check_count, described
 from tyxe.rng import RandomStream, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import exclusive
@@ -91,7 +91,7 @@ def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
         raise ValueError(
             f"the loader yields a batch without points, of targets {tuple(shape)}; leave it out"
         )
-    targets = weighted(targets, *weights) if weights else targets
+    targets = read_targets(targets, *weights)
     if device is not None:
         inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))
     return inputs, targets
@@ -183,6 +183,7 @@ def batches_to_predict(inputs: Inputs, targets: Any, batch_size: int | None) -> 
     batch_size = None if batch_size is None else check_count("batch_size", batch_size)
     if is_loader(inputs):
         return map(_as_pair, not_empty(inputs))
+    targets = None if targets is None else read_targets(targets)
     if batch_size is None:
         return [(inputs, targets)]
     pieces = split_rows(inputs, batch_size)
@@ -201,9 +202,9 @@ def _as_pair(batch: Any) -> tuple[Any, Any]:
         )
     # A list would be a loader, where what is in a batch are arguments.
     inputs = tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
-    if len(batch) == 3:
-        return inputs, weighted(batch[1], batch[2])
-    return inputs, batch[1] if len(batch) == 2 else None
+    labels = batch[1] if len(batch) > 1 else None
+    is_known = isinstance(labels, Tensor | Targets)
+    return inputs, read_targets(labels, *batch[2:]) if is_known else labels
 
 
 def split_rows(tree: Any, size: int) -> list[Any]:

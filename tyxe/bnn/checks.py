@@ -89,8 +89,11 @@ def check_is_finite(inputs: Inputs) -> None:
 
 def warn_of_size(points: int, size: int) -> bool:
     """Warn of an epoch with far fewer points than a data set, or more; say whether this is so."""
+    if not points:
+        warn("no point of an epoch counts, so that the prior is all: look for NaN in targets")
+        return True
     # Somewhat fewer points in an epoch may be intended, as with a sampler.
-    if not points or size / 20 <= points <= size:
+    if size / 20 <= points <= size:
         return False
     much = "little" if points > size else "much"
     warn(

@@ -317,8 +317,9 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         input_data: Inputs,
         y: Tensor | None = None,
         num_predictions: int = 1,
-        *,
+        aggregate: bool = True,
         reduction: str = "sum",
+        *,
         batch_size: int | None = None,
         unpack: Unpack | None = None,
         process_group: Any = None,
@@ -330,16 +331,24 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             input_data, y, reduction, batch_size, unpack, process_group, options: of the members'
                 `evaluate`.
             num_predictions: number of draws of each member.
+            aggregate: `False` returns a row for each draw of each member, and one for a member with
+                Gaussian outputs.
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
         y = None if y is None else self.likelihood.from_loader(y)
         check_evaluation(input_data, y, reduction, process_group)
-        scorers = [member.scorer(num_predictions, **options) for member in self._bnns]
+        scorers = [m.scorer(num_predictions, aggregate, **options) for m in self._bnns]
         draws = DrawsOfEach()
 
         def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
             weights = weights_of(self.likelihood, targets)
             found = [score(inputs, targets, own) for score, own in draws.over(scorers, again)]
+            if not aggregate:
+                return (
+                    _of_draws([s.error for s in found]),
+                    _of_draws([s[1] for s in found]),
+                    weights,
+                )
             logs = torch.stack([scores.log_likelihood for scores in found], -1)
             together = (logs + self._shares().to(logs).log()).logsumexp(-1)
             predictions: list[Any] = [scores.prediction for scores in found]
@@ -353,6 +362,12 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         with all_or_none(process_group):
             found = on_each(self, (loader,), batch_size, one, -1, y)
         return reduced(self.likelihood, found, reduction, process_group)
+
+    def draw_weights(self, count: int) -> Tensor | None:
+        if self.weights is None:
+            return None
+        each = count // len(self.members)
+        return self.weights.repeat_interleave(each) / each
 
     def _shares(self) -> Tensor:
         count = len(self.members)
@@ -429,6 +444,12 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             raise RuntimeError("this is no checkpoint of an ensemble: pass what it returned")
         self.load_state_dict(checkpoint["ensemble"])
         self._left = dict(checkpoint["left"])
+
+
+def _of_draws(scores: list[Tensor]) -> Tensor:
+    """Return the scores of all members' draws, of which those with Gaussian outputs have one."""
+    dims = max(each.dim() for each in scores)
+    return torch.cat([each if each.dim() == dims else each[None] for each in scores])
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from tyxe.curvature.memory import check_memory
 from tyxe.errors import check_count, check_known
 from tyxe.laplace import LaplaceState
 from tyxe.laplace.gaussian_prior import independent_terms
+from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
 from tyxe.predictive import refine_laplace, refine_variational
 from tyxe.predictive.features import Features, output_features
@@ -35,23 +36,30 @@ class GPOnSubset(nn.Module):
     """A random part of the data, and the Gaussian process given these points, for each posterior.
 
     The points move with the module, and are not in its state dict. During the construction all data
-    are in memory. The prior's precision is multiplied by `factor * N / num_points`.
+    are in memory. The prior's precision is multiplied by `factor * N` over the sum of the points'
+    weights.
     """
 
-    def __init__(self, loader: Iterable[Any], num_points: int | None, factor: float) -> None:
+    def __init__(
+        self, likelihood: Likelihood, loader: Iterable[Any], num_points: int | None, factor: float
+    ) -> None:
         super().__init__()
         inputs, targets = collect(loader)
+        targets, rows = likelihood.that_count(targets)
+        inputs = inputs if rows is None else take_rows(inputs, rows)
         total = len(targets)
         self.num_points = total if num_points is None else check_count("num_points", num_points, 0)
         if not 1 <= self.num_points <= total:
             raise ValueError(
-                f"num_points is {num_points}; expected 1 to {total}, the number of points given"
+                f"num_points is {num_points}; expected 1 to {total}, the points that count"
             )
         if not factor > 0:
             raise ValueError(f"factor is {factor}; it multiplies a precision: expected above 0")
         if self.num_points < total:
-            inputs = take_rows(inputs, torch.randperm(total)[: self.num_points])
-        self.inputs, self.factor = inputs, factor
+            chosen = torch.randperm(total)[: self.num_points]
+            inputs, targets = take_rows(inputs, chosen), targets[chosen.to(targets.device)]
+        self.inputs, self.targets, self.factor = inputs, targets, factor
+        self.weight = float(likelihood.count(targets))
         self._of: tuple[LaplaceState, int, GPPredictive] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPOnSubset:
@@ -77,11 +85,12 @@ class GPOnSubset(nn.Module):
         device = next(bnn.parameters()).device
         inputs = tree_map_tensors(lambda t: t.to(device), self.inputs)
         features, roots = [], []
-        for piece in [inputs] if self.num_points <= POINTS else split_rows(inputs, POINTS):
+        pieces = [inputs] if self.num_points <= POINTS else split_rows(inputs, POINTS)
+        for piece, own in zip(pieces, self.targets.split(POINTS), strict=True):
             linear = bnn.linearize(piece)
             features.append(_features(linear, state))
-            roots.append(hessian_root(bnn.likelihood, linear.outputs.detach()))
-        factor = self.factor * bnn.likelihood.dataset_size / self.num_points
+            roots.append(hessian_root(bnn.likelihood, linear.outputs.detach(), own.to(device)))
+        factor = self.factor * bnn.likelihood.dataset_size / self.weight
         root = torch.cat(roots) * math.sqrt(state.weight)
         return GPPredictive(Features.cat(features), root, factor)
 

@@ -17,6 +17,14 @@ class Intervals:
     likelihood: Likelihood
     sample_predictive: Callable[..., Tensor]
 
+    def draw_weights(self, count: int) -> Tensor | None:
+        """Return how much each of so many draws counts, which sum to one; None for all alike.
+
+        They are those of `predict(..., aggregate=False)`, and of use to what takes stacked draws,
+        such as `tyxe.predictive.entropy_decomposition`.
+        """
+        return None
+
     def interval(
         self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
     ) -> tuple[Tensor, Tensor]:

@@ -456,7 +456,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         by `.to`, and are not in its `state_dict`.
 
         Args:
-            data_loader: yields `(inputs, targets)`; the targets are not used.
+            data_loader: yields `(inputs, targets)`, or with weights; of targets only what of them
+                counts is used.
             num_points: number of points to keep, `M`; all by default.
             factor: the prior's precision is multiplied by `N / M` times this, to be tuned on
                 held-out data.
@@ -465,7 +466,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             ValueError: more points than there are, or none; a factor that is not positive.
         """
         _ = self.state
-        self.gp = GPOnSubset(data_loader, num_points, factor)
+        loader = self.to_fit(data_loader)
+        self.gp = GPOnSubset(self.likelihood, loader, num_points, factor)
 
     def refine(
         self,
@@ -565,7 +567,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             raise ValueError("method='grid' finds one precision for all weights, not per_site")
         check_one_number(state.prior)
         if loader is not None and method == "grid":
-            batches = list(batches_of(loader))
+            batches = list(batches_of(self.to_evaluate(loader)))
             best = best_of_grid(grid, lambda precision: self._held_out(precision, batches))
             numbers = {"": state.loc.new_tensor(best)}
         else:
@@ -595,7 +597,10 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         with RandomStream(seed=0):
             try:
                 bnn = self._under(self.state.replace(prior=with_numbers(self.state, number)))
-                return sum(float(bnn.evaluate(x, y)[1]) for x, y in batches_of(batches, device))
+                found = (bnn.evaluate(x, y)[1] for x, y in batches_of(batches, device))
+                return sum(
+                    float(each["joint"] if isinstance(each, Mapping) else each) for each in found
+                )
             except NotPositiveDefiniteError:
                 return -math.inf  # the precision is below the curvature's rounding
 

@@ -30,7 +30,7 @@ from tyxe.bnn.chains import (
 from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.potential import BatchPotential, Potential, starts_of
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.data import Output, Unpack
+from tyxe.data import Output, Targets, Unpack, masked_targets
 from tyxe.errors import check_count, warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
@@ -189,9 +189,14 @@ class MCMC_BNN(SupervisedBNN):
         loader = self.to_fit([data_loader] if batch_data else data_loader, unpack)
         by_batch = self.kernel is not None and self.kernel.takes_batches
         data = collect(loader, device) if not by_batch else OwnBatches(loader, device, 0).take()
+        targets = Targets.of(data[1])
+        is_masked = masked_targets(self.likelihood.data_name, targets) is not targets
+        if is_masked and not by_batch:
+            data = data[0], self.likelihood.observed(targets)
         with fitting(self, train=by_batch), prior_fixed(self):
             check_one_batch(self, self.net_prior, *data)
-            self._warn_of_setting(None if by_batch else float(self.likelihood.count(data[1])))
+            points = None if by_batch else float(self.likelihood.count(data[1]))
+            self._warn_of_setting(points, is_masked)
             known = [field.name for field in dataclasses.fields(RunOptions)]
             wrong = [name for name in options if (name in known) == (self.kernel is None)]
             if wrong:
@@ -351,8 +356,8 @@ class MCMC_BNN(SupervisedBNN):
         with exclusive():
             self.samples.replace(samples, file)
 
-    def _warn_of_setting(self, points: float | None) -> None:
-        if am_i_wrapped():
+    def _warn_of_setting(self, points: float | None, is_masked: bool) -> None:
+        if am_i_wrapped() and not is_masked:
             warn("MCMC shields its model from handlers: those around fit have no effect")
         size = self.likelihood.dataset_size
         if points not in (None, size):

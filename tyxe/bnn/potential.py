@@ -13,13 +13,14 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 from torch.nn.functional import mse_loss
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
+from tyxe.data import alike
 from tyxe.distributions import ParamBlocks, as_gaussian
 from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
@@ -28,6 +29,7 @@ from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs, at_least_float32, is_real, reset_parameters_, tree_map_tensors
 
+TINY = torch.finfo(torch.float32).tiny
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -44,7 +46,7 @@ class Potential:
         temperature: by which the log-likelihood is divided.
 
     Raises:
-        ValueError: a prior that is no distribution.
+        ValueError: a prior that is no distribution; data of which no point counts.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Potential:
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
         points = float(bnn.likelihood.count(targets))
+        if not points:
+            raise ValueError("no point of the data counts: look for NaN in targets, and at masks")
         self._scale = bnn.likelihood.dataset_size / points / temperature
         self.priors = priors = self._priors()
         # Without those of real supports, which are the identity.
@@ -98,7 +102,8 @@ class Potential:
             given = likelihood.observed(targets).values
             given = likelihood.prepare_targets(predictions, given)
             found = found.where(support.check(given).all(), -math.inf)
-        return -found / likelihood.count(targets)
+        # A batch of which nothing counts says nothing.
+        return -found / torch.as_tensor(likelihood.count(targets)).clamp_min(TINY)
 
     def estimate(self, flat: Tensor, inputs: Inputs, targets: Tensor) -> Tensor:
         """Return the potential energy as a mini-batch tells it."""
@@ -222,17 +227,8 @@ class BatchPotential:
         seeds = torch.randint(2**62, (len(starts),)).tolist()
         self._batches = [OwnBatches(loader, device, seed) for seed in seeds]
         self._bnn, self._has_warned = potential.bnn, False
-        leaves, place = tree_flatten(self._batches[0].peek())
-
-        def one(flat: Tensor, *leaves: Any) -> Tensor:
-            return potential.estimate(flat, *tree_unflatten(leaves, place))
-
-        self._every = in_turn(one)
-        # One chain has nothing to be stacked with, and graphs cannot be.
-        self._stacks = len(starts) > 1 and all(isinstance(leaf, Tensor) for leaf in leaves)
-        if self._stacks:
-            with alone():
-                self._every = gradients(one, starts, *self._rows([b.peek() for b in self._batches]))
+        self._potential = potential
+        self._look(_alike([own.peek() for own in self._batches]), starts)
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return potentials `(chains,)`, in nats, and gradients `(chains, d)`.
@@ -243,6 +239,9 @@ class BatchPotential:
         for _, targets in batches:
             if len(targets) > likelihood.dataset_size:
                 likelihood.check_size(targets)
+        batches = _alike(batches)
+        if tree_structure(batches[0]) != self._place:  # the first with something missing, or none
+            self._look(batches, position)
         gradient, value = self._every(position, *self._rows(batches))
         if not bool((value + gradient.sum(-1)).isfinite().all()):
             for batch in batches:
@@ -253,10 +252,31 @@ class BatchPotential:
             self._has_warned = warn_of_size(points, likelihood.dataset_size)
         return value, gradient
 
+    def _look(self, batches: list[Any], position: Tensor) -> None:
+        """See how the potentials of all chains are computed, for batches of a structure."""
+        leaves, place = tree_flatten(batches[0])
+        self._place = place
+
+        def one(flat: Tensor, *leaves: Any) -> Tensor:
+            return self._potential.estimate(flat, *tree_unflatten(leaves, place))
+
+        self._every = in_turn(one)
+        # One chain has nothing to be stacked with, and graphs cannot be.
+        self._stacks = len(position) > 1 and all(isinstance(leaf, Tensor) for leaf in leaves)
+        if self._stacks:
+            with alone():
+                self._every = gradients(one, position, *self._rows(batches))
+
     def _rows(self, batches: list[Any]) -> Iterator[Any]:
         """Return what the batches of all chains are, leaf by leaf."""
         columns = zip(*map(tree_leaves, batches), strict=True)
         return map(torch.stack, columns) if self._stacks else columns
+
+
+def _alike(batches: list[Any]) -> list[Any]:
+    """Return the batches of all chains with weights and masks for all, where one has them."""
+    inputs, targets = zip(*batches, strict=True)
+    return list(zip(inputs, alike(targets), strict=True))
 
 
 def _unvalidated(distribution: Any) -> Any:

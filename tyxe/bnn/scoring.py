@@ -1,14 +1,19 @@
-"""Scores of points: what `evaluate` takes, which rows count, and how they are reduced."""
+"""Scores of points: what `evaluate` takes, which rows count, and how they are reduced.
+
+`predicted` is the one way to predictions beside their targets, for all that compares them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tyxe.bnn.batches import check_has_targets, is_loader
-from tyxe.likelihoods import Likelihood
+from tyxe.data import Targets, concatenate_targets
+from tyxe.likelihoods import Bernoulli, Categorical, Likelihood
 from tyxe.likelihoods.base import reduce_points
 from tyxe.processes import total
 from tyxe.util import Inputs
@@ -33,6 +38,69 @@ def check_evaluation(
 def rows_of(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
     """Return some rows of a tensor along a dimension, or all."""
     return values if rows is None else values.index_select(dim, rows.to(values.device))
+
+
+class Predicted(NamedTuple):
+    """Predictions of the points that count, and their targets with weights and mask.
+
+    Attributes:
+        likelihood: of both.
+        predictions: as `predict` returns them, of these points.
+        targets: these points'.
+    """
+
+    likelihood: Likelihood
+    predictions: Any
+    targets: Targets
+
+    @property
+    def kind(self) -> str:
+        """`"classes"`, one for each point, `"numbers"` with a mean and a scale, or `"others"`."""
+        values = self.targets.values
+        if isinstance(self.likelihood, Categorical | Bernoulli):
+            is_soft = isinstance(self.likelihood, Categorical) and values.is_floating_point()
+            return "classes" if values.numel() == len(values) and not is_soft else "others"
+        return "numbers" if isinstance(self.predictions, tuple) else "others"
+
+    def classes(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return probabilities `(m, C)` of all labels that count, these, and their counts."""
+        probs = self.likelihood.class_logits(self.predictions).softmax(-1)
+        return flattened(probs, self.targets, of_classes=True)
+
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return mean and scale of all numbers that count, `(m,)`, these, and their counts."""
+        mean, scale = self.predictions
+        pairs = torch.stack([mean, scale.expand_as(mean)], -1)
+        pairs, y, counts = flattened(pairs, self.targets)
+        return pairs[:, 0], pairs[:, 1], y.to(mean), counts
+
+
+def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
+    """Return a BNN's predictions of batches beside their targets."""
+    likelihood = bnn.likelihood
+    found = bnn.predict(batches, **options)
+    # Masks are of batches.
+    targets = concatenate_targets([likelihood.observed(targets) for _, targets in batches])
+    kept, rows = likelihood.that_count(targets)
+    return Predicted(likelihood, tree_map(lambda part: rows_of(part, rows, 0), found), kept)
+
+
+def flattened(
+    predictions: Tensor, targets: Any, of_classes: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return rows of predictions `(n, ..., C)` and numbers `(n, ...)` that count, and how often.
+
+    Counts are None for once each. Labels of classes are integers.
+    """
+    found = Targets.of(targets)
+    counts, values = found.counts_within(), found.values.flatten()
+    predictions = predictions.flatten(0, -2)
+    values = values.long() if of_classes else values
+    if counts is None:
+        return predictions, values, None
+    counts = counts.flatten()
+    kept = counts > 0
+    return predictions[kept.to(predictions.device)], values[kept], counts[kept]
 
 
 def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:

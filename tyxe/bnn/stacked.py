@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options,
 from tyxe.bnn.elbo import Objective
 from tyxe.bnn.standin import Outline, StandIn, modes_of
 from tyxe.bnn.training import FitOptions, Validation, held_out_score, progress_bar
-from tyxe.data import Unpack, unpacked
+from tyxe.data import Unpack, alike, unpacked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping
 from tyxe.program import Program
@@ -91,7 +92,7 @@ def fit_stacked(
     )
     for epoch, _ in enumerate(steps):
         if not epoch:
-            warn_of_size(int(sums.points[0]), first.likelihood.dataset_size)
+            warn_of_size(math.ceil(sums.points[0]), first.likelihood.dataset_size)
         for history, (data, kl) in zip(histories, sums.take(), strict=True):
             history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
     if stopping is not None and stopping.scores is not None:
@@ -183,7 +184,9 @@ class StackedObjectives:
             ValueError: `torch.vmap` does not take the net, or the batches, which have other things
                 than tensors, or different shapes.
         """
-        leaves, places = zip(*(tree_flatten(batch) for batch in batches), strict=True)
+        inputs, targets = zip(*batches, strict=True)
+        pairs = zip(inputs, alike(targets), strict=True)
+        leaves, places = zip(*map(tree_flatten, pairs), strict=True)
         shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in leaves]
         if None in shapes[0] or any(row != shapes[0] for row in shapes):
             raise ValueError(
@@ -193,7 +196,7 @@ class StackedObjectives:
         data = [torch.stack(parts) for parts in zip(*leaves, strict=True)]
         values = {name: p.detach() for name, p in self.parameters.items()}
         given = values, self._constants, data, torch.tensor(beta, device=data[0].device)
-        key = tuple((part.shape, part.dtype) for part in data)
+        key = places[0], *((part.shape, part.dtype) for part in data)
         if key not in self._programs:
             self._programs[key] = self._traced(places[0], given)
         found, terms = self._programs[key](*given)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tyxe import files
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.scoring import rows_of
-from tyxe.data import Unpack, concatenate_targets
+from tyxe.bnn.scoring import predicted
+from tyxe.data import Targets, Unpack
 from tyxe.errors import described
+from tyxe.likelihoods import Joint, Likelihood
 from tyxe.metrics.checks import check_real, check_regression, check_targets
 
 
@@ -25,8 +26,11 @@ class Calibrator(ABC):
     """
 
     @abstractmethod
-    def fit(self, predictions: Any, y: Tensor) -> Any:
-        """Fit to predictions of data that the net was not trained on, and return itself."""
+    def fit(self, predictions: Any, y: Tensor | Targets) -> Any:
+        """Fit to predictions of data that the net was not trained on, and return itself.
+
+        `tyxe.data.Targets` have weights and masks too.
+        """
 
     @abstractmethod
     def predict(self, predictions: Any) -> Any:
@@ -35,9 +39,13 @@ class Calibrator(ABC):
     def __call__(self, predictions: Any) -> Any:
         return self.predict(predictions)
 
-    def of(self, predictions: Any) -> Any:
+    def of(self, predictions: Any, likelihood: Likelihood) -> Any:
         """Return what `fit` and `predict` take from what a BNN's `predict` returns."""
         return predictions
+
+    def back(self, found: Any, likelihood: Likelihood) -> Any:
+        """Return what this `predict` has returned as the likelihood's predictions are."""
+        return found
 
     def wrap(
         self, bnn: Any, loader: Iterable[Any], *, unpack: Unpack | None = None, **options: Any
@@ -46,7 +54,8 @@ class Calibrator(ABC):
 
         Args:
             bnn: any BNN with a likelihood, or an `EnsembleBNN`.
-            loader: yields held-out `(inputs, targets)`; what the likelihood ignores is left out.
+            loader: yields held-out `(inputs, targets)`, or with weights; what is missing, and what
+                the likelihood ignores, is left out.
             unpack: from what the loader yields to these.
             options: of `predict`, such as `num_predictions=32`; the same in all predictions.
 
@@ -69,15 +78,11 @@ class Calibrator(ABC):
                 f"wrap takes a BNN, and got {described(bnn)}: for a plain net call "
                 "fit(predictions, y), or wrap a VariationalBNN with a prior that hides all"
             )
-        batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
-        found = bnn.predict(batches, **options)
-        if isinstance(found, Mapping):
+        if isinstance(bnn.likelihood, Joint):
             raise TypeError("the BNN has several outputs: calibrate the predictions of each apart")
-        targets = concatenate_targets([targets for _, targets in batches])
-        kept, rows = bnn.likelihood.that_count(targets)
-        is_pair = isinstance(found, tuple)
-        parts = tuple(rows_of(part, rows, 0) for part in (found if is_pair else (found,)))
-        self.fit(self.of(parts if is_pair else parts[0]), kept.values)
+        batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
+        judged = predicted(bnn, batches, **options)
+        self.fit(self.of(judged.predictions, bnn.likelihood), judged.targets)
         return Calibrated(bnn, self, options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -117,8 +122,12 @@ class Calibrated:
 
     def predict(self, *inputs: Any, **options: Any) -> Any:
         """Return calibrated predictions, sets or intervals; arguments are those of the BNN's."""
-        found = self.bnn.predict(*inputs, **(self._options | options))
-        return self.calibrator.predict(self.calibrator.of(found))
+        found, likelihood = (
+            self.bnn.predict(*inputs, **(self._options | options)),
+            self.bnn.likelihood,
+        )
+        given = self.calibrator.of(found, likelihood)
+        return self.calibrator.back(self.calibrator.predict(given), likelihood)
 
 
 def check_logits(values: Any) -> Tensor:
@@ -130,23 +139,39 @@ def check_logits(values: Any) -> Tensor:
     return check_real("predictions", values).reshape(-1, values.shape[-1]).double()
 
 
-def check_classes(values: Any, y: Any) -> tuple[Tensor, Tensor]:
-    """Return logits or probabilities as `check_logits` does, and their targets `(n,)`, or raise."""
-    rows = check_logits(values)
-    return rows, check_targets(torch.as_tensor(y).reshape(-1).to(rows.device), rows)
+def check_classes(values: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows of logits or probabilities as `check_logits` does, targets and counts, `(n,)`."""
+    rows, found = check_logits(values), _targets(y)
+    counts = found.counts_within()
+    classes = found.values.reshape(-1).to(rows.device)
+    each = torch.ones_like(rows[:, 0]) if counts is None else counts.reshape(-1).to(rows)
+    if each.shape == rows.shape[:1] == classes.shape:
+        kept = each > 0
+        rows, classes, each = rows[kept], classes[kept], each[kept]
+    return rows, check_targets(classes, rows), each
 
 
-def check_pair(values: Any, y: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a pair of predictions `(n, ...)` and targets in float64, or raise.
+def _targets(y: Any) -> Targets:
+    return y if isinstance(y, Targets) else Targets(torch.as_tensor(y))
 
-    Without targets, the first of the pair stands for them.
-    """
+
+def check_pair(values: Any) -> tuple[Tensor, Tensor]:
+    """Return a pair of predictions `(n, ...)` in float64, or raise."""
     if not isinstance(values, tuple | list) or len(values) != 2:
         raise TypeError(
             f"predictions are {described(values)}; expected a pair of tensors, such as mean and "
             "standard deviation of numbers (classes have sets, and no intervals)"
         )
     first, second = (torch.as_tensor(part) for part in values)
-    first, targets = check_regression(first, first if y is None else torch.as_tensor(y))
+    first, _ = check_regression(first, first)
     second = check_real("predictions[1]", second.expand_as(first))
-    return first.double(), second.double(), targets.double()
+    return first.double(), second.double()
+
+
+def check_numbers(values: Any, y: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a pair as `check_pair` does, targets, and how often each number counts, or raise."""
+    (first, second), found = check_pair(values), _targets(y)
+    _, targets = check_regression(first, found.filled().values)
+    counts = found.counts_within()
+    each = torch.ones_like(first) if counts is None else counts.to(first)
+    return first, second, targets.double(), each

@@ -8,8 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tyxe.calibration.base import Calibrator, check_classes, check_logits, check_pair
+from tyxe.calibration.base import (
+    Calibrator,
+    check_classes,
+    check_logits,
+    check_numbers,
+    check_pair,
+)
+from tyxe.data import Targets
 from tyxe.errors import check_known
+from tyxe.likelihoods import Likelihood
 from tyxe.metrics.checks import check_probs, check_scale
 
 CLASS_SCORES, NUMBER_SCORES = ("lac", "aps"), ("normalized", "cqr")
@@ -60,26 +68,33 @@ class SplitConformal(Calibrator):
         self.score, self.level, self.randomized = score, level, randomized
         self.threshold: float | None = None
 
-    def of(self, predictions: Any) -> Any:
-        return predictions.softmax(-1) if isinstance(predictions, Tensor) else predictions
+    def of(self, predictions: Any, likelihood: Likelihood) -> Any:
+        if not isinstance(predictions, Tensor):
+            return predictions
+        return likelihood.class_logits(predictions).softmax(-1)
 
-    def fit(self, predictions: Any, y: Tensor) -> SplitConformal:
+    def fit(self, predictions: Any, y: Tensor | Targets) -> SplitConformal:
         kind = self.score or ("aps" if isinstance(predictions, Tensor) else "normalized")
         if kind in CLASS_SCORES:
-            probs, y = check_classes(predictions, y)
+            probs, y, counts = check_classes(predictions, y)
             scores = self._of_classes(kind, probs).gather(1, y[:, None])[:, 0]
         else:
-            each = _of_numbers(kind, predictions, y)
+            each, within = _of_numbers(kind, predictions, y)
+            # Numbers that do not count are held by every interval.
+            each = each.where(within > 0, -math.inf)
             scores = each.reshape(len(each), -1).amax(1)
-        count = len(scores)
-        rank = math.ceil((count + 1) * self.level - 1e-9)  # a product such as 10 * 0.7 is rounded
-        if rank > count:
+            counts = within.reshape(len(each), -1).amax(1)
+        total = float(counts.sum())
+        rank = (total + 1) * self.level - 1e-9  # a product such as 10 * 0.7 is rounded
+        scores, order = scores.sort()
+        place = int(torch.searchsorted(counts[order].cumsum(0), rank))
+        if place >= len(scores):
             needed = math.ceil(self.level / (1 - self.level) - 1e-9)
             raise ValueError(
                 f"a level of {self.level:g} needs {needed} held-out points or more, and there are "
-                f"{count}: take more, or a lower level"
+                f"{total:g}: take more, or a lower level"
             )
-        self.score, self.threshold = kind, float(scores.kthvalue(rank).values)
+        self.score, self.threshold = kind, float(scores[place])
         return self
 
     def predict(self, predictions: Any) -> Any:
@@ -103,15 +118,18 @@ class SplitConformal(Calibrator):
 
 def _ends(kind: str, predictions: Any, threshold: Any) -> tuple[Tensor, Tensor]:
     """Return the ends of intervals for a threshold, or for one of each number."""
-    first, second, _ = check_pair(predictions)
+    first, second = check_pair(predictions)
     middle, far = (second, threshold) if kind == "cqr" else (first, threshold * second)
     dtype = torch.result_type(*map(torch.as_tensor, predictions))
     return (first - far).to(dtype), (middle + far).to(dtype)
 
 
-def _of_numbers(kind: str, predictions: Any, y: Tensor) -> Tensor:
-    """Return the least thresholds whose intervals hold the targets, as their ends are rounded."""
-    first, second, y = check_pair(predictions, y)
+def _of_numbers(kind: str, predictions: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    """Return the least thresholds whose intervals hold the targets, as their ends are rounded.
+
+    Beside them is how often each counts.
+    """
+    first, second, y, counts = check_numbers(predictions, targets)
     if kind == "cqr":
         scores = torch.maximum(first - y, y - second)
     else:
@@ -122,7 +140,7 @@ def _of_numbers(kind: str, predictions: Any, y: Tensor) -> Tensor:
         if not bool(missed.any()):
             break
         scores = scores.where(~missed, scores + 2.0**exponent * scores.abs())
-    return scores
+    return scores, counts
 
 
 def coverage(predicted: Any, y: Tensor) -> float:

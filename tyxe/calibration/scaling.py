@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tyxe.calibration.base import Calibrator, check_classes, check_pair
+from tyxe.calibration.base import Calibrator, check_classes, check_numbers, check_pair
+from tyxe.data import Targets
+from tyxe.likelihoods import Likelihood
 from tyxe.metrics.checks import check_scale
 
 # A temperature is looked for between 1e-3 and 1e3, by so many bisections.
@@ -40,22 +42,29 @@ class TemperatureScaling(Calibrator):
     def __init__(self) -> None:
         self.temperature: float | None = None
 
-    def fit(self, predictions: Any, y: Tensor) -> TemperatureScaling:
-        logits, y = check_classes(predictions, y)
-        logits = logits.detach()
-        at_targets = logits.gather(1, y[:, None]).mean()
+    def of(self, predictions: Any, likelihood: Likelihood) -> Tensor:
+        return likelihood.class_logits(predictions)
+
+    def back(self, found: Tensor, likelihood: Likelihood) -> Tensor:
+        return likelihood.from_class_logits(found)
+
+    def fit(self, predictions: Any, y: Tensor | Targets) -> TemperatureScaling:
+        logits, y, counts = check_classes(predictions, y)
+        logits, shares = logits.detach(), counts / counts.sum()
+        at_targets = logits.gather(1, y[:, None])[:, 0] @ shares
 
         def slope(inverse: float) -> float:
             # The loss is convex in the inverse temperature, so that its slope grows.
-            expected = ((inverse * logits).softmax(-1) * logits).sum(-1).mean()
+            expected = ((inverse * logits).softmax(-1) * logits).sum(-1) @ shares
             return float(expected - at_targets)
 
         low, high = 1 / BOUND, BOUND
         if slope(high) <= 0 or slope(low) >= 0:
             what = "all right" if slope(high) <= 0 else "no better than by chance"
             raise ValueError(
-                f"no temperature is the best: the predictions of {len(y)} held-out points are "
-                f"{what}; take more points, or others than those that the net was trained on"
+                f"no temperature is the best: the predictions of {float(counts.sum()):g} held-out "
+                f"points are {what}; take more points, or others than those that the net was "
+                "trained on"
             )
         for _ in range(STEPS):
             middle = (low * high) ** 0.5
@@ -88,10 +97,10 @@ class ScaleFactor(Calibrator):
     def __init__(self) -> None:
         self.factor: float | None = None
 
-    def fit(self, predictions: Any, y: Tensor) -> ScaleFactor:
-        mean, scale, targets = check_pair(predictions, y)
+    def fit(self, predictions: Any, y: Tensor | Targets) -> ScaleFactor:
+        mean, scale, targets, counts = check_numbers(predictions, y)
         z = (targets - mean) / check_scale(scale, mean)
-        factor = float(z.square().mean().sqrt())
+        factor = float(((z.square() * counts).sum() / counts.sum()).sqrt())
         if not factor:
             raise ValueError("the predictions are the targets themselves: take held-out data")
         self.factor = factor

@@ -12,6 +12,7 @@ from torch import Tensor
 from tyxe.curvature.linearize import OuterProductGradients, PointGradients
 from tyxe.curvature.memory import check_device_memory, check_memory
 from tyxe.curvature.per_point import BUDGET
+from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods.output_hessian import OutputHessians
@@ -45,11 +46,11 @@ class Accumulator(ABC):
 
     @abstractmethod
     def add(
-        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
     ) -> None:
         """Add the gradients of one cotangent; `first` marks the first one of a batch.
 
-        `counts` say how often each point counts, `(n,)`, which the gradients' squares know already.
+        `targets` say how often each point counts, which the gradients' squares know already.
         """
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
@@ -86,7 +87,7 @@ class DiagonalAccumulator(Accumulator):
         self.totals = {block.name: self.zeros(block.size) for block in blocks}
 
     def add(
-        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
     ) -> None:
         for name, each in gradients.items():
             self.totals[name] += squared_sum(each)
@@ -129,7 +130,7 @@ class FullAccumulator(Accumulator):
         self._batch: list[dict[str, PointGradients]] = []
 
     def add(
-        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
     ) -> None:
         held = [g.g.numel() for one in self._batch for g in one.values() if _is_outer_product(g)]
         if first or sum(held) > BUDGET:
@@ -238,30 +239,32 @@ class KroneckerAccumulator(Accumulator):
         }
 
     def add(
-        self, gradients: dict[str, PointGradients], first: bool, counts: Tensor | None = None
+        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
     ) -> None:
         for name, each in gradients.items():
             if not isinstance(each, OuterProductGradients):
                 self.totals[name] += squared_sum(each)
                 continue
             a, g = each.a, each.g
+            counts = None if targets is None else _of_positions(targets, a)
             if self._reduce:
-                a, g = a.mean(1, keepdim=True), g.sum(1, keepdim=True)
+                (a, counts), g = _reduced(a, counts), g.sum(1, keepdim=True)
             self.totals[_GRADIENTS + name] += _second_moment(g)
             if first:
                 self._add_inputs(name, a, counts)
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
         self.totals[_GRADIENTS + name] += hessians.total()
-        self._add_inputs(name, inputs[:, None, None], hessians.counts)
+        counts = hessians.counts
+        self._add_inputs(name, inputs[:, None, None], None if counts is None else counts[:, None])
         return True
 
     def _add_inputs(self, name: str, a: Tensor, counts: Tensor | None) -> None:
         if counts is not None:
-            a = a * counts.to(a).sqrt().view(-1, 1, 1, 1)
+            a = a * counts.to(a).sqrt()[..., None, None]
         self.totals[_INPUTS + name] += _second_moment(a)
-        points = len(a) if counts is None else precise(counts).sum()
-        self.totals[_POSITIONS + name] += points * a.shape[1]
+        positions = len(a) * a.shape[1] if counts is None else precise(counts).sum()
+        self.totals[_POSITIONS + name] += positions
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         for name, each in self.totals.items():
@@ -284,6 +287,38 @@ class KroneckerAccumulator(Accumulator):
             named: dict[str, Operator] = {str(i): product for i, product in enumerate(products)}
             operators[name] = products[0] if len(products) == 1 else BlockDiagonal(named)
         return BlockDiagonal(operators)
+
+
+def _of_positions(targets: Targets, a: Tensor) -> Tensor | None:
+    """Return how often the inputs at positions count, `(n, R)`; None for once each.
+
+    Where a map has as many positions as the targets have numbers, what is left out of these is left
+    out there; elsewhere each position counts as what is left of its point does on average.
+    """
+    points, mask = targets.counts(), targets.mask
+    if points is None:
+        return None
+    if mask is None or mask.dim() == 1:
+        return points[:, None].expand(a.shape[:2])
+    each = mask.flatten(1).to(a)
+    each = each if targets.weights is None else each * targets.weights[:, None]
+    if each.shape[1] == a.shape[1]:
+        return each
+    return _mean_of_kept(each).expand(a.shape[:2])
+
+
+def _mean_of_kept(counts: Tensor) -> Tensor:
+    """Return how often each point counts, `(n, 1)`, where anything of it does."""
+    return counts.sum(1, keepdim=True) / (counts > 0).sum(1, keepdim=True).clamp(min=1)
+
+
+def _reduced(a: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the mean of inputs over positions, `(n, 1, ...)`, and how often it counts."""
+    if counts is None:
+        return a.mean(1, keepdim=True), None
+    shares = counts / counts.sum(1, keepdim=True).clamp_min(torch.finfo(counts.dtype).tiny)
+    mean = (a * shares.to(a)[..., None, None]).sum(1, keepdim=True)
+    return mean, _mean_of_kept(counts)
 
 
 def _check_factors(block: LinearBlock) -> None:

@@ -27,7 +27,6 @@ from tyxe.likelihoods.output_hessian import (
     true_gradient,
 )
 from tyxe.linalg import BlockDiagonal
-from tyxe.poutine.selective import masked_targets
 from tyxe.processes import all_or_none, total
 
 
@@ -189,18 +188,21 @@ class CurvatureSums:
 
     def _add(self, accumulator: Accumulator, linear: Linearization, targets: Targets) -> None:
         outputs = linear.outputs.detach()
-        counts, once = targets.counts(), replace(targets, weights=None)
         check_blocks(accumulator.blocks, linear.blocks)
         with full_precision(outputs):
             if self._curvature == "ggn" and _add_last(
                 accumulator, linear, self.likelihood, targets
             ):
                 return
-            roots = _root_counts(targets, outputs)
-            columns = CURVATURES[self._curvature](self.likelihood, outputs, once)
+            counts = self.likelihood.output_counts(targets, outputs)
+            roots = None if counts is None else counts.to(outputs).sqrt()
+            once = None if targets.mask is None else targets.mask > 0
+            columns = CURVATURES[self._curvature](
+                self.likelihood, outputs, replace(targets, weights=None, mask=once)
+            )
             for index, column in enumerate(columns):
                 column = column.detach() if roots is None else column.detach() * roots
-                accumulator.add(linear.gradients(column), index == 0, counts)
+                accumulator.add(linear.gradients(column), index == 0, targets)
 
 
 def _collected(
@@ -210,8 +212,7 @@ def _collected(
     likelihood = sums.likelihood
     points, numbers = 0.0, torch.zeros(3, dtype=torch.float64)
     for inputs, given in batches:
-        targets = masked_targets(likelihood.data_name, Targets.of(given))
-        targets = likelihood.observed(targets)
+        targets = likelihood.observed(given)
         outputs = sums.add(inputs, given, targets)
         points += float(likelihood.count(targets))
         numbers += _numbers(likelihood, outputs, targets)
@@ -223,7 +224,7 @@ def _add_last(
     accumulator: Accumulator, linear: Linearization, likelihood: Likelihood, targets: Targets
 ) -> bool:
     """Add a batch's GGN without a gradient for each output, and say whether that could be done."""
-    whole = targets.mask is None or targets.mask.dim() == 1
+    whole = targets.mask is None or targets.mask.dim() == 1  # points are left out as a whole
     last = linear.last_inputs() if whole else {}
     hessians = OutputHessians(likelihood, linear.outputs.detach(), targets.counts())
     return any(accumulator.add_last(name, a, hessians) for name, a in last.items())
@@ -234,10 +235,9 @@ def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets) -> Tenso
     """Return log-likelihood, error and number of targets of a batch, `(3,)`."""
     log_likelihood = likelihood.log_likelihood(outputs, targets, "sum")
     error = likelihood.error(outputs, targets, "sum")
-    kept = torch.ones_like(targets.values) if targets.mask is None else targets.mask > 0
-    each = kept.to(torch.float64).flatten(1).sum(1) if kept.dim() > 1 else kept.to(torch.float64)
-    numbers = each.sum() if targets.weights is None else each @ targets.weights.to(each)
-    found = [float(log_likelihood), float(error), float(numbers)]
+    counts = targets.counts_within()
+    numbers = targets.values.numel() if counts is None else float(counts.double().sum())
+    found = [float(log_likelihood), float(error), numbers]
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -250,23 +250,6 @@ def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
             "that their curvatures do not add up; hide these sites from the prior, or give the net "
             "batches for which it does the same"
         )
-
-
-def _root_counts(targets: Targets, outputs: Tensor) -> Tensor | None:
-    """Return the roots of how often each output's curvature counts, or None for once each."""
-    counts, mask = targets.counts(), targets.mask
-    if counts is None:
-        return None
-    roots = counts.to(outputs).sqrt().view(-1, *[1] * (outputs.dim() - 1))
-    if mask is None or mask.dim() == 1:
-        return roots
-    if mask.shape != outputs.shape[: mask.dim()]:
-        raise ValueError(
-            f"the curvature cannot leave numbers of shape {tuple(mask.shape)} out of outputs "
-            f"{tuple(outputs.shape)}: mask whole points"
-        )
-    each = mask.to(outputs).sqrt()
-    return roots * each.view(*mask.shape, *[1] * (outputs.dim() - mask.dim()))
 
 
 def _accumulator(structure: str, linear: Linearization, reduce: bool) -> Accumulator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tyxe.metrics.checks import check_probs, check_real
+from tyxe.metrics.checks import check_probs, check_real, check_weights
 
 
 def agreement(probs: Tensor, reference: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def total_variation(probs: Tensor, reference: Tensor) -> Tensor:
     return 0.5 * (one - two).abs().sum(-1).mean()
 
 
-def wasserstein2(samples: Tensor, reference: Tensor) -> Tensor:
+def wasserstein2(samples: Tensor, reference: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the distance of two predictives' samples at each point, averaged, in their units.
 
     For each number of a point it is `sqrt(int (F^-1(u) - G^-1(u))^2 du)` of the two empirical
@@ -46,10 +46,11 @@ def wasserstein2(samples: Tensor, reference: Tensor) -> Tensor:
     Args:
         samples: shape `(S, n, ...)`, such as of `sample_predictive`.
         reference: shape `(R, n, ...)`.
+        weights: of the samples, `(S,)`, as of an ensemble's draws; equal by default.
 
     Raises:
         TypeError: no tensors of numbers.
-        ValueError: points of other shapes.
+        ValueError: points of other shapes, or weights that are not one for each sample.
 
     Reference:
         Wilson et al. 2022, Evaluating approximate inference in Bayesian deep learning.
@@ -64,17 +65,25 @@ def wasserstein2(samples: Tensor, reference: Tensor) -> Tensor:
             f"samples {tuple(one.shape)} and reference {tuple(two.shape)} are of other points; "
             "expected (S, n, ...) and (R, n, ...)"
         )
+    each = torch.ones(len(one)) if weights is None else check_weights(weights, one)
+    one, one_ends = _quantiles(one, each)
+    two, two_ends = _quantiles(two, torch.ones(len(two)))
     # Between these levels both quantile functions are constant.
-    ends = [torch.arange(1, len(part) + 1, dtype=torch.float64) / len(part) for part in (one, two)]
-    levels = torch.cat(ends).unique()
-    widths = levels.diff(prepend=levels.new_zeros(1))
+    levels = torch.cat([one_ends, two_ends], 1).sort(1).values
+    widths = levels.diff(dim=1, prepend=torch.zeros_like(levels[:, :1]))
     middles = levels - widths / 2
-    parts = [
-        part.sort(0).values[(middles * len(part)).long().clamp_max(len(part) - 1)]
-        for part in (one, two)
-    ]
-    gaps = (parts[0] - parts[1]).square()
-    return torch.tensordot(widths.to(gaps), gaps, 1).sqrt().mean()
+    one, two = (
+        values.gather(1, torch.searchsorted(ends, middles).clamp_max(ends.shape[1] - 1))
+        for values, ends in ((one, one_ends), (two, two_ends))
+    )
+    return ((one - two).square() * widths.to(one)).sum(1).sqrt().mean()
+
+
+def _quantiles(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of each number, `(m, S)`, and the levels up to which they are quantiles."""
+    values, order = samples.flatten(1).mT.contiguous().sort(1)
+    shares = (weights.double() / weights.double().sum()).to(samples.device)
+    return values, shares[order].cumsum(1)
 
 
 def _probs(probs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.scoring import weights_of
-from tyxe.data import Unpack, concatenate_targets, unpacked
-from tyxe.diagnostics.scores import predicted
+from tyxe.bnn.scoring import Predicted, predicted, weights_of
+from tyxe.data import Unpack, unpacked
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods.base import Likelihood
 from tyxe.poutine import local_reparameterization
@@ -81,21 +81,18 @@ class Case:
         return log_likelihoods(self.bnn, self.held_out, **self.options)
 
     @cached_property
-    def predicted(self) -> tuple[str, tuple[Tensor, ...], Tensor]:
-        """Predictions and held-out targets, of points that weigh something."""
-        kind, values, y, weights = predicted(self.bnn, self.held_out, **self.options)
-        kept = weights > 0
-        return (
-            kind,
-            tuple(value.expand(len(kept), *value.shape[1:])[kept] for value in values),
-            y[kept],
-        )
+    def predicted(self) -> Predicted:
+        """Predictions of held-out data, beside their targets."""
+        return predicted(self.bnn, self.held_out, **self.options)
 
     def mean(self, logs: Tensor, batches: list[Any]) -> float:
         """Return the mean over points, by their weights, of the mixture over draws."""
-        each = mixed(logs)
-        weights = weights_of(self.likelihood, concatenate_targets([y for _, y in batches]))
+        each, weights = mixed(logs), self.weights(batches)
         return float((each * weights.to(each)).sum() / weights.sum())
+
+    def weights(self, batches: list[Any]) -> Tensor:
+        """Return how often each point of batches counts, of those that do."""
+        return torch.cat([weights_of(self.likelihood, targets) for _, targets in batches])
 
 
 @contextmanager

@@ -102,7 +102,8 @@ def _of_members(case: Case) -> list[Line]:
 
 
 def _to_draw(case: Case) -> tuple[Tensor, ...]:
-    kind, values, y = case.predicted
-    if kind == "numbers":
-        return (metrics.gaussian_pit(values[0], values[1], y),)
-    return (*values, y) if values else ()
+    judged = case.predicted
+    if judged.kind == "numbers":
+        mean, scale, y, _ = judged.numbers()
+        return (metrics.gaussian_pit(mean, scale, y),)
+    return judged.classes()[:2] if judged.kind == "classes" else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from tyxe import metrics
 from tyxe.bnn import DropoutBNN, VariationalBNN
+from tyxe.data import Targets
 from tyxe.diagnostics.case import Case, log_likelihoods, members_of, mixed, spared
 from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.errors import described
 from tyxe.guides import Guide
+from tyxe.metrics.checks import average
 from tyxe.predictive.norms import norms_of
 
 # Data sets that are drawn from predictions, by which a calibration error is judged.
@@ -44,7 +47,7 @@ def fit(case: Case) -> Iterator[Line]:
     if case.seen.dim() == 2 and len(case.seen) > 1:
         yield Line(
             f"draws for an error of {CHANCE} nats",
-            _needed(case.seen),
+            _needed(case.seen, case.weights(case.held_out)),
             below(float(len(case.seen))),
             ANY,
             "predict with as many draws, by num_predictions",
@@ -62,11 +65,12 @@ def fit(case: Case) -> Iterator[Line]:
         )
 
 
-def _needed(logs: Tensor) -> float:
+def _needed(logs: Tensor, weights: Tensor) -> float:
     """Return the number of draws whose log-likelihood has an error of `CHANCE`, by first orders."""
     relative = (logs - mixed(logs)).exp()  # p_s / mean p, of points
-    spread = float(relative.mean(-1).var())
-    bias = 0.5 * float(relative.var(0).mean())
+    share = weights.to(relative) / weights.sum()
+    spread = float((relative @ share).var())
+    bias = 0.5 * float(relative.var(0) @ share)
     # The root of `spread / S + (bias / S)^2 = CHANCE^2`.
     half = spread / (2 * CHANCE**2)
     return math.ceil(half + math.sqrt(half**2 + (bias / CHANCE) ** 2))
@@ -74,17 +78,18 @@ def _needed(logs: Tensor) -> float:
 
 def calibration(case: Case) -> Iterator[Line]:
     """Compare calibration with that of data that are drawn from the predictions themselves."""
-    kind, values, y = case.predicted
-    if kind == "others":
-        return
-    if kind == "classes":
-        yield from _of_classes(values[0], y)
-        rates = y.bincount(minlength=values[0].shape[-1]).double() / len(y)
-        constant = float(torch.special.xlogy(rates, rates).sum())
+    judged = case.predicted
+    if judged.kind == "classes":
+        probs, y, weights = judged.classes()
+        yield from _of_classes(probs, y, weights)
+        mass = torch.ones_like(probs[:, 0]) if weights is None else weights.to(probs)
+        rates = torch.zeros_like(probs[0]).index_add(0, y, mass).double()
+        constant = float(torch.special.xlogy(rates, rates / rates.sum()).sum() / rates.sum())
+    elif judged.kind == "numbers":
+        yield from _of_numbers(*judged.numbers())
+        constant = _of_normal(judged.targets)
     else:
-        yield from _of_numbers(values[0], values[1], y)
-        law = torch.distributions.Normal(y.double().mean(0), y.double().std(0).clamp_min(1e-6))
-        constant = float(law.log_prob(y.double()).sum() / len(y))
+        return
     yield Line(
         "log-likelihood above that of a constant",
         case.mean(case.seen, case.held_out) - constant,
@@ -94,11 +99,24 @@ def calibration(case: Case) -> Iterator[Line]:
     )
 
 
-def _of_classes(probs: Tensor, y: Tensor) -> Iterator[Line]:
-    error = metrics.expected_calibration_error
+def _of_normal(targets: Targets) -> float:
+    """Return the mean log-likelihood of points under the Normal of each of their numbers."""
+    y, counts = targets.values.double().reshape(len(targets), -1), targets.counts_within()
+    each = torch.ones_like(y) if counts is None else counts.to(y).reshape(y.shape)
+    total = each.sum(0).clamp_min(1e-12)
+    mean = (each * y).sum(0) / total
+    variance = (each * (y - mean).square()).sum(0) / (total - 1).clamp_min(1e-12)
+    law = torch.distributions.Normal(mean, variance.sqrt().clamp_min(1e-6))
+    points = len(y) if targets.weights is None else targets.weights.sum()
+    return float((each * law.log_prob(y)).sum() / points)
+
+
+def _of_classes(probs: Tensor, y: Tensor, weights: Tensor | None) -> Iterator[Line]:
+    error = partial(metrics.expected_calibration_error, weights=weights)
     limit = _limit([error(probs, torch.multinomial(probs, 1)[:, 0]) for _ in range(SIMULATED)])
-    is_sure = bool(probs.amax(-1).mean() > metrics.accuracy(probs, y))
-    yield Line("mean entropy of predictions", float(metrics.predictive_entropy(probs).mean()))
+    is_sure = bool(average(probs.amax(-1), weights) > metrics.accuracy(probs, y, weights))
+    entropy = average(metrics.predictive_entropy(probs), weights)
+    yield Line("mean entropy of predictions", float(entropy))
     yield Line(
         "expected calibration error",
         float(error(probs, y)),
@@ -109,11 +127,12 @@ def _of_classes(probs: Tensor, y: Tensor) -> Iterator[Line]:
     )
 
 
-def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor) -> Iterator[Line]:
-    pit, error = metrics.gaussian_pit(mean, scale, y), metrics.quantile_calibration_error
+def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor, weights: Tensor | None) -> Iterator[Line]:
+    pit = metrics.gaussian_pit(mean, scale, y)
+    error = partial(metrics.quantile_calibration_error, weights=weights)
     limit = _limit([error(torch.rand_like(pit)) for _ in range(SIMULATED)])
-    is_wide = bool(metrics.interval_coverage(mean, scale, y, 0.9) > 0.9)
-    yield Line("mean standard deviation of predictions", float(scale.mean()))
+    is_wide = bool(metrics.interval_coverage(mean, scale, y, 0.9, weights) > 0.9)
+    yield Line("mean standard deviation of predictions", float(average(scale, weights)))
     yield Line(
         "quantile calibration error",
         float(error(pit)),
@@ -178,7 +197,7 @@ def beside(plain: Any) -> Callable[[Case], Iterator[Line]]:
         error = 2 * float(gain.std()) / math.sqrt(len(gain)) if len(gain) > 1 else 0.0
         yield Line(
             "log-likelihood above the plain net's",
-            float(gain.mean()),
+            case.mean(gain, case.held_out),
             above(-error),
             above(-error - 0.1),
             "this posterior is not finished: start it at the plain net's weights with small "

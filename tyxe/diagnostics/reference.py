@@ -15,6 +15,7 @@ from tyxe.diagnostics.agreement import agreement, total_variation, wasserstein2
 from tyxe.diagnostics.case import members_of
 from tyxe.errors import described
 from tyxe.likelihoods import Categorical
+from tyxe.likelihoods.base import mean_over
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class Reference:
             )
         arguments = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
         draws = bnn.predict(*arguments, num_predictions=num_predictions, aggregate=False, **options)
+        own, theirs = bnn.draw_weights(len(draws)), self.outputs.to(draws)
         if not isinstance(bnn.likelihood, Categorical):
-            return {"wasserstein2": float(wasserstein2(draws, self.outputs.to(draws)))}
-        classes = draws.shape[-1]
+            return {"wasserstein2": float(wasserstein2(draws, theirs, own))}
         mine, theirs = (
-            part.softmax(-1).mean(0).reshape(-1, classes)
-            for part in (draws, self.outputs.to(draws))
+            mean_over(bnn.likelihood.class_logits(part).softmax(-1), 0, weights).flatten(0, -2)
+            for part, weights in ((draws, own), (theirs, None))
         )
         return {
             "agreement": float(agreement(mine, theirs)),

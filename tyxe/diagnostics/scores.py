@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tyxe import metrics
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.scoring import rows_of, weights_of
-from tyxe.data import Unpack, concatenate_targets
-from tyxe.likelihoods import Bernoulli, Categorical
+from tyxe.bnn.scoring import predicted
+from tyxe.data import Unpack
 
 
 class Scores(dict[str, float]):
@@ -36,7 +35,7 @@ def scores(
     Of any likelihood: `"log-likelihood"`, nats per point, and `"error"` per point, as of
     `evaluate`. Of classes also the calibration errors, Brier score and AURC; of one number `(mean,
     scale)` RMSE, CRPS, coverage and score of 90 % intervals and the quantile calibration error.
-    Points count by their weights, but for the AURC, which leaves out those that weigh nothing.
+    Points count by their weights, and numbers within them only where they are not missing.
 
     Args:
         bnn: any BNN with a likelihood, or an `EnsembleBNN`.
@@ -62,55 +61,25 @@ def scores(
         return Scores(named | {f"error, {n}": float(v) for n, v in error.items()})
     found = Scores({"log-likelihood": float(log_likelihood), "error": float(error)})
     torch.set_rng_state(state)  # on a CPU the same draws again
-    kind, values, y, weights = predicted(bnn, batches, **options)
-    if kind == "classes":
-        found |= _of_classes(values[0], y, weights)
-    elif kind == "numbers":
-        found |= _of_numbers(values[0], values[1], y, weights)
+    judged = predicted(bnn, batches, **options)
+    if judged.kind == "classes":
+        found |= _of_classes(*judged.classes())
+    elif judged.kind == "numbers":
+        found |= _of_numbers(*judged.numbers())
     return found
 
 
-def predicted(
-    bnn: Any, batches: list[Any], **options: Any
-) -> tuple[str, tuple[Tensor, ...], Tensor, Tensor]:
-    """Return what is predicted of the points that count, their targets, and how often they count.
-
-    `"classes"` have probabilities `(n, C)`, `"numbers"` mean and scale, `"others"` nothing.
-    """
-    likelihood = bnn.likelihood
-    predictions = bnn.predict(batches, **options)
-    targets = concatenate_targets([targets for _, targets in batches])
-    kept, rows = likelihood.that_count(targets)
-    weights, y = weights_of(likelihood, targets), kept.values
-    if isinstance(likelihood, Categorical | Bernoulli):
-        probs = _probabilities(likelihood, rows_of(predictions, rows, 0))
-        if probs.dim() == 2 and y.numel() == len(probs):  # one class for each point
-            return "classes", (probs,), y.flatten().long(), weights
-    elif isinstance(predictions, tuple):
-        mean, scale = (rows_of(part, rows, 0) for part in predictions)
-        return "numbers", (mean, scale), y.to(mean), weights
-    return "others", (), y, weights
-
-
-def _probabilities(likelihood: Any, logits: Tensor) -> Tensor:
-    if isinstance(likelihood, Categorical):
-        return logits.softmax(-1)
-    p = logits.sigmoid()
-    return torch.stack([1 - p, p], -1).flatten(0, -2) if p.numel() == len(p) else p
-
-
-def _of_classes(probs: Tensor, y: Tensor, weights: Tensor) -> dict[str, float]:
-    counted: dict[str, Callable[..., Tensor]] = {
+def _of_classes(probs: Tensor, y: Tensor, weights: Tensor | None) -> dict[str, float]:
+    each: dict[str, Callable[..., Tensor]] = {
         "Brier score": metrics.brier_score,
         "expected calibration error": metrics.expected_calibration_error,
         "adaptive calibration error": metrics.adaptive_calibration_error,
+        "AURC": metrics.aurc,
     }
-    found = {n: float(metric(probs, y, weights=weights)) for n, metric in counted.items()}
-    kept = weights > 0
-    return found | {"AURC": float(metrics.aurc(probs[kept], y[kept]))}
+    return {name: float(metric(probs, y, weights=weights)) for name, metric in each.items()}
 
 
-def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor, weights: Tensor) -> dict[str, float]:
+def _of_numbers(mean: Tensor, scale: Tensor, y: Tensor, weights: Tensor | None) -> dict[str, float]:
     half = 1.6448536 * scale  # of a normal's 90 %
     pit = metrics.gaussian_pit(mean, scale, y)
     found = {

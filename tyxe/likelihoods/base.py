@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -15,11 +16,11 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
-from tyxe.data import Targets
+from tyxe.data import Targets, masked_targets, trailing
 from tyxe.errors import check_count
-from tyxe.poutine.selective import filled, masked_targets, masked_within
+from tyxe.poutine.selective import masked_within
 from tyxe.threads import exclusive
-from tyxe.util import at_least_float32, is_real
+from tyxe.util import at_least_float32, is_real, precise
 
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
 
@@ -152,6 +153,22 @@ class Likelihood(nn.Module, ABC):
         like = predictions[0] if isinstance(predictions, tuple) else predictions
         return targets.to(like.dtype)
 
+    def distribution_of(self, distribution: Any, targets: Tensor) -> Any:
+        """Return the distribution of targets of a kind, such as probabilities of classes."""
+        return distribution
+
+    def class_logits(self, predictions: Predictions) -> Tensor:
+        """Return predictions `(n, ...)` as logits of classes, `(n, ..., C)`.
+
+        Raises:
+            TypeError: the targets are no classes.
+        """
+        raise TypeError(f"the targets of {type(self).__name__} are no classes")
+
+    def from_class_logits(self, logits: Tensor) -> Tensor:
+        """Return predictions of which `class_logits` are those given, up to a constant."""
+        raise TypeError(f"the targets of {type(self).__name__} are no classes")
+
     def latent_priors(self) -> dict[str, td.Distribution]:
         """Return priors of the likelihood's own variables by name, such as a noise scale."""
         return {}
@@ -190,15 +207,24 @@ class Likelihood(nn.Module, ABC):
     prepares_outputs = False  # whether what a net returns goes through `from_net`
     prepares_targets = False  # whether a loader's targets go through `from_loader` and `to_fit`
 
-    def observed(self, targets: Tensor | Targets) -> Targets:
-        """Return targets with what of them counts, and a value of the support where nothing does.
+    def known(self, targets: Targets) -> Targets:
+        """Return targets with a mask of what they themselves say is missing."""
+        return targets
 
-        A likelihood whose targets say themselves what is missing overrides this.
+    def observed(self, targets: Tensor | Targets) -> Targets:
+        """Return targets with all that is known of what counts: weights, masks, what is missing.
+
+        What does not count has a value that does in its place. Everything that scores, calibrates,
+        compares or takes a curvature gets its targets from here. `known` is to be overridden.
         """
         found = Targets.of(targets)
-        if found.mask is None:
+        if found.is_observed:
             return found
-        return Targets(filled(found.values, found.mask), found.weights, found.mask)
+        found = masked_targets(self.data_name, self.known(found))
+        return replace(self._filled(found), is_observed=True)
+
+    def _filled(self, targets: Targets) -> Targets:
+        return targets.filled()
 
     def count(self, targets: Tensor | Targets) -> Any:
         """Return the number of points of a batch that count: the sum of weights."""
@@ -206,30 +232,37 @@ class Likelihood(nn.Module, ABC):
         return len(targets) if counts is None else counts.sum()
 
     def that_count(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
-        """Return the targets of points that count, also by masks, and their rows; None for all."""
-        found = self.observed(masked_targets(self.data_name, Targets.of(targets)))
+        """Return the targets of points that count, and their rows; None for all."""
+        found = self.observed(targets)
         counts = found.counts()
+        if found.mask is not None and found.mask.dim() == 1:  # of points, as the rows are
+            found = replace(found, mask=None)
         if counts is None or bool(counts.all()):
             return found, None
         rows = counts.nonzero()[:, 0]
         return found[rows], rows
+
+    def output_counts(self, targets: Tensor | Targets, outputs: Tensor) -> Tensor | None:
+        """Return how often each output of the net counts, of its shape; None for once each.
+
+        Raises:
+            ValueError: a mask within points whose numbers are not those of outputs.
+        """
+        return self.observed(targets).counts_within(outputs.shape)
 
     # ------------------------------------------------------------------ checks
 
     def check_targets(self, predictions: Tensor, targets: Tensor | Targets) -> None:
         """Raise an error if targets do not fit the predictions or lie outside the support."""
         self.check_predictions(predictions)
-        self._distribution_for(predictions, targets, self.prior_means())
-        self.check_values(predictions, self.observed(targets).values)
-
-    def check_values(self, predictions: Tensor, targets: Tensor) -> None:
-        """Raise a ValueError if targets lie outside the support, for predictions of some points."""
-        predictions = at_least_float32(predictions)
-        support: Any = self.predictive_distribution(predictions, self.prior_means()).support
-        prepared = self.prepare_targets(predictions, targets)
+        found = self.observed(targets)
+        distribution, prepared = self._distribution_for(predictions, found, self.prior_means())
+        assert prepared is not None
+        support: Any = distribution.support
         # Infinity is a real number for a support, and has no finite log-likelihood.
         ok = support.check(prepared).all() & prepared.isfinite().all()
         if not bool(ok):
+            targets = found.values
             raise ValueError(
                 f"targets lie outside the support of {type(self).__name__}: {self._range(support)}"
                 f", but they range from {targets.min().item()} to {targets.max().item()}"
@@ -320,13 +353,13 @@ class Likelihood(nn.Module, ABC):
         infer: dict[str, Any] = {
             "is_bounded": not (self.is_zero_outside or is_real(distribution.support))
         }
+        infer["is_masked"] = targets is not None  # a handler has been asked for its mask
         counts = None if targets is None else targets.counts()
         if targets is None or counts is None:
             return distribution, values, None, 1.0, infer
         kept, rows = counts > 0, distribution.batch_shape[0]
         if targets.weights is None:
-            infer["kept"] = points = kept.sum()
-            return distribution, values, kept, rows / points.clamp(min=1), infer
+            return distribution, values, kept, rows / precise(kept.sum()).clamp(min=1), infer
         infer["points"] = points = counts.sum()
         factor = counts.where(kept, torch.ones_like(counts)) * rows
         factor = factor / points.where(points > 0, torch.ones_like(points))
@@ -344,6 +377,7 @@ class Likelihood(nn.Module, ABC):
         if targets is not None:
             targets = self.observed(targets)
             values = self.prepare_targets(predictions, targets.values)
+            distribution = self.distribution_of(distribution, values)
             expected = distribution.batch_shape + distribution.event_shape
             if values.shape != expected:
                 raise ValueError(
@@ -424,7 +458,7 @@ class Likelihood(nn.Module, ABC):
         predictions = at_least_float32(predictions)
         errors = self.point_error(predictions, self.prepare_targets(predictions, targets.values))
         if targets.mask is not None:
-            errors = errors * targets.mask
+            errors = errors * trailing(targets.mask, errors.dim())
         per_point = errors.sum(tuple(range(1, errors.dim()))) if errors.dim() > 1 else errors
         return reduce_points(per_point, reduction, targets.counts())
 

@@ -11,7 +11,8 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from torch import Tensor
-from torch.nn.functional import logsigmoid, nll_loss
+from torch.distributions import constraints
+from torch.nn.functional import logsigmoid, nll_loss, one_hot
 
 from tyxe.data import Targets
 from tyxe.errors import warn
@@ -22,8 +23,10 @@ from tyxe.util import at_least_float32
 class Categorical(Likelihood):
     """One of `C` classes; predictions are class logits `(n, ..., C)`, targets integers `(n, ...)`.
 
-    Aggregated predictions are logits too: the log of the mean probabilities (probabilities for
-    `logit_predictions=False`). The other arguments are those of `Likelihood`.
+    Targets may also be probabilities of the classes `(n, ..., C)`, as of label smoothing, whose
+    log-likelihood is `sum_c q_c log p_c`. Aggregated predictions are logits too: the log of the
+    mean probabilities (probabilities for `logit_predictions=False`). The other arguments are those
+    of `Likelihood`.
 
     Args:
         logit_predictions: the net returns logits; probabilities for `False`.
@@ -35,7 +38,8 @@ class Categorical(Likelihood):
             `(n, C, H, W)`; a BNN moves it to the end, and so returns predictions `(n, H, W, C)`.
 
     Raises:
-        TypeError: targets that are not integers.
+        TypeError: targets that are neither integers nor such probabilities; these with class
+            weights.
         ValueError: a target outside `0 ... C - 1`; class weights that are negative, or all 0.
 
     Example:
@@ -72,24 +76,28 @@ class Categorical(Likelihood):
             raise ValueError(f"class_weights are {class_weights}; expected a number from 0 each")
         self.register_buffer("class_weights", weights, persistent=False)
 
-    def observed(self, targets: Tensor | Targets) -> Targets:
-        found = Targets.of(targets)
-        if self.ignore_index is not None:
-            known = found.values != self.ignore_index
-            found = replace(found, mask=known if found.mask is None else found.mask * known)
-        return super().observed(found)
+    def known(self, targets: Targets) -> Targets:
+        if targets.values.is_floating_point():  # probabilities, of which a missing one is a label
+            mask = targets.mask
+            whole = mask is not None and 1 < mask.dim() == targets.values.dim()
+            return replace(targets, mask=mask.all(-1)) if whole else targets  # type: ignore[union-attr]
+        if self.ignore_index is None:
+            return targets
+        return targets.masked(targets.values != self.ignore_index)
 
     def to_fit(self, targets: Tensor | Targets) -> Tensor | Targets:
         if self.class_weights is None:
             return targets
-        found = self.observed(targets)
-        weights = self.class_weights.to(found.device)
-        if not 0 <= int(found.values.min()) <= int(found.values.max()) < len(weights):
+        given, labels = Targets.of(targets), self.observed(targets).values
+        if labels.is_floating_point():
+            raise TypeError("class_weights are of labels, and the targets are probabilities")
+        weights = self.class_weights.to(given.device)
+        if not 0 <= int(labels.min()) <= int(labels.max()) < len(weights):
             return targets  # the check of targets says what is wrong with them
-        each = weights[found.values]
+        each = weights[labels]
         if each.dim() > 1:
-            return replace(found, mask=each if found.mask is None else each * found.mask)
-        return replace(found, weights=each if found.weights is None else each * found.weights)
+            return given.masked(each)
+        return replace(given, weights=each if given.weights is None else each * given.weights)
 
     def from_net(self, outputs: Any) -> Any:
         return outputs.movedim(self.class_dim, -1) if isinstance(outputs, Tensor) else outputs
@@ -107,11 +115,24 @@ class Categorical(Likelihood):
         return _ProbCategorical(probs=predictions, validate_args=False).to_event(self.event_dim)
 
     def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        if targets.is_floating_point():
-            one_hot = targets.shape == predictions.shape
-            call = "targets.argmax(-1)" if one_hot else "targets.long()"
-            raise TypeError(f"Categorical got targets of {targets.dtype}; pass {call}")
-        return targets.long()
+        if not targets.is_floating_point():
+            return targets.long()
+        if targets.shape != predictions.shape or self.event_dim:
+            raise TypeError(
+                f"Categorical got targets of {targets.dtype}; pass targets.long(), or "
+                f"probabilities of the classes, of the net's shape {tuple(predictions.shape)}"
+            )
+        return targets.to(predictions.dtype)
+
+    def distribution_of(self, distribution: Any, targets: Tensor) -> Any:
+        return _SoftCategorical(distribution) if targets.is_floating_point() else distribution
+
+    def class_logits(self, predictions: Tensor) -> Tensor:
+        predictions = at_least_float32(predictions)
+        return predictions if self.logit_predictions else _log(predictions)
+
+    def from_class_logits(self, logits: Tensor) -> Tensor:
+        return logits if self.logit_predictions else logits.softmax(-1)
 
     def check_predictions(self, predictions: Tensor) -> None:
         if not predictions.dim():
@@ -131,7 +152,10 @@ class Categorical(Likelihood):
         _check_kind(self.logit_predictions, distributions)
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions.argmax(-1) != targets).to(predictions.dtype)
+        most = predictions.argmax(-1)
+        if targets.is_floating_point():
+            return 1 - targets.gather(-1, most[..., None])[..., 0]
+        return (most != targets).to(predictions.dtype)
 
     def aggregate_predictions(
         self,
@@ -176,6 +200,29 @@ class _LogitCategorical(dist.Categorical):
         # A label of no class has density zero; `nll_loss` would end an accelerator's process.
         flat = nll_loss(logits, known, reduction="none").where(known == labels, math.inf)
         return -flat.reshape(value.shape)
+
+
+class _SoftCategorical(dist.TorchDistribution):
+    """Probabilities of classes as targets, whose log-density is `sum_c q_c log p_c`."""
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+    support = constraints.simplex
+
+    def __init__(self, classes: Any) -> None:
+        self._logits = classes.logits
+        super().__init__(classes.batch_shape, self._logits.shape[-1:], validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        return self
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        # A class of probability 0 in both counts nothing.
+        terms: Tensor = (value * self._logits).where(value > 0, 0.0)
+        return terms.sum(-1)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        classes = dist.Categorical(logits=self._logits, validate_args=False).sample(sample_shape)
+        return one_hot(classes, self._logits.shape[-1]).to(self._logits)
 
 
 class Bernoulli(Likelihood):
@@ -234,6 +281,20 @@ class Bernoulli(Likelihood):
         # The difference of two log-mean-exps stays finite where the mean rounds to 0 or 1.
         one, zero = logsigmoid(predictions), logsigmoid(-predictions)
         return log_mean_exp(one, dim, weights) - log_mean_exp(zero, dim, weights)
+
+    def class_logits(self, predictions: Tensor) -> Tensor:
+        predictions = at_least_float32(predictions)
+        if self.logit_predictions:
+            return torch.stack([torch.zeros_like(predictions), predictions], -1)
+        return _log(torch.stack([1 - predictions, predictions], -1))
+
+    def from_class_logits(self, logits: Tensor) -> Tensor:
+        found = logits[..., 1] - logits[..., 0]
+        return found if self.logit_predictions else found.sigmoid()
+
+
+def _log(probs: Tensor) -> Tensor:
+    return probs.clamp_min(torch.finfo(probs.dtype).tiny).log()
 
 
 def _check_kind(expects_logits: bool, are_probabilities: bool) -> None:

@@ -11,6 +11,7 @@ import torch.distributions as td
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from tyxe.data import Targets
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.likelihoods.base import Likelihood, Predictions, mean_of, mean_over
 
@@ -199,6 +200,10 @@ class HeteroskedasticGaussian(Likelihood):
 
     def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return (self._split(predictions)[0] - targets).square()
+
+    def output_counts(self, targets: Tensor | Targets, outputs: Tensor) -> Tensor | None:
+        counts = self.observed(targets).counts_within()
+        return None if counts is None else torch.cat([counts, counts], -1)
 
     def aggregate_predictions(
         self,

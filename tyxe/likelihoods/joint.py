@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pyro.distributions as dist
@@ -10,10 +11,11 @@ import torch
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
 
-from tyxe.data import Targets
+from tyxe.data import Targets, filled, read_targets, trailing
 from tyxe.errors import described
 from tyxe.likelihoods.base import Likelihood, reduce_points
 from tyxe.likelihoods.output_hessian import output_hessian
+from tyxe.poutine.selective import masked_within
 from tyxe.util import at_least_float32, is_real
 
 Latents = Mapping[str, Tensor] | None
@@ -100,7 +102,26 @@ class Joint(Likelihood):
             return targets
         given = self._of("targets", targets)
         self._layout["targets"] = {n: (v.shape[1:], v.dtype) for n, v in given.items()}
-        return self._packed(given)
+        # What a part ignores is known here, and has a value that the part knows.
+        read = {
+            n: self._part(n).known(Targets.of(read_targets(v))).filled() for n, v in given.items()
+        }
+        packed = self._packed({n: part.values for n, part in read.items()})
+        if all(part.mask is None for part in read.values()):
+            return packed
+        kept = [torch.ones(1) if p.mask is None else p.mask for p in read.values()]
+        masks = [
+            trailing(mask, part.values.dim()).expand_as(part.values).reshape(len(part), -1) > 0
+            for mask, part in zip(kept, read.values(), strict=True)
+        ]
+        return Targets(packed, mask=torch.cat(masks, -1))
+
+    def _filled(self, targets: Targets) -> Targets:
+        # Numbers within points have been filled by their part.
+        counts = targets.counts()
+        if counts is None:
+            return targets
+        return replace(targets, values=filled(targets.values, counts > 0))
 
     def _packed(self, targets: Mapping[str, Tensor], lead: int = 1) -> Tensor:
         # Integers up to 2^53 are themselves in double precision.
@@ -108,18 +129,12 @@ class Joint(Likelihood):
         return torch.cat(flat, -1)
 
     def outputs_of(self, packed: Any) -> Any:
-        return packed if isinstance(packed, Mapping) else self._split(packed, "outputs")
+        return packed if isinstance(packed, Mapping) else _split(packed, self._layout["outputs"])
 
     def targets_of(self, packed: Tensor) -> Any:
-        found = self._split(packed, "targets")
-        return {n: v.to(self._layout["targets"][n][1]) for n, v in found.items()}
-
-    def _split(self, packed: Tensor, what: str) -> dict[str, Tensor]:
-        known = self._layout[what]
-        shapes = [shape if isinstance(shape, Size) else shape[0] for shape in known.values()]
-        pieces = packed.split([shape.numel() for shape in shapes], -1)
-        lead = packed.shape[:-1]
-        return {n: p.reshape(lead + s) for n, p, s in zip(known, pieces, shapes, strict=True)}
+        known = self._layout["targets"]
+        found = _split(packed, {n: shape for n, (shape, _) in known.items()})
+        return {n: v.to(known[n][1]) for n, v in found.items()}
 
     def _part(self, name: str) -> Likelihood:
         part = self.parts[name]
@@ -128,10 +143,37 @@ class Joint(Likelihood):
 
     def _each(self, predictions: Any, targets: Any, latents: Latents, function: Any) -> list[Any]:
         """Return a function's values of each part, its predictions, targets and variables."""
-        outputs, given = self.outputs_of(predictions), self.targets_of(Targets.of(targets).values)
+        outputs, found = self.outputs_of(predictions), self.observed(targets)
+        if "targets" not in self._layout:  # those of another Joint with the same parts
+            self._layout["targets"] = {n: self._natural(n, f) for n, f in outputs.items()}
+        given, mask = self.targets_of(found.values), found.mask
+        if mask is None or mask.dim() == 1:
+            masks = dict.fromkeys(self.parts, mask)
+        else:
+            masks = _split(mask, {n: v.shape[1:] for n, v in given.items()})
+        each = {n: Targets(v, None, masks[n], is_observed=True) for n, v in given.items()}
         return [
-            function(self._part(n), outputs[n], given[n], of_part(latents, n)) for n in self.parts
+            function(self._part(n), outputs[n], each[n], of_part(latents, n)) for n in self.parts
         ]
+
+    def _natural(self, name: str, outputs: Tensor) -> tuple[Size, torch.dtype]:
+        """Return the shape and dtype of a part's targets, as its outputs tell them."""
+        part = self._part(name)
+        found, _ = part._distribution_for(outputs, None, part.prior_means())
+        shape = found.batch_shape[1:] + found.event_shape
+        return shape, torch.long if found.support.is_discrete else outputs.dtype
+
+    def output_counts(self, targets: Any, outputs: Any) -> Tensor | None:
+        found = self.observed(targets)
+        if found.mask is None or found.mask.dim() == 1:
+            return found.counts_within(outputs.shape)
+
+        def one(part: Likelihood, f: Tensor, own: Targets, _: Latents) -> Tensor:
+            counts = part.output_counts(own, f)
+            return (torch.ones_like(f) if counts is None else counts).reshape(len(f), -1)
+
+        counts = torch.cat(self._each(outputs, found, None, one), -1)
+        return counts if found.weights is None else counts * found.weights[:, None]
 
     # ------------------------------------------------------------------ a likelihood
 
@@ -196,8 +238,14 @@ class _Product(dist.TorchDistribution):
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
     support = constraints.independent(constraints.real, 1)
 
-    def __init__(self, joint: Joint, outputs: Mapping[str, Any], latents: Latents) -> None:
-        self._joint, self._outputs, self._latents = joint, outputs, latents
+    def __init__(
+        self,
+        joint: Joint,
+        outputs: Mapping[str, Any],
+        latents: Latents,
+        mask: Tensor | None = None,
+    ) -> None:
+        self._joint, self._outputs, self._latents, self._mask = joint, outputs, latents, mask
         self._parts = {
             n: joint._part(n)._distribution_for(outputs[n], None, of_part(latents, n))[0]
             for n in joint.parts
@@ -211,16 +259,17 @@ class _Product(dist.TorchDistribution):
         return self
 
     def log_prob(self, value: Tensor) -> Tensor:
-        def one(part: Likelihood, outputs: Any, targets: Tensor, latents: Any) -> Tensor:
+        def one(part: Likelihood, outputs: Any, targets: Targets, latents: Any) -> Tensor:
             found = part.log_likelihood(outputs, targets, "none", latents)
             distribution = part.predictive_distribution(at_least_float32(outputs), latents)
             support: Any = distribution.support
             if part.is_zero_outside or is_real(support):
                 return found
-            inside = support.check(part.prepare_targets(outputs, targets))
+            inside = support.check(part.prepare_targets(outputs, targets.values))
             return found.where(inside.reshape(len(found), -1).all(1), -torch.inf)
 
-        each: list[Tensor] = self._joint._each(self._outputs, value, self._latents, one)
+        targets = Targets(value, None, self._mask, is_observed=True)
+        each: list[Tensor] = self._joint._each(self._outputs, targets, self._latents, one)
         return torch.stack(each).sum(0)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -232,6 +281,18 @@ class _Product(dist.TorchDistribution):
         known = {n: (v.shape[lead:], v.dtype) for n, v in drawn.items()}
         self._joint._layout.setdefault("targets", known)
         return self._joint._packed(drawn, lead)
+
+
+@masked_within.register
+def _(distribution: _Product, mask: Tensor) -> _Product:
+    return _Product(distribution._joint, distribution._outputs, distribution._latents, mask)
+
+
+def _split(packed: Tensor, shapes: Mapping[str, Size]) -> dict[str, Tensor]:
+    """Return the parts of vectors `(..., K)`, with their shapes by name."""
+    pieces = packed.split([shape.numel() for shape in shapes.values()], -1)
+    lead = packed.shape[:-1]
+    return {n: p.reshape(lead + shapes[n]) for n, p in zip(shapes, pieces, strict=True)}
 
 
 @output_hessian.register

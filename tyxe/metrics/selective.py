@@ -48,16 +48,8 @@ def risk_coverage_curve(
         >>> risk_coverage_curve(probs, torch.tensor([0, 1, 0, 1])).risk
         tensor([0.0000, 0.0000, 0.3333, 0.5000])
     """
-    probs, targets = check_classified(probs, targets)
-    given = probs.amax(-1) if confidence is None else torch.as_tensor(confidence)
-    if given.shape != targets.shape or given.isnan().any():
-        raise ValueError(
-            f"`confidence` has shape {tuple(given.shape)}, expected {tuple(targets.shape)} without "
-            "NaNs: pass probs.amax(-1), or -predictive_entropy(probs)"
-        )
-    wrong = probs.argmax(-1) != targets
-    if weights is not None:
-        counts = check_weights(weights, probs)
+    wrong, given, counts = _checked(probs, targets, confidence, weights)
+    if counts is not None:
         if (counts != counts.long()).any():
             raise ValueError("`weights` has fractions, and a curve has whole points: round them")
         wrong, given = (part.repeat_interleave(counts.long()) for part in (wrong, given))
@@ -68,7 +60,23 @@ def risk_coverage_curve(
     mean = (sums / group.bincount())[group]
     count = torch.arange(1, len(mean) + 1, device=mean.device)
     risk = mean.cumsum(0) / count
-    return RiskCoverage((count / len(mean)).to(probs.dtype), risk.to(probs.dtype))
+    dtype = torch.promote_types(probs.dtype, torch.float32)
+    return RiskCoverage((count / len(mean)).to(dtype), risk.to(dtype))
+
+
+def _checked(
+    probs: Tensor, targets: Tensor, confidence: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return which points are wrong, their confidences, and how often they count."""
+    probs, targets = check_classified(probs, targets)
+    given = probs.amax(-1) if confidence is None else torch.as_tensor(confidence)
+    if given.shape != targets.shape or given.isnan().any():
+        raise ValueError(
+            f"`confidence` has shape {tuple(given.shape)}, expected {tuple(targets.shape)} without "
+            "NaNs: pass probs.amax(-1), or -predictive_entropy(probs)"
+        )
+    counts = None if weights is None else check_weights(weights, probs)
+    return probs.argmax(-1) != targets, given, counts
 
 
 def aurc(
@@ -79,7 +87,7 @@ def aurc(
 ) -> Tensor:
     r"""Area under the risk-coverage curve, `1/n sum_k risk_k`; lower is better.
 
-    Arguments and errors are those of `risk_coverage_curve`.
+    Arguments and errors are those of `risk_coverage_curve`; weights may have fractions here.
 
     References:
         Geifman, Uziel and El-Yaniv (2019), Bias-reduced uncertainty estimation for deep neural
@@ -89,4 +97,19 @@ def aurc(
         >>> aurc(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
         tensor(0.2500)
     """
-    return risk_coverage_curve(probs, targets, confidence, weights).risk.mean()
+    wrong, given, counts = _checked(probs, targets, confidence, weights)
+    each = torch.ones_like(given) if counts is None else counts
+    # Of a group of equal confidences, from `a` points before it with E errors to `b`, and a share e
+    # of errors among them, the sum of `(E + (k - a) e) / k` over k is in closed form.
+    values, group = (-given).unique(return_inverse=True)
+    zeros = torch.zeros(len(values), dtype=torch.float64, device=given.device)
+    mass = zeros.index_add(0, group, each.double())
+    errors = zeros.index_add(0, group, each.double() * wrong)
+    kept = mass > 0
+    mass, errors = mass[kept], errors[kept]
+    after = mass.cumsum(0)
+    before, share = after - mass, errors / mass
+    past = errors.cumsum(0) - errors - before * share
+    harmonic = torch.digamma(after + 1) - torch.digamma(before + 1)
+    area = (errors + past * harmonic).sum() / after[-1]
+    return area.to(torch.promote_types(probs.dtype, torch.float32))

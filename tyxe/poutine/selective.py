@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any, SupportsFloat
 
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import Message, effectful
+from pyro.poutine.runtime import Message
 from torch import Tensor
 
-from tyxe.data import Targets
+from tyxe.data import filled, trailing
 from tyxe.errors import described, warn
 from tyxe.util import site_spellings
-
-
-@effectful(type="targets")
-def masked_targets(site: str, targets: Targets) -> Targets:
-    """Return the targets of an observed site, of which masks leave some out."""
-    return targets
 
 
 class _Selective(Messenger):
@@ -65,7 +60,7 @@ class selective_mask(_Selective):
     Raises:
         TypeError: the mask is not boolean, or `expose` is a string.
         ValueError: the mask's shape is neither the batch's length nor that of the targets.
-        RuntimeError: two masks around one site, or weights; combine them.
+        RuntimeError: two masks around one site of a program that is no likelihood; combine them.
 
     Example:
         >>> import pyro, pyro.distributions as dist
@@ -100,26 +95,20 @@ class selective_mask(_Selective):
     def _pyro_sample(self, msg: Message) -> None:
         if not self._exposes(msg["name"]):
             return
-        infer = msg["infer"]
-        if "points" in infer or (isinstance(msg["mask"], Tensor) and "kept" not in infer):
-            raise RuntimeError(
-                f"{msg['name']} is masked twice, or has weights too: combine masks with &, and "
-                "set weights to 0 where they are False"
-            )
+        if msg["infer"].get("is_masked"):  # a likelihood has asked for its mask
+            return
+        if isinstance(msg["mask"], Tensor):
+            raise RuntimeError(f"{msg['name']} is masked twice: combine masks with &")
         rows = msg["fn"].batch_shape[-1] if msg["fn"].batch_shape else 1
         self._check_rows(msg["name"], rows)
-        kept, count, before = self._rows, self._count, infer.get("kept", rows)
         if self.mask.dim() > 1:
             msg["fn"] = masked_within(msg["fn"], self.mask)
-        if isinstance(msg["mask"], Tensor):
-            kept = kept.to(msg["mask"].device) & msg["mask"]
-            count = int(kept.sum())
-        msg["mask"] = kept
+        msg["mask"] = self._rows
         if msg["is_observed"]:
-            msg["mask"] = kept.to(msg["value"].device)
+            msg["mask"] = self._rows.to(msg["value"].device)
             msg["value"] = self._without_masked(msg["value"], msg["fn"])
         # The plate scales by N / rows; without any point that counts there is no data term.
-        msg["scale"] = msg["scale"] * (before / count if count else 0.0)
+        msg["scale"] = msg["scale"] * (rows / self._count if self._count else 0.0)
 
     def _without_masked(self, value: Tensor, fn: Any) -> Tensor:
         """Overwrite masked rows, whose labels may be -1 or NaN, by one that counts."""
@@ -138,13 +127,6 @@ class selective_mask(_Selective):
             msg["value"] = msg["value"].masked(self.mask)
 
 
-def filled(values: Tensor, mask: Tensor) -> Tensor:
-    """Overwrite what a mask leaves out, such as labels of -1 or NaN, by a value that counts."""
-    kept = mask > 0
-    known = values.flatten().take(kept.flatten().int().argmax())
-    return values.where(kept, known.where(kept.any(), torch.zeros_like(known)))
-
-
 class _Counted(dist.MaskedDistribution):
     """A distribution whose log-densities are multiplied by numbers from 0."""
 
@@ -160,8 +142,11 @@ class _Counted(dist.MaskedDistribution):
         return _Counted(self.base_dist.expand(batch_shape), self._counts.expand(batch_shape))
 
 
+@singledispatch
 def masked_within(distribution: Any, mask: Tensor) -> Any:
     """Return a distribution of points in which numbers count as much as a mask says.
+
+    A distribution that is masked in another way is registered.
 
     Raises:
         ValueError: the mask's shape is not that of the numbers, which are one event.
@@ -169,6 +154,8 @@ def masked_within(distribution: Any, mask: Tensor) -> Any:
     inner, dims = distribution, 0
     while isinstance(inner, td.Independent) and inner.batch_shape != mask.shape:
         inner, dims = inner.base_dist, dims + inner.reinterpreted_batch_ndims
+    if mask.dim() == 1 and inner.batch_shape[:1] == mask.shape:  # of points
+        mask = trailing(mask, len(inner.batch_shape)).expand(inner.batch_shape)
     if inner.batch_shape != mask.shape:
         raise ValueError(
             f"the mask has shape {tuple(mask.shape)}, and the points "

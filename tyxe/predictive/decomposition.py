@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe.likelihoods.base import mean_over
+
 
 class VarianceDecomposition(NamedTuple):
     """Variance of the target, in two parts.
@@ -43,7 +45,7 @@ class EntropyDecomposition(NamedTuple):
     mutual_information: Tensor
 
 
-def variance_decomposition(probs: Tensor) -> VarianceDecomposition:
+def variance_decomposition(probs: Tensor, weights: Tensor | None = None) -> VarianceDecomposition:
     r"""Split the covariance of the one-hot class.
 
     Aleatoric `E_q[diag(p) - p p^T]`, epistemic `E_q[p p^T] - E_q[p] E_q[p]^T`; their sum is the
@@ -51,6 +53,8 @@ def variance_decomposition(probs: Tensor) -> VarianceDecomposition:
 
     Args:
         probs: class probabilities of `S` draws, `(S, n, ..., C)`.
+        weights: of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an
+            ensemble; equal by default.
 
     Returns:
         Two matrices for each prediction, `(n, ..., C, C)`; their diagonals are variances of single
@@ -72,17 +76,19 @@ def variance_decomposition(probs: Tensor) -> VarianceDecomposition:
                  [-0.2500,  0.2500]]]))
     """
     probs = _check_probs(probs)
-    mean = probs.mean(0)
-    aleatoric = torch.diag_embed(mean) - _mean_outer(probs)
+    mean = mean_over(probs, 0, weights)
+    aleatoric = torch.diag_embed(mean) - _mean_outer(probs, weights)
     # Centred first, because the difference of two nearly equal matrices loses digits.
-    return VarianceDecomposition(aleatoric, _mean_outer(probs - mean))
+    return VarianceDecomposition(aleatoric, _mean_outer(probs - mean, weights))
 
 
-def entropy_decomposition(probs: Tensor) -> EntropyDecomposition:
+def entropy_decomposition(probs: Tensor, weights: Tensor | None = None) -> EntropyDecomposition:
     r"""Split the entropy of the predicted class: `H[E p] = E H[p] + I(y; w)`.
 
     Args:
         probs: class probabilities of `S` draws, `(S, n, ..., C)`.
+        weights: of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an
+            ensemble; equal by default.
 
     Returns:
         Three numbers for each prediction, `(n, ...)`, non-negative.
@@ -101,14 +107,14 @@ def entropy_decomposition(probs: Tensor) -> EntropyDecomposition:
         tensor([0.6931])
     """
     probs = _check_probs(probs)
-    total = torch.special.entr(probs.mean(0)).sum(-1)
-    expected = torch.special.entr(probs).sum(-1).mean(0)
+    total = torch.special.entr(mean_over(probs, 0, weights)).sum(-1)
+    expected = mean_over(torch.special.entr(probs).sum(-1), 0, weights)
     # By Jensen's inequality only rounding can make the difference negative.
     return EntropyDecomposition(total, expected, (total - expected).clamp_min(0))
 
 
 def regression_decomposition(
-    means: Tensor, noise_variance: Tensor | float
+    means: Tensor, noise_variance: Tensor | float, weights: Tensor | None = None
 ) -> VarianceDecomposition:
     r"""Split the variance of a real target: `E_q[sigma^2] + Var_q[mu]`.
 
@@ -117,6 +123,7 @@ def regression_decomposition(
         noise_variance: the noise's variance `sigma^2`; a number, or a tensor that broadcasts
             against the means: `(S, n, ...)` for one that the net predicts, `(S, 1, ...)` for draws
             of one noise.
+        weights: of the draws, as of `entropy_decomposition`.
 
     Returns:
         Two variances for each target, `(n, ...)`; the total is the mixture's variance.
@@ -144,13 +151,16 @@ def regression_decomposition(
             f"noise_variance has shape {tuple(noise.shape)}, which does not broadcast against the "
             f"means' {tuple(means.shape)}: for draws of one noise pass noise.view(-1, 1, ...)"
         )
-    return VarianceDecomposition(noise.expand_as(means).mean(0), means.var(0, correction=0))
+    spread = (means - mean_over(means, 0, weights)).square()
+    noises = noise.expand_as(means)
+    return VarianceDecomposition(mean_over(noises, 0, weights), mean_over(spread, 0, weights))
 
 
-def _mean_outer(values: Tensor) -> Tensor:
-    """Return `1/S sum_s v_s v_s^T` at each position, without the outer product of every draw."""
+def _mean_outer(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return `sum_s w_s v_s v_s^T` at each position, without the outer product of every draw."""
     columns = values.movedim(0, -1)
-    return columns @ columns.mT / len(values)
+    shares = 1 / len(values) if weights is None else weights.to(values)
+    return columns * shares @ columns.mT
 
 
 def _check_probs(probs: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.data import Targets
+from tyxe.data import Targets, trailing
 from tyxe.errors import check_known
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.joint import of_part
@@ -164,7 +164,9 @@ def gaussian_log_likelihood(
     if not latents and len(rows) > 1 and counted.values.shape[: len(rows)] == rows:
         # The product over positions of their mixtures, which varies less than their mixture.
         outputs = outputs.flatten(1, len(rows))
-        targets = replace(counted, weights=None).map(lambda part: part.flatten(0, len(rows) - 1))
+        mask = None if counted.mask is None else trailing(counted.mask, len(rows)).expand(rows)
+        within = replace(counted, weights=None, mask=mask)
+        targets = within.map(lambda part: part.flatten(0, len(rows) - 1))
     each = likelihood.mixture_log_likelihood(outputs, targets, latents)
     return each.view(len(mean), -1).sum(1)
 
@@ -226,7 +228,8 @@ def _(
     counted = likelihood.observed(targets)
     residual = at_least_float32(counted.values.to(mean.dtype) - mean)
     covariance = at_least_float32(covariance)
-    kept = torch.ones_like(residual) if counted.mask is None else counted.mask.to(residual)
+    once = replace(counted, weights=None).counts_within()
+    kept = torch.ones_like(residual) if once is None else once.to(residual)
     residual = residual * kept
     by_point = kept.view(*kept.shape[:1], 1) if kept.dim() == 1 else kept
     covariance = covariance * by_point.unsqueeze(-1) * by_point.unsqueeze(-2)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tyxe.curvature.memory import check_memory
+from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood, output_hessian_sqrt
 from tyxe.linalg.checks import dense_bytes
 from tyxe.predictive.features import Features
@@ -69,7 +70,12 @@ class GPPredictive:
         )
 
 
-def hessian_root(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-    """Return a square root of each point's output Hessian, `(n, K, s)`, for `K` outputs."""
+def hessian_root(likelihood: Likelihood, outputs: Tensor, targets: Targets | None = None) -> Tensor:
+    """Return a square root of each point's output Hessian, `(n, K, s)`, for `K` outputs.
+
+    Outputs count as often as their targets do.
+    """
     columns = list(output_hessian_sqrt(likelihood, outputs))
-    return torch.stack(columns, -1).reshape(len(outputs), -1, len(columns))
+    root = torch.stack(columns, -1).reshape(len(outputs), -1, len(columns))
+    counts = None if targets is None else likelihood.output_counts(targets, outputs)
+    return root if counts is None else root * counts.to(root).sqrt().reshape(*root.shape[:2], 1)
