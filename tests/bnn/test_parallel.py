@@ -142,6 +142,88 @@ def laplace_gradients(rank, wrapper):
     }
 
 
+def counted_apart(kind, rank, **parallel):
+    """Fits on points of which other numbers count in each process, by weights or a mask."""
+    weights = torch.ones(N, dtype=torch.float64) if kind == "mask" else UNIT * (torch.arange(N) % 5)
+    ignored = CLASSES if kind == "weights" else CLASSES.where(torch.arange(N) % 4 != 0, -1)
+    size = int(weights.sum())
+    bnn = make(likelihood=lambda _: Categorical(size, ignore_index=-1))
+    rows = slice(None) if rank is None else slice(rank, None, WORLD)
+    parts = zip(X.split(BATCH), ignored.split(BATCH), weights.split(BATCH), strict=True)
+    loader = [(x[rows], y[rows], w[rows]) for x, y, w in parts]
+    torch.manual_seed(7)
+    history = bnn.fit(loader, SGD, 2, accumulate_steps=2 if kind == "both" else 1, **parallel)
+    return parameters(bnn), vars(history)
+
+
+def held_out(rank, only_first=False, **options):
+    """A fit that goes back to an epoch which is best for all, and not for a process alone."""
+    part = [(X, CLASSES), (X, (CLASSES + 1) % 3), (X[:8], (CLASSES[:8] + 2) % 3)]
+    own = part if rank is None else [part[rank]] if rank else part[::2]
+    bnn = make(ML, None)
+    fast = functools.partial(torch.optim.SGD, lr=3.0)
+    torch.manual_seed(7)
+    given = None if only_first and rank else part if only_first else own
+    history = bnn.fit(batches(CLASSES, rank), fast, 12, validation=given, **options)
+    return parameters(bnn), vars(history)
+
+
+def stopped(rank, **parallel):
+    """The epochs of a fit that the last process's callback ends."""
+    callback = (lambda bnn, epoch, loss: epoch == 1) if rank else None
+    return len(make().fit(batches(CLASSES, rank), SGD, 5, callback, **parallel).loss)
+
+
+DIFFERENT = {
+    "dataset_size": ({"likelihood": lambda rank: Categorical(N + rank)}, {}),
+    "beta": ({}, {"beta": lambda rank: lambda epoch: 1.0 + rank * epoch}),
+    "optim": ({}, {"optim": lambda rank: functools.partial(torch.optim.SGD, lr=0.1 + rank)}),
+    "num_epochs": ({}, {"num_epochs": lambda rank: 2 + rank}),
+    "options": ({}, {"clip_norm": lambda rank: 1.0 + rank}),
+    "checksum of weights": (
+        {},
+        {
+            "parallel": lambda rank: functools.partial(DistributedDataParallel, init_sync=False),
+        },
+    ),
+    "first epoch": ({}, {}),
+}
+
+
+def differing(name, rank, parallel):
+    """What is said where processes differ, and whether their parameters are the same."""
+    parts, own = ({n: of(rank) for n, of in given.items()} for given in DIFFERENT[name])
+    bnn = make(likelihood=lambda _: parts.get("likelihood", Categorical(N)))
+    if name == "checksum of weights" and rank:
+        nn.init.zeros_(next(p for p in bnn.parameters() if p.requires_grad))
+    if name == "first epoch" and rank:
+        bnn.fit(batches(CLASSES), SGD, 1)
+        bnn.load_checkpoint(bnn.checkpoint())
+    options = {"optim": SGD, "num_epochs": 2, "parallel": parallel, **own}
+    with pytest.raises(ValueError, match="processes differ") as error:
+        bnn.fit(batches(CLASSES, rank), **options)
+    return str(error.value)
+
+
+def failing(rank, where, **parallel):
+    """The error of a fit in which the last process's loader, held-out data or callback raise."""
+
+    def bad(*given):
+        raise ArithmeticError("mine")
+
+    def loader(what):
+        yield from batches(CLASSES, rank)[:1]
+        if rank and what == where:
+            bad()
+        yield from batches(CLASSES, rank)[1:]
+
+    callback = bad if rank and where == "callback" else None
+    try:
+        make().fit(loader("loader"), SGD, 1, callback, validation=loader("validation"), **parallel)
+    except (ArithmeticError, RuntimeError) as error:
+        return type(error).__name__
+
+
 def refused(loader, **parallel):
     """The error of a fit, and whether its parameters stayed as they were."""
     bnn = make()
@@ -174,6 +256,16 @@ def padded(rank):
     return [str(warning.message) for warning in found]
 
 
+COUNTED = ("weights", "mask", "both")
+FOLLOWED = {
+    "best": {},
+    "patience": {"patience": 2},
+    "no way back": {"patience": 2, "restore_best": False},
+    "one process": {"only_first": True},
+}
+FAILING = ("loader", "validation", "callback")
+
+
 def work(rank):
     parallel = {"parallel": DistributedDataParallel}
     ours = batches(CLASSES, rank)
@@ -196,6 +288,11 @@ def work(rank):
         "sizes": refused(uneven, **parallel),
         "counts": refused(ours[: 2 - rank], **parallel),
         "start": parameters(different),
+        "counted": {kind: counted_apart(kind, rank, **parallel) for kind in COUNTED},
+        "held out": {n: held_out(rank, **options, **parallel) for n, options in FOLLOWED.items()},
+        "stopped": stopped(rank, **parallel),
+        "differing": {name: differing(name, rank, DistributedDataParallel) for name in DIFFERENT},
+        "failing": {where: failing(rank, where, **parallel) for where in FAILING},
     }
 
 
@@ -289,6 +386,38 @@ def test_points_that_the_sampler_repeats_are_warned_of(found):
 def test_all_start_where_the_first_does(found):
     assert_equal(found[1]["start"], found[0]["start"])
     assert_equal(found[0]["start"], parameters(make()))
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_points_count_alike_in_every_process(found, kind):
+    parameters, history = counted_apart(kind, None)
+    for process in found:
+        assert_equal(process["counted"][kind][0], parameters)
+        for term, values in process["counted"][kind][1].items():
+            assert values == pytest.approx(history[term], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_held_out_data_are_those_of_all_processes(found, name):
+    parameters, history = held_out(None, **FOLLOWED[name])
+    for process in found:
+        assert_equal(process["held out"][name][0], parameters)
+        assert process["held out"][name][1]["validation"] == pytest.approx(history["validation"])
+
+
+def test_a_callback_ends_the_fit_in_all_processes(found):
+    assert [process["stopped"] for process in found] == [2, 2]
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_has_to_be_the_same_is_compared(found, name):
+    for rank, process in enumerate(found):
+        assert f"process {rank} has {name}" in process["differing"][name]
+
+
+def test_an_error_of_one_process_is_one_of_all(found):
+    for error, process in zip(("RuntimeError", "ArithmeticError"), found, strict=True):
+        assert process["failing"] == dict.fromkeys(FAILING, error)
 
 
 def test_each_epoch_is_shuffled_anew():

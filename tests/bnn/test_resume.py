@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.oracles.states import ADAM, GUIDES, assert_same_state, data, fitted, make, through_a_file
+import tyxe
+from tests.oracles.states import (
+    ADAM,
+    GUIDES,
+    NORMAL,
+    assert_same_state,
+    data,
+    fitted,
+    make,
+    net,
+    through_a_file,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
@@ -195,3 +206,77 @@ def test_a_copy_starts_a_training_of_its_own(copied):
     epochs = []
     fresh.fit([data()], torch.optim.SGD, 1, lambda bnn, epoch, loss: epochs.append(epoch))
     assert epochs == [0]
+
+
+def held_out():
+    """Points that a fit by steep steps finds worse after some epochs, and then better again."""
+    x, y = data()
+    return [(x[:2] + 0.1, y[:2]), (x[2:4], -y[2:4])]
+
+
+@pytest.mark.parametrize("patience", [None, 2, 4])
+@pytest.mark.parametrize("restore_best", [True, False])
+@pytest.mark.parametrize("guide", ["AutoNormal", "AutoDelta", "laplace"])
+def test_a_resumed_fit_knows_the_best_epoch_and_how_long_it_has_waited(
+    guide, restore_best, patience
+):
+    def start():
+        pyro.set_rng_seed(2)
+        if guide == "laplace":
+            likelihood = tyxe.likelihoods.HomoskedasticGaussian(12, scale=0.5)
+            return tyxe.LaplaceBNN(net(), NORMAL, likelihood, structure="diag")
+        return make(GUIDES[guide])
+
+    def fit(bnn, epochs, callback=None):
+        optim = functools.partial(torch.optim.Adam, lr=0.3)
+        options = {"validation": held_out(), "patience": patience, "restore_best": restore_best}
+        pyro.set_rng_seed(3)
+        return bnn.fit([data()], optim, epochs, callback, **options)
+
+    saved = []
+    whole = start()
+    history = fit(whole, 12, lambda bnn, epoch, loss: saved.append(bnn.checkpoint()))
+    assert len(saved) == len(history.validation)
+    for done in {1, 4, len(saved)}:
+        resumed = start()
+        resumed.load_checkpoint(through_a_file(saved[done - 1]))
+        after = fit(resumed, 12 - done)
+        assert after.validation == history.validation[done:]
+        assert_same_state(resumed, whole)
+    finished = start()
+    finished.load_checkpoint(through_a_file(whole.checkpoint()))
+    assert len(fit(finished, 1).loss) == 1  # a fit that has ended is no reason to train no more
+
+
+SCHEDULES = {
+    "cosine": functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=6),
+    "steps": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+    "plateau": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_scheduler_of_pytorch_goes_on_where_it_was(name):
+    def fit(bnn, epochs, given="scheduler"):
+        optim = torch.optim.SGD(bnn.parameters(), lr=0.05)
+        schedule = SCHEDULES[name](optim)
+        rates = []
+
+        def callback(bnn, epoch, loss):
+            rates.append(bnn.optimizer.param_groups[0]["lr"])
+            schedule.step(*[loss] * (name == "plateau"))
+
+        pyro.set_rng_seed(3)
+        bnn.fit([data()], schedule if given == "scheduler" else optim, epochs, callback)
+        return rates
+
+    whole, first, resumed = make(), make(), make()
+    rates = fit(whole, 6)
+    assert len(set(rates)) > 1
+    found = fit(first, 3)
+    resumed.load_checkpoint(through_a_file(first.checkpoint()))
+    assert found + fit(resumed, 3) == rates
+    if name != "plateau":  # which leaves no trace in the optimiser
+        resumed.load_checkpoint(first.checkpoint())
+        with pytest.warns(tyxe.TyxeWarning, match="pass the scheduler as optim"):
+            fit(resumed, 1, given="optimiser")

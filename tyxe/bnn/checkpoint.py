@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,12 +48,28 @@ class History:
         self.kl.append(kl)
 
 
+@dataclass
+class BestEpoch:
+    """The best epoch so far, by the log-likelihood of held-out data per point.
+
+    Attributes:
+        score: that log-likelihood, in nats.
+        waited: how many epochs came after it.
+        state: the BNN's state dict there; None where the fit is not to go back to it.
+    """
+
+    score: float = -math.inf
+    waited: int = 0
+    state: dict[str, Any] | None = None
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The state of a fit after some epochs.
 
     `optimizer` and `scheduler` are state dicts, or None where there is none, `kind` is the name of
-    the optimiser's class, and `rng` has the states of PyTorch's generators.
+    the optimiser's class, `rng` has the states of PyTorch's generators, and `best` is None
+    without held-out data.
     """
 
     optimizer: dict[str, Any] | None
@@ -60,9 +77,12 @@ class Checkpoint:
     rng: list[Tensor]
     kind: str
     scheduler: dict[str, Any] | None
+    best: BestEpoch | None
 
     @classmethod
-    def of(cls, optimizer: Optimizer | None, epoch: int, scheduler: Any = None) -> Checkpoint:
+    def of(
+        cls, optimizer: Optimizer | None, epoch: int, scheduler: Any, best: BestEpoch | None
+    ) -> Checkpoint:
         """Return the checkpoint of a fit after an epoch."""
         return cls(
             None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
@@ -70,6 +90,7 @@ class Checkpoint:
             torch_rng(),
             type(optimizer).__name__,
             None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+            copy.deepcopy(best),
         )
 
     def as_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,16 +101,19 @@ class Checkpoint:
     @classmethod
     def from_dict(cls, checkpoint: Mapping[str, Any]) -> Checkpoint:
         """Return the checkpoint of a dictionary from `as_dict`, or raise a RuntimeError."""
-        missing = {"bnn", *(field.name for field in fields(cls))} - set(checkpoint)
+        names = [field.name for field in fields(cls)]
+        missing = {"bnn", *names} - {"best", *checkpoint}  # which older ones have not
         if missing:
             raise RuntimeError(
                 f"this is no checkpoint: it has no {', '.join(sorted(missing))}; pass what "
                 "bnn.checkpoint() returned, or a plain state dict to load_state_dict"
             )
-        return cls(**{field.name: checkpoint[field.name] for field in fields(cls)})
+        given: dict[str, Any] = {name: checkpoint.get(name) for name in names}
+        best = given["best"]
+        return cls(**given | {"best": None if best is None else BestEpoch(**best)})
 
-    def restore(self, optimizer: Optimizer, scheduler: Any = None) -> int:
-        """Restore optimiser, scheduler and generators, and return the number of epochs done.
+    def restore(self, optimizer: Optimizer, scheduler: Any, following: Any) -> int:
+        """Restore optimiser, scheduler, the best epoch and generators; return the epochs done.
 
         An optimiser of another class, or for other parameters, is a ValueError.
         """
@@ -105,8 +129,15 @@ class Checkpoint:
             self._check_shapes(optimizer)
             # A copy, because the optimiser changes the tensors of its state in place.
             optimizer.load_state_dict(copy.deepcopy(self.optimizer))
+            has_schedule = any("initial_lr" in group for group in self.optimizer["param_groups"])
+            if has_schedule and None in (self.scheduler, scheduler):
+                warn(
+                    "the checkpoint's rate is a scheduler's, whose own state is not in it, or not "
+                    "taken up: pass the scheduler as optim, in the first fit and in this one"
+                )
         if self.scheduler is not None and scheduler is not None:
-            scheduler.load_state_dict(self.scheduler)
+            scheduler.load_state_dict(copy.deepcopy(self.scheduler))
+        following.go_on_from(copy.deepcopy(self.best))
         set_torch_rng(self.rng)
         return self.epoch
 
@@ -212,16 +243,19 @@ class Resumable:
 
     optimizer: Optimizer | None = None
     _scheduler: Any = None
+    _best: BestEpoch | None = None
     _pending: Checkpoint | None = None
     _epochs_done = 0
 
     @contextmanager
-    def _resumed(self, trainer: Any) -> Iterator[int]:
+    def _resumed(self, trainer: Any, following: Any) -> Iterator[int]:
         """Restore a loaded checkpoint into a trainer, and yield the first epoch that is left."""
-        self.optimizer, self._scheduler = trainer.optimizer, trainer.scheduler
-        pending = self._pending
-        first = 0 if pending is None else pending.restore(trainer.optimizer, trainer.scheduler)
-        self._epochs_done = first
+        self.optimizer, self._scheduler = own = trainer.optimizer, trainer.scheduler
+        pending, first = self._pending, 0
+        with trainer.processes.all_or_none():
+            if pending is not None:
+                first = pending.restore(*own, following)
+        self._best, self._epochs_done = following.best, first
         try:
             yield first
         finally:
@@ -235,8 +269,8 @@ class Resumable:
         """Return copies of what a fit needs to continue, as containers of tensors and numbers.
 
         These are the state dict, the optimiser's and the scheduler's, the number of whole epochs
-        done, and the random generators' states. After an interrupt they are those of the last step,
-        and the epoch begins again.
+        done, the best of them by held-out data, and the random generators' states. After an
+        interrupt they are those of the last step, and the epoch begins again.
 
         Example:
             >>> import torch, pyro.distributions as dist, tyxe
@@ -253,7 +287,8 @@ class Resumable:
             True
         """
         with exclusive():
-            taken = Checkpoint.of(self.optimizer, self._epochs_done, self._scheduler)
+            own = self.optimizer, self._epochs_done, self._scheduler, self._best
+            taken = Checkpoint.of(*own)
             return (self._pending or taken).as_dict(self.state_dict())  # type: ignore[attr-defined]
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -269,4 +304,5 @@ class Resumable:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the optimiser, whose state belongs to the parameters of the original.
-        return {**self.__dict__, "optimizer": None, "_scheduler": None, "_epochs_done": 0}
+        gone = {"optimizer": None, "_scheduler": None, "_best": None, "_epochs_done": 0}
+        return {**self.__dict__, **gone}

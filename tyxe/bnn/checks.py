@@ -66,6 +66,12 @@ def check_beta(beta: Any, epoch: int | None = None) -> float:
     return float(beta)
 
 
+def check_callback(callback: Any, name: str = "callback") -> None:
+    """Raise a TypeError for what is called after epochs, or members, and is no function."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"{name} is {described(callback)}; expected a function, or None")
+
+
 def check_one_batch(
     bnn: SupervisedBNN, draw: Callable[[], Mapping[str, Tensor]], inputs: Inputs, targets: Tensor
 ) -> None:

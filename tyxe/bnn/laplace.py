@@ -318,16 +318,16 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                     nan_check=nan_check,
                 )
                 trainer = Trainer(self, optim, how)
-                following = Following(self, callback, held_out, device)
-                with self._resumed(trainer) as first:
-                    for epoch in trainer.epochs(first, num_epochs, progress):
+                following = Following(self, callback, held_out, device, trainer.processes)
+                with self._resumed(trainer, following) as first:
+                    left = following.epochs_left(num_epochs)
+                    for epoch in trainer.epochs(first, left, progress):
                         with prior_fixed(self):
                             trainer.run_epoch(batches, epoch, device, history, callback)
                         if evidence_every and (epoch + 1) % evidence_every == 0:
                             self._take_curvature(batches, device)
                             self._set_prior_numbers(most_evidence(self.state, False, 100))
                             self.net_guide.state = None
-                        self._end_epoch(epoch)
                         with prior_fixed(self):
                             if following.ends(epoch, history):
                                 break

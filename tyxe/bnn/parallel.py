@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from tyxe.bnn.elbo import Objective
 from tyxe.errors import warn
+from tyxe.processes import all_or_none
 
 Parallel = Callable[[nn.Module], DistributedDataParallel]
 
@@ -22,9 +25,10 @@ class Processes:
 
     With `R` processes of `b` points each, the likelihood's plate scales by `N / b`, and the average
     of the gradients is that of `beta KL - N / (R b) sum_n log p(y_n | f(x_n, w))` [T 4.6], with
-    the KL once and the data term scaled by the whole batch. All processes need the same `b`, which
-    is checked. `parallel` is `DistributedDataParallel`, a partial of it, or None; anything else is
-    a TypeError.
+    the KL once and the data term scaled by the whole batch. All processes need batches of as many
+    rows, which is checked; where fewer of them count, by weights or masks, a process has that share
+    of a step. What ends a fit is decided by sums over all processes. `parallel` is
+    `DistributedDataParallel`, a partial of it, or None; anything else is a TypeError.
     """
 
     def __init__(self, objective: Objective, parallel: Parallel | None) -> None:
@@ -48,6 +52,36 @@ class Processes:
         """Whether this is the process that shows progress."""
         return self._group is None or torch.distributed.get_rank(self._group) == 0
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return 1 if self._group is None else torch.distributed.get_world_size(self._group)
+
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """Let the error of one in a part of its work be an error of all, see `all_or_none`."""
+        return all_or_none(self._group)
+
+    def check_same(self, **settings: Any) -> None:
+        """Raise a ValueError in all processes if one has other settings, and so would part."""
+        if self._group is None:
+            return
+        told = {name: str(value) for name, value in settings.items()}
+        own = [zlib.crc32(value.encode()) for value in told.values()]
+        rows = zip(told.items(), *self._gathered(own), strict=True)
+        wrong = [f"{name}={value}" for (name, value), *found in rows if len({*found}) > 1]
+        if wrong:
+            raise ValueError(
+                f"the {self.count} processes differ in what has to be the same for all: process "
+                f"{torch.distributed.get_rank(self._group)} has {', '.join(wrong)}"
+            )
+
+    def _gathered(self, numbers: list[int]) -> list[list[int]]:
+        """Return the integers of each process."""
+        given = torch.tensor(numbers, device=self._device)
+        every = [torch.empty_like(given) for _ in range(self.count)]
+        torch.distributed.all_gather(every, given, group=self._group)
+        return [found.tolist() for found in every]
+
     def equal_batches(self, batches: Iterator[tuple[Any, Tensor]]) -> Iterator[tuple[Any, Tensor]]:
         """Return this process's batches, as long as all processes have one of the same size.
 
@@ -56,17 +90,16 @@ class Processes:
         return batches if self._group is None else self._compared(batches)
 
     def _compared(self, batches: Iterator[tuple[Any, Tensor]]) -> Iterator[tuple[Any, Tensor]]:
-        for batch in batches:
-            self._check_sizes(len(batch[1]))
+        while True:
+            with self.all_or_none():
+                batch = next(batches, None)
+            self._check_sizes(-1 if batch is None else len(batch[1]))
+            if batch is None:
+                return
             yield batch
-        self._check_sizes(-1)
 
     def _check_sizes(self, rows: int) -> None:
-        count = torch.distributed.get_world_size(self._group)
-        given = torch.tensor([rows], device=self._device)
-        sizes = [torch.empty_like(given) for _ in range(count)]
-        torch.distributed.all_gather(sizes, given, group=self._group)
-        found = [int(size) for size in sizes]
+        count, found = self.count, [size for (size,) in self._gathered([rows])]
         if len(set(found)) == 1:
             return
         if -1 in found:
@@ -88,6 +121,14 @@ class Processes:
         sums = torch.tensor(values, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(sums, group=self._group)
         return [float(value) for value in sums]
+
+
+def checksum(tensors: Iterable[Any]) -> int:
+    """Return a number that tells whether other tensors have the same bits."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    dense = (t.detach().contiguous().flatten() for t in tensors if isinstance(t, Tensor))
+    sums = [int(t.view(kinds.get(t.element_size(), torch.int64)).sum()) for t in dense]
+    return zlib.crc32(str(sums).encode())
 
 
 def shuffle_anew(loader: Any, epoch: int, averaged: bool) -> None:

@@ -15,7 +15,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options, warn_of_size
 from tyxe.bnn.elbo import Objective
 from tyxe.bnn.standin import Outline, StandIn, modes_of
-from tyxe.bnn.training import FitOptions, Validation, held_out_score, progress_bar
+from tyxe.bnn.training import FitOptions, Validation, held_out_sums, progress_bar
 from tyxe.data import Unpack, alike, unpacked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping
@@ -227,7 +227,8 @@ class StackedObjectives:
     def scores(self, loader: Any, device: Any, histories: Sequence[History]) -> Tensor:
         """Return the log-likelihood of held-out data of each BNN, and add it to its history."""
         self.hand_over()
-        found = [held_out_score(bnn, loader, device) for bnn in self._bnns]
+        sums = [held_out_sums(bnn, loader, device) for bnn in self._bnns]
+        found = [total / points if points else math.nan for total, points in sums]
         for history, score in zip(histories, found, strict=True):
             history.validation.append(score)
         return torch.tensor(found)

@@ -13,22 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.checkpoint import History
+from tyxe.bnn.checkpoint import BestEpoch, History
 from tyxe.bnn.checks import (
     check_beta,
+    check_callback,
     check_one_batch,
     nonfinite_message,
     warn_of_size,
 )
 from tyxe.bnn.compiled import CompiledSteps, compiled_steps
 from tyxe.bnn.elbo import ElboTerms, Objective
-from tyxe.bnn.parallel import Parallel, Processes, shuffle_anew
+from tyxe.bnn.parallel import Parallel, Processes, checksum, shuffle_anew
 from tyxe.errors import check_count, check_known, warn
 from tyxe.optim import ParticleOptimizer
-from tyxe.optim.groups import make_optimizer, pyro_clipping, pyro_scheduler
+from tyxe.optim.groups import make_optimizer, pyro_clipping, scheduler_of
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
 from tyxe.rng import torch_rng_kept
@@ -119,39 +121,74 @@ class Validation:
 class Following:
     """What happens after each epoch: a callback, and held-out data that may end the fit.
 
-    Ties of the held-out log-likelihood count as no improvement.
+    Ties of the held-out log-likelihood count as no improvement. Several processes decide together,
+    by sums over what each has: held-out data, a callback that ends the fit.
+
+    Raises:
+        TypeError: the callback is no function.
     """
 
-    def __init__(self, bnn: Any, callback: Any, held_out: Validation, device: Any) -> None:
+    def __init__(
+        self, bnn: Any, callback: Any, held_out: Validation, device: Any, processes: Processes
+    ) -> None:
+        check_callback(callback)
         self._bnn, self._callback, self._held_out = bnn, callback, held_out
-        self._device = device
-        self._best, self._waited = -math.inf, 0
-        self._state: dict[str, Any] | None = None
+        self._device, self._processes = device, processes
+        validates = held_out.loader is not None
+        found = processes.total([validates, validates and held_out.restore_best])
+        self.best = BestEpoch() if found[0] else None
+        self._restores = bool(found[1])
+
+    @property
+    def _is_over(self) -> bool:
+        patience = self._held_out.patience
+        return None not in (self.best, patience) and self.best.waited >= patience  # type: ignore[union-attr,operator]
+
+    def go_on_from(self, best: BestEpoch | None) -> None:
+        """Take up the best epoch of an earlier fit, if this one can go back to it."""
+        if None not in (self.best, best) and (best.state or not self._restores):  # type: ignore[union-attr]
+            self.best = best
+
+    def epochs_left(self, count: int) -> int:
+        """Return how many of so many epochs are left, none where the earlier fit was over."""
+        return 0 if self._processes.total([self._is_over])[0] else count
 
     def ends(self, epoch: int, history: History) -> bool:
         """Look at an epoch that has ended, and say whether the fit does."""
-        ends = False
-        if self._held_out.loader is not None:
-            found = held_out_score(self._bnn, self._held_out.loader, self._device)
-            history.validation.append(found)
-            self._waited += 1
-            if found > self._best:
-                self._best, self._waited = found, 0
-                if self._held_out.restore_best:
-                    self._state = copy.deepcopy(self._bnn.state_dict())
-            patience = self._held_out.patience
-            ends = patience is not None and self._waited >= patience
-        called = self._callback is not None
-        return bool(called and self._callback(self._bnn, epoch, history.loss[-1])) or ends
+        if self.best is not None:
+            self._look(self.best, history)
+        self._bnn._end_epoch(epoch)
+        with self._processes.all_or_none():
+            called = self._callback is not None
+            stops = bool(called and self._callback(self._bnn, epoch, history.loss[-1]))
+        return self._processes.total([stops or self._is_over])[0] > 0
+
+    def _look(self, best: BestEpoch, history: History) -> None:
+        loader = self._held_out.loader
+        with self._processes.all_or_none():
+            own = (0.0, 0.0) if loader is None else held_out_sums(self._bnn, loader, self._device)
+        total, points = self._processes.total([*own])
+        found = total / points if points else math.nan
+        history.validation.append(found)
+        best.waited += 1
+        if found > best.score:
+            best.score, best.waited = found, 0
+            best.state = copy.deepcopy(self._bnn.state_dict()) if self._restores else None
 
     def restore_best(self) -> None:
-        """Go back to the epoch that was best."""
-        if self._state is not None and self._waited:
-            self._bnn.load_state_dict(self._state)
+        """Go back to the epoch that was best, and let a further fit wait anew."""
+        best = self.best
+        if best is None or not best.waited:
+            return
+        is_over = self._is_over
+        if best.state is not None:
+            self._bnn.load_state_dict(best.state)
+        if is_over or best.state is not None:
+            best.waited, self._bnn._pending = 0, None
 
 
-def held_out_score(bnn: Any, loader: Iterable[Any], device: Any) -> float:
-    """Return the log-likelihood of held-out data, in nats per point.
+def held_out_sums(bnn: Any, loader: Iterable[Any], device: Any) -> tuple[float, float]:
+    """Return the log-likelihood of held-out data, in nats, and how many points it is of.
 
     It is by 8 draws, the same in each call, or at the centre of what has no spread.
     """
@@ -163,7 +200,7 @@ def held_out_score(bnn: Any, loader: Iterable[Any], device: Any) -> float:
             found = bnn.evaluate(inputs, targets, draws)[1]
         total += float(found if isinstance(found, Tensor) else found["joint"])
         points += float(bnn.likelihood.count(targets))
-    return total / points if points else math.nan
+    return total, points
 
 
 # What the bars inside of a longer job are of, such as a member of an ensemble.
@@ -204,7 +241,7 @@ class Trainer:
             raise ValueError("nothing to fit: no parameter of the BNN requires a gradient")
         kinds = bnn.parameter_kinds()
         self.optimizer = make_optimizer(optim, self.parameters, kinds, options.lr_multipliers)
-        self.scheduler = pyro_scheduler(optim, self.parameters)
+        self.scheduler = scheduler_of(optim, self.parameters)
         self._pyro_clip = pyro_clipping(optim)
         self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
         own = self.optimizer if isinstance(self.optimizer, ParticleOptimizer) else None
@@ -229,6 +266,12 @@ class Trainer:
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
         """Yield `count` epochs from the first, with a bar of batches in the reporting process."""
         shown = progress if self.processes.first else False
+        options = {n: v for n, v in vars(self.options).items() if n not in ("parallel", "beta")}
+        state = (*self.bnn.state_dict().values(), *tree_leaves(self.optimizer.state_dict()))
+        self.processes.check_same(
+            **{"first epoch": first, "num_epochs": count, "options": options},
+            **{"checksum of weights": checksum(state)},
+        )
         with progress_bar(None, "fit", "batch", shown) as self._bar:
             for epoch in range(first, first + count):
                 self._left = first + count - epoch
@@ -245,6 +288,9 @@ class Trainer:
     ) -> None:
         """Make a step for each batch, and append the epoch's averages to the history."""
         beta = self.options.beta_at(epoch)
+        size, groups = self.bnn.likelihood.dataset_size, self.optimizer.param_groups
+        rates = [{n: v for n, v in group.items() if n != "params"} for group in groups]
+        self.processes.check_same(dataset_size=size, beta=beta, optim=rates)
         announce_epoch(self.bnn.net, beta)
         shuffle_anew(loader, epoch, self.options.parallel is not None)
         if self._bar.total is None and isinstance(loader, Sized):
@@ -275,7 +321,8 @@ class Trainer:
         while group := [*islice(batches, self.options.accumulate_steps)]:
             with exclusive():
                 if not self._checked:
-                    check_one_batch(self.bnn, self.bnn.one_draw, *group[0])
+                    with self.processes.all_or_none():
+                        check_one_batch(self.bnn, self.bnn.one_draw, *group[0])
                 for _, targets in group:
                     if len(targets) > self.bnn.likelihood.dataset_size:
                         self.bnn.likelihood.check_size(targets)
@@ -390,11 +437,17 @@ class Trainer:
             raise
 
     def _shares(self, batches: list[tuple[Inputs, Any]]) -> list[float]:
-        """Return the part of the points of a step that each batch has."""
-        if len(batches) == 1:
+        """Return the part of the points of a step that each batch has.
+
+        With several processes it is that of as many as there are in the mean of all.
+        """
+        if len(batches) == 1 and self.options.parallel is None:
             return [1.0]
-        counts = [float(self.bnn.likelihood.count(targets)) for _, targets in batches]
-        return [count / sum(counts) for count in counts]
+        likelihood = self.bnn.likelihood
+        found = (likelihood.that_count(targets)[0] for _, targets in batches)
+        counts = [float(likelihood.count(targets)) for targets in found]
+        mean = self.processes.total([sum(counts)])[0] / self.processes.count
+        return [count / mean if mean else 0.0 for count in counts]
 
     def _particle(self, inputs: Inputs, targets: Any, beta: float, share: float) -> ElboTerms:
         """Add one draw's gradient of `(beta kl - data) / N / particles`, or the optimiser's own.
@@ -452,7 +505,8 @@ def _mean(particles: list[ElboTerms], shares: list[float]) -> ElboTerms:
     if len(particles) == 1:
         return particles[0]
     each = len(particles) // len(shares)
-    weights = [share / each for share in shares for _ in range(each)]
+    # Of several processes all shares of one may be less than 1.
+    weights = [share / (sum(shares) or 1.0) / each for share in shares for _ in range(each)]
     data, kl = (
         torch.stack([w * term.detach() for w, term in zip(weights, terms, strict=True)]).sum()
         for terms in zip(*((terms.data, terms.kl) for terms in particles), strict=True)

@@ -173,8 +173,9 @@ class VariationalBNN(Resumable, SupervisedBNN):
                 or a mapping of keyword arguments; or `(inputs, targets, weights)`, where a weight
                 of 2 is the point twice, and `dataset_size` the sum of all weights.
             optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an instance
-                over `bnn.parameters()`. Schedulers have to be stepped in `callback`. A class's
-                `weight_decay` is for parameters that the prior hides, not for those of guides.
+                over `bnn.parameters()`, or a torch scheduler of one. Schedulers have to be stepped
+                in `callback`. A class's `weight_decay` is for parameters that the prior hides, not
+                for those of guides.
             num_epochs: number of passes through the loader.
             callback: called as `callback(bnn, epoch, loss)` after each epoch; training stops when
                 it returns True. A `tyxe.Callback` sees batches as well.
@@ -187,7 +188,8 @@ class VariationalBNN(Resumable, SupervisedBNN):
                 `{"scale": 10}`; the kinds are `loc`, `scale` and `deterministic`.
             progress: show a bar; by default on a terminal only.
             parallel: `torch.nn.parallel.DistributedDataParallel` or a partial of it, to fit in
-                several processes, each with a loader of its part of every batch.
+                several processes, each with a loader of its part of every batch, and perhaps of
+                the held-out data.
             unpack: from what the loader yields to one of these, such as
                 `lambda batch: (batch["x"], batch["y"])`.
             accumulate_steps: number of batches whose gradients make a step, which is that of one
@@ -210,7 +212,8 @@ class VariationalBNN(Resumable, SupervisedBNN):
         Raises:
             TypeError: arguments are swapped, or of a wrong type.
             ValueError: the loader is empty, or yields something else; targets do not fit the
-                likelihood; a batch is larger than `dataset_size`, or differs between processes.
+                likelihood; a batch is larger than `dataset_size`; batches, or what has to be the
+                same, differ between processes.
             RuntimeError: the loss or its gradient is not finite; the parameters are those before
                 the step, or before the epoch.
         """
@@ -232,11 +235,12 @@ class VariationalBNN(Resumable, SupervisedBNN):
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)
         with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)
-            history, following = History(), Following(self, callback, held_out, device)
-            with self._resumed(trainer) as first:
-                for epoch in trainer.epochs(first, num_epochs, progress):
+            following = Following(self, callback, held_out, device, trainer.processes)
+            history = History()
+            with self._resumed(trainer, following) as first:
+                left = following.epochs_left(num_epochs)
+                for epoch in trainer.epochs(first, left, progress):
                     trainer.run_epoch(data_loader, epoch, device, history, callback)
-                    self._end_epoch(epoch)
                     if following.ends(epoch, history):
                         break
             following.restore_best()

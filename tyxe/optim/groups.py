@@ -11,6 +11,7 @@ from pyro.optim import PyroOptim
 from pyro.optim.lr_scheduler import PyroLRScheduler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from tyxe.errors import check_known, warn
 from tyxe.util import unwrapped
@@ -49,7 +50,7 @@ def make_optimizer(
 
     Args:
         optim: a Pyro optimiser or scheduler; a torch optimiser class, or a partial of one; or an
-            instance over the BNN's parameters.
+            instance over the BNN's parameters, or a torch scheduler of one.
         kinds: the kind of each parameter, one of `LR_KINDS`, by name.
         lr_multipliers: factors of the learning rate, by kind.
 
@@ -60,6 +61,7 @@ def make_optimizer(
     """
     factors = _checked_multipliers(lr_multipliers)
     kinds = {name: _group_of(name, kind) for name, kind in kinds.items()}
+    optim = optim.optimizer if isinstance(optim, LRScheduler) else optim
     _refuse_line_search(optim)
     if isinstance(optim, Optimizer):
         return _checked_instance(optim, parameters, kinds, factors)
@@ -200,11 +202,11 @@ def _call_args(arguments: Callable[..., Any], name: str) -> dict[str, Any]:
     return dict(arguments(module, own))
 
 
-def pyro_scheduler(optim: Any, parameters: Named) -> Any:
-    """Return the torch scheduler that a Pyro scheduler holds for these parameters, or None."""
-    if not isinstance(optim, PyroLRScheduler):
-        return None
-    return optim.optim_objs.get(next(iter(parameters.values())))
+def scheduler_of(optim: Any, parameters: Named) -> Any:
+    """Return the torch scheduler that is given, or that a Pyro scheduler holds, or None."""
+    if isinstance(optim, PyroLRScheduler):
+        return optim.optim_objs.get(next(iter(parameters.values())))
+    return optim if isinstance(optim, LRScheduler) else None
 
 
 def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:
