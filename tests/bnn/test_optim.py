@@ -1,12 +1,14 @@
 """Optimisers in every spelling: rates by kind, clipping, schedules and their state."""
 
+import copy
 import functools
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDiagonalNormal
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
+from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
 from torch import nn
 
 import tyxe
@@ -14,6 +16,7 @@ from tests.oracles.fits import ADAM, X, Y, assert_equal, fitted, make, trainable
 from tyxe.bnn import elbo_terms
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import HomoskedasticGaussian
+from tyxe.optim.groups import make_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
@@ -238,3 +241,57 @@ def test_a_pyro_optimiser_trains_parameters_set_free_since(optim, layer):
     start = trainable(bnn)
     bnn.fit([(X, Y)], optim, 1)
     assert not any(torch.equal(value, start[name]) for name, value in trainable(bnn).items())
+
+
+VALUES = torch.zeros(6)
+OWN_MEMORY = {
+    "own": [torch.zeros(6), torch.zeros(2, 3).T],
+    "parts of one": [VALUES[:3], VALUES[3:]],
+    "channels last": [torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)],
+    "empty": [torch.zeros(0), VALUES],
+}
+SHARED_MEMORY = {
+    "expanded": [torch.zeros(1).expand(6)],
+    "expanded rows": [torch.zeros(3).expand(2, 3)],
+    "with gaps": [VALUES[::2]],
+    "overlapping": [VALUES[:4], VALUES[2:]],
+    "twice": [VALUES, VALUES.view(2, 3)],
+}
+
+
+@pytest.mark.parametrize("optim", [torch.optim.Adam, torch.optim.AdamW, pyro.optim.Adam({})])
+@pytest.mark.parametrize("kind", [*OWN_MEMORY, *SHARED_MEMORY])
+def test_fused_kernels_are_for_parameters_with_memory_of_their_own(kind, optim):
+    parts = (OWN_MEMORY | SHARED_MEMORY)[kind]
+    parameters = {str(index): nn.Parameter(part) for index, part in enumerate(parts)}
+    optimizer = make_optimizer(optim, parameters, dict.fromkeys(parameters, "loc"))
+    assert bool(optimizer.param_groups[0]["fused"]) == (kind in OWN_MEMORY)
+
+
+STARTS = {
+    "mean": pyro.infer.autoguide.init_to_mean,
+    "one tensor for all": lambda site: ONE.expand(site["fn"].shape()),
+    "a tensor of the user's": lambda site: GIVEN[site["name"]],
+}
+ONE, GIVEN = torch.tensor(0.5), {"net.weight": torch.ones(3, 5)[:, :2], "net.bias": torch.ones(3)}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("guide", [PyroAutoNormal, AutoDelta, AutoNormal])
+def test_parameters_of_guides_have_memory_of_their_own(guide, start):
+    given = [ONE.clone(), *(value.clone() for value in GIVEN.values())]
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(2, 3),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        tyxe.likelihoods.Categorical(6),
+        functools.partial(guide, init_loc_fn=STARTS[start]),
+    )
+    for parameter in bnn.net_guide.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    plain = copy.deepcopy(bnn)
+    batch = torch.ones(6, 2), torch.arange(6) % 3
+    for own, fused in ((bnn, True), (plain, False)):
+        torch.manual_seed(0)
+        own.fit([batch], functools.partial(torch.optim.Adam, lr=0.1, fused=fused), 3)
+    torch.testing.assert_close(bnn.state_dict(), plain.state_dict())
+    assert all(map(torch.equal, given, [ONE, *GIVEN.values()]))  # nothing of the user's is trained

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro.distributions as dist
 import pyro.poutine as poutine
@@ -31,6 +31,8 @@ from tyxe.guides.init import init_to_net
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
 from tyxe.threads import module_local_params, only_handlers
 from tyxe.util import is_real, unwrapped
+
+T = TypeVar("T", bound=nn.Module)
 
 # Pyro's guides that draw a site with others.
 _COUPLED = AutoContinuous, AutoStructured, AutoGaussian
@@ -96,7 +98,7 @@ class PyroGuide(AnyGuide):
         if isinstance(guide, MCMCKernel):
             raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
         if isinstance(guide, Guide | PyroGuide):
-            return guide
+            return _with_own_memory(guide)
         if not isinstance(guide, nn.Module):
             raise TypeError(
                 f"the guide's builder returned a {type(guide).__name__}; expected a module that "
@@ -104,7 +106,7 @@ class PyroGuide(AnyGuide):
                 "pyro.infer.autoguide, or a PyroModule of your own does"
             )
         with _failures_of(builder):
-            return cls(guide, module)
+            return _with_own_memory(cls(guide, module))
 
     def __init__(self, guide: nn.Module, module: Callable[..., Any]) -> None:
         super().__init__()
@@ -213,6 +215,13 @@ class PyroGuide(AnyGuide):
             name: "scale" if any(part in word for part in spread) else "loc"
             for name, word in words.items()
         }
+
+
+def _with_own_memory(guide: T) -> T:
+    """Give each parameter memory of its own, which a start such as a prior's mean has not."""
+    for parameter in guide.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    return guide
 
 
 @contextmanager

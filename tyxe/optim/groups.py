@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tyxe.errors import check_known, warn
+from tyxe.program import is_dense
 from tyxe.util import unwrapped
 
 LR_KINDS = ("loc", "scale", "deterministic")
@@ -138,13 +140,27 @@ def _fused_option(
     """Return the option of a fused kernel, unless the caller has chosen an implementation."""
     constructor, keywords = unwrapped(constructor)
     chosen = {*given, *keywords}
-    # Other optimisers may have sparse gradients, which fused kernels do not take.
+    # Other optimisers may have sparse gradients, which fused kernels do not take; where two numbers
+    # share a place in memory, these write beyond the end of it.
     if not (isinstance(constructor, type) and issubclass(constructor, Adam | AdamW)):
         return {}
     known = inspect.signature(constructor).parameters
     supported = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
+    supported = supported and own_their_memory(parameters.values())
     free = not chosen & {"fused", "foreach", "differentiable", "capturable"}
     return {"fused": True} if "fused" in known and supported and free else {}
+
+
+def own_their_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether each number of each tensor has a place in memory for itself, without gaps."""
+    spans = []
+    for tensor in tensors:
+        if not is_dense(tensor):
+            return False
+        start = tensor.data_ptr()
+        spans.append((str(tensor.device), start, start + tensor.nbytes))
+    pairs = itertools.pairwise(sorted(spans))
+    return all(one[0] != other[0] or one[2] <= other[1] for one, other in pairs)
 
 
 def _from_pyro(
