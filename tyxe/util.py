@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from pyro.nn.module import PyroModule
 from pyro.nn.module import to_pyro_module_ as to_pyro_module_  # offered from here
 from torch import Tensor, nn
 from torch.distributions import constraints
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from tyxe.errors import check_known
 
@@ -399,6 +400,26 @@ def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return tensor.to(found.device, torch.float32) if found.dtype.itemsize < 4 else found
 
     return moved
+
+
+@contextmanager
+def outside_inference(gradients: bool | None = None) -> Iterator[None]:
+    """Leave `torch.inference_mode`, whose tensors can be in no graph; a decorator as well.
+
+    Args:
+        gradients: whether they are recorded inside; as outside by default.
+    """
+    recorded = torch.is_grad_enabled() if gradients is None else gradients
+    with torch.inference_mode(False), torch.set_grad_enabled(recorded):
+        yield
+
+
+def outside_of_inference(tree: Any) -> Any:
+    """Return nested containers with copies of tensors that were made in `torch.inference_mode`."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in tree_leaves(tree)):
+        return tree
+    with outside_inference():
+        return tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, tree)
 
 
 def in_function_transform() -> bool:

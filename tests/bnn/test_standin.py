@@ -303,7 +303,7 @@ class Tokens(Body):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = [self.lookup, self.constant, *self.kept, *self.parts[1:]]
-        return self.parts[0](x) * self.constant
+        return self.last(self.parts[0](x) * self.constant)
 
 
 def test_what_holds_no_part_is_shared() -> None:

@@ -24,12 +24,14 @@ from tyxe.priors import Prior
 from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import as_before, exclusive
-from tyxe.util import NET, SITE_PRIORS, Inputs
+from tyxe.util import NET, SITE_PRIORS, Inputs, outside_inference
 
 
 @contextmanager
 def fitting(bnn: BNN, train: bool) -> Iterator[None]:
     """Run a BNN's net in train or eval mode, and refuse other threads' fits of it, until the end.
+
+    Gradients are recorded inside, also where the caller has turned them off.
 
     A BNN of which some part is in train mode already is fitted in its own modes. Other threads may
     predict with it meanwhile. Modes that a callback changes, and handlers that it leaves behind,
@@ -50,7 +52,7 @@ def fitting(bnn: BNN, train: bool) -> Iterator[None]:
                 )
             runtime.fitted_by = own
         modes = bnn._fitted_modes() if train else bnn._modes(train=False)
-        with as_before(), in_modes(bnn, modes):
+        with as_before(), outside_inference(gradients=True), in_modes(bnn, modes):
             yield
     finally:
         if runtime.fitted_by == own:
@@ -134,6 +136,7 @@ class BNN(Saved, nn.Module):
         ValueError: the net has no parameters, or these no values; the prior does not fit it.
     """
 
+    @outside_inference()
     def __init__(
         self, net: nn.Module, prior: Prior, name: str = "", *, output: Output | None = None
     ) -> None:
@@ -244,7 +247,7 @@ class BNN(Saved, nn.Module):
         """Run the net in eval mode and without gradients until the end."""
         as_it_is = not any(part.training for part in self.net.modules())
         modes = None if as_it_is else self._modes(train=False)
-        with as_before(), torch.no_grad(), in_modes(self, modes):
+        with as_before(), outside_inference(gradients=False), in_modes(self, modes):
             yield
 
     def run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
@@ -260,6 +263,7 @@ class BNN(Saved, nn.Module):
         """Return what `run_net` does, without gradients in other parameters."""
         return self._stand_in(values, frozen=True)(inputs)
 
+    @outside_inference()
     def update_prior(self, prior: Prior) -> None:
         """Replace the priors of the sites, which stay the same parameters.
 
@@ -367,6 +371,7 @@ class BNN(Saved, nn.Module):
             state_dict.setdefault(name, own.detach())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @outside_inference()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

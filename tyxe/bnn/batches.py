@@ -18,7 +18,7 @@ from tyxe.data import Targets, Unpacked, concatenate_targets, read_targets
 from tyxe.errors import check_count, described
 from tyxe.rng import RandomStream, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import exclusive
-from tyxe.util import Inputs, is_constant, tree_map_tensors
+from tyxe.util import Inputs, is_constant, outside_of_inference, tree_map_tensors
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
     targets = read_targets(targets, *weights)
     if device is not None:
         inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))
-    return inputs, targets
+    return outside_of_inference((inputs, targets))
 
 
 class OwnBatches:

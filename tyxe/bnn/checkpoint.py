@@ -17,6 +17,7 @@ from tyxe import files
 from tyxe.errors import warn
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import as_before, exclusive
+from tyxe.util import outside_inference
 
 
 @dataclass
@@ -212,6 +213,7 @@ class Saved:
         whole = {"training": training, "content": dict(content)}
         files.write(path, {**whole, "averages_norms": True} if self.averages_norms else whole)
 
+    @outside_inference()
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load what `save` has written; the next `fit` goes on from a training's checkpoint.
 
@@ -291,6 +293,7 @@ class Resumable:
             taken = Checkpoint.of(*own)
             return (self._pending or taken).as_dict(self.state_dict())  # type: ignore[attr-defined]
 
+    @outside_inference()
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Load a checkpoint, from which the next `fit` continues, with its epochs and schedule.
 

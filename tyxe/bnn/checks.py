@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn.checkpoint import History
+from tyxe.bnn.reading import look_at_sites
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.errors import check_count, described, warn
@@ -78,12 +79,13 @@ def check_one_batch(
     """Raise if targets do not fit the predictions, or the batch is larger than the data set.
 
     The net runs once with a draw, in eval mode and without gradients, and the random generators are
-    set back afterwards.
+    set back afterwards. Sites that it does not read are looked for.
     """
     with torch_rng_kept(), bnn.predicting():
         predictions = bnn.run_net(draw(), inputs)
         check_is_tensor(predictions)
         bnn.likelihood.check_batch(predictions, targets)
+    look_at_sites(bnn, inputs, needs_gradients=True)
 
 
 def check_is_finite(inputs: Inputs) -> None:

@@ -28,7 +28,7 @@ from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.processes import all_or_none, shared
 from tyxe.rng import set_torch_rng, torch_rng
-from tyxe.util import Inputs
+from tyxe.util import Inputs, outside_inference
 
 # Arguments of a fit of all members in one tensor.
 _OF_STACKED = {
@@ -74,6 +74,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         torch.Size([20])
     """
 
+    @outside_inference()
     def __init__(
         self,
         make_member: Callable[[int], SupervisedBNN],
@@ -382,6 +383,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         for member in self._bnns:
             member.update_norm_statistics(data_loader)
 
+    @outside_inference()
     def to_ensemble(self, num_draws: int = 1) -> Mixture:
         """Return draws of all members as one plain module, see `SupervisedBNN.to_ensemble`."""
         parts: list[Ensemble] = [member.to_ensemble(num_draws) for member in self._bnns]
@@ -401,6 +403,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 undone.callback(member.update_prior, old)
             undone.pop_all()
 
+    @outside_inference()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -434,6 +437,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         """Return the state, and which members the last fit has not finished, with their seeds."""
         return {"ensemble": dict(self.state_dict()), "left": [*map(list, self._left.items())]}
 
+    @outside_inference()
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what `checkpoint` returned, from which `fit(..., resume=True)` goes on.
 

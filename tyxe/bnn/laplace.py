@@ -47,7 +47,7 @@ from tyxe.priors import DictPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import RandomStream
 from tyxe.threads import exclusive
-from tyxe.util import Inputs
+from tyxe.util import Inputs, outside_inference
 
 SLOW = 5.0  # seconds from which on a linearised batch gives a warning
 
@@ -107,6 +107,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
 
     default_predictive = "glm"
 
+    @outside_inference()
     def __init__(
         self,
         net: nn.Module,
@@ -193,6 +194,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
     accumulate = _option("accumulate", "How the curvatures of tasks add up.")
     reduce = _option("reduce", "Whether positions are summed before a Kronecker product.")
 
+    @outside_inference()
     def _set(self, temperature: float, options: LaplaceOptions) -> None:
         _checked(temperature, options)
         state = self.net_guide.state
@@ -469,6 +471,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         loader = self.to_fit(data_loader)
         self.gp = GPOnSubset(self.likelihood, loader, num_points, factor)
 
+    @outside_inference()
     def refine(
         self,
         data_loader: Iterable[Any],
@@ -501,6 +504,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
 
     # ------------------------------------------------------------------ evidence
 
+    @outside_inference()
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None, noise: float | Tensor | None = None
     ) -> Tensor:
@@ -527,6 +531,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             state = state.replace(prior=prior)
         return state.evidence()
 
+    @outside_inference()
     def optimize_prior_precision(
         self,
         method: str | None = None,

@@ -40,7 +40,7 @@ from tyxe.processes import all_or_none, shared
 from tyxe.rng import torch_rng_kept
 from tyxe.samplers import Kernel, WarmStart
 from tyxe.threads import exclusive
-from tyxe.util import Inputs, at_least_float32, unwrapped
+from tyxe.util import Inputs, at_least_float32, outside_inference, unwrapped
 
 
 class MCMC_BNN(SupervisedBNN):
@@ -74,6 +74,7 @@ class MCMC_BNN(SupervisedBNN):
         torch.Size([40, 1, 1])
     """
 
+    @outside_inference()
     def __init__(
         self,
         net: nn.Module,
@@ -411,6 +412,7 @@ class MCMC_BNN(SupervisedBNN):
         """Keep the samples, and forget the run, whose target has changed."""
         self._chains = None
 
+    @outside_inference()
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:

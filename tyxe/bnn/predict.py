@@ -14,6 +14,7 @@ from tyxe.bnn.batches import SameDraws, check_has_targets, is_loader, on_each
 from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.norms import AveragedNorms
 from tyxe.bnn.passes import NetOnBatch
+from tyxe.bnn.reading import look_at_sites
 from tyxe.bnn.scoring import check_evaluation, reduced, rows_of, weights_of
 from tyxe.curvature import Linearization
 from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
@@ -27,7 +28,7 @@ from tyxe.predictive.scores import Scores, gaussian_scores, mixture_scores
 from tyxe.priors import Prior
 from tyxe.processes import all_or_none
 from tyxe.threads import as_before, exclusive
-from tyxe.util import Inputs, at_least_float32
+from tyxe.util import Inputs, at_least_float32, outside_inference
 
 Values = dict[str, Tensor]
 
@@ -52,6 +53,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
     # Whether a draw is one of the weights, and not of the masks of a forward.
     draws_are_weights = True
 
+    @outside_inference()
     def __init__(
         self,
         net: nn.Module,
@@ -110,6 +112,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             values = self.one_draw()
         return self._stand_in(values).call(*inputs, **kwargs)
 
+    @outside_inference()
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net of the given class at the posterior's centre.
 
@@ -122,6 +125,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         pick(net, None)
         return net
 
+    @outside_inference()
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
 
@@ -203,6 +207,8 @@ class SupervisedBNN(Intervals, AveragedNorms):
         The draws are those of `again`, if it is given.
         """
         again = SameDraws(apart=False) if again is None else again
+        if num_predictions:
+            look_at_sites(self, inputs, needs_gradients=False)
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
         net = NetOnBatch(self, inputs, keeps=num_predictions > 1 and not self.averages_norms)
         if vectorize and self._slots:
@@ -450,6 +456,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
 
     def linearize(self, inputs: Inputs) -> Linearization:
         """Linearise the net about the posterior's centre, on one batch."""
+        look_at_sites(self, inputs, needs_gradients=True)
         return Linearization(
             self._run_frozen,
             self.mean_values(),

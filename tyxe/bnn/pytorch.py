@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
+from tyxe.bnn.reading import look_at_sites
 from tyxe.data import Output
 from tyxe.errors import check_count
 from tyxe.guides import PyroGuide
@@ -24,6 +25,7 @@ from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import as_before, exclusive, in_backward, in_engine, unvalidated
+from tyxe.util import outside_inference
 
 
 class _Held(NamedTuple):
@@ -71,6 +73,7 @@ class PytorchBNN(BNN):
         >>> optimizer.step()
     """
 
+    @outside_inference()
     def __init__(
         self,
         net: nn.Module,
@@ -159,6 +162,7 @@ class PytorchBNN(BNN):
     @as_before()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw, and set `cached_kl_loss`."""
+        look_at_sites(self, inputs, torch.is_grad_enabled(), kwargs)
         with exclusive():  # other threads set the generators back for a while
             values = self._draw()
         output = self._stand_in(values).call(*inputs, **kwargs)
@@ -223,6 +227,8 @@ class PytorchBNN(BNN):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         given = inputs[0] if len(inputs) == 1 else inputs
         batches = [batch for batch, _ in batches_to_predict(given, None, None)]
+        if num_predictions:
+            look_at_sites(self, batches[0], needs_gradients=False, keywords=kwargs)
         with self.predicting():
             outputs = []
             for _ in range(max(num_predictions, 1)):
@@ -234,11 +240,13 @@ class PytorchBNN(BNN):
     def _median(self) -> dict[str, Tensor]:
         return {} if self.net_guide is None else self.net_guide.median()
 
+    @outside_inference()
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or with `sample` at one draw."""
         with torch.no_grad():
             return self.net_at(self._weights() if sample else self._median())
 
+    @outside_inference()
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
 

@@ -18,6 +18,8 @@ class Runtime:
         norms: a loader for statistics of norms at each draw, and these norms.
         keeps_prefix: whether what no site reaches is kept over draws.
         compared: kinds of batches for which that was compared with passes of the whole net.
+        met: sites that were looked for in a forward.
+        read: those of them whose gradients were looked for as well.
         linearized: what is known of the net's gradients for each point.
         prior_version: how often the prior has been replaced.
         steps: the compiled steps of the last fit.
@@ -30,6 +32,8 @@ class Runtime:
         self.norms: tuple[Any, list[Any]] | None = None
         self.keeps_prefix = True
         self.compared: set[Any] = set()
+        self.met: set[str] = set()
+        self.read: set[str] = set()
         self.linearized = Linearized()
         self.prior_version = 0
         self.steps: Any = None

@@ -34,7 +34,7 @@ from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import IIDPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.threads import exclusive
-from tyxe.util import Inputs
+from tyxe.util import Inputs, outside_inference
 
 GuideBuilder = Callable[[Callable[..., Any]], Any]
 
@@ -71,6 +71,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
         True
     """
 
+    @outside_inference()
     def __init__(
         self,
         net: nn.Module,

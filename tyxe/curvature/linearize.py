@@ -29,7 +29,13 @@ from tyxe.curvature.per_point import looped_gradients, vectorized_gradients
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
-from tyxe.util import Inputs, at_least_float32, kind_of_batch
+from tyxe.util import (
+    Inputs,
+    at_least_float32,
+    kind_of_batch,
+    outside_inference,
+    outside_of_inference,
+)
 
 # Runs a net on a batch at values of its sites, with no gradients in other parameters.
 Forward = Callable[[Mapping[str, Tensor], Inputs], Any]
@@ -123,12 +129,12 @@ class Linearization:
         known: Linearized | None = None,
     ) -> None:
         self._forward, self._known = forward, Linearized() if known is None else known
-        self._values, self._inputs = values, inputs
+        self._values, self._inputs = outside_of_inference((dict(values), inputs))
         self._kind = kind_of_batch(inputs)
         is_new = self._kind not in self._known.compared
         numbers = torch_rng() if is_new else []
-        with torch.enable_grad(), LayerCallRecorder() as recorder:
-            raw = forward(values, inputs)
+        with outside_inference(gradients=True), LayerCallRecorder() as recorder:
+            raw = forward(self._values, self._inputs)
             check_is_tensor(raw)
             self.outputs = at_least_float32(raw)
         self._node = raw.grad_fn
@@ -152,6 +158,7 @@ class Linearization:
             self._compare(numbers)
         return self._blocks
 
+    @outside_inference()
     def _compare(self, numbers: Sequence[Tensor]) -> None:
         """Let sites whose gradients are not those of autograd take one for each point.
 
@@ -215,6 +222,7 @@ class Linearization:
 
     # ------------------------------------------------------------------ where the points are
 
+    @outside_inference()
     def find_batch_dims(
         self, known: list[BatchDims | None] | None = None
     ) -> list[BatchDims | None]:
@@ -274,6 +282,7 @@ class Linearization:
         parts = [at_least_float32(inputs_of(block, call, self.points)) for call in calls]
         return _cat(parts).detach()
 
+    @outside_inference()
     def gradients(self, cotangent: Tensor) -> dict[str, PointGradients]:
         """Return the gradient of each point's `cotangent . outputs` in each block, by its name.
 

@@ -18,8 +18,10 @@ from tyxe.diagnostics.case import Case, members_of
 from tyxe.diagnostics.report import Line, Report
 from tyxe.errors import described
 from tyxe.rng import torch_rng_kept
+from tyxe.util import outside_inference
 
 
+@outside_inference()
 def diagnose(
     bnn: Any,
     train: Iterable[Any],
