@@ -314,3 +314,57 @@ def test_hidden_parameters_stay_parameters():
         bnn.guided_forward(torch.randn(3, 2).double())
     ((event, _),) = recorded.events
     assert isinstance(event.bias, nn.Parameter)
+
+
+class Slope(nn.Module):
+    """Returns derivatives of its outputs in its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 1, bias=False)
+
+    def energy(self, x):
+        return self.map(x + 0).sum()
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x), x, create_graph=True)[0]
+
+
+class ByTransform(Slope):
+    def forward(self, x):
+        return torch.func.grad(self.energy)(x)
+
+
+class InTraining(Slope):
+    def forward(self, x):
+        return super().forward(x) if self.training else self.map(x) + 0 * x
+
+
+@pytest.mark.parametrize("net", [Slope, ByTransform])
+@pytest.mark.parametrize("handler", [contextlib.nullcontext, flipout, local_reparameterization])
+def test_a_net_that_differentiates_is_told_of_and_right_in_others(net, handler):
+    torch.manual_seed(0)
+    bnn, x = bnn_of(net()), torch.randn(5, 4).double()
+    scale = posterior_moments(bnn, "map.weight")[1].sqrt()
+    is_wrong = handler is local_reparameterization
+    told = pytest.warns(tyxe.TyxeWarning, match="none of a draw of the weights")
+    with told if is_wrong else contextlib.nullcontext(), handler():
+        found = bnn.predict(x, num_predictions=2000, aggregate=False)
+    if not is_wrong:
+        expected = scale.expand_as(found[0])
+        assert_within(found.std(0), expected, expected / math.sqrt(2 * len(found)), "spread")
+
+
+def test_derivatives_are_told_of_once_and_those_of_a_fit_are_none():
+    x = torch.randn(5, 4).double()
+    bnn = bnn_of(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)))
+    with local_reparameterization():  # warnings are errors
+        bnn.fit([(x, x)], torch.optim.Adam, 1, progress=False)
+    bnn = bnn_of(InTraining(), dataset_size=15)
+    with local_reparameterization():
+        bnn.predict(x, num_predictions=2)
+        with pytest.warns(tyxe.TyxeWarning, match="none of a draw") as told:
+            bnn.fit(3 * [(x, x)], torch.optim.Adam, 1, progress=False)
+    assert len(told) == 1

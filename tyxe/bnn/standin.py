@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tyxe.poutine.draw import draws_are_lazy
+from tyxe.poutine.linear_map import watched_forward
 from tyxe.predictive.norms import Statistics
 from tyxe.rng import torch_rng
 from tyxe.threads import exclusive
@@ -65,6 +66,7 @@ class Outline:
         shared: by `id`, what they hold that refers to no part of the net, and stays as it is.
         is_cyclic: whether a part may reach itself, so that only the garbage collector frees it.
         is_random: whether a forward in eval mode draws numbers; None before the first.
+        watched: modes in which handlers have looked for derivatives inside of a forward.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -72,6 +74,7 @@ class Outline:
         self.shared: dict[int, Any] = {}
         self.is_cyclic = False
         self.is_random: bool | None = None
+        self.watched: set[bool] = set()
         self._net = net
         self._seen: dict[nn.Module, dict[str, Any]] = {}
         self._look(net.modules())
@@ -238,11 +241,16 @@ class StandIn:
 
     def _run(self, forward: Callable[[], Any]) -> Any:
         before = [tuple(map(dict, _state_of(twin))) for twin in self._twins.values()]
-        draws = draws_are_lazy() or any(twin.training for twin in self._twins.values())
+        lazy, mode = draws_are_lazy(), self.net.training
+        draws = lazy or any(twin.training for twin in self._twins.values())
+        watch = lazy and mode not in self._outline.watched
         # What may draw numbers lets no other thread draw meanwhile.
-        with exclusive() if draws or self._outline.is_random is not False else nullcontext():
+        locked = exclusive() if draws or self._outline.is_random is not False else nullcontext()
+        with locked, watched_forward() if watch else nullcontext():
             numbers = torch_rng() if not draws and self._outline.is_random is None else None
             output = forward()
+            if watch:
+                self._outline.watched.add(mode)
             if numbers is not None:
                 self._outline.is_random = not all(map(torch.equal, numbers, torch_rng()))
         self._leave_behind(before)

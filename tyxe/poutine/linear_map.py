@@ -12,7 +12,8 @@ import functools
 import math
 import string
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,6 +38,38 @@ class _Attention(NamedTuple):
 
 # Of the thread: another may be in another layer.
 _ATTENTION: ContextVar[_Attention | None] = ContextVar("attention", default=None)
+
+
+# Of a forward that is watched for derivatives inside of it; the list is empty after its end.
+_WATCHED: ContextVar[list[bool] | None] = ContextVar("watched", default=None)
+
+
+@contextmanager
+def watched_forward() -> Iterator[None]:
+    """Let handlers look whether the net differentiates its outputs inside of its forward."""
+    running = [True]
+    token = _WATCHED.set(running)
+    try:
+        yield
+    finally:
+        running.clear()
+        _WATCHED.reset(token)
+
+
+def tell_of_derivatives(output: Tensor, tell: Callable[[], None]) -> None:
+    """Call a function if an output of a map is differentiated before a watched forward ends."""
+    running = _WATCHED.get()
+    if running is None:
+        return
+    if torch._C._functorch.is_gradtrackingtensor(output):  # as in torch.func.grad
+        tell()
+    elif output.requires_grad:
+
+        def hook(_: Tensor) -> None:
+            if running:
+                tell()
+
+        output.register_hook(hook)
 
 
 @dataclass(frozen=True)

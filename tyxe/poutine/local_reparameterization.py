@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tyxe.autocast import full_precision
+from tyxe.errors import warn
 from tyxe.poutine.draw import Draw
-from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
+from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger, tell_of_derivatives
 
 Moments = tuple[Tensor, Tensor | None]
 
@@ -83,7 +84,19 @@ class LocalReparameterizationMessenger(LinearMapMessenger):
         # variances do not change, because the smallest normal number is below their rounding.
         scale = (variance + torch.finfo(variance.dtype).tiny).sqrt()
         noise = torch.randn_like(scale)
-        return torch.addcmul(mean.to(scale.dtype), scale, noise).to(mean.dtype)
+        output = torch.addcmul(mean.to(scale.dtype), scale, noise).to(mean.dtype)
+        if event.input.requires_grad:
+            tell_of_derivatives(output, _warn_of_derivatives)
+        return output
+
+
+def _warn_of_derivatives() -> None:
+    warn(
+        "local_reparameterization samples the outputs of linear maps, and the net differentiates "
+        "these in its inputs inside of its forward: such a derivative is none of a draw of the "
+        "weights, and has another variance. Leave the handler for this net; flipout's derivatives "
+        "are right"
+    )
 
 
 def _moments(part: Tensor | None) -> Moments | None:
@@ -101,6 +114,10 @@ def local_reparameterization(
     distribution). Its noise is independent between data points, which lowers the variance of the
     ELBO's gradient; the weights are never drawn. Unlike with plain draws, the positions of one
     feature map, and several uses of one weight, get independent noise.
+
+    Derivatives of such outputs in the inputs are none of a draw of the weights: a net that returns
+    them, such as the gradient of an energy, has to do without this handler. A warning says so where
+    a forward is seen to differentiate.
 
     Args:
         variance_dtype: type in which the map of variances is computed. `torch.bfloat16` is faster
