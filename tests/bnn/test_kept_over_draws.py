@@ -1,6 +1,8 @@
 """What no site touches runs once for all draws, unless that changes what the net returns."""
 
+import functools
 import warnings
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -16,6 +18,7 @@ from tests.oracles.predictions import seeded
 from tyxe.bnn import laplace
 from tyxe.bnn.potential import Potential, alone
 from tyxe.predictive.prefix import SiteFreePrefix
+from tyxe.priors import IIDPrior
 from tyxe.samplers import HMC, NUTS
 
 N = 6
@@ -246,6 +249,92 @@ def test_a_draw_that_is_handed_over_is_met_and_reported(how: str, vectorize: boo
     with tyxe.poutine.report() as report:
         bnn.predict(x, num_predictions=2)
     assert "The whole net runs for each draw" in str(report)
+
+
+def _fitted(name: str, net: nn.Module, prior: tyxe.priors.Prior, data: Any) -> Any:
+    """Return a wrapper of each kind, fitted to data for a few steps."""
+    likelihood, loader = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5), [data]
+    sgd = functools.partial(torch.optim.SGD, lr=1e-3)
+
+    def mean_field(_: int = 0) -> Any:
+        return tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
+
+    if name == "Laplace":
+        bnn: Any = tyxe.LaplaceBNN(net, prior, likelihood)
+        bnn.fit_curvature(loader)
+    elif name == "SGLD":
+        bnn = tyxe.MCMC_BNN(net, prior, likelihood, tyxe.samplers.SGLD(0.01))
+        bnn.fit(loader, 6)
+    elif name == "PytorchBNN":
+        bnn = tyxe.PytorchBNN(net, prior, tyxe.guides.AutoNormal)
+    elif name == "SWAG":
+        bnn = tyxe.SWAG_BNN(net, prior, likelihood, rank=2)
+        bnn.fit(loader, sgd, 4, start=0.0)
+    else:
+        bnn = tyxe.EnsembleBNN(mean_field, 2) if name == "ensemble" else mean_field()
+        bnn.fit(loader, sgd, 2)
+    return bnn
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("how", ["attribute", "global"])
+@pytest.mark.parametrize(
+    "name", ["mean field", "Laplace", "SGLD", "SWAG", "ensemble", "PytorchBNN"]
+)
+def test_every_wrapper_meets_a_draw_that_is_handed_over(name: str, how: str, monkeypatch) -> None:
+    torch.manual_seed(0)
+    net, x = Hands(how), torch.randn(N, 3)
+    bnn = _fitted(name, net, last(net.head), (x, x[:, :1]))
+    options: dict[str, Any] = {"num_predictions": 5}
+    options |= {} if name == "PytorchBNN" else {"aggregate": False}
+    options |= {"predictive": "bnn"} if name == "Laplace" else {}
+    found = seeded(bnn.predict, x, **options)
+    without(monkeypatch)
+    assert torch.equal(found, seeded(bnn.predict, x, **options))
+    assert not torch.equal(found[0], found[1])
+
+
+class Force(nn.Module):
+    """Returns a derivative of an energy, where each weight acts at places no map shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.b(torch.tanh(self.a(x))).sum()
+            return -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def by_hand(self, values: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = torch.tanh(x @ values["a.weight"].mT + values["a.bias"])
+        return -((1 - h * h) * values["b.weight"][0]) @ values["a.weight"]
+
+
+@pytest.mark.parametrize("name", ["full", "diag", "kron", "mean field"])
+def test_every_linearised_wrapper_sees_a_derivative(name: str) -> None:
+    """Its Jacobian is that of the derivative's formula."""
+    torch.manual_seed(0)
+    net, x, prior = Force().double(), torch.randn(N, 3).double(), IIDPrior(dist.Normal(0, 1))
+    values = {n: p.detach() for n, p in net.named_parameters()}
+    jacobians = torch.func.jacrev(lambda v: net.by_hand(v, x))(values)
+    rows = torch.cat([each.reshape(N, 3, -1) for each in jacobians.values()], -1)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
+    if name == "mean field":
+        bnn: Any = tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
+        scales = [bnn.net_guide.get_scale(n).detach().flatten() for n in values]
+        covariance = torch.diag(torch.cat(scales).square())
+        found = bnn.gaussian_predictives()["glm"](x)[1]
+    else:
+        bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=name)
+        bnn.fit_curvature([(x, x)])
+        curvature = torch.einsum("nkp,nkq->pq", rows, rows) / 0.25
+        # Sites that take a gradient for each point have diagonals in the place of factors.
+        curvature = curvature if name == "full" else torch.diag(curvature.diagonal())
+        covariance = torch.linalg.inv(curvature + torch.eye(len(curvature)).double())
+        found = bnn.functional_variance(x)
+    torch.testing.assert_close(found, rows @ covariance @ rows.mT)
 
 
 @pytest.mark.filterwarnings("ignore:MCMC does not fit")
