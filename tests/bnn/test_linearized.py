@@ -117,6 +117,62 @@ def test_the_linearised_predictive_of_a_normal_over_all_sites_has_its_covariance
     check_predictions(bnn, x, found)
 
 
+def laplace(structure):
+    bnn, x, y = classifier(structure)
+    bnn.fit_curvature([(x, y)])
+    return bnn, x
+
+
+JOINT = {
+    "kron": lambda: laplace("kron"),
+    "full": lambda: laplace("full"),
+    "mean field": lambda: small(tyxe.guides.AutoNormal),
+    "Pyro's, low rank": lambda: small(PYROS["low rank"]),
+}
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_joint_draws_are_the_linearised_net_at_draws_of_the_weights(name):
+    """At all points and for any batches the same draws, with their covariance over points."""
+    bnn, x = JOINT[name]()
+    linear, how = bnn.linearize(x), {"num_predictions": 4_000, "predictive": "glm", "joint": True}
+    seeded, count = torch.Generator().manual_seed(1).get_state(), how["num_predictions"]
+    torch.set_rng_state(seeded)
+    weights = torch.stack([linear.blocks.flatten(v).detach() for v in bnn.draws(count)])
+    moved = weights - linear.blocks.flatten(bnn.mean_values()).detach()
+    expected = linear.outputs.detach() + torch.einsum("ncp,sp->snc", jacobian(linear), moved)
+    for size in (None, 2):
+        torch.set_rng_state(seeded)
+        found = bnn.predict(x, aggregate=False, batch_size=size, **how)
+        torch.testing.assert_close(found, expected)
+
+
+def test_joint_targets_have_the_law_of_sums_over_points():
+    bnn, x = small(tyxe.guides.AutoNormal)
+    covariance = torch.cov(
+        bnn.predict(x, num_predictions=4_000, predictive="glm", aggregate=False, joint=True).sum(
+            (1, 2)
+        )[None]
+    )
+    drawn = bnn.sample_predictive(x, num_samples=4_000, predictive="glm", joint=True)
+    expected = covariance + 0.25 * drawn[0].numel()
+    assert abs(drawn.sum((1, 2)).var() / expected - 1) < 6 * math.sqrt(2 * 2 / 4_000)
+
+
+def test_joint_draws_are_of_weights():
+    bnn, x, y = classifier("full")
+    bnn.fit_curvature([(x, y)])
+    bnn.fit_gp([(x, y)])
+    for predictive in ("gp", bnn.gaussian_predictives()["glm"]):
+        with pytest.raises(ValueError, match="outputs of each point alone"):
+            bnn.predict(x, predictive=predictive, aggregate=False, joint=True)
+    radial, x = small(tyxe.guides.AutoRadial)
+    with pytest.raises(TypeError, match=r"'net.0.weight' is no Normal"):
+        radial.predict(x, predictive="glm", aggregate=False, joint=True)
+    drawn = bnn.predict(x, predictive="bnn", num_predictions=3, aggregate=False, joint=True)
+    assert drawn.shape[0] == 3
+
+
 class AutoDense(tyxe.guides.Guide):
     """One Normal over all sites with a known precision."""
 

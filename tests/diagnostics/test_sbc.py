@@ -10,7 +10,9 @@ from torch import nn
 
 import tyxe
 from tyxe.bnn.predict import SupervisedBNN
+from tyxe.curvature.output_covariance import covariance_through
 from tyxe.diagnostics import SBC, sbc
+from tyxe.linalg import Dense
 
 N, NOISE = 8, 0.5
 X = torch.linspace(-1, 1, N, dtype=torch.float64)[:, None]
@@ -42,7 +44,12 @@ class Conjugate(SupervisedBNN):
         return {"net.weight": w[:1, None], "net.bias": w[1:]}
 
     def gaussian_predictives(self):
-        return {}
+        return {"glm": self._glm, "gp": self._glm}
+
+    def _glm(self, inputs):
+        linear = self.linearize(inputs)
+        covariance = Dense(self.posterior.covariance_matrix)
+        return linear.outputs.detach(), covariance_through(linear, covariance)
 
     def _follow_prior(self, priors):
         pass
@@ -85,6 +92,14 @@ def test_an_exact_posterior_has_uniform_ranks():
         assert ranks.min() >= 0
         assert ranks.max() <= 49
     assert min(found.p_values().values()) > 0.05
+
+
+def test_functions_of_several_points_take_joint_draws_of_the_linearised_net():
+    of_all = {"square": lambda f, y: f.square().mean()}
+    found = sbc(make, learn, X, of_all, 300, num_draws=29, predictive="glm", progress=False)
+    assert min(found.p_values().values()) > 0.05
+    with pytest.raises(ValueError, match="outputs of each point alone"):
+        sbc(make, None, X, of_all, 1, predictive="gp")
 
 
 @pytest.mark.parametrize("broken", [wide, narrow])
@@ -198,8 +213,8 @@ def test_workers_and_files_change_nothing(tmp_path):
     assert again.ranks["f(1)"].tolist() == one.ranks["f(1)"][:4].tolist()
     more = sbc(make, learn, X, FUNCTIONS, 8, num_draws=9, path=tmp_path / "ranks")
     assert more.ranks["f(1)"][:6].tolist() == one.ranks["f(1)"].tolist()
-    with pytest.raises(ValueError, match=r"other settings \(num_draws\)"):
-        sbc(make, learn, X, FUNCTIONS, 4, num_draws=19, path=tmp_path / "ranks")
+    with pytest.raises(ValueError, match=r"other settings \(num_draws, predictive\)"):
+        sbc(make, learn, X, FUNCTIONS, 4, num_draws=19, predictive="glm", path=tmp_path / "ranks")
 
 
 def test_generators_stay_as_they_are():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.reading import look_at_sites
 from tyxe.bnn.scoring import check_evaluation, reduced, rows_of, weights_of
 from tyxe.curvature import Linearization
+from tyxe.curvature.output_covariance import jacobian_products
 from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
 from tyxe.errors import check_count, described
 from tyxe.likelihoods import Likelihood
-from tyxe.poutine.draw import draws_are_lazy
+from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
@@ -221,6 +223,41 @@ class SupervisedBNN(Intervals, AveragedNorms):
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
+    def linearized_outputs(
+        self, inputs: Inputs, num_predictions: int, again: SameDraws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what `stacked_outputs` does, of the net linearised about the posterior's centre.
+
+        Draws `w` have the outputs `f(m) + J (w - m)` at all points.
+        """
+        again = SameDraws(apart=False) if again is None else again
+        draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
+        linear, vectors, kept = self.linearize(inputs), [], []
+        for values in again.over(draws):
+            plain = {n: v.value() if isinstance(v, Draw) else v for n, v in values.items()}
+            vectors.append(linear.blocks.flatten(plain).detach())
+            kept.append(self._only_latents(values))
+        moved = torch.stack(vectors) - linear.blocks.flatten(self.mean_values()).detach()
+        outputs = linear.outputs.detach() + jacobian_products(linear, moved)
+        return outputs, self._latents(kept)
+
+    def drawing(
+        self, predictive: str | Outputs | None = None, vectorize: bool | None = None
+    ) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        """Return `stacked_outputs` or `linearized_outputs`: one function of the inputs a draw.
+
+        Raises:
+            ValueError: a predictive that has the outputs of each point alone.
+        """
+        if self._gaussian(predictive, 1, "mc") is None:
+            return partial(self.stacked_outputs, vectorize=vectorize)
+        if (predictive or self.default_predictive) != "glm":
+            raise ValueError(
+                f"predictive is {described(predictive)}, which has the outputs of each point alone:"
+                " draws that are joint are those of weights, by predictive='glm' or 'bnn'"
+            )
+        return self.linearized_outputs
+
     def _vmapped_outputs(
         self, draws: Iterator[Values], net: NetOnBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -262,6 +299,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
+        joint: bool = False,
         unpack: Unpack | None = None,
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
@@ -276,13 +314,18 @@ class SupervisedBNN(Intervals, AveragedNorms):
             vectorize: run draws in chunks under `torch.vmap` where the net allows it; the default
                 is a loop, which is faster on CPUs except for small nets.
             batch_size: number of rows that go through the net at a time. Samples of Gaussian
-                outputs are drawn for each row, and so depend on it.
+                outputs are drawn for each row, and so depend on it, unless they are joint.
             predictive: `"bnn"`, by draws of weights; or `"glm"`, by the net linearised about the
                 centre of a Gaussian posterior [GLM 3], where outputs are Gaussian and
                 `num_predictions` counts samples of them, at least 100 if aggregated. The default
                 is `"bnn"`, or `"glm"` for a `LaplaceBNN`, which has `"gp"` as well, after `fit_gp`.
                 A function from inputs to mean and covariance of outputs is another choice.
             link: from Gaussian logits to probabilities: `"mc"`, `"probit"` or `"bridge"`.
+            joint: for Gaussian outputs and `aggregate=False`. By default samples are those of each
+                point, independent of other points': what is computed of several points together,
+                such as a sum, has another law. With `joint` each sample is the linearised net at
+                one draw of the weights, a smooth function of the inputs; this is for `"glm"`.
+                Samples of `"bnn"` are joint always.
             unpack: from what a loader yields to inputs, or `inputs, targets`.
 
         Returns:
@@ -293,7 +336,8 @@ class SupervisedBNN(Intervals, AveragedNorms):
         Raises:
             TypeError: `"glm"` for a posterior that is not Gaussian.
             ValueError: a negative number of draws; `vectorize=True` inside of a handler that
-                samples inside the net; an unknown predictive or link.
+                samples inside the net; an unknown predictive or link; `joint` for `"gp"` or a
+                function.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -306,14 +350,15 @@ class SupervisedBNN(Intervals, AveragedNorms):
         num_predictions = check_count("num_predictions", num_predictions, 0)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
+        draw = self.drawing(predictive if joint else "bnn", vectorize)
 
         def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
-            if gaussian is not None:
+            if gaussian is not None and (aggregate or not joint):
                 moments = gaussian(inputs)
                 if not aggregate:
                     return self.likelihood.outputs_of(_output_samples(moments, num_predictions))
                 return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
-            outputs, latents = self.stacked_outputs(inputs, num_predictions, vectorize, again)
+            outputs, latents = draw(inputs, num_predictions, again=again)
             if not aggregate:
                 return self.likelihood.outputs_of(outputs)
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -328,6 +373,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         vectorize: bool | None = None,
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
+        joint: bool = False,
     ) -> Tensor:
         """Draw targets from the posterior predictive distribution, `(num_samples, n, ...)`.
 
@@ -352,13 +398,14 @@ class SupervisedBNN(Intervals, AveragedNorms):
         num_samples = check_count("num_samples", num_samples)
         gaussian = self._gaussian(predictive, num_samples, "mc")
         options = self._link_options(gaussian, "mc", num_samples)
+        draw = self.drawing(predictive if joint else "bnn", vectorize)
 
         def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
-            if gaussian is not None:
+            if gaussian is not None and not joint:
                 outputs = sample_outputs(*gaussian(inputs), num_samples)
                 latents = options.latents_of(num_samples)
             else:
-                outputs, latents = self.stacked_outputs(inputs, num_samples, vectorize, again)
+                outputs, latents = draw(inputs, num_samples, again=again)
             drawn = [
                 self.likelihood.sample(each, latents={n: v[s] for n, v in latents.items()})
                 for s, each in enumerate(at_least_float32(outputs))

@@ -23,6 +23,7 @@ from tyxe.bnn.training import FitOptions, Following, Trainer, Validation
 from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
 from tyxe.data import Output, Unpack, unpacked
+from tyxe.distributions import ParamBlocks
 from tyxe.guides import Guide, PyroGuide
 from tyxe.guides.base import AnyGuide
 from tyxe.guides.weight_covariance import weight_covariance
@@ -133,6 +134,8 @@ class VariationalBNN(Resumable, SupervisedBNN):
         """Return `"glm"`, which needs a Normal guide; maximum likelihood has none."""
         if self.net_guide is None:
             return {}
+        # Raises for others at once, and for joint draws as well.
+        weight_covariance(self.net_guide, ParamBlocks.of_sites(self.site_shapes()))
         return {"glm": lambda inputs: glm_outputs(self.net_guide, self.linearize(inputs))}
 
     def _follow_prior(self, priors: SitePriors) -> None:

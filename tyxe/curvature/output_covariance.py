@@ -90,6 +90,28 @@ def jacobian(linear: Linearization) -> Tensor:
         return _dense([linear.gradients(one) for one in one_hot(linear.outputs, indices)])
 
 
+def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
+    """Return `J v`, `(S, n, ...)`, for vectors `(S, P)` in the order of the net's blocks.
+
+    Nothing larger than the gradients of a few points is formed.
+    """
+    outputs, found = linear.outputs, []
+    parts = dict(zip(linear.blocks.names, vectors.split(linear.blocks.sizes, 1), strict=True))
+    with full_precision(outputs):
+        for one in one_hot(outputs, range(outputs.shape[1:].numel())):
+            each = linear.gradients(one)
+            found.append(torch.stack([_products(each[n], v) for n, v in parts.items()]).sum(0))
+    shape = (len(vectors), *outputs.shape)
+    return torch.stack(found, -1).reshape(shape) if found else outputs.new_zeros(shape)
+
+
+def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
+    chunk = max(1, BUDGET // max(1, vectors.shape[1]))
+    starts = range(0, max(_points(rows), 1), chunk)
+    parts = [_slice(rows, start, start + chunk).dense().detach() for start in starts]
+    return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
+
+
 def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
     """Return `J Lambda^-1 J^T` of all outputs of all points, `(n, ..., n, ...)`."""
     shape = linear.outputs.shape

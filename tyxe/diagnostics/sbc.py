@@ -152,14 +152,15 @@ def sbc(
             what single outputs do not [Modrak et al. 2023].
         num_simulations: how many.
         num_draws: number `L` of draws from each posterior.
-        predictive: where outputs come from, as in `predict`; by default drawn weights.
+        predictive: `"bnn"`, drawn weights, the default, or `"glm"`, the linearised net at them.
         seed: of simulation `i`, plus `i`, so that results do not depend on workers.
         num_workers: processes; with more than one, `make_bnn`, `fit` and `functions` are picklable.
         path: a file that keeps the ranks; what it has is not simulated again.
         progress: show a bar; by default on a terminal only.
 
     Raises:
-        ValueError: a prior that cannot be sampled, or nothing to sample; a file of other settings.
+        ValueError: a prior that cannot be sampled, or nothing to sample; a file of other settings;
+            another predictive, whose draws are of each point alone.
 
     References:
         Talts et al. 2018; Säilynoja, Bürkner, Vehtari 2022, for bands and p-values.
@@ -182,7 +183,8 @@ def sbc(
     if LOG_LIKELIHOOD in functions:
         raise ValueError(f"{LOG_LIKELIHOOD!r} is among the functions always; choose another name")
     names = (*functions, LOG_LIKELIHOOD)
-    told = {"functions": list(names), "num_draws": num_draws, "seed": seed}
+    through = None if predictive == "bnn" else predictive
+    told = {"functions": [*names], "num_draws": num_draws, "seed": seed, "predictive": through}
     done = _kept(path, told)
     one = partial(_simulate, make_bnn, fit, inputs, functions, num_draws, predictive, seed)
     left = [index for index in range(num_simulations) if index not in done]
@@ -240,16 +242,12 @@ def _simulate(
     with torch_rng_kept():
         torch.manual_seed(seed + index)
         bnn = make_bnn().eval()
+        bnn.drawing(predictive or "bnn")  # raises before a fit
         true, outputs, targets = _from_prior(bnn, inputs)
         fitted = fit(bnn, [(inputs, targets)])
         bnn = bnn if fitted is None else fitted
-        if predictive is None or predictive == "bnn":
-            with bnn.predicting():
-                drawn, latents = bnn.stacked_outputs(inputs, num_draws)
-        else:
-            how = {"num_predictions": num_draws, "aggregate": False, "predictive": predictive}
-            arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-            drawn, latents = bnn.predict(*arguments, **how), bnn.latent_draws(num_draws)
+        with bnn.predicting():
+            drawn, latents = bnn.drawing(predictive or "bnn")(inputs, num_draws)
 
         def values(f: Tensor, own: Mapping[str, Tensor]) -> list[float]:
             found = [float(function(f, targets)) for function in functions.values()]
