@@ -76,7 +76,7 @@ dist: $(call stamp,release) ## build dist/, and run the README's code with its w
 	PYTHONPATH= $(PY) .ci/check_wheel.py
 
 clean: ## remove what the targets above wrote, except the environment and benchmark results
-	rm -rf build dist docs/_build docs/notebooks *.egg-info
+	rm -rf build dist docs/_build docs/notebooks docs/experiments *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find tyxe tests examples experiments benchmarks docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 

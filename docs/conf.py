@@ -27,7 +27,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["results", "_build"]
+exclude_patterns = ["experiments/results", "_build"]
 
 html_theme = "furo"
 html_title = f"tyxe {release}"
@@ -92,7 +92,31 @@ def copy_notebooks() -> None:
     (target / "index.md").write_text(f"# Notebooks\n\n{listed}\n")
 
 
+def copy_experiments() -> None:
+    """Bring the pages of experiments/ in, with their pictures and tables."""
+    source, target = HERE.parent / "experiments", HERE / "experiments"
+    shutil.rmtree(target, ignore_errors=True)
+    (target / "pages").mkdir(parents=True)
+    shutil.copytree(source / "results", target / "results")
+    for page in source.glob("pages/*.md"):
+        # In the checkout docs/ is a neighbour of experiments/; on the site it is above.
+        (target / "pages" / page.name).write_text(
+            page.read_text().replace("](../../docs/", "](../../")
+        )
+    index = (source / "README.md").read_text().replace("](../docs/", "](../")
+    (target / "index.md").write_text(index)
+
+
+def read_from_site(app, docname: str, text: list[str]) -> None:
+    """Let links to experiments/ of pages that stand beside it lead to the copies."""
+    text[0] = text[0].replace("](../experiments/README.md", "](experiments/index.md")
+    text[0] = re.sub(
+        r"(\]\(|^```\{include\} )\.\./experiments/", r"\1experiments/", text[0], flags=re.M
+    )
+
+
 copy_notebooks()
+copy_experiments()
 
 
 def visit_math(writer, node) -> None:
@@ -113,4 +137,5 @@ def visit_math(writer, node) -> None:
 
 
 def setup(app) -> None:
+    app.connect("source-read", read_from_site)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))

@@ -1,7 +1,8 @@
 """Write what the front page and the README show: one picture, and the table of methods.
 
 The picture is what the front page's own lines predict, and needs matplotlib. The table has its
-numbers from docs/results. `--check` changes nothing, and fails if a page's table is not of these.
+numbers from experiments/results. `--check` changes nothing, and fails if a page's table is not of
+these.
 """
 
 import argparse
@@ -41,7 +42,7 @@ METHODS = {
 
 def cells(name):
     """Return the first table of a file of results: by row and column, without standard errors."""
-    text = (DOCS / "results" / name).read_text().split("\n\n")[0]
+    text = (ROOT / "experiments" / "results" / name).read_text().split("\n\n")[0]
     head, _, *rows = [line.strip("|").split("|") for line in text.splitlines()]
     return {
         row[0].strip(): {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "examples.md"
-RESULTS = ROOT / "docs" / "results" / "quickstart_digits.json"
+RESULTS = ROOT / "experiments" / "results" / "quickstart_digits.json"
 BEGIN = "<!-- begin of the quickstart's table: written by docs/quickstart_table.py -->"
 END = "<!-- end of the quickstart's table -->"
 HIDDEN = {"validation NLL"}

@@ -23,7 +23,8 @@ SHAPES |= {"fov_deg": ""}
 # Built in isolation it would not find torch.
 RECIPE = (
     "it is built from its sources, in a checkout of facebookresearch/pytorch3d with -std=c++20 in "
-    "setup.py: PYTORCH3D_FORCE_NO_CUDA=1 pip install --no-build-isolation . (docs/nerf.md)"
+    "setup.py: PYTORCH3D_FORCE_NO_CUDA=1 pip install --no-build-isolation . "
+    "(experiments/pages/nerf.md)"
 )
 PARTS = ("pixels", "rotation", "translation", "azimuth")
 

@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 INDEX = (ROOT / "docs" / "index.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
-CAME_OUT = (ROOT / "docs" / "what_came_out.md").read_text()
+CAME_OUT = (ROOT / "experiments" / "pages" / "what_came_out.md").read_text()
 EXPERIMENTS = (ROOT / "experiments" / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 TEXTS = sorted(
     path
     for pattern in (
         *("*.md", "*.toml", "Makefile", ".ci/*", "docs/*.md", "docs/*.py", "notebooks/*.py"),
-        "experiments/README.md",
+        *("experiments/README.md", "experiments/pages/*.md"),
         *(f"{folder}/**/*.py" for folder in ("tyxe", "examples", "experiments", "benchmarks")),
     )
     for path in ROOT.glob(pattern)
@@ -85,8 +85,10 @@ def test_readme_block_may_be_pasted_at_a_prompt(code: str) -> None:
 def test_readme_lists_every_page() -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
     # pages that hold another file, and the lists themselves
-    others = {"index", "changelog", "contributing", "experiments"}
+    others = {"index", "changelog", "contributing"}
     assert {page for page in pages - others if f"(docs/{page}.md)" not in README} == set()
+    links = set(re.findall(r"\]\(pages/(\w+)\.md", EXPERIMENTS))
+    assert {path.stem for path in (ROOT / "experiments/pages").glob("*.md")} == links
 
 
 def test_what_came_out_has_a_status_in_each_row() -> None:
@@ -121,7 +123,7 @@ def test_tables_are_what_the_results_say(script: str) -> None:
 
 def test_readme_links_lead_somewhere() -> None:
     links = re.findall(r"""(?:\]\(|(?:href|src)=")(?!https?://)([^)"#\s]+)""", README)
-    assert any(link.startswith("docs/results/") for link in links), "the row of pictures"
+    assert any(link.startswith("experiments/results/") for link in links), "the row of pictures"
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 

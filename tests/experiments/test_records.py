@@ -1,4 +1,4 @@
-"""All experiments: their options, their records in docs/results, and the commands on pages."""
+"""All experiments: their options, their records, and the commands on pages."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ import pytest
 import runner
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "experiments" / "results"
 INDEX = ROOT / "experiments" / "README.md"
 EXPERIMENTS: dict[str, runner.Experiment] = {}
 for path in sorted((ROOT / "experiments").glob("*.py")):
@@ -89,6 +89,7 @@ COMMANDS = re.compile(r"(?:python|torchrun \S+) experiments/([^`\n]+)")
 # What they read, and no experiments themselves.
 DATA = {"cow_views.py", "planetoid.py"}
 PAGES = [INDEX, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((INDEX.parent / "pages").glob("*.md"))
 
 
 def test_commands_on_pages_are_options_of_today():

@@ -364,7 +364,7 @@ def main() -> None:
         print(name, record[name], flush=True)
     ordered = {name: record[name] for name in ROWS if name in record}
     path.write_text(json.dumps(ordered, indent=1) + "\n")
-    (DOCS / "results" / "works_with.md").write_text(table(ordered))
+    (DOCS.parent / "experiments" / "results" / "works_with.md").write_text(table(ordered))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
 from tyxe.linalg.kronecker import is_one_number
 
 # From which on the evidence of classes gives a warning: weights determined for each target, and the
-# log-likelihood of one. docs/results/evidence.md has what is on either side.
+# log-likelihood of one. docs/laplace.md, under evidence, has what is on either side.
 MANY, CERTAIN = 0.15, -0.1
 
 # From prior precisions by name to the log-determinant of the posterior's precision.
