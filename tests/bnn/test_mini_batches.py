@@ -209,10 +209,10 @@ class Watched(SGLD):
     seen: list = field(default_factory=list)
     counts: list = field(default_factory=list)
 
-    def stops(self, brought, settings, kept):
-        self.seen.append(weakref.ref(brought.position))
+    def stops(self, transition, settings, kept):
+        self.seen.append(weakref.ref(transition.position))
         self.counts.append(sum(ref() is not None for ref in self.seen))
-        return super().stops(brought, settings, kept)
+        return super().stops(transition, settings, kept)
 
 
 def test_positions_of_large_nets_are_let_go(tmp_path):
@@ -366,7 +366,7 @@ def test_chains_of_persistent_workers_have_batches_of_their_own():
 class Walk(Kernel):
     """A kernel of a user's, who has not thought of temperatures."""
 
-    statistics, noises, coins = ("accepted",), 1, 1
+    statistics, noises, uniforms = ("accepted",), 1, 1
 
     def start(self, potential, position, random):
         step_size = torch.full_like(position[:, 0], 0.3)
@@ -376,7 +376,7 @@ class Walk(Kernel):
         position, energy = state
         proposal = position + settings.step_size[:, None] * random.noise[0]
         after = potential(proposal)[0]
-        accepted = random.coins[0].log() < energy - after
+        accepted = random.uniforms[0].log() < energy - after
         position = torch.where(accepted[:, None], proposal, position)
         energy = torch.where(accepted, after, energy)
         told = accepted.to(energy)[:, None]
@@ -385,7 +385,7 @@ class Walk(Kernel):
     def plan(self, length):
         return torch.zeros(0, 1)
 
-    def adapt(self, before, state, brought, warm, rows, random):
+    def adapt(self, before, state, transition, warm, rows, random):
         raise AssertionError("there is no plan")
 
 

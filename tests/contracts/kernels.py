@@ -74,19 +74,21 @@ def _check_step(kernel: Kernel) -> None:
     ):
         leaves = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
         assert all(torch.equal(a, b) for a, b in leaves), what
-    state, brought = found
+    state, transition = found
     shapes = pytree.tree_map(lambda x: (x.shape, x.dtype), (chains.state, state))
     assert shapes[0] == shapes[1], "a step changes the shapes or types of the state"
-    assert brought.done.dtype == torch.bool, "`done` is no mask"
+    assert transition.done.dtype == torch.bool, "`done` is no mask"
     expected = (3, len(kernel.statistics))
-    assert brought.statistics.shape == expected, "the statistics are not those that are named"
-    assert_close(brought.potential, _normal(brought.position)[0], "the potential of a position")
+    assert transition.statistics.shape == expected, "the statistics are not those that are named"
+    assert_close(
+        transition.potential, _normal(transition.position)[0], "the potential of a position"
+    )
 
 
 def _check_chains_are_alone(kernel: Kernel) -> None:
     chains, random = _started(kernel)
     state, settings = pytree.tree_map(lambda leaf: leaf[1:2], (chains.state, chains.settings))
-    own = Randomness(random.noise[:, 1:2], random.coins[:, 1:2])
+    own = Randomness(random.noise[:, 1:2], random.uniforms[:, 1:2])
     alone = kernel.step(_normal, state, settings, own)
     together = kernel.step(_normal, chains.state, chains.settings, random)
     for one, other in zip(pytree.tree_leaves(alone), pytree.tree_leaves(together), strict=True):

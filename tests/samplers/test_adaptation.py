@@ -141,12 +141,12 @@ def test_a_warm_up_has_the_wanted_acceptance(kernel, target):
     start = scales * torch.randn(chains, d)
     run = Run(made, scaled_gaussian(scales), start, num_samples=1, num_warmup=length)
     total, made_of = torch.zeros(chains), torch.zeros(chains)
-    for brought in run.steps():
-        is_warm = brought.done & (made_of < length)
-        total += torch.where(is_warm, brought.statistics[:, 0], 0)
+    for transition in run.steps():
+        is_warm = transition.done & (made_of < length)
+        total += torch.where(is_warm, transition.statistics[:, 0], 0)
         made_of += is_warm
         # What dual averaging sees after m transitions is the mean error of all, by m / (m + 10).
-        state, m = run._learnt.averaging, made_of
+        state, m = run._adaptation.averaging, made_of
         torch.testing.assert_close(state.error, (target * m - total) / (m + 10))
     assert (made_of == length).all()
     # It pulls the error to zero by one over the root of m: by how far the step size has to go.

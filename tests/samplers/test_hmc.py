@@ -23,16 +23,16 @@ def test_a_transition_is_that_of_a_plain_loop():
     chains, d, steps = 200, 2, 4
     density = correlated_gaussian()
     kernel = HMC(num_steps=steps)
-    start, noise, coins = density.draw(chains), torch.randn(chains, d), torch.rand(3, chains)
+    start, noise, uniforms = density.draw(chains), torch.randn(chains, d), torch.rand(3, chains)
     step_size, inverse_mass = 0.2 + 1.2 * torch.rand(chains), 0.5 + torch.rand(chains, d)
-    state = kernel.begin(Point.at(density.potential, start), noise, coins[2], inverse_mass)
+    state = kernel.begin(Point.at(density.potential, start), noise, uniforms[2], inverse_mass)
     for number in range(steps):
         last = number == steps - 1
         # Only the last step's coin decides.
-        random = Randomness(torch.randn(1, chains, d), coins if last else torch.rand(3, chains))
+        random = Randomness(torch.randn(1, chains, d), uniforms if last else torch.rand(3, chains))
         settings = Settings(step_size, inverse_mass)
-        state, brought = kernel.step(density.potential, state, settings, random)
-        assert bool(brought.done.all()) == bool(brought.done.any()) == last
+        state, transition = kernel.step(density.potential, state, settings, random)
+        assert bool(transition.done.all()) == bool(transition.done.any()) == last
 
     accepted = 0
     for chain in range(chains):
@@ -50,11 +50,11 @@ def test_a_transition_is_that_of_a_plain_loop():
             gradient = energy(x, p)[1]
             p = p - 0.5 * step_size[chain] * gradient
         probability = min(1.0, math.exp(before - energy(x, p)[0]))
-        is_accepted = float(coins[0, chain]) < probability
+        is_accepted = float(uniforms[0, chain]) < probability
         accepted += is_accepted
-        torch.testing.assert_close(brought.position[chain], x if is_accepted else start[chain])
-        assert float(brought.statistics[chain, 0]) == pytest.approx(probability)
-        assert float(brought.statistics[chain, 1]) == steps
+        torch.testing.assert_close(transition.position[chain], x if is_accepted else start[chain])
+        assert float(transition.statistics[chain, 0]) == pytest.approx(probability)
+        assert float(transition.statistics[chain, 1]) == steps
     assert 0 < accepted < chains
 
 
@@ -82,8 +82,8 @@ def test_the_test_of_cells_sees_a_chain_that_accepts_everything():
 
     class Always(HMC):
         def step(self, potential, state, settings, random):
-            coins = torch.zeros_like(random.coins)
-            return super().step(potential, state, settings, random._replace(coins=coins))
+            uniforms = torch.zeros_like(random.uniforms)
+            return super().step(potential, state, settings, random._replace(uniforms=uniforms))
 
     for made, is_exact in [(kernel, True), (Always(0.7, False, num_steps=5), False)]:
         run = Run(made, density.potential, density.draw(10_000), num_samples=5, seed=1)

@@ -19,7 +19,7 @@ def test_the_packages_own(name: str) -> None:
 class Wide(HMC):
     def randomness(self, position, generator=None, settings=None):
         random = super().randomness(position, generator, settings)
-        return Randomness(1.3 * random.noise, random.coins)
+        return Randomness(1.3 * random.noise, random.uniforms)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Draws(HMC):
 class InPlace(HMC):
     def step(self, potential, state, settings, random):
         found = super().step(potential, state, settings, random)
-        random.coins.zero_()
+        random.uniforms.zero_()
         return found
 
 

@@ -26,7 +26,7 @@ def sampled(scales, energy_variance, num_samples, num_warmup=500, chains=64):
     kernel = MCLMC(energy_variance=energy_variance, step_size=0.1)
     start = scales * torch.randn(chains, len(scales))
     run = Run(kernel, scaled_gaussian(scales), start, num_samples, num_warmup, seed=1)
-    return run, torch.stack([brought.statistics[:, 0].square() for brought in run.steps()])
+    return run, torch.stack([transition.statistics[:, 0].square() for transition in run.steps()])
 
 
 def mean_and_error(by_chain):
@@ -67,7 +67,7 @@ def test_a_step_is_two_half_refreshments_around_a_step_of_the_integrator():
     point, noise = Point.at(potential, torch.randn(chains, d)), torch.randn(2, chains, d)
     u = torch.nn.functional.normalize(torch.randn(chains, d))
     step, length = torch.rand(chains), 1 + torch.rand(chains)
-    state, brought = MCLMC().step(
+    state, transition = MCLMC().step(
         potential, MCLMCState(point, u), Settings(step, length), Randomness(noise, torch.empty(0))
     )
 
@@ -77,10 +77,10 @@ def test_a_step_is_two_half_refreshments_around_a_step_of_the_integrator():
 
     after, turned, error = minimal_norm(potential, point, forgotten(u, noise[0]), step[:, None])
     torch.testing.assert_close(state, MCLMCState(after, forgotten(turned, noise[1])))
-    torch.testing.assert_close(brought.statistics[:, 0], error / math.sqrt(d))
-    assert (brought.statistics[:, 1] == 0).all()
-    assert brought.done.all()
-    torch.testing.assert_close(brought.position, after.position)
+    torch.testing.assert_close(transition.statistics[:, 0], error / math.sqrt(d))
+    assert (transition.statistics[:, 1] == 0).all()
+    assert transition.done.all()
+    torch.testing.assert_close(transition.position, after.position)
 
 
 def test_the_tuning_is_that_of_the_formulas():
@@ -96,9 +96,9 @@ def test_the_tuning_is_that_of_the_formulas():
         error, finite = 3 * torch.randn(chains), torch.rand(chains) < 0.8
         position = torch.randn(chains, d)
         told = torch.stack([torch.where(finite, error, 0), (~finite).double()], -1)
-        brought = Transition(torch.ones(chains).bool(), position, error, told)
+        transition = Transition(torch.ones(chains).bool(), position, error, told)
         warm = torch.ones(chains, dtype=torch.bool)
-        found = kernel.adapt(found, state, brought, warm, row.expand(chains, -1), random)
+        found = kernel.adapt(found, state, transition, warm, row.expand(chains, -1), random)
         sizes.append(found.settings.step_size)
         errors.append(error)
         places.append(position)
@@ -143,12 +143,12 @@ def test_chains_that_are_not_warm_keep_their_settings():
     potential = scaled_gaussian(torch.ones(d))
     random = kernel.randomness(torch.randn(chains, d))
     before = kernel.start(potential, random.noise[0], random)
-    state, brought = kernel.step(potential, before.state, before.settings, random)
+    state, transition = kernel.step(potential, before.state, before.settings, random)
     warm = torch.tensor([True, False, True, False])
     rows = kernel.plan(Length(1)).expand(chains, -1)
-    after = kernel.adapt(before, state, brought, warm, rows, random)
+    after = kernel.adapt(before, state, transition, warm, rows, random)
     assert ((after.settings.step_size != before.settings.step_size) == warm).all()
-    assert ((after.learnt.weight != 0) == warm).all()
+    assert ((after.adaptation.weight != 0) == warm).all()
     torch.testing.assert_close(after.state, state)
 
 
@@ -163,9 +163,9 @@ def test_steps_beyond_a_wall_are_undone_and_lower_the_step_size():
     start = 0.1 * torch.randn(16, 4)
     kernel = MCLMC(step_size=1.0, energy_variance=0.05)
     run, undone, sizes, places = Run(kernel, walled, start, 100, 400), [], [], [start]
-    for brought in run.steps():
-        undone.append(brought.statistics[:, 1] == 1)
-        places.append(brought.position)
+    for transition in run.steps():
+        undone.append(transition.statistics[:, 1] == 1)
+        places.append(transition.position)
         sizes.append(run.settings.step_size)
     undone, sizes, places = torch.stack(undone), torch.stack(sizes), torch.stack(places)
     assert undone[:400].any(0).all()
@@ -187,8 +187,8 @@ def test_an_undone_step_turns_back():
     point, noise = Point.at(walled, torch.tensor([[0.4, 0.0]])), torch.randn(2, 1, 2)
     ahead, infinite = torch.tensor([[1.0, 0.0]]), torch.tensor([1e12])
     settings, state = Settings(torch.tensor([0.5]), infinite), MCLMCState(point, ahead)
-    state, brought = MCLMC().step(walled, state, settings, Randomness(noise, torch.empty(0)))
-    assert brought.statistics.tolist() == [[0.0, 1.0]]
+    state, transition = MCLMC().step(walled, state, settings, Randomness(noise, torch.empty(0)))
+    assert transition.statistics.tolist() == [[0.0, 1.0]]
     assert torch.equal(state.point.position, point.position)
     torch.testing.assert_close(state.velocity, -ahead, rtol=0, atol=1e-5)
 

@@ -50,14 +50,14 @@ def transition(energy, start, noise, directions, step_size, inverse_mass, max_de
         return every(position)
 
     chains = len(start)
-    coins = torch.where(directions, 0.25, 0.75)
+    uniforms = torch.where(directions, 0.25, 0.75)
     kernel = NUTS(max_tree_depth=max_depth)
-    state = kernel.begin(Point.at(every, start), noise, coins[:, 0], inverse_mass)
+    state = kernel.begin(Point.at(every, start), noise, uniforms[:, 0], inverse_mass)
     brought, made = [None] * chains, 0
     while any(one is None for one in brought):
         made += 1
         # The doubling after leaf 2^k - 1 takes direction k.
-        coin = coins[:, min(made.bit_length(), max_depth - 1)]
+        coin = uniforms[:, min(made.bit_length(), max_depth - 1)]
         random = Randomness(noise[None], torch.stack([*torch.rand(2, chains), coin]))
         settings = Settings(step_size, inverse_mass)
         state, result = kernel.step(watched, state, settings, random)

@@ -43,11 +43,11 @@ def test_what_is_kept_is_what_transitions_bring(name):
     """Against a list of all that the steps have brought, for each chain by itself."""
     num_samples, warmup, thinning = 5, 7, 3
     run = run_of(name, num_samples, warmup, thinning=thinning)
-    brought = [[] for _ in range(CHAINS)]
+    transition = [[] for _ in range(CHAINS)]
     for one in run.steps():
         for chain in one.done.nonzero()[:, 0].tolist():
-            brought[chain].append([entry[chain] for entry in one[1:]])
-    for chain, transitions in enumerate(brought):
+            transition[chain].append([entry[chain] for entry in one[1:]])
+    for chain, transitions in enumerate(transition):
         assert len(transitions) >= run.num_transitions == warmup + num_samples * thinning
         kept = transitions[warmup + thinning - 1 : run.num_transitions : thinning]
         for at, expected in enumerate(kept):
@@ -227,9 +227,9 @@ def test_a_compiled_end_of_a_window_is_eager(name):
     rows = torch.tensor([[True, False, False], [True, True, False], [False, False, True]])
     rows, warm = rows[[0, 1, 2, 1]], torch.tensor([True, True, True, False])
     for _ in range(3):
-        state, brought = kernel.step(POTENTIAL, chains.state, chains.settings, random)
-        chains = kernel.adapt(chains, state, brought, warm, rows[:1].expand(4, -1), random)
-    given = chains, state, brought, warm, rows, random
+        state, transition = kernel.step(POTENTIAL, chains.state, chains.settings, random)
+        chains = kernel.adapt(chains, state, transition, warm, rows[:1].expand(4, -1), random)
+    given = chains, state, transition, warm, rows, random
     expected = kernel.adapt(*given)
     found = Program(kernel.adapt, *given, how="compiled")(*given)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -33,8 +33,8 @@ def found_by(kernel):
     """Return the mean squares of positions and velocities after steps that forget the start."""
     run = Run(kernel, normal, torch.randn(CHAINS, 1), 1, num_warmup=119, seed=3)
     before = last = run.starts
-    for brought in run.steps():
-        before, last = last, brought.position
+    for transition in run.steps():
+        before, last = last, transition.position
     return torch.stack([last, last - before]).double().square().mean((1, 2))
 
 
@@ -81,7 +81,7 @@ def test_the_first_part_of_a_cycle_is_deterministic():
     found = []
     for seed in (0, 1):
         run = Run(kernel, normal, start, 1, num_warmup=99, seed=seed)
-        found.append(torch.cat([brought.position for brought in run.steps()]))
+        found.append(torch.cat([transition.position for transition in run.steps()]))
     assert torch.equal(found[0][:80], found[1][:80])
     assert not torch.equal(found[0][80], found[1][80])
 

@@ -233,9 +233,9 @@ class MCMCRun:
         with progress_bar(range(total), "sample", "transition", progress) as bar:
             bar.update(int(self.run.transitions.min()))
             shown = 0.0
-            for brought in self.run.steps():
+            for transition in self.run.steps():
                 self._check_file()
-                recent.append((brought.done, brought.statistics))  # positions may be large
+                recent.append((transition.done, transition.statistics))  # positions may be large
                 # Rarely, because it reads numbers.
                 if not bar.disable and time.monotonic() > shown + 0.5:
                     done = min(int(self.run.transitions.min()), total)
@@ -252,7 +252,7 @@ class MCMCRun:
         found = {"step size": float(self.run.settings.step_size.mean())}
         if len(rows):
             kernel = self.run.kernel
-            found |= kernel.told(dict(zip(kernel.statistics, rows.unbind(-1), strict=True)))
+            found |= kernel.progress(dict(zip(kernel.statistics, rows.unbind(-1), strict=True)))
         return {name: f"{value:.2g}" for name, value in found.items()}
 
     def warn_of_result(self) -> None:

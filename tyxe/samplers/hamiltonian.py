@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     inverse_mass: Tensor
 
 
-class Learnt(NamedTuple):
+class Adaptation(NamedTuple):
     """What the warm-up remembers."""
 
     averaging: DualAveraging
@@ -56,7 +56,7 @@ class Hamiltonian(Kernel):
 
     statistics: ClassVar[tuple[str, ...]] = ("acceptance", "leapfrogs", "diverged")
     noises: ClassVar[int] = 1
-    coins: ClassVar[int] = 3
+    uniforms: ClassVar[int] = 3
 
     step_size: float = 1.0
     adapt_step_size: bool = True
@@ -86,9 +86,9 @@ class Hamiltonian(Kernel):
         if self.adapt_step_size:
             step_size = reasonable_step_size(potential, point, step_size, inverse_mass, noise)
         return Chains(
-            self.begin(point, noise, random.coins[2], inverse_mass),
+            self.begin(point, noise, random.uniforms[2], inverse_mass),
             Settings(step_size, inverse_mass),
-            Learnt(DualAveraging.start(step_size), Moments.start(position)),
+            Adaptation(DualAveraging.start(step_size), Moments.start(position)),
         )
 
     def plan(self, length: Length) -> Tensor:
@@ -101,24 +101,24 @@ class Hamiltonian(Kernel):
         self,
         before: Chains,
         state: Any,
-        brought: Transition,
+        transition: Transition,
         warm: Tensor,
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        settings, (averaging, moments) = before.settings, before.learnt
+        settings, (averaging, moments) = before.settings, before.adaptation
         step_size, inverse_mass = settings
         collects, ends, last = (warm & row for row in rows.unbind(-1))
         if self.adapt_step_size:
-            adapted = averaging.updated(brought.statistics[:, 0], self.target_accept_prob)
+            adapted = averaging.updated(transition.statistics[:, 0], self.target_accept_prob)
             averaging = choose(warm, adapted, averaging)
             step_size = torch.where(warm, averaging.log_step.exp(), step_size)
         if self.adapt_mass_matrix:
-            moments = choose(collects, moments.updated(brought.position), moments)
+            moments = choose(collects, moments.updated(transition.position), moments)
             inverse_mass = choose(ends, moments.variance(), inverse_mass)
-            moments = choose(ends, Moments.start(brought.position), moments)
+            moments = choose(ends, Moments.start(transition.position), moments)
             # The momentum that was drawn by the old mass is drawn by the new one.
-            anew = self.begin(state.proposal, random.noise[0], random.coins[2], inverse_mass)
+            anew = self.begin(state.proposal, random.noise[0], random.uniforms[2], inverse_mass)
             state = choose(ends, anew, state)
             if self.adapt_step_size:
                 again = DualAveraging.start(averaging.log_average.exp())
@@ -126,7 +126,7 @@ class Hamiltonian(Kernel):
                 step_size = torch.where(ends, averaging.log_step.exp(), step_size)
         if self.adapt_step_size:
             step_size = torch.where(last, averaging.log_average.exp(), step_size)
-        return Chains(state, Settings(step_size, inverse_mass), Learnt(averaging, moments))
+        return Chains(state, Settings(step_size, inverse_mass), Adaptation(averaging, moments))
 
     def check(self, num_warmup: int) -> str | None:
         """Return what is to be said of fewer transitions than Stan's least, 150."""

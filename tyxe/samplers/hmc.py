@@ -69,11 +69,11 @@ class HMC(Hamiltonian):
         gain = gain.nan_to_num(nan=-torch.inf)
         leapfrogs = state.leapfrogs + 1
         done = leapfrogs == self.num_steps
-        proposal = choose(done & (random.coins[0].log() < gain), point, state.proposal)
+        proposal = choose(done & (random.uniforms[0].log() < gain), point, state.proposal)
         diverged = gain < -MAX_ENERGY_ERROR
-        told = [gain.clamp(max=0).exp(), leapfrogs, diverged]
-        statistics = torch.stack([one.to(gain.dtype) for one in told], -1)
+        found = [gain.clamp(max=0).exp(), leapfrogs, diverged]
+        statistics = torch.stack([one.to(gain.dtype) for one in found], -1)
         same = HMCState(state.proposal, state.energy, point, momentum, leapfrogs)
-        anew = self.begin(proposal, random.noise[0], random.coins[2], inverse_mass)
-        brought = Transition(done, proposal.position, proposal.potential, statistics)
-        return choose(done, anew, same), brought
+        anew = self.begin(proposal, random.noise[0], random.uniforms[2], inverse_mass)
+        transition = Transition(done, proposal.position, proposal.potential, statistics)
+        return choose(done, anew, same), transition

@@ -18,11 +18,11 @@ class Randomness(NamedTuple):
 
     Attributes:
         noise: standard normal, `(kernel.noises, chains, d)`.
-        coins: uniform on [0, 1), `(kernel.coins, chains)`.
+        uniforms: uniform on [0, 1), `(kernel.uniforms, chains)`.
     """
 
     noise: Tensor
-    coins: Tensor
+    uniforms: Tensor
 
 
 class Transition(NamedTuple):
@@ -66,12 +66,12 @@ class Chains(NamedTuple):
     Attributes:
         state: where they are.
         settings: what the warm-up sets, such as step sizes.
-        learnt: what the warm-up remembers for that.
+        adaptation: what the warm-up remembers for that.
     """
 
     state: Any
     settings: Any
-    learnt: Any
+    adaptation: Any
 
 
 class Kernel(ABC):
@@ -82,7 +82,7 @@ class Kernel(ABC):
 
     Attributes:
         statistics: the names of what a transition tells.
-        noises, coins: how many normal vectors and uniform numbers a step of a chain takes.
+        noises, uniforms: how many normal vectors and uniform numbers a step of a chain takes.
         default_chains, default_init: number and starts of the chains of an `MCMC_BNN`.
         takes_batches: whether steps take estimates of the potential by mini-batches.
         temperature: of the target, by which `MCMC_BNN` divides the data term.
@@ -90,7 +90,7 @@ class Kernel(ABC):
 
     statistics: ClassVar[tuple[str, ...]]
     noises: ClassVar[int]
-    coins: ClassVar[int]
+    uniforms: ClassVar[int]
     takes_batches: ClassVar[bool] = False
     default_chains: ClassVar[int] = 4
     default_init: ClassVar[str] = "prior"
@@ -130,7 +130,7 @@ class Kernel(ABC):
         self,
         before: Chains,
         state: Any,
-        brought: Transition,
+        transition: Transition,
         warm: Tensor,
         rows: Tensor,
         random: Randomness,
@@ -140,7 +140,7 @@ class Kernel(ABC):
         Args:
             before: the chains before it.
             state: after it, from `step`.
-            brought: from `step`.
+            transition: from `step`.
             warm: which chains ended a transition of the plan, `(chains,)`.
             rows: those of the plan for these, `(chains, entries)`.
             random: what the step took.
@@ -150,7 +150,7 @@ class Kernel(ABC):
         """Return what is to be said of a warm-up that is too short for what adapts, or None."""
         return None
 
-    def stops(self, brought: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
+    def stops(self, transition: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
         """Return what is to be said of a step that stops a run, and how many samples are good.
 
         `kept` are the samples' potentials, `(chains, num_samples)`. By default None, to go on.
@@ -161,7 +161,7 @@ class Kernel(ABC):
         """Return what is to be said of the kept transitions' statistics `(chains, samples)`."""
         return []
 
-    def told(self, statistics: dict[str, Tensor]) -> dict[str, float]:
+    def progress(self, statistics: dict[str, Tensor]) -> dict[str, float]:
         """Return what a progress bar shows of some transitions' statistics `(transitions,)`."""
         return {name: float(values.mean()) for name, values in statistics.items()}
 
@@ -172,8 +172,8 @@ class Kernel(ABC):
         chains, d = position.shape
         like = {"dtype": position.dtype, "device": position.device, "generator": generator}
         noise = torch.randn((self.noises, chains, d), **like)  # type: ignore[call-overload]
-        coins = torch.rand((self.coins, chains), **like)  # type: ignore[call-overload]
-        return Randomness(noise, coins)
+        uniforms = torch.rand((self.uniforms, chains), **like)  # type: ignore[call-overload]
+        return Randomness(noise, uniforms)
 
 
 def check_number(name: str, number: Any, *, above: float = 0, below: float = math.inf) -> None:

@@ -32,7 +32,7 @@ class Settings(NamedTuple):
     length: Tensor
 
 
-class Learnt(NamedTuple):
+class Adaptation(NamedTuple):
     """What the warm-up remembers, for each chain.
 
     Attributes:
@@ -78,7 +78,7 @@ class MCLMC(Kernel):
 
     statistics: ClassVar[tuple[str, ...]] = ("energy_error", "undone")
     noises: ClassVar[int] = 2
-    coins: ClassVar[int] = 0
+    uniforms: ClassVar[int] = 0
 
     step_size: float = 1e-3
     momentum_length: float | None = None
@@ -114,7 +114,7 @@ class MCLMC(Kernel):
         return Chains(
             MCLMCState(point, noise / noise.norm(dim=-1, keepdim=True)),
             Settings(self.step_size * one, length * one),
-            Learnt(torch.inf * one, none.double(), none.double(), none, zero, zero),
+            Adaptation(torch.inf * one, none.double(), none.double(), none, zero, zero),
         )
 
     def step(
@@ -131,10 +131,10 @@ class MCLMC(Kernel):
         after = MCLMCState(choose(finite, point, state.point), velocity)
         error = torch.where(finite, error, 0) * velocity.shape[-1] ** -0.5
         statistics = torch.stack([error, (~finite).to(error.dtype)], -1)
-        brought = Transition(
+        transition = Transition(
             torch.ones_like(finite), after.point.position, after.point.potential, statistics
         )
-        return after, brought
+        return after, transition
 
     def plan(self, length: Length) -> Tensor:
         """Return the wanted variance, whether moments are taken, and which step is the last."""
@@ -148,38 +148,38 @@ class MCLMC(Kernel):
         self,
         before: Chains,
         state: MCLMCState,
-        brought: Transition,
+        transition: Transition,
         warm: Tensor,
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        (step_size, length), learnt = before.settings, before.learnt
-        position, (error, undone) = brought.position, brought.statistics.unbind(-1)
+        (step_size, length), adaptation = before.settings, before.adaptation
+        position, (error, undone) = transition.position, transition.statistics.unbind(-1)
         variance, taken, last = rows.unbind(-1)
         finite = undone == 0
-        largest = torch.where(finite, learnt.largest, 0.8 * step_size)
+        largest = torch.where(finite, adaptation.largest, 0.8 * step_size)
 
         xi = error.double().square() / variance + 1e-8
         share = torch.exp(-0.5 * (xi.log() / 9.0).square()) * finite
         decay = 1 - 2 / (self.memory + 1) * finite.double()
-        weight = decay * learnt.weight + share
-        moment = decay * learnt.moment + share * xi / step_size.double() ** 6
+        weight = decay * adaptation.weight + share
+        moment = decay * adaptation.moment + share * xi / step_size.double() ** 6
         found = torch.where(weight > 0, (moment / weight) ** (-1 / 6), step_size)
 
         # Of two steps on, a mean of weights: those of the last tenth, by their sizes.
         added = step_size * finite * (taken > 0)
-        total = learnt.total + added
+        total = adaptation.total + added
         part = (added / total.clamp(min=torch.finfo(total.dtype).tiny))[:, None]
-        deviation = position - learnt.mean
-        mean = learnt.mean + part * deviation
-        spread = learnt.spread + part * (deviation * (position - mean) - learnt.spread)
+        deviation = position - adaptation.mean
+        mean = adaptation.mean + part * deviation
+        spread = adaptation.spread + part * (deviation * (position - mean) - adaptation.spread)
         if self.momentum_length is None:
             width = spread.sum(-1).sqrt()
             length = torch.where((last > 0) & (width > 0), width, length)
         after = Chains(
             state,
             Settings(torch.minimum(found.to(largest.dtype), largest), length),
-            Learnt(largest, weight, moment, total, mean, spread),
+            Adaptation(largest, weight, moment, total, mean, spread),
         )
         return choose(warm, after, before._replace(state=state))
 
@@ -193,7 +193,7 @@ class MCLMC(Kernel):
             "momentum_length of your own"
         )
 
-    def told(self, statistics: dict[str, Tensor]) -> dict[str, float]:
+    def progress(self, statistics: dict[str, Tensor]) -> dict[str, float]:
         """Return the variance of the energy's error, and the share of undone steps."""
         error, undone = (statistics[name] for name in self.statistics)
         return {"energy variance": float(error.square().mean()), "undone": float(undone.mean())}

@@ -125,7 +125,7 @@ class NUTS(Hamiltonian):
         self, potential: Potential, state: NUTSState, settings: Settings, random: Randomness
     ) -> tuple[NUTSState, Transition]:
         step_size, inverse_mass = settings
-        noise, coins = random.noise[0], random.coins
+        noise, uniforms = random.noise[0], random.uniforms
         end, momentum = choose(state.forward, state.right, state.left)
         time = torch.where(state.forward, step_size, -step_size)[:, None]
         point, momentum = leapfrog(potential, end, momentum, time, inverse_mass)
@@ -134,14 +134,14 @@ class NUTS(Hamiltonian):
         diverged = gain < -MAX_ENERGY_ERROR
 
         new_log_weight = torch.logaddexp(state.new_log_weight, gain)
-        taken = coins[0].log() < gain - new_log_weight
+        taken = uniforms[0].log() < gain - new_log_weight
         new_proposal = choose(taken, point, state.new_proposal)
         new_total = state.new_total + momentum
         blocks, turned = _extended(state, momentum, new_total, inverse_mass)
         stopped = diverged | turned
         whole = (state.leaf + 1 == (1 << state.depth)) & ~stopped
 
-        accepted = whole & (coins[1].log() < new_log_weight - state.log_weight)
+        accepted = whole & (uniforms[1].log() < new_log_weight - state.log_weight)
         proposal = choose(accepted, new_proposal, state.proposal)
         far = choose(state.forward, state.left[1], state.right[1])
         total = state.total + new_total
@@ -154,9 +154,9 @@ class NUTS(Hamiltonian):
         acceptance = state.acceptance + gain.clamp(max=0).exp()
         leapfrogs = state.leapfrogs + 1
         # A doubling that stopped halfway adds nothing to the trajectory.
-        told = [acceptance / leapfrogs, leapfrogs, state.depth + whole, diverged]
-        statistics = torch.stack([one.to(gain.dtype) for one in told], -1)
-        brought = Transition(done, proposal.position, proposal.potential, statistics)
+        found = [acceptance / leapfrogs, leapfrogs, state.depth + whole, diverged]
+        statistics = torch.stack([one.to(gain.dtype) for one in found], -1)
+        transition = Transition(done, proposal.position, proposal.potential, statistics)
         same = state._replace(
             left=choose(state.forward, state.left, (point, momentum)),
             right=choose(state.forward, (point, momentum), state.right),
@@ -169,7 +169,7 @@ class NUTS(Hamiltonian):
             acceptance=acceptance,
             leapfrogs=leapfrogs,
         )
-        forward = coins[2] < 0.5
+        forward = uniforms[2] < 0.5
         doubled = same._replace(
             log_weight=torch.logaddexp(state.log_weight, new_log_weight),
             total=total,
@@ -180,8 +180,8 @@ class NUTS(Hamiltonian):
             new_total=torch.zeros_like(new_total),
             junction=choose(forward, same.right[1], same.left[1]),
         )
-        anew = self.begin(proposal, noise, coins[2], inverse_mass)
-        return choose(done, anew, choose(whole, doubled, same)), brought
+        anew = self.begin(proposal, noise, uniforms[2], inverse_mass)
+        return choose(done, anew, choose(whole, doubled, same)), transition
 
     def advice(self, statistics: dict[str, Tensor]) -> list[str]:
         """Return advice on transitions that diverged, or whose trees are at their full depth."""

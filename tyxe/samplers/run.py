@@ -102,7 +102,7 @@ class Run:
         # The leaves of the state, which is taken apart where chains adapt only.
         self._state: list[Tensor] = []
         self.settings: Any = None
-        self._learnt: Any = None
+        self._adaptation: Any = None
         self._made = 0
 
     def __repr__(self) -> str:
@@ -140,9 +140,9 @@ class Run:
             # A program needs no parameters in any places.
             inside = nullcontext if self.is_compiled else self.inside
             with torch.no_grad(), inside():
-                brought = self._advance()
+                transition = self._advance()
             self._made += 1
-            yield brought
+            yield transition
 
     def _is_long(self) -> bool:
         """Say whether more steps are left than a program takes to pay, by those made so far."""
@@ -152,7 +152,7 @@ class Run:
 
     def _start(self) -> None:
         chains = self.kernel.start(self.potential, self.starts, self._drawn())
-        state, self.settings, self._learnt = chains
+        state, self.settings, self._adaptation = chains
         self._place = pytree.tree_structure(state)
         self._state = [leaf.contiguous() for leaf in pytree.tree_leaves(state)]
         self._random = None
@@ -169,10 +169,10 @@ class Run:
             check_repeatable(self.potential, self.starts)
         step, random = partial(self.kernel.step, self.potential), self._drawn()
         state = pytree.tree_unflatten(self._state, self._place)
-        brought = step(state, self.settings, random)[1]
-        chains = Chains(state, self.settings, self._learnt)
+        transition = step(state, self.settings, random)[1]
+        chains = Chains(state, self.settings, self._adaptation)
         rows = self._plan.new_zeros(len(self.starts), self._plan.shape[-1])
-        given = (chains, state, brought, brought.done, rows, random)
+        given = (chains, state, transition, transition.done, rows, random)
         adapts = int(self.transitions.min()) < len(self._plan)
         how = "compiled" if compile else "eager"
         return (
@@ -185,38 +185,42 @@ class Run:
         step, adapt = self.programs
         random = self._drawn(self.settings)
         leaves = step.at_leaves(*self._state, *self.settings, *random)
-        state, brought = leaves[: len(self._state)], Transition(*leaves[len(self._state) :])
-        settings, learnt = self.settings, self._learnt
-        stopped = self.kernel.stops(brought, settings, self.kept.potentials)
+        state, transition = leaves[: len(self._state)], Transition(*leaves[len(self._state) :])
+        settings, adaptation = self.settings, self._adaptation
+        stopped = self.kernel.stops(transition, settings, self.kept.potentials)
         if stopped is not None:
             self._kept_at = self._kept_at[: stopped[1]]
             raise RuntimeError(stopped[0])
         transitions = self.transitions
-        if bool(brought.done.any()):
-            warm = brought.done & (transitions < len(self._plan))
+        if bool(transition.done.any()):
+            warm = transition.done & (transitions < len(self._plan))
             if bool(warm.any()):
                 rows = self._plan[transitions.clamp(max=len(self._plan) - 1)]
                 before, after = (
                     pytree.tree_unflatten(one, self._place) for one in (self._state, state)
                 )
-                chains = Chains(before, settings, learnt)
-                found, settings, learnt = adapt(chains, after, brought, warm, rows, random)
+                chains = Chains(before, settings, adaptation)
+                found, settings, adaptation = adapt(chains, after, transition, warm, rows, random)
                 state = pytree.tree_leaves(found)
-            transitions = self._kept_of(brought)
+            transitions = self._kept_of(transition)
         # At once, so that an interrupt finds the run before the step or after it.
         self.__dict__.update(
-            _state=state, settings=settings, _learnt=learnt, transitions=transitions, _random=None
+            _state=state,
+            settings=settings,
+            _adaptation=adaptation,
+            transitions=transitions,
+            _random=None,
         )
-        return brought
+        return transition
 
-    def _kept_of(self, brought: Transition) -> Tensor:
+    def _kept_of(self, transition: Transition) -> Tensor:
         """Keep what is to be kept of transitions that ended, and return the counts after them."""
-        transitions = self.transitions + brought.done
+        transitions = self.transitions + transition.done
         places = self._place_of[transitions.clamp(max=self.num_transitions + 1)]
-        chains = (brought.done & (places >= 0)).nonzero()[:, 0]
+        chains = (transition.done & (places >= 0)).nonzero()[:, 0]
         if len(chains):
             at = places[chains]
-            for kept, new in zip(self.kept, brought[1:], strict=True):
+            for kept, new in zip(self.kept, transition[1:], strict=True):
                 # Positions may be in a file, and so not where the chains are.
                 kept[chains.to(kept.device), at.to(kept.device)] = new[chains].to(kept)
         return transitions

@@ -79,7 +79,7 @@ class SGLD(Kernel):
 
     statistics: ClassVar[tuple[str, ...]] = ("lr", "gradient_norm")
     noises: ClassVar[int] = 1
-    coins: ClassVar[int] = 0
+    uniforms: ClassVar[int] = 0
     takes_batches: ClassVar[bool] = True
     default_chains: ClassVar[int] = 1
     default_init: ClassVar[str] = "net"
@@ -160,12 +160,12 @@ class SGLD(Kernel):
         self,
         before: Chains,
         state: State,
-        brought: Transition,
+        transition: Transition,
         warm: Tensor,
         rows: Tensor,
         random: Randomness,
     ) -> Chains:
-        factor, noise = rows.to(brought.potential).unbind(-1)
+        factor, noise = rows.to(transition.potential).unbind(-1)
         rate = self.lr / self.points * factor
         return Chains(state, before.settings._replace(step_size=rate, noise=noise), ())
 
@@ -202,7 +202,7 @@ class SGLD(Kernel):
             found += [end - length.thinning * back for back in reversed(range(count))]
         return torch.tensor(found)
 
-    def stops(self, brought: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
+    def stops(self, transition: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
         """Return what is to be said where a chain is not finite, or `LEFT` above its start.
 
         Heights above a potential `U` are in units of `|U| + N / T + d` nats. A chain at rest is
@@ -210,20 +210,20 @@ class SGLD(Kernel):
         units; one that diverges grows exponentially. Samples at the end are left out up to one that
         is at most `SENSIBLE` above the lowest of them and the start.
         """
-        start, least_unit = settings.start, self.points + brought.position.shape[-1]
-        fine = brought.potential - start <= LEFT * (start.abs() + least_unit)
-        fine &= brought.statistics.isfinite().all(-1)
+        start, least_unit = settings.start, self.points + transition.position.shape[-1]
+        fine = transition.potential - start <= LEFT * (start.abs() + least_unit)
+        fine &= transition.statistics.isfinite().all(-1)
         if bool(fine.all()):
             return None
         least = torch.cat([start[:, None], kept], 1).amin(1, keepdim=True)
         good = (kept - least <= SENSIBLE * (least.abs() + least_unit)).all(0).nonzero()
-        lr, norm = brought.statistics[int((~fine).nonzero()[0])].tolist()
+        lr, norm = transition.statistics[int((~fine).nonzero()[0])].tolist()
         return (
             f"{type(self).__name__} diverged at the rate {lr:.3g}, where the gradient's norm was "
             f"{norm:.3g}: lower lr={self.lr:g}, or pass clip_norm=1.0"
         ), int(good[-1]) + 1 if len(good) else 0
 
-    def told(self, statistics: dict[str, Tensor]) -> dict[str, float]:
+    def progress(self, statistics: dict[str, Tensor]) -> dict[str, float]:
         """Return what a progress bar shows: the last rate, and the mean norm of gradients."""
         rates, norms = (statistics[name] for name in self.statistics)
         return {"lr": float(rates[-1]), "gradient": float(norms.mean())}
