@@ -17,6 +17,7 @@ from pyro.infer.autoguide import (
 
 import tyxe
 from tests.oracles.laplace import ADAM, classifier
+from tyxe.bnn.batches import ReplayedDraws
 from tyxe.bnn.variational import glm_outputs
 from tyxe.curvature import jacobian
 from tyxe.distributions import Gaussian, ParamBlocks
@@ -138,7 +139,9 @@ def test_joint_draws_are_the_linearised_net_at_draws_of_the_weights(name):
     linear, how = bnn.linearize(x), {"num_predictions": 4_000, "predictive": "glm", "joint": True}
     seeded, count = torch.Generator().manual_seed(1).get_state(), how["num_predictions"]
     torch.set_rng_state(seeded)
-    weights = torch.stack([linear.blocks.flatten(v).detach() for v in bnn.draws(count)])
+    weights = torch.stack(
+        [linear.blocks.flatten(v).detach() for v in ReplayedDraws().over(bnn.draws(count))]
+    )
     moved = weights - linear.blocks.flatten(bnn.mean_values()).detach()
     expected = linear.outputs.detach() + torch.einsum("ncp,sp->snc", jacobian(linear), moved)
     for size in (None, 2):

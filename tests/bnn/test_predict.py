@@ -3,7 +3,6 @@
 import copy
 import math
 
-import pyro
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import tyxe
 from tests.oracles.predictions import N, S, inputs, make, net, seeded
+from tyxe.bnn.batches import ReplayedDraws
 from tyxe.likelihoods import (
     Categorical,
     HomoskedasticGaussian,
@@ -82,9 +82,8 @@ def test_draws_are_shared_by_rows_and_differ_among_predictions():
 def test_outputs_are_the_net_at_the_guides_draws():
     bnn, x, plain = make(), inputs(), net()
     outputs = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
-    pyro.set_rng_seed(5)
-    for output in outputs:
-        values = {name: value.detach() for name, value in bnn.guide().items()}
+    draws = seeded(lambda: [*ReplayedDraws().over(bnn.draws(S))])
+    for output, values in zip(outputs, draws, strict=True):
         own = {name.removeprefix("net."): value for name, value in values.items()}
         by_hand = torch.func.functional_call(plain, own, (x,))
         torch.testing.assert_close(output, by_hand, rtol=1e-12, atol=1e-14)

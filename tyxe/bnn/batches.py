@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tyxe.data import Targets, Unpacked, concatenate_targets, read_targets
 from tyxe.errors import check_count, described
-from tyxe.rng import RandomStream, set_torch_rng, torch_rng, torch_rng_kept
+from tyxe.rng import RandomStream
 from tyxe.threads import exclusive
 from tyxe.util import Inputs, is_constant, outside_of_inference, tree_map_tensors
 
@@ -296,49 +296,32 @@ class Bnn(Protocol):
         ...
 
 
-class SameDraws:
+class ReplayedDraws:
     """Draws that are the same for each batch of one call.
 
-    Those of the first batch go on from the generators' state, and for later ones that state is set
-    back. With `apart` all start from the state at the construction, and the generators go on
-    elsewhere at once, as they have to where others use them before the first batch.
+    Each is made with random numbers of its own, so that other threads may draw meanwhile.
 
     Attributes:
-        known: what is known of each draw, a list to fill.
+        statistics: of the norms of the net at each draw, a list to fill.
     """
 
-    def __init__(self, apart: bool) -> None:
-        self.known: list[Any] = []
-        self._apart, self._states = apart, [torch_rng()] if apart else []
-        if apart:
-            torch.manual_seed(int(torch.randint(2**62, ())))
+    def __init__(self) -> None:
+        self.statistics: list[Any] = []
+        with exclusive():  # another thread may have set the generators back for a while
+            self._seed = int(torch.randint(2**62, (), device="cpu"))
 
     def over(self, draws: Iterator[T]) -> Iterator[T]:
-        """Yield the draws that an iterator makes, from the same random numbers in each call.
-
-        Another thread may draw between two of them, but not while one is made.
-        """
+        """Yield the draws that an iterator makes, from the same random numbers in each call."""
         for index in itertools.count():
-            with exclusive():
-                draw = self._next(draws, index)
+            with RandomStream(self._seed + index):
+                draw = next(draws, None)
             if draw is None:
                 return
             yield draw
 
-    def _next(self, draws: Iterator[T], index: int) -> T | None:
-        if index == len(self._states):
-            self._states.append(torch_rng())
-            return next(draws, None)
-        with torch_rng_kept():
-            set_torch_rng(self._states[index])
-            draw = next(draws, None)
-            if self._apart and index + 1 == len(self._states):
-                self._states.append(torch_rng())
-        return draw
-
 
 # Those of the member of an ensemble, whose batches are one call each.
-_DRAWS: ContextVar[SameDraws | None] = ContextVar("_DRAWS", default=None)
+_DRAWS: ContextVar[ReplayedDraws | None] = ContextVar("_DRAWS", default=None)
 
 
 class DrawsOfEach:
@@ -348,13 +331,13 @@ class DrawsOfEach:
     """
 
     def __init__(self) -> None:
-        self._of: list[SameDraws] = []
+        self._of: list[ReplayedDraws] = []
 
-    def over(self, bnns: Iterable[T], first: SameDraws) -> Iterator[tuple[T, SameDraws]]:
+    def over(self, bnns: Iterable[T], first: ReplayedDraws) -> Iterator[tuple[T, ReplayedDraws]]:
         """Yield BNNs with their draws, which their own predictions take in the meantime."""
         for index, bnn in enumerate(bnns):
             if index == len(self._of):
-                self._of.append(SameDraws(apart=False) if index else first)
+                self._of.append(ReplayedDraws() if index else first)
             token = _DRAWS.set(self._of[index])
             try:
                 yield bnn, self._of[index]
@@ -366,23 +349,16 @@ def on_each(
     bnn: Bnn,
     inputs: tuple[Any, ...],
     batch_size: int | None,
-    function: Callable[[Any, Any, SameDraws], Any],
+    function: Callable[[Any, Any, ReplayedDraws], Any],
     dim: int,
     targets: Any = None,
 ) -> Any:
     """Return a function's values on batches, concatenated along `dim`.
 
-    It runs in eval mode and without gradients. The draws are those of the seed before a loader has
-    used it.
+    It runs in eval mode and without gradients.
     """
     given = inputs[0] if len(inputs) == 1 else inputs
-    # A loader may take random numbers before it yields a batch.
-    waits = is_loader(given) and not isinstance(given, list)
-    again = _DRAWS.get()
-    if again is None:
-        with exclusive():
-            again = SameDraws(apart=waits)
-    found = []
+    again, found = _DRAWS.get() or ReplayedDraws(), []
     for rows, labels in batches_to_predict(given, targets, batch_size):
         with bnn.predicting():
             found.append(function(rows, labels, again))

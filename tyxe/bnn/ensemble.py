@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import DrawsOfEach, SameDraws, concatenated, on_each
+from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, on_each
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.laplace import LaplaceBNN
@@ -277,7 +277,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         given = {"num_predictions": num_predictions, "aggregate": aggregate, **options}
         draws = DrawsOfEach()
 
-        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
+        def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             found = [m.predict(inputs, **given) for m, _ in draws.over(self._bnns, again)]
             return (
                 mixed(self.likelihood, found, self.weights) if aggregate else concatenated(found, 0)
@@ -304,7 +304,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         asked = [(m, count) for m, count in zip(self._bnns, counts, strict=True) if count]
         draws = DrawsOfEach()
 
-        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
+        def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             found = [
                 member.sample_predictive(inputs, num_samples=count, **options)
                 for (member, count), _ in draws.over(asked, again)
@@ -341,7 +341,9 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         scorers = [m.scorer(num_predictions, aggregate, **options) for m in self._bnns]
         draws = DrawsOfEach()
 
-        def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
+        def one(
+            inputs: Inputs, targets: Any, again: ReplayedDraws
+        ) -> tuple[Tensor, Tensor, Tensor]:
             weights = weights_of(self.likelihood, targets)
             found = [score(inputs, targets, own) for score, own in draws.over(scorers, again)]
             if not aggregate:

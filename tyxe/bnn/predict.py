@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.batches import SameDraws, check_has_targets, is_loader, on_each
+from tyxe.bnn.batches import ReplayedDraws, check_has_targets, is_loader, on_each
 from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.norms import AveragedNorms
 from tyxe.bnn.passes import NetOnBatch
@@ -151,7 +151,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         """
         num_draws = check_count("num_draws", num_draws)
         with torch.no_grad():
-            draws = [*SameDraws(apart=False).over(self.draws(num_draws))]
+            draws = [*ReplayedDraws().over(self.draws(num_draws))]
             nets = self.nets_at((values, self._norm_statistics(values)) for values in draws)
         latents = self._latents([self._only_latents(values) for values in draws])
         return Ensemble(nets, copy.deepcopy(self.likelihood), latents)
@@ -202,13 +202,13 @@ class SupervisedBNN(Intervals, AveragedNorms):
         inputs: Inputs,
         num_predictions: int,
         vectorize: bool | None = None,
-        again: SameDraws | None = None,
+        again: ReplayedDraws | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables.
 
         The draws are those of `again`, if it is given.
         """
-        again = SameDraws(apart=False) if again is None else again
+        again = ReplayedDraws() if again is None else again
         if num_predictions:
             look_at_sites(self, inputs, needs_gradients=False)
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
@@ -217,20 +217,20 @@ class SupervisedBNN(Intervals, AveragedNorms):
             return self._vmapped_outputs(again.over(draws), net)
         outputs, kept = [], []
         for index, values in enumerate(again.over(draws)):
-            if index == len(again.known):
-                again.known.append(self._norm_statistics(values) if num_predictions else {})
-            outputs.append(net(values, again.known[index]))
+            if index == len(again.statistics):
+                again.statistics.append(self._norm_statistics(values) if num_predictions else {})
+            outputs.append(net(values, again.statistics[index]))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
     def linearized_outputs(
-        self, inputs: Inputs, num_predictions: int, again: SameDraws | None = None
+        self, inputs: Inputs, num_predictions: int, again: ReplayedDraws | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what `stacked_outputs` does, of the net linearised about the posterior's centre.
 
         Draws `w` have the outputs `f(m) + J (w - m)` at all points.
         """
-        again = SameDraws(apart=False) if again is None else again
+        again = ReplayedDraws() if again is None else again
         draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
         linear, vectors, kept = self.linearize(inputs), [], []
         for values in again.over(draws):
@@ -352,7 +352,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         options = self._link_options(gaussian, link, num_predictions)
         draw = self.drawing(predictive if joint else "bnn", vectorize)
 
-        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
+        def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             if gaussian is not None and (aggregate or not joint):
                 moments = gaussian(inputs)
                 if not aggregate:
@@ -400,7 +400,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         options = self._link_options(gaussian, "mc", num_samples)
         draw = self.drawing(predictive if joint else "bnn", vectorize)
 
-        def one(inputs: Inputs, _: Any, again: SameDraws) -> Any:
+        def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             if gaussian is not None and not joint:
                 outputs = sample_outputs(*gaussian(inputs), num_samples)
                 latents = options.latents_of(num_samples)
@@ -460,7 +460,9 @@ class SupervisedBNN(Intervals, AveragedNorms):
         check_evaluation(input_data, y, reduction, process_group)
         score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)
 
-        def one(inputs: Inputs, targets: Any, again: SameDraws) -> tuple[Tensor, Tensor, Tensor]:
+        def one(
+            inputs: Inputs, targets: Any, again: ReplayedDraws
+        ) -> tuple[Tensor, Tensor, Tensor]:
             return *score(inputs, targets, again)[:2], weights_of(self.likelihood, targets)
 
         loader = self.to_evaluate(input_data, unpack)
@@ -475,12 +477,12 @@ class SupervisedBNN(Intervals, AveragedNorms):
         vectorize: bool | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
-    ) -> Callable[[Inputs, Tensor, SameDraws], Scores]:
+    ) -> Callable[[Inputs, Tensor, ReplayedDraws], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
 
-        def score(inputs: Inputs, targets: Tensor, again: SameDraws) -> Scores:
+        def score(inputs: Inputs, targets: Tensor, again: ReplayedDraws) -> Scores:
             check_has_targets(targets)
             kept, rows = self.likelihood.that_count(targets)
             if gaussian is not None:

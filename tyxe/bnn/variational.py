@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import SameDraws
+from tyxe.bnn.batches import ReplayedDraws
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.parallel import Parallel
@@ -302,7 +302,7 @@ class DropoutBNN(VariationalBNN):
         inputs: Inputs,
         num_predictions: int,
         vectorize: bool | None = None,
-        again: SameDraws | None = None,
+        again: ReplayedDraws | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._dropping() if num_predictions else nullcontext():
             return super().stacked_outputs(inputs, num_predictions, vectorize, again)
