@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -10,9 +11,11 @@ import pytest
 import torch
 import torch.distributions as td
 import torch.nn as nn
+from pyro.infer import autoguide
 from pyro.infer.mcmc import HMC
 
 import tyxe
+from tyxe.guides import PyroGuide
 from tyxe.priors import IIDPrior, LambdaPrior, Prior
 from tyxe.testing import check_prior
 from tyxe.util import pyro_sample_sites
@@ -52,6 +55,69 @@ def test_a_horseshoe_is_fitted_end_to_end(guide):
     assert pyro_sample_sites(bnn.net) == ["weight"]
     assert bnn.predict(x, num_predictions=2)[0].shape == (40, 1)
     assert copy.deepcopy(bnn)(x).shape == (40, 1)
+
+
+def named_below(name, module, param):
+    """A prior of which the variables' names begin with the weight's and a dot."""
+
+    def prior():
+        loc = pyro.sample(f"{name}.loc", dist.Normal(param.new_zeros(param.shape), 1.0).to_event())
+        scale = dist.HalfCauchy(param.new_ones(param.shape)).to_event(param.dim())
+        return dist.Normal(loc, pyro.sample(f"{name}.scale", scale))
+
+    return prior
+
+
+PYROS = {
+    kind.__name__: kind
+    for kind in (
+        autoguide.AutoDelta,
+        autoguide.AutoNormal,
+        autoguide.AutoStructured,
+        autoguide.AutoGaussian,
+        autoguide.AutoNormalMessenger,
+        autoguide.AutoDiagonalNormal,
+        autoguide.AutoMultivariateNormal,
+        autoguide.AutoLowRankMultivariateNormal,
+    )
+} | {"ours": tyxe.guides.AutoNormal, "radial": tyxe.guides.AutoRadial}
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("guide", PYROS.values(), ids=PYROS)
+def test_variables_may_be_named_below_their_weight(guide):
+    def make():
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.5)
+        net = nn.Linear(3, 1, bias=False)
+        return tyxe.VariationalBNN(net, LambdaPrior(named_below), likelihood, guide)
+
+    torch.manual_seed(0)
+    x = torch.randn(10, 3)
+    bnn, other = make(), make()
+    names = {"net.weight", "net.weight.loc", "net.weight.scale"}
+    assert bnn.guide().keys() == names
+    trace = poutine.trace(bnn.guide).get_trace()
+    assert names <= {*trace.stochastic_nodes}
+    before = {name: value.clone() for name, value in bnn.named_parameters() if value.requires_grad}
+    history = bnn.fit([(x, x[:, :1])], functools.partial(torch.optim.Adam, lr=1e-2), 3)
+    assert all(map(math.isfinite, history.loss))
+    assert any(not torch.equal(dict(bnn.named_parameters())[n], v) for n, v in before.items())
+    other.load_state_dict(bnn.state_dict())
+    found = [
+        one.predict(x, num_predictions=4, aggregate=False) for one in map(seeded, (bnn, other))
+    ]
+    assert torch.equal(*found)
+    if isinstance(bnn.net_guide, PyroGuide) and guide is not autoguide.AutoNormalMessenger:
+        assert bnn.net_guide.median().keys() == names
+    if guide is autoguide.AutoNormal:
+        found = bnn.net_guide.get_detached_distributions()
+        assert found["weight.scale"].sample().min() > 0
+        assert found.keys() == {name.removeprefix("net.") for name in names}
+
+
+def seeded(bnn):
+    torch.manual_seed(1)
+    return bnn
 
 
 def test_samples_of_a_hierarchy_are_saved_with_its_own_variables(tmp_path):

@@ -22,6 +22,9 @@ from pyro.infer.autoguide import (
     AutoStructured,
 )
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
+from pyro.poutine.guide import GuideMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import Message
 from torch import Tensor, nn
 
 from tyxe.distributions import Gaussian
@@ -29,6 +32,7 @@ from tyxe.distributions.normal import Point
 from tyxe.guides.base import AnyGuide, Guide, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
+from tyxe.rng import torch_rng_kept
 from tyxe.threads import module_local_params, only_handlers
 from tyxe.util import is_real, unwrapped
 
@@ -38,14 +42,61 @@ T = TypeVar("T", bound=nn.Module)
 _COUPLED = AutoContinuous, AutoStructured, AutoGaussian
 
 
+def _is_auto(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, AutoGuide | GuideMessenger)
+
+
 def _starting_at_net(builder: Callable[..., Any]) -> Callable[..., Any]:
     """Let one of Pyro's autoguides start at the net, as ours do, unless it is given a start."""
     kind, given = unwrapped(builder)
-    if not (isinstance(kind, type) and issubclass(kind, AutoGuide)) or "init_loc_fn" in given:
+    if not _is_auto(kind) or "init_loc_fn" in given:
         return builder
     start = inspect.signature(kind).parameters.get("init_loc_fn")
     used = start is not None and callable(start.default)
     return functools.partial(builder, init_loc_fn=init_to_net) if used else builder
+
+
+def _has_part_of_each(builder: Callable[..., Any]) -> bool:
+    """Whether a builder is an autoguide with parameters for each site, by the site's name."""
+    kind = unwrapped(builder)[0]
+    return _is_auto(kind) and not issubclass(kind, AutoContinuous)
+
+
+class _Renamed(Messenger):
+    """Gives sites other names."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def _pyro_sample(self, msg: Message) -> None:
+        name, suffix = msg["name"].removesuffix(_AUXILIARY), ""
+        if name != msg["name"]:
+            suffix = _AUXILIARY
+        msg["name"] = self._names.get(name, name) + suffix
+
+
+# Pyro's AutoNormal draws such a site for each of its own.
+_AUXILIARY = "_unconstrained"
+
+
+def _kept_apart(module: Callable[..., Any]) -> dict[str, str]:
+    """Return other names for sites that could be no attributes of a module beside the others.
+
+    Autoguides keep a parameter `weight`, and that of a site `weight.scale` would be an attribute of
+    it.
+    """
+    with torch_rng_kept(), only_handlers(()):
+        nodes = poutine.trace(module).get_trace().nodes.items()
+    sites = {name for name, node in nodes if node["type"] == "sample"}
+    found: dict[str, str] = {}
+    for name in sites:
+        *parts, last = name.split(".")
+        if any(".".join(parts[:count]) in sites for count in range(1, len(parts) + 1)):
+            found[name] = "_of_".join([last, "_".join(parts)])
+            while found[name] in sites:
+                found[name] += "_"
+    return found
 
 
 class PyroGuide(AnyGuide):
@@ -93,8 +144,10 @@ class PyroGuide(AnyGuide):
                 f"the guide's builder is a {type(builder).__name__}; expected a class of guides, "
                 "such as tyxe.guides.AutoNormal, or a functools.partial of one"
             )
+        names = _kept_apart(module) if _has_part_of_each(builder) else {}
+        program = _Renamed(names)(module) if names else module
         with _failures_of(builder), only_handlers(()):
-            guide = _starting_at_net(builder)(module)
+            guide = _starting_at_net(builder)(program)
         if isinstance(guide, MCMCKernel):
             raise TypeError(f"{type(guide).__name__} is a kernel; use it with tyxe.MCMC_BNN")
         if isinstance(guide, Guide | PyroGuide):
@@ -106,14 +159,20 @@ class PyroGuide(AnyGuide):
                 "pyro.infer.autoguide, or a PyroModule of your own does"
             )
         with _failures_of(builder):
-            return _with_own_memory(cls(guide, module))
+            return _with_own_memory(cls(guide, module, names))
 
-    def __init__(self, guide: nn.Module, module: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        guide: nn.Module,
+        module: Callable[..., Any],
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
         self.guide = guide
         self.sites, _ = sites_of(module, takes_discrete=True)
+        self._own = {other: name for name, other in (names or {}).items()}
         with only_handlers(()), module_local_params():
-            draws, sites = self.guide() or {}, module()
+            draws, sites = self._named(self.guide()), module()
         for name, value in sites.items() if isinstance(sites, Mapping) else ():
             if name in draws and draws[name].dtype != value.dtype:
                 raise ValueError(
@@ -126,10 +185,14 @@ class PyroGuide(AnyGuide):
         """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
         posterior = self.posterior()
         if posterior is None:
-            with module_local_params():
-                return self.guide() or {}
+            with module_local_params(), _Renamed(self._own):
+                return self._named(self.guide())
         # The same variables as in Pyro's guide, but with a KL in closed form.
         return Guide.sample_from(posterior)
+
+    def _named(self, values: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what the guide has for each site, by the sites' own names."""
+        return {self._own.get(name, name): value for name, value in (values or {}).items()}
 
     def posterior(self) -> dict[str, td.Distribution] | None:
         """Return each site's posterior, with gradients, if they are one Normal or points."""
@@ -141,7 +204,7 @@ class PyroGuide(AnyGuide):
         with module_local_params():
             guide: Any = self.guide
             names = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
-            return {name: Point(attrgetter(name)(guide)) for name in names}
+            return self._named({name: Point(attrgetter(name)(guide)) for name in names})
 
     def joint_normal(self) -> Gaussian | None:
         """Return the posterior, with gradients, of a guide that is one Normal over all sites."""
@@ -150,7 +213,7 @@ class PyroGuide(AnyGuide):
 
     def constrained_sites(self) -> dict[str, Any]:
         """Return, by joint name, the supports of sites that the guide maps its Normals onto."""
-        return constrained_sites(self.guide)
+        return self._named(constrained_sites(self.guide))
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -163,7 +226,8 @@ class PyroGuide(AnyGuide):
             if not isinstance(self.guide, AutoGuide):
                 raise NotImplementedError
             with module_local_params():
-                return {name: value.clone() for name, value in self.guide.median().items()}
+                found = {name: value.clone() for name, value in self.guide.median().items()}
+                return self._named(found)
         except NotImplementedError:
             raise TypeError(
                 f"{type(self.guide).__name__} has no median, nor another centre: predict with "
@@ -193,18 +257,16 @@ class PyroGuide(AnyGuide):
 
     def _traced_posteriors(self, guide: AutoGuide) -> Iterator[tuple[str, td.Distribution]]:
         nodes = poutine.trace(self).get_trace().nodes
+        prototypes = self._named(guide.prototype_trace.nodes)
         for name, node in nodes.items():
             if node["type"] != "sample" or node["infer"].get("is_auxiliary"):
                 continue
             # The sites of Pyro's AutoNormal are deltas at draws of `..._unconstrained`.
-            base = nodes.get(f"{name}_unconstrained")
+            base = nodes.get(name + _AUXILIARY)
             if base is None:
                 yield name, node["fn"]
             else:
-                yield (
-                    name,
-                    _constrained(base["fn"], guide.prototype_trace.nodes[name]["fn"].support),
-                )
+                yield name, _constrained(base["fn"], prototypes[name]["fn"].support)
 
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name, `loc` or `scale`, from Pyro's names."""
