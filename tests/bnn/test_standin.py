@@ -12,6 +12,7 @@ from typing import Any
 import pyro.distributions as dist
 import pytest
 import torch
+import torch.nn.utils.prune
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -465,3 +466,54 @@ def test_two_particles_with_checkpointing_have_the_gradients_of_one_run() -> Non
 
     for found, expected in zip(fitted(Checkpointed), fitted(Body), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --------------------------------------------------------------------------- tensors that nets keep
+
+
+class Keeps(Body):
+    """Keeps what its forward has computed, by itself and in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.kept = None, {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = torch.tanh(self.first(x))
+        self.kept = {"features": [self.features]}
+        return self.last(self.features)
+
+
+def trained(net: nn.Module) -> nn.Module:
+    net(X).sum().backward()
+    return net
+
+
+def pruned() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    nn.utils.prune.l1_unstructured(net[0], "weight", amount=0.5)
+    return net
+
+
+KEEPING = {
+    "features": lambda: trained(Keeps()),
+    "weight_norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3)),
+    "pruned": pruned,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("name", KEEPING)
+def test_nets_that_keep_tensors_of_a_graph_are_copied(name: str) -> None:
+    net = KEEPING[name]()
+    bnn, expected = wrapped(net), net(X).detach()
+    assert torch.equal(bnn.to_module()(X), expected)
+    bnn(X).sum().backward()
+    copies = [copy.deepcopy(bnn).to_module(), *(bnn.to_module() for _ in range(2))]
+    assert all(torch.equal(one(X), expected) for one in copies)
+    assert bnn.to_ensemble(2)(X).shape == (2, *expected.shape)
+    if name == "features":
+        other = copy.deepcopy(bnn).net
+        assert other.kept["features"][0] is other.features
+        assert not other.features.requires_grad
+        assert bnn.net.features.requires_grad  # as for losses of it

@@ -15,7 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.runtime import Runtime
-from tyxe.bnn.standin import Modes, Outline, StandIn, in_modes, is_compiled, modes_of
+from tyxe.bnn.standin import (
+    Modes,
+    Outline,
+    StandIn,
+    detached_copies,
+    in_modes,
+    is_compiled,
+    modes_of,
+)
 from tyxe.data import Output, pick
 from tyxe.errors import described, warn
 from tyxe.poutine.draw import substitute_site
@@ -151,7 +159,7 @@ class BNN(Saved, nn.Module):
         _check_not_scripted(net, priors)
         self.name = name
         self.prior = prior
-        self.net = copy.deepcopy(net)
+        self.net = copy.deepcopy(net, detached_copies(net))
         pick(self.net, output)
         prefix = f"{name}.net." if name else "net."
         self._slots: dict[str, list[tuple[nn.Module, str]]] = {
@@ -173,6 +181,14 @@ class BNN(Saved, nn.Module):
             )
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BNN:
+        """Copy the BNN; of tensors with a graph that its net keeps, the numbers."""
+        for key, tensor in detached_copies(self).items():
+            memo.setdefault(key, tensor)
+        memo[id(self)] = other = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__reduce_ex__(4)[2], memo))  # type: ignore[no-untyped-call]
+        return other
 
     def in_places(self) -> dict[str, Tensor]:
         """Return what is in the places of the sites now, by joint name."""
@@ -339,6 +355,7 @@ class BNN(Saved, nn.Module):
             memo: copies of parts that are there already, as `copy.deepcopy` takes them.
         """
         memo = {} if memo is None else memo
+        memo.update({key: t for key, t in detached_copies(self.net).items() if key not in memo})
         net = copy.deepcopy(self.net, memo).eval()
         put_statistics({memo[id(norm)]: b for norm, b in (statistics or {}).items()})
         net.__dict__.pop(SITE_PRIORS, None)

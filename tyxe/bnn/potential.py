@@ -19,6 +19,7 @@ from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.predict import SupervisedBNN
+from tyxe.bnn.standin import detached_copies
 from tyxe.bnn.training import progress_bar
 from tyxe.data import alike
 from tyxe.distributions import ParamBlocks, as_gaussian
@@ -393,7 +394,7 @@ def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]
     """Yield the values of nets that are initialised anew, each from the next random numbers."""
     names = bnn.net_prior.names()
     for _ in range(count):
-        net = copy.deepcopy(bnn.net)
+        net = copy.deepcopy(bnn.net, detached_copies(bnn.net))
         reset_parameters_(net, names)
         parameters = dict(net.named_parameters())
         yield _from_net(bnn) | {bnn.net_prior.prefix + name: parameters[name] for name in names}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tyxe.poutine.draw import draws_are_lazy
+from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.linear_map import watched_forward
 from tyxe.predictive.norms import Statistics
 from tyxe.rng import torch_rng
@@ -147,6 +147,29 @@ def _leading(value: Any, targets: set[int]) -> tuple[bool, dict[int, Any], list[
         if key not in leading and not leading.isdisjoint(referring.get(key, ()))
     }
     return id(value) in leading, beside, met
+
+
+def detached_copies(module: nn.Module) -> dict[int, Any]:
+    """Return copies of tensors of a graph that a module keeps, such as features of its forward.
+
+    Where they are in the memo, by their `id`, `copy.deepcopy` takes them; it copies leaves only.
+    """
+    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = [module]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, Tensor):
+            # A wrapper of a transform that has ended cannot be asked.
+            wrapped = torch._C._functorch.is_functorch_wrapped_tensor(one)
+            if not wrapped and not isinstance(one, Draw) and not one.is_leaf:
+                found[id(one)] = one.detach().clone()
+        elif not isinstance(one, _ATOMIC):
+            waiting += gc.get_referents(one)
+    return found
 
 
 class StandIn:
