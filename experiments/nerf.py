@@ -322,7 +322,7 @@ def table(record):
 
 
 def figure(record):
-    """Draw images of some views and where draws differ [T fig. 5.3], a turn, and the scores."""
+    """Draw images of some views and where draws differ [T fig. 5.3], and the scores."""
     seed = next(iter(record.cells))[1]
     own = {name: cell for (name, other), cell in record.cells.items() if other == seed}
     drawn = [name for name in sorted(own) if "uncertainty" in own[name]]
@@ -337,16 +337,15 @@ def figure(record):
     views, parts, _ = problem(Settings(**data))
     pictures = {name: torch.load(file, "cpu", weights_only=True) for name, file in files.items()}
     around = ~parts.get("over and under", torch.zeros(len(views), dtype=torch.bool))
-    count, found = int(around.sum()), pictures[shown[0]]
-    of_turn = (images[around] for images in (views.pixels, found["images"], found["sd"]))
-    path = record.path.with_suffix(".gif")
-    nerf_figures.turntable(path, *of_turn, parts["train"][around])
+    count = int(around.sum())
     titles = {
         view: f"{'train' if parts['train'][view] else 'held out'}\n{views.azimuth[view]:.0f}°"
-        for view in (i * count // 39 for i in (2, 12, 19, 26, 30, 32, 34, 36, 38))
+        for view in (i * count // 39 for i in (12, 19, 32, 34, 38))
     }
     drawn = {"": nerf_figures.images_of_views(views, titles, pictures)}
-    if titles := {i: f"{round(views.height[i].item())}°" for i in range(count, len(views))}:
+    held_out = next(view for view in titles if not parts["train"][view])
+    drawn["_view"] = nerf_figures.one_view(views, held_out, pictures[shown[0]])
+    if titles := {i: f"{round(views.height[i].item())}°" for i in range(count, len(views), 2)}:
         del pictures["deterministic"]
         drawn["_over_images"] = nerf_figures.images_of_views(views, titles, pictures)
     return drawn | curves(own, shown)

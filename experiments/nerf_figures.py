@@ -1,4 +1,4 @@
-"""Figures of nerf.py: images of some views, curves of the record, and a turn around the object."""
+"""Figures of nerf.py: images of some views, and curves of the record."""
 
 import tables
 import torch
@@ -126,19 +126,11 @@ def reliabilities(methods, curves):
     return drawn
 
 
-def turntable(path, truth, mean, sd, is_train):
-    """Write a GIF of all views: truth, mean and standard deviation; held-out ones have a frame."""
-    from PIL import Image, ImageDraw
-
-    scale, frames = sd.quantile(0.999).clamp(min=1e-12), []
-    for view, seen in enumerate(is_train):
-        grey = (sd[view] / scale).expand(3, -1, -1)
-        strip = torch.cat([truth[view, :3], mean[view, :3], grey], -1).clamp(0, 1)
-        pixels = (255 * strip).byte().movedim(0, -1).numpy()
-        frame = Image.fromarray(pixels).resize([2 * n for n in pixels.shape[1::-1]])
-        if not seen:
-            edges = (0, 0, frame.width - 1, frame.height - 1)
-            ImageDraw.Draw(frame).rectangle(edges, outline=(255, 160, 0), width=2)
-        frames.append(frame)
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=120, loop=0)
-    print(f"wrote {path}")
+def one_view(views, view, found):
+    """Draw truth, mean and standard deviation of a view, without a word."""
+    drawn, axes = tables.subplots(1, 3, figsize=(3.2, 1.1), subplot_kw={"xticks": [], "yticks": []})
+    mean, sd = found["images"][view, :3], found["sd"][view]
+    for ax, image in zip(axes, (views.pixels[view, :3], mean), strict=False):
+        ax.imshow(image.movedim(0, -1).clamp(0, 1).numpy())
+    axes[2].imshow(sd.numpy(), cmap="gray")
+    return drawn

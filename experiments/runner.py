@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import importlib.util
 import inspect
+import io
 import json
 import os
 import platform
@@ -298,12 +299,29 @@ class Experiment:
             sys.exit(f"{record.path} has no {error}, which a figure needs: run the experiment anew")
         for ending, drawn in by_ending(drawings):
             path = record.path.with_name(f"{record.path.stem}{ending}.png")
-            drawn.savefig(path, dpi=120)
+            save(drawn, path)
             print(f"wrote {path}")
         for ending, page in by_ending(self.table(record)):
             if table or not figure:
                 record.path.with_name(f"{record.path.stem}{ending}.md").write_text(f"{page}\n")
             print(page)
+
+
+def save(drawn: Any, path: Path, most: int = 60_000) -> None:
+    """Write a figure of at most so many bytes: with few colours and, if need be, fewer pixels."""
+    from PIL import Image
+
+    # This method keeps rare colours, such as those of thin lines.
+    how = {"method": Image.Quantize.MAXCOVERAGE, "dither": Image.Dither.NONE}
+    for dpi, colours in product((120, 96, 80, 66), (256, 128)):
+        buffer, written = io.BytesIO(), io.BytesIO()
+        drawn.savefig(buffer, dpi=dpi)
+        Image.open(buffer).convert("RGB").quantize(colours, **how).save(
+            written, "PNG", optimize=True
+        )
+        if written.tell() <= most:
+            break
+    path.write_bytes(written.getvalue())
 
 
 def choose(experiments: dict[str, Experiment], arguments: list[str] | None = None) -> Record:

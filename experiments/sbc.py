@@ -173,14 +173,16 @@ def figure(record):
     pairs = [(problem, method) for problem in POINTS for method in METHODS]
     found = {pair: ranks for pair in pairs if (ranks := pooled(record, *pair)) is not None}
     down = -(-len(found) // 4)
-    drawn, axes = tables.subplots(down, 4, figsize=(13, 2.9 * down), squeeze=False)
+    share = {"sharex": True, "sharey": True, "squeeze": False}
+    drawn, axes = tables.subplots(down, 4, figsize=(11, 2.1 * down), **share)
     for ax in axes.flat:
         ax.set_visible(False)
     for ax, ((problem, method), ranks) in zip(axes.flat, found.items(), strict=False):
         ax.set_visible(True)
         ranks.plot(ax)
         ax.legend(frameon=False, fontsize=6, loc="upper right")
-        ax.set(title=f"{method}, {problem}", xlabel="", ylabel="", ylim=(-0.4, 0.4))
+        ax.set_title(f"{method}, {problem}", fontsize=9)
+        ax.set(xlabel="", ylabel="", ylim=(-0.4, 0.4))
     return drawn
 
 

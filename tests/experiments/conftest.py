@@ -113,7 +113,7 @@ def smoke(
         assert {n: (record.path.parent / n).read_text() for n in pages} == pages
         capsys.readouterr()
         # It has drawn the same twice.
-        monkeypatch.setattr(Figure, "savefig", lambda drawn, path, dpi: path.write_bytes(PNG))
+        monkeypatch.setattr(runner, "save", lambda drawn, path: path.write_bytes(PNG))
         experiment.main(arguments, *before)
         assert json.loads(record.path.read_text()) == content
         assert capsys.readouterr().out in printed.out

@@ -74,8 +74,7 @@ def test_smoke(folder: Path, smoke, capsys):
         assert cell.get("weight of the KL", 1 / (4 * 6 * 16 * 16)) == 1 / (4 * 6 * 16 * 16)
     assert found.cells["Bayesian", "0"]["KL"] > 0
     out = found.record.path.parent
-    assert (out / "nerf_quarter.gif").read_bytes().startswith(b"GIF8")
-    for ending in ("uncertainty", "around", "over", "over_images", "sparsification"):
+    for ending in ("view", "uncertainty", "around", "over", "over_images", "sparsification"):
         assert (out / f"nerf_quarter_{ending}.png").exists()
     page = (out / "nerf_quarter_uncertainty.md").read_text()
     assert [line.split(" | ")[0][2:] for line in page.splitlines()[2:]] == DRAWN

@@ -77,6 +77,12 @@ def test_settings_of_records_are_those_of_the_experiment(name: str):
     assert set(content) >= {"command", "commands", "versions", "machine", "settings", "cells"}
 
 
+def test_pictures_are_small():
+    """The package is cloned with its pages."""
+    assert [p.name for p in RESULTS.glob("*.png") if p.stat().st_size > 60_000] == []
+    assert {p.suffix for p in RESULTS.iterdir()} <= {".json", ".md", ".png", ".pt"}
+
+
 def test_the_index_has_every_experiment():
     index = INDEX.read_text()
     for command in EXPERIMENTS:
