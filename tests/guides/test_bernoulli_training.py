@@ -12,6 +12,7 @@ import torch.nn as nn
 import tyxe
 from tests.oracles.binary import ADAM, EXACT, data, disturb_, fit, make, mlp, states_differ, weights
 from tyxe.bnn import elbo_terms
+from tyxe.bnn.batches import ReplayedDraws
 from tyxe.distributions import SignedBernoulli
 from tyxe.errors import TyxeWarning
 from tyxe.guides import AutoBernoulli
@@ -196,7 +197,7 @@ def test_predictions_outside_the_handler_use_the_two_values():
     torch.manual_seed(1)
     outputs = bnn.predict(x, num_predictions=3, aggregate=False)
     torch.manual_seed(1)
-    draws = list(bnn.draws(3))
+    draws = list(ReplayedDraws().over(bnn.draws(3)))
     bnn.eval()
     with torch.no_grad():
         for output, values in zip(outputs, draws, strict=True):
