@@ -271,7 +271,16 @@ class Unpacked:
         self.loader, self.unpack = loader, unpack
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.unpack, self.loader)
+        return map(self._one, self.loader)
+
+    def _one(self, batch: Any) -> Any:
+        found = self.unpack(batch)
+        if isinstance(found, tuple | list) and len(found) == 3 and isinstance(found[2], Tensor):
+            # A third element that is named is a weight, whatever its dtype.
+            weights = found[2]
+            dtype = torch.promote_types(weights.dtype, torch.get_default_dtype())
+            return found[0], found[1], weights.to(dtype)
+        return found
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

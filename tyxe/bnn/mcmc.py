@@ -28,7 +28,7 @@ from tyxe.bnn.chains import (
     make_run,
 )
 from tyxe.bnn.checks import check_one_batch
-from tyxe.bnn.potential import BatchPotential, Potential, starts_of
+from tyxe.bnn.potential import BatchPotential, Potential, points_of, starts_of
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.data import Output, Targets, Unpack, masked_targets
 from tyxe.errors import check_count, warn
@@ -196,7 +196,7 @@ class MCMC_BNN(SupervisedBNN):
             data = data[0], self.likelihood.observed(targets)
         with fitting(self, train=by_batch), prior_fixed(self):
             check_one_batch(self, self.net_prior, *data)
-            points = None if by_batch else float(self.likelihood.count(data[1]))
+            points = None if by_batch else points_of(self, data[1])
             self._warn_of_setting(points, is_masked)
             known = [field.name for field in dataclasses.fields(RunOptions)]
             wrong = [name for name in options if (name in known) == (self.kernel is None)]

@@ -34,6 +34,14 @@ TINY = torch.finfo(torch.float32).tiny
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
+def points_of(bnn: SupervisedBNN, targets: Any) -> float:
+    """Return the number of points that count, or raise a ValueError if there is none."""
+    points = float(bnn.likelihood.count(targets))
+    if not points:
+        raise ValueError("no point of the data counts: look for NaN in targets, and at masks")
+    return points
+
+
 class Potential:
     """`-log p(D | w) - log p(w)`, in nats, as a function of one vector of unconstrained values.
 
@@ -57,10 +65,7 @@ class Potential:
         self._net = NetOnBatch(bnn, inputs, keeps=True)
         prefix = bnn.likelihood.prefix
         self._latents = {name: f"{prefix}.{name}" for name in bnn.likelihood.latent_priors()}
-        points = float(bnn.likelihood.count(targets))
-        if not points:
-            raise ValueError("no point of the data counts: look for NaN in targets, and at masks")
-        self._scale = bnn.likelihood.dataset_size / points / temperature
+        self._scale = bnn.likelihood.dataset_size / points_of(bnn, targets) / temperature
         self.priors = priors = self._priors()
         # Without those of real supports, which are the identity.
         self.transforms = {

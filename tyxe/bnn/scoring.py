@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class Predicted(NamedTuple):
     def classes(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return probabilities `(m, C)` of all labels that count, these, and their counts."""
         probs = self.likelihood.class_logits(self.predictions).softmax(-1)
-        return flattened(probs, self.targets, of_classes=True)
+        return flattened(probs, self.targets)
 
     def numbers(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return mean and scale of all numbers that count, `(m,)`, these, and their counts."""
@@ -82,20 +83,18 @@ def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
     # Masks are of batches.
     targets = concatenate_targets([likelihood.observed(targets) for _, targets in batches])
     kept, rows = likelihood.that_count(targets)
+    if isinstance(likelihood, Bernoulli):
+        kept = replace(kept, values=kept.values.long())
     return Predicted(likelihood, tree_map(lambda part: rows_of(part, rows, 0), found), kept)
 
 
-def flattened(
-    predictions: Tensor, targets: Any, of_classes: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def flattened(predictions: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rows of predictions `(n, ..., C)` and numbers `(n, ...)` that count, and how often.
 
-    Counts are None for once each. Labels of classes are integers.
+    Counts are None for once each.
     """
-    found = Targets.of(targets)
-    counts, values = found.counts_within(), found.values.flatten()
+    counts, values = targets.counts_within(), targets.values.flatten()
     predictions = predictions.flatten(0, -2)
-    values = values.long() if of_classes else values
     if counts is None:
         return predictions, values, None
     counts = counts.flatten()

@@ -142,6 +142,8 @@ def check_logits(values: Any) -> Tensor:
 def check_classes(values: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows of logits or probabilities as `check_logits` does, targets and counts, `(n,)`."""
     rows, found = check_logits(values), _targets(y)
+    if found.values.is_floating_point() and found.values.numel() == rows.numel():
+        raise TypeError("targets are probabilities of classes; pass labels: targets.argmax(-1)")
     counts = found.counts_within()
     classes = found.values.reshape(-1).to(rows.device)
     each = torch.ones_like(rows[:, 0]) if counts is None else counts.reshape(-1).to(rows)

@@ -1,0 +1,302 @@
+"""Right values of what has weights, masks and holes, of other targets, and of several outputs."""
+
+import functools
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling
+from tyxe.data import Targets, weighted
+from tyxe.diagnostics import reference, scores, wasserstein2
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Poisson
+from tyxe.predictive import (
+    entropy_decomposition,
+    regression_decomposition,
+    variance_decomposition,
+)
+
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
+STILL = functools.partial(torch.optim.SGD, lr=0.0)
+N = 40
+
+
+@pytest.fixture(autouse=True)
+def _in_double_precision():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def plain(net, likelihood):
+    return tyxe.VariationalBNN(net, HIDDEN, likelihood)
+
+
+class Two(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.k, self.s = nn.Linear(2, 3), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return {"k": self.k(x), "s": self.s(x)}
+
+
+def joint(size=N, **options):
+    return Joint(k=Categorical(size, **options), s=HomoskedasticGaussian(size, scale=0.5))
+
+
+# --- holes within points ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_numbers_that_are_missing_count_nowhere(batches):
+    x, y, net = torch.randn(N, 2), torch.randn(N, 3), nn.Linear(2, 3)
+    kept = torch.rand(N, 3) < 0.6
+    kept[:, 0] = True
+    holes = y.where(kept, torch.nan)
+    loader = list(zip(x.chunk(batches), holes.chunk(batches), strict=True))
+    bnn, z = plain(net, HomoskedasticGaussian(N, scale=0.5)), (y - net(x).detach())[kept]
+    found = scores(bnn, loader, num_predictions=0)
+    assert found["RMSE"] == pytest.approx(float(z.square().mean().sqrt()))
+    factor = ScaleFactor().wrap(bnn, loader, num_predictions=0).calibrator.factor
+    assert factor == pytest.approx(float((z / 0.5).square().mean().sqrt()))
+    each = torch.distributions.Normal(0.0, 0.5).log_prob(z).sum()
+    torch.testing.assert_close(bnn.evaluate(loader)[1], each)
+    assert bnn.fit(loader, STILL, 1).log_likelihood[0] == pytest.approx(float(each))
+    far = (y - net(x).detach()).abs().where(kept, 0.0).amax(1) / 0.5
+    held = SplitConformal(level=0.7).wrap(bnn, loader, num_predictions=0)
+    assert held.calibrator.threshold == pytest.approx(float(far.sort().values[28]))
+
+
+def test_holes_of_some_batches_alone():
+    """Chains and members that go through batches in orders of their own, some with holes."""
+    x, y = torch.randn(N, 2), torch.randn(N, 1)
+    y[3] = torch.nan
+    data = torch.utils.data.TensorDataset(x, y)
+    loader = torch.utils.data.DataLoader(data, 10, shuffle=True)
+    chains = tyxe.MCMC_BNN(
+        nn.Linear(2, 1),
+        PRIOR,
+        HomoskedasticGaussian(N, scale=0.5),
+        functools.partial(tyxe.samplers.SGLD, lr=1e-3),
+    )
+    chains.fit(loader, 12, warmup_steps=4, num_chains=3, progress=False)
+    assert bool(chains.get_samples()["net.weight"].isfinite().all())
+    members = tyxe.EnsembleBNN(
+        lambda seed: tyxe.VariationalBNN(
+            tyxe.util.reset_parameters_(nn.Linear(2, 1)),
+            HIDDEN,
+            HomoskedasticGaussian(N, scale=0.5),
+        ),
+        3,
+    )
+    histories = members.fit(loader, torch.optim.Adam, 3, vectorize=True, progress=False)
+    assert all(torch.tensor(h.loss).isfinite().all() for h in histories)
+
+
+def test_a_fit_of_nothing_warns():
+    y = torch.full((N, 1), torch.nan)
+    bnn = plain(nn.Linear(2, 1), Poisson(N))
+    with pytest.warns(tyxe.TyxeWarning, match="no point of an epoch counts"):
+        bnn.fit([(torch.randn(N, 2), y)], STILL, 1)
+    chains = tyxe.MCMC_BNN(nn.Linear(2, 1), PRIOR, Poisson(N), tyxe.samplers.HMC)
+    with pytest.raises(ValueError, match="no point"):
+        chains.fit([(torch.randn(N, 2), y)], 1, warmup_steps=0)
+
+
+def test_integers_as_a_third_element_name_unpack():
+    with pytest.warns(tyxe.TyxeWarning, match=r"integers, .* unpack=lambda batch: batch\[:2\]"):
+        weighted(torch.zeros(3), torch.arange(3))
+    x, y, weights = torch.randn(N, 2), torch.randn(N, 1), torch.arange(N) % 3
+    bnn = plain(nn.Linear(2, 1), HomoskedasticGaussian(N, scale=0.5))
+    with pytest.warns(tyxe.TyxeWarning, match="unpack"):
+        bnn.fit([(x, y, weights)], STILL, 1)
+    bnn.fit([(x, y, weights)], STILL, 1, unpack=lambda batch: batch)  # and so named
+    assert weighted(torch.zeros(2), torch.tensor([True, False])).weights.tolist() == [1, 0]
+
+
+# --- probabilities ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Categorical, Bernoulli])
+def test_probabilities_are_judged_as_the_logits_that_they_are_of(kind):
+    x = torch.randn(N, 2)
+    net = nn.Linear(2, 3 if kind is Categorical else 1)
+    last = nn.Softmax(-1) if kind is Categorical else nn.Sigmoid()
+    probs = last(net(x).detach())
+    y = torch.multinomial(probs, 1)[:, 0] if kind is Categorical else torch.bernoulli(probs)
+    one = plain(net, kind(N))
+    other = plain(nn.Sequential(net, last), kind(N, logit_predictions=False))
+    assert dict(scores(one, [(x, y)])) == pytest.approx(dict(scores(other, [(x, y)])))
+    sets, temperatures = [], []
+    for bnn in (one, other):
+        sets.append(SplitConformal("lac", 0.7).wrap(bnn, [(x, y)]).predict(x))
+        wrapped = TemperatureScaling().wrap(bnn, [(x, y)])
+        temperatures.append(wrapped.calibrator.temperature)
+        found = wrapped.predict(x)
+    assert torch.equal(sets[0], sets[1])
+    assert temperatures[0] == pytest.approx(temperatures[1])
+    logits = one.predict(x) / temperatures[0]
+    torch.testing.assert_close(found, last(logits))
+
+
+def test_probabilities_as_targets_are_cross_entropy():
+    x, q, net = torch.randn(N, 2), torch.randn(N, 3).softmax(-1), nn.Linear(2, 3)
+    logits = net(x).detach()
+    right = -nn.functional.cross_entropy(logits, q, reduction="sum")
+    bnn = plain(net, Categorical(N))
+    assert bnn.fit([(x, q)], STILL, 1).log_likelihood[0] == pytest.approx(float(right))
+    error, log_likelihood = bnn.evaluate(x, q)
+    torch.testing.assert_close(log_likelihood, right)
+    torch.testing.assert_close(error, (1 - q.gather(1, logits.argmax(1)[:, None])).sum())
+    labels = torch.randint(3, (N,))
+    one_hot = nn.functional.one_hot(labels, 3).double()
+    for curvature in ("ggn", "empirical"):
+        found = []
+        for y in (labels, one_hot):
+            laplace = tyxe.LaplaceBNN(net, PRIOR, Categorical(N), curvature=curvature)
+            laplace.fit_curvature([(x, y)])
+            found.append(laplace.log_marginal_likelihood())
+        torch.testing.assert_close(*found)
+    with pytest.raises(ValueError, match="outside the support of Categorical"):
+        bnn.evaluate(x, 2 * q)
+    with pytest.raises(TypeError, match="pass labels"):
+        TemperatureScaling().wrap(bnn, [(x, q)])
+    with pytest.raises(TypeError, match="class_weights are of labels"):
+        plain(net, Categorical(N, class_weights=torch.ones(3))).fit([(x, q)], STILL, 1)
+
+
+# --- curvature ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("curvature", ["ggn", "empirical"])
+def test_weights_of_classes_count_alike_for_labels_of_any_shape(structure, curvature):
+    x, y, net = torch.randn(N, 2), torch.randint(3, (N,)), nn.Linear(2, 3)
+    likelihood = Categorical(2 * N, class_weights=torch.tensor([0.5, 2.0, 1.5]))
+    found = []
+    for inner, targets in ((net, y), (nn.Sequential(net, nn.Unflatten(1, (1, 3))), y[:, None])):
+        bnn = tyxe.LaplaceBNN(inner, PRIOR, likelihood, structure=structure, curvature=curvature)
+        bnn.fit_curvature([(x, targets)])
+        curve = bnn.state.curvature
+        found.append(curve.operator.to_dense() * curve.points)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("curvature", ["ggn", "empirical"])
+def test_the_curvature_of_several_outputs_counts_what_each_part_does(structure, curvature):
+    x, net = torch.randn(N, 2), Two()
+    y = {"k": torch.randint(3, (N,)), "s": torch.randn(N, 1)}
+    kept = torch.rand(N) < 0.4
+    y["k"][~kept] = -100
+    how = {"structure": structure, "curvature": curvature}
+    bnn = tyxe.LaplaceBNN(net, PRIOR, joint(ignore_index=-100), **how)
+    bnn.fit_curvature([(x, y)])
+    alone = tyxe.LaplaceBNN(net.k, PRIOR, Categorical(int(kept.sum())), **how)
+    alone.fit_curvature([(x[kept], y["k"][kept])])
+    expected = alone.state.curvature.operator.to_dense()
+    size = len(expected)
+    if structure != "kron":
+        found = bnn.state.curvature.operator.to_dense()[:size, :size]
+        torch.testing.assert_close(found, expected)
+    assert bnn.state.curvature.num_targets == N + int(kept.sum())
+
+
+def test_a_process_of_points_counts_weights_as_the_linearised_net_does():
+    x, y, weights = torch.randn(9, 2), torch.randint(3, (9,)), torch.arange(9).double() % 3
+    net, size = nn.Linear(2, 3), int(weights.sum())
+    bnn = tyxe.LaplaceBNN(net, PRIOR, Categorical(size), structure="full")
+    bnn.fit_curvature([(x, y, weights)])
+    bnn.fit_gp([(x, y, weights)])
+    new = torch.randn(4, 2)
+    torch.testing.assert_close(bnn._gp(new)[1], bnn._glm(new)[1])
+
+
+# --- several outputs, several members -----------------------------------------------------------
+
+
+def test_members_with_a_likelihood_of_several_outputs_each():
+    x, y = torch.randn(N, 2), {"k": torch.randint(3, (N,)), "s": torch.randn(N, 1)}
+    ensemble = tyxe.EnsembleBNN(lambda seed: plain(Two(seed), joint()), 2)
+    _, together = ensemble.evaluate(x, y)
+    each = [member.evaluate([(x, y)], reduction="none")[1]["joint"] for member in ensemble.members]
+    expected = (torch.stack(each).exp().mean(0)).log().sum()
+    torch.testing.assert_close(together["joint"], expected)
+    again = tyxe.EnsembleBNN(lambda seed: plain(Two(seed), joint()), 2)
+    again.fit([(x, y)], torch.optim.Adam, 1, vectorize=True, progress=False)
+
+
+def test_a_laplace_approximation_of_several_outputs_takes_loaders_of_mappings():
+    x, y = torch.randn(N, 2), {"k": torch.randint(3, (N,)), "s": torch.randn(N, 1)}
+    bnn = tyxe.LaplaceBNN(Two(), PRIOR, joint(), structure="full")
+    bnn.fit_curvature([(x, y)])
+    assert float(bnn.optimize_prior_precision(loader=[(x, y)])) > 0
+    bnn.fit_gp([(x, y)])
+    torch.testing.assert_close(bnn._gp(x[:4])[1], bnn._glm(x[:4])[1])
+
+
+def test_scores_of_draws_of_each_member():
+    x, y = torch.randn(N, 2), torch.randn(N, 1)
+
+    def member(index):
+        likelihood = HomoskedasticGaussian(N, scale=0.5)
+        if not index:
+            return tyxe.VariationalBNN(nn.Linear(2, 1), PRIOR, likelihood, tyxe.guides.AutoNormal)
+        found = tyxe.LaplaceBNN(nn.Linear(2, 1), PRIOR, likelihood)
+        found.fit_curvature([(x, y)])
+        return found
+
+    ensemble = tyxe.EnsembleBNN(member, 2)
+    torch.manual_seed(0)
+    error, log_likelihood = ensemble.evaluate(x, y, num_predictions=3, aggregate=False)
+    assert error.shape == log_likelihood.shape == (4,)
+    torch.manual_seed(0)
+    first = ensemble.members[0].evaluate(x, y, num_predictions=3, aggregate=False)
+    torch.testing.assert_close(log_likelihood[:3], first[1])
+    torch.testing.assert_close(log_likelihood[3], ensemble.members[1].evaluate(x, y)[1])
+
+
+@pytest.mark.parametrize("kind", [Categorical, Poisson])
+def test_a_reference_is_compared_with_the_weighted_mixture(kind):
+    x, outputs = torch.randn(6, 2), 3 if kind is Categorical else 1
+    chains = tyxe.MCMC_BNN(nn.Linear(2, outputs), PRIOR, kind(6), tyxe.samplers.HMC)
+    y = torch.zeros(6).long() if kind is Categorical else torch.ones(6, 1)
+    chains.fit([(x, y)], 20, warmup_steps=200, num_chains=2, progress=False)
+    known = reference(chains, x, largest_r_hat=9.0)
+    torch.manual_seed(0)
+    ensemble = tyxe.EnsembleBNN(
+        lambda _: plain(tyxe.util.reset_parameters_(nn.Linear(2, outputs)), kind(6)),
+        2,
+        weights=[1.0, 0.0],
+    )
+    expected = known.compare(ensemble.members[0], num_predictions=4)
+    assert known.compare(ensemble, num_predictions=4) == pytest.approx(expected)
+
+
+def test_weights_of_draws_are_repeated_draws():
+    weights, counts = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([2, 1, 1])
+    draws = torch.randn(3, 5, 4)
+    repeated = draws.repeat_interleave(counts, 0)
+    for decompose in (variance_decomposition, entropy_decomposition):
+        found = decompose(draws.softmax(-1), weights)
+        torch.testing.assert_close(found, decompose(repeated.softmax(-1)))
+    found = regression_decomposition(draws, 0.3, weights)
+    torch.testing.assert_close(found, regression_decomposition(repeated, 0.3))
+    other = torch.randn(7, 5, 4)
+    torch.testing.assert_close(wasserstein2(draws, other, weights), wasserstein2(repeated, other))
+    with pytest.raises(ValueError, match="`weights` has shape"):
+        wasserstein2(draws, other, weights[:2])
+
+
+def test_targets_say_what_does_not_fit():
+    y = Targets(torch.zeros(4, 2), mask=torch.ones(4, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"the mask has shape \(4, 3\)"):
+        y.masked(torch.ones(4, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="mask whole points"):
+        y.counts_within(torch.Size([4, 3]))
