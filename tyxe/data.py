@@ -66,6 +66,10 @@ class Targets:
         """Return the targets on a device."""
         return self.map(lambda part: part.to(device))
 
+    def clone(self) -> Targets:
+        """Return a copy."""
+        return self.map(torch.clone)
+
     def __getitem__(self, rows: Any) -> Targets:
         return self.map(lambda part: part[rows])
 

@@ -41,17 +41,16 @@ class EarlyStopping:
         self.scores: Tensor | None = None
         self._waited: Tensor | None = None
 
-    @torch.no_grad()
     def ends(self) -> bool:
         """Look at an epoch that has ended, and return whether all members have stopped."""
-        now = self._score()
+        now = self._score().detach()
         if self.scores is None or self._waited is None:
             self.scores, self._waited = torch.full_like(now, -torch.inf), torch.zeros_like(now)
         goes_on = self._waited < (torch.inf if self._patience is None else self._patience)
         better = goes_on & (now > self.scores)
         kept = better if self._restore_best else goes_on
         for name, parameter in self._parameters.items():
-            self.best[name][kept] = parameter[kept]
+            self.best[name][kept] = parameter.detach()[kept]
         self.scores = torch.where(better, now, self.scores)
         self._waited = torch.where(better, 0, self._waited + 1)
         return self._patience is not None and bool((self._waited >= self._patience).all())

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
 from tyxe.data import Targets, Unpacked, concatenate_targets, read_targets
@@ -68,6 +68,27 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
         yield _checked(batch, device)
 
 
+def length_of(loader: Any) -> int | None:
+    """Return how many batches a loader says that it has, or None."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # such as those over an `IterableDataset`
+        return None
+
+
+def copied(batch: Any) -> Any:
+    """Return copies of what a batch holds, which stay when a loader fills the same memory again."""
+    return tree_map(
+        lambda leaf: leaf.clone() if hasattr(leaf, "clone") else copy.deepcopy(leaf), batch
+    )
+
+
+def all_batches(loader: Iterable[Any], device: Any = None) -> list[tuple[Any, Any]]:
+    """Return all batches as `batches_of` yields them, copied unless they are in a list already."""
+    batches = batches_of(loader, device)
+    return [*batches] if isinstance(loader, list) else [*map(copied, batches)]
+
+
 _EMPTY = "the loader is empty: it yields no batch (a generator can be used once only)"
 
 
@@ -110,20 +131,12 @@ class OwnBatches:
         _check_iterable(loader)
         self._loader, self._device = _with_own_iterator(loader), device
         self._iterator: Iterator[Any] = iter(())
-        self._next: list[tuple[Any, Any]] = []
         self._points = 0
         self.in_epoch: int | None = None
         self._stream = RandomStream(seed)
 
-    def peek(self) -> tuple[Any, Any]:
-        """Return the batch that the next `take` returns."""
-        self._next = [self.take()]
-        return self._next[0]
-
     def take(self) -> tuple[Any, Any]:
         """Return the next batch; errors are those of `batches_of`."""
-        if self._next:
-            return self._next.pop()
         return self._advance(anew=False) or self._advance(anew=True) or self._raise()
 
     def epoch(self) -> Iterator[tuple[Any, Any]]:
@@ -142,8 +155,16 @@ class OwnBatches:
         if batch is self:
             return None
         found = _checked(batch, self._device)
+        # Those of other seeds may be taken from the same loader before this one is used.
+        found = found if isinstance(self._loader, list) else copied(found)
         self._points += len(found[1])
         return found
+
+    def close(self) -> None:
+        """Let go of the loader's iterator, with its workers; the next batch is of a new epoch."""
+        self._iterator = iter(())
+        if isinstance(self._loader, DataLoader):
+            self._loader._iterator = None
 
     def _raise(self) -> Any:
         raise ValueError(_EMPTY)
@@ -251,7 +272,7 @@ def _like(container: Any, items: Iterable[Any]) -> Any:
 
 def collect(loader: Iterable[Any], device: Any = None) -> tuple[Any, Any]:
     """Concatenate all batches of a loader into one."""
-    batches = list(batches_of(loader, device))
+    batches = all_batches(loader, device)
     if len(batches) == 1:
         return batches[0]
     inputs = _concatenate([inputs for inputs, _ in batches])

@@ -247,6 +247,11 @@ class MCMCRun:
                     shown = time.monotonic()
             bar.update(total - bar.n)
 
+    def close(self) -> None:
+        """Let go of the loader's workers, after the last step."""
+        if isinstance(self.run.potential, BatchPotential):
+            self.run.potential.close()
+
     def _told(self, recent: deque[tuple[Tensor, Tensor]]) -> dict[str, str]:
         rows = torch.cat([statistics[done] for done, statistics in recent])
         found = {"step size": float(self.run.settings.step_size.mean())}
@@ -314,6 +319,7 @@ def make_run(
         compile=options.compile if batches is None else False,
         positions=positions,
         inside=alone,
+        before=None if batches is None else batches.take,
     )
 
 

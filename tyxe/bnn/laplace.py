@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import batches_of, is_loader
+from tyxe.bnn.batches import all_batches, batches_of, copied, is_loader
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_size
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
@@ -499,7 +499,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 that holds the data already, or couples weights; targets that do not fit the
                 likelihood; Jacobians that do not fit into memory.
         """
-        batches = batches_of(self.to_fit(data_loader), device)
+        batches = map(copied, batches_of(self.to_fit(data_loader), device))
         return refined(self, self.state, batches, method, structure, options)
 
     # ------------------------------------------------------------------ evidence
@@ -572,7 +572,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             raise ValueError("method='grid' finds one precision for all weights, not per_site")
         check_one_number(state.prior)
         if loader is not None and method == "grid":
-            batches = list(batches_of(self.to_evaluate(loader)))
+            batches = all_batches(self.to_evaluate(loader))
             best = best_of_grid(grid, lambda precision: self._held_out(precision, batches))
             numbers = {"": state.loc.new_tensor(best)}
         else:

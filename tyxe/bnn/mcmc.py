@@ -300,6 +300,7 @@ class MCMC_BNN(SupervisedBNN):
             kept, what, how = chains.run.num_kept, "interrupted", "; fit(..., resume=True) goes on"
             if not isinstance(error, KeyboardInterrupt):
                 self._chains, what, how = None, "stopped", ""
+                chains.close()
                 if chains.file is not None and not kept:  # in the way of the next try
                     os.remove(chains.file.path)
             if kept:
@@ -307,6 +308,7 @@ class MCMC_BNN(SupervisedBNN):
             each = f"samples of each of {chains.num_chains} chains"
             warn(f"{what}: the BNN keeps {kept or 'no new'} {each}{how}")
             raise
+        chains.close()
         self._take(chains.get_samples(group_by_chain=True), chains.file)
         chains.warn_of_result()
 

@@ -76,6 +76,8 @@ class AveragedNorms(BNN):
                 stand_in(tree_map_tensors(lambda t: t.to(device), batch[0]))
 
         copies = {norm: stand_in.part(norm) for norm in norms}
-        # A loader's numbers are its own, and the draws those without it.
+        # A loader's numbers are its own, and the draws those without it. It runs as where it was
+        # given, which is not within a prediction.
         batches = drawing_from(RandomStream(), batches_to_predict(loader, None, None))
-        return averaged_statistics(copies, run, batches)
+        with torch.enable_grad():
+            return averaged_statistics(copies, run, batches)

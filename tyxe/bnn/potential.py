@@ -231,17 +231,34 @@ class BatchPotential:
         self, potential: Potential, starts: Tensor, loader: Iterable[Any], device: Any
     ) -> None:
         seeds = torch.randint(2**62, (len(starts),)).tolist()
-        self._batches = [OwnBatches(loader, device, seed) for seed in seeds]
-        self._bnn, self._has_warned = potential.bnn, False
+        self._loaders = [OwnBatches(loader, device, seed) for seed in seeds]
+        self._bnn, self._has_warned, self._step = potential.bnn, False, 0
         self._potential = potential
-        self._look(_alike([own.peek() for own in self._batches]), starts)
+        self._latest = [own.take() for own in self._loaders]
+        self._ready: list[Any] | None = self._latest
+        self._look(_alike(self._latest), starts)
+
+    def take(self, step: int) -> None:
+        """Take the batches of the next call, which are the same for each try of a step.
+
+        Where the call itself takes them, the loader runs inside of what the call is in.
+        """
+        if step != self._step:
+            self._latest, self._step = [own.take() for own in self._loaders], step
+        self._ready = self._latest
+
+    def close(self) -> None:
+        """Let go of the loader's workers, when no further step is to come."""
+        for own in self._loaders:
+            own.close()
 
     def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Return potentials `(chains,)`, in nats, and gradients `(chains, d)`.
 
         A batch that is too large, or whose inputs or targets make these infinite, is a ValueError.
         """
-        batches, likelihood = [own.take() for own in self._batches], self._bnn.likelihood
+        batches = self._ready or [own.take() for own in self._loaders]
+        self._ready, likelihood = None, self._bnn.likelihood
         for _, targets in batches:
             if len(targets) > likelihood.dataset_size:
                 likelihood.check_size(targets)
@@ -253,7 +270,7 @@ class BatchPotential:
             for batch in batches:
                 check_is_finite(batch[0])
                 check_one_batch(self._bnn, self._bnn.net_prior, *batch)
-        points = self._batches[0].in_epoch
+        points = self._loaders[0].in_epoch
         if points is not None and not self._has_warned:
             self._has_warned = warn_of_size(points, likelihood.dataset_size)
         return value, gradient

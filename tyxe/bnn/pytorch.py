@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tyxe.bnn.base import BNN
-from tyxe.bnn.batches import batches_to_predict
+from tyxe.bnn.batches import batches_to_predict, copied
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.reading import look_at_sites
 from tyxe.data import Output
@@ -226,7 +226,7 @@ class PytorchBNN(BNN):
         """
         num_predictions = check_count("num_predictions", num_predictions, 0)
         given = inputs[0] if len(inputs) == 1 else inputs
-        batches = [batch for batch, _ in batches_to_predict(given, None, None)]
+        batches = [copied(batch) for batch, _ in batches_to_predict(given, None, None)]
         if num_predictions:
             look_at_sites(self, batches[0], needs_gradients=False, keywords=kwargs)
         with self.predicting():

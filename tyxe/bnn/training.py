@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import batches_of, copied, length_of
 from tyxe.bnn.checkpoint import BestEpoch, History
 from tyxe.bnn.checks import (
     check_beta,
@@ -33,7 +33,7 @@ from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping, scheduler_of
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
-from tyxe.rng import torch_rng_kept
+from tyxe.rng import RandomStream
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs
 
@@ -195,8 +195,7 @@ def held_out_sums(bnn: Any, loader: Iterable[Any], device: Any) -> tuple[float, 
     draws = 8 if "scale" in bnn.parameter_kinds().values() else 0
     total = points = 0.0
     for inputs, targets in batches_of(bnn.to_evaluate(loader), device):
-        with torch_rng_kept():
-            torch.manual_seed(0)
+        with RandomStream(seed=0):
             found = bnn.evaluate(inputs, targets, draws)[1]
         total += float(found if isinstance(found, Tensor) else found["joint"])
         points += float(bnn.likelihood.count(targets))
@@ -293,8 +292,9 @@ class Trainer:
         self.processes.check_same(dataset_size=size, beta=beta, optim=rates)
         announce_epoch(self.bnn.net, beta)
         shuffle_anew(loader, epoch, self.options.parallel is not None)
-        if self._bar.total is None and isinstance(loader, Sized):
-            self._bar.total = len(loader) * self._left
+        if self._bar.total is None:
+            length = length_of(loader)
+            self._bar.total = None if length is None else length * self._left
         self._batches = 0
         before = self._taken() if self.options.nan_check == "epoch" else None
         batches = self.processes.equal_batches(batches_of(loader, device))
@@ -318,7 +318,9 @@ class Trainer:
         data: Any = 0.0
         kl: Any = 0.0
         points: Any = 0
-        while group := [*islice(batches, self.options.accumulate_steps)]:
+        count = self.options.accumulate_steps
+        batches = batches if count == 1 else map(copied, batches)
+        while group := [*islice(batches, count)]:
             with exclusive():
                 if not self._checked:
                     with self.processes.all_or_none():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tyxe import files
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import all_batches
 from tyxe.bnn.scoring import predicted
 from tyxe.data import Targets, Unpack
 from tyxe.errors import described
@@ -80,7 +80,7 @@ class Calibrator(ABC):
             )
         if isinstance(bnn.likelihood, Joint):
             raise TypeError("the BNN has several outputs: calibrate the predictions of each apart")
-        batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
+        batches = all_batches(bnn.to_evaluate(loader, unpack))
         judged = predicted(bnn, batches, **options)
         self.fit(self.of(judged.predictions, bnn.likelihood), judged.targets)
         return Calibrated(bnn, self, options)

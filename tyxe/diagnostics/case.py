@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tyxe.bnn import EnsembleBNN
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import all_batches, copied
 from tyxe.bnn.scoring import Predicted, predicted, weights_of
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import TyxeWarning
@@ -55,9 +55,9 @@ class Case:
         """Read loaders once, onto the BNN's device."""
         device = next(bnn.parameters()).device
         one = members_of(bnn)[0]
-        data, unseen = (list(unpacked(loader, unpack)) for loader in (train, held_out))
+        data, unseen = ([*map(copied, unpacked(own, unpack))] for own in (train, held_out))
         evaluated, fitted, seen = (
-            list(batches_of(loader, device))
+            all_batches(loader, device)
             for loader in (bnn.to_evaluate(data), one.to_fit(data), bnn.to_evaluate(unseen))
         )
         # Evaluations of all training data would be what takes the time.

@@ -17,7 +17,7 @@ from tyxe.diagnostics import inference
 from tyxe.diagnostics.case import Case, members_of
 from tyxe.diagnostics.report import Line, Report
 from tyxe.errors import described
-from tyxe.rng import torch_rng_kept
+from tyxe.rng import RandomStream, torch_rng_kept
 from tyxe.util import outside_inference
 
 
@@ -82,9 +82,10 @@ def diagnose(
             f"bnn is {described(bnn)}; expected a fitted BNN with a likelihood, or an EnsembleBNN"
         )
     besides = [] if plain is None else [of_predictions.beside(plain)]
-    with torch_rng_kept():
-        given = {"num_predictions": num_predictions, **options}
+    given = {"num_predictions": num_predictions, **options}
+    with RandomStream():  # a loader's numbers are its own, and it may wait for other threads
         case = Case.of(bnn, train, held_out, unpack, given, beta)
+    with torch_rng_kept():
         lines = [*inference.size(case)]
         for check in (*of_predictions.CHECKS, *besides):
             lines += check(case)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe import metrics
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import all_batches
 from tyxe.bnn.scoring import predicted
 from tyxe.data import Unpack
 
@@ -52,7 +52,7 @@ def scores(
         >>> list(scores(bnn, [(torch.randn(50, 2), torch.arange(50) % 3)]))[:3]
         ['log-likelihood', 'error', 'Brier score']
     """
-    batches = list(batches_of(bnn.to_evaluate(list(loader), unpack)))
+    batches = all_batches(bnn.to_evaluate(loader, unpack))
     options = {"num_predictions": num_predictions, **options}
     state = torch.get_rng_state()
     error, log_likelihood = bnn.evaluate(batches, reduction="mean", **options)

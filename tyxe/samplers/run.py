@@ -51,6 +51,8 @@ class Run:
             pays, where there is a compiler. A net that cannot be compiled then gives a warning.
         positions: where samples go, `(chains, num_samples, d)`; by default a new tensor.
         inside: makes a context for every step, such as a lock.
+        before: called before every try of a step, outside of that, with its number, from 0 for the
+            start.
         programs: those of another run of the kernel, the potential and shapes, to use again.
 
     Attributes:
@@ -76,6 +78,7 @@ class Run:
     compile: bool | None = None
     positions: Tensor | None = None
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    before: Callable[[int], Any] | None = None
     programs: tuple[Program, Program] | None = None
     _random: Randomness | None = field(default=None, init=False)
 
@@ -126,9 +129,12 @@ class Run:
             RuntimeError: `compile` is True, and the potential cannot be compiled; a chain of a
                 kernel without accept step diverges, whose last samples are then left out.
         """
-        with torch.no_grad(), self.inside():
-            if not self._state:
+        if not self._state:
+            self._prepare(0)
+            with torch.no_grad(), self.inside():
                 self._start()
+        self._prepare(self._made + 1)
+        with torch.no_grad(), self.inside():
             self.programs = self.programs or self._built(compile=bool(self.compile))
         while int(self.transitions.min()) < self.num_transitions:
             if self.compile is None and self._made == _WORTH_COMPILING and self._is_long():
@@ -137,12 +143,17 @@ class Run:
                         self.programs = self._built(compile=True)
                 except RuntimeError as error:
                     warn(f"steps go on without a program: {error}")
+            self._prepare(self._made + 1)
             # A program needs no parameters in any places.
             inside = nullcontext if self.is_compiled else self.inside
             with torch.no_grad(), inside():
                 transition = self._advance()
             self._made += 1
             yield transition
+
+    def _prepare(self, step: int) -> None:
+        if self.before is not None:
+            self.before(step)
 
     def _is_long(self) -> bool:
         """Say whether more steps are left than a program takes to pay, by those made so far."""

@@ -1,0 +1,248 @@
+"""Loaders are the user's code: without length, of one buffer, and never inside of a lock."""
+
+import functools
+import multiprocessing
+import queue
+import threading
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import tyxe
+from tyxe.data import Unpacked
+from tyxe.threads import exclusive
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+
+N, SIZE = 24, 6
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+W = torch.arange(N) % 3 + 0.5
+WEIGHED = W / W.mean()
+ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+
+
+class Loader:
+    """Fills the same tensors anew for each batch, and looks at where it runs."""
+
+    def __init__(self, reuses=True):
+        self.reuses, self.runs, self.wrong = reuses, 0, set()
+        self.buffer = torch.empty(SIZE, 3), torch.empty(SIZE, dtype=torch.long), torch.empty(SIZE)
+
+    def __iter__(self):
+        for start in range(0, N, SIZE):
+            self.look()
+            rows = slice(start, start + SIZE)
+            batch = [part[rows].clone() for part in (X, Y, WEIGHED)]
+            if self.reuses:
+                batch = [held.copy_(part) for held, part in zip(self.buffer, batch, strict=True)]
+            yield tuple(batch)
+        self.look()
+
+    def look(self):
+        self.runs += 1
+        if not torch.is_grad_enabled():
+            self.wrong.add("no_grad")
+        if torch.is_inference_mode_enabled():
+            self.wrong.add("inference mode")
+        thread = threading.Thread(target=self.take_the_lock, daemon=True)
+        thread.start()
+        thread.join(0.5)
+        if thread.is_alive():
+            self.wrong.add("lock")
+
+    def take_the_lock(self):
+        with exclusive():
+            pass
+
+
+def net(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), *(layers or [nn.Tanh()]), nn.Linear(4, 2))
+
+
+LIKELIHOOD = tyxe.likelihoods.Categorical(N)
+
+
+def variational(*layers):
+    return tyxe.VariationalBNN(net(*layers), NORMAL, LIKELIHOOD, tyxe.guides.AutoNormal)
+
+
+def laplace():
+    return tyxe.LaplaceBNN(net(), NORMAL, LIKELIHOOD)
+
+
+def mcmc(kernel):
+    return tyxe.MCMC_BNN(net(), NORMAL, LIKELIHOOD, kernel)
+
+
+def ensemble(index=None):
+    def make(index):
+        torch.manual_seed(index)
+        own = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        return tyxe.VariationalBNN(own, NORMAL, LIKELIHOOD, tyxe.guides.AutoNormal)
+
+    return tyxe.EnsembleBNN(make, 3)
+
+
+def fitted(bnn, loader, *arguments, **options):
+    torch.manual_seed(1)
+    bnn.fit(loader, *arguments, **options)
+    return bnn.state_dict()
+
+
+def predicted(bnn, loader):
+    """Predictions by statistics of norms from a loader, for each draw, within other calls too."""
+    bnn.update_norm_statistics(loader)
+    torch.manual_seed(1)
+    found = bnn.predict(X, num_predictions=2), bnn.evaluate(X, Y, num_predictions=2)
+    torch.manual_seed(1)
+    found += bnn.to_ensemble(2)(X), bnn.to_module(sample=True)(X)
+    return found, bnn.fit([(X, Y)], ADAM, 1, validation=[(X, Y)]).validation
+
+
+def with_curvature():
+    bnn = laplace()
+    bnn.fit_curvature([(X, Y)])
+    return bnn
+
+
+def from_gp(loader):
+    bnn = with_curvature()
+    bnn.fit_gp(loader)
+    return bnn.predict(X, predictive="gp")
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+SGHMC = functools.partial(tyxe.samplers.SGHMC, lr=1e-3)
+NUTS = tyxe.samplers.NUTS(max_tree_depth=2)
+ONE = [(X, Y)]
+USES = {
+    "fit": lambda loader: fitted(variational(), loader, ADAM, 2),
+    "accumulated": lambda loader: fitted(variational(), loader, ADAM, 2, accumulate_steps=3),
+    "validation": lambda loader: variational().fit(ONE, ADAM, 2, validation=loader).validation,
+    "vectorize": lambda loader: fitted(ensemble(), loader, ADAM, 2, vectorize=True),
+    "vectorize, validation": lambda loader: fitted(
+        ensemble(), ONE, ADAM, 2, vectorize=True, validation=loader
+    ),
+    "members": lambda loader: fitted(ensemble(), loader, ADAM, 2),
+    "SWAG": lambda loader: fitted(
+        tyxe.SWAG_BNN(net(nn.BatchNorm1d(4)), NORMAL, LIKELIHOOD, rank=2), loader, SGD, 8
+    ),
+    "Laplace": lambda loader: fitted(laplace(), loader, ADAM, 2),
+    "SGHMC": lambda loader: fitted(mcmc(SGHMC), loader, 4, warmup_steps=2),
+    "SGHMC, chains": lambda loader: fitted(mcmc(SGHMC), loader, 4, warmup_steps=2, num_chains=2),
+    "NUTS": lambda loader: fitted(mcmc(NUTS), loader, 2, warmup_steps=2, num_chains=1),
+    "starts": lambda loader: mcmc(NUTS).starts(loader, "net", 2),
+    "predict": lambda loader: variational().predict(loader),
+    "evaluate": lambda loader: variational().evaluate(loader),
+    "curvature": lambda loader: (bnn := laplace(), bnn.fit_curvature(loader))[0].predict(X),
+    "glm": lambda loader: with_curvature().evaluate(loader),
+    "precision": lambda loader: with_curvature().optimize_prior_precision(loader=loader),
+    "refine": lambda loader: (
+        with_curvature().refine(Unpacked(loader, lambda batch: batch[:2])).predict(X)
+    ),
+    "gp": from_gp,
+    "norms": lambda loader: predicted(variational(nn.BatchNorm1d(4)), loader),
+    "diagnose": lambda loader: {
+        name: line.value
+        for name, line in tyxe.diagnostics.diagnose(variational(), loader, loader).items()
+    },
+    "scores": lambda loader: dict(tyxe.diagnostics.scores(variational(), loader)),
+    "calibration": lambda loader: (
+        tyxe.calibration.SplitConformal(level=0.8).wrap(variational(), loader).predict(X)
+    ),
+    "PytorchBNN": lambda loader: tyxe.PytorchBNN(net(), NORMAL, tyxe.guides.AutoNormal).predict(
+        ((x,) for x, *_ in loader)
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_loaders_run_outside_of_locks_and_grad_modes_and_may_reuse_their_memory(use):
+    found = []
+    for loader in (Loader(reuses=False), Loader()):
+        torch.manual_seed(2)
+        found.append(USES[use](loader))
+        assert loader.runs
+        assert not loader.wrong
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0, equal_nan=True)
+
+
+class Waiting(Loader):
+    """Takes its batches from a thread that predicts with another BNN."""
+
+    def __iter__(self):
+        other, batches = variational(), queue.Queue(1)
+
+        def work():
+            for rows in torch.arange(N).split(SIZE):
+                other.predict(X[rows], num_predictions=2)
+                batches.put((X[rows], Y[rows], WEIGHED[rows]))
+            batches.put(None)
+
+        threading.Thread(target=work, daemon=True).start()
+        while (batch := batches.get(timeout=10)) is not None:
+            yield batch
+
+
+@pytest.mark.parametrize("use", ["fit", "validation", "SGHMC", "SGHMC, chains", "norms"])
+def test_a_loader_may_wait_for_a_thread_that_predicts(use):
+    USES[use](Waiting())
+
+
+class Stream(IterableDataset):
+    """Rows, of which nobody knows how many there are."""
+
+    def __iter__(self):
+        return zip(X, Y, WEIGHED, strict=True)
+
+
+class Unsized:
+    """An iterable whose length is not known, and which says so in its own way."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        return zip(X.split(SIZE), Y.split(SIZE), WEIGHED.split(SIZE), strict=True)
+
+    def __len__(self):
+        raise self.error
+
+
+UNSIZED = {
+    "a stream": lambda: DataLoader(Stream(), SIZE),
+    "TypeError": lambda: Unsized(TypeError("no length")),
+    "NotImplementedError": lambda: Unsized(NotImplementedError()),
+}
+
+
+@pytest.mark.parametrize("kind", UNSIZED)
+@pytest.mark.parametrize("use", ["fit", "accumulated", "members", "SWAG", "Laplace", "SGHMC"])
+def test_a_loader_may_have_no_length(use, kind):
+    USES[use](UNSIZED[kind]())
+
+
+@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.parametrize("unpack", [None, tuple])
+@pytest.mark.parametrize("class_weights", [None, torch.tensor([1.0, 2.0])])
+def test_a_generator_may_be_gone_through_once(class_weights, unpack, progress):
+    likelihood = tyxe.likelihoods.Categorical(N, class_weights=class_weights)
+    bnn = tyxe.VariationalBNN(net(), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    once = (batch for batch in zip(X.split(SIZE), Y.split(SIZE), strict=True))
+    assert len(bnn.fit(once, ADAM, 1, unpack=unpack, progress=progress).loss) == 1
+
+
+@pytest.mark.parametrize("num_chains", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_outlives_a_run_of_chains(persistent, num_chains):
+    rows, before = TensorDataset(X, Y), set(multiprocessing.active_children())
+    loader = DataLoader(rows, SIZE, num_workers=1, persistent_workers=persistent)
+    bnn = mcmc(SGHMC)
+    bnn.fit(loader, 5, warmup_steps=0, num_chains=num_chains)
+    assert not set(multiprocessing.active_children()) - before
