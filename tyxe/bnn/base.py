@@ -196,6 +196,17 @@ class BNN(Saved, nn.Module):
         return {name: module._parameters[a] for name, (module, a) in owners.items()}  # type: ignore[misc]
 
     @property
+    def like(self) -> Tensor:
+        """A tensor in the dtype of the sites, the widest, and on their device.
+
+        Other parameters may be in half precision, complex or integers. Without sites it is a
+        parameter of the net.
+        """
+        sites = [*self.in_places().values()]
+        others = [p for p in self.net.parameters() if p.is_floating_point()]
+        return max(sites or others or self.net.parameters(), key=Tensor.element_size)
+
+    @property
     def _outline(self) -> Outline:
         """What stand-ins need to know of the net, from one look at it."""
         if self._runtime.outline is None:

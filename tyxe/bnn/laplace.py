@@ -209,7 +209,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
     def _gaussian_prior(self, priors: SitePriors, blocks: ParamBlocks | None = None) -> Gaussian:
         named = {priors.prefix + name: prior for name, prior in priors.priors()}
         blocks = ParamBlocks.of_sites(self.site_shapes()) if blocks is None else blocks
-        return gaussian_prior(named, blocks, next(self.net.parameters()))
+        return gaussian_prior(named, blocks, self.like)
 
     def _state_of(self, curvature: Curvature) -> LaplaceState:
         return _formed(

@@ -88,7 +88,7 @@ class Potential:
 
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the vector `(d,)` of sites' values."""
-        like = next(self.bnn.parameters())
+        like = self.bnn.like
         found = {n: self.transforms[n](v) if n in self.transforms else v for n, v in values.items()}
         return self.blocks.flatten({n: v.to(like) for n, v in found.items()})
 
@@ -197,7 +197,7 @@ class Potential:
 
     def _prepare_normals(self, shapes: Mapping[str, Size]) -> None:
         """Prepare `sum_i precision_i (w_i - loc_i)^2 + constant`; other sites have precision 0."""
-        like = next(self.bnn.parameters())
+        like = self.bnn.like
         locs, precisions = {}, {}
         self._constant = like.new_zeros(())
         for name, shape in shapes.items():

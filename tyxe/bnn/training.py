@@ -491,6 +491,7 @@ def _reruns_named() -> Iterator[None]:
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients together."""
     gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     # A sum of squares overflows in half precision.
     wide = [g if g.element_size() >= 4 else g.float() for g in gradients]
     if all(g.device.type == "cpu" and g.is_contiguous() for g in wide):

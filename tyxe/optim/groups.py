@@ -146,6 +146,7 @@ def _fused_option(
         return {}
     known = inspect.signature(constructor).parameters
     supported = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
+    supported = supported and not any(p.is_complex() for p in parameters.values())
     supported = supported and own_their_memory(parameters.values())
     free = not chosen & {"fused", "foreach", "differentiable", "capturable"}
     return {"fused": True} if "fused" in known and supported and free else {}
