@@ -143,7 +143,9 @@ class Programs:
 
     def find(self, key: Any, make: Callable[[], Program]) -> Program | None:
         """Return the program of a key, made where it is new, or None if there is none."""
-        if not self._fails and key not in self._programs and len(self._programs) < MOST_PROGRAMS:
+        if not self._fails and key not in self._programs:
+            if len(self._programs) == MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]  # the oldest
             start = time.perf_counter()
             try:
                 self._programs[key] = make()

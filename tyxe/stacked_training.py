@@ -57,9 +57,10 @@ class EarlyStopping:
 
     @torch.no_grad()
     def go_back(self) -> None:
-        """Set the members to what they go back to."""
+        """Set the members to what they go back to; one whose scores were all NaN stays."""
+        known = self.scores is not None and self.scores > -torch.inf
         for name, parameter in self._parameters.items():
-            parameter.copy_(self.best[name])
+            parameter[known] = self.best[name][known]
 
 
 def train_stacked(

@@ -1,6 +1,7 @@
 """Members in one tensor: as in the loop, nets that this takes and that it does not, errors."""
 
 import functools
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -132,6 +133,34 @@ def test_a_loss_that_is_not_finite_leaves_all_members_as_they_were():
     for name, value in ensemble.state_dict().items():
         assert torch.equal(value, before[name])
     ensemble.fit([(X, Y)], torch.optim.Adam, 1, resume=True, vectorize=True)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_stop_after_held_out_data_were_scored_leaves_all_members_as_they_were(error):
+    ensemble, calls = ensemble_of(), []
+    before = {n: v.clone() for n, v in ensemble.state_dict().items()}
+
+    class Loader:
+        def __iter__(self):
+            calls.append(1)
+            if len(calls) > 3 * len(ensemble.members):
+                raise error
+            return iter([(X, Y)])
+
+    with pytest.raises(error):
+        ensemble.fit(Loader(), torch.optim.Adam, 8, vectorize=True, validation=[(X, Y)])
+    for name, value in ensemble.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_held_out_scores_that_are_no_numbers_keep_what_was_trained(monkeypatch):
+    ensemble, start = ensemble_of(), ensemble_of()
+    start.load_state_dict(ensemble.state_dict())
+    monkeypatch.setattr("tyxe.bnn.stacked.held_out_sums", lambda *_: (math.nan, 1.0))
+    ensemble.fit([(X, Y)], torch.optim.Adam, 2, vectorize=True, validation=[(X, Y)])
+    pairs = zip(ensemble.parameters(), start.parameters(), strict=True)
+    assert not any(torch.equal(own, other) for own, other in pairs if own.requires_grad)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.oracles import front_nets
 from tests.oracles.front_nets import Drops, Net, Residual
 from tests.oracles.predictions import seeded
 from tyxe.bnn import laplace
+from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.potential import Potential, alone
 from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.priors import IIDPrior
@@ -338,15 +339,18 @@ def test_every_linearised_wrapper_sees_a_derivative(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:MCMC does not fit")
-@pytest.mark.parametrize("how", ["attribute", "global"])
-def test_a_chain_meets_a_draw_that_is_handed_over(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "init"), [("attribute", None), ("global", None), ("attribute", "net")]
+)
+def test_a_chain_meets_a_draw_that_is_handed_over(how: str, init: str | None) -> None:
     """Its posterior is the conjugate one, and not the prior."""
     torch.manual_seed(0)
     net, x = Hands(how), torch.randn(30, 3)
     y = x @ torch.tensor([[1.5], [-0.7], [0.2]]) + 0.5 * torch.randn(30, 1)
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(30, scale=0.5)
     bnn = tyxe.MCMC_BNN(net, last(net.head), likelihood, NUTS())
-    run = seeded(bnn.fit, [(x, y)], 200, warmup_steps=200, num_chains=2, progress=False)
+    options = {"warmup_steps": 200, "num_chains": 2, "progress": False, "init": init}
+    run = seeded(bnn.fit, [(x, y)], 200, **options)
     covariance = torch.linalg.inv(torch.eye(3) + x.T @ x / 0.25)
     mean = (covariance @ x.T @ y / 0.25).flatten()
     drawn = run.get_samples()["net.head.weight"].flatten(1)
@@ -367,6 +371,36 @@ def test_hooks_and_modes_inside_of_what_is_kept_are_heeded(monkeypatch) -> None:
     assert len(seen) == own_last.calls + 4
     without(monkeypatch)
     assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
+
+
+def test_a_draw_that_is_handed_over_is_met_after_draws_that_are_one() -> None:
+    """As those of a chain are after a rejection."""
+    net, x = Hands("attribute"), torch.randn(N, 3)
+    bnn = tyxe.MCMC_BNN(net, last(net.head), tyxe.likelihoods.HomoskedasticGaussian(N, 0.5), NUTS())
+    draws = torch.randn(3, 1, 3)[[0, 0, 0, 1, 2]][None]
+    bnn.samples.replace({"net.head.weight": draws})
+    monotone = bnn.predict(x, num_predictions=5, aggregate=False)
+    torch.testing.assert_close(
+        monotone[:, :, 0].unique(dim=0), (draws[0, 2:, 0] @ x.T).unique(dim=0)
+    )
+
+
+def test_a_net_that_has_changed_is_compared_again(monkeypatch) -> None:
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), torch.randn(N, 3)
+    bnn = tyxe.VariationalBNN(
+        net, last(net[1]), tyxe.likelihoods.HomoskedasticGaussian(N, 0.5), tyxe.guides.AutoNormal
+    )
+    compared = []
+    plain = NetOnBatch._compared
+    monkeypatch.setattr(
+        NetOnBatch, "_compared", lambda self, *args: compared.append(1) or plain(self, *args)
+    )
+    for _ in range(2):
+        bnn.predict(x, num_predictions=3)
+        assert compared == [1]
+    bnn.net.note = "changed"
+    bnn.predict(x, num_predictions=3)
+    assert compared == [1, 1]
 
 
 def test_draws_that_are_one_are_no_comparison() -> None:

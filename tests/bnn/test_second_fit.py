@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
@@ -23,19 +24,35 @@ X, Y = torch.randn(12, 3), torch.arange(12) % 2
 SGD = partial(torch.optim.SGD, lr=1e-3)
 
 
+class Slotted:
+    __slots__ = ("rate",)
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+
+def scaled(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+    return by * x
+
+
 class Net(nn.Module):
-    """A net with a rate, a number and a tensor that is no buffer."""
+    """A net with a rate, a number, a tensor that is no buffer, and more beside its tensors."""
+
+    shift = 0.0
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.2))
         self.head = nn.Linear(4, 2)
         self.factor, self.options = 1.0, {"shift": 0.5}
-        self.constant = torch.ones(2)
+        self.constant, self.array = torch.ones(2), np.ones(1)
+        self.slots, self.function = Slotted(), scaled
+        self.act, self.terms = partial(nn.functional.leaky_relu, negative_slope=0.9), 1.0
         self.register_buffer("offset", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.factor * self.head(self.body(x)) + self.options["shift"]
+        found = self.factor * self.head(self.body(x)) + self.options["shift"] + self.shift
+        found = self.function(self.act(found)) * self.terms * float(self.array[0]) * self.slots.rate
         return found * self.constant + self.offset
 
 
@@ -63,7 +80,7 @@ def test_a_second_fit_compiles_nothing(traced: list[Any]) -> None:
 
 
 def test_a_program_is_given_all_tensors(traced: list[Any]) -> None:
-    """New numbers in parameters, buffers and priors of the same kind need no other program."""
+    """New numbers in parameters and buffers need no other program."""
     bnn, plain = make(), make()
     fit(bnn)
     plain.fit([(X, Y)] * 3, SGD, 1)
@@ -99,6 +116,18 @@ def frozen(bnn: Any) -> None:
     bnn.net_guide.locs["head.bias"].requires_grad_(False)
 
 
+def other_act(bnn: Any) -> None:
+    bnn.net.act = partial(nn.functional.leaky_relu, negative_slope=0.5)
+
+
+def of_other_class(bnn: Any) -> None:
+    bnn.net.__class__ = type("Other", (Net,), {"shift": 1.0})
+
+
+def other_default(bnn: Any) -> None:
+    bnn.net.function.__defaults__ = (bnn.net.function.__defaults__[0] + 1.0,)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "dropout rate": with_rate,
     "number": lambda b: setattr(b.net, "factor", 2.0),
@@ -110,6 +139,12 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "hook": hooked,
     "hook before": prehooked,
     "mode": lambda b: b.net.body[2].eval(),
+    "partial": other_act,
+    "attribute named as one of ours": lambda b: setattr(b.net, "terms", 3.0),
+    "array in place": lambda b: b.net.array.__setitem__(0, 2.0),
+    "slot": lambda b: setattr(b.net.slots, "rate", 2.0),
+    "attribute of the class": of_other_class,
+    "default of a function": other_default,
     "forward": lambda b: setattr(b.net, "forward", partial(Net.forward, b.net)),
     "kind of prior": lambda b: b.update_prior(IIDPrior(dist.Laplace(0.0, 1.0))),
     "prior": lambda b: b.update_prior(LayerwiseNormalPrior("xavier")),

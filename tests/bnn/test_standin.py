@@ -1,6 +1,7 @@
 """A forward runs on a stand-in: the net at its draws, and a BNN that stays as it was."""
 
 import copy
+import dataclasses
 import gc
 import warnings
 import weakref
@@ -146,6 +147,19 @@ class Hooked(Body):
         return output + self.last.bias.sin()
 
 
+class Filled(Body):
+    """Fills a list in its first forward, and then runs what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.order:
+            self.order += [self.first, self.last]
+        return self.order[1](torch.tanh(self.order[0](x)))
+
+
 class Parent(Body):
     """A child that knows its parent, outside of the tree of submodules."""
 
@@ -194,7 +208,19 @@ class Recurrent(nn.Module):
         return self.gru(self.lstm(x[:, None])[0])[0][:, 0]
 
 
-LINKED = [InList, Bound, Partial, Holds, Hooked, Parent, Replaced, Tied, Checkpointed, Recurrent]
+LINKED = [
+    InList,
+    Filled,
+    Bound,
+    Partial,
+    Holds,
+    Hooked,
+    Parent,
+    Replaced,
+    Tied,
+    Checkpointed,
+    Recurrent,
+]
 
 
 @pytest.mark.parametrize("kind", LINKED)
@@ -426,6 +452,35 @@ def test_exceptions_and_interrupts_leave_a_bnn_as_it_was(scale: float) -> None:
 
 
 # --------------------------------------------------------------------------- memory
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+
+
+class BoundAndCheckpointed(Bound):
+    """Holds itself, and returns a tensor in an object of a user's."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Output(checkpoint(self.run, x, use_reentrant=False))
+
+
+def test_copies_stay_as_long_as_the_graph_of_an_output_of_any_kind() -> None:
+    bnn = wrapped(BoundAndCheckpointed())
+    values = leaves(bnn)
+    bnn.run_net(values, (X,)).logits.sum().backward()
+    assert all(value.grad is not None for value in values.values())
+
+
+def test_a_container_that_the_user_fills_later_is_followed() -> None:
+    net = Filled()
+    bnn = wrapped(net)
+    bnn.net.order += [bnn.net.first, bnn.net.last]
+    values = leaves(bnn)
+    moved = {name: value + 1 for name, value in values.items()}
+    assert not torch.equal(bnn.run_net(values, (X,)), bnn.run_net(moved, (X,)))
+    assert bnn.net.order[0] is bnn.net.first
 
 
 @pytest.mark.parametrize("kind", [Body, Bound, Parent, Recurrent])

@@ -247,7 +247,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
-        """Run the members in eval mode and without gradients; no other thread runs a BNN."""
+        """Run the members in eval mode and without gradients."""
         if self._left:
             warn(
                 f"members {[*self._left]} are not fitted, since fit was stopped: "

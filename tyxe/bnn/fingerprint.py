@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ _PLAIN = (
     types.BuiltinFunctionType,
     types.ModuleType,
 )
-# Of a BNN: its past fits, and what is made anew of what a program is given.
+# Of objects of this package: past fits, and what is made anew of what a program is given.
 _LEFT_OUT = {"optimizer", "_scheduler", "_pending", "_epochs_done", "_runtime", "prior", "terms"}
 _LEFT_OUT |= {"_built"}
 
@@ -106,17 +108,43 @@ class _Description:
         if isinstance(one, types.MethodType):
             return (_Same(one.__func__), self(one.__self__))
         if isinstance(one, types.FunctionType):
-            return (_Same(one), [self(_content_of(cell)) for cell in one.__closure__ or ()])
-        held = getattr(one, "__dict__", None)
-        if held is None:
+            cells = [self(_content_of(cell)) for cell in one.__closure__ or ()]
+            return (_Same(one), cells, self(one.__defaults__), self(one.__kwdefaults__))
+        if isinstance(one, functools.partial):
+            return (type(one), self(one.func), self(one.args), self(one.keywords))
+        if isinstance(one, np.ndarray):
+            return (type(one), one.shape, one.dtype, one.tobytes())
+        held = _attributes_of(one)
+        if not held and not isinstance(one, nn.Module):
             return _Same(one)
-        return (type(one), [(n, self(v)) for n, v in held.items() if n not in _LEFT_OUT])
+        if type(one).__module__.partition(".")[0] == "tyxe":
+            held = {name: value for name, value in held.items() if name not in _LEFT_OUT}
+        return (type(one), [(name, self(value)) for name, value in held.items()])
 
     def _of_tensor(self, tensor: Tensor) -> Any:
         kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
         if id(tensor) in self._given:
             return kind
         return (*kind, _Same(tensor, 0 if tensor.is_inference() else tensor._version))
+
+
+def _attributes_of(one: Any) -> dict[str, Any]:
+    """Return an object's attributes: its own, and plain ones of its class if that is a user's."""
+    own = type(one).__mro__
+    kinds = [k for k in reversed(own) if k.__module__.partition(".")[0] not in _LIBRARIES]
+    found = {n: v for kind in kinds for n, v in vars(kind).items() if type(v) in _NUMBERS}
+    slots = [name for kind in own for name in _slots_of(kind) if hasattr(one, name)]
+    return found | {name: getattr(one, name) for name in slots} | getattr(one, "__dict__", {})
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+_LIBRARIES = {"builtins", "torch", "pyro", "tyxe", "collections", "abc", "typing"}
+_NUMBERS = (bool, int, float, complex, str)
 
 
 def _content_of(cell: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ class NetOnBatch:
 
     One stand-in runs all passes, so that no gradient may be taken through an earlier one. Modules
     that no site reaches run in the first pass, and what they return is kept. A net can hand a draw
-    over where this is not seen, such as in a global, for which `look` is.
+    over where this is not seen, such as in a global. So passes are compared with those of the whole
+    net, until one at another draw than the first has been the same.
 
     Args:
         bnn: the BNN.
@@ -37,7 +37,7 @@ class NetOnBatch:
         self._bnn, self._inputs, self._keeps = bnn, inputs, keeps
         self._stand_in: StandIn | None = None
         self._prefix: SiteFreePrefix | None = None
-        self._passes, self._first = 0, None
+        self._first: Any = None
 
     def __call__(self, values: Mapping[str, Tensor], statistics: Statistics | None = None) -> Any:
         """Return the net's output.
@@ -51,38 +51,48 @@ class NetOnBatch:
             self._prefix = self._prefix_of(self._stand_in)
         else:
             self._stand_in.put(self._bnn._tensors_at(values), statistics)
-        if self._prefix is None or self._passes > 1 or in_function_transform():
+        if self._prefix is None or self._is_known():
             return self._stand_in(self._inputs, self._prefix)
-        self._passes += 1
-        if self._passes > 1 and kind_of_batch(self._inputs) not in self._bnn._runtime.compared:
-            return self._compared(self._stand_in)
-        self._first = self._stand_in(self._inputs, self._prefix)
-        return self._first
+        if in_function_transform():  # where nothing can be compared
+            return self._stand_in(self._inputs)
+        if self._first is None:
+            self._first = self._stand_in(self._inputs, self._prefix)
+            return self._first
+        return self._compared(self._stand_in, self._prefix)
 
     def look(self, draws: Iterable[Mapping[str, Tensor]]) -> None:
-        """Make the first two passes, for passes in a transform that cannot be compared.
+        """Make passes until one has been compared, for passes in a transform, where none can be.
 
         Args:
-            draws: values of the sites, of which the first two are taken.
+            draws: values of the sites.
         """
-        if self._keeps and kind_of_batch(self._inputs) not in self._bnn._runtime.compared:
-            for values in islice(draws, 2):
+        for values in draws if self._keeps else ():
+            if not self._is_known():
                 self(values)
 
-    def _compared(self, stand_in: StandIn) -> Any:
-        """Return the output of the second pass, after a comparison with one of the whole net."""
-        runtime = self._bnn._runtime
+    def _is_known(self) -> bool:
+        """Whether passes have been compared for such batches, and the net has not changed since."""
+        return self._kind() in self._bnn._runtime.compared
+
+    def _kind(self) -> Any:
+        return kind_of_batch(self._inputs), self._bnn._outline.version
+
+    def _compared(self, stand_in: StandIn, prefix: SiteFreePrefix) -> Any:
+        """Return the output of a pass, after a comparison with one of the whole net."""
+        if not prefix.has_kept:
+            self._prefix = None
+            return stand_in(self._inputs)
+        runtime, kind = self._bnn._runtime, self._kind()
         with exclusive():
             numbers = torch_rng()
-            output = stand_in(self._inputs, self._prefix)
-            if self._prefix is None or not self._prefix.has_kept:
-                return output
+            output = stand_in(self._inputs, prefix)
             set_torch_rng(numbers)
             whole = stand_in(self._inputs)
         if not _is_same(output, whole):
             self._prefix, runtime.keeps_prefix = None, False
         elif not _is_same(self._first, whole):  # or the two draws are one, and nothing is known
-            runtime.compared.add(kind_of_batch(self._inputs))
+            runtime.compared.add(kind)
+            self._first = None
         return whole
 
     def _prefix_of(self, stand_in: StandIn) -> SiteFreePrefix | None:

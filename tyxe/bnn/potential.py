@@ -316,7 +316,7 @@ def _unvalidated(distribution: Any) -> Any:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let no other thread swap parameters; validation would be control flow on values."""
+    """Let no other thread draw numbers, and nothing validate, which is control flow on values."""
     with exclusive(), unvalidated():
         yield
 

@@ -231,8 +231,10 @@ class PytorchBNN(BNN):
             look_at_sites(self, batches[0], needs_gradients=False, keywords=kwargs)
         with self.predicting():
             outputs = []
-            for _ in range(max(num_predictions, 1)):
-                net = self._stand_in(self._weights() if num_predictions else self._median())
+            net = self._stand_in(self._weights() if num_predictions else self._median())
+            for index in range(max(num_predictions, 1)):
+                if index:
+                    net.put(self._tensors_at(self._weights()))
                 parts = [net(batch, **kwargs) for batch in batches]
                 outputs.append(_together(torch.cat, parts) if len(parts) > 1 else parts[0])
             return _together(torch.stack, outputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from tyxe.rng import torch_rng_kept
 from tyxe.threads import only_handlers
 from tyxe.util import (
     Inputs,
-    call_with,
     in_function_transform,
     outside_inference,
     outside_of_inference,
@@ -98,10 +96,9 @@ class _Look:
         if train:  # which may not take single points
             modes = {**modes, **dict.fromkeys(norms_of(bnn.net), False)}
         tensors = kept | bnn._tensors_at(values)
-        # Kept, since a backward may run a part of it again. It does not run itself, so that nothing
-        # comes back to the net.
+        # Kept, since a backward may run a part of it again.
         self._stand_in = StandIn(bnn.net, bnn._outline, tensors, modes, has_buffers=True)
-        return call_with(partial(self._stand_in.net, **self._keywords), self._inputs)
+        return self._stand_in.call_apart(self._inputs, **self._keywords)
 
     def _leaves(self) -> dict[str, Tensor]:
         return {name: value.clone().requires_grad_() for name, value in self._values.items()}

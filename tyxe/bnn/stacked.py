@@ -90,14 +90,18 @@ def fit_stacked(
         refuse=lambda bad, rows: _refuse(members, bad, rows),
         stopping=stopping,
     )
-    for epoch, _ in enumerate(steps):
-        if not epoch:
-            warn_of_size(math.ceil(sums.points[0]), first.likelihood.dataset_size)
-        for history, (data, kl) in zip(histories, sums.take(), strict=True):
-            history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
-    if stopping is not None and stopping.scores is not None:
-        stopping.go_back()
-    stacked.hand_over()
+    try:
+        for epoch, _ in enumerate(steps):
+            if not epoch:
+                warn_of_size(math.ceil(sums.points[0]), first.likelihood.dataset_size)
+            for history, (data, kl) in zip(histories, sums.take(), strict=True):
+                history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
+        if stopping is not None and stopping.scores is not None:
+            stopping.go_back()
+        stacked.hand_over(stacked.tensors)
+    except BaseException:
+        stacked.hand_over(stacked.starts)  # held-out data were scored by the members themselves
+        raise
     return histories
 
 
@@ -147,6 +151,7 @@ class StackedObjectives:
     Attributes:
         parameters: what is trained, stacked, by the names of the first BNN.
         tensors: these and all others that a step may change.
+        starts: copies of what these were.
 
     Raises:
         ValueError: BNNs that differ in more than the values of their tensors.
@@ -175,6 +180,7 @@ class StackedObjectives:
         self.parameters = {name: nn.Parameter(stacked.pop(name)) for name in used}
         self._constants = stacked
         self.tensors = {**self.parameters, **stacked}
+        self.starts = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self._programs: dict[Any, Program] = {}
 
     def gradients(self, batches: Sequence[Batch], beta: float) -> tuple[Tensor, Tensor]:
@@ -226,7 +232,7 @@ class StackedObjectives:
 
     def scores(self, loader: Any, device: Any, histories: Sequence[History]) -> Tensor:
         """Return the log-likelihood of held-out data of each BNN, and add it to its history."""
-        self.hand_over()
+        self.hand_over(self.tensors)
         sums = [held_out_sums(bnn, loader, device) for bnn in self._bnns]
         found = [total / points if points else math.nan for total, points in sums]
         for history, score in zip(histories, found, strict=True):
@@ -234,9 +240,9 @@ class StackedObjectives:
         return torch.tensor(found)
 
     @torch.no_grad()
-    def hand_over(self) -> None:
-        """Copy what has been trained into the BNNs."""
-        for name, stacked in self.tensors.items():
+    def hand_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy stacked tensors into the BNNs."""
+        for name, stacked in tensors.items():
             for state, value in zip(self._states, stacked, strict=True):
                 state[name].copy_(value)
 

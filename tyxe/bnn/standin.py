@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.linear_map import watched_forward
@@ -65,7 +64,8 @@ class Outline:
         links: names of such attributes by part.
         shared: by `id`, what they hold that refers to no part of the net, and stays as it is.
         is_cyclic: whether a part may reach itself, so that only the garbage collector frees it.
-        is_random: whether a forward in eval mode draws numbers; None before the first.
+        version: how often a part was seen to have changed otherwise than by a forward.
+        is_random: whether a forward in modes of the parts draws numbers, by these.
         watched: modes in which handlers have looked for derivatives inside of a forward.
     """
 
@@ -73,29 +73,43 @@ class Outline:
         self.links: dict[nn.Module, set[str]] = {}
         self.shared: dict[int, Any] = {}
         self.is_cyclic = False
-        self.is_random: bool | None = None
+        self.version = 0
+        self.is_random: dict[Any, bool] = {}
         self.watched: set[bool] = set()
         self._net = net
         self._seen: dict[nn.Module, dict[str, Any]] = {}
+        # What attributes that may be changed in place hold, by part and name.
+        self._contents: dict[nn.Module, dict[str, tuple[int, ...]]] = {}
         self._look(net.modules())
 
-    def follow(self, part: nn.Module) -> None:
+    def follow(self, part: nn.Module, by_forward: bool = False) -> None:
         """Look at what has come to a part since the last look."""
-        seen = self._seen.get(part)
-        if seen is None or not _is_same(seen, part.__dict__):
+        seen, contents = self._seen.get(part), self._contents.get(part, {})
+        if seen is None or not _is_same(seen, part.__dict__) or self.contents(part) != contents:
+            self.version += not by_forward
             self._look([part])
+
+    def contents(self, part: nn.Module) -> dict[str, tuple[int, ...]]:
+        """Return what attributes hold that may be changed in place, as `id`s, by name."""
+        names = self._contents.get(part, ())
+        return {n: _held_by(part.__dict__[n]) for n in names if n in part.__dict__}
 
     def _look(self, parts: Iterable[nn.Module]) -> None:
         own = self._net.modules()
         targets = {id(one) for part in own for one in (part, *_tensors_of(part))}
         for part in parts:
-            seen = self._seen.get(part, {})
+            seen, contents = self._seen.get(part, {}), self._contents.get(part, {})
             self._seen[part] = now = dict(part.__dict__)
+            self._contents[part] = {}
             if is_compiled(part) or isinstance(part, torch.jit.ScriptModule):
                 continue
             for name, value in now.items():
-                is_new = name not in seen or seen[name] is not value
-                if is_new and name not in (*_TREE, SITE_PRIORS) and gc.is_tracked(value):
+                if name in _NOT_LINKS or not gc.is_tracked(value):
+                    continue
+                if name not in _OF_MODULES and not isinstance(value, (nn.Module, *_ATOMIC)):
+                    self._contents[part][name] = _held_by(value)
+                known = self._contents[part].get(name) == contents.get(name)
+                if not known or name not in seen or seen[name] is not value:
                     self._look_at(part, name, value, targets)
 
     def _look_at(self, part: nn.Module, name: str, value: Any, targets: set[int]) -> None:
@@ -116,6 +130,25 @@ def _tensors_of(part: nn.Module) -> Iterator[Tensor]:
     """Yield a part's own parameters and buffers."""
     own = (*part._parameters.values(), *part._buffers.values())
     return (tensor for tensor in own if tensor is not None)
+
+
+_NOT_LINKS = {*_TREE, SITE_PRIORS}
+_OF_MODULES = {*nn.Module().__dict__}
+# Of larger contents no more is looked at, which would take longer than the forward.
+_MOST_CONTENTS = 1000
+
+
+def _held_by(value: Any) -> tuple[int, ...]:
+    """Return the `id`s of what a value refers to, by any number of steps, in their order."""
+    found: dict[int, Any] = {}
+    waiting = [value]
+    while waiting and len(found) < _MOST_CONTENTS:
+        one = waiting.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            if not isinstance(one, (nn.Module, *_ATOMIC)):
+                waiting += gc.get_referents(one)
+    return tuple(found)
 
 
 def _leading(value: Any, targets: set[int]) -> tuple[bool, dict[int, Any], list[Any]]:
@@ -258,27 +291,37 @@ class StandIn:
 
         return self._run(forward if through is None else partial(through, forward))
 
+    def call_apart(self, inputs: Inputs, **keywords: Any) -> Any:
+        """Return the net's output on a batch, and leave nothing of the forward to the net."""
+        contents = self._contents()
+        output = call_with(partial(self.net, **keywords), inputs)
+        self._leave_contents(contents)
+        return output
+
     def call(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for its arguments."""
         return self._run(lambda: self.net(*inputs, **kwargs))
 
     def _run(self, forward: Callable[[], Any]) -> Any:
         before = [tuple(map(dict, _state_of(twin))) for twin in self._twins.values()]
+        contents = self._contents()
         lazy, mode = draws_are_lazy(), self.net.training
-        draws = lazy or any(twin.training for twin in self._twins.values())
+        modes = tuple(twin.training for twin in self._twins.values())
+        is_random = True if lazy else self._outline.is_random.get(modes)
         watch = lazy and mode not in self._outline.watched
         # What may draw numbers lets no other thread draw meanwhile.
-        locked = exclusive() if draws or self._outline.is_random is not False else nullcontext()
+        locked = nullcontext() if is_random is False else exclusive()
         with locked, watched_forward() if watch else nullcontext():
-            numbers = torch_rng() if not draws and self._outline.is_random is None else None
+            numbers = torch_rng() if is_random is None else None
             output = forward()
             if watch:
                 self._outline.watched.add(mode)
             if numbers is not None:
-                self._outline.is_random = not all(map(torch.equal, numbers, torch_rng()))
-        self._leave_behind(before)
+                same = all(map(torch.equal, numbers, torch_rng()))
+                self._outline.is_random[modes] = not same
+        left = [*self._leave_behind(before), *self._leave_contents(contents)]
         if self._release is not None:
-            self._release.stay_with(output)
+            self._release.stay_with((output, left))
         return output
 
     # ------------------------------------------------------------------ copies
@@ -352,13 +395,31 @@ class StandIn:
 
     # ------------------------------------------------------------------ after a forward
 
-    def _leave_behind(self, before: list[_State]) -> None:
-        """Give the net what a forward has set on its copies."""
+    def _contents(self) -> dict[nn.Module, dict[str, Any]]:
+        return {part: self._outline.contents(part) for part in self._twins}
+
+    def _leave_behind(self, before: list[_State]) -> list[Any]:
+        """Give the net what a forward has set on its copies, and return the values."""
+        left: list[Any] = []
         for (part, twin), own in zip(self._twins.items(), before, strict=True):
             if not all(map(_is_same, own, _state_of(twin))):
-                self._hand_over(part, twin, own)
+                left += self._hand_over(part, twin, own)
+                self._outline.follow(part, by_forward=True)
+        return left
 
-    def _hand_over(self, part: nn.Module, twin: nn.Module, before: _State) -> None:
+    def _leave_contents(self, before: Mapping[nn.Module, Mapping[str, Any]]) -> list[Any]:
+        """Put parts in the places of copies in what the net holds, and return what has changed."""
+        left = []
+        for part, contents in before.items():
+            for name, held in contents.items():
+                value = part.__dict__.get(name)
+                if value is self._twins[part].__dict__.get(name) and _held_by(value) != held:
+                    part.__dict__[name] = self._of_original(value)
+                    self._outline.follow(part, by_forward=True)
+                    left.append(value)
+        return left
+
+    def _hand_over(self, part: nn.Module, twin: nn.Module, before: _State) -> Iterator[Any]:
         attributes, *trees = before
         for name, value in _changes(attributes, twin.__dict__):
             if name in _TREE or (name == "training" and self._modes is not None):
@@ -367,6 +428,7 @@ class StandIn:
                 part.__dict__.pop(name, None)
             else:
                 part.__dict__[name] = self._of_original(value)
+                yield value
         originals = {id(twin): part for part, twin in self._twins.items()}
         own: tuple[dict[str, Any], ...] = part._parameters, part._modules
         for tree, kept, here in zip(own, trees, _state_of(twin)[1:], strict=True):
@@ -416,23 +478,39 @@ _RELEASE = "tyxe.bnn.standin"
 class _Release:
     """Empties modules, which may hold themselves, when it is let go itself.
 
-    That is when neither the stand-in nor the graph of one of its outputs is there any more.
+    That is when neither the stand-in nor the graph of what it has returned or left is there any
+    more. Where gradients are recorded and no graph is found, it is the garbage collector's.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [*map(weakref.ref, modules)]
 
-    def stay_with(self, output: Any) -> None:
-        """Stay as long as the graph of an output."""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.metadata[_RELEASE] = self  # type: ignore[index]
+    def stay_with(self, values: Any) -> None:
+        """Stay as long as the graphs of the tensors that values hold, in containers of any kind."""
+        nodes = [tensor.grad_fn for tensor in _tensors_in(values) if tensor.grad_fn is not None]
+        for node in nodes:
+            node.metadata[_RELEASE] = self  # type: ignore[index]
+        if not nodes and torch.is_grad_enabled():
+            self._modules = []
 
     def __del__(self) -> None:
         for reference in self._modules:
             module = reference()
             if module is not None:
                 module.__dict__.clear()
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors to which values lead by any number of steps."""
+    found: dict[int, Any] = {}
+    waiting = [values]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            if not isinstance(one, (nn.Module, *_ATOMIC)):
+                waiting += gc.get_referents(one)
+    return [one for one in found.values() if isinstance(one, Tensor)]
 
 
 def is_compiled(part: nn.Module) -> bool:

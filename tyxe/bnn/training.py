@@ -1,4 +1,4 @@
-"""The steps and epochs of a fit, and of several BNNs that are fitted in one tensor."""
+"""The steps and epochs of a fit."""
 
 from __future__ import annotations
 
