@@ -163,7 +163,7 @@ def test_probabilities_as_targets_are_cross_entropy():
             laplace.fit_curvature([(x, y)])
             found.append(laplace.log_marginal_likelihood())
         torch.testing.assert_close(*found)
-    with pytest.raises(ValueError, match="outside the support of Categorical"):
+    with pytest.raises(ValueError, match="expected probabilities of the classes"):
         bnn.evaluate(x, 2 * q)
     with pytest.raises(TypeError, match="pass labels"):
         TemperatureScaling().wrap(bnn, [(x, q)])

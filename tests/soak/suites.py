@@ -18,7 +18,7 @@ SUITES = {
     "corruption": ("corruption", "run", 200),
     "modes": ("modes", "run", 3),
     "device": ("device", "run", 10_000),
-    "weights": ("weights", "run", 3000),
+    "weights": ("weights", "run", 2000),
 }
 
 

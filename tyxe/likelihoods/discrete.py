@@ -19,6 +19,8 @@ from tyxe.errors import warn
 from tyxe.likelihoods.base import Likelihood, log_mean_exp, mean_over
 from tyxe.util import at_least_float32
 
+TOLERANCE = 1e-3  # of sums of probabilities
+
 
 class Categorical(Likelihood):
     """One of `C` classes; predictions are class logits `(n, ..., C)`, targets integers `(n, ...)`.
@@ -105,6 +107,8 @@ class Categorical(Likelihood):
     @staticmethod
     def _range(support: Any) -> str:
         # Before "but they range from".
+        if isinstance(support, _Probabilities):
+            return "expected probabilities of the classes, which sum to one"
         return f"{Likelihood._range(support)} (the net's outputs, counted from 0)"
 
     def predictive_distribution(
@@ -146,7 +150,7 @@ class Categorical(Likelihood):
                 f"(n, ..., C) with event_dim={self.event_dim} dimensions between points and classes"
             )
         # bfloat16 rounds probabilities by more than 1e-3.
-        tolerance = max(1e-3, torch.finfo(predictions.dtype).eps)
+        tolerance = max(TOLERANCE, torch.finfo(predictions.dtype).eps)
         sums = at_least_float32(predictions).sum(-1)
         distributions = bool((predictions >= 0).all() & ((sums - 1).abs() < tolerance).all())
         _check_kind(self.logit_predictions, distributions)
@@ -202,11 +206,20 @@ class _LogitCategorical(dist.Categorical):
         return -flat.reshape(value.shape)
 
 
+class _Probabilities(constraints.Constraint):
+    """Vectors of numbers from 0 that sum to one, as well as half precision knows."""
+
+    event_dim = 1
+
+    def check(self, value: Tensor) -> Tensor:
+        return (value >= 0).all(-1) & ((value.sum(-1) - 1).abs() < TOLERANCE)
+
+
 class _SoftCategorical(dist.TorchDistribution):
     """Probabilities of classes as targets, whose log-density is `sum_c q_c log p_c`."""
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012
-    support = constraints.simplex
+    support = _Probabilities()
 
     def __init__(self, classes: Any) -> None:
         self._logits = classes.logits

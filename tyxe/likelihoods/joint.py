@@ -109,12 +109,13 @@ class Joint(Likelihood):
         packed = self._packed({n: part.values for n, part in read.items()})
         if all(part.mask is None for part in read.values()):
             return packed
-        kept = [torch.ones(1) if p.mask is None else p.mask for p in read.values()]
         masks = [
-            trailing(mask, part.values.dim()).expand_as(part.values).reshape(len(part), -1) > 0
-            for mask, part in zip(kept, read.values(), strict=True)
+            torch.ones_like(part.values, dtype=torch.bool)
+            if part.mask is None
+            else trailing(part.mask, part.values.dim()).expand_as(part.values)
+            for part in read.values()
         ]
-        return Targets(packed, mask=torch.cat(masks, -1))
+        return Targets(packed, mask=torch.cat([m.reshape(len(m), -1) for m in masks], -1))
 
     def _filled(self, targets: Targets) -> Targets:
         # Numbers within points have been filled by their part.
@@ -151,7 +152,8 @@ class Joint(Likelihood):
             masks = dict.fromkeys(self.parts, mask)
         else:
             masks = _split(mask, {n: v.shape[1:] for n, v in given.items()})
-        each = {n: Targets(v, None, masks[n], is_observed=True) for n, v in given.items()}
+        found_of = {n: self._part(n).known(Targets(v, None, masks[n])) for n, v in given.items()}
+        each = {n: replace(found, is_observed=True) for n, found in found_of.items()}
         return [
             function(self._part(n), outputs[n], each[n], of_part(latents, n)) for n in self.parts
         ]
