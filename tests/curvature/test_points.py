@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.nn as nn
 
-from tests.oracles.curvature import Through, laplace
+from tests.oracles.curvature import Through, jacobian_of, laplace
 
 KINDS_OF_ORDER = ["second", "first step", "third", "folded", "folded, points first"]
 KINDS_OF_ORDER += ["folded convolution", "encoder", "recurrent"]
 
 
+@pytest.mark.filterwarnings("ignore:the net's outputs do not depend on site net.inner")
 @pytest.mark.parametrize("kind", KINDS_OF_ORDER)
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_points_are_found_where_a_map_holds_them(kind, structure):
@@ -117,3 +118,64 @@ def test_a_cell_stepped_by_hand_is_the_layer(kind, structure):
         bnn.fit_curvature([(x, y)], progress=False)
         found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+class Queries(nn.Module):
+    """Learned queries attend to a set; their projection sees no point."""
+
+    def __init__(self):
+        super().__init__()
+        self.z = nn.Parameter(torch.randn(2, 3))
+        self.q, self.k, self.v, self.o = (nn.Linear(*ends) for ends in ((3, 4),) * 3 + ((8, 2),))
+
+    def forward(self, x):
+        x = x.view(len(x), 2, 3)
+        scores = torch.softmax(self.q(self.z) @ self.k(x).mT, -1)
+        return self.o((scores @ self.v(x)).flatten(1))
+
+
+class Hypernet(nn.Module):
+    """The weights of a layer are made by another, from a code of the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.code, self.made, self.last = torch.ones(3), nn.Linear(3, 24), nn.Linear(4, 2)
+        self.register_buffer("layer", torch.randn(3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(x @ self.made(self.layer).view(6, 4)))
+
+
+def normed():
+    net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)), nn.Linear(4, 2))
+    net.train()(torch.randn(5, 6))
+    return net
+
+
+@pytest.mark.parametrize("size", [5, 2, 1])
+@pytest.mark.parametrize("structure", ["full", "diag"])
+@pytest.mark.parametrize("net_of", [Queries, Hypernet, normed])
+def test_maps_of_which_no_row_is_a_point_take_a_gradient_for_each(net_of, structure, size):
+    torch.manual_seed(0)
+    net, x, y = net_of().double().eval(), torch.randn(5, 6).double(), torch.arange(5) % 2
+    bnn = laplace(net, structure)
+    loader = [(x[i : i + size], y[i : i + size]) for i in range(0, 4 if size == 2 else 5, size)]
+    loader += [(x[4:].repeat(2, 1), y[4:].repeat(2))] if size == 2 else []
+    bnn.likelihood.dataset_size = sum(len(labels) for _, labels in loader)
+    bnn.fit_curvature(loader, progress=False)
+    sites = [name.removeprefix("net.") for name in bnn.state.blocks.sites]
+    curvature = 0.0
+    for rows, _ in loader:
+        jacobian = jacobian_of(net, rows, sites)
+        probs = net(rows).softmax(-1).detach()
+        hessian = torch.diag_embed(probs) - probs[..., None] * probs[:, None]
+        curvature = curvature + torch.einsum("ncp,ncd,ndq->pq", jacobian, hessian, jacobian)
+    precision = curvature if structure == "full" else torch.diag(curvature.diagonal())
+    precision = precision + torch.eye(len(precision)).double()
+    found = bnn.net_guide.precision.logdet()
+    torch.testing.assert_close(found, torch.logdet(precision), rtol=1e-8, atol=1e-8)
+    fresh = laplace(net, structure)
+    fresh.load_state_dict(bnn.state_dict())
+    one = fresh.functional_variance(x[:1])
+    many = bnn.functional_variance(x if size > 1 else x[:1])
+    torch.testing.assert_close(one, many[:1], rtol=1e-8, atol=1e-10)

@@ -27,6 +27,7 @@ from tyxe.curvature.memory import check_size
 from tyxe.curvature.output_covariance import joint_covariance
 from tyxe.data import Output, Unpack, unpacked
 from tyxe.distributions import Gaussian, ParamBlocks
+from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.errors import check_count, check_known, described, warn
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
 from tyxe.laplace.evidence import with_noise
@@ -425,6 +426,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
 
     def _linearized_as_fitted(self, inputs: Inputs) -> Linearization:
         """Linearise the net on a batch, and check that its blocks are those of the curvature."""
+        # A batch of one point does not show which maps have rows of no point.
+        whole = [block for block in self.state.blocks if not isinstance(block, LinearBlock)]
+        self._runtime.linearized.exact.update(site for block in whole for site in block.sites)
         linear = self.linearize(inputs)
         check_blocks(self.state.blocks, linear.blocks)
         return linear

@@ -15,6 +15,18 @@ from tyxe.distributions.param_blocks import Arrangement, LinearBlock, ParamBlock
 from tyxe.poutine import Draw, LinearMap, LinearMapMessenger
 
 
+class PointsNotApart(ValueError):
+    """No rows of a map belong to one point each.
+
+    Attributes:
+        sites: of the map.
+    """
+
+    def __init__(self, message: str, sites: Iterable[str]) -> None:
+        super().__init__(message)
+        self.sites = {*sites}
+
+
 class BatchDims(NamedTuple):
     """The place of the data points in a map's rows.
 
@@ -284,7 +296,7 @@ def find_batch_dims(
 
     `answers` are gradients in the map's output, each with a mask, `(n,)`, of the points whose
     outputs were differentiated. The second result holds for other batches as well; it is None where
-    the gradients are zero or several dimensions fit. A ValueError says that none fit.
+    the gradients are zero or several dimensions fit. `PointsNotApart` says that none fit.
     """
     gradients = [gradient for gradient, _ in answers]
     if not all(bool(gradient.isfinite().all()) for gradient in gradients):
@@ -295,13 +307,14 @@ def find_batch_dims(
         if all(_stays(call.with_batch_dims(dims), points, *answer) for answer in answers)
     ]
     if not fitting:
-        raise ValueError(
+        raise PointsNotApart(
             f"in the map of {call.sites[0]!r}, whose output has shape {tuple(call.probe.shape)} "
             f"for {points} data points, the gradient of some points' outputs reaches rows of "
             "others: points influence each other there, as nodes of a graph do, or the rows are "
             "not in the order of the points, or are the same for all. Give batches of one point "
             "with all that it depends on, or an order in which points come first, or hide the "
-            "parameter from the prior"
+            "parameter from the prior",
+            call.sites,
         )
     if len(fitting) > 1 or not any(bool(gradient.any()) for gradient in gradients):
         return fitting[0], None

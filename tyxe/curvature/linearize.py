@@ -18,6 +18,7 @@ from tyxe.curvature.layer_calls import (
     BatchDims,
     LayerCall,
     LayerCallRecorder,
+    PointsNotApart,
     alternating_points,
     find_batch_dims,
     find_blocks,
@@ -168,6 +169,7 @@ class Linearization:
             numbers: the states of the generators in which the net ran.
 
         Raises:
+            PointsNotApart: neither a map's rows nor batches of one point belong to one point each.
             RuntimeError: even these do not add up to the gradient of all points, or there is none.
         """
         generator = torch.Generator().manual_seed(0)
@@ -175,11 +177,19 @@ class Linearization:
         expected = self._gradients_by_autograd(cotangent, numbers)
         if not all(bool(gradient.isfinite().all()) for gradient in expected.values()):
             return
-        wrong = self._differing(expected, cotangent)
-        if wrong - self._known.exact:
+        wrong, reason = self._differing(expected, cotangent)
+        while wrong - self._known.exact:
             self._known.exact |= wrong
             self._find_blocks()
-            wrong = self._differing(expected, cotangent)
+            try:
+                wrong, other = self._differing(expected, cotangent)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                if reason is None:
+                    raise
+                raise reason from error  # the net takes no batch of one point
+            reason = reason or other
+        if wrong and reason is not None:
+            raise reason
         if wrong:
             raise RuntimeError(
                 f"the gradients of {', '.join(sorted(wrong))} for each point do not add up to that "
@@ -207,10 +217,18 @@ class Linearization:
             for (name, site), gradient in zip(sites.items(), found, strict=True)
         }
 
-    def _differing(self, expected: Mapping[str, Tensor], cotangent: Tensor) -> set[str]:
-        """Return the sites whose gradients, summed over points, are not the expected ones."""
-        wrong = set()
-        gradients = self.gradients(cotangent)
+    def _differing(
+        self, expected: Mapping[str, Tensor], cotangent: Tensor
+    ) -> tuple[set[str], PointsNotApart | None]:
+        """Return the sites whose gradients, summed over points, are not the expected ones.
+
+        Or those of a map whose rows are of no point each, as of learned queries, with that error.
+        """
+        wrong: set[str] = set()
+        try:
+            gradients = self.gradients(cotangent)
+        except PointsNotApart as reason:
+            return reason.sites, reason
         for block in self.blocks:
             right = at_least_float32(block.to_vector(expected))
             dtype = dtype_of_maps(self._values[block.sites[0]])
@@ -218,7 +236,7 @@ class Linearization:
             error = (gradients[block.name].sum() - right).norm()
             if not error <= tolerance * right.norm().clamp(min=tolerance * cotangent.norm()):
                 wrong |= {*block.sites}
-        return wrong
+        return wrong, None
 
     # ------------------------------------------------------------------ where the points are
 
@@ -238,8 +256,13 @@ class Linearization:
         found: list[BatchDims | None] = [None] * count
         if known is not None and len(known) == count:
             found = list(known)
+        linear = {
+            s for block in self._blocks if isinstance(block, LinearBlock) for s in block.sites
+        }
         asked = [
-            index for index, call in enumerate(self._recorded) if self._is_open(call, found[index])
+            index
+            for index, call in enumerate(self._recorded)
+            if not linear.isdisjoint(call.sites) and self._is_open(call, found[index])
         ]
         calls = [self._recorded[index] for index in asked]
         # Where a map may hold the points elsewhere, the other half of them is queried as well.
