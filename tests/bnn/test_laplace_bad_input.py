@@ -98,6 +98,8 @@ def test_targets_and_noise_that_do_not_fit():
         bnn.log_marginal_likelihood(noise=1.0)
     with pytest.raises(ValueError, match=r"method is 'cv'; expected 'evidence' or 'grid'"):
         bnn.optimize_prior_precision("cv")
+    with pytest.raises(ValueError, match="num_steps is 0; expected 1 or more"):
+        bnn.optimize_prior_precision(num_steps=0)
     with pytest.raises(ValueError, match=r"needs held-out data"):
         bnn.optimize_prior_precision("grid")
     with pytest.raises(ValueError, match=r"link is 'logit'"):

@@ -192,3 +192,52 @@ def test_what_is_not_fitted_in_steps():
 def test_targets_that_do_not_fit_are_an_error_in_the_first_step():
     with pytest.raises(ValueError, match="outside the support of Categorical"):
         tyxe.Trainable(variational())((X, Y + 7))
+
+
+LIKELIHOODS = {
+    "a class": (tyxe.likelihoods.Categorical(20), 2, Y, Y + 1),
+    "a label": (tyxe.likelihoods.Bernoulli(20), 1, Y[:, None].float(), 2 * Y[:, None]),
+    "a count": (tyxe.likelihoods.Poisson(20), 1, Y[:, None], Y[:, None] - 1.5),
+    "no number": (
+        tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.1),
+        1,
+        X[:, :1],
+        X[:, :1] * float("nan"),
+    ),
+}
+
+
+def refuses(module, batch, error, message):
+    """A batch is an error, which changes neither parameters nor statistics of norms."""
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(error, match=message):
+        module(batch).backward()
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_targets_of_later_batches_are_looked_at(kind):
+    likelihood, outputs, good, bad = LIKELIHOODS[kind]
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
+    module = tyxe.Trainable(variational(net, likelihood))
+    for _ in range(2):
+        module((X, good)).backward()
+    refuses(module, (X, bad), ValueError, "outside the support")
+    module((X, good)).backward()
+
+
+def test_inputs_and_sizes_of_later_batches_are_looked_at():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module = tyxe.Trainable(variational(net))
+    module((X, Y)).backward()
+    refuses(module, (X * float("nan"), Y), RuntimeError, "training stopped: the log-likelihood")
+    refuses(module, (X.repeat(2, 1), Y.repeat(2)), ValueError, "the batch has 40 points")
+
+
+@pytest.mark.parametrize("beta", [-1.0, float("nan"), float("inf")])
+def test_a_weight_of_the_kl_is_a_number_from_0(beta):
+    with pytest.raises(ValueError, match=r"beta is .*; expected 0 or more"):
+        tyxe.Trainable(variational(), beta=beta)
+    module = tyxe.Trainable(variational())
+    module.beta = beta
+    refuses(module, (X, Y), ValueError, "beta is")

@@ -141,6 +141,16 @@ def test_bad_arguments():
         fit(make(), 2, validation=3)
     with pytest.raises(ValueError, match="the loader is empty"):
         fit(make(), 2, validation=[])
+    bnn = make()
+    before = {name: value.clone() for name, value in bnn.state_dict().items()}
+    for options in ({"callback": 16}, {"lr_multipliers": 3.0}, {"lr_multipliers": {"loc": "2"}}):
+        with pytest.raises(TypeError, match="; expected a"):
+            fit(bnn, 2, **options)
+    torch.testing.assert_close(dict(bnn.state_dict()), before)
+    with pytest.raises(TypeError, match="member_callback is"):
+        tyxe.EnsembleBNN(lambda index: make(), 1).fit(
+            [(X, Y)], torch.optim.Adam, 1, member_callback=3
+        )
 
 
 def test_snapshots_are_not_undone():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import torch
@@ -109,6 +109,15 @@ def warn_of_size(points: int, size: int) -> bool:
         f"the data count for too {much} against the prior",
     )
     return True
+
+
+def refuse_nonfinite(
+    bnn: SupervisedBNN, terms: ElboTerms, batches: Iterable[tuple[Inputs, Any]]
+) -> None:
+    """Raise for a step whose loss or gradient is not finite: targets that do not fit come first."""
+    for inputs, targets in batches:
+        check_one_batch(bnn, bnn.one_draw, inputs, targets)
+    raise RuntimeError(nonfinite_message(bnn, terms))
 
 
 def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, on_each
 from tyxe.bnn.checkpoint import Saved
+from tyxe.bnn.checks import check_callback
 from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.laplace import LaplaceBNN
 from tyxe.bnn.predict import SupervisedBNN
@@ -152,6 +153,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             RuntimeError: `resume`, and there is nothing left; another process has failed. Errors
                 and interrupts leave a member as it was before its fit, and the earlier ones fitted.
         """
+        check_callback(member_callback, "member_callback")
         if resume and not self._left:
             raise RuntimeError(
                 "there is no fit to resume: load what save(path, training=True) has written while "

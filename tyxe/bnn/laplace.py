@@ -568,6 +568,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         if method not in ("evidence", "grid"):
             hint = "" if isinstance(method, str) else ", and data as loader="
             raise ValueError(f"method is {described(method)}; expected 'evidence' or 'grid'{hint}")
+        num_steps = check_count("num_steps", num_steps)
         if method == "grid" and loader is None:
             raise ValueError(
                 "method='grid' needs held-out data: optimize_prior_precision('grid', loader)"

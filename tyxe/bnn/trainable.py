@@ -10,14 +10,19 @@ from torch import Tensor
 
 from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.batches import batches_of
-from tyxe.bnn.checks import check_one_batch
+from tyxe.bnn.checks import (
+    check_beta,
+    check_one_batch,
+    refuse_nonfinite,
+)
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of, weights_of
+from tyxe.bnn.training import statistics_kept, statistics_of
 from tyxe.data import Unpack
 from tyxe.errors import described
 from tyxe.predictive.scores import mixture_scores
-from tyxe.threads import exclusive
+from tyxe.threads import exclusive, unvalidated
 from tyxe.util import at_least_float32
 
 Handler = Callable[[], AbstractContextManager[Any]]
@@ -59,7 +64,9 @@ class Trainable(Objective):
 
     Raises:
         TypeError: the BNN is not fitted in steps.
-        ValueError: in the first forward, targets that do not fit the likelihood.
+        ValueError: `beta` is negative or not finite; in a forward, targets that do not fit the
+            likelihood, or more points than `dataset_size`.
+        RuntimeError: in a forward, a loss that is not finite. Statistics of norms are those before.
 
     Example:
         >>> import torch, pyro.distributions as dist, tyxe
@@ -92,11 +99,11 @@ class Trainable(Objective):
             )
         super().__init__(bnn, closed_form_kl=True, num_particles=1)
         self.unpack, self.handler = unpack, handler
-        self.beta = getattr(bnn, "temperature", 1.0) if beta is None else beta
+        self.beta = check_beta(getattr(bnn, "temperature", 1.0) if beta is None else beta)
         if num_predictions is None:
             num_predictions = 8 if "scale" in bnn.parameter_kinds().values() else 0
         self.num_predictions = num_predictions
-        self._is_checked = False
+        self._is_checked, self._statistics = False, statistics_of(bnn.net)
 
     def train(self, mode: bool = True) -> Trainable:
         """Set the mode; parts of the net whose parameters are all frozen keep theirs."""
@@ -112,11 +119,17 @@ class Trainable(Objective):
         with exclusive():
             if not self._is_checked:
                 check_one_batch(self.bnn, self.bnn.mean_values, inputs, targets)
-                self._is_checked = True
+            if len(targets) > self.bnn.likelihood.dataset_size:
+                self.bnn.likelihood.check_size(targets)
+            beta = check_beta(self.beta)
+            # In the first step only, to save the time; the loss of each is checked.
             self.bnn.before_step()
-            with self.handler():
-                loss = super().forward(inputs, targets, self.beta)
-            terms = self.take_terms()
+            with statistics_kept(self._statistics), unvalidated(self._is_checked), self.handler():
+                loss = super().forward(inputs, targets, beta)
+                terms = self.take_terms()
+                if not bool(loss.detach().isfinite()):
+                    refuse_nonfinite(self.bnn, terms, [(inputs, targets)])
+            self._is_checked = True
             self.terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach(), values={})
         return loss
 

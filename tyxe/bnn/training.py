@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
@@ -22,7 +22,7 @@ from tyxe.bnn.checks import (
     check_beta,
     check_callback,
     check_one_batch,
-    nonfinite_message,
+    refuse_nonfinite,
     warn_of_size,
 )
 from tyxe.bnn.compiled import CompiledSteps, compiled_steps
@@ -251,9 +251,7 @@ class Trainer:
             )
         self._own = None if own is None else own.particle_of(self.objective, options)
         self.processes = Processes(self.objective, options.parallel)
-        # Statistics that a forward changes before its loss is known to be finite.
-        norms = norms_of(bnn.net)
-        self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        self._statistics = statistics_of(bnn.net)
         self._checked = self._warned = False
         self._device = next(iter(self.parameters.values())).device
         self._compiled: CompiledSteps | None = None
@@ -376,9 +374,7 @@ class Trainer:
             )
             if checks and not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
                 # Targets of other batches than the first are looked at when the loss tells of them.
-                for inputs, targets in batches:
-                    check_one_batch(self.bnn, self.bnn.one_draw, inputs, targets)
-                raise RuntimeError(nonfinite_message(self.bnn, terms))
+                refuse_nonfinite(self.bnn, terms, batches)
         if clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
         if self._pyro_clip is not None:
@@ -429,13 +425,11 @@ class Trainer:
     @contextmanager
     def _statistics_kept(self) -> Iterator[None]:
         """After an exception, restore the statistics of norms and drop the gradients."""
-        before = [buffer.clone() for buffer in self._statistics]
         try:
-            yield
+            with statistics_kept(self._statistics):
+                yield
         except BaseException:
             self.optimizer.zero_grad(set_to_none=True)
-            for buffer, value in zip(self._statistics, before, strict=True):
-                buffer.copy_(value)
             raise
 
     def _shares(self, batches: list[tuple[Inputs, Any]]) -> list[float]:
@@ -471,6 +465,23 @@ class Trainer:
         with _reruns_named():
             (loss if share == 1 else loss * share).backward()
         return terms
+
+
+def statistics_of(net: nn.Module) -> list[Tensor]:
+    """Return what the forwards of normalising layers change before their loss is known."""
+    return [buffer for norm in norms_of(net) for buffer in norm.buffers(recurse=False)]
+
+
+@contextmanager
+def statistics_kept(buffers: list[Tensor]) -> Iterator[None]:
+    """After an exception, restore the statistics of norms, which a forward has changed."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    except BaseException:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
+        raise
 
 
 @contextmanager

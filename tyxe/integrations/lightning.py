@@ -62,7 +62,7 @@ class LightningBNN(lightning.LightningModule):
         options: dict[str, Any] = {"handler": handler, "num_predictions": num_predictions}
         self.trainable = Trainable(bnn, unpack=unpack, **options)
         self._optim, self._scheduler, self._lr_multipliers = optim, scheduler, lr_multipliers
-        self._beta = beta
+        self._beta = beta if beta is None or callable(beta) else check_beta(beta)
 
     @property
     def bnn(self) -> Any:

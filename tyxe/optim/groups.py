@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 import torch
 from pyro.optim import PyroOptim
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tyxe.errors import check_known, warn
+from tyxe.errors import check_known, described, warn
 from tyxe.program import is_dense
 from tyxe.util import unwrapped
 
@@ -95,9 +96,15 @@ def _refuse_line_search(optim: Any) -> None:
 
 
 def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, float]:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            f"lr_multipliers is {described(given)}; expected a mapping such as {{'scale': 10}}"
+        )
     for kind, factor in (given or {}).items():
         check_known("a kind of lr_multipliers", kind, LR_KINDS)
-        if not factor >= 0:
+        if not isinstance(factor, SupportsFloat):
+            raise TypeError(f"lr_multipliers[{kind!r}] is {described(factor)}; expected a number")
+        if not 0 <= float(factor) < math.inf:
             raise ValueError(f"lr_multipliers[{kind!r}] is {factor}; expected 0 or more")
     return given or {}
 
