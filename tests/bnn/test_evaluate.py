@@ -1,6 +1,5 @@
 """`evaluate` and aggregated predictions against the metrics by hand."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.oracles.predictions import (
     net,
     seeded,
 )
+from tyxe.bnn.batches import ReplayedDraws
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import HomoskedasticGaussian
 
@@ -87,8 +87,8 @@ def test_inferred_noise_is_drawn_with_the_weights():
     bnn = make(net(1), likelihood, likelihood_guide=GUIDE)
     x, y = inputs(), torch.arange(1.0 * N)[:, None].double() / N
     raw = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
-    pyro.set_rng_seed(5)
-    scales = torch.stack([bnn.guide()["likelihood.scale"] for _ in range(S)]).detach()
+    draws = seeded(lambda: [*ReplayedDraws().over(bnn.draws(S))])
+    scales = torch.stack([values["likelihood.scale"] for values in draws]).detach()
     assert len(set(scales.tolist())) == S
     mean, scale = seeded(bnn.predict, x, num_predictions=S, batch_size=4)
     expected = raw.var(0, correction=0) + scales.square().mean()

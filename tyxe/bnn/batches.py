@@ -328,13 +328,19 @@ class ReplayedDraws:
 
     def __init__(self) -> None:
         self.statistics: list[Any] = []
-        with exclusive():  # another thread may have set the generators back for a while
-            self._seed = int(torch.randint(2**62, (), device="cpu"))
+        self._seed: int | None = None
+
+    def seed(self) -> int:
+        """Return the seed of the first draw, which is taken when it is asked for first."""
+        if self._seed is None:
+            with exclusive():  # another thread may have set the generators back for a while
+                self._seed = int(torch.randint(2**62, (), device="cpu"))
+        return self._seed
 
     def over(self, draws: Iterator[T]) -> Iterator[T]:
         """Yield the draws that an iterator makes, from the same random numbers in each call."""
         for index in itertools.count():
-            with RandomStream(self._seed + index):
+            with RandomStream(self.seed() + index):
                 draw = next(draws, None)
             if draw is None:
                 return
@@ -380,6 +386,8 @@ def on_each(
     """
     given = inputs[0] if len(inputs) == 1 else inputs
     again, found = _DRAWS.get() or ReplayedDraws(), []
+    if is_loader(given) and not isinstance(given, list):
+        again.seed()  # before the loader takes random numbers
     for rows, labels in batches_to_predict(given, targets, batch_size):
         with bnn.predicting():
             found.append(function(rows, labels, again))
