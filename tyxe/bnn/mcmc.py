@@ -389,12 +389,12 @@ class MCMC_BNN(SupervisedBNN):
         return {name: value.flatten(0, 1) for name, value in self.samples.items()}
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
-        """Yield samples that are spread evenly over all chains."""
+        """Return samples that are spread evenly over all chains."""
         samples = self.get_samples()
         total = len(next(iter(samples.values())))
-        for index in range(num_predictions):
-            position = (2 * index + 1) * total // (2 * num_predictions) % total
-            yield self.for_net({name: value[position] for name, value in samples.items()})
+        middles = (2 * index + 1 for index in range(num_predictions))
+        positions = (middle * total // (2 * num_predictions) % total for middle in middles)
+        return (self.for_net({n: value[p] for n, value in samples.items()}) for p in positions)
 
     def one_draw(self) -> Values:
         samples = self.get_samples()
