@@ -215,6 +215,12 @@ class Unsized:
         raise self.error
 
 
+@pytest.mark.parametrize("use", ["fit", "validation", "Laplace", "SGHMC", "curvature", "NUTS"])
+def test_a_target_of_a_later_batch_that_is_one_number(use):
+    with pytest.raises(ValueError, match="one number; expected one row for each point"):
+        USES[use]([(X, Y), (X[0], Y[0])])
+
+
 UNSIZED = {
     "a stream": lambda: DataLoader(Stream(), SIZE),
     "TypeError": lambda: Unsized(TypeError("no length")),

@@ -108,6 +108,11 @@ def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
     if not isinstance(targets, Tensor | Targets):
         raise ValueError(f"the loader yields targets of type {type(targets).__name__}; {_EXPECTED}")
     shape = Targets.of(targets).values.shape
+    if not shape:
+        raise ValueError(
+            "targets are one number; expected one row for each point, (n, ...), as a "
+            "torch.utils.data.DataLoader makes of a dataset's points"
+        )
     if not shape.numel():
         raise ValueError(
             f"the loader yields a batch without points, of targets {tuple(shape)}; leave it out"
