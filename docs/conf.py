@@ -5,6 +5,8 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import math_core
@@ -93,7 +95,7 @@ def copy_notebooks() -> None:
 
 
 def copy_experiments() -> None:
-    """Bring the pages of experiments/ in, with their pictures and tables."""
+    """Bring the pages of experiments/ in, with their pictures, and tables of their records."""
     source, target = HERE.parent / "experiments", HERE / "experiments"
     shutil.rmtree(target, ignore_errors=True)
     (target / "pages").mkdir(parents=True)
@@ -103,8 +105,21 @@ def copy_experiments() -> None:
         (target / "pages" / page.name).write_text(
             page.read_text().replace("](../../docs/", "](../../")
         )
+    write_tables(target / "results")
     index = (source / "README.md").read_text().replace("](../docs/", "](../")
     (target / "index.md").write_text(index)
+
+
+def write_tables(folder: Path) -> None:
+    """Write the tables that pages include, out of the records that they are of."""
+    command = [sys.executable, str(HERE.parent / "experiments" / "run.py"), "tables"]
+    subprocess.run([*command, "--out", str(folder)], check=True)
+    front, demo = (runpy.run_path(str(HERE / f"{n}.py")) for n in ("front", "quickstart_table"))
+    (folder / "methods.md").write_text(front["table"](""))
+    (folder / "quickstart_digits.md").write_text(demo["table"]())
+    works_with = runpy.run_path(str(HERE.parent / "tests" / "integrations" / "works_with.py"))
+    record = json.loads((HERE / "works_with.json").read_text())
+    (folder / "works_with.md").write_text(works_with["table"](record))
 
 
 def read_from_site(app, docname: str, text: list[str]) -> None:

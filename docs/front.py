@@ -1,20 +1,22 @@
 """Write what the front page and the README show: one picture, and the table of methods.
 
-The picture is what the front page's own lines predict, and needs matplotlib. The table has its
-numbers from experiments/results. `--check` changes nothing, and fails if a page's table is not of
-these.
+The picture is what the front page's own lines predict, and needs matplotlib. The README's table has
+its numbers from experiments/results; that of the front page is made with the pages. `--check`
+changes nothing, and fails if the README's table is not of these.
 """
 
 import argparse
+import functools
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "index.md"
 PICTURE = DOCS / "front.svg"
-# Each page, and how it gets to the folder of the others.
-PAGES = {INDEX: "", ROOT / "README.md": "docs/"}
+README = ROOT / "README.md"
+sys.path.append(str(ROOT / "experiments"))
 BEGIN, END = (
     f"<!-- {word} of the methods: written by docs/front.py -->" for word in ("begin", "end")
 )
@@ -40,9 +42,20 @@ METHODS = {
 }
 
 
-def cells(name):
-    """Return the first table of a file of results: by row and column, without standard errors."""
-    text = (ROOT / "experiments" / "results" / name).read_text().split("\n\n")[0]
+@functools.cache
+def tables_of_methods():
+    """Return the tables of the leaderboard, by the ending of their names."""
+    import leaderboard
+    import run
+    from runner import Record
+
+    one = leaderboard.experiment
+    return one.table(Record(run.RESULTS / "leaderboard.json", one.by).read())
+
+
+def cells(ending):
+    """Return the first table of an ending: by row and column, without standard errors."""
+    text = tables_of_methods()[ending].split("\n\n")[0]
     head, _, *rows = [line.strip("|").split("|") for line in text.splitlines()]
     return {
         row[0].strip(): {
@@ -55,7 +68,7 @@ def cells(name):
 
 def table(folder):
     """Return the table of methods, with its source, for a page that is so far from the others."""
-    images, regression = cells("leaderboard_fashion.md"), cells("leaderboard_uci.md")
+    images, regression = cells("_fashion"), cells("_uci")
     # As the results call them, and in short.
     columns = {
         "training": "train",
@@ -88,11 +101,11 @@ def table(folder):
     return "\n".join([*lines, "", source])
 
 
-def written(page):
-    """Return a page with the table between its marks written anew."""
-    before, rest = page.read_text().split(BEGIN)
+def written():
+    """Return the README with the table between its marks written anew."""
+    before, rest = README.read_text().split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{table(PAGES[page])}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table('docs/')}\n\n{END}{after}"
 
 
 def draw():
@@ -129,12 +142,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     check = parser.parse_args().check
-    for page in PAGES:
-        if check and written(page) != page.read_text():
-            raise SystemExit(
-                f"the table of {page.name} is not that of the results: run docs/front.py"
-            )
-        if not check:
-            page.write_text(written(page))
+    if check and written() != README.read_text():
+        raise SystemExit("the table of README.md is not that of the results: run docs/front.py")
     if not check:
+        README.write_text(written())
         draw()

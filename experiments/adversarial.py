@@ -253,6 +253,3 @@ cells, facts = runner.every(run, "seeds"), {"published accuracy %": ACCURACY}
 experiment = runner.Experiment(
     "adversarial{0.title}", Settings, cells, ("seed",), table, figure, facts
 )
-
-if __name__ == "__main__":
-    experiment.main()

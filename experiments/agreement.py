@@ -266,6 +266,3 @@ def figure(record):
 
 by = ("data", "method", "seed")
 experiment = runner.Experiment("agreement", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

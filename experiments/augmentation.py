@@ -149,6 +149,3 @@ def figure(record):
 
 by = ("row", "seed")
 experiment = runner.Experiment("augmentation", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -275,6 +275,3 @@ def figure(record):
 
 by = ("net", "row", "seed")
 experiment = runner.Experiment("binary_mnist", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -140,6 +140,3 @@ def figure(record):
 
 cells, by, facts = runner.every(run, "rows", "seeds"), ("row", "seed"), {"rows": ROWS}
 experiment = runner.Experiment("binary_continual", Settings, cells, by, table, figure, facts)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -122,6 +122,3 @@ def table(record):
 
 cells, by = runner.every(run, "net", "rows", "seeds"), ("net", "row", "seed")
 experiment = runner.Experiment("binary_gap", Settings, cells, by, table)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -366,6 +366,3 @@ def table(record):
 
 by, facts = ("backend", "method", "seed"), {"published": PUBLISHED}
 experiment = runner.Experiment("cora", Settings, cells, by, table, facts=facts)
-
-if __name__ == "__main__":
-    experiment.main()

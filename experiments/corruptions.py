@@ -171,6 +171,3 @@ def figure(record):
 cells = runner.every(run, "methods", "seeds")
 by, about = ("method", "seed"), {"default settings of the nets": nets(Settings.at()).recorded()}
 experiment = runner.Experiment("corruptions", Settings, cells, by, table, figure, about)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -1,7 +1,7 @@
 """Write the views of PyTorch3D's tutorial, 40 of 128x128 pixels, as an archive for nerf.py.
 
     python experiments/cow_views.py pytorch3d/docs/tutorials data/cow_views_128.npz
-    python experiments/nerf.py --published --data data/cow_views_128.npz --over none
+    python experiments/run.py nerf --published --data data/cow_views_128.npz --over none
 
 The first argument is a folder of a checkout of PyTorch3D, which has to be installed with its
 compiled functions: utils/generate_cow_renders.py in that folder renders the cow, and downloads its

@@ -1,7 +1,7 @@
 """Data-parallel training: the loss curve of one process, by several.
 
-    python experiments/ddp.py
-    torchrun --nproc_per_node=2 experiments/ddp.py
+    python experiments/run.py ddp
+    torchrun --nproc_per_node=2 experiments/run.py ddp
 
 Each process has its part of every batch, and PyTorch's DistributedDataParallel averages gradients:
 `VariationalBNN.fit(..., parallel=DistributedDataParallel)`, and a loop of one's own on a
@@ -127,6 +127,3 @@ def figure(record):
 
 by = ("processes", "seed")
 experiment = runner.Experiment("ddp", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

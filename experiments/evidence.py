@@ -205,6 +205,3 @@ def table(record):
 
 cells, by = runner.every(run, "data", "seeds"), ("data", "seed")
 experiment = runner.Experiment("evidence", Settings, cells, by, table)
-
-if __name__ == "__main__":
-    experiment.main()

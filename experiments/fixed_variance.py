@@ -184,6 +184,3 @@ def draw(ax, record, name, batch, what):
 
 by, name = ("set", "batch size", "method", "sd", "seed"), "fixed_variance_{0.steps}"
 experiment = runner.Experiment(name, Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -195,6 +195,3 @@ def table(record):
 
 cells, by = runner.every(run, "data", "net", "seeds"), ("data", "net", "seed")
 experiment = runner.Experiment("image_laplace", Settings, cells, by, table)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -299,6 +299,3 @@ def figure(record):
 
 by = ("part", "row", "seed")
 experiment = runner.Experiment("inducing_{0.title}", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

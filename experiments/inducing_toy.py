@@ -300,6 +300,3 @@ def figure(record):
 
 by = ("method", "seed")
 experiment = runner.Experiment("inducing_toy", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

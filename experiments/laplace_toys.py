@@ -328,6 +328,3 @@ experiments = {
     "step": of(WithHMC, step, step_figure),
     "banana": of(Banana, banana, banana_figure, "{0.title}"),
 }
-
-if __name__ == "__main__":
-    runner.choose(experiments)

@@ -220,6 +220,3 @@ def table(record):
 
 by = ("method", "way", "backend", "seed")
 experiment = runner.Experiment("large_graph", Settings, cells, by, table)
-
-if __name__ == "__main__":
-    experiment.main()

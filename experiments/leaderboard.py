@@ -396,6 +396,3 @@ def figure(record):
 experiment = runner.Experiment(
     "leaderboard", Settings, cells, ("data", "method", "seed"), table, figure
 )
-
-if __name__ == "__main__":
-    experiment.main()

@@ -183,6 +183,3 @@ def table(record):
 
 
 experiment = runner.Experiment("mile", Settings, cells, ("data", "method", "split"), table)
-
-if __name__ == "__main__":
-    experiment.main()

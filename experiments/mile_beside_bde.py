@@ -114,6 +114,3 @@ def table(record):
 facts = {"reported by bde": PUBLISHED}
 by = ("method", "split")
 experiment = runner.Experiment("mile_beside_bde", Settings, cells, by, table, facts=facts)
-
-if __name__ == "__main__":
-    experiment.main()

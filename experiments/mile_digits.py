@@ -109,6 +109,3 @@ def run(s, seed):
 table = tables.of(FORMATS)
 cells = runner.every(run, "seeds")
 experiment = runner.Experiment("mile_digits", Settings, cells, ("seed",), table)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -125,6 +125,3 @@ def table(record):
 
 cells, by = runner.every(run, "models", "methods", "seeds"), ("model", "method", "seed")
 experiment = runner.Experiment("moments", Settings, cells, by, table)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -365,6 +365,3 @@ def curves(own, shown):
 
 by, facts = ("method", "seed"), {"published error on held-out views": PUBLISHED}
 experiment = runner.Experiment("nerf_{0.gap}", Settings, cells, by, table, figure, facts)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -107,6 +107,3 @@ def run(s, units, seed):
 
 cells = runner.every(run, "units", "seeds")
 experiment = runner.Experiment("next_task", Settings, cells, ("units", "seed"), tables.of(FORMS))
-
-if __name__ == "__main__":
-    experiment.main()

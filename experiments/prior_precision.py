@@ -169,6 +169,3 @@ def histograms(record, name, kind):
 cells = runner.every(run, "data", "net", "prior_precisions", "seeds")
 by = ("data", "net", "prior precision", "seed")
 experiment = runner.Experiment("prior_precision", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

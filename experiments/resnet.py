@@ -329,6 +329,3 @@ def figure(record):
 
 cells, by = runner.every(run, "inference", "seeds"), ("inference", "seed")
 experiment = runner.Experiment("resnet", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -259,6 +259,3 @@ def table(record):
 
 cells, by = runner.every(run, "setups", "rows", "seeds"), ("setup", "row", "seed")
 experiment = runner.Experiment("resnet_ood", Settings, cells, by, table)
-
-if __name__ == "__main__":
-    experiment.main()

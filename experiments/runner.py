@@ -5,12 +5,11 @@ and in a smoke test; a function that yields *cells*, pairs of a key (a method an
 of what computes it; and functions from the record, the JSON file, to a table and to a figure:
 
     experiment = Experiment("uci", Settings, cells, ("data", "column", "split"), table)
-    if __name__ == "__main__":
-        experiment.main()
 
-`main` runs the cells that the record lacks and writes it after each, so that a run that was stopped
-goes on where it was; a record of other settings is refused. The table (Markdown) and the figure are
-written next to it, by `--table` and `--figure` from the record alone.
+Its command is `python experiments/run.py uci`, which calls `main`. That runs the cells that the
+record lacks and writes it after each, so that a run that was stopped goes on where it was; a record
+of other settings is refused. The table (Markdown) and the figure are written next to it, by
+`--table` and `--figure` from the record alone.
 """
 
 import argparse
@@ -170,7 +169,7 @@ def environment(script: str, arguments: list[str]) -> dict[str, Any]:
     machine = {"system": platform.system(), "processor": processor, "cores": os.cpu_count()}
     versions = {module.__name__: module.__version__ for module in (tyxe, torch, pyro)}
     return {
-        "command": f"{launcher} experiments/{script} {shlex.join(arguments)}".strip(),
+        "command": f"{launcher} experiments/run.py {script} {shlex.join(arguments)}".strip(),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version()} | versions,
         "machine": machine | {"threads": torch.get_num_threads()},
@@ -223,7 +222,7 @@ class Experiment:
             if importlib.util.find_spec(library) is None:
                 sys.exit(f'{library} is not installed: pip install -e ".[examples]"')
         arguments = sys.argv[1:] if arguments is None else arguments
-        script = " ".join([Path(inspect.getfile(self.settings)).name, *before])
+        script = " ".join([Path(inspect.getfile(self.settings)).stem, *before])
         s, error = self.parse(script, arguments)
         torch.set_num_threads(s.threads)
         record = self.record(s).read()
@@ -322,17 +321,6 @@ def save(drawn: Any, path: Path, most: int = 60_000) -> None:
         if written.tell() <= most:
             break
     path.write_bytes(written.getvalue())
-
-
-def choose(experiments: dict[str, Experiment], arguments: list[str] | None = None) -> Record:
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
-    if name not in experiments:
-        told = f"expected one of {', '.join(experiments)}, and then its options, or --help"
-        if name in ("-h", "--help"):
-            print(told)
-            sys.exit()
-        sys.exit(told)
-    return experiments[name].main(rest, name)
 
 
 def by_ending(found: Any) -> Iterable[tuple[str, Any]]:

@@ -188,6 +188,3 @@ def figure(record):
 
 cells, by = runner.every(run, "problems", "methods", "seeds"), ("problem", "method", "seed")
 experiment = runner.Experiment("sbc", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -80,6 +80,3 @@ def table(record):
 
 cells, by = runner.every(run, "data", "rows", "seeds"), ("data", "row", "seed")
 experiment = runner.Experiment("sklearn_methods", Settings, cells, by, table)
-
-if __name__ == "__main__":
-    experiment.main()

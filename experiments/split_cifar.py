@@ -127,6 +127,3 @@ def table(record):
 
 cells, by = runner.every(run, "methods", "seeds"), ("method", "seed")
 experiment = runner.Experiment("split_cifar", Settings, cells, by, table, over_tasks)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -202,6 +202,3 @@ def figure(record):
 
 by = ("method", "seed")
 experiment = runner.Experiment("split_mnist", Settings, cells, by, table, figure)
-
-if __name__ == "__main__":
-    experiment.main()

@@ -350,6 +350,3 @@ experiments = {
     "disjoint": of("continual_disjoint", Disjoint, TWO, figure=over_strength),
     "vision": of("continual_vision", Vision, FOUR),
 }
-
-if __name__ == "__main__":
-    runner.choose(experiments)

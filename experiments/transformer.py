@@ -126,6 +126,3 @@ def run(s, seed):
 
 table, cells = tables.of(FORMATS), runner.every(run, "seeds")
 experiment = runner.Experiment("transformer", Settings, cells, ("seed",), table)
-
-if __name__ == "__main__":
-    experiment.main()

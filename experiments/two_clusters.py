@@ -190,6 +190,3 @@ experiments = {
     "regression": of("regression", Regression, regression, REGIONS),
     "variational_laplace": of(*TOY, variational_laplace_table),
 }
-
-if __name__ == "__main__":
-    runner.choose(experiments)

@@ -285,6 +285,3 @@ def of_columns(index):
 by = ("data", "column", "split")
 facts = {"published": of_columns(0), "rerun of the published code": of_columns(1)}
 experiment = runner.Experiment("uci{0.depth}", Settings, cells, by, table, facts=facts)
-
-if __name__ == "__main__":
-    experiment.main()

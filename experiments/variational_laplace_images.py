@@ -327,6 +327,3 @@ def figure(record):
 by, facts = ("set", "method", "beta", "multiplier", "seed"), {"[GR] tab. 1": PUBLISHED}
 name = "variational_laplace_images"
 experiment = runner.Experiment(name, Settings, cells, by, table, figure, facts)
-
-if __name__ == "__main__":
-    experiment.main()

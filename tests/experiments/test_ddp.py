@@ -26,7 +26,7 @@ def test_ddp_makes_the_curves_of_one_process(smoke, monkeypatch, capsys):
     told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = os.environ | told | {"RANK": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "experiments/ddp.py", *options]
+    command = [sys.executable, "experiments/run.py", "ddp", *options]
     how = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     for name, value in (told | {"RANK": "0"}).items():
         monkeypatch.setenv(name, value)
@@ -44,8 +44,8 @@ def test_ddp_makes_the_curves_of_one_process(smoke, monkeypatch, capsys):
     record = runner.Record(found.record.path, ddp.experiment.by).read()
     one, two = record.cells["1 process", "0"], record.cells["2 processes, same draws", "0"]
     first, second = record.content["commands"]
-    assert first.startswith("python experiments/ddp.py --smoke-test")
-    assert second.startswith("torchrun --nproc_per_node=2 experiments/ddp.py --smoke-test")
+    assert first.startswith("python experiments/run.py ddp --smoke-test")
+    assert second.startswith("torchrun --nproc_per_node=2 experiments/run.py ddp --smoke-test")
     for name, curve in one["curves"].items():
         assert len(curve) == record.content["settings"]["epochs"]
         assert curve[-1] < curve[0]

@@ -93,7 +93,9 @@ def test_banana_by_other_numbers_of_layers(smoke, banana, monkeypatch):
 @pytest.mark.parametrize("name", ROWS)
 def test_laplace_toys(name: str, smoke, banana):
     found = smoke(laplace_toys.experiments[name], before=(name,))
-    assert found.content["command"].startswith(f"python experiments/laplace_toys.py {name} --smoke")
+    assert found.content["command"].startswith(
+        f"python experiments/run.py laplace_toys {name} --smoke"
+    )
     (cell,) = found.cells.values()
     rows = cell["rows"]
     assert ROWS[name] is None or list(rows) == ROWS[name]

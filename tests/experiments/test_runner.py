@@ -13,6 +13,7 @@ from pathlib import Path
 import common
 import numpy as np
 import pytest
+import run
 import runner
 import tables
 import torch
@@ -81,7 +82,7 @@ def test_cells_are_run_once_and_written_one_by_one(tmp_path: Path, capsys):
     assert (
         content["command"]
         == content["commands"][1]
-        == f"python experiments/test_runner.py {' '.join(out)}"
+        == f"python experiments/run.py test_runner {' '.join(out)}"
     )
     printed = capsys.readouterr().out
     assert printed.endswith("| | score |\n|---|---|\n| b | 10.5 ± 0.5 |\n| a | 10.5 ± 0.5 |\n")
@@ -178,14 +179,15 @@ def test_a_missing_library_is_one_line_that_names_the_extra(library: str, monkey
         experiment(Calls()).main([])
 
 
-def test_scripts_of_several_experiments_want_a_word(capsys):
-    both = {"one": experiment(Calls()), "two": experiment(Calls())}
+def test_files_of_several_experiments_want_a_word(capsys):
     for arguments in ([], ["three"]):
-        with pytest.raises(SystemExit, match="expected one of one, two"):
-            runner.choose(both, arguments)
+        with pytest.raises(SystemExit, match="expected one of regression, variational_laplace"):
+            run.main(["two_clusters", *arguments])
+    with pytest.raises(SystemExit, match="there is no experiment two; `--help` lists them"):
+        run.main(["two"])
     with pytest.raises(SystemExit):
-        runner.choose(both, ["two", "--help"])
-    assert capsys.readouterr().out.startswith("usage: test_runner.py two [-h] [--out OUT]")
+        run.main(["two_clusters", "regression", "--help"])
+    assert capsys.readouterr().out.startswith("usage: two_clusters regression [-h] [--out OUT]")
 
 
 # --------------------------------------------------------------------------- tables
@@ -344,12 +346,21 @@ def test_crops_are_windows_of_padded_images(mode: str):
 def test_an_experiment_is_a_command(tmp_path: Path):
     """From another directory, as somebody may start it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    script = ROOT / "experiments" / "uci.py"
-    command = [sys.executable, str(script), "--smoke-test", "--data", "digits", "--columns", "MAP"]
+    script = ROOT / "experiments" / "run.py"
+    command = [
+        sys.executable,
+        str(script),
+        "uci",
+        "--smoke-test",
+        "--data",
+        "digits",
+        "--columns",
+        "MAP",
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     content = json.loads((tmp_path / "results" / "smoke" / "uci.json").read_text())
     assert content["command"] == (
-        "python experiments/uci.py --smoke-test --data digits --columns MAP"
+        "python experiments/run.py uci --smoke-test --data digits --columns MAP"
     )
     assert (tmp_path / "results" / "smoke" / "uci.md").read_text() in done.stdout

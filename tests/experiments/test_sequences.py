@@ -24,7 +24,9 @@ def test_task_sequences(name: str, smoke, stand_ins, monkeypatch):
     assert sum(parameter.numel() for parameter in net.parameters()) == sum(sizes)
     monkeypatch.setattr(sequence_data, "LeNet", lambda: type(net)(3, 4, 5))
     found = smoke(task_sequences.experiments[name], before=(name,))
-    assert found.content["command"].startswith(f"python experiments/task_sequences.py {name} --s")
+    assert found.content["command"].startswith(
+        f"python experiments/run.py task_sequences {name} --s"
+    )
     methods = [*found.content["strengths"]]
     assert [label.partition(",")[0] for label, _ in found.cells] == methods
     assert {"SI", "ML"} < set(methods)

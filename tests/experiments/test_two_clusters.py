@@ -32,7 +32,9 @@ def test_variational_laplace(smoke):
     kinds, betas = ("Laplace", "inference"), ("1", "0.1", "0.01")
     assert list(cell["rows"]) == [f"variational {k}, beta {beta}" for beta in betas for k in kinds]
     assert all(math.isfinite(value) for row in cell["rows"].values() for value in row.values())
-    assert found.page.splitlines()[-1].startswith(f"`python experiments/two_clusters.py {name} --")
+    assert found.page.splitlines()[-1].startswith(
+        f"`python experiments/run.py two_clusters {name} --"
+    )
 
 
 def test_regions_are_where_the_data_are_and_are_not():

@@ -1,4 +1,4 @@
-"""Which models work with which inference: docs/works_with.json, and the table made from it.
+"""Which models work with which inference: docs/works_with.json, and the table of its page.
 
     python -m tests.integrations.works_with [--rows LSTM BERT]
 
@@ -364,7 +364,6 @@ def main() -> None:
         print(name, record[name], flush=True)
     ordered = {name: record[name] for name in ROWS if name in record}
     path.write_text(json.dumps(ordered, indent=1) + "\n")
-    (DOCS.parent / "experiments" / "results" / "works_with.md").write_text(table(ordered))
 
 
 if __name__ == "__main__":
