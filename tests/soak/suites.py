@@ -16,7 +16,7 @@ SUITES = {
     "threads": ("threads", "run", 100),
     "kill": ("kill", "run", 200),
     "corruption": ("corruption", "run", 200),
-    "modes": ("modes", "run", 3),
+    "modes": ("modes", "run", 1),
     "device": ("device", "run", 10_000),
     "weights": ("weights", "run", 2000),
 }
