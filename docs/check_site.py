@@ -95,7 +95,7 @@ def faults_in_files(root: Path) -> Iterator[str]:
 
 
 def is_here(target: str) -> bool:
-    """Say whether an address is one of this site, or holds its data itself."""
+    """Whether an address is one of this site, or holds its data itself."""
     parts = urllib.parse.urlsplit(target)
     return parts.scheme == "data" or not (parts.scheme or parts.netloc)
 

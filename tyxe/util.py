@@ -351,7 +351,7 @@ def unwrapped(builder: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def is_constant(argument: Any) -> bool:
-    """Say whether all points share an argument of the net: a number, a string or None."""
+    """Whether all points share an argument of the net: a number, a string or None."""
     if isinstance(argument, Tensor):
         return argument.dim() == 0
     return isinstance(argument, bool | int | float | str | None)
@@ -423,7 +423,7 @@ def outside_of_inference(tree: Any) -> Any:
 
 
 def in_function_transform() -> bool:
-    """Say whether a `torch.func` transform is active, which custom autograd nodes do not take."""
+    """Whether a `torch.func` transform is active, which custom autograd nodes do not take."""
     # PyTorch has no public name for it.
     return torch._C._are_functorch_transforms_active()
 
@@ -517,12 +517,12 @@ if hasattr(constraints, "MixtureSameFamilyConstraint"):  # not before torch 2.7
 
 
 def is_discrete(support: constraints.Constraint | None) -> bool:
-    """Say whether a support is discrete; no support is not."""
+    """Whether a support is discrete; no support is not."""
     return support is not None and bool(support.is_discrete)
 
 
 def same_support(one: constraints.Constraint | None, other: constraints.Constraint | None) -> bool:
-    """Say whether a posterior over one support can have a prior over another.
+    """Whether a posterior over one support can have a prior over another.
 
     Continuous supports have to be both real or both constrained, discrete ones have to be equal.
     """
@@ -532,6 +532,6 @@ def same_support(one: constraints.Constraint | None, other: constraints.Constrai
 
 
 def is_real(support: constraints.Constraint | None) -> bool:
-    """Say whether a support is unconstrained, elementwise."""
+    """Whether a support is unconstrained, elementwise."""
     # Copies and pickles of a support are other objects.
     return support is not None and isinstance(elementwise(support), type(constraints.real))

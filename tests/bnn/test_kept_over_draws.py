@@ -17,7 +17,7 @@ from tests.oracles.front_nets import Drops, Net, Residual
 from tests.oracles.predictions import seeded
 from tyxe.bnn import laplace
 from tyxe.bnn.passes import NetOnBatch
-from tyxe.bnn.potential import Potential, alone
+from tyxe.bnn.potential import Potential, exclusive_unvalidated
 from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.priors import IIDPrior
 from tyxe.samplers import HMC, NUTS
@@ -174,7 +174,7 @@ def test_potentials_are_bit_for_bit_those_without(monkeypatch) -> None:
     at = potential.flatten(bnn.in_places()).requires_grad_()
 
     def energies() -> list[Tensor]:
-        with alone():
+        with exclusive_unvalidated():
             every = [potential.at(at) for _ in range(3)]
         return [one for e in every for one in (e.detach(), torch.autograd.grad(e, at)[0])]
 

@@ -145,7 +145,7 @@ def _check_predictions(wrapper: Any, inputs: Any, targets: Tensor) -> None:
 
 
 def _draws_weights(wrapper: Any) -> bool:
-    """Say whether draws are of weights, and not of masks or Gaussian outputs of each row."""
+    """Whether draws are of weights, and not of masks or Gaussian outputs of each row."""
     kind = getattr(wrapper, "default_predictive", "bnn")
     return kind == "bnn" and not isinstance(wrapper, tyxe.DropoutBNN)
 

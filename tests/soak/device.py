@@ -294,7 +294,7 @@ WRAPPERS: dict[str, Callable[[Flow, Host], collections.Counter[str]]] = {
 
 
 def _is_possible(flow: Flow) -> bool:
-    """Say whether the library takes a combination, and does not refuse it by an error."""
+    """Whether the library takes a combination, and does not refuse it by an error."""
     if flow.handler == "variational_laplace":
         return flow.guide == "AutoNormal"
     if flow.handler == "selective_scale":

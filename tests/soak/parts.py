@@ -303,7 +303,7 @@ ODD_HANDLERS: Table = {
 
 
 def suits(taken: dict[str, str]) -> bool:
-    """Say whether parts, by their names, are likely to go together."""
+    """Whether parts, by their names, are likely to go together."""
     wrapper, prior, guide = taken["wrapper"], taken["prior"], taken["guide"]
     likelihood, net, handler = taken["likelihood"], taken["net"], taken["handler"]
     is_binary, is_gaussian = "binary" in prior, prior in GAUSSIAN

@@ -23,7 +23,7 @@ Session = Any
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Say whether tensors, or containers of them, are the same to the bit, NaN included."""
+    """Whether tensors, or containers of them, are the same to the bit, NaN included."""
     if isinstance(one, dict):
         return equal(tuple(one.values()), tuple(other.values()))
     if isinstance(one, tuple):

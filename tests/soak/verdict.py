@@ -48,7 +48,7 @@ def classify(trial: Trial) -> tuple[str, str]:
 
 
 def is_clear(error: BaseException) -> bool:
-    """Say whether the package itself raised an error, of a usual type and with a message."""
+    """Whether the package itself raised an error, of a usual type and with a message."""
     message = str(error)
     return (
         isinstance(error, ERRORS)
@@ -59,7 +59,7 @@ def is_clear(error: BaseException) -> bool:
 
 
 def _raised_in_package(error: BaseException) -> bool:
-    """Say whether the frame that raised is at a `raise` of the package.
+    """Whether the frame that raised is at a `raise` of the package.
 
     An error of compiled code has the frame of its caller, which is at no `raise`.
     """

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def is_loader(inputs: Inputs) -> bool:
-    """Say whether inputs are a loader: a list, or iterable but no tensor, container or graph.
+    """Whether inputs are a loader: a list, or iterable but no tensor, container or graph.
 
     An array of another library is a TypeError: its rows are no batches.
     """
@@ -377,7 +377,7 @@ class DrawsOfEach:
                 _DRAWS.reset(token)
 
 
-def on_each(
+def map_batches(
     bnn: Bnn,
     inputs: tuple[Any, ...],
     batch_size: int | None,

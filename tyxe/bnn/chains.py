@@ -16,7 +16,7 @@ from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tyxe.bnn.potential import BatchPotential, Potential, alone
+from tyxe.bnn.potential import BatchPotential, Potential, exclusive_unvalidated
 from tyxe.bnn.training import progress_bar
 from tyxe.errors import check_count, described, warn
 from tyxe.likelihoods import Likelihood
@@ -318,14 +318,14 @@ def make_run(
         seed,
         compile=options.compile if batches is None else False,
         positions=positions,
-        inside=alone,
+        inside=exclusive_unvalidated,
         before=None if batches is None else batches.take,
     )
 
 
 def _of_all_data(potential: Potential, starts: Tensor) -> Any:
     """Return the potential of all chains, after it has been seen to be a function of weights."""
-    with alone():
+    with exclusive_unvalidated():
         potential.look(starts)
         every = batched(potential.at, starts)
         first, again = every(starts)[0], every(starts)[0]

@@ -113,7 +113,7 @@ class Checkpoint:
         best = given["best"]
         return cls(**given | {"best": None if best is None else BestEpoch(**best)})
 
-    def restore(self, optimizer: Optimizer, scheduler: Any, following: Any) -> int:
+    def restore(self, optimizer: Optimizer, scheduler: Any, epoch_end: Any) -> int:
         """Restore optimiser, scheduler, the best epoch and generators; return the epochs done.
 
         An optimiser of another class, or for other parameters, is a ValueError.
@@ -138,7 +138,7 @@ class Checkpoint:
                 )
         if self.scheduler is not None and scheduler is not None:
             scheduler.load_state_dict(copy.deepcopy(self.scheduler))
-        following.go_on_from(copy.deepcopy(self.best))
+        epoch_end.go_on_from(copy.deepcopy(self.best))
         set_torch_rng(self.rng)
         return self.epoch
 
@@ -250,14 +250,14 @@ class Resumable:
     _epochs_done = 0
 
     @contextmanager
-    def _resumed(self, trainer: Any, following: Any) -> Iterator[int]:
+    def _resumed(self, trainer: Any, epoch_end: Any) -> Iterator[int]:
         """Restore a loaded checkpoint into a trainer, and yield the first epoch that is left."""
         self.optimizer, self._scheduler = own = trainer.optimizer, trainer.scheduler
         pending, first = self._pending, 0
         with trainer.processes.all_or_none():
             if pending is not None:
-                first = pending.restore(*own, following)
-        self._best, self._epochs_done = following.best, first
+                first = pending.restore(*own, epoch_end)
+        self._best, self._epochs_done = epoch_end.best, first
         try:
             yield first
         finally:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe.bnn.base import fitting, prior_fixed
-from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, on_each
+from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, map_batches
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.checks import check_callback
 from tyxe.bnn.intervals import Intervals
@@ -286,7 +286,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             )
 
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
-        return on_each(self, inputs, batch_size, one, 0 if aggregate else 1)
+        return map_batches(self, inputs, batch_size, one, 0 if aggregate else 1)
 
     def sample_predictive(
         self, *inputs: Any, num_samples: int = 100, batch_size: int | None = None, **options: Any
@@ -313,7 +313,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             ]
             return concatenated(found, 0)
 
-        return on_each(self, inputs, batch_size, one, 1)
+        return map_batches(self, inputs, batch_size, one, 1)
 
     def evaluate(
         self,
@@ -360,12 +360,12 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             if predictions[0] is None:  # all points are masked
                 return *found[0][:2], weights
             prediction = mixed(self.likelihood, predictions, self.weights)
-            kept, _ = self.likelihood.that_count(targets)
+            kept, _ = self.likelihood.counted(targets)
             return self.likelihood.errors(prediction, kept), together, weights
 
         loader = self.to_evaluate(input_data, unpack)
         with all_or_none(process_group):
-            found = on_each(self, (loader,), batch_size, one, -1, y)
+            found = map_batches(self, (loader,), batch_size, one, -1, y)
         return reduced(self.likelihood, found, reduction, process_group)
 
     def draw_weights(self, count: int) -> Tensor | None:

@@ -45,7 +45,7 @@ class GPOnSubset(nn.Module):
     ) -> None:
         super().__init__()
         inputs, targets = collect(loader)
-        targets, rows = likelihood.that_count(targets)
+        targets, rows = likelihood.counted(targets)
         inputs = inputs if rows is None else take_rows(inputs, rows)
         total = len(targets)
         self.num_points = total if num_points is None else check_count("num_points", num_points, 0)

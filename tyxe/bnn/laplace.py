@@ -19,7 +19,7 @@ from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_size
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.predict import SupervisedBNN, Values
-from tyxe.bnn.training import FitOptions, Following, Trainer, Validation, progress_bar
+from tyxe.bnn.training import EpochEnd, FitOptions, Trainer, Validation, progress_bar
 from tyxe.curvature import Curvature, Linearization, collect_curvature, functional_covariance
 from tyxe.curvature.accumulators import ACCUMULATORS
 from tyxe.curvature.collect import CURVATURES, check_blocks
@@ -321,9 +321,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                     nan_check=nan_check,
                 )
                 trainer = Trainer(self, optim, how)
-                following = Following(self, callback, held_out, device, trainer.processes)
-                with self._resumed(trainer, following) as first:
-                    left = following.epochs_left(num_epochs)
+                epoch_end = EpochEnd(self, callback, held_out, device, trainer.processes)
+                with self._resumed(trainer, epoch_end) as first:
+                    left = epoch_end.epochs_left(num_epochs)
                     for epoch in trainer.epochs(first, left, progress):
                         with prior_fixed(self):
                             trainer.run_epoch(batches, epoch, device, history, callback)
@@ -332,9 +332,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                             self._set_prior_numbers(most_evidence(self.state, False, 100))
                             self.net_guide.state = None
                         with prior_fixed(self):
-                            if following.ends(epoch, history):
+                            if epoch_end.ends(epoch, history):
                                 break
-                following.restore_best()
+                epoch_end.restore_best()
         except BaseException:
             if trainer is None or not trainer.steps:
                 self.net_guide.state = before

@@ -287,7 +287,7 @@ class BatchPotential:
         # One chain has nothing to be stacked with, and graphs cannot be.
         self._stacks = len(position) > 1 and all(isinstance(leaf, Tensor) for leaf in leaves)
         if self._stacks:
-            with alone():
+            with exclusive_unvalidated():
                 self._every = gradients(one, position, *self._rows(batches))
 
     def _rows(self, batches: list[Any]) -> Iterator[Any]:
@@ -315,7 +315,7 @@ def _unvalidated(distribution: Any) -> Any:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def exclusive_unvalidated() -> Iterator[None]:
     """Let no other thread draw numbers, and nothing validate, which is control flow on values."""
     with exclusive(), unvalidated():
         yield
@@ -355,7 +355,7 @@ def _trained(
     epochs = init.train(loss, members, len(targets), generator)
     with progress_bar(range(init.num_epochs), "train members", "epoch", progress) as bar:
         while True:
-            with alone():
+            with exclusive_unvalidated():
                 found = next(epochs, None)
             if found is None:
                 return members
@@ -397,7 +397,7 @@ def _from_prior(potential: Potential) -> dict[str, Tensor]:
     latents = bnn.likelihood.latent_priors().items()
     for _ in range(100):
         found = bnn.net_prior() | {f"{bnn.likelihood.prefix}.{n}": p.sample() for n, p in latents}
-        with alone(), torch.no_grad():
+        with exclusive_unvalidated(), torch.no_grad():
             if bool(potential.at(potential.flatten(found)).isfinite()):
                 break
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.batches import ReplayedDraws, check_has_targets, is_loader, on_each
+from tyxe.bnn.batches import ReplayedDraws, check_has_targets, is_loader, map_batches
 from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.norms import AveragedNorms
 from tyxe.bnn.passes import NetOnBatch
@@ -364,7 +364,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
 
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
-        return on_each(self, inputs, batch_size, one, 0 if aggregate else 1)
+        return map_batches(self, inputs, batch_size, one, 0 if aggregate else 1)
 
     def sample_predictive(
         self,
@@ -412,7 +412,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             ]
             return self.likelihood.targets_of(torch.stack(drawn))
 
-        return on_each(self, inputs, batch_size, one, 1)
+        return map_batches(self, inputs, batch_size, one, 1)
 
     def evaluate(
         self,
@@ -467,7 +467,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
 
         loader = self.to_evaluate(input_data, unpack)
         with all_or_none(process_group):
-            found = on_each(self, (loader,), batch_size, one, -1, y)
+            found = map_batches(self, (loader,), batch_size, one, -1, y)
         return reduced(self.likelihood, found, reduction, process_group)
 
     def scorer(
@@ -484,7 +484,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
 
         def score(inputs: Inputs, targets: Tensor, again: ReplayedDraws) -> Scores:
             check_has_targets(targets)
-            kept, rows = self.likelihood.that_count(targets)
+            kept, rows = self.likelihood.counted(targets)
             if gaussian is not None:
                 mean, covariance = (rows_of(part, rows, 0) for part in gaussian(inputs))
                 return gaussian_scores(self.likelihood, mean, covariance, kept, options)

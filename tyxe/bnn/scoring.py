@@ -82,7 +82,7 @@ def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
     found = bnn.predict(batches, **options)
     # Masks are of batches.
     targets = concatenate_targets([likelihood.observed(targets) for _, targets in batches])
-    kept, rows = likelihood.that_count(targets)
+    kept, rows = likelihood.counted(targets)
     if isinstance(likelihood, Bernoulli):
         kept = replace(kept, values=kept.values.long())
     return Predicted(likelihood, tree_map(lambda part: rows_of(part, rows, 0), found), kept)
@@ -104,7 +104,7 @@ def flattened(predictions: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Te
 
 def weights_of(likelihood: Likelihood, targets: Any) -> Tensor:
     """Return how often each point of a batch counts, of those that do."""
-    kept, _ = likelihood.that_count(targets)
+    kept, _ = likelihood.counted(targets)
     return torch.ones(len(kept), device=kept.device) if kept.weights is None else kept.weights
 
 

@@ -28,7 +28,7 @@ from tyxe.util import at_least_float32
 Handler = Callable[[], AbstractContextManager[Any]]
 
 
-class Judged(NamedTuple):
+class Scored(NamedTuple):
     """A batch of held-out data under draws from the posterior.
 
     Attributes:
@@ -133,15 +133,17 @@ class Trainable(Objective):
             self.terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach(), values={})
         return loss
 
-    def judge(self, batch: Any, reduction: str = "none") -> Judged:
+    def score_batch(self, batch: Any, reduction: str = "none") -> Scored:
         """Predict a batch of held-out data, and score it, point by point or with their `"sum"`."""
         ((inputs, targets),) = batches_of(self.bnn.to_evaluate([batch], self.unpack))
         likelihood = self.bnn.likelihood
         with self.bnn.predicting():
             outputs, latents = self.bnn.stacked_outputs(inputs, self.num_predictions)
-        kept, rows = likelihood.that_count(targets)
+        kept, rows = likelihood.counted(targets)
         found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
         predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
         parts = found.error, found.log_likelihood, weights_of(likelihood, targets)
         error, log_likelihood = reduced(likelihood, parts, reduction)
-        return Judged(predictions, error, log_likelihood, parts[-1])
+        return Scored(predictions, error, log_likelihood, parts[-1])
+
+    judge = score_batch  # its former name

@@ -118,7 +118,7 @@ class Validation:
             raise ValueError("patience is for the log-likelihood of held-out data: pass validation")
 
 
-class Following:
+class EpochEnd:
     """What happens after each epoch: a callback, and held-out data that may end the fit.
 
     Ties of the held-out log-likelihood count as no improvement. Several processes decide together,
@@ -224,7 +224,7 @@ def progress_bar(items: range | None, what: str, unit: str, progress: bool | Non
 
 
 # Copies of what an epoch changes, and the state of the optimiser.
-Taken = tuple[list[Tensor], dict[str, Any]]
+Snapshot = tuple[list[Tensor], dict[str, Any]]
 
 
 class Trainer:
@@ -294,7 +294,7 @@ class Trainer:
             length = length_of(loader)
             self._bar.total = None if length is None else length * self._left
         self._batches = 0
-        before = self._taken() if self.options.nan_check == "epoch" else None
+        before = self._snapshot() if self.options.nan_check == "epoch" else None
         batches = self.processes.equal_batches(batches_of(loader, device))
         with self._epoch_kept(before):
             data, kl, points = self._run_steps(batches, epoch, beta, callback)
@@ -383,7 +383,7 @@ class Trainer:
         self.steps += 1
         return terms
 
-    def _taken(self) -> Taken:
+    def _snapshot(self) -> Snapshot:
         """Return copies of parameters, statistics of norms and the optimiser's state."""
         tensors = [t.detach().clone() for t in self._changed()]
         return tensors, copy.deepcopy(self.optimizer.state_dict())
@@ -395,7 +395,7 @@ class Trainer:
         finite = torch.stack([p.detach().isfinite().all() for p in self.parameters.values()])
         return bool(finite.all())
 
-    def _go_back(self, before: Taken) -> None:
+    def _restore(self, before: Snapshot) -> None:
         with torch.no_grad():
             for tensor, value in zip(self._changed(), before[0], strict=True):
                 tensor.copy_(value)
@@ -403,20 +403,20 @@ class Trainer:
         self.optimizer.load_state_dict(before[1])
 
     @contextmanager
-    def _epoch_kept(self, before: Taken | None) -> Iterator[None]:
+    def _epoch_kept(self, before: Snapshot | None) -> Iterator[None]:
         """After an exception go back to an epoch's start if a parameter is not finite by now."""
         try:
             yield
         except BaseException:
             if before is not None and not self._is_finite():
-                self._go_back(before)
+                self._restore(before)
             raise
 
-    def _check_epoch(self, epoch: int, sums: list[float], before: Taken) -> None:
+    def _check_epoch(self, epoch: int, sums: list[float], before: Snapshot) -> None:
         """After an epoch that has met something not finite, go back to its start and raise."""
         if all(map(math.isfinite, sums)) and self._is_finite():
             return
-        self._go_back(before)
+        self._restore(before)
         raise RuntimeError(
             f"training stopped: in epoch {epoch + 1} the loss, or a parameter, is not finite. The "
             'parameters are those before this epoch; nan_check="step" finds the step and the place'
@@ -440,7 +440,7 @@ class Trainer:
         if len(batches) == 1 and self.options.parallel is None:
             return [1.0]
         likelihood = self.bnn.likelihood
-        found = (likelihood.that_count(targets)[0] for _, targets in batches)
+        found = (likelihood.counted(targets)[0] for _, targets in batches)
         counts = [float(likelihood.count(targets)) for targets in found]
         mean = self.processes.total([sum(counts)])[0] / self.processes.count
         return [count / mean if mean else 0.0 for count in counts]

@@ -19,7 +19,7 @@ from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
 from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.standin import in_modes, modes_of
-from tyxe.bnn.training import FitOptions, Following, Trainer, Validation
+from tyxe.bnn.training import EpochEnd, FitOptions, Trainer, Validation
 from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
 from tyxe.data import Output, Unpack, unpacked
@@ -239,15 +239,15 @@ class VariationalBNN(Resumable, SupervisedBNN):
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)
         with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)
-            following = Following(self, callback, held_out, device, trainer.processes)
+            epoch_end = EpochEnd(self, callback, held_out, device, trainer.processes)
             history = History()
-            with self._resumed(trainer, following) as first:
-                left = following.epochs_left(num_epochs)
+            with self._resumed(trainer, epoch_end) as first:
+                left = epoch_end.epochs_left(num_epochs)
                 for epoch in trainer.epochs(first, left, progress):
                     trainer.run_epoch(data_loader, epoch, device, history, callback)
-                    if following.ends(epoch, history):
+                    if epoch_end.ends(epoch, history):
                         break
-            following.restore_best()
+            epoch_end.restore_best()
         warn_of_result(self, history)
         return history
 

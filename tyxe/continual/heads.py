@@ -62,7 +62,7 @@ class Heads:
         # Places and not tensors, because moving a BNN replaces its buffers.
         self._places = _places_of(bnn, _names_in(modules))
         self._warn_of_norms()
-        self._start = self._taken()
+        self._start = self._snapshot()
         self._kept: dict[Task, Values] = {}
         self._current: Task | None = None
 
@@ -164,12 +164,12 @@ class Heads:
     def _tensors(self) -> Values:
         return {name: getattr(*place) for name, place in self._places.items()}
 
-    def _taken(self) -> Values:
+    def _snapshot(self) -> Values:
         return {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
 
     def _keep_current(self) -> None:
         if self._current is not None:
-            self._kept[self._current] = self._taken()
+            self._kept[self._current] = self._snapshot()
 
     def _put(self, task: Task | None, values: Values) -> None:
         with torch.no_grad():

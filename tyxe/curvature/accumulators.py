@@ -175,7 +175,7 @@ class FullAccumulator(Accumulator):
 
 
 def _is_outer_product(gradients: PointGradients) -> TypeGuard[OuterProductGradients]:
-    """Say whether each point's gradient is one outer product: one position, no groups."""
+    """Whether each point's gradient is one outer product: one position, no groups."""
     return isinstance(gradients, OuterProductGradients) and gradients.a.shape[1:3] == (1, 1)
 
 

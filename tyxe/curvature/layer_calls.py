@@ -109,7 +109,7 @@ class LayerCall:
         return dataclasses.replace(self, event=event)
 
     def has_points_first(self, points: int) -> bool:
-        """Say whether the output is `(n, features, *positions)` for `n = points`."""
+        """Whether the output is `(n, features, *positions)` for `n = points`."""
         batched = self.event.spatial_dims + 2
         return self.probe.dim() == batched and self.probe.shape[0] == points
 

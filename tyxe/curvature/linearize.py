@@ -352,7 +352,7 @@ class Linearization:
             yield torch.zeros_like(call.probe) if grad is None else grad
 
     def _is_last(self, call: LayerCall) -> bool:
-        """Say whether the map's output is the net's, so that its gradient is the cotangent."""
+        """Whether the map's output is the net's, so that its gradient is the cotangent."""
         return call.node is not None and call.node is self._node
 
     def last_inputs(self) -> dict[str, Tensor]:

@@ -207,7 +207,7 @@ def isotropic_scale(prior: Any) -> float | None:
 
 
 def has_prior_of(q: InducingWeights, p: IndependentSites) -> bool:
-    """Say whether the sites have the priors that `q` was built for."""
+    """Whether the sites have the priors that `q` was built for."""
 
     def has(name: str, expected: float) -> bool:
         prior: Any = p.distributions.get(name)

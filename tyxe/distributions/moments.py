@@ -113,5 +113,5 @@ def known_entropy(distribution: td.Distribution) -> Tensor | None:
 
 
 def is_factorized(distribution: td.Distribution) -> bool:
-    """Say whether some handler can replace draws of this distribution."""
+    """Whether some handler can replace draws of this distribution."""
     return center(distribution) is not None or independent_moments(distribution) is not None

@@ -38,7 +38,7 @@ def log_prob_of(site: Any, is_bounded: bool = False) -> Tensor:
 
 
 def is_joint(site: Any) -> bool:
-    """Say whether a site of the guide is a draw of several sites together."""
+    """Whether a site of the guide is a draw of several sites together."""
     return isinstance(site["fn"], JointDistribution) and bool(site["infer"].get("is_auxiliary"))
 
 

@@ -77,7 +77,7 @@ class TrainerBNN(Trainable):
         if labels is None:
             inputs = self.unpack(batch) if self.unpack else batch
             return {"logits": self.bnn.predict([inputs], num_predictions=self.num_predictions)}
-        predictions, _, found, weights = self.judge(batch, "sum")
+        predictions, _, found, weights = self.score_batch(batch, "sum")
         total = found["joint"] if isinstance(found, Mapping) else found
         return {"loss": -total / (float(weights.sum()) or 1.0), "logits": predictions}
 

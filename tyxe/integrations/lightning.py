@@ -107,10 +107,10 @@ class LightningBNN(lightning.LightningModule):
         return self.bnn.predict(batches, num_predictions=self.trainable.num_predictions)
 
     def _judge(self, stage: str, batch: Any) -> None:
-        judged = self.trainable.judge(batch, "sum")
-        if points := float(judged.weights.sum()):  # a batch may be masked as a whole
+        scored = self.trainable.score_batch(batch, "sum")
+        if points := float(scored.weights.sum()):  # a batch may be masked as a whole
             for name in ("error", "log_likelihood"):
-                found = getattr(judged, name)
+                found = getattr(scored, name)
                 named = found if isinstance(found, Mapping) else {"": found}
                 means = {f"{name}_{n}".strip("_"): sums / points for n, sums in named.items()}
                 self._log(stage, means, points)

@@ -231,7 +231,7 @@ class Likelihood(nn.Module, ABC):
         counts = self.observed(targets).counts()
         return len(targets) if counts is None else counts.sum()
 
-    def that_count(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
+    def counted(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
         """Return the targets of points that count, and their rows; None for all."""
         found = self.observed(targets)
         counts = found.counts()
@@ -285,13 +285,13 @@ class Likelihood(nn.Module, ABC):
             self.check_targets(predictions, found)
 
     def check_size(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
-        """Return what `that_count` does, or raise for more than `dataset_size`."""
+        """Return what `counted` does, or raise for more than `dataset_size`."""
         values = Targets.of(targets).values
         if not values.dim():
             raise ValueError("targets are one number; expected one row for each point, (n, ...)")
         if values.is_complex():
             raise TypeError(f"targets are of {values.dtype}; pass targets.real, or view_as_real")
-        found, rows = self.that_count(targets)
+        found, rows = self.counted(targets)
         count = float(self.count(found))
         if count > self.dataset_size * (1 + 1e-6):
             raise ValueError(

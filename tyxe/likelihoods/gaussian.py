@@ -228,6 +228,6 @@ def _moments(draws: Tensor, dim: int, weights: Tensor | None) -> tuple[Tensor, T
 
 
 def _fits(scale: Tensor, loc: Tensor) -> bool:
-    """Say whether a scale can be expanded to the shape of a mean."""
+    """Whether a scale can be expanded to the shape of a mean."""
     pairs = zip(reversed(scale.shape), reversed(loc.shape), strict=False)
     return scale.dim() <= loc.dim() and all(one in (1, other) for one, other in pairs)

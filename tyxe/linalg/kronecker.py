@@ -321,6 +321,6 @@ class Kronecker(Operator):
 
 
 def is_one_number(d: Tensor) -> bool:
-    """Say whether all elements of a diagonal are one number."""
+    """Whether all elements of a diagonal are one number."""
     least, largest = d.detach().aminmax()
     return bool(least == largest)

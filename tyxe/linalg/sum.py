@@ -123,14 +123,14 @@ def _with_term(terms: Mapping[str, Operator], new: Operator) -> dict[str, Operat
 
 
 def invertible(operator: Operator) -> bool:
-    """Say whether the methods of an operator that need an inverse work at its size."""
+    """Whether the methods of an operator that need an inverse work at its size."""
     if isinstance(operator, BlockDiagonal):
         return all(map(invertible, operator.blocks.values()))
     return not isinstance(operator, Sum) or operator.size <= SMALL
 
 
 def is_diagonal(operator: Operator) -> bool:
-    """Say whether an operator is diagonal by its structure."""
+    """Whether an operator is diagonal by its structure."""
     if isinstance(operator, BlockDiagonal):
         return all(map(is_diagonal, operator.blocks.values()))
     return isinstance(operator, Diagonal)

@@ -320,7 +320,7 @@ def _center_of(distribution: td.Distribution) -> Tensor:
 
 
 def _shares(part: Tensor, whole: Tensor) -> bool:
-    """Say whether a tensor is a view of another, and no copy."""
+    """Whether a tensor is a view of another, and no copy."""
     return bool(torch._C._is_alias_of(part, whole))  # type: ignore[attr-defined]
 
 
@@ -418,5 +418,5 @@ def substitute_site(name: str, value: Tensor) -> Tensor:
 
 @effectful(type="lazy")
 def draws_are_lazy() -> bool:
-    """Say whether a handler is active that samples inside the net."""
+    """Whether a handler is active that samples inside the net."""
     return False

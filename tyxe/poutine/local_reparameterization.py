@@ -54,7 +54,7 @@ def local_reparameterization_moments(
 
 
 def _has_range(dtype: torch.dtype) -> bool:
-    """Say whether a floating-point type has numbers as small as those of float32."""
+    """Whether a floating-point type has numbers as small as those of float32."""
     return dtype.is_floating_point and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
 
 

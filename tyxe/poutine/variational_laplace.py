@@ -194,7 +194,7 @@ def _moments(fn: td.Distribution | None) -> tuple[Tensor, Tensor]:
 
 
 def _has_data(fn: td.Distribution) -> bool:
-    """Say whether an observed site has a density; `pyro.deterministic` and `factor` have none."""
+    """Whether an observed site has a density; `pyro.deterministic` and `factor` have none."""
     while isinstance(fn, td.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     return not isinstance(fn, dist.Delta | dist.Unit)

@@ -197,7 +197,7 @@ class NUTS(Hamiltonian):
 
 
 def _turns(total: Tensor, first: Tensor, last: Tensor, inverse_mass: Tensor) -> Tensor:
-    """Say whether a trajectory with this sum of momenta has turned, by those of its two ends."""
+    """Whether a trajectory with this sum of momenta has turned, by those of its two ends."""
     along = total * inverse_mass
     return ((along * first).sum(-1) <= 0) | ((along * last).sum(-1) <= 0)
 

@@ -156,7 +156,7 @@ class Run:
             self.before(step)
 
     def _is_long(self) -> bool:
-        """Say whether more steps are left than a program takes to pay, by those made so far."""
+        """Whether more steps are left than a program takes to pay, by those made so far."""
         made = max(int(self.transitions.min()), 1)
         left = self._made * (self.num_transitions / made - 1)
         return left >= _WORTH_COMPILING and has_compiler(self.starts.device)
