@@ -95,6 +95,24 @@ class RandomStream(TorchDispatchMode):
         else:
             self._generators[torch.device("cpu")].manual_seed(seed)
 
+    @classmethod
+    def branch(cls) -> RandomStream:
+        """Return the numbers that PyTorch's generator would give next, which goes on elsewhere."""
+        with exclusive():  # another thread may have set it back for a while
+            before = torch.get_rng_state()
+            found, seed = (int(torch.randint(2**62, (), device="cpu")) for _ in range(2))
+            torch.manual_seed(seed)
+        stream = cls(found)
+        stream._generators[torch.device("cpu")].set_state(before)
+        return stream
+
+    def copy(self) -> RandomStream:
+        """Return a stream that goes on from where this one is."""
+        other = RandomStream(self._seed)
+        for device, generator in self._generators.items():
+            other._generators[device] = generator.clone_state()
+        return other
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

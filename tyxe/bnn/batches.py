@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from tyxe.data import Targets, Unpacked, concatenate_targets, read_targets
 from tyxe.errors import check_count, described
 from tyxe.rng import RandomStream
-from tyxe.threads import exclusive
 from tyxe.util import Inputs, is_constant, outside_of_inference, tree_map_tensors
 
 T = TypeVar("T")
@@ -325,7 +324,8 @@ class Bnn(Protocol):
 class ReplayedDraws:
     """Draws that are the same for each batch of one call.
 
-    Each is made with random numbers of its own, so that other threads may draw meanwhile.
+    They are made with random numbers of their own, so that other threads may draw meanwhile: those
+    that PyTorch's generator would have given next.
 
     Attributes:
         statistics: of the norms of the net at each draw, a list to fill.
@@ -333,22 +333,25 @@ class ReplayedDraws:
 
     def __init__(self) -> None:
         self.statistics: list[Any] = []
-        self._seed: int | None = None
+        # The random numbers of each draw, of which the last is where the next one starts.
+        self._streams: list[RandomStream] = []
 
-    def seed(self) -> int:
-        """Return the seed of the first draw, which is taken when it is asked for first."""
-        if self._seed is None:
-            with exclusive():  # another thread may have set the generators back for a while
-                self._seed = int(torch.randint(2**62, (), device="cpu"))
-        return self._seed
+    def start(self) -> None:
+        """Take random numbers, unless that was done."""
+        if not self._streams:
+            self._streams = [RandomStream.branch()]
 
     def over(self, draws: Iterator[T]) -> Iterator[T]:
         """Yield the draws that an iterator makes, from the same random numbers in each call."""
+        self.start()
         for index in itertools.count():
-            with RandomStream(self.seed() + index):
+            stream = self._streams[index].copy()
+            with stream:
                 draw = next(draws, None)
             if draw is None:
                 return
+            if index + 1 == len(self._streams):
+                self._streams.append(stream)
             yield draw
 
 
@@ -392,7 +395,7 @@ def map_batches(
     given = inputs[0] if len(inputs) == 1 else inputs
     again, found = _DRAWS.get() or ReplayedDraws(), []
     if is_loader(given) and not isinstance(given, list):
-        again.seed()  # before the loader takes random numbers
+        again.start()  # before the loader takes random numbers
     for rows, labels in batches_to_predict(given, targets, batch_size):
         with bnn.predicting():
             found.append(function(rows, labels, again))
