@@ -25,7 +25,8 @@ def images_of_views(views, titles, pictures):
     limit = torch.stack([*scaled.values()])[:, columns].quantile(0.995).item()
     ticks, count = {"xticks": [], "yticks": []}, len(rows) + len(scaled)
     size = (1.4 * len(columns), 1.32 * count + 0.3)
-    panels, axes = tables.subplots(count, len(columns), figsize=size, subplot_kw=ticks)
+    how = {"figsize": size, "subplot_kw": ticks, "squeeze": False}
+    panels, axes = tables.subplots(count, len(columns), **how)
     for line, view in zip(axes.T, columns, strict=True):
         for ax, images in zip(line, rows.values(), strict=False):
             ax.imshow(images[view, :3].movedim(0, -1).clamp(0, 1).numpy())
