@@ -329,7 +329,9 @@ def test_every_linearised_wrapper_sees_a_derivative(name: str) -> None:
         found = bnn.gaussian_predictives()["glm"](x)[1]
     else:
         bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=name)
-        bnn.fit_curvature([(x, x)])
+        with tyxe.poutine.report() as report:
+            bnn.fit_curvature([(x, x)])
+        assert "are taken for each point" in str(report)
         curvature = torch.einsum("nkp,nkq->pq", rows, rows) / 0.25
         # Sites that take a gradient for each point have diagonals in the place of factors.
         curvature = curvature if name == "full" else torch.diag(curvature.diagonal())

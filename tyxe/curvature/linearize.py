@@ -29,6 +29,7 @@ from tyxe.curvature.memory import check_memory
 from tyxe.curvature.per_point import looped_gradients, vectorized_gradients
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
+from tyxe.poutine.report import note
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.util import (
     Inputs,
@@ -180,6 +181,10 @@ class Linearization:
         wrong, reason = self._differing(expected, cotangent)
         while wrong - self._known.exact:
             self._known.exact |= wrong
+            note(
+                f"Gradients in {', '.join(sorted(wrong))} are taken for each point: what "
+                "layers have met does not add up to the batch's."
+            )
             self._find_blocks()
             try:
                 wrong, other = self._differing(expected, cotangent)
