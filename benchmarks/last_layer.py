@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
-from tyxe.bnn.potential import Potential, alone
+from tyxe.bnn.potential import Potential, exclusive_unvalidated
 from tyxe.samplers import NUTS, Run, batched
 
 
@@ -116,12 +116,14 @@ def stepping(
     """Return what makes so many steps of four chains, without compilation."""
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5)
     bnn = tyxe.MCMC_BNN(net, on_last(layer), likelihood, NUTS()).eval()
-    with alone():
+    with exclusive_unvalidated():
         one = Potential(bnn, x, y)
         start = one.flatten(bnn.in_places()).expand(4, -1)
         potential = batched(one.at, start)
     kernel = NUTS(step_size=0.05, adapt_step_size=False, adapt_mass_matrix=False)
-    steps = Run(kernel, potential, start, 10**4, compile=False, inside=alone).steps()
+    steps = Run(
+        kernel, potential, start, 10**4, compile=False, inside=exclusive_unvalidated
+    ).steps()
     next(steps)
 
     def some() -> int:

@@ -19,7 +19,7 @@ from _harness import Case, Clock, Contestant, Quantity, peer, run, timed
 from torch import Tensor, nn
 
 import tyxe
-from tyxe.bnn.potential import Potential, alone
+from tyxe.bnn.potential import Potential, exclusive_unvalidated
 from tyxe.samplers import HMC, MCLMC, NUTS, Kernel, Run, batched
 
 # One thread, as torch; XLA reads it when it starts.
@@ -50,7 +50,7 @@ def small(data: Data, hidden: int = 50) -> tyxe.MCMC_BNN:
 
 def potential_of(bnn: tyxe.MCMC_BNN, data: Data, chains: int) -> tuple[Any, Tensor]:
     """Return the potential of all chains, and starts of small weights."""
-    with alone():
+    with exclusive_unvalidated():
         one = Potential(bnn, *data)
         starts = 0.1 * torch.randn(chains, one.flatten(bnn.in_places()).numel())
         return batched(one.at, starts), starts
@@ -58,7 +58,9 @@ def potential_of(bnn: tyxe.MCMC_BNN, data: Data, chains: int) -> tuple[Any, Tens
 
 def our_run(kernel: Kernel, potential: Any, starts: Tensor, *length: int, **how: Any) -> Run:
     """Return a compiled run that has not started."""
-    return Run(kernel, potential, starts, *length, compile=True, inside=alone, **how)
+    return Run(
+        kernel, potential, starts, *length, compile=True, inside=exclusive_unvalidated, **how
+    )
 
 
 def stepping(run_of_chains: Run, count: int) -> Callable[[], int]:
@@ -191,7 +193,7 @@ class Ours:
         again = our_run(self.kernel, self.potential, starts, *reversed(self.length), **how)
         for _ in again.steps():
             pass
-        with alone(), torch.no_grad():
+        with exclusive_unvalidated(), torch.no_grad():
             flat = again.kept.positions.flatten(0, 1)
             one = Potential(self.bnn, *self.data)
             net = torch.func.vmap(lambda w: self.bnn.run_net(one.unflatten(w), PROBES))
