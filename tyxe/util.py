@@ -322,10 +322,11 @@ def call_with(function: Callable[..., Any], inputs: Inputs) -> Any:
             raise RuntimeError(f"{error}; {others}") from error
         raise
     except TypeError as error:
-        if isinstance(inputs, tuple) and "positional argument" in str(error):
+        if isinstance(inputs, tuple | list) and "positional argument" in str(error):
             raise TypeError(
                 f"{error}; each of the {len(inputs)} is an argument of the net: options go by "
-                "name, such as num_predictions=32, and targets to evaluate"
+                "name, such as num_predictions=32, and targets to evaluate; a net that takes one "
+                "list or tuple gets a tuple of it, unpack=lambda batch: ((batch[0],), batch[1])"
             ) from error
         raise
 

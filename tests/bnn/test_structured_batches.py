@@ -199,3 +199,24 @@ def test_an_unpacked_loader_serves_methods_without_the_argument():
     bnn.fit_curvature(loader)
     precision = bnn.optimize_prior_precision("grid", loader, grid=[0.1, 1.0, 10.0])
     assert float(precision) in (0.10000000149011612, 1.0, 10.0)
+
+
+class OfList(nn.Module):
+    """A net of one argument, a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, parts):
+        return self.layer(torch.cat(parts, 1))
+
+
+def test_a_net_of_one_list_gets_a_tuple_of_it():
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(8, scale=0.5)
+    bnn = tyxe.LaplaceBNN(OfList(), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood)
+    parts, y = [torch.randn(8, 2), torch.randn(8, 1)], torch.randn(8, 1)
+    with pytest.raises(TypeError, match=r"gets a tuple of it, unpack=lambda batch: \(\(batch\[0\]"):
+        bnn.fit_curvature([(parts, y)])
+    bnn.fit_curvature([(parts, y)], unpack=lambda batch: ((batch[0],), batch[1]))
+    assert bnn.predict((parts,))[0].shape == (8, 1)

@@ -237,7 +237,8 @@ def test_unpacked_batches_and_wrong_kinds():
         ScaleFactor().wrap(model, [(x, y)])
     with pytest.raises(TypeError, match=r"a Linear: for a plain net call fit\(pre"):
         TemperatureScaling().wrap(torch.nn.Linear(3, 3), [(x, y)])
-    assert TemperatureScaling().fit(torch.randn(60, 3, requires_grad=True), y).temperature > 0
+    logits = (torch.nn.functional.one_hot(y, 3) + torch.randn(60, 3)).requires_grad_()
+    assert TemperatureScaling().fit(logits, y).temperature > 0
 
 
 # --- files and bad input ------------------------------------------------------------------------
