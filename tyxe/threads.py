@@ -18,6 +18,7 @@ import pyro
 import torch
 from pyro.poutine import collapse_messenger, messenger, runtime
 from pyro.poutine.messenger import Messenger
+from torch.utils._python_dispatch import _pop_mode
 
 from tyxe.errors import UNREAD
 
@@ -184,8 +185,10 @@ def unvalidated(active: bool = True) -> Iterator[None]:
 def as_before() -> Iterator[None]:
     """At the end, set back what something inside could not, because a Ctrl-C came in between.
 
-    That are handlers, plates and grad mode of this task, and Pyro's settings.
+    That are handlers, plates, grad mode and streams of random numbers of this task, and Pyro's
+    settings.
     """
+    modes = torch._C._len_torch_dispatch_stack()
     active, plates = _HANDLERS.items.get(), _PLATES.items.get()
     gradients, settings = torch.is_grad_enabled(), (_VALIDATION, module_local_params)
     depths = [each.depth() for each in settings]
@@ -195,5 +198,7 @@ def as_before() -> Iterator[None]:
         _HANDLERS.items.set(active)
         _PLATES.items.set(plates)
         torch.set_grad_enabled(gradients)
+        while torch._C._len_torch_dispatch_stack() > modes:
+            _pop_mode()
         for each, depth in zip(settings, depths, strict=True):
             each.go_back(depth)

@@ -72,6 +72,7 @@ def stopped(work: Callable[[], object], times: int, error: type[BaseException]) 
         except error:
             count += 1
         assert pyro.settings.get() == settings
+        assert not torch._C._len_torch_dispatch_stack()  # no stream of random numbers
     return count
 
 

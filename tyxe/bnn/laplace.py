@@ -47,7 +47,7 @@ from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import DictPrior, Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.rng import RandomStream
-from tyxe.threads import exclusive
+from tyxe.threads import as_before, exclusive
 from tyxe.util import Inputs, outside_inference
 
 SLOW = 5.0  # seconds from which on a linearised batch gives a warning
@@ -535,6 +535,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             state = state.replace(prior=prior)
         return state.evidence()
 
+    @as_before()
     @outside_inference()
     def optimize_prior_precision(
         self,

@@ -127,6 +127,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         pick(net, None)
         return net
 
+    @as_before()
     @outside_inference()
     def to_ensemble(self, num_draws: int) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.

@@ -18,9 +18,11 @@ from tyxe.diagnostics.case import Case, members_of
 from tyxe.diagnostics.report import Line, Report
 from tyxe.errors import described
 from tyxe.rng import RandomStream, torch_rng_kept
+from tyxe.threads import as_before
 from tyxe.util import outside_inference
 
 
+@as_before()
 @outside_inference()
 def diagnose(
     bnn: Any,
