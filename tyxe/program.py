@@ -122,8 +122,8 @@ class Program:
 class Programs:
     """The compiled programs of a function, one for each structure and shape of its arguments.
 
-    What is no program, and shapes beyond the first few, are to run uncompiled, after one warning
-    with the reason of the former.
+    What is no program, and shapes beyond the first few of a run, are to run uncompiled, after one
+    warning with the reason of the former.
 
     Args:
         what: is compiled, in the plural, for warnings.
@@ -136,16 +136,22 @@ class Programs:
     def __init__(self, what: str, device: torch.device) -> None:
         self._what = what
         self._programs: dict[Any, Program] = {}
+        self._used: set[Any] = set()
         self.seconds = 0.0
         self._fails = not has_compiler(device)
         if self._fails:
             warn(f"compile=True needs a C++ compiler, and none is found: {what} run uncompiled")
 
+    def begin(self) -> None:
+        """Begin a run, for whose shapes programs of earlier runs may go."""
+        self._used = set()
+
     def find(self, key: Any, make: Callable[[], Program]) -> Program | None:
         """Return the program of a key, made where it is new, or None if there is none."""
-        if not self._fails and key not in self._programs:
+        is_new = not self._fails and key not in self._programs and len(self._used) < MOST_PROGRAMS
+        if is_new:
             if len(self._programs) == MOST_PROGRAMS:
-                del self._programs[next(iter(self._programs))]  # the oldest
+                del self._programs[next(old for old in self._programs if old not in self._used)]
             start = time.perf_counter()
             try:
                 self._programs[key] = make()
@@ -156,7 +162,10 @@ class Programs:
                 )
                 self._fails = True
             self.seconds += time.perf_counter() - start
-        return None if self._fails else self._programs.get(key)
+        if self._fails or key not in self._programs:
+            return None
+        self._used.add(key)
+        return self._programs[key]
 
 
 def is_dense(tensor: Tensor) -> bool:

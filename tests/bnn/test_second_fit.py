@@ -163,6 +163,16 @@ HANDLERS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def test_shapes_of_a_new_fit_take_the_place_of_earlier_ones(
+    traced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tyxe.program.MOST_PROGRAMS", 2)
+    bnn = make()
+    for size, count in ((12, 1), (6, 2), (4, 3), (4, 3), (12, 4)):
+        bnn.fit([(X[:size], Y[:size])] * 3, SGD, 1, compile=True)
+        assert len(traced) == count
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_what_a_program_cannot_see_makes_a_new_one(
     change: Callable[[Any], object], traced: list[Any]

@@ -202,7 +202,7 @@ LIKELIHOODS = {
         tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.1),
         1,
         X[:, :1],
-        X[:, :1] * float("nan"),
+        X[:, :1] * float("inf"),
     ),
 }
 

@@ -30,6 +30,7 @@ def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> Compil
     if runtime.steps is None or runtime.steps.fingerprint != given:
         runtime.steps = CompiledSteps(given, next(objective.parameters()).device)
     found: CompiledSteps = runtime.steps
+    found.programs.begin()
     return found
 
 
@@ -43,16 +44,19 @@ class CompiledSteps:
     Args:
         fingerprint: of what is compiled.
         device: where it is.
+
+    Attributes:
+        programs: by kind of batch.
     """
 
     def __init__(self, fingerprint: Any, device: torch.device) -> None:
         self.fingerprint = fingerprint
-        self._programs = Programs("steps", device)
+        self.programs = Programs("steps", device)
 
     @property
     def seconds(self) -> float:
         """Seconds that compilation has taken."""
-        return self._programs.seconds
+        return self.programs.seconds
 
     def __call__(
         self, objective: Objective, inputs: Inputs, targets: Any, beta: float, share: float
@@ -75,7 +79,7 @@ class CompiledSteps:
             _compare(program, objective, [*trained.values()], given)
             return program
 
-        program = self._programs.find(key, make)
+        program = self.programs.find(key, make)
         if program is None:
             return None
         leaves = program.at_leaves(*held, *dense(tree_leaves((inputs, targets))), weight)
