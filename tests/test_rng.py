@@ -2,10 +2,13 @@
 
 import io
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
 
+import tyxe
 from tests.soak.pretend import DEVICE, pretend
 from tyxe.rng import (
     RandomStream,
@@ -161,3 +164,37 @@ def test_items_are_made_with_the_numbers_of_a_stream_and_used_without():
         found.append(item.item())
         assert torch.equal(before[0], torch.get_rng_state())
     assert found == expected
+
+
+BARE = re.compile(
+    r"\btorch\.(manual_seed|seed|set_rng_state|random\.)|pyro\.set_rng_seed|enable_validation"
+    r"|validation_enabled|set_default_validate_args|np\.random\.seed|\brandom\.seed"
+)
+
+
+def test_generators_and_validation_are_set_in_one_place_each() -> None:
+    """Elsewhere they would be set without the lock, and other threads would draw again."""
+    package = Path(tyxe.__file__).parent
+    files = {p.relative_to(package).as_posix(): p.read_text() for p in package.rglob("*.py")}
+    lines = {
+        (name, line)
+        for name, text in files.items()
+        for line in text.splitlines()
+        if BARE.search(line) and ">>>" not in line and not name.startswith("testing/")
+    }
+    assert {name for name, _ in lines} <= {"rng.py", "threads.py"}
+
+
+def test_a_branch_of_a_stream_goes_on_from_it_and_leaves_the_process_alone() -> None:
+    before = torch.get_rng_state()
+    found = []
+    for _ in range(2):
+        with RandomStream(seed=3):
+            expected = torch_rng()[0]
+            branch = RandomStream.branch()
+            with branch:
+                assert torch.equal(torch_rng()[0], expected)
+                found.append(torch.rand(3))
+            assert not torch.equal(torch.rand(3), found[-1])
+    assert torch.equal(*found)
+    assert torch.equal(torch.get_rng_state(), before)

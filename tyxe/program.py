@@ -16,6 +16,7 @@ import torch._inductor
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tyxe.errors import warn
 
@@ -88,12 +89,14 @@ class Program:
         # may change what it is given, such as the statistics of norms.
         leaves = [leaf.clone() for leaf in dense(leaves)]
         self._strides = [leaf.stride() for leaf in leaves]
-        self.at_leaves = graph = _traced(self._eager, leaves, draws)
-        if self.is_compiled:
-            # Not by torch.compile, whose guards cost more at each call than a small program.
-            options = dict(_OPTIONS_OF_DRAWS if draws else _OPTIONS)
-            options |= _OPTIONS_OF_CPUS if leaves[0].device.type == "cpu" else {}
-            self.at_leaves = torch._inductor.compile(graph, leaves, options=options)
+        # Without streams of random numbers, whose generators would be a part of the program.
+        with _disable_current_modes():
+            self.at_leaves = graph = _traced(self._eager, leaves, draws)
+            if self.is_compiled:
+                # Not by torch.compile, whose guards cost more at each call than a small program.
+                options = dict(_OPTIONS_OF_DRAWS if draws else _OPTIONS)
+                options |= _OPTIONS_OF_CPUS if leaves[0].device.type == "cpu" else {}
+                self.at_leaves = torch._inductor.compile(graph, leaves, options=options)
 
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns."""

@@ -11,7 +11,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from tyxe.threads import exclusive
 
@@ -34,8 +38,22 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
+def _stream() -> RandomStream | None:
+    """Return the stream that random numbers come from here, or None for PyTorch's generators."""
+    if not torch._C._len_torch_dispatch_stack():
+        return None
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, RandomStream)), None)
+
+
 def torch_rng() -> list[Tensor]:
-    """Return the state of the CPU's generator, then of each accelerator's that is in use."""
+    """Return the state of the CPU's generator, then of each accelerator's that is in use.
+
+    Inside of a `RandomStream` they are those of the stream, here and below.
+    """
+    stream = _stream()
+    if stream is not None:
+        return [generator.get_state() for generator in stream.generators.values()]
     found, accelerator = [torch.get_rng_state()], _accelerator()
     if accelerator is not None:
         module, places = _generators(accelerator)
@@ -50,6 +68,11 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
 
     States of accelerators that are not there are left out.
     """
+    stream = _stream()
+    if stream is not None:
+        for generator, state in zip(stream.generators.values(), states, strict=False):
+            generator.set_state(state)
+        return
     cpu, *others = states
     torch.set_rng_state(cpu.cpu())
     accelerator = _accelerator()
@@ -59,12 +82,26 @@ def set_torch_rng(states: Sequence[Tensor]) -> None:
             module.set_rng_state(state.cpu(), *place)
 
 
+def _start_from(seed: int) -> None:
+    stream = _stream()
+    for generator in () if stream is None else stream.generators.values():
+        generator.manual_seed(seed)
+    if stream is None:
+        torch.manual_seed(seed)
+
+
 @contextmanager
-def torch_rng_kept() -> Iterator[None]:
-    """Set PyTorch's generators back at the end, and let no other thread draw from them before."""
+def torch_rng_kept(seed: int | None = None) -> Iterator[None]:
+    """Set PyTorch's generators back at the end, and let no other thread draw from them before.
+
+    Args:
+        seed: that they start from; by default they go on.
+    """
     with exclusive():
         before = torch_rng()
         try:
+            if seed is not None:
+                _start_from(seed)
             yield
         finally:
             set_torch_rng(before)
@@ -89,28 +126,28 @@ class RandomStream(TorchDispatchMode):
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seed, self._generators = seed, {torch.device("cpu"): torch.Generator()}
+        self._seed, self.generators = seed, {torch.device("cpu"): torch.Generator()}
         if seed is None:
-            self._generators[torch.device("cpu")].set_state(torch.get_rng_state())
+            self.generators[torch.device("cpu")].set_state(torch.get_rng_state())
         else:
-            self._generators[torch.device("cpu")].manual_seed(seed)
+            self.generators[torch.device("cpu")].manual_seed(seed)
 
     @classmethod
     def branch(cls) -> RandomStream:
         """Return the numbers that PyTorch's generator would give next, which goes on elsewhere."""
         with exclusive():  # another thread may have set it back for a while
-            before = torch.get_rng_state()
+            before, *_ = torch_rng()
             found, seed = (int(torch.randint(2**62, (), device="cpu")) for _ in range(2))
-            torch.manual_seed(seed)
+            _start_from(seed)
         stream = cls(found)
-        stream._generators[torch.device("cpu")].set_state(before)
+        stream.generators[torch.device("cpu")].set_state(before)
         return stream
 
     def copy(self) -> RandomStream:
         """Return a stream that goes on from where this one is."""
         other = RandomStream(self._seed)
-        for device, generator in self._generators.items():
-            other._generators[device] = generator.clone_state()
+        for device, generator in self.generators.items():
+            other.generators[device] = generator.clone_state()
         return other
 
     def __torch_dispatch__(
@@ -125,14 +162,34 @@ class RandomStream(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _of(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = made = torch.Generator(device)
+        if device not in self.generators:
+            self.generators[device] = made = torch.Generator(device)
             if self._seed is None:
                 module, places = _generators(device)
                 made.set_state(module.get_rng_state(*places[device.index or 0]))
             else:
                 made.manual_seed(self._seed)
-        return self._generators[device]
+        return self.generators[device]
+
+
+@contextmanager
+def by_generators() -> Iterator[None]:
+    """Let what a stream does not reach, such as a compiled program, draw from it all the same.
+
+    PyTorch's generators are where the stream is meanwhile, and no other thread draws from them.
+    """
+    if _stream() is None:
+        yield
+        return
+    with exclusive():
+        states = torch_rng()
+        with _disable_current_modes(), torch_rng_kept():
+            set_torch_rng(states)
+            try:
+                yield
+            finally:
+                states = torch_rng()
+        set_torch_rng(states)
 
 
 def drawing_from(stream: RandomStream, items: Iterable[T]) -> Iterator[T]:

@@ -252,3 +252,15 @@ def test_batches_are_told_apart_by_name_and_order(traced):
         return tyxe.VariationalBNN(Keywords(), NORMAL, likelihood, tyxe.guides.AutoNormal)
 
     assert_same(make, data)
+
+
+def test_members_of_an_ensemble_are_those_of_a_plain_fit():
+    """Their random numbers come from a stream, which a compiled program does not reach itself."""
+    found = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        ensemble = tyxe.EnsembleBNN(lambda _: variational(tyxe.guides.AutoNormal), 2)
+        torch.manual_seed(1)
+        histories = ensemble.fit([(X, Y)], torch.optim.Adam, 4, compile=compiles)
+        found.append(torch.tensor([history.loss for history in histories]))
+    torch.testing.assert_close(*found)

@@ -362,6 +362,24 @@ def test_no_draw_is_repeated_because_another_thread_sets_the_generators_back(kin
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_draws_beside_fits_of_an_ensemble_never_come_again():
+    def make(_: int) -> tyxe.VariationalBNN:
+        return tyxe.VariationalBNN(net(), prior(), Categorical(30), AutoNormal)
+
+    ensemble, bnn, found = tyxe.EnsembleBNN(make, 3), variational(), []
+
+    def work() -> None:
+        for _ in range(5):
+            ensemble.fit([(X, Y)], ADAM, 2)
+
+    def predict() -> None:
+        found.append(tuple(bnn.predict(X[:1], num_predictions=1).flatten().tolist()))
+
+    others_work(work, predict)
+    assert len(set(found)) == len(found) > 5
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_predictions_never_meet_a_precision_of_the_search(monkeypatch):
     bnn, found = laplace(), []
     monkeypatch.setattr(bnn, "_set_prior_numbers", lambda _: None)

@@ -14,7 +14,7 @@ from tyxe.bnn.fingerprint import fingerprint
 from tyxe.bnn.standin import Outline, StandIn, modes_of
 from tyxe.poutine.draw import draws_are_lazy
 from tyxe.program import Program, Programs, dense, is_dense, kind_of
-from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
+from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import handlers, unvalidated
 from tyxe.util import Inputs
 
@@ -82,7 +82,8 @@ class CompiledSteps:
         program = self.programs.find(key, make)
         if program is None:
             return None
-        leaves = program.at_leaves(*held, *dense(tree_leaves((inputs, targets))), weight)
+        with by_generators():
+            leaves = program.at_leaves(*held, *dense(tree_leaves((inputs, targets))), weight)
         data, kl, points, gradients = program.returned(leaves)
         for parameter, gradient in zip(trained.values(), gradients, strict=True):
             if gradient is not None:
@@ -142,7 +143,8 @@ def _compare(program: Program, objective: Objective, trained: list[Tensor], give
     _, rest, batch, weight = given
     with torch_rng_kept():
         numbers, before = torch_rng(), [tensor.clone() for tensor in rest]
-        data, kl, _, gradients = program(*given)
+        with by_generators():
+            data, kl, _, gradients = program(*given)
         set_torch_rng(numbers)
         _restore(rest, before)
         loss = objective(*batch, weight)

@@ -28,7 +28,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.processes import all_or_none, shared
-from tyxe.rng import set_torch_rng, torch_rng
+from tyxe.rng import RandomStream
 from tyxe.util import Inputs, outside_inference
 
 # Arguments of a fit of all members in one tensor.
@@ -184,7 +184,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             member: Any = self.members[index]
             before = copy.deepcopy(member.state_dict())
             try:
-                with _from_seed(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
+                with RandomStream(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
                     found.append(member.fit(*arguments, **options))
             except BaseException:
                 member.load_state_dict(before, strict=False)  # also to no samples
@@ -458,17 +458,6 @@ def _of_draws(scores: list[Tensor]) -> Tensor:
     """Return the scores of all members' draws, of which those with Gaussian outputs have one."""
     dims = max(each.dim() for each in scores)
     return torch.cat([each if each.dim() == dims else each[None] for each in scores])
-
-
-@contextmanager
-def _from_seed(seed: int) -> Iterator[None]:
-    """Let random numbers start from a seed, and set the generators back at the end."""
-    before = torch_rng()
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        set_torch_rng(before)
 
 
 def _checked_weights(weights: Any, count: int) -> Tensor | None:

@@ -37,7 +37,7 @@ from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.processes import all_or_none, shared
-from tyxe.rng import torch_rng_kept
+from tyxe.rng import RandomStream
 from tyxe.samplers import Kernel, WarmStart
 from tyxe.threads import exclusive
 from tyxe.util import Inputs, at_least_float32, outside_inference, unwrapped
@@ -239,8 +239,7 @@ class MCMC_BNN(SupervisedBNN):
         if isinstance(init, Mapping):
             options["init"] = {n: v[rank * each : (rank + 1) * each] for n, v in init.items()}
         seed = shared(int(torch.randint(2**62, ())), 0, group)
-        with all_or_none(group), torch_rng_kept():
-            torch.manual_seed(seed + rank)  # for chains of its own
+        with all_or_none(group), RandomStream(seed + rank):  # for chains of its own
             run = self.fit(*arguments, num_chains=each, **options)
         every = [shared(dict(self.samples.items()), owner, group) for owner in range(world)]
         self._take({name: torch.cat([part[name] for part in every]) for name in every[0]})

@@ -267,8 +267,7 @@ class _Function:
         """Return the loss by the same draws in each call."""
         # Copies of what the forward may change.
         own = {n: t if t.requires_grad else t.clone() for n, t in values.items()}
-        with torch_rng_kept():
-            torch.manual_seed(0)
+        with torch_rng_kept(0):
             loss: Tensor = self(own, batch, 1.0)[0]
         return loss
 

@@ -239,8 +239,7 @@ def _simulate(
     index: int,
 ) -> list[int]:
     """Return the ranks of one simulation."""
-    with torch_rng_kept():
-        torch.manual_seed(seed + index)
+    with torch_rng_kept(seed + index):
         bnn = make_bnn().eval()
         bnn.drawing(predictive or "bnn")  # raises before a fit
         true, outputs, targets = _from_prior(bnn, inputs)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tyxe import metrics
 from tyxe.bnn.batches import all_batches
 from tyxe.bnn.scoring import predicted
 from tyxe.data import Unpack
+from tyxe.rng import set_torch_rng, torch_rng
 
 
 class Scores(dict[str, float]):
@@ -54,13 +54,13 @@ def scores(
     """
     batches = all_batches(bnn.to_evaluate(loader, unpack))
     options = {"num_predictions": num_predictions, **options}
-    state = torch.get_rng_state()
+    state = torch_rng()
     error, log_likelihood = bnn.evaluate(batches, reduction="mean", **options)
     if isinstance(error, dict):
         named = {f"log-likelihood, {n}": float(v) for n, v in log_likelihood.items()}
         return Scores(named | {f"error, {n}": float(v) for n, v in error.items()})
     found = Scores({"log-likelihood": float(log_likelihood), "error": float(error)})
-    torch.set_rng_state(state)  # on a CPU the same draws again
+    set_torch_rng(state)  # on a CPU the same draws again
     judged = predicted(bnn, batches, **options)
     if judged.kind == "classes":
         found |= _of_classes(*judged.classes())

@@ -117,8 +117,7 @@ class _Estimator(BaseEstimator):
         X, y, likelihood, fitted = self._read(X, y)
         size = y.shape[1] if y.is_floating_point() else int(y.max()) + 1
         (mean, scale), prior = self._moments(X), LambdaPrior(partial(_normal, self.prior_scale))
-        with torch_rng_kept():
-            torch.manual_seed(seed)
+        with torch_rng_kept(seed):
             bnn = method.make(self._make_net(X.shape[1], size), prior, likelihood)
             like = next(bnn.parameters())
             x = torch.as_tensor((X - mean) / scale).to(like)
@@ -136,8 +135,7 @@ class _Estimator(BaseEstimator):
     def _call(self, name: str, X: Any, seed: int, **options: Any) -> Any:
         X = validate_data(self, X, reset=False, dtype=np.float64)
         x = torch.as_tensor((X - self._x[0]) / self._x[1]).to(next(self.bnn_.parameters()))
-        with torch_rng_kept():
-            torch.manual_seed(seed)
+        with torch_rng_kept(seed):
             return getattr(self.bnn_, name)(x, batch_size=self.batch_size, **options)
 
     def _predict(self, X: Any) -> Any:
