@@ -254,6 +254,7 @@ def test_batches_are_told_apart_by_name_and_order(traced):
     assert_same(make, data)
 
 
+@pytest.mark.filterwarnings("ignore:all members start at the same weights")
 def test_members_of_an_ensemble_are_those_of_a_plain_fit():
     """Their random numbers come from a stream, which a compiled program does not reach itself."""
     found = []

@@ -19,7 +19,7 @@ from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of, weights_of
 from tyxe.bnn.training import statistics_kept, statistics_of
-from tyxe.data import Unpack
+from tyxe.data import Targets, Unpack
 from tyxe.errors import described
 from tyxe.predictive.scores import mixture_scores
 from tyxe.threads import exclusive, unvalidated
@@ -114,8 +114,17 @@ class Trainable(Objective):
         return self
 
     def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
-        """Return the loss of a batch by one draw, in nats per data point."""
+        """Return the loss of a batch by one draw, in nats per data point.
+
+        Raises:
+            ValueError: a batch that `fit` refuses, or one of which all targets are NaN.
+        """
         ((inputs, targets),) = batches_of(self.bnn.to_fit([batch], self.unpack))
+        if isinstance(targets, Targets) and bool(targets.values.isnan().all()):
+            raise ValueError(
+                "all targets of the batch are NaN, which stands for one that is missing: leave the "
+                "batch out, or look for what has made them NaN"
+            )
         with exclusive():
             if not self._is_checked:
                 check_one_batch(self.bnn, self.bnn.mean_values, inputs, targets)
