@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import tyxe
+from tests.contracts.wrappers import WRAPPERS
 from tyxe.integrations.sklearn import METHODS, BayesianRegressor
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.priors import IIDPrior
-from tyxe.testing import WRAPPERS
 from tyxe.util import last_layer
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -54,7 +55,13 @@ def look_at_sites(
         return
     unknown = bnn._slots.keys() - known
     look = _Look(bnn, outside_of_inference(inputs), keywords or {})
-    with only_handlers(()), torch_rng_kept(), outside_inference(gradients=True):
+    # A trace takes what the net itself may sample or observe.
+    with (
+        only_handlers(()),
+        poutine.trace(),
+        torch_rng_kept(),
+        outside_inference(gradients=True),
+    ):
         left = unknown - look.reached(train=False)
         left = left and left - look.reached(train=True)
         lost = {*look.moving([*left])}
