@@ -28,12 +28,12 @@ SLICE = [
     Flow("MCMC_BNN", "samplers NUTS", "none", "Gaussian, inferred"),
     Flow("MCMC_BNN", "samplers MCLMC", "none", "Categorical"),
 ]
-MOST_READS = 2
+MOST_READS = 3  # loss, gradient, and whether targets are missing that are on the device
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("flow", SLICE, ids=str)
-def test_no_tensor_is_elsewhere_and_a_step_waits_twice_at_most(flow: Flow) -> None:
+def test_no_tensor_is_elsewhere_and_a_step_waits_three_times_at_most(flow: Flow) -> None:
     assert flow in FLOWS
     seen = follow(flow)
     assert seen.mismatch is None

@@ -212,17 +212,23 @@ class SupervisedBNN(Intervals, AveragedNorms):
         again = ReplayedDraws() if again is None else again
         if num_predictions:
             look_at_sites(self, inputs, needs_gradients=False)
-        draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
+        draws = self._draws_or_mean(num_predictions, again)
         net = NetOnBatch(self, inputs, keeps=num_predictions > 1 and not self.averages_norms)
         if vectorize and self._slots:
-            return self._vmapped_outputs(again.over(draws), net)
+            return self._vmapped_outputs(draws, net)
         outputs, kept = [], []
-        for index, values in enumerate(again.over(draws)):
+        for index, values in enumerate(draws):
             if index == len(again.statistics):
                 again.statistics.append(self._norm_statistics(values) if num_predictions else {})
             outputs.append(net(values, again.statistics[index]))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
+
+    def _draws_or_mean(self, num_predictions: int, again: ReplayedDraws) -> Iterator[Values]:
+        """Return the draws of a call, or the mean, which takes no random numbers, for none."""
+        if not num_predictions:
+            return iter([self.mean_values()])
+        return again.over(self.draws(num_predictions))
 
     def linearized_outputs(
         self, inputs: Inputs, num_predictions: int, again: ReplayedDraws | None = None
@@ -232,9 +238,8 @@ class SupervisedBNN(Intervals, AveragedNorms):
         Draws `w` have the outputs `f(m) + J (w - m)` at all points.
         """
         again = ReplayedDraws() if again is None else again
-        draws = self.draws(num_predictions) if num_predictions else iter([self.mean_values()])
         linear, vectors, kept = self.linearize(inputs), [], []
-        for values in again.over(draws):
+        for values in self._draws_or_mean(num_predictions, again):
             plain = {n: v.value() if isinstance(v, Draw) else v for n, v in values.items()}
             vectors.append(linear.blocks.flatten(plain).detach())
             kept.append(self._only_latents(values))
