@@ -10,6 +10,8 @@ from tests.oracles.nets import bnn_of
 from tyxe.poutine import flipout, local_reparameterization, report
 from tyxe.poutine.report import Row
 
+pytestmark = pytest.mark.filterwarnings("ignore:the net's outputs do not depend on")
+
 
 class Mixed(nn.Module):
     """Every treatment that there is."""

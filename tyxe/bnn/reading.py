@@ -62,7 +62,10 @@ def look_at_sites(
         torch_rng_kept(),
         outside_inference(gradients=True),
     ):
-        left = unknown - look.reached(train=False)
+        try:
+            left = unknown - look.reached(train=False)
+        except Exception:  # of the net or of the batch, which the forward itself is to raise
+            return
         left = left and left - look.reached(train=True)
         lost = {*look.moving([*left])}
         lost_here = lost - look.with_gradients(lost) if needs_gradients else set()
