@@ -34,26 +34,25 @@ def handed_on(bnn):
     return bnn
 
 
-def laplace(**options):
+def fitted_twice(build):
+    """Return what makes a BNN, or one that has been fitted to two tasks."""
+
     def make(is_fitted):
-        bnn = tyxe.LaplaceBNN(*parts(), **options)
+        bnn = build()
         for _ in range(2 * is_fitted):
             bnn.fit([(X, Y)], ADAM, 3)
             handed_on(bnn)
         return bnn
 
     return make
+
+
+def laplace(**options):
+    return fitted_twice(lambda: tyxe.LaplaceBNN(*parts(), **options))
 
 
 def variational(guide):
-    def make(is_fitted):
-        bnn = tyxe.VariationalBNN(*parts(), guide)
-        for _ in range(2 * is_fitted):
-            bnn.fit([(X, Y)], ADAM, 3)
-            handed_on(bnn)
-        return bnn
-
-    return make
+    return fitted_twice(lambda: tyxe.VariationalBNN(*parts(), guide))
 
 
 def swag(is_fitted):
