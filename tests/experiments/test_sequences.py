@@ -8,6 +8,7 @@ import common
 import next_task
 import numpy as np
 import pytest
+import run
 import runner
 import sequence_data
 import split_cifar
@@ -69,7 +70,7 @@ def test_a_method_that_a_sequence_has_not_is_an_error_of_the_command(tmp_path):
     arguments = ["disjoint", "--methods", "EWC", "ML", "--out", str(tmp_path)]
     message = "no strengths for EWC: give --strengths; methods with strengths are kron"
     with pytest.raises(SystemExit, match=message):
-        runner.choose(task_sequences.experiments, arguments)
+        run.main(["task_sequences", *arguments])
 
 
 def test_permuted_tasks_are_orders_of_the_same_images(stand_ins):
