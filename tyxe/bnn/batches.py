@@ -362,7 +362,7 @@ _DRAWS: ContextVar[ReplayedDraws | None] = ContextVar("_DRAWS", default=None)
 class DrawsOfEach:
     """For each of several BNNs the same draws in all batches of one call.
 
-    `first` is of the first BNN; the other draws go on where its own end in the first batch.
+    `first` is of the first BNN; each of the others starts its own in the first batch.
     """
 
     def __init__(self) -> None:

@@ -136,8 +136,8 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 small nets, with the same result but for rounding and for random numbers inside of
                 steps. `optim` has to treat every number by itself, as SGD and Adam do; the other
                 arguments are `num_epochs`, `device`, `beta`, `clip_norm`, `progress`, `unpack`,
-                `validation`, `patience` and `restore_best`. The step is traced first, which takes
-                about half a second: fits of fewer than some hundred steps are faster in the loop.
+                `validation`, `patience` and `restore_best`. The step is traced first, so
+                that short fits are faster in the loop.
             process_group: processes of `torch.distributed`, each with a loader of all data, which
                 share out the members; all of them have all members at the end, as one would have
                 fitted them from the first process's seeds.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -84,15 +85,15 @@ class Outline:
 
     def follow(self, part: nn.Module, by_forward: bool = False) -> None:
         """Look at what has come to a part since the last look."""
-        seen, contents = self._seen.get(part), self._contents.get(part, {})
-        if seen is None or not _is_same(seen, part.__dict__) or self.contents(part) != contents:
+        seen = self._seen.get(part)
+        if seen is None or not _is_same(seen, part.__dict__) or self.filled(part):
             self.version += not by_forward
             self._look([part])
 
-    def contents(self, part: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Return what attributes hold that may be changed in place, as `id`s, by name."""
-        names = self._contents.get(part, ())
-        return {n: _held_by(part.__dict__[n]) for n in names if n in part.__dict__}
+    def filled(self, part: nn.Module) -> list[str]:
+        """Return the attributes whose contents were changed in place since the last look."""
+        own, contents = part.__dict__, self._contents.get(part, {})
+        return [n for n, held in contents.items() if n in own and _held_by(own[n]) != held]
 
     def _look(self, parts: Iterable[nn.Module]) -> None:
         own = self._net.modules()
@@ -138,17 +139,22 @@ _OF_MODULES = {*nn.Module().__dict__}
 _MOST_CONTENTS = 1000
 
 
-def _held_by(value: Any) -> tuple[int, ...]:
-    """Return the `id`s of what a value refers to, by any number of steps, in their order."""
-    found: dict[int, Any] = {}
+def _reached(value: Any, ends: tuple[type, ...]) -> Iterator[Any]:
+    """Yield what a value leads to by any number of steps, each once; nothing beyond some types."""
+    found: dict[int, Any] = {}  # which keeps them, or others could have their ids
     waiting = [value]
-    while waiting and len(found) < _MOST_CONTENTS:
+    while waiting:
         one = waiting.pop()
         if id(one) not in found:
             found[id(one)] = one
-            if not isinstance(one, (nn.Module, *_ATOMIC)):
+            yield one
+            if not isinstance(one, ends):
                 waiting += gc.get_referents(one)
-    return tuple(found)
+
+
+def _held_by(value: Any) -> tuple[int, ...]:
+    """Return the `id`s of what a value leads to, but not through modules, in their order."""
+    return tuple(map(id, islice(_reached(value, (nn.Module, *_ATOMIC)), _MOST_CONTENTS)))
 
 
 def _leading(value: Any, targets: set[int]) -> tuple[bool, dict[int, Any], list[Any]]:
@@ -188,21 +194,16 @@ def detached_copies(module: nn.Module) -> dict[int, Any]:
     Where they are in the memo, by their `id`, `copy.deepcopy` takes them; it copies leaves only.
     """
     found: dict[int, Any] = {}
-    seen: dict[int, Any] = {}
-    waiting: list[Any] = [module]
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen[id(one)] = one
-        if isinstance(one, Tensor):
-            # A wrapper of a transform that has ended cannot be asked.
-            wrapped = torch._C._functorch.is_functorch_wrapped_tensor(one)
-            if not wrapped and not isinstance(one, Draw) and not one.is_leaf:
-                found[id(one)] = one.detach().clone()
-        elif not isinstance(one, _ATOMIC):
-            waiting += gc.get_referents(one)
+    for one in _tensors_in(_reached(module, _ATOMIC)):
+        # A wrapper of a transform that has ended cannot be asked.
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(one)
+        if not wrapped and not isinstance(one, Draw) and not one.is_leaf:
+            found[id(one)] = one.detach().clone()
     return found
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    return (one for one in values if isinstance(one, Tensor))
 
 
 class StandIn:
@@ -293,9 +294,8 @@ class StandIn:
 
     def call_apart(self, inputs: Inputs, **keywords: Any) -> Any:
         """Return the net's output on a batch, and leave nothing of the forward to the net."""
-        contents = self._contents()
         output = call_with(partial(self.net, **keywords), inputs)
-        self._leave_contents(contents)
+        self._leave_contents()
         return output
 
     def call(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -304,7 +304,6 @@ class StandIn:
 
     def _run(self, forward: Callable[[], Any]) -> Any:
         before = [tuple(map(dict, _state_of(twin))) for twin in self._twins.values()]
-        contents = self._contents()
         lazy, mode = draws_are_lazy(), self.net.training
         modes = tuple(twin.training for twin in self._twins.values())
         is_random = True if lazy else self._outline.is_random.get(modes)
@@ -319,7 +318,7 @@ class StandIn:
             if numbers is not None:
                 same = all(map(torch.equal, numbers, torch_rng()))
                 self._outline.is_random[modes] = not same
-        left = [*self._leave_behind(before), *self._leave_contents(contents)]
+        left = [*self._leave_behind(before), *self._leave_contents()]
         if self._release is not None:
             self._release.stay_with((output, left))
         return output
@@ -395,9 +394,6 @@ class StandIn:
 
     # ------------------------------------------------------------------ after a forward
 
-    def _contents(self) -> dict[nn.Module, dict[str, Any]]:
-        return {part: self._outline.contents(part) for part in self._twins}
-
     def _leave_behind(self, before: list[_State]) -> list[Any]:
         """Give the net what a forward has set on its copies, and return the values."""
         left: list[Any] = []
@@ -407,16 +403,18 @@ class StandIn:
                 self._outline.follow(part, by_forward=True)
         return left
 
-    def _leave_contents(self, before: Mapping[nn.Module, Mapping[str, Any]]) -> list[Any]:
+    def _leave_contents(self) -> list[Any]:
         """Put parts in the places of copies in what the net holds, and return what has changed."""
         left = []
-        for part, contents in before.items():
-            for name, held in contents.items():
-                value = part.__dict__.get(name)
-                if value is self._twins[part].__dict__.get(name) and _held_by(value) != held:
+        for part, twin in self._twins.items():
+            filled = self._outline.filled(part)
+            for name in filled:
+                value = part.__dict__[name]
+                if value is twin.__dict__.get(name):
                     part.__dict__[name] = self._of_original(value)
-                    self._outline.follow(part, by_forward=True)
                     left.append(value)
+            if filled:
+                self._outline.follow(part, by_forward=True)
         return left
 
     def _hand_over(self, part: nn.Module, twin: nn.Module, before: _State) -> Iterator[Any]:
@@ -487,7 +485,8 @@ class _Release:
 
     def stay_with(self, values: Any) -> None:
         """Stay as long as the graphs of the tensors that values hold, in containers of any kind."""
-        nodes = [tensor.grad_fn for tensor in _tensors_in(values) if tensor.grad_fn is not None]
+        tensors = _tensors_in(_reached(values, (nn.Module, *_ATOMIC)))
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         for node in nodes:
             node.metadata[_RELEASE] = self  # type: ignore[index]
         if not nodes and torch.is_grad_enabled():
@@ -498,19 +497,6 @@ class _Release:
             module = reference()
             if module is not None:
                 module.__dict__.clear()
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    """Return the tensors to which values lead by any number of steps."""
-    found: dict[int, Any] = {}
-    waiting = [values]
-    while waiting:
-        one = waiting.pop()
-        if id(one) not in found:
-            found[id(one)] = one
-            if not isinstance(one, (nn.Module, *_ATOMIC)):
-                waiting += gc.get_referents(one)
-    return [one for one in found.values() if isinstance(one, Tensor)]
 
 
 def is_compiled(part: nn.Module) -> bool:
