@@ -11,6 +11,8 @@ import pyro
 import pytest
 import torch
 
+from tyxe.errors import UNREAD
+
 # Autograd knows the devices of when it first runs, which may be while tests are collected; and it
 # takes no fork once it has run with more devices than the CPU.
 if "TYXE_FORKS" not in os.environ:
@@ -63,6 +65,15 @@ def empty_param_store() -> Iterator[None]:
     # Cleared before the assertion, or one offender would fail every test after it.
     pyro.clear_param_store()
     assert names == [], f"left in Pyro's global parameter store: {names}"
+
+
+@pytest.fixture(autouse=True)
+def checked_numbers() -> Iterator[None]:
+    """Fail a test after which numbers are no longer checked, on which later tests rely."""
+    yield
+    unread = UNREAD.get()
+    UNREAD.set(False)
+    assert not unread
 
 
 @pytest.fixture

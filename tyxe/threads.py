@@ -185,12 +185,13 @@ def unvalidated(active: bool = True) -> Iterator[None]:
 def as_before() -> Iterator[None]:
     """At the end, set back what something inside could not, because a Ctrl-C came in between.
 
-    That are handlers, plates, grad mode and streams of random numbers of this task, and Pyro's
-    settings.
+    That are handlers, plates, grad mode, checks of numbers and streams of random numbers of this
+    task, and Pyro's settings.
     """
     modes = torch._C._len_torch_dispatch_stack()
     active, plates = _HANDLERS.items.get(), _PLATES.items.get()
-    gradients, settings = torch.is_grad_enabled(), (_VALIDATION, module_local_params)
+    gradients, unread = torch.is_grad_enabled(), UNREAD.get()
+    settings = (_VALIDATION, module_local_params)
     depths = [each.depth() for each in settings]
     try:
         yield
@@ -198,6 +199,7 @@ def as_before() -> Iterator[None]:
         _HANDLERS.items.set(active)
         _PLATES.items.set(plates)
         torch.set_grad_enabled(gradients)
+        UNREAD.set(unread)
         while torch._C._len_torch_dispatch_stack() > modes:
             _pop_mode()
         for each, depth in zip(settings, depths, strict=True):

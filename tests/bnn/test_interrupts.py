@@ -12,6 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from tests.oracles.states import ADAM, assert_same_state, data, fitted, make, mcmc
+from tyxe.errors import UNREAD
 from tyxe.poutine import flipout, local_reparameterization, selective_mask, variational_laplace
 from tyxe.threads import exclusive, handlers
 
@@ -73,6 +74,7 @@ def stopped(work: Callable[[], object], times: int, error: type[BaseException]) 
             count += 1
         assert pyro.settings.get() == settings
         assert not torch._C._len_torch_dispatch_stack()  # no stream of random numbers
+        assert not UNREAD.get()  # numbers are checked
     return count
 
 
@@ -127,6 +129,26 @@ def then_interrupt(function: Callable[..., object]) -> Callable[..., object]:
         return found
 
     return wrapped
+
+
+class _StopsOnce:
+    """`UNREAD`, with a Ctrl-C right after it is set, before anything could set it back."""
+
+    get, reset, stopped = UNREAD.get, UNREAD.reset, False
+
+    def set(self, value: bool) -> object:
+        token = UNREAD.set(value)
+        if value and not self.stopped:
+            self.stopped = True
+            interrupt()
+        return token
+
+
+def test_numbers_are_checked_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tyxe.threads.UNREAD", _StopsOnce())
+    with pytest.raises(KeyboardInterrupt):
+        make().fit([data()], ADAM, 4)
+    assert not UNREAD.get()
 
 
 def test_a_stopped_load_leaves_what_was_there(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

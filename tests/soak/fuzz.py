@@ -22,6 +22,7 @@ import tyxe
 from tests.oracles.architectures import N
 from tests.soak import nets, parts, uses
 from tests.soak.verdict import KINDS, Trial, classify
+from tyxe.errors import UNREAD
 from tyxe.threads import exclusive, handlers
 from tyxe.util import call_with
 
@@ -220,6 +221,7 @@ def process_state() -> dict[str, Any]:
         "gradients recorded": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
         "validation": torch.distributions.Distribution._validate_args,
+        "unread numbers": UNREAD.get(),
         "module_local_params": pyro.settings.get("module_local_params"),
         "attention kernels": torch.backends.cuda.flash_sdp_enabled(),
         "handler of interrupts": signal.getsignal(signal.SIGINT),

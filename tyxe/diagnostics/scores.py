@@ -45,7 +45,7 @@ def scores(
         options: of `predict` and `evaluate`.
 
     Example:
-        >>> import pyro.distributions as dist, tyxe
+        >>> import pyro.distributions as dist, torch, tyxe
         >>> bnn = tyxe.VariationalBNN(
         ...     torch.nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
         ...     tyxe.likelihoods.Categorical(50), tyxe.guides.AutoNormal)
