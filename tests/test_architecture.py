@@ -1,7 +1,7 @@
 """Imports run downward.
 
     threads, processes, linalg, distributions, autocast, data, files, program, rng,
-    stacked_training, util, errors
+    stacked_training, util, errors, check
       <- poutine, priors, likelihoods, guides, samplers
       <- curvature, optim <- predictive, laplace <- bnn
       <- calibration, continual, diagnostics
@@ -42,6 +42,7 @@ LEVELS = (
         "rng",
         "stacked_training",
         "util",
+        "check",
         "errors",
     ),
     ("poutine", "priors", "likelihoods", "guides", "samplers"),

@@ -16,7 +16,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from tyxe.errors import described, warn
+from tyxe.check import described
+from tyxe.errors import warn
 
 # From a batch to `inputs, targets`, `inputs, targets, weights`, or inputs alone to predict.
 Unpack = Callable[[Any], Any]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from tyxe.errors import check_known
+from tyxe import check
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...])
 
@@ -222,7 +222,7 @@ def std_from_fans(method: str, fan_in: float, fan_out: float, nonlinearity: str 
         "xavier": lambda: math.sqrt(2.0 / (fan_in + fan_out)),
         "kaiming": lambda: nn.init.calculate_gain(nonlinearity) * fan_in**-0.5,  # type: ignore[arg-type]
     }
-    check_known("method", method, formulas)
+    check.choice("method", method, formulas)
     return formulas[method]()
 
 

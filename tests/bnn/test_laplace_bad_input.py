@@ -233,7 +233,7 @@ def test_factors_too_large_are_refused_before_they_are_made():
 
 
 def test_gradients_too_large_are_refused_before_they_are_made(monkeypatch):
-    monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1_000)
+    monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 1_000)
     net = nn.Sequential(nn.Embedding(100, 3), nn.Flatten(), nn.Linear(6, 2))
     bnn = tyxe.LaplaceBNN(
         net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), tyxe.likelihoods.Categorical(8)

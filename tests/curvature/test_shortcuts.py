@@ -287,13 +287,13 @@ REFUSALS = {
 def test_covariances_too_large_are_refused_before_they_are_made(joint, monkeypatch):
     bnn, x = last_layer(4, 20, "kron")
     bnn.fit_curvature([(x, torch.arange(20) % 4)], progress=False)
-    monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1_000)
+    monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 1_000)
     with pytest.raises(ValueError, match=REFUSALS[joint]):
         bnn.functional_variance(x, joint=joint)
 
 
 def test_factors_beyond_a_devices_memory_are_refused(monkeypatch):
     bnn, x = last_layer(4, 20, "kron")
-    monkeypatch.setattr("tyxe.curvature.memory._device_memory", lambda device: 100)
+    monkeypatch.setattr("tyxe.check._memory_of", lambda device: 100)
     with pytest.raises(ValueError, match=r"factors of 1 layers would take .* and cpu has 0.0 GiB"):
         bnn.fit_curvature([(x, torch.arange(20) % 4)], progress=False)

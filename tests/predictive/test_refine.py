@@ -350,7 +350,7 @@ def test_what_cannot_be_refined(monkeypatch):
     with pytest.raises(ValueError, match=r"curvature_weight is 3: .* no one objective to refine"):
         bnn.refine([(x, y)])
     bnn.curvature_weight = 1.0
-    monkeypatch.setattr("tyxe.curvature.memory.MEMORY_LIMIT", 1000)
+    monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 1000)
     with pytest.raises(ValueError, match=r"the Jacobians of 10 points would take 0.0 GiB"):
         bnn.refine([(x, y)])
     with pytest.raises(ValueError, match=r"the Jacobians of 6 points would take 0.0 GiB"):

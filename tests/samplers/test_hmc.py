@@ -110,14 +110,14 @@ def test_a_transition_into_nothing_is_rejected():
 @pytest.mark.parametrize("kind", [HMC, NUTS, MCLMC])
 @pytest.mark.parametrize("number", [0, -1.0, math.inf, math.nan])
 def test_a_step_size_that_is_none_is_refused(kind, number):
-    with pytest.raises(ValueError, match=r"step_size is .*; expected a number in \(0, inf\)"):
+    with pytest.raises(ValueError, match=r"step_size is .*; expected a number above 0"):
         kind(step_size=number)
 
 
 @pytest.mark.parametrize("kind", [HMC, NUTS, MCLMC])
 @pytest.mark.parametrize("value", ["0.1", None, True, [0.1]])
 def test_a_step_size_of_another_type_is_refused(kind, value):
-    with pytest.raises(TypeError, match=r"step_size is .*; expected a number in \(0, inf\)"):
+    with pytest.raises(TypeError, match=r"step_size is .*; expected a number above 0"):
         kind(step_size=value)
 
 
@@ -126,8 +126,18 @@ def test_a_step_size_of_another_type_is_refused(kind, value):
     [
         (HMC, {"num_steps": 0}, ValueError, "num_steps is 0; expected 1 or more"),
         (HMC, {"num_steps": 2.5}, TypeError, "num_steps is 2.5; expected an integer"),
-        (NUTS, {"target_accept_prob": 1}, ValueError, r"target_accept_prob is 1; .* in \(0, 1\)"),
-        (NUTS, {"target_accept_prob": 0}, ValueError, r"target_accept_prob is 0; .* in \(0, 1\)"),
+        (
+            NUTS,
+            {"target_accept_prob": 1},
+            ValueError,
+            r"is 1; expected a number above 0 and below 1",
+        ),
+        (
+            NUTS,
+            {"target_accept_prob": 0},
+            ValueError,
+            r"is 0; expected a number above 0 and below 1",
+        ),
         (NUTS, {"target_accept_prob": "high"}, TypeError, "target_accept_prob is 'high'"),
         (NUTS, {"max_tree_depth": 0}, ValueError, "max_tree_depth is 0; expected 1 or more"),
         (NUTS, {"max_tree_depth": 31}, ValueError, "max_tree_depth is 31; expected 1 to 30"),
@@ -139,7 +149,7 @@ def test_a_step_size_of_another_type_is_refused(kind, value):
         (MCLMC, {"energy_variance": (0.5, 0.0)}, ValueError, "energy_variance is 0.0"),
         (MCLMC, {"energy_variance": (0.5, 0.1, 0.1)}, ValueError, "has 3 numbers; expected one"),
         (MCLMC, {"energy_variance": [0.5, 0.1]}, TypeError, "energy_variance is a list"),
-        (MCLMC, {"memory": 1}, ValueError, r"memory is 1; expected a number in \(1, inf\)"),
+        (MCLMC, {"memory": 1}, ValueError, r"memory is 1; expected a number above 1"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(kind, options, error, message):

@@ -24,8 +24,9 @@ from tyxe.bnn.standin import (
     is_compiled,
     modes_of,
 )
+from tyxe.check import described
 from tyxe.data import Output, pick
-from tyxe.errors import described, warn
+from tyxe.errors import warn
 from tyxe.poutine.draw import substitute_site
 from tyxe.predictive.norms import Statistics, put_statistics
 from tyxe.priors import Prior

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
+from tyxe import check
+from tyxe.check import described
 from tyxe.data import Targets, Unpacked, concatenate_targets, read_targets
-from tyxe.errors import check_count, described
 from tyxe.rng import RandomStream
 from tyxe.util import Inputs, is_constant, outside_of_inference, tree_map_tensors
 
@@ -205,7 +206,7 @@ def batches_to_predict(inputs: Inputs, targets: Any, batch_size: int | None) -> 
 
     A loader yields pairs or inputs alone; a batch is cut into pieces of `batch_size` rows.
     """
-    batch_size = None if batch_size is None else check_count("batch_size", batch_size)
+    batch_size = None if batch_size is None else check.count("batch_size", batch_size)
     if is_loader(inputs):
         return map(_as_pair, not_empty(inputs))
     targets = None if targets is None else read_targets(targets)

@@ -16,9 +16,11 @@ from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tyxe import check
 from tyxe.bnn.potential import BatchPotential, Potential, exclusive_unvalidated
 from tyxe.bnn.training import progress_bar
-from tyxe.errors import check_count, described, warn
+from tyxe.check import described
+from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors.sites import SitePriors
 from tyxe.program import has_compiler
@@ -135,7 +137,7 @@ class RunOptions:
     file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_count("thinning", self.thinning)
+        check.count("thinning", self.thinning)
         for name, known in (("compile", (None, True, False)), ("resume", (True, False))):
             if getattr(self, name) not in known:
                 expected = " or ".join(map(str, known))

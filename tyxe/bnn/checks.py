@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from tyxe import check
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.reading import look_at_sites
+from tyxe.check import described
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
-from tyxe.errors import check_count, described, warn
+from tyxe.errors import warn
 from tyxe.guides.base import AnyGuide
 from tyxe.guides.swag import SWAGGuide
 from tyxe.rng import torch_rng_kept
@@ -40,8 +42,8 @@ def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any = 1) -> 
     swapped = isinstance(optim, SupportsIndex | float) or isinstance(num_epochs, Optimizer)
     hint = "; the order is fit(data_loader, optim, num_epochs)" if swapped else ""
     return (
-        check_count("num_epochs", num_epochs, 0, hint),
-        check_count("num_particles", num_particles),
+        check.count("num_epochs", num_epochs, 0, hint),
+        check.count("num_particles", num_particles),
     )
 
 

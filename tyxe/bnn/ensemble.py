@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, map_batches
 from tyxe.bnn.checkpoint import Saved
@@ -22,8 +23,9 @@ from tyxe.bnn.scoring import check_evaluation, reduced, weights_of
 from tyxe.bnn.stacked import fit_stacked
 from tyxe.bnn.training import bars_named
 from tyxe.bnn.variational import VariationalBNN
+from tyxe.check import described
 from tyxe.data import Unpack, unpacked
-from tyxe.errors import check_count, described, warn
+from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
@@ -84,7 +86,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         weights: Sequence[float] | Tensor | None = None,
     ) -> None:
         super().__init__()
-        num_members = check_count("num_members", num_members)
+        num_members = check.count("num_members", num_members)
         if isinstance(make_member, nn.Module) or not callable(make_member):
             raise TypeError(
                 f"make_member is {described(make_member)}; expected a function from the member's "
@@ -297,7 +299,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             inputs, batch_size, options: those of the members' `sample_predictive`.
             num_samples: number of samples, spread over the members by their weights.
         """
-        num_samples = check_count("num_samples", num_samples)
+        num_samples = check.count("num_samples", num_samples)
         shares = self._shares().cumsum(0)[:-1]
         # From a place of chance, so that few samples are of every member at times.
         place = torch.rand(()) if len(shares) else 0.0
@@ -337,7 +339,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             aggregate: `False` returns a row for each draw of each member, and one for a member with
                 Gaussian outputs.
         """
-        num_predictions = check_count("num_predictions", num_predictions, 0)
+        num_predictions = check.count("num_predictions", num_predictions, 0)
         y = None if y is None else self.likelihood.from_loader(y)
         check_evaluation(input_data, y, reduction, process_group)
         scorers = [m.scorer(num_predictions, aggregate, **options) for m in self._bnns]

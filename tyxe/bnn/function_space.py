@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.bnn.base import fitting
 from tyxe.bnn.batches import collect, split_rows, take_rows
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.curvature import Linearization, jacobian
 from tyxe.curvature.collect import check_blocks
-from tyxe.curvature.memory import check_memory
-from tyxe.errors import check_count, check_known
 from tyxe.laplace import LaplaceState
 from tyxe.laplace.gaussian_prior import independent_terms
 from tyxe.likelihoods import Likelihood
@@ -48,7 +47,7 @@ class GPOnSubset(nn.Module):
         targets, rows = likelihood.counted(targets)
         inputs = inputs if rows is None else take_rows(inputs, rows)
         total = len(targets)
-        self.num_points = total if num_points is None else check_count("num_points", num_points, 0)
+        self.num_points = total if num_points is None else check.count("num_points", num_points, 0)
         if not 1 <= self.num_points <= total:
             raise ValueError(
                 f"num_points is {num_points}; expected 1 to {total}, the points that count"
@@ -168,7 +167,7 @@ def refined(
     options: dict[str, Any],
 ) -> RefinedPosterior:
     """Compute the posterior of `LaplaceBNN.refine`."""
-    check_known("method", method, METHODS)
+    check.choice("method", method, METHODS)
     _check_holds_data(state)
     if state.curvature_weight != 1:
         raise ValueError(
@@ -198,7 +197,7 @@ def linear_model(
             )
         points += linear.points
         each = linear.outputs[0].numel() * linear.blocks.size
-        check_memory(
+        check.memory(
             f"the Jacobians of {points:,} points",
             points * each * linear.outputs.element_size(),
             "refine with fewer weights (a prior with expose_modules=[net.last_layer]), or predict "

@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import all_batches, batches_of, copied, is_loader
 from tyxe.bnn.checkpoint import History, Resumable
@@ -20,15 +21,15 @@ from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_size
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.training import EpochEnd, FitOptions, Trainer, Validation, progress_bar
+from tyxe.check import described
 from tyxe.curvature import Curvature, Linearization, collect_curvature, functional_covariance
-from tyxe.curvature.accumulators import ACCUMULATORS
+from tyxe.curvature.accumulators import ACCUMULATORS, check_size
 from tyxe.curvature.collect import CURVATURES, check_blocks
-from tyxe.curvature.memory import check_size
 from tyxe.curvature.output_covariance import joint_covariance
 from tyxe.data import Output, Unpack, unpacked
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
-from tyxe.errors import check_count, check_known, described, warn
+from tyxe.errors import warn
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
 from tyxe.laplace.evidence import with_noise
 from tyxe.laplace.gaussian_prior import PriorPrecision, gaussian_prior, with_precision
@@ -123,8 +124,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         output: Output | None = None,
     ) -> None:
         super().__init__(net, prior, likelihood, name, output=output)
-        check_known("structure", structure, ACCUMULATORS)
-        check_known("curvature", curvature, CURVATURES)
+        check.choice("structure", structure, ACCUMULATORS)
+        check.choice("curvature", curvature, CURVATURES)
         options = _checked(temperature, LaplaceOptions() if options is None else options)
         if not len(self.net_prior):
             raise ValueError(
@@ -299,7 +300,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
             ValueError: for `evidence_every`, the weights of a site have different precisions.
         """
         num_epochs, _ = check_fit_arguments(optim, num_epochs)
-        evidence_every = check_count("evidence_every", evidence_every, 0)
+        evidence_every = check.count("evidence_every", evidence_every, 0)
         check_options(1.0, clip_norm)
         if evidence_every:
             check_one_number(self._gaussian_prior(self.net_prior))
@@ -569,7 +570,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         if method not in ("evidence", "grid"):
             hint = "" if isinstance(method, str) else ", and data as loader="
             raise ValueError(f"method is {described(method)}; expected 'evidence' or 'grid'{hint}")
-        num_steps = check_count("num_steps", num_steps)
+        num_steps = check.count("num_steps", num_steps)
         if method == "grid" and loader is None:
             raise ValueError(
                 "method='grid' needs held-out data: optimize_prior_precision('grid', loader)"

@@ -16,6 +16,7 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from tyxe import check
 from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import OwnBatches, collect
 from tyxe.bnn.chains import (
@@ -31,7 +32,7 @@ from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.potential import BatchPotential, Potential, points_of, starts_of
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.data import Output, Targets, Unpack, masked_targets
-from tyxe.errors import check_count, warn
+from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
@@ -178,15 +179,15 @@ class MCMC_BNN(SupervisedBNN):
             OSError: no room for the file of samples.
         """
         hint = ": fit(data_loader, num_samples, warmup_steps=...)"
-        num_samples = check_count("num_samples", num_samples, hint=hint)
+        num_samples = check.count("num_samples", num_samples, hint=hint)
         if process_group is not None:
             options |= {"warmup_steps": warmup_steps, "progress": progress, "unpack": unpack}
             own = data_loader, num_samples, device, batch_data
             return self._fit_shares(process_group, num_chains, *own, **options)
         if warmup_steps is not None:
-            check_count("warmup_steps", warmup_steps, 0)
+            check.count("warmup_steps", warmup_steps, 0)
         if num_chains is not None:
-            check_count("num_chains", num_chains)
+            check.count("num_chains", num_chains)
         loader = self.to_fit([data_loader] if batch_data else data_loader, unpack)
         by_batch = self.kernel is not None and self.kernel.takes_batches
         data = collect(loader, device) if not by_batch else OwnBatches(loader, device, 0).take()

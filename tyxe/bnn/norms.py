@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, is_loader
-from tyxe.errors import described
+from tyxe.check import described
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
 from tyxe.rng import RandomStream, drawing_from
 from tyxe.util import tree_map_tensors

@@ -15,15 +15,16 @@ from torch import Size, Tensor
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
+from tyxe import check
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.standin import detached_copies
 from tyxe.bnn.training import progress_bar
+from tyxe.check import described
 from tyxe.data import alike
 from tyxe.distributions import ParamBlocks, as_gaussian
-from tyxe.errors import check_known, described
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers.potential import gradients, in_turn
 from tyxe.samplers.warm_start import WarmStart
@@ -424,7 +425,7 @@ def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]
 
 def _given(potential: Potential, init: Mapping[str, Tensor], num_chains: int | None) -> Tensor:
     for name in init:
-        check_known("site", name, potential.blocks.sites)
+        check.choice("site", name, potential.blocks.sites)
     values = {name: torch.as_tensor(value) for name, value in init.items()}
     counts = {name: len(value) if value.dim() else 0 for name, value in values.items()}
     count = num_chains or next(iter(counts.values()), 1)

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.bnn.batches import ReplayedDraws, check_has_targets, is_loader, map_batches
 from tyxe.bnn.intervals import Intervals
 from tyxe.bnn.norms import AveragedNorms
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.reading import look_at_sites
 from tyxe.bnn.scoring import check_evaluation, reduced, rows_of, weights_of
+from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
 from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
-from tyxe.errors import check_count, described
 from tyxe.likelihoods import Likelihood
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.predictive.ensemble import Ensemble
@@ -150,7 +151,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             >>> program.module()(torch.ones(5, 2)).softmax(-1).shape
             torch.Size([5, 3])
         """
-        num_draws = check_count("num_draws", num_draws)
+        num_draws = check.count("num_draws", num_draws)
         with torch.no_grad():
             draws = [*ReplayedDraws().over(self.draws(num_draws))]
             nets = self.nets_at((values, self._norm_statistics(values)) for values in draws)
@@ -353,7 +354,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             >>> bnn.predict(torch.zeros(5, 2), num_predictions=8).softmax(-1).shape
             torch.Size([5, 3])
         """
-        num_predictions = check_count("num_predictions", num_predictions, 0)
+        num_predictions = check.count("num_predictions", num_predictions, 0)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
         draw = self.drawing(predictive if joint else "bnn", vectorize)
@@ -401,7 +402,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             >>> bnn.sample_predictive(torch.zeros(5, 2), num_samples=8).shape
             torch.Size([8, 5, 1])
         """
-        num_samples = check_count("num_samples", num_samples)
+        num_samples = check.count("num_samples", num_samples)
         gaussian = self._gaussian(predictive, num_samples, "mc")
         options = self._link_options(gaussian, "mc", num_samples)
         draw = self.drawing(predictive if joint else "bnn", vectorize)
@@ -461,7 +462,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             ValueError: targets are missing, or have another shape than the predictions; an unknown
                 reduction, or `"none"` of several processes.
         """
-        num_predictions = check_count("num_predictions", num_predictions, 0)
+        num_predictions = check.count("num_predictions", num_predictions, 0)
         y = None if y is None else self.likelihood.from_loader(y)
         check_evaluation(input_data, y, reduction, process_group)
         score = self.scorer(num_predictions, aggregate, vectorize, predictive, link)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tyxe import check
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, copied
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.reading import look_at_sites
 from tyxe.data import Output
-from tyxe.errors import check_count
 from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
 from tyxe.predictive.ensemble import Ensemble
@@ -224,7 +224,7 @@ class PytorchBNN(BNN):
             >>> bnn.predict({"input": torch.zeros(5, 2)}, num_predictions=3).shape
             torch.Size([3, 5, 1])
         """
-        num_predictions = check_count("num_predictions", num_predictions, 0)
+        num_predictions = check.count("num_predictions", num_predictions, 0)
         given = inputs[0] if len(inputs) == 1 else inputs
         batches = [copied(batch) for batch, _ in batches_to_predict(given, None, None)]
         if num_predictions:
@@ -257,7 +257,7 @@ class PytorchBNN(BNN):
         Raises:
             ValueError: fewer than one draw.
         """
-        num_draws = check_count("num_draws", num_draws)
+        num_draws = check.count("num_draws", num_draws)
         return Ensemble(self.nets_at((self._weights(), {}) for _ in range(num_draws)))
 
     def _weights(self) -> dict[str, Tensor]:

@@ -10,12 +10,12 @@ from typing import Any
 from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
+from tyxe import check
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments
 from tyxe.bnn.predict import Values
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Output
-from tyxe.errors import check_count
 from tyxe.guides.swag import SWAGGuide
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
@@ -135,7 +135,7 @@ class SWAG_BNN(VariationalBNN):
         if options.setdefault("restore_best", False):
             raise ValueError("restore_best would undo the snapshots: leave it out")
         num_epochs, _ = check_fit_arguments(optim, num_epochs)
-        every = check_count("every", every)
+        every = check.count("every", every)
         if not 0 <= start < 1:
             raise ValueError(f"start is {start}; expected a part of the epochs, from 0 to below 1")
         done, guide = 0 if self._pending is None else self._pending.epoch, self.net_guide

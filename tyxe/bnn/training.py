@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
+from tyxe import check
 from tyxe.bnn.batches import batches_of, copied, length_of
 from tyxe.bnn.checkpoint import BestEpoch, History
 from tyxe.bnn.checks import (
@@ -28,7 +29,7 @@ from tyxe.bnn.checks import (
 from tyxe.bnn.compiled import CompiledSteps, compiled_steps
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.parallel import Parallel, Processes, checksum, shuffle_anew
-from tyxe.errors import check_count, check_known, warn
+from tyxe.errors import warn
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping, scheduler_of
 from tyxe.poutine.variational_laplace import announce_epoch
@@ -54,8 +55,8 @@ class FitOptions:
     nan_check: str = "step"
 
     def __post_init__(self) -> None:
-        check_known("nan_check", self.nan_check, ("step", "epoch"))
-        check_count("accumulate_steps", self.accumulate_steps)
+        check.choice("nan_check", self.nan_check, ("step", "epoch"))
+        check.count("accumulate_steps", self.accumulate_steps)
         if self.compile and self.parallel is not None:
             raise ValueError("compile=True takes one process: leave it out, or parallel")
         if self.autocast not in (None, torch.bfloat16):
@@ -113,7 +114,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         if self.patience is not None:
-            check_count("patience", self.patience)
+            check.count("patience", self.patience)
         if self.patience is not None and self.loader is None:
             raise ValueError("patience is for the log-likelihood of held-out data: pass validation")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tyxe import files
 from tyxe.bnn.batches import all_batches
 from tyxe.bnn.scoring import predicted
+from tyxe.check import described
 from tyxe.data import Targets, Unpack
-from tyxe.errors import described
 from tyxe.likelihoods import Joint, Likelihood
 from tyxe.metrics.checks import check_real, check_regression, check_targets
 

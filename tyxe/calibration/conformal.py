@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.calibration.base import (
     Calibrator,
     check_classes,
@@ -16,7 +17,6 @@ from tyxe.calibration.base import (
     check_pair,
 )
 from tyxe.data import Targets
-from tyxe.errors import check_known
 from tyxe.likelihoods import Likelihood
 from tyxe.metrics.checks import check_probs, check_scale
 
@@ -62,7 +62,7 @@ class SplitConformal(Calibrator):
         self, score: str | None = None, level: float = 0.9, randomized: bool = True
     ) -> None:
         if score is not None:
-            check_known("score", score, (*CLASS_SCORES, *NUMBER_SCORES))
+            check.choice("score", score, (*CLASS_SCORES, *NUMBER_SCORES))
         if not 0 < level < 1:
             raise ValueError(f"level is {level}; expected a probability between 0 and 1")
         self.score, self.level, self.randomized = score, level, randomized

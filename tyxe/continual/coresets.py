@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.bnn import BNN
 from tyxe.continual.heads import Heads
-from tyxe.errors import check_known
 
 Pair = tuple[Tensor, Tensor]
 
@@ -64,7 +64,7 @@ def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor
         >>> len(coreset_indices(torch.randn(20, 3), 4, "k-center").unique())
         4
     """
-    check_known("method", method, CORESETS)
+    check.choice("method", method, CORESETS)
     if not 0 < size < len(inputs):
         raise ValueError(
             f"size is {size}, but the task has {len(inputs)} points: a coreset has at least one, "

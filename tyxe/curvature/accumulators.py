@@ -9,8 +9,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.curvature.linearize import OuterProductGradients, PointGradients
-from tyxe.curvature.memory import check_device_memory, check_memory
 from tyxe.curvature.per_point import BUDGET
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
@@ -222,11 +222,11 @@ class KroneckerAccumulator(Accumulator):
         sides = [
             (block.groups, side) for block in linear for side in (block.columns, block.outputs)
         ]
-        check_device_memory(
+        check.memory(
             f"the Kronecker factors of {len(linear)} layers",
             sum(groups * side**2 for groups, side in sides) * self._like.element_size(),
-            self.device,
             'use structure="diag", or hide the largest layers from the prior',
+            self.device,
         )
         self._linear = [block.name for block in linear]
         rest = [block for block in blocks if block.name not in self._linear]
@@ -321,9 +321,19 @@ def _reduced(a: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return mean, _mean_of_kept(counts)
 
 
+def check_size(structure: str, size: int) -> None:
+    """Raise a ValueError for the structure `"full"` over too many weights, `size`."""
+    if structure == "full":
+        check.memory(
+            f'structure "full" over {size:,} weights',
+            dense_bytes(size),
+            'use "kron" or "diag", or fewer weights (a prior with expose_modules=[net.last_layer])',
+        )
+
+
 def _check_factors(block: LinearBlock) -> None:
     sides = max(block.columns, block.outputs)
-    check_memory(
+    check.memory(
         f"the Kronecker factors of {block.name!r}, with a side of {sides:,},",
         block.groups * dense_bytes(sides),
         'use structure="diag", or hide this layer from the prior',

@@ -12,6 +12,7 @@ from torch import Size, Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
+from tyxe import check
 from tyxe.autocast import autocast_like, dtype_of_maps
 from tyxe.curvature.layer_calls import (
     POINTS_FIRST,
@@ -25,7 +26,6 @@ from tyxe.curvature.layer_calls import (
     inputs_of,
     positions,
 )
-from tyxe.curvature.memory import check_memory
 from tyxe.curvature.per_point import looped_gradients, vectorized_gradients
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
@@ -379,7 +379,7 @@ class Linearization:
         sites = {site: self._values[site].detach() for block in blocks for site in block.sites}
         if not sites:
             return {}
-        check_memory(
+        check.memory(
             f"the gradients of {self.points} points in {', '.join(sites)}",
             self.points * sum(at_least_float32(site).nbytes for site in sites.values()),
             "take smaller batches, or hide these sites from the prior",

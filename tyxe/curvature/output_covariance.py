@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.autocast import full_precision
 from tyxe.curvature.linearize import (
     Linearization,
     OuterProductGradients,
     PointGradients,
 )
-from tyxe.curvature.memory import check_memory
 from tyxe.curvature.per_point import BUDGET
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
@@ -70,7 +70,7 @@ def _at_each_position(
 
 
 def _check_covariances(numbers: int, classes: int, outputs: Tensor) -> None:
-    check_memory(
+    check.memory(
         f"the covariances of {len(outputs):,} points' outputs, {classes:,} x {classes:,} each,",
         numbers * outputs.element_size(),
         "take smaller batches (predict(..., batch_size=)), or draws of the weights, which need no "
@@ -115,7 +115,7 @@ def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
 def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
     """Return `J Lambda^-1 J^T` of all outputs of all points, `(n, ..., n, ...)`."""
     shape = linear.outputs.shape
-    check_memory(
+    check.memory(
         f"the covariance of all outputs of {shape[0]:,} points, {shape.numel():,} x "
         f"{shape.numel():,},",
         shape.numel() ** 2 * linear.outputs.element_size(),

@@ -11,12 +11,12 @@ from torch import Tensor
 from tyxe import metrics
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.predict import SupervisedBNN
+from tyxe.check import described
 from tyxe.data import Unpack
 from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
 from tyxe.diagnostics.case import Case, members_of
 from tyxe.diagnostics.report import Line, Report
-from tyxe.errors import described
 from tyxe.rng import RandomStream, torch_rng_kept
 from tyxe.threads import as_before
 from tyxe.util import outside_inference

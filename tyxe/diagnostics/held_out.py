@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tyxe import metrics
 from tyxe.bnn import DropoutBNN, VariationalBNN
+from tyxe.check import described
 from tyxe.data import Targets
 from tyxe.diagnostics.case import Case, log_likelihoods, members_of, mixed, spared
 from tyxe.diagnostics.report import ANY, Line, above, below
-from tyxe.errors import described
 from tyxe.guides import Guide
 from tyxe.metrics.checks import average
 from tyxe.predictive.norms import norms_of

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tyxe import files
 from tyxe.bnn import MCMC_BNN
+from tyxe.check import described
 from tyxe.diagnostics.agreement import agreement, total_variation, wasserstein2
 from tyxe.diagnostics.case import members_of
-from tyxe.errors import described
 from tyxe.likelihoods import Categorical
 from tyxe.likelihoods.base import mean_over
 

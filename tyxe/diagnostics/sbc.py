@@ -15,10 +15,9 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from tyxe import files
+from tyxe import check, files
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.training import progress_bar
-from tyxe.errors import check_count
 from tyxe.plotting.axes import axes
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs
@@ -177,8 +176,8 @@ def sbc(
         >>> found.ranks["log likelihood"].shape
         torch.Size([4])
     """
-    num_simulations = check_count("num_simulations", num_simulations)
-    num_draws = check_count("num_draws", num_draws)
+    num_simulations = check.count("num_simulations", num_simulations)
+    num_draws = check.count("num_draws", num_draws)
     functions = {"mean output": _mean_output} if functions is None else dict(functions)
     if LOG_LIKELIHOOD in functions:
         raise ValueError(f"{LOG_LIKELIHOOD!r} is among the functions always; choose another name")

@@ -16,9 +16,9 @@ import torch.distributions as td
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from tyxe.check import described
 from tyxe.distributions import JointDistribution, JointMarginal
 from tyxe.distributions.buffered import detached
-from tyxe.errors import described
 from tyxe.files import packed, unpacked
 from tyxe.threads import only_handlers
 from tyxe.util import is_real, resolve_site_name

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from tyxe import check
 from tyxe.distributions import SignedBernoulli
 from tyxe.distributions.packed import PackedSamples, PackedSigns
 from tyxe.distributions.signed_bernoulli import RelaxedSignedBernoulli, Signs
-from tyxe.errors import check_count
 from tyxe.guides.base import Guide, Site
 from tyxe.util import SiteTensors, elementwise
 
@@ -111,7 +111,7 @@ class AutoBernoulli(Guide):
         Raises:
             ValueError: `num_samples` is less than one.
         """
-        num_samples = check_count("num_samples", num_samples)
+        num_samples = check.count("num_samples", num_samples)
         packed = {}
         for site in self.sites:
             values = self.site_distribution(site).sample((num_samples,))

@@ -12,13 +12,13 @@ import torch
 import torch.distributions as td
 from torch import Tensor
 
+from tyxe import check
 from tyxe.distributions.inducing import InducingWeights, LayerPrior
 from tyxe.distributions.inducing_formulas import Side, inducing_side
 from tyxe.distributions.inducing_hierarchy import HierarchicalInducing, StackedU
 from tyxe.distributions.inducing_u import InducingU, WhitenedU
 from tyxe.distributions.joint import JointDistribution
 from tyxe.distributions.param_blocks import LinearBlock
-from tyxe.errors import check_known
 from tyxe.guides.base import Guide, Site
 from tyxe.guides.inducing_sizes import InducingLayer, Size, inducing_layers
 from tyxe.guides.inducing_u import Q_INDUCING, FamilyOptions
@@ -139,7 +139,7 @@ class AutoInducing(Guide):
         if options is not None and keywords:
             raise TypeError(f"{', '.join(keywords)} given besides options; put all into one")
         self.options = InducingOptions(**keywords) if options is None else options
-        check_known("q_inducing", q_inducing, Q_INDUCING)
+        check.choice("q_inducing", q_inducing, Q_INDUCING)
         self.q_inducing = q_inducing
         family, size = Q_INDUCING[q_inducing], self.options.ensemble_size
         self.layers = inducing_layers(

@@ -10,8 +10,8 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.distributions import Gaussian, ParamBlocks
-from tyxe.errors import check_count
 from tyxe.guides.base import Guide, Site, check_real
 from tyxe.guides.init import init_to_net
 from tyxe.linalg import Inverse, LowRank
@@ -41,7 +41,7 @@ class SWAGGuide(Guide):
     def __init__(self, module: Callable[..., Any], rank: int = 20) -> None:
         super().__init__(module)
         check_real(self.sites, "SWAG's posterior")
-        self.rank, self.moves = check_count("rank", rank, 2), False
+        self.rank, self.moves = check.count("rank", rank, 2), False
         starts = {site.own_name: init_to_net(self.messages[site.name]) for site in self.sites}
         self.locs = SiteTensors(starts)
         self.blocks = ParamBlocks.of_sites({site.name: site.shape for site in self.sites})

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tyxe.errors import described
+from tyxe.check import described
 
 
 def unpack(data: Any, mask: str | None = None, inputs: Sequence[str] = ("x", "edge_index")) -> Any:

@@ -22,9 +22,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from tyxe import guides, poutine, samplers, util
+from tyxe import check, guides, poutine, samplers, util
 from tyxe.bnn import MCMC_BNN, SWAG_BNN, EnsembleBNN, LaplaceBNN, VariationalBNN
-from tyxe.errors import check_known
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian, Likelihood
 from tyxe.priors import LambdaPrior, Prior
 from tyxe.rng import torch_rng_kept
@@ -109,7 +108,7 @@ class _Estimator(BaseEstimator):
     def fit(self, X: Any, y: Any) -> Any:
         """Fit to inputs `(n, n_features)` and numbers `(n,)` or `(n, n_outputs)`, or labels."""
         if not callable(self.method):
-            check_known("method", self.method, METHODS)
+            check.choice("method", self.method, METHODS)
         if not self.prior_scale > 0:
             raise ValueError(f"prior_scale is {self.prior_scale}; expected a positive number")
         method = Method(self.method) if callable(self.method) else METHODS[self.method]

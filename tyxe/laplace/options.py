@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, SupportsFloat
 
-from tyxe.errors import check_count, check_known
+from tyxe import check
 from tyxe.laplace.precision import ACCUMULATE
 
 
@@ -17,7 +17,7 @@ def check_settings(temperature: float, curvature_weight: float, accumulate: str)
             raise TypeError(f"{name} is {number!r}; expected a positive number")
         if not 0 < float(number) < math.inf:
             raise ValueError(f"{name} is {number}; expected a positive number")
-    check_known("accumulate", accumulate, ACCUMULATE)
+    check.choice("accumulate", accumulate, ACCUMULATE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LaplaceOptions:
     reduce: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_passes", check_count("num_passes", self.num_passes))
+        object.__setattr__(self, "num_passes", check.count("num_passes", self.num_passes))
         for name in ("damping", "reduce"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; expected True or False")

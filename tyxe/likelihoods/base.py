@@ -16,8 +16,8 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.data import Targets, masked_targets, trailing
-from tyxe.errors import check_count
 from tyxe.poutine.selective import masked_within
 from tyxe.threads import exclusive
 from tyxe.util import at_least_float32, is_real, precise
@@ -97,8 +97,8 @@ class Likelihood(nn.Module, ABC):
     def dataset_size(self, size: int | None) -> None:
         if size is not None:
             hint = f", the number of training points: {type(self).__name__}(len(dataset))"
-            size = check_count("dataset_size", size, -math.inf, hint)
-        self._dataset_size = None if size in (None, -1) else check_count("dataset_size", size)
+            size = check.count("dataset_size", size, -math.inf, hint)
+        self._dataset_size = None if size in (None, -1) else check.count("dataset_size", size)
 
     has_order = True  # whether some targets are larger than others, so that they have intervals
     is_zero_outside = (

@@ -11,8 +11,8 @@ import torch
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
 
+from tyxe.check import described
 from tyxe.data import Targets, filled, read_targets, trailing
-from tyxe.errors import described
 from tyxe.likelihoods.base import Likelihood, reduce_points
 from tyxe.likelihoods.output_hessian import output_hessian
 from tyxe.poutine.selective import masked_within

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tyxe.errors import check_known, described, warn
+from tyxe import check
+from tyxe.check import described
+from tyxe.errors import warn
 from tyxe.program import is_dense
 from tyxe.util import unwrapped
 
@@ -101,7 +103,7 @@ def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, floa
             f"lr_multipliers is {described(given)}; expected a mapping such as {{'scale': 10}}"
         )
     for kind, factor in (given or {}).items():
-        check_known("a kind of lr_multipliers", kind, LR_KINDS)
+        check.choice("a kind of lr_multipliers", kind, LR_KINDS)
         if not isinstance(factor, SupportsFloat):
             raise TypeError(f"lr_multipliers[{kind!r}] is {described(factor)}; expected a number")
         if not 0 <= float(factor) < math.inf:

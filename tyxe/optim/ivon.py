@@ -10,9 +10,9 @@ import torch.distributions as td
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tyxe.check import described
 from tyxe.distributions import FactorizedNormal, as_gaussian
 from tyxe.distributions.normal_kl import known_numbers
-from tyxe.errors import described
 from tyxe.guides import AutoNormal
 from tyxe.priors.base import without_events
 from tyxe.threads import handlers

@@ -14,8 +14,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 from torch import Tensor
 
+from tyxe.check import described
 from tyxe.data import filled, trailing
-from tyxe.errors import described, warn
+from tyxe.errors import warn
 from tyxe.util import site_spellings
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tyxe import check
 from tyxe.distributions import as_gaussian, independent_moments
-from tyxe.errors import check_known, warn
+from tyxe.errors import warn
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.poutine.nonsmooth import WITHOUT_SECOND_DERIVATIVE, nonsmooth_functions
 from tyxe.poutine.second_order import SECOND_ORDER_TERMS, Expansion, Hessian, Shifted
@@ -36,7 +37,7 @@ class VariationalLaplaceMessenger(Messenger):
 
     def __init__(self, curvature: str = "fisher") -> None:
         super().__init__()
-        check_known("curvature", curvature, SECOND_ORDER_TERMS)
+        check.choice("curvature", curvature, SECOND_ORDER_TERMS)
         self.curvature = SECOND_ORDER_TERMS[curvature]()
         self._forget()
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.data import Targets, trailing
-from tyxe.errors import check_known
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.joint import of_part
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
@@ -24,7 +24,7 @@ Outputs = Callable[[Any], tuple[Tensor, Tensor]]
 
 def check_link(link: str) -> None:
     """Raise a ValueError unless a link is known."""
-    check_known("link", link, CLASS_LINKS)
+    check.choice("link", link, CLASS_LINKS)
 
 
 class LinkOptions(NamedTuple):

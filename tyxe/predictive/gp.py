@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tyxe.curvature.memory import check_memory
+from tyxe import check
 from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood, output_hessian_sqrt
 from tyxe.linalg.checks import dense_bytes
@@ -40,7 +40,7 @@ class GPPredictive:
         if not factor > 0:
             raise ValueError(f"factor is {factor}; it multiplies a precision: expected above 0")
         rows = root.shape[0] * root.shape[2]
-        check_memory(
+        check.memory(
             f"the kernel matrix of {root.shape[0]:,} points with {root.shape[2]} columns each",
             dense_bytes(rows, torch.float64),
             "use fewer points, or predictive='glm'",

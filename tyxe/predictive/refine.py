@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tyxe.errors import check_known, warn
+from tyxe import check
+from tyxe.errors import warn
 from tyxe.linalg import Operator
 from tyxe.predictive.linear_model import STRUCTURES, LinearModel
 from tyxe.predictive.natural_gradient import Iterate, Posterior, started
@@ -203,5 +204,5 @@ def _check_expectation(
         raise ValueError(f"num_draws is {num_draws}; expected at least 1")
     if not isinstance(expectation, str):
         return lambda iterate, num: expectation(iterate.model, *iterate.posterior(), num)
-    check_known("expectation", expectation, EXPECTATIONS)
+    check.choice("expectation", expectation, EXPECTATIONS)
     return EXPECTATIONS[expectation]

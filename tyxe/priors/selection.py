@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from tyxe.errors import described
+from tyxe.check import described
 
 Place = tuple[nn.Module, str]
 

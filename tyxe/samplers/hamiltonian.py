@@ -9,10 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.errors import described
+from tyxe import check
+from tyxe.check import described
 from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
 from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
-from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 
 # An energy that is larger than at the start by this has diverged.
@@ -65,9 +66,9 @@ class Hamiltonian(Kernel):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature)
-        check_number("step_size", self.step_size)
-        check_number("target_accept_prob", self.target_accept_prob, below=1)
+        check.number("temperature", self.temperature, above=0)
+        check.number("step_size", self.step_size, above=0)
+        check.number("target_accept_prob", self.target_accept_prob, above=0, below=1)
         for name in ("adapt_step_size", "adapt_mass_matrix"):
             if not isinstance(getattr(self, name), bool):
                 found = described(getattr(self, name))

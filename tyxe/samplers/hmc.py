@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.errors import check_count
+from tyxe import check
 from tyxe.samplers.adaptation import choose
 from tyxe.samplers.hamiltonian import MAX_ENERGY_ERROR, Hamiltonian, Settings
 from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
@@ -51,7 +51,7 @@ class HMC(Hamiltonian):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_steps", self.num_steps)
+        check.count("num_steps", self.num_steps)
 
     def begin(self, point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor) -> HMCState:
         momentum = noise * inverse_mass.rsqrt()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tyxe.errors import described
 from tyxe.samplers.potential import Potential
 
 
@@ -174,17 +172,3 @@ class Kernel(ABC):
         noise = torch.randn((self.noises, chains, d), **like)  # type: ignore[call-overload]
         uniforms = torch.rand((self.uniforms, chains), **like)  # type: ignore[call-overload]
         return Randomness(noise, uniforms)
-
-
-def check_number(name: str, number: Any, *, above: float = 0, below: float = math.inf) -> None:
-    """Raise an error for an option that is no number between two others.
-
-    Raises:
-        TypeError: no number.
-        ValueError: out of range, or not finite.
-    """
-    expected = f"a number in ({above}, {below})"
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise TypeError(f"{name} is {described(number)}; expected {expected}")
-    if not above < number < below:
-        raise ValueError(f"{name} is {number}; expected {expected}")

@@ -12,9 +12,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.samplers.adaptation import choose
 from tyxe.samplers.integrators import Point, minimal_norm, refreshed
-from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 
 
@@ -87,13 +88,13 @@ class MCLMC(Kernel):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number("step_size", self.step_size)
+        check.number("step_size", self.step_size, above=0)
         if self.momentum_length is not None:
-            check_number("momentum_length", self.momentum_length)
+            check.number("momentum_length", self.momentum_length, above=0)
         for variance in self._variances():
-            check_number("energy_variance", variance)
-        check_number("memory", self.memory, above=1)
-        check_number("temperature", self.temperature)
+            check.number("energy_variance", variance, above=0)
+        check.number("memory", self.memory, above=1)
+        check.number("temperature", self.temperature, above=0)
 
     def _variances(self) -> tuple[float, float]:
         given = self.energy_variance

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.errors import check_count
+from tyxe import check
 from tyxe.samplers.adaptation import choose
 from tyxe.samplers.hamiltonian import MAX_ENERGY_ERROR, Hamiltonian, Settings
 from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
@@ -94,7 +94,7 @@ class NUTS(Hamiltonian):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if check_count("max_tree_depth", self.max_tree_depth) > 30:
+        if check.count("max_tree_depth", self.max_tree_depth) > 30:
             raise ValueError(f"max_tree_depth is {self.max_tree_depth}; expected 1 to 30")
 
     def begin(self, point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor) -> NUTSState:

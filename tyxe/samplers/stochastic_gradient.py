@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.errors import check_count, check_known
+from tyxe import check
 from tyxe.samplers.integrators import Point
-from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition, check_number
+from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 
 SCHEDULES = ("constant", "polynomial", "cyclical")
@@ -97,13 +97,13 @@ class SGLD(Kernel):
 
     def __post_init__(self) -> None:
         for name in ("lr", "temperature", "power", "offset", "points"):
-            check_number(name, getattr(self, name))
+            check.number(name, getattr(self, name), above=0)
         if self.clip_norm is not None:
-            check_number("clip_norm", self.clip_norm)
-        check_known("schedule", self.schedule, SCHEDULES)
-        check_count("num_cycles", self.num_cycles)
+            check.number("clip_norm", self.clip_norm, above=0)
+        check.choice("schedule", self.schedule, SCHEDULES)
+        check.count("num_cycles", self.num_cycles)
         if self.exploration != 0:
-            check_number("exploration", self.exploration, below=1)
+            check.number("exploration", self.exploration, above=0, below=1)
 
     def for_points(self, count: int) -> SGLD:
         """Return the kernel whose rate is that of a point's mean loss."""
@@ -253,4 +253,4 @@ class SGHMC(SGLD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("friction", self.friction, below=1)
+        check.number("friction", self.friction, above=0, below=1)

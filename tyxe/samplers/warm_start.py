@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tyxe.errors import check_count, described
+from tyxe import check
+from tyxe.check import described
 from tyxe.samplers.potential import gradients
 from tyxe.stacked_training import EarlyStopping, train_stacked
 
@@ -54,7 +55,7 @@ class WarmStart:
                 "torch.optim.AdamW, or a functools.partial of one: the starts are its parameters"
             )
         for name in ("num_epochs", "patience", "batch_size"):
-            check_count(name, getattr(self, name))
+            check.count(name, getattr(self, name))
         share, expected = self.validation, "expected a share of the data in [0, 1)"
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise TypeError(f"validation is {described(share)}; {expected}")

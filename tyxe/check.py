@@ -1,0 +1,174 @@
+"""The vocabulary of checks: each returns what it was given, or says what was expected instead.
+
+Options declare theirs with their fields: `rank: int = check.field(8, check.count)`, and call
+`check.fields(self)` in `__post_init__`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+# Largest number of bytes for one object: a matrix, a layer's factors, the Jacobians of all data.
+MEMORY_LIMIT = 8 * 2**30
+
+T = TypeVar("T")
+
+
+def described(value: Any) -> str:
+    """Say briefly what an argument is."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    is_short = isinstance(value, str | int | float | None)
+    return repr(value) if is_short else f"a {type(value).__name__}"
+
+
+def count(name: str, value: Any, least: float = 1, hint: str = "") -> int:
+    """Return a count, an integer of any library, as a plain one.
+
+    Raises:
+        TypeError: no integer, with a hint of what mends it.
+        ValueError: less than `least`.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} is {described(value)}; expected an integer{hint}")
+    if number < least:
+        raise ValueError(f"{name} is {number}; expected {least} or more")
+    return number
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float = math.inf,
+    most: float | None = None,
+    hint: str = "",
+) -> float:
+    """Return a number of any library as a plain one.
+
+    Args:
+        name: what the message calls it.
+        value: the number, which is never NaN.
+        above: what it has to exceed.
+        least: what it has to reach.
+        below: what it stays below: by default it is finite.
+        most: what it does not exceed.
+        hint: the end of a message, such as a call that mends the mistake.
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range, or NaN.
+    """
+    bounds = [
+        *([] if above is None else [f"above {above:g}"]),
+        *([] if least is None else [f"{least:g} or more"]),
+        *([] if below == math.inf else [f"below {below:g}"]),
+        *([] if most is None else [f"at most {most:g}"]),
+    ]
+    expected = " ".join(["a number", " and ".join(bounds)]).rstrip() + hint
+    try:
+        found = None if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # several numbers, or a complex one
+        found = None
+    if found is None:
+        raise TypeError(f"{name} is {described(value)}; expected {expected}")
+    within = (above is None or found > above) and (least is None or found >= least)
+    if not (within and -math.inf < found < below and (most is None or found <= most)):
+        given = value if isinstance(value, int | float) else found
+        raise ValueError(f"{name} is {given}; expected {expected}")
+    return found
+
+
+def choice(name: str, value: Any, known: Iterable[Any]) -> Any:
+    """Return one of the known values.
+
+    Raises:
+        ValueError: another one.
+    """
+    known = list(known)
+    if not any(isinstance(value, type(each)) and value == each for each in known):
+        expected = ", ".join(map(repr, known))
+        raise ValueError(f"{name} is {described(value)}; expected one of {expected}")
+    return value
+
+
+def one_of(name: str, value: T, kinds: Any, expected: str) -> T:
+    """Return an instance of one of some classes; `expected` is their name for the reader.
+
+    Raises:
+        TypeError: an instance of another class.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is {described(value)}; expected {expected}")
+    return value
+
+
+def shape(name: str, tensor: Tensor, expected: Iterable[int | str], hint: str = "") -> Tensor:
+    """Return a tensor of the expected shape, in which a word stands for any size.
+
+    Raises:
+        ValueError: another shape, with a hint of what mends it.
+    """
+    sizes = tuple(expected)
+    fits = len(sizes) == tensor.dim() and all(
+        isinstance(size, str) or size == given
+        for size, given in zip(sizes, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({wanted}){hint}")
+    return tensor
+
+
+def memory(what: str, needed: int, instead: str, device: torch.device | None = None) -> None:
+    """Refuse what takes more bytes than `MEMORY_LIMIT`, or than a device has where one is given.
+
+    Raises:
+        ValueError: too much, with what to use instead.
+    """
+    limit = MEMORY_LIMIT if device is None else _memory_of(device)
+    if limit is not None and needed > limit:
+        of = "" if device is None else f" of {device}"
+        raise ValueError(
+            f"{what} would take {needed / 2**30:,.1f} GiB, and the limit{of} is "
+            f"{limit / 2**30:,.3g} GiB: {instead}"
+        )
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Return the bytes of a device, or None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    known = getattr(os, "sysconf_names", {})
+    if device.type != "cpu" or not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= known.keys():
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def field(default: Any, rule: Callable[..., Any], **limits: Any) -> Any:
+    """Return a dataclass's field with a check, which None passes where it is the default."""
+    checked = functools.partial(rule, **limits)
+    return dataclasses.field(default=default, metadata={"check": checked})
+
+
+def fields(options: Any) -> None:
+    """Check the fields of a dataclass, also a frozen one, that declare how."""
+    for each in dataclasses.fields(options):
+        value, rule = getattr(options, each.name), each.metadata.get("check")
+        if rule is not None and not (value is None and each.default is None):
+            object.__setattr__(options, each.name, rule(each.name, value))
