@@ -23,7 +23,7 @@ EXTRAS_docs := docs
 EXTRAS_release := examples,release
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak lint docs gallery bench dist clean
+.PHONY: help demo check test test-all soak lint docs gallery bench dist clean
 # Two installations into one environment must not overlap.
 .NOTPARALLEL:
 
@@ -35,6 +35,9 @@ help: ## show this help
 
 demo: $(call stamp,demo) ## run examples/quickstart.py
 	$(PY) examples/quickstart.py
+
+check: lint ## check style and types, and run the tests of what a change touches, in two minutes
+	OMP_NUM_THREADS=1 $(PY) -m tests.touched -n $(JOBS) $(PYTEST_ARGS)
 
 test: $(call stamp,dev) ## run the tests, without the slow ones (PYTEST_ARGS=..., JOBS=2)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) $(PYTEST_ARGS)
