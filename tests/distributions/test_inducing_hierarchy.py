@@ -19,9 +19,8 @@ from tests.oracles.inducing_gaussians import (
     priors,
 )
 from tyxe.distributions import IndependentSites, InducingWeights
-from tyxe.distributions.inducing import LayerPrior
+from tyxe.distributions.inducing import HierarchicalInducing, LayerPrior, StackedU
 from tyxe.distributions.inducing_formulas import conditional_divergence, inducing_side
-from tyxe.distributions.inducing_hierarchy import HierarchicalInducing, StackedU
 from tyxe.distributions.param_blocks import LinearBlock
 
 

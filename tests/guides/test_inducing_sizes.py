@@ -63,10 +63,7 @@ def test_layers_that_do_not_gain_stay_mean_field():
 # --- counts -------------------------------------------------------------------------------------
 
 NORMS = 53_120  # parameters of the norms, which are not random
-COUNTS = {
-    "diagonal": [1_384_662, 2_771_446, 5_710_902, 12_253_366, 27_992_502],
-    "ensemble": [1_426_134, 2_937_334, 6_374_454, 14_907_574, 38_609_334],
-}
+COUNTS = {"diagonal": [1_384_662, 27_992_502], "ensemble": [1_426_134, 38_609_334]}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +79,7 @@ def resnet():
 @pytest.mark.parametrize("family", COUNTS)
 def test_counts_of_a_resnet(resnet, family):
     found = []
-    for m in (16, 32, 64, 128, 256):
+    for m in (16, 256):
         guide = AutoInducing(resnet, m, m, q_inducing=family, ensemble_size=5, everywhere=True)
         found.append(NORMS + parameter_count(guide))
     assert found == COUNTS[family]
@@ -90,17 +87,9 @@ def test_counts_of_a_resnet(resnet, family):
 
 def test_counts_of_a_pruned_resnet(resnet):
     guide = AutoInducing(resnet, 64, 64, everywhere=True)
-    found = []
-    for keep in (0.75, 0.5, 0.25):
-        prune_inducing_(guide, keep)
-        found.append(NORMS + parameter_count(guide))
-    assert found == [4_408_790, 3_106_678, 1_804_566]
-
-
-def test_counts_of_a_pruned_mean_field(resnet):
+    prune_inducing_(guide, 0.25)
+    assert NORMS + parameter_count(guide) == 1_804_566
     guide = AutoNormal(resnet, init_loc_fn=tyxe.guides.init_to_sample)
-    found = [NORMS + parameter_count(guide)]
-    for keep in (0.5, 0.1, 0.01):
-        prune_(guide, keep)
-        found.append(NORMS + parameter_count(guide))
-    assert found == [46_988_564, 23_520_852, 4_746_682, 522_494]
+    assert NORMS + parameter_count(guide) == 46_988_564
+    prune_(guide, 0.01)
+    assert NORMS + parameter_count(guide) == 522_494

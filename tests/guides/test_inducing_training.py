@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tyxe
-from tests.oracles.inducing import FAMILIES, STANDARD, build, data, make, mlp, saved, wide_net
+from tests.oracles.inducing import STANDARD, build, data, make, mlp, saved, wide_net
 from tyxe.bnn import elbo_terms
 from tyxe.distributions import JointMarginal
 from tyxe.guides import AutoInducing
@@ -25,7 +25,7 @@ def toy():
 
 
 @pytest.mark.parametrize(
-    ("family", "hierarchical"), [*((family, None) for family in FAMILIES), ("matrix", (4, 4))]
+    ("family", "hierarchical"), [("full", None), ("ensemble", None), ("matrix", (4, 4))]
 )
 def test_fitting_lowers_the_loss(family, hierarchical):
     x, y = toy()
@@ -41,7 +41,7 @@ def test_fitting_lowers_the_loss(family, hierarchical):
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.2)
     prior = IIDPrior(dist.Normal(0.0, 2.0))
     bnn = tyxe.VariationalBNN(net, prior, likelihood, builder)
-    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=2e-2), 150)
+    history = bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=3e-2), 150)
     assert sum(history.loss[-10:]) < 0.5 * sum(history.loss[:10])
     assert all(p.grad is not None for p in bnn.net_guide.parameters())
     error, _ = bnn.evaluate(x, y, num_predictions=10, reduction="mean")
@@ -62,7 +62,7 @@ def test_many_predictions_factorise_once(monkeypatch):
 
 def test_predictions_have_the_posteriors_moments():
     bnn = make(build(), nn.Linear(2, 3).double())
-    x, count = torch.randn(1, 2).double(), 4000
+    x, count = torch.randn(1, 2).double(), 1000
     outputs = bnn.predict(x, num_predictions=count, aggregate=False)[:, 0]
     (q,) = bnn.net_guide.joints()
     mean = q.mean @ torch.cat([x[0], torch.ones(1).double()])
@@ -74,7 +74,7 @@ def test_predictions_have_the_posteriors_moments():
 def test_members_take_turns_in_training_and_all_predict():
     bnn = make(build(q_inducing="ensemble", ensemble_size=3, max_lambda=0.0))
     x, y = data()
-    members = bnn.net_guide.u.locs["0.weight"]
+    members = bnn.net_guide.u["locs.0.weight"]
     seen = []
 
     def moved(bnn, epoch, loss):
@@ -87,7 +87,7 @@ def test_members_take_turns_in_training_and_all_predict():
     fresh = make(build(q_inducing="ensemble", ensemble_size=3, max_lambda=0.0))
     fresh.load_checkpoint(torch.load(saved(bnn.checkpoint()), weights_only=True))
     for following in (other, fresh, pickle.loads(pickle.dumps(bnn))):
-        members, seen = following.net_guide.u.locs["0.weight"], []
+        members, seen = following.net_guide.u["locs.0.weight"], []
         following.fit([(x, y)], functools.partial(torch.optim.SGD, lr=1e-3), 3, callback=moved)
         assert seen == [[2], [0], [1]]
     outputs = bnn.predict(x, num_predictions=6, aggregate=False)
@@ -98,7 +98,7 @@ def test_members_take_turns_in_training_and_all_predict():
 def test_particles_take_turns_too():
     bnn = make(build(q_inducing="ensemble", ensemble_size=3))
     bnn.fit([data()], functools.partial(torch.optim.SGD, lr=1e-3), 1, num_particles=2)
-    gradient = bnn.net_guide.u.locs["0.weight"].grad.flatten(1).abs().sum(1)
+    gradient = bnn.net_guide.u["locs.0.weight"].grad.flatten(1).abs().sum(1)
     assert (gradient > 0).tolist() == [True, True, False]
 
 

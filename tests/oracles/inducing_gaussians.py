@@ -10,8 +10,8 @@ from torch import Size
 from tyxe.distributions import InducingWeights
 from tyxe.distributions.inducing import LayerPrior
 from tyxe.distributions.inducing_formulas import inducing_side
-from tyxe.distributions.inducing_u import DiagonalU, EnsembleU, FullU, MatrixU, Turn, WhitenedU
 from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.guides.inducing_families import DiagonalU, EnsembleU, FullU, MatrixU, Turn, WhitenedU
 
 D_R, D_C = 3, 4  # the weight is 3 x 3, the bias the last column
 LAYER = LayerPrior(LinearBlock("net.weight", "net.bias", Size([D_R, D_C - 1])), (1.5, 0.5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ def inducing_side(z: Tensor, log_d: Tensor) -> Side:
     return Side(basis.mT, residual, tril.to(z.dtype))
 
 
-def matheron(rows: Side, columns: Side, u: Tensor, noise: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def matheron(rows: Side, columns: Side, u: Tensor, noise: Sequence[Tensor]) -> Tensor:
     """Return `B_r (U_w - lambda Ub_w)`, `(..., d_r, M_c)`, of [T 4.31] for whitened draws `U_w`.
 
     `Wb = s E1` and `Ub = Z_r E1 Z_c^T + Z_r E2 D_c + D_r E3 C_c^T` have the joint prior: the last
@@ -66,3 +68,43 @@ def conditional_divergence(scale: Tensor, count: int) -> Tensor:
     `U`.
     """
     return count * (scale.square() / 2 - scale.log() - 0.5)
+
+
+class DensityBlock(NamedTuple):
+    """A layer's part of the density `N(B mu, lambda^2 (I - B B^T) + B S B^T)` of its weights.
+
+    Attributes:
+        square: `|v|^2`, `v = (w - B mu) / lambda`, by component.
+        projected: `B^T v`.
+        gram: `B^T B`.
+        unexplained: `I - B^T B`, computed without the difference.
+        scale: `lambda`.
+        log_normalizer: logarithm of `(2 pi)^(d/2)` times the weights' scales.
+    """
+
+    square: Tensor
+    projected: Tensor
+    gram: Tensor
+    unexplained: Tensor
+    scale: Tensor
+    log_normalizer: Tensor
+
+
+def mixture_log_density(blocks: Sequence[DensityBlock], covariance: Tensor) -> Tensor:
+    """Return the log-density of the weights of layers whose inducing weights are Gaussian.
+
+    With `T = S/lambda^2 - I`: `det(I + B T B^T) = det(I + T B^T B)`, and
+    `v^T (I + B T B^T)^-1 v = |v|^2 - (B^T v)^T (I + T B^T B)^-1 T B^T v`. `covariance` is the `S`
+    of all inducing weights, in the order of the blocks. Components have equal weights.
+    """
+    inverse_scale = torch.cat([(1 / b.scale).expand(len(b.gram)) for b in blocks])
+    scaled = inverse_scale[:, None] * covariance.to(inverse_scale) * inverse_scale
+    gram = torch.block_diag(*(b.gram for b in blocks))
+    inner = torch.block_diag(*(b.unexplained for b in blocks)) + scaled @ gram
+    projected = torch.cat([b.projected for b in blocks], -1)
+    mapped = projected @ scaled - projected
+    solved = torch.linalg.solve(inner, mapped.reshape(-1, len(inner)).mT).mT.reshape(mapped.shape)
+    squares = torch.stack([b.square for b in blocks]).sum(0) - (projected * solved).sum(-1)
+    constant = torch.stack([b.log_normalizer for b in blocks]).sum()
+    logs = -0.5 * (squares + torch.linalg.slogdet(inner)[1]) - constant
+    return torch.logsumexp(logs, -1) - math.log(logs.shape[-1])

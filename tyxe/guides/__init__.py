@@ -2,7 +2,8 @@
 
 from tyxe.guides.base import Guide
 from tyxe.guides.bernoulli import AutoBernoulli
-from tyxe.guides.inducing import AutoInducing, InducingOptions
+from tyxe.guides.inducing import AutoInducing
+from tyxe.guides.inducing_families import InducingOptions
 from tyxe.guides.init import (
     PretrainedInitializer,
     init_to_constant,

@@ -13,77 +13,35 @@ import torch.distributions as td
 from torch import Tensor
 
 from tyxe import check
-from tyxe.distributions.inducing import InducingWeights, LayerPrior
+from tyxe.distributions.inducing import (
+    HierarchicalInducing,
+    InducingU,
+    InducingWeights,
+    LayerPrior,
+    StackedU,
+    isotropic_scale,
+)
 from tyxe.distributions.inducing_formulas import Side, inducing_side
-from tyxe.distributions.inducing_hierarchy import HierarchicalInducing, StackedU
-from tyxe.distributions.inducing_u import InducingU, WhitenedU
 from tyxe.distributions.joint import JointDistribution
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.guides.base import Guide, Site
-from tyxe.guides.inducing_sizes import InducingLayer, Size, inducing_layers
-from tyxe.guides.inducing_u import Q_INDUCING, FamilyOptions
+from tyxe.guides.inducing_families import (
+    Q_INDUCING,
+    EnsembleFamily,
+    InducingFamily,
+    InducingOptions,
+    WhitenedU,
+)
 from tyxe.guides.normal import AutoNormal, capped_log, uncapped
 from tyxe.util import SiteTensors, resolve_site_name
 
+Size = int | float | Mapping[str, int | float | None]
+Messages = Mapping[str, Any]
+
+SIZES = "an integer, a fraction of each layer's (a float), or a mapping of them by weight"
+
 # The name, among those of layers, of the matrix that stacks all layers' inducing weights.
 GLOBAL = "inducing_weights"
-
-
-@dataclass(frozen=True)
-class InducingOptions:
-    """Options of `AutoInducing`, which also takes each of them as a keyword.
-
-    Attributes:
-        ensemble_size: members of `q_inducing="ensemble"`; with 1, a point estimate of `U`.
-        whitened: `q` is over `U_w = C_r^-1 U C_c^-T`, whose prior is `N(0, 1)`.
-        init_lambda: start of the scale of the conditional posterior.
-        max_lambda: its cap; 0 makes weights a function of `U` (and leaves `R(lambda)` out).
-        init_scale_u: start of the standard deviations of `U`.
-        max_scale_u: their cap.
-        init_residual: start of `D`, in the prior covariance `Z Z^T + D^2` of `U`.
-        ensemble_spread: standard deviation of the noise between members at the start.
-        everywhere: give inducing weights of exactly these sizes to every layer.
-        hierarchical: `(rows, columns)` of one global matrix above the stacked `U` of all layers.
-        dataset_size: weigh `R(lambda)` by `min(1, N / columns)`, the function-space form.
-        mean_field: builds the guide of the sites without inducing weights.
-
-    Raises:
-        ValueError: a number out of range, or `hierarchical` inducing weights that are not whitened.
-    """
-
-    ensemble_size: int = 5
-    whitened: bool = True
-    init_lambda: float = 1e-3
-    max_lambda: float | None = None
-    init_scale_u: float = math.sqrt(1e-3)
-    max_scale_u: float | None = None
-    init_residual: float = 1e-3
-    ensemble_spread: float = 0.1
-    everywhere: bool = False
-    hierarchical: tuple[int, int] | None = None
-    dataset_size: int | None = None
-    mean_field: Callable[[Callable[..., Any]], Any] = AutoNormal
-
-    def __post_init__(self) -> None:
-        for name in ("ensemble_size", "dataset_size"):
-            value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise ValueError(f"{name} is {value}; expected at least 1")
-        if self.max_lambda is not None and not self.max_lambda >= 0:
-            raise ValueError(f"max_lambda is {self.max_lambda}; expected 0 or a positive number")
-        for name in ("max_scale_u", "init_residual"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; expected a positive number")
-        if self.hierarchical is not None and not self.whitened:
-            raise ValueError("hierarchical inducing weights stack whitened ones: whitened=True")
-
-    @property
-    def family(self) -> FamilyOptions:
-        """The options of the families of `q(U)`."""
-        return FamilyOptions(
-            self.init_scale_u, self.max_scale_u, self.ensemble_size, self.ensemble_spread
-        )
 
 
 class AutoInducing(Guide):
@@ -139,27 +97,55 @@ class AutoInducing(Guide):
         if options is not None and keywords:
             raise TypeError(f"{', '.join(keywords)} given besides options; put all into one")
         self.options = InducingOptions(**keywords) if options is None else options
-        check.choice("q_inducing", q_inducing, Q_INDUCING)
-        self.q_inducing = q_inducing
-        family, size = Q_INDUCING[q_inducing], self.options.ensemble_size
-        self.layers = inducing_layers(
-            self.sites,
-            self.messages,
-            (inducing_rows, inducing_cols),
-            self.options.everywhere,
-            lambda rows, columns: family.count(rows, columns, size),
-        )
+        self.q_inducing = check.choice("q_inducing", q_inducing, Q_INDUCING)
+        sizes = {"inducing_rows": inducing_rows, "inducing_cols": inducing_cols}
+        self.layers = self._layers(sizes)
         self._stack = _stack_of(self.layers, self.options.hierarchical)
         self._init_maps([*self.layers, *self._stack])
-        tops = self._stack or self.layers
-        self.u = family({layer.name: self._start(layer) for layer in tops}, self.options.family)
+        starts = {layer.name: self._start(layer) for layer in self._stack or self.layers}
+        family = EnsembleFamily if q_inducing == "ensemble" else InducingFamily
+        self.u = family(Q_INDUCING[q_inducing], starts, self.options)
         held = {name for layer in self.layers for name in layer.prior.block.sites}
-        rest = _Subset(module, held)
-        has_rest = any(site.name not in held for site in self.sites)
-        self.rest = _check_rest(self.options.mean_field(rest)) if has_rest else None
+        self.rest: Guide | None = None
+        if any(site.name not in held for site in self.sites):
+            rest = self.options.mean_field(_Subset(module, held))
+            expected = (
+                "one of tyxe.guides, such as "
+                "functools.partial(tyxe.guides.AutoNormal, init_scale=1e-4)"
+            )
+            self.rest = check.one_of("mean_field's guide", rest, Guide, expected)
         # A builder may be a lambda, which cannot be pickled.
-        self.options = replace(self.options, mean_field=AutoNormal)
+        self.options = self.u.options = replace(self.options, mean_field=AutoNormal)
         self.messages = {}
+
+    def _layers(self, sizes: Mapping[str, Size]) -> list[InducingLayer]:
+        """Return the layers that get inducing weights, of sizes by the argument's name."""
+        family, options = Q_INDUCING[self.q_inducing], self.options
+        found = _find_layers(self.sites, self.messages)
+        by_layer = {argument: _by_layer(argument, m, found) for argument, m in sizes.items()}
+        is_given = options.everywhere or any(isinstance(m, Mapping) for m in sizes.values())
+        layers = []
+        for name, (weight, bias) in found.items():
+            shape = weight.shape[0], weight.shape[1:].numel() + (bias is not None)
+            rows, columns = (
+                _size(f"{argument} of {name!r}", m[name], full, options.everywhere)
+                for (argument, m), full in zip(by_layer.items(), shape, strict=True)
+            )
+            if rows is None or columns is None:
+                continue
+            cost = rows * (shape[0] + 1) + columns * (shape[1] + 1) + 1
+            cost += family.count(rows, columns, options)
+            if is_given or cost < 2 * shape[0] * shape[1]:
+                like = self.messages[weight.name]["value"].new_empty(0)
+                prior = _layer_prior(weight, bias, self.messages)
+                layers.append(InducingLayer(name, prior, rows, columns, like))
+        if not layers:
+            listed = " and ".join(f"{argument}={m}" for argument, m in sizes.items())
+            raise ValueError(
+                f"with {listed} no layer has fewer parameters than a mean field: take smaller "
+                "sizes, say everywhere=True, or use tyxe.guides.AutoNormal"
+            )
+        return layers
 
     def _init_maps(self, layers: list[InducingLayer]) -> None:
         """Set up `Z ~ N(0, 1/M)`, `D` and `lambda`."""
@@ -207,9 +193,8 @@ class AutoInducing(Guide):
 
     def side(self, name: str, side: int) -> Side:
         """Return the factors of `Z Z^T + D^2` for a layer's rows (0) or columns (1)."""
-        return inducing_side(
-            self.map(name, side), (self.row_scales, self.column_scales)[side][name]
-        )
+        scales = (self.row_scales, self.column_scales)[side]
+        return inducing_side(self.map(name, side), scales[name])
 
     def get_lambda(self, site_name: str) -> Tensor:
         """Return the scale of a layer's conditional posterior, by its weight's name.
@@ -226,29 +211,29 @@ class AutoInducing(Guide):
         return capped_log(self.conditional_scales[name], self.options.max_lambda).exp()
 
     def _weights(
-        self, layer: InducingLayer, u: InducingU, rows: Side, columns: Side
+        self, layer: InducingLayer, u: InducingU, sides: tuple[Side, Side]
     ) -> InducingWeights:
         size = None if layer.name == GLOBAL else self.options.dataset_size
         weight = 1.0 if size is None else min(1.0, size / layer.prior.shape[1])
         scale = self._lambda(layer.name)
-        return InducingWeights(u, rows, columns, scale, layer.prior, weight)
+        return InducingWeights(u, *sides, scale, layer.prior, weight)
 
     def joints(self) -> Iterable[JointDistribution]:
-        us = self.u.distributions()
+        us: dict[str, InducingU] = dict(self.u.distributions())
         sides = {
             layer.name: (self.side(layer.name, 0), self.side(layer.name, 1))
             for layer in (*self.layers, *self._stack)
         }
         if not self.options.whitened:
-            us = {n: WhitenedU(u, sides[n][0].tril, sides[n][1].tril) for n, u in us.items()}
+            us = {n: WhitenedU(u, *(side.tril for side in sides[n])) for n, u in us.items()}
         if not self._stack:
-            return [self._weights(q, us[q.name], *sides[q.name]) for q in self.layers]
+            return [self._weights(q, us[q.name], sides[q.name]) for q in self.layers]
         (top,) = self._stack
-        stack = self._weights(top, us[top.name], *sides[top.name])
+        stack = self._weights(top, us[top.name], sides[top.name])
         layers, first = [], 0
         for layer in self.layers:
             u = StackedU(stack, first, first + layer.rows)
-            layers.append(self._weights(layer, u, *sides[layer.name]))
+            layers.append(self._weights(layer, u, sides[layer.name]))
             first += layer.rows
         return [HierarchicalInducing(layers, stack)]
 
@@ -258,11 +243,91 @@ class AutoInducing(Guide):
 
     def parameter_kinds(self) -> Mapping[str, str]:
         kinds = {
-            name: "scale" if any("scale" in part for part in name.split(".")[:2]) else "loc"
+            name: "scale" if "scale" in name.removeprefix("u.").partition(".")[0] else "loc"
             for name, _ in self.named_parameters()
         }
         rest = {} if self.rest is None else self.rest.parameter_kinds()
         return {**kinds, **{f"rest.{name}": kind for name, kind in rest.items()}}
+
+
+# --------------------------------------------------------------------------- layers
+
+
+@dataclass(frozen=True)
+class InducingLayer:
+    """A layer with `rows x columns` inducing weights, by its weight's own name.
+
+    `like` has the dtype and device that its parameters start with.
+    """
+
+    name: str
+    prior: LayerPrior
+    rows: int
+    columns: int
+    like: Tensor
+
+
+def _find_layers(sites: Iterable[Site], messages: Messages) -> dict[str, tuple[Site, Site | None]]:
+    """Return the net's weights of two dimensions or more, each with its bias if that is a site.
+
+    The rows of a transposed convolution's matrix are its inputs, so its bias is not part of it.
+    """
+    own = {site.own_name: site for site in sites}
+    found = {}
+    for name, site in own.items():
+        fans = messages[site.name]["infer"].get("fans")
+        if len(site.shape) < 2 or fans is None:
+            continue
+        owner, dot, attribute = name.rpartition(".")
+        bias = own.get(owner + dot + attribute.replace("weight", "bias"))
+        fits = bias is not None and bias is not site and bias.shape == site.shape[:1]
+        found[name] = site, bias if fits and fans[0] == site.shape[1:].numel() else None
+    return found
+
+
+def _by_layer(argument: str, size: Size, layers: Iterable[str]) -> dict[str, int | float | None]:
+    """Return the size of each layer."""
+    if not isinstance(size, Mapping):
+        return dict.fromkeys(layers, check.one_of(argument, size, int | float, SIZES))
+    names = list(layers)
+    given = {resolve_site_name(name, names): value for name, value in size.items()}
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise ValueError(
+            f"{argument} has no size for {', '.join(missing)}; give one for every layer's "
+            "weight, or None for a layer that stays mean field"
+        )
+    return given
+
+
+def _size(name: str, size: Any, full: int, everywhere: bool) -> int | None:
+    """Return the size for a layer that has `full` rows (or columns); None for mean field."""
+    if size is None:
+        return None
+    if isinstance(size, float):
+        return max(1, round(check.number(name, size, above=0, most=1) * full))
+    count = check.count(name, size)
+    return count if everywhere else min(count, full)
+
+
+def _layer_prior(weight: Site, bias: Site | None, messages: Messages) -> LayerPrior:
+    sites = [weight] if bias is None else [weight, bias]
+    scales = tuple(_prior_scale(site, messages[site.name]) for site in sites)
+    block = LinearBlock(weight.name, None if bias is None else bias.name, weight.shape)
+    return LayerPrior(block, scales)
+
+
+def _prior_scale(site: Site, message: Any) -> float:
+    # Under a hierarchy, what the message holds is the prior of one draw.
+    fixed = not message["infer"].get("is_drawn_anew")
+    scale = isotropic_scale(message["fn"]) if fixed else None
+    if scale is None:
+        raise ValueError(
+            "inducing weights need a zero-mean Normal prior with one fixed standard deviation for "
+            f"each site, which {site.own_name!r} has not: use such a prior "
+            "(tyxe.priors.LayerwiseNormalPrior is one), or give the layer's size as None"
+        )
+    return scale
 
 
 def _stack_of(
@@ -296,12 +361,3 @@ class _Subset:
 
     def __call__(self) -> Any:
         return self.module()
-
-
-def _check_rest(guide: Any) -> Guide:
-    if not isinstance(guide, Guide):
-        raise TypeError(
-            f"mean_field built a {type(guide).__name__}; expected one of tyxe.guides, such as "
-            "functools.partial(tyxe.guides.AutoNormal, init_scale=1e-4)"
-        )
-    return guide
