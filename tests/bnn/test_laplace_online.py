@@ -199,7 +199,6 @@ def test_unknown_accumulation():
 
 def test_a_large_sum_has_no_inverse_and_names_the_average(monkeypatch):
     monkeypatch.setattr("tyxe.linalg.checks.SMALL", 5)
-    monkeypatch.setattr("tyxe.linalg.sum.SMALL", 5)
     bnn = classifier()
     for task in range(2):
         bnn.fit([labels(seed=task)], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)

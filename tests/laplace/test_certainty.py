@@ -10,7 +10,7 @@ from torch import nn
 
 import tyxe
 from tyxe.laplace.search import MANY
-from tyxe.linalg.kron_formulas import clipped_eigh
+from tyxe.linalg.kronecker import clipped_eigh
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
 PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))

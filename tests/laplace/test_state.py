@@ -141,7 +141,7 @@ def test_the_evidence_is_differentiable_in_the_prior_and_the_noise(settings):
 @pytest.fixture
 def sums_have_no_inverse(monkeypatch):
     """As those of more weights have none."""
-    monkeypatch.setattr("tyxe.linalg.sum.SMALL", 3)
+    monkeypatch.setattr("tyxe.linalg.checks.SMALL", 3)
 
 
 @pytest.mark.usefixtures("sums_have_no_inverse")

@@ -171,7 +171,7 @@ def separate(bnn, vector):
 @pytest.mark.parametrize("small", [True, False])
 def test_kronecker_penalties_about_each_mode(monkeypatch, small):
     if not small:
-        monkeypatch.setattr("tyxe.linalg.sum.SMALL", 5)
+        monkeypatch.setattr("tyxe.linalg.checks.SMALL", 5)
     bnn = classifier(accumulate="per_task")
     known = []
     for task in range(3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.contracts.operators import OPERATORS, check_operator
-from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, Sum
 from tyxe.linalg.state import STATE_NAMES, operator_from_state, operator_state
 from tyxe.threads import unvalidated
 
@@ -18,35 +18,25 @@ EYE = torch.eye(2)
 # --- constructors ---------------------------------------------------------------------------------
 
 REFUSED = {
-    "dense, no matrix": (lambda: Dense(torch.ones(3)), "expected \\(3, 3\\)"),
-    "dense, number": (lambda: Dense(torch.tensor(1.0)), "shape \\(\\)"),
-    "dense, not square": (lambda: Dense(torch.ones(2, 3)), "expected \\(3, 3\\)"),
-    "dense, batch": (lambda: Dense(torch.ones(2, 3, 3)), "shape \\(2, 3, 3\\)"),
+    "dense, no matrix": (lambda: Dense(torch.ones(3)), r"expected \(3, 3\)"),
+    "dense, number": (lambda: Dense(torch.tensor(1.0)), r"shape \(\)"),
+    "dense, batch": (lambda: Dense(torch.ones(2, 3, 3)), r"shape \(2, 3, 3\)"),
     "dense, not symmetric": (
         lambda: Dense(torch.tensor([[1.0, 0.5], [0.0, 1.0]])),
         "not symmetric: .* up to 0.5; symmetrise",
     ),
     "dense, nan": (lambda: Dense(EYE * NAN), "the matrix has 4 elements that are not finite"),
-    "diagonal, matrix": (lambda: Diagonal(EYE), "shape \\(2, 2\\); expected \\(\\*\\)"),
-    "diagonal, negative": (
-        lambda: Diagonal(torch.tensor([1.0, -2.0])),
-        "at least 0; its smallest element is -2",
-    ),
-    "diagonal, inf": (lambda: Diagonal(torch.tensor([INF])), "1 elements that are not finite"),
-    "low rank, sizes": (lambda: LowRank(torch.ones(3), torch.ones(2, 1)), "expected \\(3, \\*\\)"),
-    "low rank, vector": (lambda: LowRank(torch.ones(3), torch.ones(3)), "the factor has shape"),
+    "diagonal, matrix": (lambda: Diagonal(EYE), r"shape \(2, 2\); expected \(P,\)"),
+    "diagonal, negative": (lambda: Diagonal(-2 * EYE[0]), "at least 0; its smallest element is -2"),
+    "diagonal, inf": (lambda: Diagonal(INF + EYE[0]), "2 elements that are not finite"),
+    "low rank, sizes": (lambda: LowRank(torch.ones(3), torch.ones(2, 1)), r"expected \(3, R\)"),
     "low rank, negative": (lambda: LowRank(-torch.ones(3), torch.ones(3, 1)), "at least 0"),
-    "low rank, nan": (lambda: LowRank(torch.ones(1), torch.tensor([[NAN]])), "the factor has 1"),
-    "low rank, dtypes": (lambda: LowRank(torch.ones(3), torch.ones(3, 1).double()), "move them"),
+    "low rank, nan": (lambda: LowRank(EYE[0], EYE * NAN), "the factor has 4"),
     "kron, not square": (
         lambda: Kronecker.from_factors(torch.ones(2, 3), EYE),
         "the output factor has shape",
     ),
-    "kron, vector": (lambda: Kronecker.from_factors(EYE, torch.ones(2)), "the input factor"),
-    "kron, nan": (
-        lambda: Kronecker.from_factors(EYE, EYE / 0),
-        "the input factor has 4 elements that are not finite",
-    ),
+    "kron, nan": (lambda: Kronecker.from_factors(EYE, EYE / 0), "the input factor has 4 elements"),
     "kron, not symmetric": (
         lambda: Kronecker.from_factors(torch.ones(2, 2).triu(), EYE),
         "the output factor is not symmetric",
@@ -55,20 +45,22 @@ REFUSED = {
         lambda: Kronecker.from_factors(EYE, torch.diag(torch.tensor([2.0, -1.0]))),
         "the input factor is not positive semi-definite: its smallest eigenvalue is -1",
     ),
-    "kron, dtypes": (lambda: Kronecker.from_factors(EYE, EYE.double()), "move them"),
     "kron, scale": (lambda: Kronecker.from_factors(EYE, EYE, scale=-1.0), "the scale has to be"),
-    "kron, negative eigenvalues": (
-        lambda: Kronecker(EYE, EYE, -torch.ones(2), torch.ones(2), EYE[0, 0], EYE[0, 0]),
+    "kron, eigenvalues": (
+        lambda: Kronecker(EYE, EYE, -EYE[0], EYE[0], EYE[0, 0], EYE[0, 0]),
         "out_eigenvalues has to be at least 0",
     ),
     "kron, basis": (
-        lambda: Kronecker(EYE, EYE, torch.ones(2), torch.ones(3), EYE[0, 0], EYE[0, 0]),
-        "the basis of the input factor has shape \\(2, 2\\); expected \\(3, 3\\)",
+        lambda: Kronecker(EYE, EYE, EYE[0], torch.ones(3), EYE[0, 0], EYE[0, 0]),
+        r"the basis of the input factor has shape \(2, 2\); expected \(3, 3\)",
     ),
-    "no block": (lambda: BlockDiagonal({}), "at least one block"),
     "blocks, dtypes": (
         lambda: BlockDiagonal({"a": Dense(EYE), "b": Dense(EYE.double())}),
         "the blocks 'a' and 'b' are in torch.float32",
+    ),
+    "terms, sizes": (
+        lambda: Sum({"a": Diagonal(torch.ones(2)), "b": Diagonal(torch.ones(3))}),
+        "terms of one size; there are {'a': 2, 'b': 3}",
     ),
 }
 
@@ -140,8 +132,6 @@ INDEFINITE = {
     "Diagonal, negative": lambda: Diagonal(torch.tensor([1.0, -3.0])),
     "LowRank, infinite": lambda: LowRank(torch.ones(2), torch.full((2, 1), torch.inf)),
 }
-
-
 BAD = r"finite|definite|least 0"
 
 
@@ -149,8 +139,6 @@ BAD = r"finite|definite|least 0"
 def test_without_checks_of_numbers_results_are_not_finite(make):
     with unvalidated():
         assert not make().logdet().isfinite()
-        with pytest.raises(ValueError, match="acts on vectors"):
-            make() @ torch.ones(3)
         with unvalidated(False), pytest.raises(ValueError, match=BAD):
             make().logdet()
     with pytest.raises(ValueError, match=BAD):
@@ -165,12 +153,9 @@ def test_without_checks_of_numbers_good_results_are_the_same():
         assert all(map(torch.equal, found, (make().logdet(), make().whiten(torch.ones(1, 3)))))
 
 
-def test_an_indefinite_dense_matrix_names_its_smallest_eigenvalue():
+def test_a_matrix_beyond_the_accuracy_of_its_type_says_so():
     with pytest.raises(ValueError, match="smallest eigenvalue is -3; add a prior precision"):
         Dense(torch.diag(torch.tensor([1.0, -3.0]))).logdet()
-
-
-def test_a_matrix_beyond_the_accuracy_of_its_type_says_so():
     # Rounding decides the sign of what eigvalsh finds: either message names the remedy.
     rows = torch.randn(2, 50)
     nearly = Dense(1e6 * rows.mT @ rows).add_diagonal(1e-6)
@@ -191,46 +176,21 @@ def test_kronecker_names_the_structures_that_take_a_diagonal():
         BlockDiagonal({"net.0.weight": product}).add_diagonal(vector)
 
 
-def test_factored_variance_refuses_other_sizes():
-    product = OPERATORS["Kronecker"]()
-    rows, columns = product.shape
-    for a, g in [
-        (torch.ones(columns + 1), torch.ones(2, rows)),
-        (torch.ones(columns), torch.ones(2, rows + 1)),
-        (torch.ones(columns), torch.ones(rows)),
-    ]:
-        with pytest.raises(ValueError, match=r"expected inputs \(\.\.\., 4\)"):
-            product.inverse_quadratic_factored(a, g)
-
-
-def test_split_and_join_are_inverse_and_refuse_other_parts():
+def test_vectors_are_split_by_block():
     blocks = OPERATORS["BlockDiagonal"]()
-    x = torch.randn(2, 3, blocks.size)
-    parts = blocks.split(x)
-    assert {name: part.shape for name, part in parts.items()} == {
-        "0.weight": (2, 3, 4),
-        "heads": (2, 3, 8),
-    }
-    assert torch.equal(blocks.cat(dict(reversed(parts.items()))), x)
-    with pytest.raises(ValueError, match="cannot split"):
-        blocks.split(x[..., 1:])
-    with pytest.raises(ValueError, match="expected parts of sizes"):
-        blocks.cat({"0.weight": parts["0.weight"]})
-    with pytest.raises(ValueError, match="expected parts of sizes"):
-        blocks.cat({"0.weight": parts["heads"], "heads": parts["0.weight"]})
-
-
-def test_diagonals_by_block_have_to_be_complete():
-    with pytest.raises(ValueError, match="expected a diagonal for each of"):
-        OPERATORS["BlockDiagonal"]().add_diagonals({"0.weight": 1.0})
+    parts = blocks.split(x := torch.randn(2, 3, blocks.size))
+    assert {name: part.shape[-1] for name, part in parts.items()} == {"0.weight": 4, "heads": 8}
+    assert torch.equal(torch.cat([*parts.values()], -1), x)
 
 
 def test_operators_do_not_change():
     operator = Diagonal(torch.ones(2))
     with pytest.raises(dataclasses.FrozenInstanceError):
         operator.entries = torch.zeros(2)
-    operator.scaled(2.0)
-    operator.add_diagonal(2.0)
+    operator.scaled(2.0), operator.add_diagonal(2.0)
+    assert torch.equal(operator.entries, torch.ones(2))
+    twin = copy.deepcopy(operator)
+    twin.entries.zero_()
     assert torch.equal(operator.entries, torch.ones(2))
 
 
@@ -275,19 +235,7 @@ def test_a_structure_of_ones_own_takes_a_name(monkeypatch):
     assert type(operator_from_state(operator_state(operator))) is Doubled
 
 
-def test_a_copy_shares_no_memory():
-    operator = OPERATORS["Dense"]()
-    twin = copy.deepcopy(operator)
-    twin.matrix.zero_()
-    assert operator.matrix.abs().sum() > 0
-
-
 # --- the contract finds faults --------------------------------------------------------------------
-
-
-def test_contract_finds_a_wrong_determinant():
-    with pytest.raises(AssertionError, match="logdet"):
-        check_operator(lambda: Doubled(torch.tensor([2.0, 3.0])))
 
 
 class NotARoot(Diagonal):
@@ -312,6 +260,7 @@ class Frozen(Diagonal):
 
 
 FAULTS = {
+    "determinant": (lambda: Doubled(torch.tensor([2.0, 3.0])), "logdet"),
     "no root": (lambda: NotARoot(torch.tensor([2.0, 3.0])), "S S.T is not the inverse"),
     "broadcasts": (lambda: Unchecked(torch.tensor([2.0])), "matmul of a wrong size"),
     "no gradient": (lambda: Frozen(torch.tensor([2.0, 3.0])), "the gradient of logdet"),

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.curvature.linearize import OuterProductGradients, PointGradients
-from tyxe.curvature.per_point import BUDGET
+from tyxe.curvature.gradients import BUDGET, OuterProductGradients, PointGradients
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods.output_hessian import OutputHessians
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
-from tyxe.linalg.checks import dense_bytes
 from tyxe.util import at_least_float32, precise
 
 
@@ -90,7 +88,7 @@ class DiagonalAccumulator(Accumulator):
         self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
     ) -> None:
         for name, each in gradients.items():
-            self.totals[name] += squared_sum(each)
+            self.totals[name] += each.squared_sum()
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
         self.totals[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
@@ -101,23 +99,6 @@ class DiagonalAccumulator(Accumulator):
 
     def operator(self, points: float) -> Operator:
         return BlockDiagonal({name: Diagonal(total) for name, total in self.totals.items()})
-
-
-def squared_sum(gradients: PointGradients) -> Tensor:
-    """Return the sum over points of the squared gradients, `(P,)`."""
-    if not isinstance(gradients, OuterProductGradients):
-        return gradients.matrix.square().sum(0)
-    a, g = gradients.a, gradients.g
-    if a.shape[1] == 1:
-        # The square of one outer product is the outer product of squares.
-        squares = torch.einsum("ngo,ngi->goi", g[:, 0].square(), a[:, 0].square())
-        return squares.flatten()
-    size = a.shape[2] * a.shape[3] * g.shape[3]
-    chunk = max(1, BUDGET // size)
-    total = a.new_zeros(size)
-    for part_a, part_g in zip(a.split(chunk), g.split(chunk), strict=True):
-        total += OuterProductGradients(part_a, part_g).dense().square_().sum(0)
-    return total
 
 
 class FullAccumulator(Accumulator):
@@ -243,7 +224,7 @@ class KroneckerAccumulator(Accumulator):
     ) -> None:
         for name, each in gradients.items():
             if not isinstance(each, OuterProductGradients):
-                self.totals[name] += squared_sum(each)
+                self.totals[name] += each.squared_sum()
                 continue
             a, g = each.a, each.g
             counts = None if targets is None else _of_positions(targets, a)
@@ -326,7 +307,7 @@ def check_size(structure: str, size: int) -> None:
     if structure == "full":
         check.memory(
             f'structure "full" over {size:,} weights',
-            dense_bytes(size),
+            size**2 * 4,
             'use "kron" or "diag", or fewer weights (a prior with expose_modules=[net.last_layer])',
         )
 
@@ -335,7 +316,7 @@ def _check_factors(block: LinearBlock) -> None:
     sides = max(block.columns, block.outputs)
     check.memory(
         f"the Kronecker factors of {block.name!r}, with a side of {sides:,},",
-        block.groups * dense_bytes(sides),
+        block.groups * sides**2 * 4,
         'use structure="diag", or hide this layer from the prior',
     )
 

@@ -14,6 +14,13 @@ from torch.overrides import BaseTorchFunctionMode
 
 from tyxe import check
 from tyxe.autocast import autocast_like, dtype_of_maps
+from tyxe.curvature.gradients import (
+    DenseGradients,
+    OuterProductGradients,
+    PointGradients,
+    looped_gradients,
+    vectorized_gradients,
+)
 from tyxe.curvature.layer_calls import (
     POINTS_FIRST,
     BatchDims,
@@ -26,7 +33,6 @@ from tyxe.curvature.layer_calls import (
     inputs_of,
     positions,
 )
-from tyxe.curvature.per_point import looped_gradients, vectorized_gradients
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
 from tyxe.poutine.report import note
@@ -57,45 +63,6 @@ class Linearized:
     is_vectorized: bool = True
     exact: set[str] = field(default_factory=set)
     compared: set[Any] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class OuterProductGradients:
-    """Gradients of one cotangent in a linear block: `sum_r g_nr a_nr^T` for each point.
-
-    Attributes:
-        a: the map's inputs, `(n, R, groups, columns)`, with a one for the bias.
-        g: the gradients in the map's outputs, `(n, R, groups, outputs)`.
-    """
-
-    a: Tensor
-    g: Tensor
-
-    def dense(self) -> Tensor:
-        """Return the gradients, `(n, P)`."""
-        return torch.einsum("nrgo,nrgi->ngoi", self.g, self.a).flatten(1)
-
-    def sum(self) -> Tensor:
-        """Return their sum over points, `(P,)`."""
-        return torch.einsum("nrgo,nrgi->goi", self.g, self.a).flatten()
-
-
-@dataclass(frozen=True)
-class DenseGradients:
-    """Gradients of one cotangent in a block without factors, `(n, P)`."""
-
-    matrix: Tensor
-
-    def dense(self) -> Tensor:
-        """Return the gradients, `(n, P)`."""
-        return self.matrix
-
-    def sum(self) -> Tensor:
-        """Return their sum over points, `(P,)`."""
-        return self.matrix.sum(0)
-
-
-PointGradients = OuterProductGradients | DenseGradients
 
 
 class Linearization:

@@ -9,16 +9,14 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.autocast import full_precision
-from tyxe.curvature.linearize import (
-    Linearization,
-    OuterProductGradients,
-    PointGradients,
-)
-from tyxe.curvature.per_point import BUDGET
+from tyxe.curvature.gradients import BUDGET, OuterProductGradients, PointGradients
+from tyxe.curvature.linearize import Linearization
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
 # Elements of Jacobians that are held at a time, so that they fit the processor's cache.
 CACHED_ROWS = 2**20
+# Structures that do not form the Jacobian of a map that is used at one position.
+FORMS_NO_ROWS = (Kronecker, Diagonal, Dense)
 
 
 def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
@@ -33,12 +31,13 @@ def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Te
         precision: `Lambda`, in the blocks of `collect_curvature`.
     """
     last, blocks = [*linear.last_inputs().values()], [*precision.blocks.values()]
-    if not last or len(blocks) > 1 or not isinstance(blocks[0], Kronecker | Diagonal | Dense):
+    if not last or len(blocks) > 1 or not isinstance(blocks[0], FORMS_NO_ROWS):
         return _at_each_position(linear, lambda rows: _covariance(rows, precision))
     outputs = linear.outputs
     _check_covariances(outputs.numel() * outputs.shape[1], outputs.shape[1], outputs)
     with full_precision(outputs):  # each output has itself as gradient
-        return _single(last[0], torch.eye(outputs.shape[1]).to(last[0]), blocks[0])
+        identity = torch.eye(outputs.shape[1]).to(last[0])
+        return blocks[0].inverse_quadratic_factored(last[0].unsqueeze(1), identity.unsqueeze(1))
 
 
 def covariance_through(linear: Linearization, covariance: Operator) -> Tensor:
@@ -107,8 +106,8 @@ def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
 
 def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
     chunk = max(1, BUDGET // max(1, vectors.shape[1]))
-    starts = range(0, max(_points(rows), 1), chunk)
-    parts = [_slice(rows, start, start + chunk).dense().detach() for start in starts]
+    starts = range(0, max(len(rows), 1), chunk)
+    parts = [rows[start : start + chunk].dense().detach() for start in starts]
     return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
 
 
@@ -146,54 +145,21 @@ def _covariance(rows: list[dict[str, PointGradients]], precision: BlockDiagonal)
 
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
-    first = rows[0]
-    if isinstance(first, OuterProductGradients) and first.a.shape[2] == 1:
-        a = first.a[:, :, 0]
-        if a.shape[1] == 1 and isinstance(block, Kronecker | Diagonal | Dense):
-            return _single(a[:, 0], _stacked(rows)[..., 0], block)
-    held = BUDGET if isinstance(block, Dense) else CACHED_ROWS
+    """Return a block's part of the covariance, from as many points at a time as fit."""
+    points, held = len(rows[0]), BUDGET if isinstance(block, Dense) else CACHED_ROWS
     chunk = max(1, held // (block.size * len(rows)))
+    products = [row for row in rows if isinstance(row, OuterProductGradients)]
+    factored = bool(products) and products[0].a.shape[2] == 1
+    if factored and products[0].is_single and isinstance(block, FORMS_NO_ROWS):
+        chunk = max(1, points)
     found = []
-    for start in range(0, max(_points(first), 1), chunk):
-        part = [_slice(row, start, start + chunk) for row in rows]
-        found.append(_summed(part, block))
+    for start in range(0, max(1, points), chunk):
+        part = slice(start, start + chunk)
+        if factored:
+            # With positions last in memory, as they are in each gradient.
+            g = torch.stack([row.g[part, :, 0].mT for row in products], 1).mT
+            found.append(block.inverse_quadratic_factored(products[0].a[part, :, 0], g))
+        else:
+            dense = torch.stack([row[part].dense() for row in rows], 1)
+            found.append(block.inverse_quadratic(dense))
     return torch.cat(found)
-
-
-def _summed(rows: list[PointGradients], block: Operator) -> Tensor:
-    """Return the covariance from gradients that are dense, or sums over positions."""
-    first = rows[0]
-    if (
-        isinstance(first, OuterProductGradients)
-        and first.a.shape[2] == 1
-        and isinstance(block, Kronecker)
-    ):
-        return block.inverse_quadratic_summed(first.a[:, :, 0], _stacked(rows).mT)
-    return block.inverse_quadratic(torch.stack([row.dense() for row in rows], 1))
-
-
-def _single(a: Tensor, g: Tensor, block: Kronecker | Diagonal | Dense) -> Tensor:
-    """Return the covariance from a map that is used at one position."""
-    if not isinstance(block, Diagonal):
-        return block.inverse_quadratic_factored(a, g)
-    variances = block.inverse_diagonal().view(g.shape[-1], a.shape[-1])
-    # sum_oi g_co g_do a_i^2 v_oi, where the sum over inputs comes first.
-    weights = a.square() @ variances.mT
-    return (g * weights.unsqueeze(1)) @ g.mT
-
-
-def _stacked(rows: list[PointGradients]) -> Tensor:
-    """Return the gradients of all outputs in a map without groups, `(n, C, outputs, R)`."""
-    return torch.stack(
-        [row.g[:, :, 0].mT for row in rows if isinstance(row, OuterProductGradients)], 1
-    )
-
-
-def _points(rows: PointGradients) -> int:
-    return len(rows.a if isinstance(rows, OuterProductGradients) else rows.matrix)
-
-
-def _slice(rows: PointGradients, start: int, stop: int) -> PointGradients:
-    if isinstance(rows, OuterProductGradients):
-        return OuterProductGradients(rows.a[start:stop], rows.g[start:stop])
-    return type(rows)(rows.matrix[start:stop])

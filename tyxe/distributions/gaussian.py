@@ -17,9 +17,8 @@ from tyxe.distributions.joint import JointDistribution
 from tyxe.distributions.param_blocks import ParamBlocks
 from tyxe.linalg import BlockDiagonal, Diagonal, Operator
 from tyxe.linalg.checks import SMALL
-from tyxe.linalg.permutation import permuted
+from tyxe.linalg.functions import invertible, is_diagonal, permuted, plus
 from tyxe.linalg.state import operator_from_state, operator_state
-from tyxe.linalg.sum import invertible, is_diagonal, plus
 from tyxe.util import in_function_transform
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)

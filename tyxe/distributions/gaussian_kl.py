@@ -12,7 +12,7 @@ from torch import Tensor
 from tyxe.distributions.gaussian import Gaussian, quadratic
 from tyxe.distributions.joint import IndependentSites
 from tyxe.distributions.normal import FactorizedNormal, as_gaussian
-from tyxe.linalg.trace import trace_of_solve
+from tyxe.linalg.functions import trace_of_solve
 from tyxe.util import at_least_float32
 
 HALF_LOG_2PI_E = 0.5 * (math.log(2 * math.pi) + 1)

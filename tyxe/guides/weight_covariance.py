@@ -13,7 +13,7 @@ from tyxe.distributions import Gaussian, ParamBlocks, center, independent_moment
 from tyxe.guides.base import Guide
 from tyxe.guides.pyro_guide import PyroGuide
 from tyxe.linalg import Diagonal, Inverse, Operator
-from tyxe.linalg.permutation import permuted
+from tyxe.linalg.functions import permuted
 
 
 @functools.singledispatch

@@ -12,7 +12,7 @@ from tyxe.curvature import Curvature
 from tyxe.distributions import Gaussian
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import Operator
-from tyxe.linalg.sum import invertible
+from tyxe.linalg.functions import invertible
 
 
 def log_evidence(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tyxe.curvature import Curvature
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.linalg import BlockDiagonal, Kronecker, Operator, Sum
-from tyxe.linalg.sum import average, is_diagonal, plus
+from tyxe.linalg.functions import average, is_diagonal, plus
 
 # Functions that combine an earlier precision and a new curvature.
 ACCUMULATE: dict[str, Callable[[Operator, Operator], Operator]] = {

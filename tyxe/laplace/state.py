@@ -16,7 +16,7 @@ from tyxe.laplace.online import key_of, prior_of_tasks, warn_of_copy
 from tyxe.laplace.options import check_settings
 from tyxe.laplace.precision import posterior_precision
 from tyxe.linalg import BlockDiagonal
-from tyxe.linalg.caching import factorization
+from tyxe.linalg.base import factorization
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,15 +6,11 @@ implement it for one structure, `BlockDiagonal`, `Sum` and `Inverse` for combina
 """
 
 from tyxe.linalg.base import Operator
-from tyxe.linalg.block import BlockDiagonal
 from tyxe.linalg.checks import NotPositiveDefiniteError
-from tyxe.linalg.dense import Dense
-from tyxe.linalg.diagonal import Diagonal
-from tyxe.linalg.inverse import Inverse
+from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum
+from tyxe.linalg.dense import Cholesky, Dense
+from tyxe.linalg.diagonal import Diagonal, LowRank
 from tyxe.linalg.kronecker import Kronecker
-from tyxe.linalg.low_rank import LowRank
-from tyxe.linalg.sum import Sum
-from tyxe.linalg.triangular import Cholesky
 
 __all__ = [
     "BlockDiagonal",

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from tyxe.linalg.checks import (
-    check_dtype,
-    check_non_negative,
-    check_rows,
-    check_vectors,
-    like,
-)
+from tyxe import check
+from tyxe.linalg.checks import check_dtype, check_non_negative
 
 OperatorT = TypeVar("OperatorT", bound="Operator")
+T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+def factorization(method: Callable[[Any], T]) -> functools.cached_property[T]:
+    """Compute a property once, with a graph of gradients even where gradients are off.
+
+    Otherwise a value that is first used without gradients would be kept, and later derivatives
+    would be wrong without an error.
+    """
+
+    @functools.wraps(method)
+    def compute(self: Any) -> T:
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return method(self)
+        with torch.inference_mode(False), torch.enable_grad():
+            return method(self)
+
+    return functools.cached_property(compute)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Operator(ABC):
     r"""A symmetric positive semi-definite `P x P` matrix `A`, in float32 or float64.
 
@@ -75,14 +89,14 @@ class Operator(ABC):
 
     def matmul(self, x: Tensor) -> Tensor:
         """Return `A x` for vectors `x`, `(..., P)`; also spelled `A @ x`."""
-        return self._matmul(check_vectors(x, self))
+        return self._matmul(self._vectors(x))
 
     def __matmul__(self, x: Tensor) -> Tensor:
         return self.matmul(x)
 
     def quadratic(self, x: Tensor) -> Tensor:
         """Return `x^T A x`, `(...)`, for vectors `x`, `(..., P)`."""
-        return self._quadratic(check_vectors(x, self))
+        return self._quadratic(self._vectors(x))
 
     @abstractmethod
     def diagonal(self) -> Tensor:
@@ -111,14 +125,14 @@ class Operator(ABC):
 
         For standard normal `z` this is a draw of precision `A`.
         """
-        return self._inverse_sqrt(check_vectors(z, self))
+        return self._inverse_sqrt(self._vectors(z))
 
     def whiten(self, x: Tensor) -> Tensor:
         """Return `S^T x` for vectors `x`, `(..., P)`: the transpose of `inverse_sqrt`.
 
         `whiten(x) @ whiten(y).mT` is the covariance of `x w` and `y w` for `w` of precision `A`.
         """
-        return self._whiten(check_vectors(x, self))
+        return self._whiten(self._vectors(x))
 
     def solve(self, x: Tensor) -> Tensor:
         """Return `A^-1 x = S S^T x` for vectors `x`, `(..., P)`."""
@@ -133,8 +147,37 @@ class Operator(ABC):
         Returns:
             `(..., C, C)`, symmetric and positive semi-definite up to rounding of its own size.
         """
-        white = self._whiten(check_rows(x, self))
+        if x.dim() < 2:
+            raise ValueError(
+                f"expected matrices (..., C, {self.size}), got a tensor of shape {tuple(x.shape)}; "
+                "one row is x.unsqueeze(-2)"
+            )
+        white = self.whiten(x)
         return white @ white.mT
+
+    def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
+        """Return `inverse_quadratic` of the rows `J_c = sum_r vec(g_cr a_r^T)`.
+
+        The Jacobians of a net in a weight that it uses at `R` positions have this form. Structures
+        with a shorter way do not form them.
+
+        Args:
+            a: inputs of the map, `(..., R, in)`.
+            g: gradients of `C` outputs of the net in the map's outputs, `(..., C, R, out)`.
+
+        Returns:
+            `(..., C, C)`.
+
+        Example:
+            >>> from tyxe.linalg import Kronecker
+            >>> precision = Kronecker.from_factors(torch.eye(2), torch.eye(3)).add_diagonal(1.0)
+            >>> a, g = torch.rand(5, 7, 3), torch.rand(5, 4, 7, 2)
+            >>> rows = torch.einsum("ncro,nri->ncoi", g, a).flatten(-2)
+            >>> torch.allclose(precision.inverse_quadratic_factored(a, g),
+            ...                precision.inverse_quadratic(rows))
+            True
+        """
+        return self.inverse_quadratic((g.mT @ a.unsqueeze(-3)).flatten(-2))
 
     def sample(self, sample_shape: Sequence[int] = (), noise: Tensor | None = None) -> Tensor:
         """Draw from `N(0, A^-1)`, as a differentiable function of standard normal noise.
@@ -149,12 +192,7 @@ class Operator(ABC):
         shape = torch.Size([*sample_shape, self.size])
         if noise is None:
             noise = torch.randn(shape, dtype=self.dtype, device=self.device)
-        elif noise.shape != shape:
-            raise ValueError(
-                f"noise has shape {tuple(noise.shape)}; {tuple(sample_shape)} draws of "
-                f"{self.size} numbers take {tuple(shape)}"
-            )
-        return self.inverse_sqrt(noise)
+        return self._inverse_sqrt(check.shape("noise", noise, shape))
 
     # ------------------------------------------------------------------ other operators
 
@@ -167,11 +205,8 @@ class Operator(ABC):
         Raises:
             ValueError: it is no such number.
         """
-        scale = like(c, self)
-        if scale.dim() != 0:
-            raise ValueError(f"a scale is one number, not a tensor of shape {tuple(scale.shape)}")
-        check_non_negative(scale, "the scale")
-        return self._scaled(scale)
+        scale = check.shape("the scale", self._tensor(c), ())
+        return self._scaled(check_non_negative(scale, "the scale"))
 
     def add_diagonal(self: OperatorT, d: float | Tensor) -> OperatorT:
         """Return `A + diag(d)`, of the same structure, such as a posterior precision.
@@ -183,13 +218,10 @@ class Operator(ABC):
         Raises:
             ValueError: it is no such diagonal, or the structure takes only `d I` (Kronecker).
         """
-        diagonal = like(d, self)
-        if diagonal.dim() and diagonal.shape != (self.size,):
-            raise ValueError(
-                f"a diagonal has shape () or ({self.size},), not {tuple(diagonal.shape)}"
-            )
-        check_non_negative(diagonal, "the diagonal to add")
-        return self._add_diagonal(diagonal)
+        diagonal = self._tensor(d)
+        if diagonal.dim():
+            check.shape("the diagonal to add", diagonal, (self.size,), ", or one number")
+        return self._add_diagonal(check_non_negative(diagonal, "the diagonal to add"))
 
     def to(self: OperatorT, *args: Any, **kwargs: Any) -> OperatorT:
         """Return the operator on another device or in another precision, as `Tensor.to`."""
@@ -205,7 +237,11 @@ class Operator(ABC):
 
     def map(self: OperatorT, function: Callable[[Tensor], Tensor]) -> OperatorT:
         """Return the operator with a function of each of its tensors in their places."""
-        return self._like(**{name: _map(function, value) for name, value in self._fields().items()})
+
+        def changed(part: Tensor | Operator) -> Tensor | Operator:
+            return part.map(function) if isinstance(part, Operator) else function(part)
+
+        return self._like(**tree_map(changed, self._fields()))
 
     # ------------------------------------------------------------------ what a structure implements
 
@@ -227,10 +263,10 @@ class Operator(ABC):
     @abstractmethod
     def _add_diagonal(self: OperatorT, d: Tensor) -> OperatorT: ...
 
-    # ------------------------------------------------------------------ fields
+    # ------------------------------------------------------------------ fields and arguments
 
     def _fields(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in _field_names(type(self))}
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
     def _tensors(self) -> Iterator[Tensor]:
         for value in self._fields().values():
@@ -240,6 +276,27 @@ class Operator(ABC):
 
     def _first_tensor(self) -> Tensor:
         return next(self._tensors())
+
+    def _tensor(self, value: float | Tensor) -> Tensor:
+        """Return a number or tensor in the operator's type and on its device, differentiably."""
+        return torch.as_tensor(value, dtype=self.dtype, device=self.device)
+
+    def _identity(self) -> Tensor:
+        return torch.eye(self.size, dtype=self.dtype, device=self.device)
+
+    def _vectors(self, x: Tensor) -> Tensor:
+        """Return `x` if the operator can act on its last dimension."""
+        if x.shape[-1:] != (self.size,):
+            raise ValueError(
+                f"an operator of size {self.size} acts on vectors (..., {self.size}); "
+                f"got a tensor of shape {tuple(x.shape)}"
+            )
+        if x.dtype != self.dtype:
+            raise TypeError(
+                f"an operator in {self.dtype} got a tensor in {x.dtype}; "
+                "convert one of them with .to(dtype)"
+            )
+        return x
 
     def _like(self: OperatorT, **fields: Any) -> OperatorT:
         """Return an operator of this class with other fields, without checking them again."""
@@ -253,18 +310,3 @@ class Operator(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(size={self.size}, dtype={self.dtype}, device={self.device})"
-
-
-@functools.cache
-def _field_names(kind: type[Operator]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
-
-
-def _map(
-    function: Callable[[Tensor], Tensor], value: Tensor | Operator | Mapping[str, Operator]
-) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Operator):
-        return value.map(function)
-    return {name: operator.map(function) for name, operator in value.items()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.errors import UNREAD
 
 DTYPES = (torch.float32, torch.float64)
@@ -28,49 +29,6 @@ class NotPositiveDefiniteError(ValueError):
     """
 
 
-class _Sized(Protocol):
-    """The properties of an operator that the checks use."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-def like(value: float | Tensor, operator: _Sized) -> Tensor:
-    """Return a number or a tensor as a tensor of an operator's type and device, differentiably."""
-    return torch.as_tensor(value, dtype=operator.dtype, device=operator.device)
-
-
-def check_vectors(x: Tensor, operator: _Sized) -> Tensor:
-    """Return `x` if an operator can act on its last dimension."""
-    if x.shape[-1:] != (operator.size,):
-        raise ValueError(
-            f"an operator of size {operator.size} acts on vectors (..., {operator.size}); "
-            f"got a tensor of shape {tuple(x.shape)}"
-        )
-    if x.dtype != operator.dtype:
-        raise TypeError(
-            f"an operator in {operator.dtype} got a tensor in {x.dtype}; "
-            "convert one of them with .to(dtype)"
-        )
-    return x
-
-
-def check_rows(x: Tensor, operator: _Sized) -> Tensor:
-    """Return `x` if it is a matrix, or a batch of them, of an operator's row vectors."""
-    if x.dim() < 2:
-        raise ValueError(
-            f"expected matrices (..., C, {operator.size}), got a tensor of shape {tuple(x.shape)}; "
-            "one row is x.unsqueeze(-2)"
-        )
-    return check_vectors(x, operator)
-
-
 def check_dtype(dtype: torch.dtype, what: str) -> None:
     """Raise unless matrices of this type can be factorised."""
     if dtype not in DTYPES:
@@ -80,15 +38,9 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
         )
 
 
-def check_field(tensor: Tensor, what: str, *shape: int | None) -> Tensor:
-    """Return a tensor if it is real, finite and of a shape, where None stands for any size."""
-    matches = tensor.dim() == len(shape) and all(
-        expected in (None, size) for size, expected in zip(tensor.shape, shape, strict=True)
-    )
-    if not matches:
-        expected = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ValueError(f"{what} has shape {tuple(tensor.shape)}; expected ({expected})")
-    check_dtype(tensor.dtype, what)
+def check_field(tensor: Tensor, what: str, *shape: int | str) -> Tensor:
+    """Return a tensor if it is real, finite and of a shape, in which a word stands for any size."""
+    check_dtype(check.shape(what, tensor, shape).dtype, what)
     return check_finite(tensor, what)
 
 
@@ -133,10 +85,15 @@ def check_same_kind(first: Any, second: Any, what: str) -> None:
         )
 
 
+def check_square(matrix: Tensor, what: str) -> Tensor:
+    """Return a matrix that is square and finite."""
+    size = matrix.shape[-1] if matrix.dim() else "P"
+    return check_field(matrix, what, size, size)
+
+
 def check_symmetric(matrix: Tensor, what: str) -> Tensor:
     """Return a matrix that is square, finite, and symmetric up to rounding."""
-    size = matrix.shape[-1] if matrix.dim() else None
-    check_field(matrix, what, size, size)
+    check_square(matrix, what)
     if matrix.numel() == 0 or UNREAD.get():
         return matrix
     with torch.no_grad():
@@ -182,14 +139,14 @@ def cholesky(matrix: Tensor, what: str) -> Tensor:
     return lower
 
 
-def dense_bytes(size: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return how many bytes a dense `size x size` matrix takes."""
-    return size * size * dtype.itemsize
+def is_small(size: int) -> bool:
+    """Whether a dense matrix of so many rows is factorised where a structure has no inverse."""
+    return size <= SMALL
 
 
 def check_small(what: str, size: int, instead: str) -> None:
     """Raise if an operator has too many rows for a dense matrix, with advice in `instead`."""
-    if size > SMALL:
+    if not is_small(size):
         raise ValueError(
             f"{what} takes a dense matrix, and {size:,} rows are more than {SMALL:,}: {instead}"
         )

@@ -1,23 +1,50 @@
-"""A matrix without structure."""
+"""A matrix without structure, given by its elements or by its Cholesky factor."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tyxe.linalg.base import Operator
-from tyxe.linalg.caching import factorization
-from tyxe.linalg.checks import check_symmetric, cholesky
-from tyxe.linalg.triangular import solve_rows
+from tyxe.linalg.base import Operator, factorization
+from tyxe.linalg.checks import check_positive_definite, check_square, check_symmetric, cholesky
 
 DenseT = TypeVar("DenseT", bound="Dense")
+CholeskyT = TypeVar("CholeskyT", bound="Cholesky")
+
+
+class _Factorized(Operator):
+    """The inverse of `A = L L^T`; `S = L^-T`."""
+
+    @property
+    @abstractmethod
+    def _lower(self) -> Tensor:
+        """`L`, whose diagonal has no zero."""
+
+    def logdet(self) -> Tensor:
+        return 2 * self._lower.diagonal().abs().log().sum()
+
+    def inverse_diagonal(self) -> Tensor:
+        return torch.cholesky_inverse(self._lower).diagonal()
+
+    def _inverse_sqrt(self, z: Tensor) -> Tensor:
+        return _solve_rows(self._lower, z, upper=False)
+
+    def _whiten(self, x: Tensor) -> Tensor:
+        return _solve_rows(self._lower.mT, x, upper=True)
+
+
+def _solve_rows(triangle: Tensor, x: Tensor, upper: bool) -> Tensor:
+    """Return `x T^-1` for row vectors `x`, with all batch dimensions as rows of one matrix."""
+    rows = x.reshape(-1, x.shape[-1])
+    return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False).reshape(x.shape)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(Operator):
+class Dense(_Factorized):
     """A matrix and, where it is needed, its Cholesky factor `A = L L^T`; `S = L^-T`.
 
     Every change of scale or diagonal costs a new factorisation. For many matrices `c A + tau I`,
@@ -60,51 +87,18 @@ class Dense(Operator):
     def to_dense(self) -> Tensor:
         return self.matrix
 
-    def logdet(self) -> Tensor:
-        return 2 * self._lower.diagonal().log().sum()
-
-    def inverse_diagonal(self) -> Tensor:
-        return torch.cholesky_inverse(self._lower).diagonal()
-
-    def _inverse_sqrt(self, z: Tensor) -> Tensor:
-        return solve_rows(self._lower, z, upper=False)
-
-    def _whiten(self, x: Tensor) -> Tensor:
-        return solve_rows(self._lower.mT, x, upper=True)
-
     @factorization
     def _inverse_root(self) -> Tensor:
-        identity = torch.eye(self.size, dtype=self.dtype, device=self.device)
-        return self._whiten(identity)
+        return self._whiten(self._identity())
 
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
-        """Return `inverse_quadratic` of the rows `J_c = vec(g_c a^T)`, without forming them.
-
-        The root `S` is computed once, and multiplied by `a` before `g`.
-
-        Args:
-            a: inputs of the map, `(..., in)`.
-            g: gradients of `C` outputs of the net in the map's output, `(..., C, out)`.
-
-        Returns:
-            `(..., C, C)`.
-
-        Example:
-            >>> precision = Dense(torch.eye(6)).add_diagonal(1.0)
-            >>> a, g = torch.rand(5, 3), torch.rand(5, 4, 2)
-            >>> rows = (g.unsqueeze(-1) * a[:, None, None]).flatten(-2)
-            >>> torch.allclose(precision.inverse_quadratic_factored(a, g),
-            ...                precision.inverse_quadratic(rows))
-            True
-        """
+        if a.shape[-2] != 1:
+            return super().inverse_quadratic_factored(a, g)
+        # The root is multiplied by `a` before `g`.
         rows, columns = g.shape[-1], a.shape[-1]
-        if g.dim() < 2 or rows * columns != self.size:
-            raise ValueError(
-                f"inputs {tuple(a.shape)} and gradients {tuple(g.shape)} do not make rows of "
-                f"{self.size} elements"
-            )
-        by_output = a.reshape(-1, columns) @ self._inverse_root.unflatten(0, (rows, columns))
-        white = g @ by_output.transpose(0, 1).reshape(*a.shape[:-1], rows, self.size)
+        root = self._inverse_root.unflatten(0, (rows, columns))
+        by_output = (a.reshape(-1, columns) @ root).transpose(0, 1)
+        white = g.squeeze(-2) @ by_output.reshape(*a.shape[:-2], rows, self.size)
         return white @ white.mT
 
     def _scaled(self: DenseT, c: Tensor) -> DenseT:
@@ -113,3 +107,55 @@ class Dense(Operator):
     def _add_diagonal(self: DenseT, d: Tensor) -> DenseT:
         total = self.matrix.diagonal() + d
         return self._like(matrix=self.matrix.diagonal_scatter(total))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Cholesky(_Factorized):
+    """`A = L L^T` by its factor; `S = L^-T`.
+
+    Its `Inverse` is the precision of a Normal whose covariance has the factor `L`.
+
+    Args:
+        lower: `L`, `(P, P)`; elements above its diagonal are ignored.
+
+    Raises:
+        ValueError: it is not square, or not finite.
+
+    Example:
+        >>> Cholesky(torch.tensor([[2.0, 0.0], [1.0, 1.0]])).to_dense()
+        tensor([[4., 2.],
+                [2., 2.]])
+    """
+
+    lower: Tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lower", check_square(self.lower, "the Cholesky factor").tril())
+
+    @property
+    def size(self) -> int:
+        return self.lower.shape[0]
+
+    @factorization
+    def _lower(self) -> Tensor:
+        check_positive_definite(self.lower.diagonal().abs(), "the product of Cholesky factors")
+        return self.lower
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        return (x @ self.lower) @ self.lower.mT
+
+    def _quadratic(self, x: Tensor) -> Tensor:
+        return (x @ self.lower).square().sum(-1)
+
+    def diagonal(self) -> Tensor:
+        return self.lower.square().sum(-1)
+
+    def to_dense(self) -> Tensor:
+        return self.lower @ self.lower.mT
+
+    def _scaled(self: CholeskyT, c: Tensor) -> CholeskyT:
+        return self._like(lower=c.sqrt() * self.lower)
+
+    def _add_diagonal(self: CholeskyT, d: Tensor) -> CholeskyT:
+        total = self.to_dense() + d.expand(self.size).diag_embed()
+        return self._like(lower=cholesky(total, "the sum with a diagonal"))

@@ -1,17 +1,34 @@
-"""A diagonal matrix."""
+"""Diagonal matrices, alone and plus a matrix of low rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from tyxe.linalg.base import Operator
-from tyxe.linalg.caching import factorization
-from tyxe.linalg.checks import check_field, check_non_negative, check_positive_definite
+from tyxe.linalg.base import Operator, factorization
+from tyxe.linalg.checks import check_field, check_non_negative, check_positive_definite, cholesky
 
 DiagonalT = TypeVar("DiagonalT", bound="Diagonal")
+LowRankT = TypeVar("LowRankT", bound="LowRank")
+
+
+def check_entries(entries: Tensor) -> None:
+    """Raise unless a tensor is the diagonal of a positive semi-definite matrix."""
+    check_non_negative(check_field(entries, "the diagonal", "P"), "the diagonal")
+
+
+def variance_of_products(a: Tensor, g: Tensor, variances: Tensor) -> Tensor:
+    """Return `sum_oi g_co g_c'o a_i^2 v_oi`, `(..., C, C)`.
+
+    `a` is `(..., in)`, `g` `(..., C, out)` and `variances` `(out, in)`.
+    """
+    per_output = a.square() @ variances.mT
+    # Without a square root, whose derivative is infinite at inputs of zero.
+    return (g * per_output.unsqueeze(-2)) @ g.mT
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,7 +42,6 @@ class Diagonal(Operator):
         ValueError: it is no vector, not finite, or has negative elements.
 
     Example:
-        >>> import torch
         >>> precision = Diagonal(torch.tensor([0.0, 3.0])).add_diagonal(1.0)
         >>> precision.inverse_diagonal()
         tensor([1.0000, 0.2500])
@@ -36,7 +52,7 @@ class Diagonal(Operator):
     entries: Tensor
 
     def __post_init__(self) -> None:
-        check_non_negative(check_field(self.entries, "the diagonal", None), "the diagonal")
+        check_entries(self.entries)
 
     @property
     def size(self) -> int:
@@ -74,8 +90,123 @@ class Diagonal(Operator):
     def _whiten(self, x: Tensor) -> Tensor:
         return x / self._root
 
+    def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
+        if a.shape[-2] != 1:
+            return super().inverse_quadratic_factored(a, g)
+        variances = self.inverse_diagonal().view(g.shape[-1], a.shape[-1])
+        return variance_of_products(a.squeeze(-2), g.squeeze(-2), variances)
+
     def _scaled(self: DiagonalT, c: Tensor) -> DiagonalT:
         return self._like(entries=c * self.entries)
 
     def _add_diagonal(self: DiagonalT, d: Tensor) -> DiagonalT:
+        return self._like(entries=self.entries + d)
+
+
+def low_rank_root(lower: Tensor) -> Tensor:
+    """Return `K = L^-T (I + L)^-1`, with which `I - V K V^T` is a root of `(I + V V^T)^-1`.
+
+    With `L L^T = I + V^T V` and `K = L^-T J`, the product of the root and its transpose is
+    `I - V [K + K^T - K (L L^T - I) K^T] V^T`. The bracket is the `(L L^T)^-1` of Woodbury's
+    formula if and only if `(I - J L) (I - J L)^T = J J^T`, which holds for `I - J L = J`.
+    """
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(identity + lower, identity, upper=False)
+    return torch.linalg.solve_triangular(lower.mT, inverse, upper=True)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LowRank(Operator):
+    """`A = D + U U^T`, in time `P R` for products and `P R^2 + R^3` once for the inverse.
+
+    With `V = D^-1/2 U` the root is `S = D^-1/2 (I - V K V^T)`, where `L L^T = I + V^T V` and
+    `K = L^-T (I + L)^-1`. `D` may have zeros where no inverse is needed.
+
+    Args:
+        entries: the diagonal of `D`, `(P,)`, not negative.
+        factor: `U`, `(P, R)`.
+
+    Raises:
+        ValueError: shapes that do not fit, elements not finite, or a negative diagonal.
+
+    Example:
+        >>> precision = LowRank(torch.ones(2), torch.tensor([[2.0], [2.0]]))
+        >>> precision.to_dense()
+        tensor([[5., 4.],
+                [4., 5.]])
+        >>> precision.inverse_diagonal()
+        tensor([0.5556, 0.5556])
+        >>> precision.logdet()
+        tensor(2.1972)
+    """
+
+    entries: Tensor
+    factor: Tensor
+
+    def __post_init__(self) -> None:
+        check_entries(self.entries)
+        check_field(self.factor, "the factor", self.size, "R")
+
+    @property
+    def size(self) -> int:
+        return self.entries.shape[0]
+
+    @factorization
+    def _positive(self) -> Tensor:
+        return check_positive_definite(self.entries, "the diagonal under the low-rank part")
+
+    @factorization
+    def _root(self) -> Tensor:
+        return self._positive.sqrt()
+
+    @factorization
+    def _v(self) -> Tensor:
+        return self.factor / self._root.unsqueeze(-1)
+
+    @factorization
+    def _lower(self) -> Tensor:
+        identity = torch.eye(self.factor.shape[1], dtype=self.dtype, device=self.device)
+        capacitance = identity + self._v.mT @ self._v
+        return cholesky(capacitance, "the low-rank part plus its diagonal")
+
+    @factorization
+    def _k(self) -> Tensor:
+        return low_rank_root(self._lower)
+
+    def _matmul(self, x: Tensor) -> Tensor:
+        return self.entries * x + (x @ self.factor) @ self.factor.mT
+
+    def _quadratic(self, x: Tensor) -> Tensor:
+        return x.square() @ self.entries + (x @ self.factor).square().sum(-1)
+
+    def draw(self, shape: Sequence[int]) -> Tensor:
+        """Return draws `(*shape, P)` of covariance `A`, which take `P + R` random numbers each."""
+        z, u = (self.entries.new_empty(*shape, n).normal_() for n in self.factor.shape)
+        return self.entries.sqrt() * z + u @ self.factor.mT
+
+    def diagonal(self) -> Tensor:
+        return self.entries + self.factor.square().sum(-1)
+
+    def to_dense(self) -> Tensor:
+        return self.entries.diag_embed() + self.factor @ self.factor.mT
+
+    def logdet(self) -> Tensor:
+        return self._positive.log().sum() + 2 * self._lower.diagonal().log().sum()
+
+    def inverse_diagonal(self) -> Tensor:
+        # The diagonal of Woodbury's D^-1/2 (I - V (L L^T)^-1 V^T) D^-1/2.
+        explained = torch.linalg.solve_triangular(self._lower, self._v.mT, upper=False)
+        return (1 - explained.square().sum(0)) / self._positive
+
+    def _inverse_sqrt(self, z: Tensor) -> Tensor:
+        return (z - (z @ self._v) @ self._k.mT @ self._v.mT) / self._root
+
+    def _whiten(self, x: Tensor) -> Tensor:
+        y = x / self._root
+        return y - (y @ self._v) @ self._k @ self._v.mT
+
+    def _scaled(self: LowRankT, c: Tensor) -> LowRankT:
+        return self._like(entries=c * self.entries, factor=c.sqrt() * self.factor)
+
+    def _add_diagonal(self: LowRankT, d: Tensor) -> LowRankT:
         return self._like(entries=self.entries + d)

@@ -8,25 +8,62 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tyxe.linalg.base import Operator
-from tyxe.linalg.caching import factorization
+from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import (
     check_field,
     check_non_negative,
     check_positive_definite,
-    check_same_kind,
     check_symmetric,
 )
-from tyxe.linalg.kron_formulas import (
-    clipped_eigh,
-    kron_diagonal,
-    kron_eigenvalues,
-    kron_rotate,
-    kron_rotate_summed,
-    kron_variance,
-)
+from tyxe.linalg.diagonal import variance_of_products
 
 KroneckerT = TypeVar("KroneckerT", bound="Kronecker")
+
+
+def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return `left X right^T` for `X`, `(..., out, in)`: `(left kron right) vec(X)`, row-major."""
+    return left @ (x @ right.mT)
+
+
+def kron_rotate_summed(a: Tensor, g: Tensor, u_a: Tensor, u_g: Tensor) -> Tensor:
+    """Return `U_g^T (sum_r g_cr a_r^T) U_a`, `(..., C, out, in)`.
+
+    `a` is `(..., R, in)` and `g` `(..., C, R, out)`. Each side is rotated before or after the sum,
+    whichever has fewer rows.
+    """
+    count, positions, rows = g.shape[-3:]
+    a_first, g_first = positions <= count * rows, positions <= a.shape[-1]
+    if a_first:
+        a = (u_a.mT @ a.mT).mT
+    gradients = g.mT
+    if g_first:
+        gradients = u_g.mT @ gradients
+    sums = (gradients.flatten(-3, -2) @ a).unflatten(-2, (count, rows))
+    if not a_first:
+        sums = sums @ u_a
+    return sums if g_first else u_g.mT @ sums
+
+
+def clipped_eigh(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues, and eigenvectors in columns, of a positive semi-definite matrix.
+
+    Eigenvalues that are negative by rounding are set to 0; others raise a ValueError about `what`.
+    """
+    # float32 has errors of 1e-6 times the largest eigenvalue, in which the smallest are lost, and a
+    # small prior precision is of their size. float64 takes about as long.
+    values, vectors = torch.linalg.eigh(factor.double())
+    # Elements are sums over thousands of points, whose rounding a small side has as well.
+    steps = max(100, factor.shape[-1])
+    numbers = torch.finfo(factor.dtype)
+    # Below the smallest normal number the spacing is no finer: factors of a net that died.
+    rounding = steps * numbers.eps * values.abs().max().clamp_min(numbers.smallest_normal)
+    if values.min() < -rounding:
+        raise ValueError(
+            f"{what} is not positive semi-definite: its smallest eigenvalue is "
+            f"{values.min().item():.3g} (the largest {values.max().item():.3g})"
+        )
+    # Contiguous, as after saving and loading, so that products round in the same way.
+    return values.clamp_min(0).to(factor.dtype), vectors.to(factor.dtype).contiguous()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,16 +105,8 @@ class Kronecker(Operator):
         rows, columns = self.out_eigenvalues.numel(), self.in_eigenvalues.numel()
         check_field(self.out_basis, "the basis of the output factor", rows, rows)
         check_field(self.in_basis, "the basis of the input factor", columns, columns)
-        shapes = {
-            "out_eigenvalues": (rows,),
-            "in_eigenvalues": (columns,),
-            "scale": (),
-            "shift": (),
-        }
-        for name, shape in shapes.items():
-            check_non_negative(check_field(self.__dict__[name], name, *shape), name)
-            check_same_kind(self.out_basis, self.__dict__[name], f"out_basis and {name}")
-        check_same_kind(self.out_basis, self.in_basis, "out_basis and in_basis")
+        for name in ("out_eigenvalues", "in_eigenvalues", "scale", "shift"):
+            check_non_negative(self.__dict__[name], name)
 
     @classmethod
     def from_factors(
@@ -103,7 +132,6 @@ class Kronecker(Operator):
         factors = {"the output factor": out_factor, "the input factor": in_factor}
         for what, factor in factors.items():
             check_symmetric(factor, what)
-        check_same_kind(out_factor, in_factor, "the output factor and the input factor")
         with torch.no_grad():
             (d_g, u_g), (d_a, u_a) = (
                 clipped_eigh(factor, what) for what, factor in factors.items()
@@ -176,7 +204,7 @@ class Kronecker(Operator):
 
     @factorization
     def _products(self) -> Tensor:
-        return kron_eigenvalues(self.out_eigenvalues, self.in_eigenvalues, self.scale)
+        return torch.outer(self.scale * self.out_eigenvalues, self.in_eigenvalues)
 
     @factorization
     def eigenvalues(self) -> Tensor:
@@ -195,14 +223,14 @@ class Kronecker(Operator):
         return self._positive.sqrt()
 
     def _rotate(self, x: Tensor) -> Tensor:
-        return kron_rotate(x.unflatten(-1, self.shape), self.out_basis.mT, self.in_basis.mT)
+        return _rotated(x.unflatten(-1, self.shape), self.out_basis.mT, self.in_basis.mT)
 
     def _rotate_back(self, x: Tensor) -> Tensor:
-        return kron_rotate(x, self.out_basis, self.in_basis).flatten(-2)
+        return _rotated(x, self.out_basis, self.in_basis).flatten(-2)
 
     def _matmul(self, x: Tensor) -> Tensor:
         # Half the work of multiplying in the eigenbases.
-        product = kron_rotate(x.unflatten(-1, self.shape), *self._factors).flatten(-2)
+        product = _rotated(x.unflatten(-1, self.shape), *self._factors).flatten(-2)
         return self.scale * product + self.shift * x
 
     def _quadratic(self, x: Tensor) -> Tensor:
@@ -210,7 +238,11 @@ class Kronecker(Operator):
 
     @factorization
     def _diagonal(self) -> Tensor:
-        return kron_diagonal(self.out_basis, self.in_basis, self.eigenvalues).flatten()
+        return self._diagonal_of(self.eigenvalues)
+
+    def _diagonal_of(self, eigenvalues: Tensor) -> Tensor:
+        """Return the diagonal of a matrix with the same eigenvectors."""
+        return _rotated(eigenvalues, self.out_basis.square(), self.in_basis.square()).flatten()
 
     @property
     def inverse_eigenvalues(self) -> Tensor:
@@ -228,7 +260,7 @@ class Kronecker(Operator):
         return self._positive.log().sum()
 
     def inverse_diagonal(self) -> Tensor:
-        return kron_diagonal(self.out_basis, self.in_basis, self.inverse_eigenvalues).flatten()
+        return self._diagonal_of(self.inverse_eigenvalues)
 
     def _inverse_sqrt(self, z: Tensor) -> Tensor:
         return self._rotate_back(z.unflatten(-1, self.shape) / self._root)
@@ -237,62 +269,12 @@ class Kronecker(Operator):
         return (self._rotate(x) / self._root).flatten(-2)
 
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
-        """Return `inverse_quadratic` of the rows `J_c = vec(g_c a^T)`, without forming them.
-
-        The Jacobians of a net in the weight of a linear map that it uses once have this form.
-
-        Args:
-            a: inputs of the map, `(..., in)`.
-            g: gradients of `C` outputs of the net in the map's output, `(..., C, out)`.
-
-        Returns:
-            `(..., C, C)`.
-
-        Example:
-            >>> precision = Kronecker.from_factors(torch.eye(2), torch.eye(3)).add_diagonal(1.0)
-            >>> a, g = torch.rand(5, 3), torch.rand(5, 4, 2)
-            >>> rows = (g.unsqueeze(-1) * a[:, None, None]).flatten(-2)
-            >>> torch.allclose(precision.inverse_quadratic_factored(a, g),
-            ...                precision.inverse_quadratic(rows))
-            True
-        """
-        rows, columns = self.shape
-        if a.shape[-1:] != (columns,) or g.dim() < 2 or g.shape[-1] != rows:
-            raise ValueError(
-                f"expected inputs (..., {columns}) and gradients (..., C, {rows}); "
-                f"got {tuple(a.shape)} and {tuple(g.shape)}"
-            )
-        return kron_variance(a @ self.in_basis, g @ self.out_basis, self._positive)
-
-    def inverse_quadratic_summed(self, a: Tensor, g: Tensor) -> Tensor:
-        """Return `inverse_quadratic` of the rows `J_c = sum_r vec(g_cr a_r^T)`.
-
-        The Jacobians of a net in a weight that it uses at `R` positions have this form.
-
-        Args:
-            a: inputs of the map, `(..., R, in)`.
-            g: gradients of `C` outputs of the net in the map's outputs, `(..., C, R, out)`.
-
-        Returns:
-            `(..., C, C)`.
-
-        Example:
-            >>> precision = Kronecker.from_factors(torch.eye(2), torch.eye(3)).add_diagonal(1.0)
-            >>> a, g = torch.rand(5, 7, 3), torch.rand(5, 4, 7, 2)
-            >>> rows = torch.einsum("ncro,nri->ncoi", g, a).flatten(-2)
-            >>> torch.allclose(precision.inverse_quadratic_summed(a, g),
-            ...                precision.inverse_quadratic(rows))
-            True
-        """
-        rows, columns = self.shape
-        if a.shape[-1:] != (columns,) or g.dim() < 3 or g.shape[-2:] != (a.shape[-2], rows):
-            raise ValueError(
-                f"expected inputs (..., R, {columns}) and gradients (..., C, R, {rows}); "
-                f"got {tuple(a.shape)} and {tuple(g.shape)}"
-            )
-        white = kron_rotate_summed(a, g, self.in_basis, self.out_basis) / self._root
-        flat = white.flatten(-2)
-        return flat @ flat.mT
+        if a.shape[-2] == 1:
+            a, g = a.squeeze(-2) @ self.in_basis, g.squeeze(-2) @ self.out_basis
+            return variance_of_products(a, g, self.inverse_eigenvalues)
+        sums = kron_rotate_summed(a, g, self.in_basis, self.out_basis)
+        white = (sums / self._root).flatten(-2)
+        return white @ white.mT
 
     def _scaled(self: KroneckerT, c: Tensor) -> KroneckerT:
         return self._like(scale=c * self.scale, shift=c * self.shift)

@@ -8,14 +8,10 @@ from urllib.parse import quote, unquote
 from torch import Tensor
 
 from tyxe.linalg.base import Operator
-from tyxe.linalg.block import BlockDiagonal
-from tyxe.linalg.dense import Dense
-from tyxe.linalg.diagonal import Diagonal
-from tyxe.linalg.inverse import Inverse
+from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum
+from tyxe.linalg.dense import Cholesky, Dense
+from tyxe.linalg.diagonal import Diagonal, LowRank
 from tyxe.linalg.kronecker import Kronecker
-from tyxe.linalg.low_rank import LowRank
-from tyxe.linalg.sum import Sum
-from tyxe.linalg.triangular import Cholesky
 
 # Names of structures in states. Add a class of your own, whose fields are tensors, under a new one.
 STATE_NAMES: dict[str, type[Operator]] = {

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from tyxe.autocast import full_precision
 from tyxe.curvature import Linearization
-from tyxe.curvature.linearize import (
-    OuterProductGradients,
-    PointGradients,
-)
+from tyxe.curvature.gradients import OuterProductGradients, PointGradients
 from tyxe.curvature.output_covariance import one_hot
 
 
@@ -101,7 +98,7 @@ def output_features(linear: Linearization, prior_precision: Tensor) -> Features:
 
 def _part(rows: list[PointGradients], sd: Tensor) -> Part:
     first = rows[0]
-    if isinstance(first, OuterProductGradients) and first.a.shape[1:3] == (1, 1):
+    if isinstance(first, OuterProductGradients) and first.is_single:
         by_input = sd.view(-1, first.a.shape[-1])
         if bool((by_input == by_input[0]).all()):
             g = [row.g[:, 0, 0] for row in rows if isinstance(row, OuterProductGradients)]

@@ -18,7 +18,6 @@ from torch import Tensor
 from tyxe import check
 from tyxe.data import Targets
 from tyxe.likelihoods import Likelihood, output_hessian_sqrt
-from tyxe.linalg.checks import dense_bytes
 from tyxe.predictive.features import Features
 
 
@@ -42,7 +41,7 @@ class GPPredictive:
         rows = root.shape[0] * root.shape[2]
         check.memory(
             f"the kernel matrix of {root.shape[0]:,} points with {root.shape[2]} columns each",
-            dense_bytes(rows, torch.float64),
+            rows**2 * 8,
             "use fewer points, or predictive='glm'",
         )
         self.factor = factor

@@ -1,4 +1,4 @@
-"""Sums of operators against sums of dense matrices, in the structure that they can keep."""
+"""Sums, averages and other orders against dense matrices, in the structure that they can keep."""
 
 import functools
 import itertools
@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank
-from tyxe.linalg.sum import Sum, average, invertible, is_diagonal, plus
+from tyxe.linalg import BlockDiagonal, Cholesky, Dense, Diagonal, Kronecker, LowRank, Sum
+from tyxe.linalg.functions import average, invertible, is_diagonal, permuted, plus
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 pytestmark = pytest.mark.usefixtures("double")
@@ -119,3 +119,29 @@ def test_what_is_known_by_structure():
     assert not invertible(large)
     assert not invertible(BlockDiagonal({"a": large}))
     assert invertible(OPERATORS["sum"]())
+
+
+ORDERED = {
+    "diagonal": (OPERATORS["diagonal"], Diagonal),
+    "low rank": (OPERATORS["low rank"], LowRank),
+    "Cholesky": (lambda: Cholesky(torch.randn(6, 6).tril() + 3 * torch.eye(6)), LowRank),
+    "kronecker": (kronecker, Dense),
+    "blocks": (OPERATORS["blocks"], Dense),
+}
+
+
+@pytest.mark.parametrize(("make", "kind"), ORDERED.values(), ids=ORDERED.keys())
+def test_rows_and_columns_move_together(make, kind):
+    operator, order = make(), torch.randperm(6)
+    found = permuted(operator, order)
+    assert isinstance(found, kind)
+    torch.testing.assert_close(found.to_dense(), operator.to_dense()[order][:, order])
+    back = permuted(found, order.argsort())
+    torch.testing.assert_close(back.to_dense(), operator.to_dense())
+
+
+def test_a_large_operator_without_a_form_for_it_is_refused(monkeypatch):
+    monkeypatch.setattr("tyxe.linalg.checks.SMALL", 5)
+    operator = Kronecker.from_factors(torch.eye(2), torch.eye(3))
+    with pytest.raises(ValueError, match="another order of a Kronecker"):
+        permuted(operator, torch.arange(operator.size))

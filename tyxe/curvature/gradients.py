@@ -1,0 +1,139 @@
+"""Gradients of each data point by itself, and how they are held: dense, or as outer products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tyxe.util import Inputs, is_constant
+
+# A function of the sites' values, a batch of one point and its row of the cotangent.
+PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
+
+# Largest number of elements of per-point gradients held at a time.
+BUDGET = 2**24
+
+
+@dataclass(frozen=True)
+class OuterProductGradients:
+    """Gradients of one cotangent in a linear block: `sum_r g_nr a_nr^T` for each point.
+
+    Attributes:
+        a: the map's inputs, `(n, R, groups, columns)`, with a one for the bias.
+        g: the gradients in the map's outputs, `(n, R, groups, outputs)`.
+    """
+
+    a: Tensor
+    g: Tensor
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def __getitem__(self, points: slice) -> OuterProductGradients:
+        return OuterProductGradients(self.a[points], self.g[points])
+
+    @property
+    def is_single(self) -> bool:
+        """Whether each point's gradient is one outer product: one position, no groups."""
+        return self.a.shape[1:3] == (1, 1)
+
+    def dense(self) -> Tensor:
+        """Return the gradients, `(n, P)`."""
+        return torch.einsum("nrgo,nrgi->ngoi", self.g, self.a).flatten(1)
+
+    def sum(self) -> Tensor:
+        """Return their sum over points, `(P,)`."""
+        return torch.einsum("nrgo,nrgi->goi", self.g, self.a).flatten()
+
+    def squared_sum(self) -> Tensor:
+        """Return the sum over points of their squares, `(P,)`."""
+        if self.a.shape[1] == 1:
+            # The square of one outer product is the outer product of squares.
+            squares = self.g[:, 0].square(), self.a[:, 0].square()
+            return torch.einsum("ngo,ngi->goi", *squares).flatten()
+        size = self.a.shape[2:].numel() * self.g.shape[3]
+        chunk, total = max(1, BUDGET // size), self.a.new_zeros(size)
+        for start in range(0, len(self), chunk):
+            total += self[start : start + chunk].dense().square_().sum(0)
+        return total
+
+
+@dataclass(frozen=True)
+class DenseGradients:
+    """Gradients of one cotangent in a block without factors, `(n, P)`."""
+
+    matrix: Tensor
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def __getitem__(self, points: slice) -> DenseGradients:
+        return DenseGradients(self.matrix[points])
+
+    def dense(self) -> Tensor:
+        """Return the gradients, `(n, P)`."""
+        return self.matrix
+
+    def sum(self) -> Tensor:
+        """Return their sum over points, `(P,)`."""
+        return self.matrix.sum(0)
+
+    def squared_sum(self) -> Tensor:
+        """Return the sum over points of their squares, `(P,)`."""
+        return self.matrix.square().sum(0)
+
+
+PointGradients = OuterProductGradients | DenseGradients
+
+
+def vectorized_gradients(
+    function: PointFunction, sites: Mapping[str, Tensor], inputs: Inputs, cotangent: Tensor
+) -> dict[str, Tensor]:
+    """Return the gradient of each point in each site, `(n, *shape)`, by torch.vmap in chunks.
+
+    `function` is of the sites' values, a batch of one point and its row of the `cotangent`. Leaves
+    of the inputs without rows, such as a number or None, are shared by all points.
+    """
+    dims = tree_map(lambda leaf: 0 if _has_rows(leaf) else None, inputs)
+
+    def on_row(sites: dict[str, Tensor], row: Inputs, weight: Tensor) -> Tensor:
+        batch = tree_map(lambda leaf, dim: leaf if dim is None else leaf[None], row, dims)
+        return function(sites, batch, weight)
+
+    size = sum(value.numel() for value in sites.values())
+    gradients = torch.vmap(
+        torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=max(1, BUDGET // size)
+    )
+    found: dict[str, Tensor] = gradients(dict(sites), inputs, cotangent)
+    return found
+
+
+def looped_gradients(
+    function: PointFunction, sites: Mapping[str, Tensor], inputs: Inputs, cotangent: Tensor
+) -> dict[str, Tensor]:
+    """Return the gradients of `vectorized_gradients` by a loop over points, without torch.vmap."""
+    found: dict[str, list[Tensor]] = {name: [] for name in sites}
+    for n, weight in enumerate(cotangent):
+        at = {name: value.detach().requires_grad_() for name, value in sites.items()}
+        with torch.enable_grad():
+            row = tree_map(lambda x, n=n: x[n : n + 1] if _has_rows(x) else x, inputs)
+            value = function(at, row, weight)
+        grads = torch.autograd.grad(value, list(at.values()), allow_unused=True)
+        for name, grad in zip(at, grads, strict=True):
+            found[name].append(torch.zeros_like(at[name]) if grad is None else grad)
+    return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def _has_rows(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) and not is_constant(leaf):
+        raise TypeError(
+            "sites outside of linear maps take a gradient for each point, and a "
+            f"{type(leaf).__name__} has no rows to take apart: pass the net tensors, or hide these "
+            "sites from the prior"
+        )
+    return not is_constant(leaf)

@@ -1,0 +1,171 @@
+"""Functions of operators: sums and averages, traces, other orders of their rows."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tyxe.linalg.base import Operator
+from tyxe.linalg.checks import check_same_kind, check_small, is_small
+from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum, with_term
+from tyxe.linalg.dense import Cholesky, Dense
+from tyxe.linalg.diagonal import Diagonal, LowRank
+from tyxe.linalg.kronecker import Kronecker, is_one_number
+
+
+def _pairs(a: Operator, b: Operator) -> dict[str, tuple[Operator, Operator]]:
+    """Return the blocks of two operators that have the same, by the names of `a`, or nothing."""
+    if isinstance(a, BlockDiagonal) and isinstance(b, BlockDiagonal) and a.sizes == b.sizes:
+        return dict(
+            zip(a.blocks, zip(a.blocks.values(), b.blocks.values(), strict=True), strict=True)
+        )
+    return {}
+
+
+def invertible(operator: Operator) -> bool:
+    """Whether the methods of an operator that need an inverse work at its size."""
+    if isinstance(operator, BlockDiagonal):
+        return all(map(invertible, operator.blocks.values()))
+    return not isinstance(operator, Sum) or is_small(operator.size)
+
+
+def is_diagonal(operator: Operator) -> bool:
+    """Whether an operator is diagonal by its structure."""
+    if isinstance(operator, BlockDiagonal):
+        return all(map(is_diagonal, operator.blocks.values()))
+    return isinstance(operator, Diagonal)
+
+
+# Structures to which any diagonal can be added.
+_TAKES_DIAGONAL = (Diagonal, Dense, LowRank, Sum)
+
+
+def _plus_diagonal(operator: Operator, entries: Tensor) -> Operator | None:
+    """Return an operator of the same structure with a diagonal added, or None if there is none."""
+    if isinstance(operator, BlockDiagonal):
+        parts = operator.split(entries)
+        pairs = ((name, block, parts[name]) for name, block in operator.blocks.items())
+        return BlockDiagonal({name: plus(block, Diagonal(part)) for name, block, part in pairs})
+    if isinstance(operator, _TAKES_DIAGONAL):
+        return operator.add_diagonal(entries)
+    if isinstance(operator, Kronecker) and is_one_number(entries):
+        # With gradients, each element of the diagonal has its share.
+        return operator.add_diagonal(entries if entries.requires_grad else entries[0])
+    return None
+
+
+def plus(a: Operator, b: Operator) -> Operator:
+    """Return `A + B`: block by block, in the structure of one of them if possible, else as a `Sum`.
+
+    A Kronecker product can add a diagonal of one number; with any other the result is a `Sum`.
+    Operators that differ in size, type or device are a ValueError.
+    """
+    pairs = _pairs(a, b)
+    if pairs:
+        return BlockDiagonal({name: plus(*pair) for name, pair in pairs.items()})
+    for one, other in ((a, b), (b, a)):
+        if is_diagonal(one):
+            found = _plus_diagonal(other, one.diagonal())
+            if found is not None:
+                return found
+        if isinstance(one, BlockDiagonal) and len(one.blocks) == 1:
+            ((name, block),) = one.blocks.items()
+            return BlockDiagonal({name: plus(block, other)})
+        if isinstance(one, Dense):
+            check_same_kind(one, other, "the terms")
+            return Dense(one.matrix + other.to_dense())
+    if isinstance(a, Sum):
+        terms = a.terms
+        for term in b.terms.values() if isinstance(b, Sum) else [b]:
+            terms = with_term(terms, term)
+        return Sum(terms)
+    return plus(b, a) if isinstance(b, Sum) else Sum({"0": a, "1": b})
+
+
+def average(a: Operator, b: Operator) -> Operator:
+    """Return an approximation of `A + B` with one Kronecker product for every two [T 3.60].
+
+    The sum of two products becomes the product of their averaged factors; other operators are added
+    by `plus`.
+    """
+    pairs = _pairs(a, b)
+    if pairs:
+        return BlockDiagonal({name: average(*pair) for name, pair in pairs.items()})
+    if isinstance(a, Kronecker) and isinstance(b, Kronecker) and a.shape == b.shape:
+        return a.averaged(b)
+    return plus(a, b)
+
+
+def trace_of_solve(a: Operator, b: Operator) -> Tensor:
+    """Return `tr(A B^-1)`, the expectation of `w^T A w` for `w` of precision `B`.
+
+    No dense matrix is formed where one of the two is diagonal, both are Kronecker products, or `B`
+    is the inverse of a covariance of low rank or of a Cholesky factor; blocks and terms are summed.
+
+    Raises:
+        NotImplementedError: it needs a dense matrix of more than 4,096 rows.
+    """
+    if isinstance(a, Sum):
+        return torch.stack([trace_of_solve(term, b) for term in a.terms.values()]).sum()
+    pairs = _pairs(a, b)
+    if pairs:
+        return torch.stack([trace_of_solve(*pair) for pair in pairs.values()]).sum()
+    if isinstance(a, Diagonal):
+        return a.entries @ b.inverse_diagonal()
+    if isinstance(b, Diagonal):
+        return a.diagonal() @ b.inverse_diagonal()
+    if isinstance(a, Kronecker) and isinstance(b, Kronecker) and a.shape == b.shape:
+        return _kronecker_trace(a, b)
+    return _covariance_trace(a, b)
+
+
+def _kronecker_trace(a: Kronecker, b: Kronecker) -> Tensor:
+    """Return the trace in the eigenbases of `B`, where only the diagonal of `A` is needed."""
+    out_rotation, in_rotation = b.out_basis.mT @ a.out_basis, b.in_basis.mT @ a.in_basis
+    out_diagonal = out_rotation.square() @ a.out_eigenvalues
+    in_diagonal = in_rotation.square() @ a.in_eigenvalues
+    diagonal = a.scale * torch.outer(out_diagonal, in_diagonal) + a.shift
+    return (diagonal * b.inverse_eigenvalues).sum()
+
+
+def _covariance_trace(a: Operator, b: Operator) -> Tensor:
+    """Return `sum_r c_r^T A c_r` over the columns of a root of the covariance."""
+    covariance = b.operator if isinstance(b, Inverse) else None
+    if isinstance(covariance, LowRank):
+        return a.diagonal() @ covariance.entries + a.quadratic(covariance.factor.mT).sum()
+    if isinstance(covariance, Cholesky):
+        return a.quadratic(covariance.lower.mT).sum()
+    if not is_small(b.size):
+        raise NotImplementedError(
+            f"the trace of a {type(a).__name__} by a {type(b).__name__} of {b.size:,} rows takes a "
+            "dense matrix"
+        )
+    return a.quadratic(b.inverse_sqrt(b._identity())).sum()
+
+
+@functools.singledispatch
+def permuted(operator: Operator, order: Tensor) -> Operator:
+    """Return `A[order][:, order]` for a permutation `order`, `(P,)`, of the rows.
+
+    Register a structure that keeps its form. All others become dense matrices, of at most 4,096
+    rows; larger ones raise a ValueError.
+    """
+    check_small(f"another order of a {type(operator).__name__}", operator.size, "keep its order")
+    return Dense(operator.to_dense()[order][:, order])
+
+
+@permuted.register
+def _(operator: Diagonal, order: Tensor) -> Operator:
+    return Diagonal(operator.entries[order])
+
+
+@permuted.register
+def _(operator: LowRank, order: Tensor) -> Operator:
+    return LowRank(operator.entries[order], operator.factor[order])
+
+
+@permuted.register
+def _(operator: Cholesky, order: Tensor) -> Operator:
+    return LowRank(operator.lower.new_zeros(operator.size), operator.lower[order])
