@@ -1,7 +1,8 @@
-"""Files that are whole or not there, and values packed into tensors for state dicts."""
+"""Files that are whole or not there, and what is in them and in state dicts."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -10,9 +11,11 @@ import re
 import secrets
 import stat
 import zipfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -187,3 +190,57 @@ def unpacked(tensor: Any) -> Any:
         return json.loads(data)
     except Exception:  # the kind depends on what is there
         raise RuntimeError("an entry of the state dict is damaged") from None
+
+
+# --------------------------------------------------------------------------- dataclasses
+
+# Classes with a form of their own in states: how it is made, and read.
+FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    torch.Size: (list, torch.Size)
+}
+
+
+def as_state(value: Any) -> Any:
+    """Return dataclasses as dictionaries and tuples as lists, at any depth, and others unchanged.
+
+    `of_state` reads them. A class in `FORMS` has its own form, as the operators of `tyxe.linalg`.
+    """
+    for kind, (form, _) in FORMS.items():
+        if isinstance(value, kind):
+            return form(value)
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: as_state(part) for name, part in value.items()}
+    return [as_state(part) for part in value] if isinstance(value, tuple | list) else value
+
+
+def of_state(kind: Any, state: Any) -> Any:
+    """Return the value of a declared type that has become a state by `as_state`.
+
+    Of a union of dataclasses it is the first one that has all the state's fields.
+    """
+    arguments = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return None if state is None else of_state(_fitting(arguments, state), state)
+    if get_origin(kind) is tuple:
+        return tuple(of_state(arguments[0], part) for part in state)
+    if not isinstance(kind, type):
+        return state
+    for known, (_, read_form) in FORMS.items():
+        if issubclass(kind, known):
+            return read_form(state)
+    if dataclasses.is_dataclass(kind):
+        types = get_type_hints(kind)
+        parts = {name: of_state(types[name], part) for name, part in state.items()}
+        return kind(**parts)  # type: ignore[operator]
+    if issubclass(kind, tuple):  # a named one
+        return kind(*map(of_state, get_type_hints(kind).values(), state))
+    return state
+
+
+def _fitting(kinds: tuple[Any, ...], state: Any) -> Any:
+    for kind in kinds:
+        if not dataclasses.is_dataclass(kind) or kind.__dataclass_fields__.keys() >= set(state):
+            return kind
+    raise ValueError(f"a state of {', '.join(state)} is none of {', '.join(map(str, kinds))}")

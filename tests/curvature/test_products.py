@@ -12,6 +12,7 @@ from tests.oracles.curvature import jacobian_of, laplace
 from tests.oracles.products import PRODUCTS, Weighted
 from tyxe.curvature import Linearization, collect_curvature
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlocks
+from tyxe.files import as_state, of_state
 
 # Points come first in the inputs of these.
 BATCHED = {
@@ -80,7 +81,7 @@ def test_the_weight_has_factors_and_the_jacobian_is_that_of_autograd(name):
     assert all(torch.equal(v, values[site]) for site, v in linear.blocks.unflatten(vector).items())
     batch = linear.blocks.unflatten(torch.stack([vector, 2 * vector]))
     assert all(torch.equal(v[1], 2 * values[site]) for site, v in batch.items())
-    restored = ParamBlocks.from_state(linear.blocks.state())
+    restored = of_state(ParamBlocks, as_state(linear.blocks))
     assert restored == linear.blocks
     full = curvature_of(bnn, linearize, x, "full").operator.to_dense()
     found = jacobian_of(bnn.net, x, [name.removeprefix("net.") for name in values]).flatten(0, 1)

@@ -6,6 +6,7 @@ import torch.nn as nn
 from torch import Size
 
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlocks, SiteBlock
+from tyxe.files import as_state, of_state
 
 LAYERS = {
     "linear": (nn.Linear(3, 2), 1),
@@ -94,8 +95,11 @@ def test_numbers_stand_for_constant_sites(name):
 def test_a_state_is_plain_and_makes_the_layout_again():
     blocks = ParamBlocks((block_of("transposed"), block_of("grouped", weight=None)))
     blocks = ParamBlocks((*blocks.blocks, *ParamBlocks.of_sites({"a": Size([2, 3])}).blocks))
-    state = blocks.state()
-    assert {type(v) for one in state for v in one.values()} <= {str, int, bool, list, type(None)}
-    assert ParamBlocks.from_state(state) == blocks
+    state = as_state(blocks)
+    plain = {type(value) for one in state["blocks"] for value in one.values()}
+    assert plain <= {str, int, bool, list, type(None)}
+    assert of_state(ParamBlocks, state) == blocks
+    with pytest.raises(ValueError, match=r"a state of size is none of .*SiteBlock.*LinearBlock"):
+        of_state(ParamBlocks, {"blocks": [{"size": 3}]})
     assert (len(blocks), blocks.names) == (3, ["w", "b", "a"])
     assert blocks.sizes == [block.size for block in blocks]

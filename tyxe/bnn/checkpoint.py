@@ -109,9 +109,8 @@ class Checkpoint:
                 f"this is no checkpoint: it has no {', '.join(sorted(missing))}; pass what "
                 "bnn.checkpoint() returned, or a plain state dict to load_state_dict"
             )
-        given: dict[str, Any] = {name: checkpoint.get(name) for name in names}
-        best = given["best"]
-        return cls(**given | {"best": None if best is None else BestEpoch(**best)})
+        found: Checkpoint = files.of_state(cls, {name: checkpoint.get(name) for name in names})
+        return found
 
     def restore(self, optimizer: Optimizer, scheduler: Any, epoch_end: Any) -> int:
         """Restore optimiser, scheduler, the best epoch and generators; return the epochs done.

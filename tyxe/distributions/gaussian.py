@@ -15,10 +15,10 @@ from torch import Size, Tensor
 
 from tyxe.distributions.joint import JointDistribution
 from tyxe.distributions.param_blocks import ParamBlocks
+from tyxe.files import as_state, of_state
 from tyxe.linalg import BlockDiagonal, Diagonal, Operator
 from tyxe.linalg.checks import SMALL
 from tyxe.linalg.functions import invertible, is_diagonal, permuted, plus
-from tyxe.linalg.state import operator_from_state, operator_state
 from tyxe.util import in_function_transform
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
@@ -275,17 +275,17 @@ class Gaussian(JointDistribution):
     def outline(self) -> dict[str, Any]:
         """Return the structure without its numbers, as plain values, for `from_outline`."""
         terms = [
-            {key: list(tensor.shape) for key, tensor in operator_state(operator).items()}
+            {key: list(tensor.shape) for key, tensor in as_state(operator).items()}
             for _, operator in self.terms
         ]
-        return {"blocks": self.blocks.state(), "terms": terms}
+        return {**as_state(self.blocks), "terms": terms}
 
     @classmethod
     def from_outline(cls, outline: Mapping[str, Any]) -> Gaussian:
         """Return a Gaussian of zeros with the structure of an `outline`, to load a state into."""
-        blocks, terms = ParamBlocks.from_state(outline["blocks"]), []
+        blocks, terms = of_state(ParamBlocks, {"blocks": outline["blocks"]}), []
         for shapes in outline["terms"]:
             zeros = {key: torch.zeros(()).expand(shape) for key, shape in shapes.items()}
-            operator = operator_from_state(zeros)
+            operator = of_state(Operator, zeros)
             terms.append((torch.zeros(operator.size), operator))
         return cls(blocks, *terms[0]).with_terms(blocks, terms)

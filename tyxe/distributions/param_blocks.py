@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Size, Tensor
 
 from tyxe.linalg import BlockDiagonal, Diagonal
-
-
-class ParamBlock(Protocol):
-    """Some sites whose elements are adjacent in a vector."""
-
-    @property
-    def name(self) -> str:
-        """The name of the block."""
-
-    @property
-    def sites(self) -> list[str]:
-        """The sites' names."""
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-
-    def to_vector(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the vector `(P,)` of the sites' values; a number stands for a constant site."""
-
-    def to_values(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the sites' values `(..., *shape)` of vectors `(..., P)`."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +22,26 @@ class SiteBlock:
 
     @property
     def name(self) -> str:
+        """The name of the block."""
         return self.site
 
     @property
     def sites(self) -> list[str]:
+        """The sites' names."""
         return [self.site]
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return self.shape.numel()
 
     def to_vector(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the vector `(P,)` of the sites' values; a number stands for a constant site."""
         value = values[self.site]
         return (value if value.shape == self.shape else value.expand(self.shape)).reshape(-1)
 
     def to_values(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the sites' values `(..., *shape)` of vectors `(..., P)`."""
         if vector.dim() == len(self.shape) == 1:  # without a node of the graph for a view
             return {self.site: vector}
         return {self.site: vector.reshape(vector.shape[:-1] + self.shape)}
@@ -176,6 +159,9 @@ class LinearBlock:
         return matrices.reshape(batch + self.weight_shape)
 
 
+ParamBlock = SiteBlock | LinearBlock
+
+
 @dataclass(frozen=True)
 class ParamBlocks:
     """The layout of a net's sites in one vector: blocks, one after the other.
@@ -242,34 +228,3 @@ class ParamBlocks:
         """Return the matrix with a vector `(P,)` on its diagonal, as blocks."""
         parts = zip(self.names, vector.split(self.sizes), strict=True)
         return BlockDiagonal({name: Diagonal(part) for name, part in parts})
-
-    def state(self) -> list[dict[str, Any]]:
-        """Return plain values, from which `from_state` builds the layout again."""
-        return [_block_state(block) for block in self.blocks]
-
-    @classmethod
-    def from_state(cls, state: Iterable[Mapping[str, Any]]) -> ParamBlocks:
-        """Return the layout whose `state` this is."""
-        return cls(tuple(map(_block_from_state, state)))
-
-
-def _block_state(block: ParamBlock) -> dict[str, Any]:
-    if isinstance(block, LinearBlock):
-        return {
-            "weight": block.weight,
-            "bias": block.bias,
-            "weight_shape": list(block.weight_shape),
-            "groups": block.groups,
-            "is_transposed": block.is_transposed,
-            "arrangement": block.arrangement and [list(part) for part in block.arrangement],
-        }
-    assert isinstance(block, SiteBlock)
-    return {"site": block.site, "shape": list(block.shape)}
-
-
-def _block_from_state(state: Mapping[str, Any]) -> ParamBlock:
-    if "site" in state:
-        return SiteBlock(state["site"], Size(state["shape"]))
-    shape, parts = Size(state["weight_shape"]), state.get("arrangement")
-    arrangement = parts and Arrangement._make(map(Size, parts))
-    return LinearBlock(**{**state, "weight_shape": shape, "arrangement": arrangement})

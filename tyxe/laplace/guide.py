@@ -13,12 +13,11 @@ from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.normal import Point
 from tyxe.distributions.param_blocks import LinearBlock
-from tyxe.files import packed, unpacked
+from tyxe.files import as_state, of_state, packed, unpacked
 from tyxe.guides.base import AnyGuide, Guide, check_real, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.laplace.state import LaplaceState
 from tyxe.linalg import BlockDiagonal
-from tyxe.linalg.state import operator_from_state, operator_state
 from tyxe.util import SiteTensors, at_least_float32, with_float32
 
 _NUMBERS = ("log_likelihood", "error", "num_targets", "key")
@@ -128,12 +127,12 @@ class LaplaceGuide(AnyGuide):
         """Return the curvature, packed; the BNN saves the prior."""
         if self.state is None:
             return packed({})
-        curvature = self.state.curvature
+        numbers = as_state(self.state.curvature)
         found = {
             "structure": self.structure,
-            "curvature": operator_state(curvature.operator),
-            "blocks": curvature.blocks.state(),
-            "numbers": {name: getattr(curvature, name) for name in _NUMBERS},
+            "curvature": numbers.pop("operator"),
+            **numbers.pop("blocks"),
+            "numbers": {name: numbers[name] for name in _NUMBERS},
         }
         return packed(found)
 
@@ -143,7 +142,8 @@ class LaplaceGuide(AnyGuide):
         saved = unpacked(state)
         if not saved:
             return
-        found, blocks = saved["structure"], ParamBlocks.from_state(saved["blocks"])
+        found, layout = saved["structure"], {"blocks": saved["blocks"]}
+        blocks = of_state(ParamBlocks, layout)
         # Without linear maps, "kron" and "diag" are the same.
         is_linear = any(isinstance(block, LinearBlock) for block in blocks)
         if found != self.structure and (is_linear or "full" in (found, self.structure)):
@@ -159,6 +159,6 @@ class LaplaceGuide(AnyGuide):
                 f"{min(own)!r} and others: give it the same net and name"
             )
         like = at_least_float32(next(iter(self.parameters())))
-        operator = operator_from_state({k: v.to(like) for k, v in saved["curvature"].items()})
-        assert isinstance(operator, BlockDiagonal)
-        self._loaded = Curvature(operator, blocks, **saved["numbers"])
+        operator = {name: tensor.to(like) for name, tensor in saved["curvature"].items()}
+        whole = {"operator": operator, "blocks": layout, **saved["numbers"]}
+        self._loaded = of_state(Curvature, whole)

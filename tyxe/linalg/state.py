@@ -7,6 +7,7 @@ from urllib.parse import quote, unquote
 
 from torch import Tensor
 
+from tyxe.files import FORMS
 from tyxe.linalg.base import Operator
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum
 from tyxe.linalg.dense import Cholesky, Dense
@@ -90,3 +91,6 @@ def operator_from_state(state: Mapping[str, Tensor]) -> Operator:
         expected = ", ".join(structure.__dataclass_fields__)
         raise ValueError(f"{structure.__name__} has the fields {expected}; got {sorted(fields)}")
     return structure(**fields)
+
+
+FORMS[Operator] = operator_state, operator_from_state
