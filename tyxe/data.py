@@ -192,6 +192,12 @@ def alike(pieces: Sequence[Any]) -> list[Any]:
     return parts
 
 
+def alike_batches(batches: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return batches with weights and masks for all where some have them."""
+    inputs, targets = zip(*batches, strict=True)
+    return list(zip(inputs, alike(targets), strict=True))
+
+
 def _with_ones(targets: Targets, name: str, like: Tensor) -> Targets:
     given = getattr(targets, name)
     shape = targets.values.shape[: like.dim()]

@@ -186,15 +186,6 @@ def _strided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
-def kind_of(arguments: Any) -> Any:
-    """Return the structure, shapes and types of nested tensors; None if there is anything else."""
-    leaves, place = pytree.tree_flatten(arguments)
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
-        return None
-    kinds = ((leaf.shape, leaf.dtype, leaf.device, leaf.stride()) for leaf in leaves)
-    return str(place), *kinds
-
-
 def _traced(
     function: Callable[..., Any], leaves: list[Any], draws: bool = False
 ) -> torch.fx.GraphModule:

@@ -359,10 +359,14 @@ def is_constant(argument: Any) -> bool:
 
 
 def kind_of_batch(inputs: Inputs) -> Any:
-    """Return the structure of a batch, and the shapes and types of what is in it."""
+    """Return the structure of a batch, and the layout of its tensors, or the types of others."""
     leaves, place = tree_flatten(inputs)
-    kinds = ((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves)
-    return str(place), *kinds
+    return str(place), *map(_kind_of, leaves)
+
+
+def _kind_of(leaf: Any) -> Any:
+    is_tensor = isinstance(leaf, Tensor)
+    return (leaf.shape, leaf.dtype, leaf.device, leaf.stride()) if is_tensor else type(leaf)
 
 
 def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:

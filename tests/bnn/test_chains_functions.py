@@ -54,13 +54,6 @@ def test_a_net_of_two_hidden_units_is_numpyros() -> None:
 
 
 @pytest.mark.slow
-def test_a_net_of_two_hidden_units_is_pyros() -> None:
-    ours = functions(NUTS(), 2, 2_000, warmup_steps=500, compile=True)
-    pyros = functions(pyro.infer.mcmc.NUTS, 2, 600, warmup_steps=200)
-    assert_same_moments(ours, pyros)
-
-
-@pytest.mark.slow
 def test_mile_is_nuts() -> None:
     nuts = functions(NUTS(), 8, 2_000, warmup_steps=500, compile=True)
     adam = functools.partial(torch.optim.AdamW, lr=1e-2)

@@ -20,7 +20,7 @@ from tests.oracles.chains import NOISE, PRIOR, N, assert_moments, data
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.chains import MCMCRun
 from tyxe.bnn.potential import BatchPotential, Potential
-from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers import (
     HMC,
     MCLMC,
@@ -137,14 +137,6 @@ class Stop:
         return bnn._chains.data
 
 
-def test_resuming_with_another_loader_is_an_error():
-    bnn = make(SGLD(0.01))
-    with Stop(30), pytest.raises(KeyboardInterrupt):
-        bnn.fit(loader(), 20)
-    with pytest.raises(ValueError, match="resume=True goes on with the data"):
-        bnn.fit(loader(), 20, resume=True)
-
-
 def test_chains_meet_the_batches_in_orders_of_their_own_and_move_as_alone():
     net = nn.Linear(1, 1).double()
     found = []
@@ -183,25 +175,6 @@ def test_norms_use_the_batch_and_learn_their_statistics():
         torch.testing.assert_close(found[index], alone.eval()(X))
 
 
-def test_function_space_diagnostics():
-    pytest.importorskip("arviz")
-    bnn = make(SGHMC(0.02, friction=0.3))
-    bnn.fit(loader(), 200, warmup_steps=200, num_chains=4)
-    table = bnn.summary(X[:3])
-    assert len(table) == 3
-    assert (table["r_hat"] < 1.1).all()
-    assert (table["ess_bulk"] > 50).all()
-
-
-def test_samples_on_disk_in_half_precision(tmp_path):
-    bnn = make(SGLD(0.01))
-    path = tmp_path / "samples"
-    bnn.fit(loader(), 50, thinning=3, file=path, dtype=torch.float16)
-    assert path.stat().st_size == 50 * 2 * 2
-    assert bnn.samples["net.weight"].dtype == torch.float16
-    assert bnn.predict(X, num_predictions=10)[0].isfinite().all()
-
-
 @dataclass(frozen=True)
 class Watched(SGLD):
     """Counts the positions that are alive."""
@@ -231,16 +204,6 @@ def test_a_file_that_does_not_fit_is_an_error_before_the_first_step(tmp_path, mo
     assert not len(bnn.samples)
 
 
-def test_a_rate_that_diverges_leaves_what_was_good():
-    x, y = torch.randn(64, 3), torch.randint(2, (64,))
-    net = nn.Sequential(nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 2))
-    bnn = make(SGHMC(30.0, temperature=0.1), net, Categorical(64))
-    with pytest.raises(RuntimeError, match=r"SGHMC diverged .* lower lr=30"):
-        bnn.fit([(x[:32], y[:32]), (x[32:], y[32:])], 2000, warmup_steps=0)
-    assert 0 < bnn.samples["net.0.weight"].shape[1] < 2000
-    assert all(value.isfinite().all() for value in bnn.get_samples().values())
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -253,12 +216,6 @@ def test_bad_options(options, error, message):
     bnn = make(SGLD(0.01, schedule="cyclical"))
     with pytest.raises(error, match=message):
         bnn.fit(loader(), 10, **options)
-
-
-@pytest.mark.parametrize("bad", [[], 3, [X]])
-def test_bad_loaders(bad):
-    with pytest.raises((TypeError, ValueError), match="loader"):
-        make(SGLD(0.01)).fit(bad, 10)
 
 
 def test_an_epoch_of_another_size_is_told():
@@ -319,15 +276,6 @@ def test_a_divergence_at_once_keeps_the_samples_that_there_were(tmp_path):
     assert torch.equal(bnn.samples["net.weight"], before)
     bnn.kernel = SGLD(0.01)
     bnn.fit(loader(), 50, file=file)  # not in the way of another
-
-
-def test_an_interrupt_before_the_first_sample_leaves_the_file(tmp_path):
-    bnn, file = make(SGLD(0.01)), tmp_path / "samples"
-    with Stop(3), pytest.raises(KeyboardInterrupt):
-        bnn.fit(loader(), 50, file=file)
-    found = bnn.fit(bnn._chains.data, 50, resume=True).get_samples()["net.bias"]
-    parts = torch.from_file(str(file), False, 100, dtype=torch.double).view(50, 2)
-    assert torch.equal(parts[:, :1], found)
 
 
 def test_a_run_that_cannot_be_built_makes_no_file(tmp_path):

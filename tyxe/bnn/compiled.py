@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.fingerprint import fingerprint
 from tyxe.bnn.standin import Outline, StandIn, modes_of
 from tyxe.poutine.draw import draws_are_lazy
-from tyxe.program import Program, Programs, dense, is_dense, kind_of
+from tyxe.program import Program, Programs, dense, is_dense
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.threads import handlers, unvalidated
-from tyxe.util import Inputs
+from tyxe.util import Inputs, kind_of_batch
 
 
 def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> CompiledSteps:
@@ -65,14 +65,17 @@ class CompiledSteps:
 
         A program is compiled where the batch is of a new kind.
         """
-        kind = kind_of((inputs, targets))
-        if kind is None:
+        batch = tree_leaves((inputs, targets))
+        if not all(isinstance(leaf, Tensor) for leaf in batch):
             return None
-        trained, others = _tensors_of(objective)
+        tensors = tensors_of(objective.bnn)
+        trained = {name: t for name, t in tensors.items() if t.requires_grad}
+        others = {name: t for name, t in tensors.items() if name not in trained}
         weight = torch.tensor(beta, device=next(iter(trained.values())).device)
         held = [value.detach() for value in (*trained.values(), *others.values())]
         given = [*held[: len(trained)]], [*held[len(trained) :]], (inputs, targets), weight
-        key = (kind, beta if handlers() else None)  # which may have the weight from elsewhere
+        # Handlers may have the weight from elsewhere.
+        key = (kind_of_batch((inputs, targets)), beta if handlers() else None)
 
         def make() -> Program:
             program = _program(objective, trained, others, given)
@@ -83,7 +86,7 @@ class CompiledSteps:
         if program is None:
             return None
         with by_generators():
-            leaves = program.at_leaves(*held, *dense(tree_leaves((inputs, targets))), weight)
+            leaves = program.at_leaves(*held, *dense(batch), weight)
         data, kl, points, gradients = program.returned(leaves)
         for parameter, gradient in zip(trained.values(), gradients, strict=True):
             if gradient is not None:
@@ -92,37 +95,58 @@ class CompiledSteps:
         return ElboTerms(data, kl, points, {})
 
 
-def _tensors_of(objective: Objective) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parameters that are trained, and all other tensors of a BNN, by name."""
-    sites = {id(own) for own in objective.bnn.in_places().values()}
-    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
-    others = {**dict(objective.named_parameters()), **dict(objective.named_buffers())}
-    return trained, {n: t for n, t in others.items() if n not in trained and id(t) not in sites}
+def tensors_of(bnn: Any) -> dict[str, Tensor]:
+    """Return parameters and buffers, but not the values in whose places draws are put."""
+    named = {**dict(bnn.named_parameters()), **dict(bnn.named_buffers())}
+    sites = {id(own) for own in bnn.in_places().values()}
+    return {name: t for name, t in named.items() if id(t) not in sites}
+
+
+class ObjectiveFunction:
+    """An objective as a pure function of some tensors of its BNN, in their order."""
+
+    def __init__(self, objective: Objective, tensors: Iterable[Tensor]) -> None:
+        self._objective, self._tensors = objective, [*tensors]
+        self._outline, self._modes = Outline(objective), modes_of(objective.bnn)
+
+    def __call__(self, values: Sequence[Tensor], batch: Any, beta: Any) -> tuple[Tensor, ElboTerms]:
+        """Return the loss and its terms.
+
+        Raises:
+            RuntimeError: the forward replaces a buffer, of which a function keeps nothing.
+        """
+        places = map(id, self._tensors)
+        swapped = dict(zip(places, values, strict=True))
+        stand_in = StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
+        twin: Any = stand_in.net
+        loss = twin(*batch, beta)
+        known = {*map(id, values)}
+        if replaced := [n for n, b in twin.bnn.net.named_buffers() if id(b) not in known]:
+            raise RuntimeError(
+                f"the forward replaces {', '.join(replaced)}, of which a program keeps nothing: "
+                "change buffers in place"
+            )
+        return loss, twin.take_terms()
 
 
 def _program(
     objective: Objective, trained: Mapping[str, Tensor], others: Mapping[str, Tensor], given: Any
 ) -> Program:
     """Return a step as a program of parameters, other tensors, a batch and the KL's weight."""
-    outline, modes = Outline(objective), modes_of(objective.bnn)
+    own = (*trained.values(), *others.values())
     watched = [n for n, p in trained.items() if p._backward_hooks or _hooks_after_gradient(p)]
     if watched:
         raise RuntimeError(f"hooks of the gradients of {', '.join(watched)} would not run")
-    if broken := [t for t in (*trained.values(), *others.values()) if not is_dense(t)]:
+    if broken := [t for t in own if not is_dense(t)]:
         raise RuntimeError(
             f"a tensor of shape {tuple(broken[0].shape)} and strides {broken[0].stride()} is part "
             "of a larger one: make parameters and buffers contiguous"
         )
+    function = ObjectiveFunction(objective, own)
 
     def step(values: list[Tensor], rest: list[Tensor], batch: Any, beta: Tensor) -> Any:
         leaves = [value.detach().requires_grad_() for value in values]
-        own = (*trained.values(), *others.values())
-        swapped = {id(one): given for one, given in zip(own, (*leaves, *rest), strict=True)}
-        stand_in = StandIn(objective, outline, swapped, modes, has_buffers=True)
-        twin: Any = stand_in.net
-        loss = twin(*batch, beta)
-        _check_buffers(twin.bnn.net, rest)
-        terms = twin.take_terms()
+        loss, terms = function([*leaves, *rest], batch, beta)
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         return terms.data.detach(), terms.kl.detach(), terms.points, [*gradients]
 
@@ -169,14 +193,3 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
     tolerance = torch.finfo(expected.dtype).eps ** 0.4
     error, size = (found - expected).norm(), expected.norm()
     return bool(error <= tolerance * (size + tolerance)) or not bool(size.isfinite())
-
-
-def _check_buffers(net: torch.nn.Module, given: list[Tensor]) -> None:
-    """Raise a RuntimeError if a forward has replaced a buffer that it was given."""
-    known = {id(tensor) for tensor in given}
-    replaced = [name for name, buffer in net.named_buffers() if id(buffer) not in known]
-    if replaced:
-        raise RuntimeError(
-            f"the forward replaces {', '.join(replaced)}, of which a program keeps nothing: "
-            "change buffers in place"
-        )

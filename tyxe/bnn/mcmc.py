@@ -22,7 +22,6 @@ from tyxe.bnn.batches import OwnBatches, collect
 from tyxe.bnn.chains import (
     MCMCRun,
     RunOptions,
-    SampleFile,
     Samples,
     built,
     check_continuous,
@@ -289,8 +288,7 @@ class MCMC_BNN(SupervisedBNN):
         if short is not None:
             warn(short)
         run = make_run(kernel, potential, starts, num_samples, num_warmup, options, estimates)
-        file = SampleFile.of(run.kept.positions)
-        self._chains = MCMCRun(run, potential, data if batches is None else batches[0], file)
+        self._chains = MCMCRun(run, potential, data if batches is None else batches[0])
         return self._chains
 
     def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> None:
@@ -301,15 +299,16 @@ class MCMC_BNN(SupervisedBNN):
             if not isinstance(error, KeyboardInterrupt):
                 self._chains, what, how = None, "stopped", ""
                 chains.close()
-                if chains.file is not None and not kept:  # in the way of the next try
-                    os.remove(chains.file.path)
+                path = chains.run.kept.positions.untyped_storage().filename
+                if path is not None and not kept:  # in the way of the next try
+                    os.remove(path)
             if kept:
-                self._take(chains.get_samples(group_by_chain=True), chains.file)
+                self._take(chains.get_samples(group_by_chain=True))
             each = f"samples of each of {chains.num_chains} chains"
             warn(f"{what}: the BNN keeps {kept or 'no new'} {each}{how}")
             raise
         chains.close()
-        self._take(chains.get_samples(group_by_chain=True), chains.file)
+        self._take(chains.get_samples(group_by_chain=True))
         chains.warn_of_result()
 
     def starts(
@@ -355,9 +354,9 @@ class MCMC_BNN(SupervisedBNN):
         self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc
 
-    def _take(self, samples: dict[str, Tensor], file: SampleFile | None = None) -> None:
+    def _take(self, samples: dict[str, Tensor]) -> None:
         with exclusive():
-            self.samples.replace(samples, file)
+            self.samples.replace(samples)
 
     def _warn_of_setting(self, points: float | None, is_masked: bool) -> None:
         if am_i_wrapped() and not is_masked:
@@ -429,11 +428,11 @@ class MCMC_BNN(SupervisedBNN):
             RuntimeError: the state dict, or its samples, do not fit this BNN; NaN in it.
         """
         with exclusive():
-            samples, file, chains = dict(self.samples.items()), self.samples.file, self._chains
+            samples, chains = dict(self.samples.items()), self._chains
             try:
                 found = super().load_state_dict(state_dict, strict, assign)
             except RuntimeError:
-                self.samples.replace(samples, file)
+                self.samples.replace(samples)
                 self._chains = chains
                 raise
             if not any(name.startswith("samples.") for name in state_dict):

@@ -23,7 +23,7 @@ from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.standin import detached_copies
 from tyxe.bnn.training import progress_bar
 from tyxe.check import described
-from tyxe.data import alike
+from tyxe.data import alike_batches
 from tyxe.distributions import ParamBlocks, as_gaussian
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers.potential import gradients, in_turn
@@ -237,7 +237,7 @@ class BatchPotential:
         self._potential = potential
         self._latest = [own.take() for own in self._loaders]
         self._ready: list[Any] | None = self._latest
-        self._look(_alike(self._latest), starts)
+        self._look(alike_batches(self._latest), starts)
 
     def take(self, step: int) -> None:
         """Take the batches of the next call, which are the same for each try of a step.
@@ -263,7 +263,7 @@ class BatchPotential:
         for _, targets in batches:
             if len(targets) > likelihood.dataset_size:
                 likelihood.check_size(targets)
-        batches = _alike(batches)
+        batches = alike_batches(batches)
         if tree_structure(batches[0]) != self._place:  # the first with something missing, or none
             self._look(batches, position)
         gradient, value = self._every(position, *self._rows(batches))
@@ -295,12 +295,6 @@ class BatchPotential:
         """Return what the batches of all chains are, leaf by leaf."""
         columns = zip(*map(tree_leaves, batches), strict=True)
         return map(torch.stack, columns) if self._stacks else columns
-
-
-def _alike(batches: list[Any]) -> list[Any]:
-    """Return the batches of all chains with weights and masks for all, where one has them."""
-    inputs, targets = zip(*batches, strict=True)
-    return list(zip(inputs, alike(targets), strict=True))
 
 
 def _unvalidated(distribution: Any) -> Any:

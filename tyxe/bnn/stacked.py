@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options, warn_of_size
+from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import Objective
-from tyxe.bnn.standin import Outline, StandIn, modes_of
 from tyxe.bnn.training import FitOptions, Validation, held_out_sums, progress_bar
-from tyxe.data import Unpack, alike, unpacked
+from tyxe.data import Unpack, alike_batches, unpacked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping
 from tyxe.program import Program
 from tyxe.rng import torch_rng_kept
 from tyxe.stacked_training import EarlyStopping, train_stacked
 from tyxe.threads import exclusive, unvalidated
+from tyxe.util import kind_of_batch
 
 Batch = tuple[Any, Any]
 
@@ -159,21 +160,23 @@ class StackedObjectives:
 
     def __init__(self, bnns: Sequence[Any], batch: Batch) -> None:
         self._bnns = bnns
-        self._states = [_state_of(bnn) for bnn in bnns]
-        functions = [_Function(bnn, state) for bnn, state in zip(bnns, self._states, strict=True)]
-        self._function = functions[0]
+        self._states = [tensors_of(bnn) for bnn in bnns]
+        objectives = [Objective(bnn, True, 1) for bnn in bnns]
+        pairs = zip(objectives, self._states, strict=True)
+        functions = [ObjectiveFunction(one, state.values()) for one, state in pairs]
+        self._function, first = functions[0], self._states[0]
         for index, (function, state) in enumerate(zip(functions, self._states, strict=True)):
-            if _kinds_of(state) != _kinds_of(self._states[0]) or not torch.equal(
-                function.loss_at(state, batch), self._function.loss_at(state, batch)
+            if _kinds_of(state) != _kinds_of(first) or not torch.equal(
+                _loss_at(function, state, batch), _loss_at(self._function, state, batch)
             ):
                 raise ValueError(
                     "vectorize=True takes members that differ in values of their tensors alone, "
                     f"and the net, prior or likelihood of member {index} is another than that of "
                     "member 0: leave vectorize out"
                 )
-        stacked = {n: torch.stack([s[n].detach() for s in self._states]) for n in self._states[0]}
-        trained = {name: t for name, t in self._states[0].items() if t.requires_grad}
-        loss = self._function.loss_at(self._states[0], batch)
+        stacked = {n: torch.stack([s[n].detach() for s in self._states]) for n in first}
+        trained = {name: t for name, t in first.items() if t.requires_grad}
+        loss = _loss_at(self._function, first, batch)
         gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
         # An optimiser leaves alone what has no gradient, even with weight decay.
         used = [n for n, gradient in zip(trained, gradients, strict=True) if gradient is not None]
@@ -190,30 +193,30 @@ class StackedObjectives:
             ValueError: `torch.vmap` does not take the net, or the batches, which have other things
                 than tensors, or different shapes.
         """
-        inputs, targets = zip(*batches, strict=True)
-        pairs = zip(inputs, alike(targets), strict=True)
-        leaves, places = zip(*map(tree_flatten, pairs), strict=True)
-        shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in leaves]
+        batches = alike_batches(batches)
+        shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(each)] for each in batches]
         if None in shapes[0] or any(row != shapes[0] for row in shapes):
             raise ValueError(
                 "vectorize=True takes batches of tensors alone, of the same shapes for all "
                 f"members, and has {shapes}: leave vectorize out"
             )
-        data = [torch.stack(parts) for parts in zip(*leaves, strict=True)]
+        batch = tree_map(lambda *parts: torch.stack(parts), *batches)
         values = {name: p.detach() for name, p in self.parameters.items()}
-        given = values, self._constants, data, torch.tensor(beta, device=data[0].device)
-        key = places[0], *((part.shape, part.dtype) for part in data)
-        if key not in self._programs:
-            self._programs[key] = self._traced(places[0], given)
-        found, terms = self._programs[key](*given)
+        device = next(iter(values.values())).device
+        given = values, self._constants, batch, torch.tensor(beta, device=device)
+        kind = kind_of_batch(batch)
+        if kind not in self._programs:
+            self._programs[kind] = self._traced(given, batches[0])
+        found, terms = self._programs[kind](*given)
         for name, parameter in self.parameters.items():
             parameter.grad = found[name]
         return terms
 
-    def _traced(self, place: Any, given: Any) -> Program:
-        def loss(values: Any, constants: Any, leaves: Any, beta: Tensor) -> Any:
-            batch = tree_unflatten(leaves, place)
-            return self._function({**values, **constants}, batch, beta)
+    def _traced(self, given: Any, batch: Batch) -> Program:
+        def loss(values: Any, constants: Any, batch: Any, beta: Tensor) -> Any:
+            tensors = {**values, **constants}
+            found, terms = self._function([tensors[n] for n in self._states[0]], batch, beta)
+            return found, (terms.data, terms.kl)
 
         one = torch.func.grad(loss, has_aux=True)
         every = torch.vmap(one, in_dims=(0, 0, 0, None), randomness="different")
@@ -222,8 +225,7 @@ class StackedObjectives:
                 return Program(every, *given, how="traced", draws=True)
             except Exception as refused:
                 # What the net refuses as well is an error of its own.
-                batch = tree_unflatten([part[0] for part in given[2]], place)
-                self._function.loss_at(self._states[0], batch)
+                _loss_at(self._function, self._states[0], batch)
                 reason = str(refused).strip().split("\n")[0]
                 raise ValueError(
                     f"vectorize=True needs nets that torch.vmap takes, and not so this: {reason}; "
@@ -247,37 +249,12 @@ class StackedObjectives:
                 state[name].copy_(value)
 
 
-class _Function:
-    """The objective of a BNN as a function of its tensors, by their names in `state`."""
-
-    def __init__(self, bnn: Any, state: Mapping[str, Tensor]) -> None:
-        self._objective, self._state = Objective(bnn, True, 1), state
-        self._outline, self._modes = Outline(self._objective), modes_of(bnn)
-
-    def __call__(self, values: Mapping[str, Tensor], batch: Batch, beta: Any) -> Any:
-        """Return the loss, and the data term and KL."""
-        swapped = {id(self._state[name]): value for name, value in values.items()}
-        stand_in = StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)
-        twin: Any = stand_in.net
-        loss = twin(*batch, beta)
-        terms = twin.take_terms()
-        return loss, (terms.data, terms.kl)
-
-    def loss_at(self, values: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """Return the loss by the same draws in each call."""
-        # Copies of what the forward may change.
-        own = {n: t if t.requires_grad else t.clone() for n, t in values.items()}
-        with torch_rng_kept(0):
-            loss: Tensor = self(own, batch, 1.0)[0]
-        return loss
+def _kinds_of(state: Mapping[str, Tensor]) -> list[Any]:
+    return [(name, t.shape, t.dtype, t.requires_grad) for name, t in state.items()]
 
 
-def _kinds_of(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {name: (t.shape, t.dtype, t.requires_grad) for name, t in state.items()}
-
-
-def _state_of(bnn: Any) -> dict[str, Tensor]:
-    """Return parameters and buffers, but not the values in whose places draws are put."""
-    named = {**dict(bnn.named_parameters()), **dict(bnn.named_buffers())}
-    sites = {id(own) for own in bnn.in_places().values()}
-    return {name: t for name, t in named.items() if id(t) not in sites}
+def _loss_at(function: ObjectiveFunction, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    """Return the loss by the same draws in each call, which changes no buffer."""
+    own = [t if t.requires_grad else t.clone() for t in state.values()]
+    with torch_rng_kept(0):
+        return function(own, batch, 1.0)[0]
