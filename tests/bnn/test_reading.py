@@ -151,8 +151,11 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("use", [*FITS.values(), predicted], ids=[*FITS, "prediction"])
-@pytest.mark.parametrize("net", UNREAD)
+@pytest.mark.parametrize(
+    ("net", "use"),
+    [(net, use) for net in UNREAD for use in (variational, predicted)]
+    + [("closure", use) for use in FITS.values()],
+)
 def test_what_is_never_read_is_named(net, use) -> None:
     make, names = UNREAD[net]
     with pytest.warns(tyxe.TyxeWarning, match=f"do not depend on site {names}, whose draws"):
