@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,34 +17,22 @@ from tyxe.likelihoods.output_hessian import OutputHessians
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.util import at_least_float32, precise
 
+# Gradients by the names of their blocks, in the blocks' order.
+Gradients = Mapping[str, PointGradients]
+
 
 class Accumulator(ABC):
     """Sums up a curvature from the gradients of all cotangents of all batches.
 
     The sums have the device of `like`, and its dtype if that is float32 at least.
-
-    Attributes:
-        totals: all sums, by names of their own; they change in place, once `flush` is called.
     """
 
     def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
         self.blocks = blocks
-        self._like = at_least_float32(like.new_zeros(()))
-        self.totals: dict[str, Tensor] = {}
-
-    @property
-    def device(self) -> torch.device:
-        """Where the sums are."""
-        return self._like.device
-
-    def zeros(self, *shape: int) -> Tensor:
-        """Return zeros in the sums' dtype."""
-        return self._like.new_zeros(shape)
+        self.like = at_least_float32(like.new_zeros(()))
 
     @abstractmethod
-    def add(
-        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
-    ) -> None:
+    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
         """Add the gradients of one cotangent; `first` marks the first one of a batch.
 
         `targets` say how often each point counts, which the gradients' squares know already.
@@ -60,17 +47,8 @@ class Accumulator(ABC):
         return False
 
     @abstractmethod
-    def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield, with the name of its block, each sum or the sums over its rows."""
-
-    def flush(self) -> None:  # noqa: B027  (most have nothing to do)
-        """Add what is held back to the sums."""
-
-    def add_up(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Replace each sum by its total over processes, in place."""
-        self.flush()
-        for each in self.totals.values():
-            total(each)
+    def totals(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each sum, or its rows, with the name of its block; they may change in place."""
 
     @abstractmethod
     def operator(self, points: float) -> Operator:
@@ -82,23 +60,21 @@ class DiagonalAccumulator(Accumulator):
 
     def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
         super().__init__(blocks, like)
-        self.totals = {block.name: self.zeros(block.size) for block in blocks}
+        self._totals = {block.name: self.like.new_zeros(block.size) for block in blocks}
 
-    def add(
-        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
-    ) -> None:
+    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
         for name, each in gradients.items():
-            self.totals[name] += each.squared_sum()
+            self._totals[name] += each.squared_sum()
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
-        self.totals[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
+        self._totals[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
         return True
 
-    def sums(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.totals.items()
+    def totals(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._totals.items()
 
     def operator(self, points: float) -> Operator:
-        return BlockDiagonal({name: Diagonal(total) for name, total in self.totals.items()})
+        return BlockDiagonal({name: Diagonal(total) for name, total in self._totals.items()})
 
 
 class FullAccumulator(Accumulator):
@@ -107,63 +83,53 @@ class FullAccumulator(Accumulator):
     def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
         super().__init__(blocks, like)
         # Only the lower triangle is correct until `operator` mirrors it.
-        self.totals = {"all": self.zeros(blocks.size, blocks.size)}
-        self._batch: list[dict[str, PointGradients]] = []
+        self._matrix = self.like.new_zeros(blocks.size, blocks.size)
+        # The gradients of cotangents that are added together, block by block.
+        self._held: list[list[OuterProductGradients]] = []
 
-    def add(
-        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
-    ) -> None:
-        held = [g.g.numel() for one in self._batch for g in one.values() if _is_outer_product(g)]
-        if first or sum(held) > BUDGET:
-            self.flush()
-        if all(map(_is_outer_product, gradients.values())):
-            self._batch.append(gradients)
+    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
+        if first or sum(each.g.numel() for held in self._held for each in held) > BUDGET:
+            self._flush()
+        outer = [g for g in gradients.values() if isinstance(g, OuterProductGradients)]
+        if len(outer) == len(gradients) and all(each.is_single for each in outer):
+            self._held.append(outer)
         else:
-            self._add_dense([gradients])
+            self._add_dense([*gradients.values()])
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         # Several cotangents of a batch are summed before the product.
-        if len(self._batch) > 1:
-            self._add_outer(self._batch)
-        elif self._batch:
-            self._add_dense(self._batch)
-        self._batch = []
+        if len(self._held) > 1:
+            self._add_outer([_outer_factors(each) for each in zip(*self._held, strict=True)])
+        elif self._held:
+            self._add_dense(self._held[0])
+        self._held = []
 
-    def _add_dense(self, batch: list[dict[str, PointGradients]]) -> None:
-        for gradients in batch:
-            jacobian = torch.cat([each.dense() for each in gradients.values()], 1)
-            self.totals["all"].addmm_(jacobian.mT, jacobian)
+    def _add_dense(self, gradients: Sequence[PointGradients]) -> None:
+        jacobian = torch.cat([each.dense() for each in gradients], 1)
+        self._matrix.addmm_(jacobian.mT, jacobian)
 
-    def _add_outer(self, batch: list[dict[str, PointGradients]]) -> None:
+    def _add_outer(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add `sum_n (sum_s g_sn g'_sn^T) kron a_n a'_n^T` for each pair of blocks."""
-        factors = [_outer_factors([one[name] for one in batch]) for name in self.blocks.names]
         sizes = self.blocks.sizes
-        for i, strip in enumerate(self.totals["all"].split(sizes)):
+        for i, strip in enumerate(self._matrix.split(sizes)):
             for j, part in enumerate(strip.split(sizes, 1)[: i + 1]):
                 add_outer_products(part, factors[i], factors[j], only_lower=i == j)
 
-    def sums(self) -> Iterator[tuple[str, Tensor]]:
-        self.flush()
-        parts = self.totals["all"].sum(1).split(self.blocks.sizes)
-        yield from zip(self.blocks.names, parts, strict=True)
+    def totals(self) -> Iterator[tuple[str, Tensor]]:
+        self._flush()
+        yield from zip(self.blocks.names, self._matrix.split(self.blocks.sizes), strict=True)
 
     def operator(self, points: float) -> Operator:
-        self.flush()
+        self._flush()
         # In place, because the matrix may take most of the memory.
-        matrix = self.totals.pop("all").tril_()
+        matrix = self._matrix.tril_()
         matrix += matrix.tril(-1).mT
         return BlockDiagonal({"all": Dense(matrix)})
 
 
-def _is_outer_product(gradients: PointGradients) -> TypeGuard[OuterProductGradients]:
-    """Whether each point's gradient is one outer product: one position, no groups."""
-    return isinstance(gradients, OuterProductGradients) and gradients.a.shape[1:3] == (1, 1)
-
-
-def _outer_factors(columns: list[PointGradients]) -> tuple[Tensor, Tensor]:
-    """Return inputs `(n, columns)` and gradients `(n, S, outputs)` of `S` cotangents."""
-    products = [each for each in columns if _is_outer_product(each)]
-    return products[0].a[:, 0, 0], torch.stack([each.g[:, 0, 0] for each in products], 1)
+def _outer_factors(cotangents: Sequence[OuterProductGradients]) -> tuple[Tensor, Tensor]:
+    """Return a block's inputs `(n, columns)` and gradients `(n, S, outputs)`."""
+    return cotangents[0].a[:, 0, 0], torch.stack([each.g[:, 0, 0] for each in cotangents], 1)
 
 
 def add_outer_products(
@@ -183,10 +149,6 @@ def add_outer_products(
         block[o * columns : (o + 1) * columns, : stop * others].addmm_(a.mT, weighted)
 
 
-# Begin the names of a linear block's sums; a block's own begins with the net's prefix.
-_INPUTS, _GRADIENTS, _POSITIONS = "inputs of ", "gradients of ", "positions of "
-
-
 class KroneckerAccumulator(Accumulator):
     """Sums the Kronecker factors of linear blocks, and the exact diagonal of others.
 
@@ -198,44 +160,41 @@ class KroneckerAccumulator(Accumulator):
         super().__init__(blocks, like)
         self._reduce = reduce
         linear = [block for block in blocks if isinstance(block, LinearBlock)]
-        for block in linear:
-            _check_factors(block)
-        sides = [
-            (block.groups, side) for block in linear for side in (block.columns, block.outputs)
-        ]
+        sides = [(b, side) for b in linear for side in (b.columns, b.outputs)]
+        for block, side in sides:
+            check.memory(
+                f"the Kronecker factors of {block.name!r}, with a side of {side:,},",
+                block.groups * side**2 * 4,
+                'use structure="diag", or hide this layer from the prior',
+            )
         check.memory(
             f"the Kronecker factors of {len(linear)} layers",
-            sum(groups * side**2 for groups, side in sides) * self._like.element_size(),
+            sum(block.groups * side**2 for block, side in sides) * self.like.element_size(),
             'use structure="diag", or hide the largest layers from the prior',
-            self.device,
+            self.like.device,
         )
-        self._linear = [block.name for block in linear]
-        rest = [block for block in blocks if block.name not in self._linear]
-        self.totals = {
-            **{_INPUTS + b.name: self.zeros(b.groups, b.columns, b.columns) for b in linear},
-            **{_GRADIENTS + b.name: self.zeros(b.groups, b.outputs, b.outputs) for b in linear},
-            **{b.name: self.zeros(b.size) for b in rest},
-            # Numbers of positions that the averages of inputs are over.
-            **{_POSITIONS + b.name: precise(self.zeros()) for b in linear},
-        }
+        zeros = self.like.new_zeros
+        self._inputs = {b.name: zeros(b.groups, b.columns, b.columns) for b in linear}
+        self._gradients = {b.name: zeros(b.groups, b.outputs, b.outputs) for b in linear}
+        # Numbers of positions that the averages of inputs are over.
+        self._positions = {block.name: precise(zeros(())) for block in linear}
+        self._rest = {b.name: zeros(b.size) for b in blocks if b.name not in self._inputs}
 
-    def add(
-        self, gradients: dict[str, PointGradients], first: bool, targets: Targets | None = None
-    ) -> None:
+    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
         for name, each in gradients.items():
             if not isinstance(each, OuterProductGradients):
-                self.totals[name] += each.squared_sum()
+                self._rest[name] += each.squared_sum()
                 continue
             a, g = each.a, each.g
             counts = None if targets is None else _of_positions(targets, a)
             if self._reduce:
                 (a, counts), g = _reduced(a, counts), g.sum(1, keepdim=True)
-            self.totals[_GRADIENTS + name] += _second_moment(g)
+            self._gradients[name] += _second_moment(g)
             if first:
                 self._add_inputs(name, a, counts)
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
-        self.totals[_GRADIENTS + name] += hessians.total()
+        self._gradients[name] += hessians.total()
         counts = hessians.counts
         self._add_inputs(name, inputs[:, None, None], None if counts is None else counts[:, None])
         return True
@@ -243,31 +202,25 @@ class KroneckerAccumulator(Accumulator):
     def _add_inputs(self, name: str, a: Tensor, counts: Tensor | None) -> None:
         if counts is not None:
             a = a * counts.to(a).sqrt()[..., None, None]
-        self.totals[_INPUTS + name] += _second_moment(a)
-        positions = len(a) * a.shape[1] if counts is None else precise(counts).sum()
-        self.totals[_POSITIONS + name] += positions
+        self._inputs[name] += _second_moment(a)
+        self._positions[name] += len(a) * a.shape[1] if counts is None else precise(counts).sum()
 
-    def sums(self) -> Iterator[tuple[str, Tensor]]:
-        for name, each in self.totals.items():
-            if not name.startswith(_POSITIONS):
-                yield name.removeprefix(_INPUTS).removeprefix(_GRADIENTS), each
+    def totals(self) -> Iterator[tuple[str, Tensor]]:
+        for sums in (self._inputs, self._gradients, self._positions, self._rest):
+            yield from sums.items()
 
     def operator(self, points: float) -> Operator:
-        operators: dict[str, Operator] = {}
-        for name in self.blocks.names:
-            if name not in self._linear:
-                operators[name] = Diagonal(self.totals[name])
-                continue
+        operators: dict[str, Operator] = {name: Diagonal(each) for name, each in self._rest.items()}
+        for name, inputs in self._inputs.items():
             # Damping is defined for averages as factors and the number of points as scale [T 3.41].
-            positions = float(self.totals[_POSITIONS + name])
-            factors = self.totals[_GRADIENTS + name], self.totals[_INPUTS + name]
-            products = [
-                Kronecker.from_factors(gradient / points, inputs / positions, scale=points)
-                for gradient, inputs in zip(*factors, strict=True)
+            averages = self._gradients[name] / points, inputs / float(self._positions[name])
+            products: list[Operator] = [
+                Kronecker.from_factors(*factors, scale=points)
+                for factors in zip(*averages, strict=True)
             ]
-            named: dict[str, Operator] = {str(i): product for i, product in enumerate(products)}
+            named = {str(i): product for i, product in enumerate(products)}
             operators[name] = products[0] if len(products) == 1 else BlockDiagonal(named)
-        return BlockDiagonal(operators)
+        return BlockDiagonal({name: operators[name] for name in self.blocks.names})
 
 
 def _of_positions(targets: Targets, a: Tensor) -> Tensor | None:
@@ -302,25 +255,6 @@ def _reduced(a: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return mean, _mean_of_kept(counts)
 
 
-def check_size(structure: str, size: int) -> None:
-    """Raise a ValueError for the structure `"full"` over too many weights, `size`."""
-    if structure == "full":
-        check.memory(
-            f'structure "full" over {size:,} weights',
-            size**2 * 4,
-            'use "kron" or "diag", or fewer weights (a prior with expose_modules=[net.last_layer])',
-        )
-
-
-def _check_factors(block: LinearBlock) -> None:
-    sides = max(block.columns, block.outputs)
-    check.memory(
-        f"the Kronecker factors of {block.name!r}, with a side of {sides:,},",
-        block.groups * sides**2 * 4,
-        'use structure="diag", or hide this layer from the prior',
-    )
-
-
 def _second_moment(x: Tensor) -> Tensor:
     """Return `sum x x^T` over points and positions, `(groups, features, features)`."""
     _, positions, _, features = x.shape
@@ -330,6 +264,16 @@ def _second_moment(x: Tensor) -> Tensor:
         return (each @ each.mT).sum(1)
     flat = x.flatten(0, 1).transpose(0, 1)
     return flat.mT @ flat
+
+
+def check_size(structure: str, size: int) -> None:
+    """Raise a ValueError for the structure `"full"` over too many weights, `size`."""
+    if structure == "full":
+        check.memory(
+            f'structure "full" over {size:,} weights',
+            size**2 * 4,
+            'use "kron" or "diag", or fewer weights (a prior with expose_modules=[net.last_layer])',
+        )
 
 
 ACCUMULATORS: dict[str, type[Accumulator]] = {

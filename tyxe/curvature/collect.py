@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tyxe.autocast import full_precision
-from tyxe.curvature.accumulators import ACCUMULATORS, Accumulator, KroneckerAccumulator
+from tyxe.curvature.accumulators import ACCUMULATORS, Accumulator
 from tyxe.curvature.layer_calls import BatchDims
 from tyxe.curvature.linearize import Linearization
 from tyxe.data import Targets
@@ -68,22 +67,11 @@ class Curvature:
         return replace(self, operator=self.operator.map(function))
 
 
-def _ggn(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterator[Tensor]:
-    return iter(output_hessian_sqrt(likelihood, outputs))
-
-
-def _fisher(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterator[Tensor]:
-    yield sampled_gradient(likelihood, outputs)
-
-
-def _empirical(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Iterator[Tensor]:
-    yield true_gradient(likelihood, outputs, targets)
-
-
-CURVATURES: dict[str, Callable[[Likelihood, Tensor, Any], Iterator[Tensor]]] = {
-    "ggn": _ggn,
-    "fisher": _fisher,
-    "empirical": _empirical,
+# From a likelihood, outputs and targets to the cotangents whose gradients are squared.
+CURVATURES: dict[str, Callable[[Likelihood, Tensor, Any], Iterable[Tensor]]] = {
+    "ggn": lambda likelihood, outputs, targets: output_hessian_sqrt(likelihood, outputs),
+    "fisher": lambda likelihood, outputs, targets: [sampled_gradient(likelihood, outputs)],
+    "empirical": lambda *data: [true_gradient(*data)],
 }
 
 
@@ -116,13 +104,12 @@ def collect_curvature(
             likelihood; batches for which the net uses its sites differently; the curvature is not
             finite.
     """
-    sums = CurvatureSums(linearize, likelihood, structure, curvature, reduce)
     with all_or_none(group):
-        accumulator, numbers = _collected(sums, batches)
+        accumulator, numbers = _sums(linearize, likelihood, batches, structure, curvature, reduce)
     if group is not None:
-        numbers = numbers.to(accumulator.device)
-        accumulator.add_up(partial(total, group=group))
-        numbers = total(numbers, group)
+        numbers = total(numbers.to(accumulator.like.device), group)
+        for _, each in accumulator.totals():
+            total(each, group)
     points, *others = numbers.tolist()
     if not points:
         raise ValueError("no point of the loader counts, so there is no curvature")
@@ -136,109 +123,74 @@ def collect_curvature(
     return Curvature(operator, blocks, log_likelihood, error, num_targets, key, points)
 
 
-class CurvatureSums:
-    """Sums of a curvature over batches, and how one is added to them.
-
-    Args:
-        linearize: linearises the net on a batch.
-        likelihood: of the data.
-        structure: a name in `ACCUMULATORS`.
-        curvature: a name in `CURVATURES`.
-        reduce: as of `collect_curvature`.
-
-    Attributes:
-        likelihood: of the data.
-    """
-
-    def __init__(
-        self,
-        linearize: Callable[[Any], Linearization],
-        likelihood: Likelihood,
-        structure: str,
-        curvature: str,
-        reduce: bool,
-    ) -> None:
-        self.likelihood = likelihood
-        self._linearize, self._curvature = linearize, curvature
-        self._structure, self._reduce = structure, reduce
-        self._accumulator: Accumulator | None = None
-        self._batch_dims: list[BatchDims | None] | None = None
-
-    @property
-    def accumulator(self) -> Accumulator:
-        """The sums.
-
-        Raises:
-            ValueError: there was no batch.
-        """
-        if self._accumulator is None:
-            raise ValueError("the loader yields no batch, so there is no curvature")
-        return self._accumulator
-
-    def add(self, inputs: Any, given: Any, targets: Targets) -> Tensor:
-        """Add a batch, whose targets are checked as they were given, and return its outputs."""
-        linear = self._linearize(inputs)
-        outputs = linear.outputs.detach()
-        self.likelihood.check_batch(outputs, given)
-        if self._accumulator is None:
-            self._accumulator = _accumulator(self._structure, linear, self._reduce)
-        self._batch_dims = linear.find_batch_dims(self._batch_dims)
-        self._add(self._accumulator, linear, targets)
-        return outputs
-
-    def _add(self, accumulator: Accumulator, linear: Linearization, targets: Targets) -> None:
-        outputs = linear.outputs.detach()
-        check_blocks(accumulator.blocks, linear.blocks)
-        with full_precision(outputs):
-            if self._curvature == "ggn" and _add_last(
-                accumulator, linear, self.likelihood, targets
-            ):
-                return
-            counts = self.likelihood.output_counts(targets, outputs)
-            roots = None if counts is None else counts.to(outputs).sqrt()
-            once = None if targets.mask is None else targets.mask > 0
-            columns = CURVATURES[self._curvature](
-                self.likelihood, outputs, replace(targets, weights=None, mask=once)
-            )
-            for index, column in enumerate(columns):
-                column = column.detach() if roots is None else column.detach() * roots
-                accumulator.add(linear.gradients(column), index == 0, targets)
-
-
-def _collected(
-    sums: CurvatureSums, batches: Iterable[tuple[Any, Any]]
+def _sums(
+    linearize: Callable[[Any], Linearization],
+    likelihood: Likelihood,
+    batches: Iterable[tuple[Any, Any]],
+    structure: str,
+    curvature: str,
+    reduce: bool,
 ) -> tuple[Accumulator, Tensor]:
     """Return the sums over batches; points, log-likelihood, error and number of targets, `(4,)`."""
-    likelihood = sums.likelihood
-    points, numbers = 0.0, torch.zeros(3, dtype=torch.float64)
+    options = {"reduce": reduce} if structure == "kron" else {}
+    accumulator: Accumulator | None = None
+    dims: list[BatchDims | None] | None = None
+    numbers = torch.zeros(4, dtype=torch.float64)
     for inputs, given in batches:
-        targets = likelihood.observed(given)
-        outputs = sums.add(inputs, given, targets)
-        points += float(likelihood.count(targets))
+        targets, linear = likelihood.observed(given), linearize(inputs)
+        outputs = linear.outputs.detach()
+        likelihood.check_batch(outputs, given)
+        if accumulator is None:
+            accumulator = ACCUMULATORS[structure](linear.blocks, outputs, **options)
+        dims = linear.find_batch_dims(dims)
+        check_blocks(accumulator.blocks, linear.blocks)
+        with full_precision(outputs):
+            if curvature != "ggn" or not _add_last(accumulator, linear, likelihood, targets):
+                _add(accumulator, linear, likelihood, targets, curvature)
         numbers += _numbers(likelihood, outputs, targets)
-    return sums.accumulator, torch.cat([numbers.new_tensor([points]), numbers])
+    if accumulator is None:
+        raise ValueError("the loader yields no batch, so there is no curvature")
+    return accumulator, numbers
 
 
 @torch.no_grad()
 def _add_last(
     accumulator: Accumulator, linear: Linearization, likelihood: Likelihood, targets: Targets
 ) -> bool:
-    """Add a batch's GGN without a gradient for each output, and say whether that could be done."""
+    """Add a batch's GGN without a gradient for each output, and return whether this was done."""
     whole = targets.mask is None or targets.mask.dim() == 1  # points are left out as a whole
     last = linear.last_inputs() if whole else {}
     hessians = OutputHessians(likelihood, linear.outputs.detach(), targets.counts())
     return any(accumulator.add_last(name, a, hessians) for name, a in last.items())
 
 
+def _add(
+    accumulator: Accumulator,
+    linear: Linearization,
+    likelihood: Likelihood,
+    targets: Targets,
+    curvature: str,
+) -> None:
+    outputs = linear.outputs.detach()
+    counts = likelihood.output_counts(targets, outputs)
+    roots = None if counts is None else counts.to(outputs).sqrt()
+    once = replace(targets, weights=None, mask=None if targets.mask is None else targets.mask > 0)
+    for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, once)):
+        column = column.detach() if roots is None else column.detach() * roots
+        accumulator.add(linear.gradients(column), index == 0, targets)
+
+
 @torch.no_grad()
 def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets) -> Tensor:
-    """Return log-likelihood, error and number of targets of a batch, `(3,)`."""
-    log_likelihood = likelihood.log_likelihood(outputs, targets, "sum")
-    error = likelihood.error(outputs, targets, "sum")
+    """Return points, log-likelihood, error and number of targets of a batch, `(4,)`."""
     counts = targets.counts_within()
-    numbers = targets.values.numel() if counts is None else float(counts.double().sum())
-    found = [float(log_likelihood), float(error), numbers]
-    return torch.tensor(found, dtype=torch.float64)
+    found = (
+        likelihood.count(targets),
+        likelihood.log_likelihood(outputs, targets, "sum"),
+        likelihood.error(outputs, targets, "sum"),
+        targets.values.numel() if counts is None else counts.double().sum(),
+    )
+    return torch.tensor([float(number) for number in found], dtype=torch.float64)
 
 
 def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
@@ -252,17 +204,10 @@ def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
         )
 
 
-def _accumulator(structure: str, linear: Linearization, reduce: bool) -> Accumulator:
-    kind = ACCUMULATORS[structure]
-    if kind is KroneckerAccumulator:
-        return KroneckerAccumulator(linear.blocks, linear.outputs, reduce)
-    return kind(linear.blocks, linear.outputs)
-
-
 def _key_of(accumulator: Accumulator, numbers: Tensor) -> int:
     """Return a hash of the sums, or raise where they are not finite."""
     digest = hashlib.blake2b(digest_size=7)
-    for name, tensor in accumulator.sums():
+    for name, tensor in accumulator.totals():
         total = float(tensor.sum(dtype=torch.float64))
         digest.update(struct.pack("d", total))
         if not math.isfinite(total):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,7 @@ class Linearization:
     def _find_blocks(self) -> None:
         elsewhere = self._elsewhere | self._known.exact
         self._blocks = find_blocks(self._shapes, self._recorded, elsewhere)
+        self._linear = [block for block in self._blocks if isinstance(block, LinearBlock)]
         self._located: dict[str, list[LayerCall]] | None = None
 
     @property
@@ -132,13 +133,7 @@ class Linearization:
         """Let sites whose gradients are not those of autograd take one for each point.
 
         Gradients that are not finite are not compared: they are told of later, by the site's name.
-
-        Args:
-            numbers: the states of the generators in which the net ran.
-
-        Raises:
-            PointsNotApart: neither a map's rows nor batches of one point belong to one point each.
-            RuntimeError: even these do not add up to the gradient of all points, or there is none.
+        `numbers` are the states of the generators in which the net ran.
         """
         generator = torch.Generator().manual_seed(0)
         cotangent = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
@@ -224,13 +219,10 @@ class Linearization:
         Raises:
             ValueError: the points influence each other in a map.
         """
-        count = len(self._recorded)
-        found: list[BatchDims | None] = [None] * count
-        if known is not None and len(known) == count:
+        found: list[BatchDims | None] = [None] * len(self._recorded)
+        if known is not None and len(known) == len(found):
             found = list(known)
-        linear = {
-            s for block in self._blocks if isinstance(block, LinearBlock) for s in block.sites
-        }
+        linear = {site for block in self._linear for site in block.sites}
         asked = [
             index
             for index, call in enumerate(self._recorded)
@@ -250,7 +242,10 @@ class Linearization:
             answers = [(g, which) for g, (_, which) in zip(each, queries, strict=True)]
             dims[index], found[index] = find_batch_dims(call, self.points, answers)
         located = [call.with_batch_dims(d) for call, d in zip(self._recorded, dims, strict=True)]
-        self._located = _by_block(self.blocks, located)
+        self._located = {
+            block.name: [call for call in located if not set(block.sites).isdisjoint(call.sites)]
+            for block in self._linear
+        }
         return found
 
     def _is_open(self, call: LayerCall, known: BatchDims | None) -> bool:
@@ -269,13 +264,10 @@ class Linearization:
 
     @functools.cached_property
     def _a(self) -> dict[str, Tensor]:
-        linear = [block for block in self.blocks if isinstance(block, LinearBlock)]
-        return {block.name: self._inputs_of(block) for block in linear}
-
-    def _inputs_of(self, block: LinearBlock) -> Tensor:
-        calls = self._calls[block.name]
-        parts = [at_least_float32(inputs_of(block, call, self.points)) for call in calls]
-        return _cat(parts).detach()
+        return {
+            block.name: _cat(inputs_of(block, c, self.points) for c in self._calls[block.name])
+            for block in self._linear
+        }
 
     @outside_inference()
     def gradients(self, cotangent: Tensor) -> dict[str, PointGradients]:
@@ -293,15 +285,11 @@ class Linearization:
         calls = [call for calls in self._calls.values() for call in calls]
         each = self._gradients(calls, cotangent)
         found: dict[str, PointGradients] = {}
-        for block in self.blocks:
-            if isinstance(block, LinearBlock):
-                parts = [
-                    positions(at_least_float32(next(each)), call, self.points)
-                    for call in self._calls[block.name]
-                ]
-                found[block.name] = OuterProductGradients(self._a[block.name], _cat(parts))
+        for name, calls in self._calls.items():
+            parts = (positions(next(each), call, self.points) for call in calls)
+            found[name] = OuterProductGradients(self._a[name], _cat(parts))
         rest = [block for block in self.blocks if block.name not in found]
-        found.update(self._dense_gradients(rest, cotangent))
+        found |= self._dense_gradients(rest, cotangent)
         return {name: found[name] for name in self.blocks.names}
 
     def _gradients(self, calls: list[LayerCall], cotangent: Tensor) -> Iterator[Tensor]:
@@ -312,11 +300,7 @@ class Linearization:
             # Activation checkpoints run again, and must save the same tensors as in the forward.
             with LayerCallRecorder():
                 grads = torch.autograd.grad(
-                    self.outputs,
-                    at,
-                    cotangent.to(self.outputs.dtype),
-                    retain_graph=True,
-                    allow_unused=True,
+                    self.outputs, at, cotangent.to(self.outputs), True, allow_unused=True
                 )
         found = iter(grads)
         for call in calls:
@@ -332,13 +316,13 @@ class Linearization:
 
         Its one map has one row for each point; the result is empty for all other nets.
         """
-        may_be = self.points and len(self.blocks.names) == 1 and self.outputs.dim() == 2
-        calls = [call for calls in self._calls.values() for call in calls] if may_be else []
-        is_alone = len(calls) == 1
-        call = calls[0] if is_alone else None
-        if call is None or not self._is_last(call) or not call.has_points_first(self.points):
+        if not self.points or len(self.blocks.names) > 1 or self.outputs.dim() != 2:
             return {}
-        return {name: a[:, 0, 0] for name, a in self._a.items()}
+        calls = [call for calls in self._calls.values() for call in calls]
+        if len(calls) != 1 or not self._is_last(calls[0]):
+            return {}
+        first = calls[0].has_points_first(self.points)
+        return {name: a[:, 0, 0] for name, a in self._a.items()} if first else {}
 
     def _dense_gradients(
         self, blocks: list[ParamBlock], cotangent: Tensor
@@ -380,19 +364,10 @@ class Linearization:
         return found
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
+def _cat(parts: Iterable[Tensor]) -> Tensor:
     """Concatenate the positions of all calls, without a copy of a single one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _by_block(blocks: ParamBlocks, calls: list[LayerCall]) -> dict[str, list[LayerCall]]:
-    linear = [block for block in blocks if isinstance(block, LinearBlock)]
-    owner = {site: block.name for block in linear for site in block.sites}
-    found: dict[str, list[LayerCall]] = {block.name: [] for block in linear}
-    for call in calls:
-        for name in {owner[site] for site in call.sites if site in owner}:
-            found[name].append(call)
-    return found
+    first, *others = (at_least_float32(part.detach()) for part in parts)
+    return torch.cat([first, *others], 1) if others else first
 
 
 def check_is_tensor(outputs: Any) -> None:

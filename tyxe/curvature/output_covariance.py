@@ -18,6 +18,8 @@ CACHED_ROWS = 2**20
 # Structures that do not form the Jacobian of a map that is used at one position.
 FORMS_NO_ROWS = (Kronecker, Diagonal, Dense)
 
+Gradients = dict[str, PointGradients]
+
 
 def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
     """Return `J_n Lambda^-1 J_n^T`, `(n, ..., C, C)`, for each point [GLM 3].
@@ -34,7 +36,7 @@ def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Te
     if not last or len(blocks) > 1 or not isinstance(blocks[0], FORMS_NO_ROWS):
         return _at_each_position(linear, lambda rows: _covariance(rows, precision))
     outputs = linear.outputs
-    _check_covariances(outputs.numel() * outputs.shape[1], outputs.shape[1], outputs)
+    _check_covariances(outputs, outputs.shape[1])
     with full_precision(outputs):  # each output has itself as gradient
         identity = torch.eye(outputs.shape[1]).to(last[0])
         return blocks[0].inverse_quadratic_factored(last[0].unsqueeze(1), identity.unsqueeze(1))
@@ -46,7 +48,7 @@ def covariance_through(linear: Linearization, covariance: Operator) -> Tensor:
     `Sigma` is over all weights in the order of the net's blocks.
     """
 
-    def quadratic(rows: list[dict[str, PointGradients]]) -> Tensor:
+    def quadratic(rows: list[Gradients]) -> Tensor:
         dense = _dense(rows)
         return dense @ covariance.matmul(dense).mT
 
@@ -54,11 +56,11 @@ def covariance_through(linear: Linearization, covariance: Operator) -> Tensor:
 
 
 def _at_each_position(
-    linear: Linearization, function: Callable[[list[dict[str, PointGradients]]], Tensor]
+    linear: Linearization, function: Callable[[list[Gradients]], Tensor]
 ) -> Tensor:
     outputs = linear.outputs
     classes = outputs.shape[-1] if outputs.dim() > 1 else 1
-    _check_covariances(outputs.numel() * classes, classes, outputs)
+    _check_covariances(outputs, classes)
     found = []
     with full_precision(outputs):
         for position in range(outputs.shape[1:].numel() // classes):
@@ -68,16 +70,16 @@ def _at_each_position(
     return torch.stack(found, 1).reshape(len(outputs), *shape, classes, classes)
 
 
-def _check_covariances(numbers: int, classes: int, outputs: Tensor) -> None:
+def _check_covariances(outputs: Tensor, classes: int) -> None:
     check.memory(
         f"the covariances of {len(outputs):,} points' outputs, {classes:,} x {classes:,} each,",
-        numbers * outputs.element_size(),
+        outputs.numel() * classes * outputs.element_size(),
         "take smaller batches (predict(..., batch_size=)), or draws of the weights, which need no "
         "covariance: predictive='bnn', the same law where only the last layer has a posterior",
     )
 
 
-def _dense(rows: list[dict[str, PointGradients]]) -> Tensor:
+def _dense(rows: list[Gradients]) -> Tensor:
     """Return the Jacobian, `(n, C, P)`, from the gradients of `C` outputs."""
     return torch.stack([torch.cat([r.dense() for r in row.values()], 1) for row in rows], 1)
 
@@ -133,15 +135,13 @@ def one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:
         yield cotangent
 
 
-def _covariance(rows: list[dict[str, PointGradients]], precision: BlockDiagonal) -> Tensor:
+def _covariance(rows: list[Gradients], precision: BlockDiagonal) -> Tensor:
     names = list(rows[0])
-    if list(precision.blocks) == names:
-        pairs = [([row[name] for row in rows], b) for name, b in precision.blocks.items()]
-    elif len(names) == 1:
-        pairs = [([row[names[0]] for row in rows], b) for b in precision.blocks.values()]
-    else:
+    if list(precision.blocks) != names and len(names) > 1:
         return precision.inverse_quadratic(_dense(rows))
-    return torch.stack([_block_covariance(row, block) for row, block in pairs]).sum(0)
+    pairs = zip(names, precision.blocks.values(), strict=True)
+    parts = [_block_covariance([row[name] for row in rows], block) for name, block in pairs]
+    return torch.stack(parts).sum(0)
 
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
