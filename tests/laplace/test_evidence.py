@@ -160,7 +160,7 @@ def test_one_number_for_each_kronecker_block():
     given = {name: 1.0 for name, _ in bnn.net.named_parameters()}
     with pytest.raises(ValueError, match=r"net.0.weight and net.0.bias have different prior"):
         bnn.log_marginal_likelihood({**given, "0.bias": 2.0})
-    with pytest.raises(ValueError, match=r"no entry for '2.bias'"):
+    with pytest.raises(ValueError, match=r"expected a number for each of .*, 2\.bias"):
         bnn.log_marginal_likelihood({k: v for k, v in given.items() if k != "2.bias"})
 
 

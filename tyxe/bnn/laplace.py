@@ -31,9 +31,7 @@ from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.errors import warn
 from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
-from tyxe.laplace.evidence import with_noise
 from tyxe.laplace.gaussian_prior import PriorPrecision, gaussian_prior, with_precision
-from tyxe.laplace.options import check_settings
 from tyxe.laplace.precision import check_damping
 from tyxe.laplace.search import (
     best_of_grid,
@@ -42,6 +40,7 @@ from tyxe.laplace.search import (
     warn_of_certainty,
     with_numbers,
 )
+from tyxe.laplace.state import with_noise
 from tyxe.likelihoods import Bernoulli, Categorical, Likelihood
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.predictive.gaussian import Outputs
@@ -630,7 +629,7 @@ def _checked(temperature: float, options: LaplaceOptions) -> LaplaceOptions:
             f"options is a {type(options).__name__}; expected tyxe.LaplaceOptions, such as "
             "options=tyxe.LaplaceOptions(damping=True)"
         )
-    check_settings(temperature, options.curvature_weight, options.accumulate)
+    check.number("temperature", temperature, above=0)
     return options
 
 

@@ -98,26 +98,20 @@ def with_precision(prior: Gaussian, given: PriorPrecision, prefix: str) -> Gauss
     """Return a prior with independent weights, with other precisions about the same means.
 
     `given` is one precision for all weights, or a number or a tensor of the site's shape for each
-    site, by its name with or without the prefix. Coupled weights, or a site without an entry, are a
-    ValueError.
+    site, by its name with or without the prefix. Coupled weights, or other names, are a ValueError.
     """
     loc, _ = independent_terms(prior)
-    known = {*prior.blocks.sites, *(site.removeprefix(prefix) for site in prior.blocks.sites)}
-    if isinstance(given, Mapping) and (others := set(given) - known):
+    sites = {site.removeprefix(prefix): site for site in prior.blocks.sites}
+    if not isinstance(given, Mapping):
+        given = dict.fromkeys(sites, given)
+    found = {sites.get(name, name): value for name, value in given.items()}
+    if set(found) != set(sites.values()):
         raise ValueError(
-            f"prior_precision has entries for {', '.join(sorted(others))}, which are no sites"
+            f"prior_precision is for {', '.join(given)}; expected a number for each of "
+            f"{', '.join(sites)}"
         )
     values = {
-        site: torch.as_tensor(_of_site(given, site, prefix), dtype=loc.dtype, device=loc.device)
-        for site in prior.blocks.sites
+        site: torch.as_tensor(value, dtype=loc.dtype, device=loc.device)
+        for site, value in found.items()
     }
     return Gaussian(prior.blocks, loc, prior.blocks.diagonal(prior.blocks.flatten(values)))
-
-
-def _of_site(given: PriorPrecision, site: str, prefix: str) -> float | Tensor:
-    if not isinstance(given, Mapping):
-        return given
-    key = site if site in given else site.removeprefix(prefix)
-    if key not in given:
-        raise ValueError(f"prior_precision has no entry for {key!r}; it has {', '.join(given)}")
-    return given[key]

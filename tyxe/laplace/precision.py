@@ -1,11 +1,14 @@
-"""The posterior's precision, from that of the prior and a weighted curvature."""
+"""Options of a Laplace approximation, and the posterior's precision by them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from tyxe import check
 from tyxe.curvature import Curvature
-from tyxe.distributions import Gaussian, ParamBlocks
+from tyxe.distributions import Gaussian
 from tyxe.linalg import BlockDiagonal, Kronecker, Operator, Sum
 from tyxe.linalg.functions import average, is_diagonal, plus
 
@@ -15,26 +18,58 @@ ACCUMULATE: dict[str, Callable[[Operator, Operator], Operator]] = {
     "average": average,
     "per_task": plus,
 }
+# How the options that are attributes of a `LaplaceState` are checked.
+BOOLEAN: dict[str, Any] = {"rule": check.one_of, "kinds": bool, "expected": "True or False"}
+POSITIVE: dict[str, Any] = {"rule": check.number, "above": 0}
+KNOWN: dict[str, Any] = {"rule": check.choice, "known": ACCUMULATE}
+
+
+@dataclass(frozen=True)
+class LaplaceOptions:
+    """Options of a `LaplaceBNN` besides the model; each is an attribute of the BNN as well.
+
+    Attributes:
+        num_passes: number of passes of `fit_curvature` through its loader, for augmented data.
+        damping: spread the prior's precision over both Kronecker factors [T 3.41].
+        curvature_weight: `lambda` of online Laplace, which multiplies the curvature in the
+            posterior and not in the fit [T 3.56]; above 1 earlier tasks are forgotten less.
+        accumulate: how the prior's precision and a new curvature are combined: `"sum"`, which for
+            `"kron"` keeps a product for each task [T 3.59]; `"average"`, one product of averaged
+            factors [T 3.60]; or `"per_task"`, a penalty for each task about its own mode [T 3.71].
+        reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
+            each position counts as a data point.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: a number that is not positive; an unknown `accumulate`.
+
+    Example:
+        >>> LaplaceOptions(accumulate="average", curvature_weight=3.0).num_passes
+        1
+    """
+
+    num_passes: int = check.field(1, check.count)
+    damping: bool = check.field(False, **BOOLEAN)
+    curvature_weight: float = check.field(1.0, **POSITIVE)
+    accumulate: str = check.field("sum", **KNOWN)
+    reduce: bool = check.field(False, **BOOLEAN)
+
+    def __post_init__(self) -> None:
+        check.fields(self)
+
+    def of_state(self) -> dict[str, Any]:
+        """Return the options that are attributes of a `LaplaceState`, by name."""
+        return {name: getattr(self, name) for name in ("damping", "curvature_weight", "accumulate")}
 
 
 def posterior_precision(
-    prior: Gaussian,
-    curvature: Curvature,
-    weight: float = 1.0,
-    damping: bool = False,
-    accumulate: str = "sum",
+    prior: Gaussian, curvature: Curvature, weight: float, damping: bool, accumulate: str
 ) -> BlockDiagonal:
     """Return `Lambda = weight G + P0`, or its damped form [T 3.41].
 
-    If the prior is the posterior of earlier data, with precision `Lambda_t`, then this is
-    `Lambda_{t+1}` [T 3.56].
-
-    Args:
-        prior: a prior over the curvature's blocks, with precision `P0`.
-        curvature: `G`; one of no data adds nothing.
-        weight: `lambda / T`.
-        damping: spread the prior's precision over both factors of Kronecker blocks.
-        accumulate: a name in `ACCUMULATE`.
+    `G` is the curvature's operator, `P0` the prior's precision over the same blocks, and the weight
+    `lambda / T`. If the prior is the posterior of earlier data, with precision `Lambda_t`, then
+    this is `Lambda_{t+1}` [T 3.56].
 
     Raises:
         ValueError: the weights of a Kronecker block have different prior precisions; damping with
@@ -47,7 +82,8 @@ def posterior_precision(
     scaled = curvature.operator if weight == 1 else curvature.operator.scaled(weight)
     found = _as_blocks(ACCUMULATE[accumulate](prior.precision, scaled))
     if is_diagonal(prior.precision):
-        _check_structured(found, curvature.blocks)
+        for block, operator in zip(curvature.blocks, found.blocks.values(), strict=False):
+            _check_structured(operator, block.sites)
     return _damped(found) if damping else found
 
 
@@ -65,16 +101,16 @@ def _as_blocks(operator: Operator) -> BlockDiagonal:
     return operator if isinstance(operator, BlockDiagonal) else BlockDiagonal({"all": operator})
 
 
-def _check_structured(precision: BlockDiagonal, blocks: ParamBlocks) -> None:
+def _check_structured(operator: Operator, sites: list[str]) -> None:
     """Raise where a Kronecker block plus a diagonal prior has become a `Sum`."""
-    for block, operator in zip(blocks, precision.blocks.values(), strict=False):
-        parts = operator.blocks.values() if isinstance(operator, BlockDiagonal) else [operator]
-        if any(isinstance(part, Sum) for part in parts):
-            raise ValueError(
-                f"the weights of {' and '.join(block.sites)} have different prior precisions, "
-                "which a Kronecker product does not take: give them one, or use "
-                'structure="diag" or "full"'
-            )
+    if isinstance(operator, BlockDiagonal):
+        for part in operator.blocks.values():
+            _check_structured(part, sites)
+    if isinstance(operator, Sum):
+        raise ValueError(
+            f"the weights of {' and '.join(sites)} have different prior precisions, which a "
+            'Kronecker product does not take: give them one, or use structure="diag" or "full"'
+        )
 
 
 def _damped(precision: BlockDiagonal) -> BlockDiagonal:

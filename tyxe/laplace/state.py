@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.curvature import Curvature
 from tyxe.distributions import Gaussian, ParamBlocks
-from tyxe.laplace.evidence import log_evidence
-from tyxe.laplace.online import key_of, prior_of_tasks, warn_of_copy
-from tyxe.laplace.options import check_settings
-from tyxe.laplace.precision import posterior_precision
+from tyxe.errors import warn
+from tyxe.laplace.precision import BOOLEAN, KNOWN, POSITIVE, posterior_precision
+from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import BlockDiagonal
 from tyxe.linalg.base import factorization
+from tyxe.linalg.functions import invertible
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,13 +63,13 @@ class LaplaceState:
     loc: Tensor
     curvature: Curvature
     prior: Gaussian
-    temperature: float = 1.0
-    curvature_weight: float = 1.0
-    damping: bool = False
-    accumulate: str = "sum"
+    temperature: float = check.field(1.0, **POSITIVE)
+    curvature_weight: float = check.field(1.0, **POSITIVE)
+    damping: bool = check.field(False, **BOOLEAN)
+    accumulate: str = check.field("sum", **KNOWN)
 
     def __post_init__(self) -> None:
-        check_settings(self.temperature, self.curvature_weight, self.accumulate)
+        check.fields(self)
         sizes = self.loc.numel(), self.prior.blocks.size
         if set(sizes) != {self.blocks.size}:
             raise ValueError(
@@ -86,7 +90,8 @@ class LaplaceState:
     @property
     def key(self) -> int:
         """Identifies the weighted curvature in posteriors that contain it, as their `absorbed`."""
-        return key_of(self.curvature.key, self.weight)
+        weighted = struct.pack("qd", self.curvature.key, self.weight)
+        return int.from_bytes(hashlib.blake2b(weighted, digest_size=7).digest(), "big")
 
     def precision(self) -> BlockDiagonal:
         """Return `Lambda`, which is computed once.
@@ -105,16 +110,21 @@ class LaplaceState:
     def evidence(self) -> Tensor:
         """Return the log marginal likelihood, in nats, differentiable in the prior and the noise.
 
+        `log p(D|w*)/T - 1/2 (w* - m0)^T P0 (w* - m0) + 1/2 log det P0 - 1/2 log det Lambda` [LA].
+        Where the prior is the posterior of earlier data, it is that of the new data given those.
+
         Raises:
             ValueError: the prior is a penalty whose normaliser is not known.
         """
-        return log_evidence(
-            self.curvature.log_likelihood,
-            self.prior,
-            self.loc,
-            self.precision(),
-            self.temperature,
-        )
+        if len(self.prior.terms) > 1 or not invertible(self.prior.precision):
+            raise ValueError(
+                "the prior is a penalty whose normaliser is not known, so there is no evidence: "
+                'keep one term for all tasks, with accumulate="average"'
+            )
+        ((mean, precision),) = self.prior.terms
+        penalty = precision.quadratic(self.loc - mean) - precision.logdet()
+        log_likelihood = self.curvature.log_likelihood / self.temperature
+        return log_likelihood - (penalty + self.precision().logdet()) / 2
 
     def posterior(self) -> Gaussian:
         """Return `N(w*, Lambda^-1)`."""
@@ -128,7 +138,10 @@ class LaplaceState:
         """
         if self.accumulate != "per_task":
             return self.posterior()
-        return prior_of_tasks(self.prior, self.loc, self.curvature, self.weight, self.key)
+        terms = [*self.prior.terms]
+        if not self.curvature.is_empty:
+            terms.append((self.loc, self.curvature.operator.scaled(self.weight)))
+        return Gaussian.product(self.blocks, terms, self.key)
 
     def replace(self, **changes: Any) -> LaplaceState:
         """Return the state with other values of some attributes."""
@@ -147,7 +160,7 @@ class LaplaceState:
         found = prior.reordered(self.blocks)
         if prior.absorbed == self.key:
             return self.replace(prior=found, curvature=self.curvature.emptied())
-        warn_of_copy(self.prior, found, self.loc)
+        _warn_of_copy(self.prior, found, self.loc)
         return self.replace(prior=found)
 
     @torch.no_grad()
@@ -162,3 +175,49 @@ class LaplaceState:
             curvature=self.curvature.map(function),
             prior=self.prior.map(function),
         )
+
+
+def _warn_of_copy(old: Gaussian, new: Gaussian, loc: Tensor) -> None:
+    """Warn if a new prior is about the mode, and does not say that it holds the curvature there."""
+    if new.absorbed is not None or len(new.terms) > 1:
+        return
+    mean = new.terms[0][0]
+    # A prior may be about the mode from the start, and only its precisions be tuned.
+    if torch.equal(mean, loc.to(mean)) and not torch.equal(mean, old.terms[0][0].to(mean)):
+        warn(
+            "the new prior's means are the posterior's own, but it does not say that it holds "
+            "these data, which count twice then: pass what net_guide.get_detached_distributions() "
+            "returns, not copies of its numbers"
+        )
+
+
+def with_noise(
+    curvature: Curvature, likelihood: Likelihood, noise: float | Tensor, is_empirical: bool
+) -> Curvature:
+    """Return the curvature and its log-likelihood under another noise, a standard deviation.
+
+    Where it is that of the true labels, `is_empirical`, it is proportional to `noise^-4`, otherwise
+    to `noise^-2`. Another likelihood, or noise that is not positive, is a ValueError.
+    """
+    if not isinstance(likelihood, HomoskedasticGaussian):
+        raise ValueError(
+            f"noise is that of a HomoskedasticGaussian, not of a {type(likelihood).__name__}"
+        )
+    operator = curvature.operator
+    scale = torch.as_tensor(noise, dtype=operator.dtype, device=operator.device)
+    if scale.dim() or not bool(scale > 0):
+        raise ValueError(f"noise is {noise}; expected one positive number")
+    ratio = (likelihood.scale_of(like=scale) / scale).square()
+    # A homoskedastic Gaussian's error is the sum of squared residuals.
+    return dataclasses.replace(
+        curvature,
+        operator=operator.scaled(ratio.square() if is_empirical else ratio),
+        log_likelihood=gaussian_log_likelihood(curvature.error, curvature.num_targets, scale),
+    )
+
+
+def gaussian_log_likelihood(squared_error: float, count: float, noise: Tensor) -> Tensor:
+    """Return the log-likelihood, in nats, of `count` targets with a sum of squared residuals."""
+    return -0.5 * (
+        squared_error / noise.square() + count * (2 * noise.log() + math.log(2 * math.pi))
+    )
