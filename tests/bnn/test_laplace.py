@@ -146,7 +146,7 @@ def test_a_temperature_assigned_after_the_fit(structure):
             atol=1e-12,
         )
     torch.testing.assert_close(bnn.log_marginal_likelihood(), built.log_marginal_likelihood())
-    with pytest.raises(ValueError, match=r"temperature is -1.0; expected a positive number"):
+    with pytest.raises(ValueError, match=r"temperature is -1.0; expected a number above 0"):
         bnn.temperature = -1.0
     assert bnn.temperature == 0.3
     copied = pickle.loads(pickle.dumps(bnn))

@@ -34,7 +34,7 @@ def test_curvature_before_use():
     [
         ({"structure": "kfac"}, r"structure is 'kfac'; expected one of 'full', 'diag', 'kron'"),
         ({"curvature": "hessian"}, r"curvature is 'hessian'; expected one of 'ggn'"),
-        ({"temperature": 0.0}, r"temperature is 0.0; expected a positive"),
+        ({"temperature": 0.0}, r"temperature is 0.0; expected a number above 0"),
     ],
 )
 def test_unknown_options(options, message):

@@ -184,10 +184,10 @@ def test_saved_copied_and_moved_between_tasks(structure, accumulate):
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_multiplier_has_to_be_positive(value):
-    with pytest.raises(ValueError, match=r"curvature_weight is .*; expected a positive number"):
+    with pytest.raises(ValueError, match=r"curvature_weight is .*expected a number above 0"):
         classifier(curvature_weight=value)
     bnn = classifier()
-    with pytest.raises(ValueError, match=r"curvature_weight is .*; expected a positive number"):
+    with pytest.raises(ValueError, match=r"curvature_weight is .*expected a number above 0"):
         bnn.curvature_weight = value
     assert bnn.curvature_weight == 1.0
 
