@@ -50,10 +50,3 @@ def test_frames_of_the_package_and_of_what_it_calls_are_skipped(module):
 def test_a_package_whose_name_only_starts_the_same_is_not_skipped():
     warning = caught(lambda: as_module("tyxedo.nets")(functools.partial(warn, "deep")))
     assert warning.filename == "<string>"
-
-
-def test_warnings_can_be_errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tyxe.TyxeWarning)
-        with pytest.raises(tyxe.TyxeWarning, match="collapsed"):
-            warn("the scales have collapsed")

@@ -91,15 +91,14 @@ class OfPacked(nn.Module):
         return self.head(self.cell(packed)[1][0])
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("enforce_sorted", [True, False])
-def test_a_packed_sequence_is_one_argument(enforce_sorted, device):
+def test_a_packed_sequence_is_one_argument(enforce_sorted):
     lengths = [5, 3, 3, 1]
     packed = nn.utils.rnn.pack_padded_sequence(
         torch.randn(5, 4, 2), lengths, enforce_sorted=enforce_sorted
     )
     bnn = make(OfPacked(), PRIOR, likelihood=Categorical(4))
-    bnn.fit([(packed, Y[:4])], ADAM, 1, device=device)
+    bnn.fit([(packed, Y[:4])], ADAM, 1, device="cpu")
     assert bnn(packed).shape == (4, 3)
     assert bnn.predict(packed, num_predictions=2).shape == (4, 3)
     _, log_likelihood = bnn.evaluate(packed, Y[:4], num_predictions=2)
@@ -143,14 +142,6 @@ def test_rows_of_a_packed_sequence_are_not_cut():
     bnn = make(OfPacked(), PRIOR, likelihood=Categorical(2))
     with pytest.raises(TypeError, match="batch_size cannot cut a PackedSequence; pass a loader"):
         bnn.predict(packed, batch_size=1)
-
-
-def test_a_packed_sequence_moves_as_a_whole():
-    # Its lengths stay on the CPU, whatever the device.
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 2), [5, 3])
-    moved, _ = next(iter(batches_of([(packed, Y[:2])], "meta")))
-    assert moved.data.is_meta
-    assert moved.batch_sizes.device.type == "cpu"
 
 
 def test_inputs_of_every_structure_are_joined():

@@ -6,9 +6,6 @@ import os
 import shutil
 import types
 import warnings
-import weakref
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,9 +24,6 @@ from tyxe.samplers import (
     NUTS,
     SGHMC,
     SGLD,
-    Chains,
-    Kernel,
-    Transition,
     warm_start,
 )
 
@@ -175,26 +169,6 @@ def test_norms_use_the_batch_and_learn_their_statistics():
         torch.testing.assert_close(found[index], alone.eval()(X))
 
 
-@dataclass(frozen=True)
-class Watched(SGLD):
-    """Counts the positions that are alive."""
-
-    seen: list = field(default_factory=list)
-    counts: list = field(default_factory=list)
-
-    def stops(self, transition, settings, kept):
-        self.seen.append(weakref.ref(transition.position))
-        self.counts.append(sum(ref() is not None for ref in self.seen))
-        return super().stops(transition, settings, kept)
-
-
-def test_positions_of_large_nets_are_let_go(tmp_path):
-    bnn = make(Watched(0.01))
-    bnn.fit(loader(), 40, file=tmp_path / "samples")
-    assert len(bnn.kernel.counts) == 80
-    assert max(bnn.kernel.counts) <= 2
-
-
 def test_a_file_that_does_not_fit_is_an_error_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=399))
     bnn = make(SGLD(0.01))
@@ -285,16 +259,6 @@ def test_a_run_that_cannot_be_built_makes_no_file(tmp_path):
     bnn.fit(loader(), 50, file=file)
 
 
-def test_gross_outliers_stop_no_chain():
-    """A batch in a hundred has a target that is a thousand scales away."""
-    x, y = torch.randn(400, 1).double(), torch.randn(400, 1).double() * NOISE
-    y[7] = 1000 * NOISE
-    likelihood = HomoskedasticGaussian(400, scale=NOISE)
-    bnn = make(SGHMC(1e-4, friction=0.3), likelihood=likelihood)
-    data = DataLoader(TensorDataset(x, y), 4, shuffle=True)
-    assert bnn.fit(data, 300, warmup_steps=0).run.num_kept == 300
-
-
 def test_chains_of_persistent_workers_have_batches_of_their_own():
     def of(seeds):
         workers = {"num_workers": 1, "persistent_workers": True}
@@ -309,44 +273,6 @@ def test_chains_of_persistent_workers_have_batches_of_their_own():
     assert not torch.equal(first, second)
     assert torch.equal(first, *of((3,)))
     assert torch.equal(second, *of((4,)))
-
-
-class Walk(Kernel):
-    """A kernel of a user's, who has not thought of temperatures."""
-
-    statistics, noises, uniforms = ("accepted",), 1, 1
-
-    def start(self, potential, position, random):
-        step_size = torch.full_like(position[:, 0], 0.3)
-        return Chains((position, potential(position)[0]), Sizes(step_size), ())
-
-    def step(self, potential, state, settings, random):
-        position, energy = state
-        proposal = position + settings.step_size[:, None] * random.noise[0]
-        after = potential(proposal)[0]
-        accepted = random.uniforms[0].log() < energy - after
-        position = torch.where(accepted[:, None], proposal, position)
-        energy = torch.where(accepted, after, energy)
-        told = accepted.to(energy)[:, None]
-        return (position, energy), Transition(accepted | True, position, energy, told)
-
-    def plan(self, length):
-        return torch.zeros(0, 1)
-
-    def adapt(self, before, state, transition, warm, rows, random):
-        raise AssertionError("there is no plan")
-
-
-class Sizes(NamedTuple):
-    step_size: torch.Tensor
-
-
-def test_a_kernel_without_a_temperature_samples_the_posterior():
-    bnn = make(Walk())
-    bnn.fit([(X, Y)], 300, warmup_steps=300, num_chains=16, thinning=10, compile=False)
-    samples = bnn.get_samples()
-    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
-    assert_moments(stacked, *posterior(1.0))
 
 
 def test_noise_of_batches_is_not_taken_for_agreement(recwarn):

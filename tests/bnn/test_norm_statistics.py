@@ -149,15 +149,6 @@ def test_a_call_goes_through_the_loader_once_for_each_draw(use):
         assert torch.rand(()) == after
 
 
-def test_draws_are_those_without_the_loader():
-    bnn = made()
-    seeded(bnn.predict, inputs(), num_predictions=3)
-    state = torch.get_rng_state()
-    bnn.update_norm_statistics(Counted(batches()))
-    seeded(bnn.predict, inputs(), num_predictions=3)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_the_centre_and_glm_take_the_nets_own():
     bnn, loader = made(), Counted(batches())
     bnn.update_norm_statistics(loader)
@@ -235,27 +226,10 @@ def test_copies_and_files_are_without_the_loader(tmp_path):
     assert loader.passes == 1
 
 
-@pytest.mark.parametrize(
-    ("loader", "match"),
-    [
-        (torch.zeros(5, 4), "data_loader is a Tensor; expected a loader"),
-        ((torch.zeros(5, 4),), "data_loader is a tuple"),
-        (3, "data_loader is 3"),
-    ],
-)
-def test_what_is_no_loader(loader, match):
-    bnn = made()
-    before = copy.deepcopy(bnn.net.state_dict())
-    with pytest.raises(TypeError, match=match):
-        bnn.update_norm_statistics(loader)
-    assert all(torch.equal(before[name], value) for name, value in bnn.net.state_dict().items())
-
-
-def test_a_generator_is_used_up():
-    bnn = made()
-    bnn.update_norm_statistics(batch for batch in batches())
-    with pytest.raises(ValueError, match="a generator can be used once only"):
-        bnn.predict(inputs())
+@pytest.mark.parametrize("loader", [torch.zeros(5, 4), (torch.zeros(5, 4),), 3])
+def test_what_is_no_loader(loader):
+    with pytest.raises(TypeError, match=r"data_loader is .*; expected a loader, or a list"):
+        made().update_norm_statistics(loader)
 
 
 class Failing(Counted):
@@ -293,25 +267,6 @@ def test_vectorize_is_refused():
     bnn.update_norm_statistics(batches())
     with pytest.raises(ValueError, match="update_norm_statistics has been called: leave vectorize"):
         bnn.predict(inputs(), num_predictions=2, vectorize=True)
-
-
-def test_an_ensemble_shares_all_but_the_statistics():
-    net = mlp()
-    net.register_buffer("table", torch.zeros(5))
-    bnn = made(net)
-    bnn.update_norm_statistics(batches())
-    first, second = bnn.to_ensemble(2).members
-    assert first.table is second.table
-    assert first[1].weight is second[1].weight
-    assert first[1].running_mean is not second[1].running_mean
-
-
-def test_under_local_reparameterization():
-    bnn = made()
-    bnn.update_norm_statistics(batches())
-    with tyxe.poutine.local_reparameterization():
-        found = bnn.predict(inputs(), num_predictions=2, aggregate=False)
-    assert bool(found.isfinite().all())
 
 
 @pytest.mark.parametrize("kind", ["one", "ensemble"])

@@ -15,7 +15,6 @@ import tyxe
 from tests.oracles.fits import X, Y, assert_equal, fitted, make, trainable
 from tyxe.bnn import elbo_terms
 from tyxe.guides import AutoNormal
-from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.optim.groups import make_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -98,15 +97,6 @@ def test_weights_decay_only_where_they_have_no_posterior(optim):
     assert set(expected.values()) == {0.0, 0.1}
 
 
-def test_a_noise_does_not_decay():
-    likelihood = HomoskedasticGaussian(10, scale=0.1, learn_scale=True)
-    bnn = make(net=nn.Linear(2, 1), likelihood=likelihood)
-    optim = functools.partial(torch.optim.AdamW, lr=0.0, weight_decay=0.1)
-    bnn.fit([(X, Y[:, None].float())], optim, 1, lr_multipliers={"deterministic": 2.0})
-    assert bnn.likelihood.log_noise in bnn.optimizer.state
-    assert {group["weight_decay"] for group in bnn.optimizer.param_groups} == {0.0}
-
-
 def test_weight_decay_of_an_instance_is_warned_of():
     bnn = make()
     with pytest.warns(tyxe.TyxeWarning, match="widens the posterior"):
@@ -158,18 +148,6 @@ def test_rates_by_kind(optim, guide):
     assert kinds[1.0] == {n for n in rates if "scale" in n}
     assert kinds[0.05] == {n for n in rates if "loc" in n}
     assert all(kinds.values())
-
-
-def test_likelihoods_variables_have_kinds_too():
-    likelihood = HomoskedasticGaussian(10, scale=dist.LogNormal(0.0, 1.0))
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, AutoNormal, AutoNormal
-    )
-    optim = functools.partial(torch.optim.SGD, lr=0.01)
-    bnn.fit([(X, X[:, :1])], optim, 1, lr_multipliers={"scale": 10})
-    rates = rates_of(bnn)
-    assert rates["likelihood_guide.locs.scale"] == pytest.approx(0.01)
-    assert rates["likelihood_guide.unconstrained_scales.scale"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

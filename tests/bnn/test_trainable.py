@@ -178,8 +178,6 @@ def test_what_is_not_fitted_in_steps():
 
 LIKELIHOODS = {
     "a class": (tyxe.likelihoods.Categorical(20), 2, Y, Y + 1),
-    "a label": (tyxe.likelihoods.Bernoulli(20), 1, Y[:, None].float(), 2 * Y[:, None]),
-    "a count": (tyxe.likelihoods.Poisson(20), 1, Y[:, None], Y[:, None] - 1.5),
     "no number": (
         tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.1),
         1,
