@@ -1,10 +1,15 @@
 """Options of fits by tyxe's samplers: what they are checked for, and what becomes of them."""
 
+import copy
 import functools
 import itertools
+import os
+import pickle
 import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyro.distributions as dist
 import pyro.infer.mcmc
@@ -90,6 +95,86 @@ def test_what_is_there_is_not_written_to(is_link: bool, tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["samples"]
     assert is_link or not path.stat().st_size
     assert not len(bnn.samples)
+
+
+READS: dict[str, Callable[[tyxe.MCMC_BNN], Any]] = {
+    "predict": lambda bnn: bnn.predict(PAIR[0]),
+    "forward": lambda bnn: bnn(PAIR[0]),
+    "get_samples": lambda bnn: bnn.get_samples(),
+    "state_dict": lambda bnn: bnn.state_dict(),
+    "save": lambda bnn: bnn.save("saved"),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "to": lambda bnn: bnn.double(),
+    "to_module": lambda bnn: bnn.to_module(),
+    "the run": lambda bnn: bnn._chains.get_samples(),
+}
+CUT = "samples was cut to 10 of [0-9,]+ bytes.* load a saved state into a new BNN"
+
+
+@pytest.mark.parametrize("read", READS)
+def test_samples_in_a_file_that_was_cut_are_an_error(read: str, tmp_path: Path) -> None:
+    """The process would end by a signal."""
+    path, bnn = tmp_path / "samples", make(net=nn.Linear(1, 3000))
+    bnn.fit([(PAIR[0], PAIR[1].expand(-1, 3000))], 5, file=path)
+    copied = copy.deepcopy(bnn)
+    os.truncate(path, 10)
+    with pytest.raises(RuntimeError, match=CUT):
+        READS[read](bnn)
+    assert copied.predict(PAIR[0])[0].isfinite().all()
+    path.unlink()
+
+
+def test_a_file_that_was_deleted_is_read_on(tmp_path: Path) -> None:
+    path, bnn = tmp_path / "samples", make()
+    bnn.fit([PAIR], 5, file=path)
+    expected = bnn.predict(PAIR[0])[0]
+    path.unlink()
+    path.write_text("")
+    assert torch.equal(bnn.predict(PAIR[0])[0], expected)
+
+
+def test_samples_that_were_moved_into_memory_need_no_file(tmp_path: Path) -> None:
+    path, bnn = tmp_path / "samples", make()
+    bnn.fit([PAIR], 5, file=path)
+    bnn.double()
+    os.truncate(path, 0)
+    assert bnn.predict(PAIR[0].double())[0].isfinite().all()
+
+
+def test_a_file_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bnn = make()
+    bnn.fit([PAIR], 5, file="samples")
+    monkeypatch.chdir("/")
+    os.truncate(tmp_path / "samples", 10)
+    with pytest.raises(RuntimeError, match=CUT):
+        bnn.predict(PAIR[0])
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_file_that_is_cut_during_a_run_is_an_error(resumed: bool, tmp_path: Path) -> None:
+    path, made = tmp_path / "samples", []
+
+    class Cuts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made.append(1)
+            if len(made) == 40:
+                if resumed:
+                    signal.raise_signal(signal.SIGINT)
+                else:
+                    os.truncate(path, 10)
+            return super().forward(x)
+
+    bnn = make(net=Cuts(1, 1))
+    if resumed:
+        with pytest.raises(KeyboardInterrupt):
+            bnn.fit([PAIR], 50, warmup_steps=1, file=path)
+        os.truncate(path, 10)
+    with pytest.raises(RuntimeError, match=CUT):
+        bnn.fit([PAIR], 50, warmup_steps=1, **({"resume": True} if resumed else {"file": path}))
 
 
 OTHERS = {

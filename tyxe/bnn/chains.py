@@ -27,12 +27,62 @@ from tyxe.samplers import Kernel, Length, Run, batched
 from tyxe.util import SiteTensors, is_discrete
 
 
+@dataclass(frozen=True)
+class SampleFile:
+    """A file that samples are mapped from; where it was cut, a read would end the process.
+
+    Attributes:
+        path: where it was made, from which it may be deleted.
+        number: by which its file system knows it.
+        size: its bytes.
+    """
+
+    path: str
+    number: tuple[int, int]
+    size: int
+
+    @classmethod
+    def of(cls, positions: Tensor) -> SampleFile | None:
+        """Return the file that a tensor has just been mapped from, or None of one in memory."""
+        storage = positions.untyped_storage()
+        if storage.filename is None:
+            return None
+        found = os.stat(storage.filename)
+        return cls(storage.filename, (found.st_dev, found.st_ino), storage.nbytes())
+
+    def check(self) -> None:
+        """Raise a RuntimeError if the file was cut."""
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return
+        if (found.st_dev, found.st_ino) == self.number and found.st_size < self.size:
+            raise RuntimeError(
+                f"{self.path} was cut to {found.st_size:,} of {self.size:,} bytes, and the samples "
+                "in it are lost: fit again with another file=, or load a saved state into a new BNN"
+            )
+
+
 class Samples(SiteTensors):
-    """Posterior samples by site, `(chains, samples, ...)`: buffers that load any number of them."""
+    """Posterior samples by site, `(chains, samples, ...)`: buffers that load any number of them.
+
+    Attributes:
+        file: where they are, if they are not in memory; of copies None.
+    """
 
     def __init__(self, samples: Mapping[str, Tensor]) -> None:
         super().__init__(samples, trainable=None)
+        self.file: SampleFile | None = None
         self.register_state_dict_post_hook(_each_its_own)  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.check()
+        return super().__getitem__(name)
+
+    def check(self) -> None:
+        """Raise a RuntimeError if the samples were in a file that was cut."""
+        if self.file is not None:
+            self.file.check()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         found = {
@@ -44,17 +94,30 @@ class Samples(SiteTensors):
             self.replace(found)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def replace(self, samples: dict[str, Tensor]) -> None:
-        """Replace all tensors by these, which are in memory or mapped from a file."""
+    def replace(self, samples: dict[str, Tensor], file: SampleFile | None = None) -> None:
+        """Replace all tensors by these, which are in memory or in a file."""
         self._modules.clear()
         self._buffers.clear()
         self._places = {}
+        self.file = file
         for name, tensor in samples.items():
             self._put(name, tensor.detach(), trainable=None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Samples:
+        self.check()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not any(value.untyped_storage().filename for value in self.buffers()):
+            self.file = None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.check()
+        return {**self.__dict__, "file": None}
 
 
 def _each_its_own(samples: Samples, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Copy what shares its memory with other sites, as chains' samples do; files have each once."""
+    samples.check()
     for name in samples:
         value = state[prefix + name]
         if value.untyped_storage().nbytes() > value.nbytes:
@@ -94,11 +157,13 @@ class MCMCRun:
         run: the sampler's run, with the state of its chains.
         potential: its target.
         data: the inputs and targets of that, or the loader of its mini-batches.
+        file: where the samples are, if they are not in memory.
     """
 
     run: Run
     potential: Potential
     data: Any
+    file: SampleFile | None = None
 
     def __repr__(self) -> str:
         return f"MCMCRun({self.run!r})"
@@ -120,7 +185,12 @@ class MCMCRun:
         return self.run.kept.potentials[:, : self.run.num_kept]
 
     def get_samples(self, group_by_chain: bool = False) -> dict[str, Tensor]:
-        """Return samples by joint name, `(chains * samples, ...)`, or `(chains, samples, ...)`."""
+        """Return samples by joint name, `(chains * samples, ...)`, or `(chains, samples, ...)`.
+
+        Raises:
+            RuntimeError: they were in a file that was cut.
+        """
+        self._check_file()
         found = self.potential.unflatten(self.run.kept.positions[:, : self.run.num_kept])
         return found if group_by_chain else {n: v.flatten(0, 1) for n, v in found.items()}
 
@@ -147,14 +217,20 @@ class MCMCRun:
                 "these are others: leave resume out for a new one"
             )
 
+    def _check_file(self) -> None:
+        if self.file is not None:
+            self.file.check()
+
     def go(self, progress: bool | None) -> None:
         """Run to the end, with a bar."""
+        self._check_file()
         total = self.run.num_transitions
         recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=100)
         with progress_bar(range(total), "sample", "transition", progress) as bar:
             bar.update(int(self.run.transitions.min()))
             shown = 0.0
             for transition in self.run.steps():
+                self._check_file()
                 recent.append((transition.done, transition.statistics))  # positions may be large
                 # Rarely, because it reads numbers.
                 if not bar.disable and time.monotonic() > shown + 0.5:

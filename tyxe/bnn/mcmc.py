@@ -22,6 +22,7 @@ from tyxe.bnn.batches import OwnBatches, collect
 from tyxe.bnn.chains import (
     MCMCRun,
     RunOptions,
+    SampleFile,
     Samples,
     built,
     check_continuous,
@@ -288,7 +289,8 @@ class MCMC_BNN(SupervisedBNN):
         if short is not None:
             warn(short)
         run = make_run(kernel, potential, starts, num_samples, num_warmup, options, estimates)
-        self._chains = MCMCRun(run, potential, data if batches is None else batches[0])
+        file = SampleFile.of(run.kept.positions)
+        self._chains = MCMCRun(run, potential, data if batches is None else batches[0], file)
         return self._chains
 
     def _fit_by_kernel(self, chains: MCMCRun, progress: bool | None) -> None:
@@ -299,16 +301,15 @@ class MCMC_BNN(SupervisedBNN):
             if not isinstance(error, KeyboardInterrupt):
                 self._chains, what, how = None, "stopped", ""
                 chains.close()
-                path = chains.run.kept.positions.untyped_storage().filename
-                if path is not None and not kept:  # in the way of the next try
-                    os.remove(path)
+                if chains.file is not None and not kept:  # in the way of the next try
+                    os.remove(chains.file.path)
             if kept:
-                self._take(chains.get_samples(group_by_chain=True))
+                self._take(chains.get_samples(group_by_chain=True), chains.file)
             each = f"samples of each of {chains.num_chains} chains"
             warn(f"{what}: the BNN keeps {kept or 'no new'} {each}{how}")
             raise
         chains.close()
-        self._take(chains.get_samples(group_by_chain=True))
+        self._take(chains.get_samples(group_by_chain=True), chains.file)
         chains.warn_of_result()
 
     def starts(
@@ -354,9 +355,9 @@ class MCMC_BNN(SupervisedBNN):
         self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc
 
-    def _take(self, samples: dict[str, Tensor]) -> None:
+    def _take(self, samples: dict[str, Tensor], file: SampleFile | None = None) -> None:
         with exclusive():
-            self.samples.replace(samples)
+            self.samples.replace(samples, file)
 
     def _warn_of_setting(self, points: float | None, is_masked: bool) -> None:
         if am_i_wrapped() and not is_masked:
@@ -428,11 +429,11 @@ class MCMC_BNN(SupervisedBNN):
             RuntimeError: the state dict, or its samples, do not fit this BNN; NaN in it.
         """
         with exclusive():
-            samples, chains = dict(self.samples.items()), self._chains
+            samples, file, chains = dict(self.samples.items()), self.samples.file, self._chains
             try:
                 found = super().load_state_dict(state_dict, strict, assign)
             except RuntimeError:
-                self.samples.replace(samples)
+                self.samples.replace(samples, file)
                 self._chains = chains
                 raise
             if not any(name.startswith("samples.") for name in state_dict):
