@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tyxe.distributions import SignedBernoulli
-from tyxe.distributions.packed import PackedSigns
+from tyxe.distributions.signed_bernoulli import PackedSigns
 
 
 @given(

@@ -76,13 +76,3 @@ def test_contract_of_a_guide_of_ones_own():
 def test_the_contract_finds_faults(faulty, match):
     with pytest.raises(AssertionError, match=match):
         check_guide(faulty)
-
-
-def test_guides_need_sites():
-    with pytest.raises(ValueError, match="the prior exposes none: expose some, or pass no guide"):
-        AutoNormal(program(hide_all=True))
-
-
-def test_discrete_sites_are_refused():
-    with pytest.raises(ValueError, match=r"'net.weight' is discrete"):
-        AutoNormal(program(prior=dist.Poisson(1.0)))

@@ -2,15 +2,13 @@
 
 import functools
 
-import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 from tests.oracles.inducing import FAMILIES, SMALL, build, mlp, program, wide_net
-from tyxe.guides import AutoInducing, AutoNormal, InducingOptions
-from tyxe.priors import LambdaPrior, LayerwiseNormalPrior
+from tyxe.guides import AutoInducing, AutoNormal
+from tyxe.priors import LayerwiseNormalPrior
 from tyxe.testing import check_guide
 
 # --- contract -----------------------------------------------------------------------------------
@@ -61,67 +59,6 @@ def test_bias_is_the_last_column_where_rows_are_outputs():
     assert names == [("net.a.weight", "net.a.bias"), ("net.b.weight",)]
     assert [layer.prior.shape for layer in guide.layers] == [(4, 13), (3, 16)]
     assert {s.own_name for s in guide.rest.sites} == {"b.bias", "c.weight", "c.bias"}
-
-
-@pytest.mark.parametrize(
-    ("keywords", "error", "match"),
-    [
-        ({"inducing_rows": 0}, ValueError, "inducing_rows of '0.weight' is 0; expected 1 or more"),
-        ({"inducing_cols": 1.5}, ValueError, "'0.weight' is 1.5; expected a number above 0 and at"),
-        ({"inducing_rows": True}, TypeError, "inducing_rows of '0.weight' is True"),
-        (
-            {"inducing_rows": "2"},
-            TypeError,
-            "inducing_rows is '2'; expected an integer, a frac",
-        ),
-        ({"inducing_rows": None}, TypeError, "inducing_rows is None; expected an integer"),
-        ({"inducing_rows": {"0.weight": 2}}, ValueError, "inducing_rows has no size for 2.weight"),
-        ({"inducing_rows": {"1.weight": 2}}, ValueError, "no site '1.weight'; the sites are 0.we"),
-        ({"q_inducing": "low_rank"}, ValueError, "q_inducing is 'low_rank'; expected one of 'diag"),
-        ({"ensemble_size": 0}, ValueError, "ensemble_size is 0"),
-        ({"dataset_size": 0}, ValueError, "dataset_size is 0"),
-        ({"init_lambda": 0.0}, ValueError, "init_lambda is 0.0; expected positive"),
-        ({"init_lambda": 0.2, "max_lambda": 0.1}, ValueError, "is not below max_lambda 0.1"),
-        ({"max_lambda": -1.0}, ValueError, "max_lambda is -1.0"),
-        ({"max_scale_u": 0.0}, ValueError, "max_scale_u is 0.0"),
-        ({"hierarchical": (1, 1), "whitened": False}, ValueError, "stack whitened ones"),
-        ({"hierarchical": (5, 1)}, ValueError, r"from 1 to the stack's size \(4, 2\)"),
-        (
-            {"hierarchical": (1, 1), "inducing_cols": {"0.weight": 2, "2.weight": 3}},
-            ValueError,
-            "needs as many columns; inducing_cols gives 0.weight: 2, 2.weight: 3",
-        ),
-        ({"q_induced": 3}, TypeError, "q_induced"),
-        ({"options": InducingOptions(), "max_lambda": 0.1}, TypeError, "given besides options"),
-        (
-            {"inducing_rows": {"0.weight": 2, "2.weight": None}, "mean_field": AutoDelta},
-            TypeError,
-            "mean_field's guide is a AutoDelta; expected one of tyxe.guides",
-        ),
-    ],
-)
-def test_bad_arguments(keywords, error, match):
-    with pytest.raises(error, match=match):
-        AutoInducing(program(mlp()), **{**SMALL, **keywords})
-
-
-@pytest.mark.parametrize(
-    "prior",
-    [
-        dist.Normal(0.1, 1.0),
-        dist.LogNormal(0.0, 1.0),
-    ],
-    ids=lambda p: type(p).__name__,
-)
-def test_another_prior_is_refused_with_the_site_named(prior):
-    def by_site(name, module, param):
-        base = prior if name == "2.bias" else dist.Normal(0.0, 1.0)
-        return base.expand(param.shape)
-
-    with pytest.raises(ValueError, match=r"each site, which '2.bias' has not"):
-        AutoInducing(program(mlp(), LambdaPrior(by_site)), **SMALL)
-    sizes = {"0.weight": 2, "2.weight": None}
-    AutoInducing(program(mlp(), LambdaPrior(by_site)), sizes, 2)
 
 
 def test_priors_of_different_scales():
@@ -197,10 +134,3 @@ def test_caps_are_part_of_the_state():
     other = AutoInducing(program(wide_net()), 4, 5, max_lambda=0.1)
     with pytest.raises(RuntimeError, match="the guide is AutoInducing"):
         other.load_state_dict(guide.state_dict())
-
-
-def test_options_may_come_as_one():
-    options = InducingOptions(everywhere=True, max_lambda=0.1)
-    guide = AutoInducing(program(mlp()), 2, 2, options=options)
-    assert guide.options.max_lambda == 0.1
-    assert guide.rest is None

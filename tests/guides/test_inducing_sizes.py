@@ -1,6 +1,5 @@
 """Sizes of inducing weights by layer, and how many parameters they make."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torchvision
@@ -9,8 +8,7 @@ from torch import nn
 import tyxe
 from tests.oracles.inducing import program, wide_net
 from tyxe.guides import AutoInducing, AutoNormal, parameter_count, prune_, prune_inducing_
-from tyxe.priors import IIDPrior, LambdaPrior
-from tyxe.priors.sites import SitePriors
+from tyxe.priors import IIDPrior
 
 # --- sizes --------------------------------------------------------------------------------------
 
@@ -30,20 +28,6 @@ def test_sizes_by_layer(rows, columns, expected):
     assert {layer.name: (layer.rows, layer.columns) for layer in guide.layers} == expected
     held = {site.own_name.split(".")[0] for site in guide.rest.sites} if guide.rest else set()
     assert held == {"0", "2"} - {name.split(".")[0] for name in expected}
-
-
-def test_a_hierarchical_prior_has_no_fixed_standard_deviation():
-    def hierarchy(name, module, param):
-        def prior():
-            scale = pyro.sample(f"{name}_scale", dist.LogNormal(0.0, 1.0))
-            return dist.Normal(param.new_zeros(param.shape), scale)
-
-        return prior
-
-    net = wide_net()
-    sites = SitePriors(LambdaPrior(hierarchy).sites(net), net)
-    with pytest.raises(ValueError, match=r"one fixed standard .* which '0.weight' has not"):
-        AutoInducing(sites, 4, 5)
 
 
 def test_sizes_as_they_are_everywhere():

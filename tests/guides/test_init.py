@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import pyro
 import pyro.distributions as dist
@@ -12,7 +11,6 @@ import torch.nn as nn
 from pyro.infer import autoguide
 from scipy import stats
 
-import tyxe
 from tests.oracles.programs import program
 from tyxe.guides import (
     AutoNormal,
@@ -28,7 +26,6 @@ from tyxe.guides import (
     init_to_zero,
 )
 from tyxe.guides.init import init_to_median
-from tyxe.priors.sites import SitePriors
 from tyxe.util import fan_in_fan_out
 
 # --- initial values -------------------------------------------------------------------------------
@@ -106,18 +103,6 @@ def test_medians_of_samples_where_there_is_no_closed_form():
     assert bool(((found - reference.median()).abs() < 6 * error).all())
 
 
-def test_layerwise_starts_need_a_layer():
-    def prior(name, module, param):
-        return lambda: dist.Normal(
-            pyro.sample("m", dist.Normal(param.new_zeros(()), 1.0)), 1.0
-        ).expand(param.shape)
-
-    net = nn.Linear(2, 1, bias=False)
-    hierarchy = SitePriors(tyxe.priors.LambdaPrior(prior).sites(net), net)
-    with pytest.raises(ValueError, match=r"'net.m' belongs to no layer, so it has no fan-in"):
-        AutoNormal(hierarchy, init_loc_fn=init_to_normal_radford)
-
-
 class Tied(nn.Module):
     """Two layers with one weight."""
 
@@ -147,16 +132,6 @@ def test_pretrained_values_follow_the_site_and_not_the_net():
     guide = AutoNormal(program(nn.Linear(3, 2)), init_loc_fn=start)
     assert guide.get_loc("weight").dtype == torch.float32
     torch.testing.assert_close(guide.get_loc("weight").double(), before, rtol=1e-6, atol=1e-7)
-
-
-def test_pretrained_values_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"no pre-trained value for 'net.bias'; there are weight"):
-        AutoNormal(program(), init_loc_fn=PretrainedInitializer({"weight": torch.zeros(2, 3)}))
-    start = PretrainedInitializer.from_net(nn.Linear(2, 2))
-    with pytest.raises(
-        ValueError, match=r"'net.weight' has shape \(2, 2\), but the site .* \(2, 3\)"
-    ):
-        AutoNormal(program(), init_loc_fn=start)
 
 
 def test_pretrained_values_of_constrained_sites_are_values():
@@ -211,15 +186,6 @@ def test_what_the_net_has_no_allowed_value_for_starts_at_the_median():
     assert precision.get_scale("precision").item() == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("builder", [AutoNormal, autoguide.AutoDelta])
-def test_a_net_that_is_not_finite_is_an_error(builder):
-    net = nn.Linear(3, 2)
-    with torch.no_grad():
-        net.bias[1] = math.nan
-    with pytest.raises(ValueError, match=r"the net's net\.bias is not finite"):
-        PyroGuide.build(builder, program(net))
-
-
 def test_scales_start_below_the_weights():
     net = nn.Sequential(nn.Linear(100, 120), nn.Linear(120, 5), nn.Embedding(9, 4))
     with torch.no_grad():
@@ -241,19 +207,3 @@ def test_scales_start_below_the_weights():
 
 
 # --- starts that do not fit -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial])
-@pytest.mark.parametrize("start", [torch.zeros(()), torch.zeros(1, 3), torch.zeros(3, 2)])
-def test_a_start_of_another_shape_is_refused(guide, start):
-    message = re.escape(
-        f"init_loc_fn gives 'net.weight' a start of shape {tuple(start.shape)}; "
-        "the site has shape (2, 3)"
-    )
-    with pytest.raises(ValueError, match=message):
-        guide(program(), init_loc_fn=lambda site: start)
-
-
-def test_a_guide_of_a_plain_net_is_told_of():
-    with pytest.raises(TypeError, match=r"a Linear \(missing .*'input'.*guide's class"):
-        tyxe.guides.AutoNormal(torch.nn.Linear(2, 1))

@@ -11,14 +11,8 @@ from pyro.infer import autoguide
 
 import tyxe
 from tests.oracles.programs import NORMAL, program
-from tests.soak.verdict import is_clear
-from tyxe.guides import AutoInducing, AutoNormal, PyroGuide
-from tyxe.guides.init import init_to_median, init_to_zero
-
-
-def test_a_builder_has_to_build_a_guide():
-    with pytest.raises(TypeError, match="builder returned a int; expected a module"):
-        PyroGuide.build(lambda module: 3, program())
+from tyxe.guides import AutoNormal, PyroGuide
+from tyxe.guides.init import init_to_median
 
 
 @pytest.mark.parametrize("prior", [NORMAL, dist.LogNormal(0.5, 1.0)])
@@ -59,51 +53,6 @@ def test_pyros_guides_draw_from_any_support(builder, prior):
     for name in expected:
         support = torch.as_tensor(prior.support.check(median[name]))
         assert bool(support.all())
-
-
-FAILING = {
-    "sizes that are missing": (AutoInducing, TypeError, "AutoInducing.* missing 2 required"),
-    "an option that is unknown": (
-        functools.partial(AutoNormal, spread=1.0),
-        TypeError,
-        "AutoNormal .* unexpected keyword argument 'spread'",
-    ),
-    "a guide of other sites": (
-        autoguide.AutoDiscreteParallel,
-        ValueError,
-        "AutoDiscreteParallel .* to be discrete .* functools.partial",
-    ),
-    "a start outside of the support": (
-        functools.partial(AutoNormal, init_loc_fn=init_to_zero),
-        ValueError,
-        "init_loc_fn gives 'net.weight' a start that is not inside GreaterThan",
-    ),
-    "no function": ("AutoNormal", TypeError, "builder is a str; expected a class of guides"),
-    "a start that is no function": (
-        functools.partial(AutoNormal, init_loc_fn=3),
-        TypeError,
-        "init_loc_fn is 3; expected a function",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", FAILING)
-def test_a_builder_that_fails_is_named(case):
-    builder, error, message = FAILING[case]
-    with pytest.raises(error, match=message) as caught:
-        PyroGuide.build(builder, program(prior=dist.LogNormal(0.0, 1.0)))
-    assert is_clear(caught.value)
-
-
-def test_a_guide_that_draws_in_another_dtype_is_refused():
-    double = program(nn.Linear(3, 2).double())
-    message = (
-        "AutoIAFNormal draws 'net.weight' in torch.float32, which is in torch.float64; .* net in"
-    )
-    with pytest.raises(ValueError, match=message) as caught:
-        PyroGuide.build(autoguide.AutoIAFNormal, double)
-    assert is_clear(caught.value)
-    assert PyroGuide.build(autoguide.AutoDelta, double)()["net.weight"].dtype == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -110,17 +109,6 @@ def test_no_posterior_of_too_few_snapshots(count):
             RuntimeError, match=f"{count} snapshots for rank=3.*call fit or collect"
         ):
             use()
-
-
-@pytest.mark.parametrize("rank", [-1, 0, 1])
-def test_a_rank_below_two_is_refused(rank):
-    with pytest.raises(ValueError, match=f"rank is {rank}"):
-        built(rank=rank)
-
-
-def test_constrained_sites_are_refused():
-    with pytest.raises(ValueError, match=r"'net.weight' has the support .*; hide it"):
-        built(program(nn.Linear(3, 2), dist.Gamma(2.0, 2.0)))
 
 
 def test_a_snapshot_that_is_not_finite_changes_nothing():

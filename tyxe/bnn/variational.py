@@ -25,8 +25,7 @@ from tyxe.curvature.output_covariance import covariance_through
 from tyxe.data import Output, Unpack, unpacked
 from tyxe.distributions import ParamBlocks
 from tyxe.guides import Guide, PyroGuide
-from tyxe.guides.base import AnyGuide
-from tyxe.guides.weight_covariance import weight_covariance
+from tyxe.guides.base import AnyGuide, weight_covariance
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import BlockDiagonal, Diagonal
 from tyxe.poutine.dropout import RandomDropout, dropping_parts
@@ -336,7 +335,7 @@ def glm_outputs(guide: Any, linear: Linearization) -> tuple[Tensor, Tensor]:
     """Return mean and covariance of outputs in the linearised net, `(n, ...)`, `(n, ..., C, C)`.
 
     Args:
-        guide: a guide for which `weight_covariance` is registered.
+        guide: a guide that `weight_covariance` takes.
         linear: the net linearised about the guide's means, on a batch.
 
     Raises:

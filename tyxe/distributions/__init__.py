@@ -1,13 +1,11 @@
 """Distributions over sites, and their moments by registration."""
 
-import tyxe.distributions.gaussian_kl  # noqa: F401  (registers its KLs)
 from tyxe.distributions.gaussian import Gaussian
 from tyxe.distributions.inducing import InducingWeights
 from tyxe.distributions.joint import IndependentSites, JointDistribution, JointMarginal
 from tyxe.distributions.moments import center, deviation, independent_moments, known_entropy
-from tyxe.distributions.normal import FactorizedNormal, as_gaussian
+from tyxe.distributions.normal import FactorizedNormal, PrunedNormal, as_gaussian
 from tyxe.distributions.param_blocks import ParamBlocks
-from tyxe.distributions.pruned import PrunedNormal
 from tyxe.distributions.signed_bernoulli import SignedBernoulli, SignedBetaBernoulli
 
 __all__ = [

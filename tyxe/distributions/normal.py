@@ -11,6 +11,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
+from tyxe.distributions.joint import OneEvent
 from tyxe.distributions.moments import center, deviation, independent_moments
 from tyxe.util import at_least_float32
 
@@ -107,6 +108,44 @@ class FactorizedNormal(dist.Independent):
         return dist.Independent(self.base_dist, self.reinterpreted_batch_ndims).expand(batch_shape)
 
 
+class PrunedNormal(OneEvent):
+    """A factorised Normal whose pruned elements are zero, and left out of densities and KLs.
+
+    Args:
+        base: the Normal before pruning.
+        kept: boolean, of its shape: the elements that are not pruned.
+
+    Example:
+        >>> base = FactorizedNormal(torch.ones(2), torch.zeros(2))
+        >>> PrunedNormal(base, torch.tensor([True, False])).variance
+        tensor([1., 0.])
+    """
+
+    def __init__(self, base: FactorizedNormal, kept: Tensor) -> None:
+        self.base, self.kept = base, kept
+        super().__init__(torch.Size(), base.event_shape, validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.base.loc * self.kept
+
+    @property
+    def variance(self) -> Tensor:
+        return self.base.variance * self.kept
+
+    def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
+        draw: Tensor = self.base.rsample(sample_shape)
+        return draw * self.kept
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        logs = self.base.base_dist.log_prob(value) * self.kept
+        return logs.flatten(-self.kept.dim()).sum(-1) if self.kept.dim() else logs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrunedNormal:
+        base = FactorizedNormal(self.base.loc.clone(), self.base.log_scale.clone())
+        return PrunedNormal(base, self.kept.clone())
+
+
 class Point(dist.Delta):
     """One value, as one event, whose draws are the tensor itself and whose log-density is 0."""
 
@@ -166,3 +205,13 @@ def _(distribution: FactorizedNormal) -> Tensor:
 @center.register
 def _(distribution: FactorizedNormal) -> Tensor:
     return distribution.loc
+
+
+@independent_moments.register
+def _(distribution: PrunedNormal) -> tuple[Tensor, Tensor]:
+    return distribution.mean, distribution.variance
+
+
+@center.register
+def _(distribution: PrunedNormal) -> Tensor:
+    return distribution.mean

@@ -13,7 +13,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from tyxe.distributions.normal import FactorizedNormal, as_gaussian
+from tyxe.distributions.normal import FactorizedNormal, PrunedNormal, as_gaussian
 from tyxe.util import at_least_float32, in_function_transform
 
 
@@ -221,18 +221,20 @@ def fused_kl(pairs: Sequence[tuple[FactorizedNormal, ToOneNormal]]) -> Tensor:
     return kl
 
 
-def factorized_normal_kl(q: FactorizedNormal, loc: Tensor, scale: Tensor) -> Tensor:
+def factorized_normal_kl(
+    q: FactorizedNormal, loc: Tensor, scale: Tensor, kept: Tensor | None = None
+) -> Tensor:
     """Return the KL from a factorised Normal to another, summed over elements, in nats.
 
     `sum 1/2 [(sigma^2 + (mu - m)^2)/s^2 - 1] + log s - log sigma` [VL 11], `m` and `s` of `q`'s
-    shape.
+    shape, and of the elements that are `kept` where some are not.
     """
-    quadratic = (
-        ((at_least_float32(q.loc) - loc).square() + q.variance) / at_least_float32(scale).square()
-    ).sum()
-    return (quadratic - q.loc.numel()) / 2 + (
-        at_least_float32(scale).log() - at_least_float32(q.log_scale)
-    ).sum()
+    scale = at_least_float32(scale)
+    quadratic = ((at_least_float32(q.loc) - loc).square() + q.variance) / scale.square()
+    logs = scale.log() - at_least_float32(q.log_scale)
+    if kept is not None:
+        return (((quadratic - 1) / 2 + logs) * kept).sum()
+    return (quadratic.sum() - q.loc.numel()) / 2 + logs.sum()
 
 
 @td.register_kl(FactorizedNormal, dist.Independent)
@@ -245,3 +247,11 @@ def _kl_factorized_independent(q: FactorizedNormal, p: dist.Independent) -> Tens
         return factorized_normal_kl(q, normal.loc, normal.scale)
     plain = dist.Independent(q.base_dist, q.reinterpreted_batch_ndims, validate_args=False)
     return td.kl_divergence(plain, p)
+
+
+@td.register_kl(PrunedNormal, dist.Independent)
+def _kl_pruned_independent(q: PrunedNormal, p: dist.Independent) -> Tensor:
+    normal = _one_event(p, q.event_shape)
+    if normal is None:
+        raise NotImplementedError
+    return factorized_normal_kl(q.base, normal.loc, normal.scale, q.kept)

@@ -16,10 +16,19 @@ import torch.distributions as td
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from tyxe.check import described
-from tyxe.distributions import JointDistribution, JointMarginal
+from tyxe import check
+from tyxe.distributions import (
+    Gaussian,
+    JointDistribution,
+    JointMarginal,
+    ParamBlocks,
+    center,
+    independent_moments,
+)
 from tyxe.distributions.buffered import detached
 from tyxe.files import packed, unpacked
+from tyxe.linalg import Diagonal, Inverse, Operator
+from tyxe.linalg.functions import permuted
 from tyxe.threads import only_handlers
 from tyxe.util import is_real, resolve_site_name
 
@@ -58,11 +67,9 @@ def sites_of(
     except TypeError as error:
         raise TypeError(
             f"a guide takes a program without arguments that samples weights, and got "
-            f"{described(module)} ({error}): pass a BNN the guide's class, or functools.partial of "
-            "it, and it makes the guide of its prior"
+            f"{check.described(module)} ({error}): pass a BNN the guide's class, or "
+            "functools.partial of it, and it makes the guide of its prior"
         ) from None
-    except ValueError:
-        pass  # a builtin, which has no signature to look at
     prefix = getattr(module, "prefix", "")
     # A handler around the constructor is for what runs inside of it, which this is not.
     latent = poutine.block(module, hide_types=["observe"])
@@ -209,14 +216,14 @@ class Guide(AnyGuide):
         for name, q in posterior.items():
             if isinstance(q, JointMarginal):
                 if name not in parts:
-                    parts.update(_sample_joint(q.joint))
+                    draw = pyro.sample(q.joint.name, q.joint, infer={"is_auxiliary": True})
+                    parts.update(q.joint.unflatten(draw))
                 q = dist.Delta(parts[name], event_dim=parts[name].dim())
             values[name] = pyro.sample(name, q)
         return values
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the median of every site, by its name in the joint model."""
         posterior = self.posterior()
         medians = {
             # The median of two values is the more probable one.
@@ -231,7 +238,6 @@ class Guide(AnyGuide):
         return site_named(self.sites, name)
 
     def parameter_kinds(self) -> Mapping[str, str]:
-        """Return the kind of each parameter by name: `loc`, `scale` or another word."""
         return {
             name: "scale" if "scale" in name.split(".")[0] else "loc"
             for name, _ in self.named_parameters()
@@ -277,10 +283,6 @@ def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.
     return found
 
 
-def _sample_joint(q: JointDistribution) -> dict[str, Tensor]:
-    return q.unflatten(pyro.sample(q.name, q, infer={"is_auxiliary": True}))
-
-
 def _median(q: td.Distribution) -> Tensor:
     if isinstance(q, td.TransformedDistribution):
         value = _median(q.base_dist)
@@ -288,3 +290,39 @@ def _median(q: td.Distribution) -> Tensor:
             value = transform(value)
         return value
     return q.mean
+
+
+def start_of(argument: str, start: Callable[[Any], Tensor], site: Site, message: Any) -> Tensor:
+    """Return where an initialiser lets a site start; another shape than the site's raises."""
+    found = start(message).detach()
+    hint = f", that of the site {site.name!r}"
+    return check.shape(f"the start that {argument} gives", found, site.shape, hint)
+
+
+def weight_covariance(guide: AnyGuide, blocks: ParamBlocks) -> Operator:
+    """Return the covariance of the weights under a posterior of Normals.
+
+    Args:
+        guide: its posterior is over each site alone, or one Gaussian over all.
+        blocks: the linearised net's blocks, whose order the weights take.
+
+    Raises:
+        TypeError: the guide is not Normal.
+    """
+    posterior = guide.as_priors()
+    joint = getattr(next(iter(posterior.values())), "joint", None)
+    if isinstance(joint, Gaussian) and set(joint.names) == set(posterior):
+        order = torch.arange(joint.loc.numel(), device=joint.loc.device)
+        precision = joint.precision
+        covariance = precision.operator if isinstance(precision, Inverse) else Inverse(precision)
+        return permuted(covariance, blocks.flatten(joint.unflatten(order)))
+    variances = {}
+    for name, q in posterior.items():
+        moments = independent_moments(q)
+        if moments is None or center(q) is None:
+            raise TypeError(
+                f"the posterior of {name!r} is no Normal, so the net cannot be linearised under "
+                "it: predict with predictive='bnn', or use tyxe.guides.AutoNormal"
+            )
+        variances[name] = moments[1].to(moments[0].dtype)
+    return Diagonal(blocks.flatten(variances))

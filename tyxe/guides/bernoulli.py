@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,9 +11,13 @@ from torch.distributions import constraints
 
 from tyxe import check
 from tyxe.distributions import SignedBernoulli
-from tyxe.distributions.packed import PackedSamples, PackedSigns
-from tyxe.distributions.signed_bernoulli import RelaxedSignedBernoulli, Signs
-from tyxe.guides.base import Guide, Site
+from tyxe.distributions.signed_bernoulli import (
+    PackedSamples,
+    PackedSigns,
+    RelaxedSignedBernoulli,
+    Signs,
+)
+from tyxe.guides.base import Guide, Site, start_of
 from tyxe.util import SiteTensors, elementwise
 
 # A mean of 1 has an infinite logit, and close to 1 the gradient vanishes.
@@ -71,15 +74,17 @@ class AutoBernoulli(Guide):
         relaxed: float | None = None,
     ) -> None:
         super().__init__(module)
-        if init_gain is not None and not 0 < init_gain < math.inf:
-            raise ValueError(f"init_gain is {init_gain}; expected None or a positive number")
-        if relaxed is not None and not 0 < relaxed < math.inf:
-            raise ValueError(f"relaxed is {relaxed}; expected None or a positive temperature")
+        if not callable(init):
+            check.choice("init", init, ["pretrained"])
+        for name, value in {"init_gain": init_gain, "relaxed": relaxed}.items():
+            if value is not None:
+                check.number(name, value, above=0)
         self.relaxed = relaxed
         self.scales = {site.own_name: _scale_of(site) for site in self.sites}
         logits = {}
         for site in self.sites:
-            start = _start(init, site, self.messages[site.name])
+            message = self.messages[site.name]
+            start = start_of("init", init if callable(init) else _own_value, site, message)
             logits[site.own_name] = _logits(start / self.scales[site.own_name], init_gain)
         self.logits = SiteTensors(logits)
         self.messages = {}
@@ -131,27 +136,14 @@ def _scale_of(site: Site) -> float:
     return support.scale
 
 
-def _start(init: str | Callable[[Any], Tensor], site: Site, message: Any) -> Tensor:
-    if callable(init):
-        start = init(message).detach()
-    elif init == "pretrained":
-        start = message["infer"].get("own_value")
-        if start is None:
-            raise ValueError(
-                f"{site.name!r} is no parameter of a net, so it has no value to start from; pass "
-                "an initialiser, such as init=tyxe.guides.init_to_zero"
-            )
-    else:
+def _own_value(message: Any) -> Tensor:
+    start: Tensor | None = message["infer"].get("own_value")
+    if start is None:
         raise ValueError(
-            f"init is {init!r}; expected 'pretrained' or an initialiser, such as "
-            "tyxe.guides.PretrainedInitializer.from_net(net)"
+            f"{message['name']!r} is no parameter of a net, so it has no value to start from; pass "
+            "an initialiser, such as init=tyxe.guides.init_to_zero"
         )
-    if start.shape != site.shape:
-        raise ValueError(
-            f"init gives {site.name!r} a start of shape {tuple(start.shape)}; the site has shape "
-            f"{tuple(site.shape)}"
-        )
-    return start.detach()
+    return start
 
 
 def _logits(ratio: Tensor, gain: float | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.util import elementwise, site_spellings, std_from_fans
 
 Message = Mapping[str, Any]
@@ -158,7 +159,7 @@ class PretrainedInitializer:
 
     Raises:
         TypeError: a net in place of values.
-        ValueError: when called: a site without value, or with one of another shape.
+        ValueError: when called: a site without value.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -188,14 +189,7 @@ class PretrainedInitializer:
             raise ValueError(
                 f"there is no pre-trained value for {name!r}; there are {', '.join(self.values)}"
             )
-        value = self.values[known[0]]
-        outline = _outline(site)
-        if value.shape != outline.shape:
-            raise ValueError(
-                f"the pre-trained value of {name!r} has shape {tuple(value.shape)}, but the site "
-                f"has shape {tuple(outline.shape)}"
-            )
-        return value.to(outline).clone()
+        return self.values[known[0]].to(_outline(site), copy=True)
 
 
 def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
@@ -272,9 +266,6 @@ def stationary_scale(learning_rate: float, batch_size: int) -> float:
         >>> stationary_scale(0.02, 100)
         0.01
     """
-    if not (learning_rate > 0 and batch_size > 0):
-        raise ValueError(
-            f"learning_rate is {learning_rate} and batch_size {batch_size}; expected positive "
-            "numbers"
-        )
+    check.number("learning_rate", learning_rate, above=0)
+    check.count("batch_size", batch_size)
     return math.sqrt(learning_rate / (2 * batch_size))

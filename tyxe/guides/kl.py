@@ -135,15 +135,22 @@ def _kl_of_coupled(
         if model_site is None:
             raise _not_in_model(name)
     scale, mask = _common_scale(members)
+    priors = [model_site["fn"] for _, model_site in members.values()]
+    joint_priors = {id(p.joint): p.joint for p in priors if isinstance(p, JointSite)}
+    q = _parts(
+        [site["fn"] for site in coupling], {n: site["fn"] for n, (site, _) in members.items()}
+    )
+    p = _parts([*joint_priors.values()], dict(zip(members, priors, strict=True)))
     kl = None
-    if closed_form_kl:
-        q, p = _posterior(coupling, members), _prior(members)
+    if closed_form_kl and len(q) == len(p) == 1:
         try:
-            kl = None if q is None or p is None else td.kl_divergence(q, p)
+            kl = td.kl_divergence(q[0], p[0])
         except NotImplementedError:
             kl = None
     if kl is None:
-        kl = _log_posterior(coupling, members, closed_form_kl) - _log_prior(members)
+        values = {name: value_of(site) for name, (site, _) in members.items()}
+        draws = {id(site["fn"]): value_of(site) for site in coupling}
+        kl = _log_density(q, values, draws, closed_form_kl) - _log_density(p, values, {}, False)
     return scale_and_mask(kl, scale, mask).sum()
 
 
@@ -159,50 +166,34 @@ def _common_scale(members: Mapping[str, Pair]) -> tuple[Any, Any]:
     return scale, mask
 
 
-def _joint_priors(members: Mapping[str, Pair]) -> dict[int, JointDistribution]:
-    parts = [model_site["fn"] for _, model_site in members.values()]
-    return {id(part.joint): part.joint for part in parts if isinstance(part, JointSite)}
+Part = JointDistribution | IndependentSites
 
 
-def _whole(
-    joints: list[JointDistribution], sites: dict[str, Any]
-) -> JointDistribution | IndependentSites | None:
-    """Return the distribution of all sites if it is one joint, or a product over sites."""
-    if not joints:
-        return IndependentSites({name: site["fn"] for name, site in sites.items()})
-    one = joints[0]
-    return one if len(joints) == 1 and set(one.names) == set(sites) else None
-
-
-def _posterior(coupling: list[Any], members: Mapping[str, Pair]) -> Any:
-    sites = {name: site for name, (site, _) in members.items()}
-    return _whole([site["fn"] for site in coupling], sites)
-
-
-def _prior(members: Mapping[str, Pair]) -> Any:
-    sites = {name: site for name, (_, site) in members.items()}
-    return _whole(list(_joint_priors(members).values()), sites)
-
-
-def _log_posterior(
-    coupling: list[Any], members: Mapping[str, Pair], known_entropies: bool
-) -> Tensor:
-    held = {name for site in coupling for name in site["fn"].names}
-    terms = [site["fn"].log_prob(value_of(site)).sum() for site in coupling]
-    for name, (site, _) in members.items():
-        if name not in held:
-            entropy = known_entropy(site["fn"]) if known_entropies else None
-            density = site["fn"].log_prob(value_of(site)) if entropy is None else -entropy
-            terms.append(density.sum())
-    return torch.stack(terms).sum()
-
-
-def _log_prior(members: Mapping[str, Pair]) -> Tensor:
-    joints = _joint_priors(members).values()
+def _parts(joints: list[JointDistribution], sites: Mapping[str, td.Distribution]) -> list[Part]:
+    """Return joint distributions, and one of all sites that none of them has."""
     held = {name for joint in joints for name in joint.names}
-    values = {name: value_of(site) for name, (site, _) in members.items()}
-    terms = [joint.log_prob(joint.flatten(values)).sum() for joint in joints]
-    for name, (_, site) in members.items():
-        if name not in held:
-            terms.append(site["fn"].log_prob(values[name]).sum())
+    rest = {name: fn for name, fn in sites.items() if name not in held}
+    return [*joints, IndependentSites(rest)] if rest else [*joints]
+
+
+def _log_density(
+    parts: list[Part],
+    values: Mapping[str, Tensor],
+    draws: Mapping[int, Tensor],
+    known_entropies: bool,
+) -> Tensor:
+    """Return the log-density at values by site, or at the `draws` of joint posteriors.
+
+    With `known_entropies` minus the entropy stands for that of a site that has one.
+    """
+    terms = []
+    for part in parts:
+        if isinstance(part, JointDistribution):
+            draw = draws[id(part)] if draws else part.flatten(values)
+            terms.append(part.log_prob(draw).sum())
+            continue
+        for name, fn in part.distributions.items():
+            entropy = known_entropy(fn) if known_entropies else None
+            density = fn.log_prob(values[name]) if entropy is None else -entropy
+            terms.append(density.sum())
     return torch.stack(terms).sum()

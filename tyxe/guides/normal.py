@@ -13,8 +13,9 @@ import torch.distributions as td
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from tyxe import check
 from tyxe.distributions import FactorizedNormal, PrunedNormal
-from tyxe.guides.base import Guide, Site
+from tyxe.guides.base import Guide, Site, start_of
 from tyxe.guides.init import init_to_net, layerwise_std, scale_below_net
 from tyxe.util import SiteTensors, elementwise, resolve_site_name
 
@@ -40,7 +41,6 @@ class MeanField(Guide):
         max_guide_scale: upper bound of the scales.
 
     Raises:
-        TypeError: `init_loc_fn` is no function.
         ValueError: the program has no sites; a scale that is not positive or not below its
             cap; a start outside of a site's support.
     """
@@ -55,23 +55,13 @@ class MeanField(Guide):
         max_guide_scale: float | None = None,
     ) -> None:
         super().__init__(module)
-        if max_guide_scale is not None and not max_guide_scale > 0:
-            raise ValueError(f"max_guide_scale is {max_guide_scale}; expected a positive number")
-        if not callable(init_loc_fn):
-            raise TypeError(
-                f"init_loc_fn is {init_loc_fn!r}; expected a function such as "
-                "tyxe.guides.init_to_zero or PretrainedInitializer.from_net(net)"
-            )
+        if max_guide_scale is not None:
+            check.number("max_guide_scale", max_guide_scale, above=0)
         self.max_guide_scale = max_guide_scale
         locs, scales = {}, {}
         for site in self.sites:
             message = self.messages[site.name]
-            loc = init_loc_fn(message).detach()
-            if loc.shape != site.shape:
-                raise ValueError(
-                    f"init_loc_fn gives {site.name!r} a start of shape {tuple(loc.shape)}; "
-                    f"the site has shape {tuple(site.shape)}"
-                )
+            loc = start_of("init_loc_fn", init_loc_fn, site, message)
             scale = (
                 self._default_scale(message)
                 if init_scale is None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.guides.inducing import AutoInducing
 from tyxe.guides.normal import AutoNormal
 from tyxe.util import SiteTensors
@@ -38,8 +39,7 @@ def prune_(guide: AutoNormal, keep: float) -> None:
         >>> int((bnn.net_guide.posterior()["net.weight"].variance > 0).sum())
         2
     """
-    if not isinstance(guide, AutoNormal):
-        raise TypeError(f"guide is a {type(guide).__name__}; prune_ takes tyxe.guides.AutoNormal")
+    check.one_of("guide", guide, AutoNormal, "tyxe.guides.AutoNormal")
     sites = [s for s in guide.sites if s.is_real and len(s.shape) > 1]
     ratios = {s.own_name: guide.get_loc(s.name).abs() / guide.get_scale(s.name) for s in sites}
     _prune([(ratios, guide.locs, guide.kept)], keep)
@@ -72,10 +72,7 @@ def prune_inducing_(guide: AutoInducing, keep: float) -> None:
         >>> before - parameter_count(bnn.net_guide)  # half of 4 * 40 + 4 * 51
         182
     """
-    if not isinstance(guide, AutoInducing):
-        raise TypeError(
-            f"guide is a {type(guide).__name__}; prune_inducing_ takes tyxe.guides.AutoInducing"
-        )
+    check.one_of("guide", guide, AutoInducing, "tyxe.guides.AutoInducing")
     sides = (guide.row_maps, guide.kept_rows), (guide.column_maps, guide.kept_columns)
     _prune([({n: z.abs() for n, z in maps.items()}, maps, kept) for maps, kept in sides], keep)
 
@@ -105,8 +102,7 @@ Part = tuple[Mapping[str, Tensor], SiteTensors, SiteTensors]
 @torch.no_grad()
 def _prune(parts: Sequence[Part], keep: float) -> None:
     """Keep the share of highest-scoring elements, and set the others of the tensors to zero."""
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise ValueError(f"keep is {keep!r}; expected the share that is left, above 0 and up to 1")
+    keep = check.number("keep", keep, above=0, most=1, hint=", the share that is left")
     scores = [
         # Below every score, so that pruned elements stay pruned.
         torch.where(kept[name], score, -1.0) if name in kept else score
