@@ -209,7 +209,7 @@ def test_a_transformed_normal_is_no_normal(guide):
     prior = tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
     bnn = tyxe.VariationalBNN(nn.Linear(1, 1), prior, likelihood, guide)
-    with pytest.raises(TypeError, match="is no Normal|no distribution per site"):
+    with pytest.raises(TypeError, match=r"is no Normal|no distribution per site"):
         bnn.predict(torch.ones(4, 1), predictive="glm")
 
 
