@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and values packed into tensors."""
+"""Files that are whole or not there, and values as bytes in tensors."""
 
 import errno
 import hashlib
@@ -113,7 +113,7 @@ def test_what_was_not_written_is_refused_before_it_takes_memory(what: str, tmp_p
     if payload.startswith(b"PK"):
         entry = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         with pytest.raises(RuntimeError, match="an entry of the state dict is damaged") as entrys:
-            files.unpacked(entry)
+            files.of_bytes(entry)
         assert "weights_only" not in str(entrys.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
@@ -147,7 +147,7 @@ def test_expanded_tensors_are_written_in_full(tmp_path: Path) -> None:
     found = files.read(path)["rows"][0]
     assert torch.equal(found, row.expand(4, 3))
     assert found.is_contiguous()
-    assert torch.equal(files.unpacked(files.packed({"a": row.expand(4, 3)}))["a"], found)
+    assert torch.equal(files.of_bytes(files.as_bytes({"a": row.expand(4, 3)}))["a"], found)
 
 
 # --- what is at the place already -----------------------------------------------------------------
@@ -308,15 +308,15 @@ def test_several_writers_leave_one_whole_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["Normal", 3, {}, {"a": [torch.ones(2), "b", None], "c": 2**60}])
-def test_what_is_packed_is_unpacked(value: object) -> None:
-    tensor = files.packed(value)
+def test_values_become_bytes_and_values_again(value: object) -> None:
+    tensor = files.as_bytes(value)
     assert tensor.dtype == torch.uint8
     assert tensor.dim() == 1
-    assert str(files.unpacked(tensor)) == str(value)
-    assert torch.equal(files.packed(value), tensor)
+    assert str(files.of_bytes(tensor)) == str(value)
+    assert torch.equal(files.as_bytes(value), tensor)
 
 
 @pytest.mark.parametrize("junk", ["a string", torch.ones(3), torch.zeros(0), None])
-def test_junk_is_not_unpacked(junk: object) -> None:
+def test_other_bytes_are_refused(junk: object) -> None:
     with pytest.raises(RuntimeError, match="an entry of the state dict is damaged"):
-        files.unpacked(junk)
+        files.of_bytes(junk)

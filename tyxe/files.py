@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and what is in them and in state dicts."""
+"""Files that are whole or not there, and values as bytes for state dicts."""
 
 from __future__ import annotations
 
@@ -161,11 +161,11 @@ def _unpickled(data: bytes) -> Any:
     return content
 
 
-def packed(value: Any) -> Tensor:
+def as_bytes(value: Any) -> Tensor:
     """Return nested containers of plain values and tensors as one tensor of bytes.
 
     Example:
-        >>> unpacked(packed({"kind": "Normal", "loc": torch.ones(2)}))
+        >>> of_bytes(as_bytes({"kind": "Normal", "loc": torch.ones(2)}))
         {'kind': 'Normal', 'loc': tensor([1., 1.])}
     """
     if isinstance(value, str | int):
@@ -177,11 +177,11 @@ def packed(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def unpacked(tensor: Any) -> Any:
-    """Return what was packed.
+def of_bytes(tensor: Any) -> Any:
+    """Return what `as_bytes` was given.
 
     Raises:
-        RuntimeError: nothing that `packed` returned.
+        RuntimeError: nothing that `as_bytes` returned.
     """
     try:
         data = tensor.cpu().numpy().tobytes()

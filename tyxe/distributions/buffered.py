@@ -12,7 +12,7 @@ import torch.distributions as td
 from torch import Size, Tensor, nn
 
 from tyxe.distributions.gaussian import Gaussian
-from tyxe.files import packed, unpacked
+from tyxe.files import as_bytes, of_bytes
 from tyxe.linalg import Operator
 
 _CONTAINERS = (td.Distribution, td.Transform, Operator)
@@ -168,7 +168,7 @@ class BufferedDistribution(nn.Module):
             found["absorbed"] = self._absorbed
         if isinstance(self._template, Gaussian):
             found["outline"] = self.distribution.outline()  # type: ignore[attr-defined]
-        return packed(found if len(found) > 1 else self._kind)
+        return as_bytes(found if len(found) > 1 else self._kind)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Do nothing: `_load_from_state_dict` has compared the kinds."""
@@ -184,7 +184,7 @@ class BufferedDistribution(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "_extra_state"
-        extra = unpacked(state_dict[key]) if key in state_dict else self._kind
+        extra = of_bytes(state_dict[key]) if key in state_dict else self._kind
         kind = extra["kind"] if isinstance(extra, dict) else extra
         if isinstance(extra, dict) and "outline" in extra:
             kind = _describe(Gaussian.from_outline(extra["outline"]))

@@ -26,7 +26,7 @@ from tyxe.distributions import (
     independent_moments,
 )
 from tyxe.distributions.buffered import detached
-from tyxe.files import packed, unpacked
+from tyxe.files import as_bytes, of_bytes
 from tyxe.linalg import Diagonal, Inverse, Operator
 from tyxe.linalg.functions import permuted
 from tyxe.threads import only_handlers
@@ -249,7 +249,7 @@ class Guide(AnyGuide):
         return type(self).__name__
 
     def get_extra_state(self) -> Tensor:
-        return packed(self.kind)
+        return as_bytes(self.kind)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Check that the state has this guide's `kind`.
@@ -257,7 +257,7 @@ class Guide(AnyGuide):
         Raises:
             RuntimeError: the state is of a guide that reads its parameters differently.
         """
-        kind = unpacked(state)
+        kind = of_bytes(state)
         if kind != self.kind:
             other = kind if isinstance(kind, str) else "that of another kind of BNN"
             raise RuntimeError(f"the guide is {self.kind} here and {other} in the state dict")

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 
 from tyxe import check
 from tyxe.distributions.inducing import InducingU, SampleShape
-from tyxe.files import packed, unpacked
+from tyxe.files import as_bytes, of_bytes
 from tyxe.guides.normal import AutoNormal, capped_log, uncapped
 from tyxe.util import SiteTensors
 
@@ -416,10 +416,10 @@ class EnsembleFamily(InducingFamily):
 
     def get_extra_state(self) -> Tensor:
         """Return the next member, so that a resumed fit continues with it."""
-        return packed(self._next)
+        return as_bytes(self._next)
 
     def set_extra_state(self, state: Tensor) -> None:
-        self._next = unpacked(state) % self.options.ensemble_size
+        self._next = of_bytes(state) % self.options.ensemble_size
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_watched": ()}

@@ -13,7 +13,7 @@ from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.normal import Point
 from tyxe.distributions.param_blocks import LinearBlock
-from tyxe.files import as_state, of_state, packed, unpacked
+from tyxe.files import as_bytes, as_state, of_bytes, of_state
 from tyxe.guides.base import AnyGuide, Guide, check_real, sites_of
 from tyxe.guides.init import init_to_net
 from tyxe.laplace.state import LaplaceState
@@ -126,7 +126,7 @@ class LaplaceGuide(AnyGuide):
     def get_extra_state(self) -> Tensor:
         """Return the curvature, packed; the BNN saves the prior."""
         if self.state is None:
-            return packed({})
+            return as_bytes({})
         numbers = as_state(self.state.curvature)
         found = {
             "structure": self.structure,
@@ -134,12 +134,12 @@ class LaplaceGuide(AnyGuide):
             **numbers.pop("blocks"),
             "numbers": {name: numbers[name] for name in _NUMBERS},
         }
-        return packed(found)
+        return as_bytes(found)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the curvature of `get_extra_state`; another structure is a RuntimeError."""
         self.state = None
-        saved = unpacked(state)
+        saved = of_bytes(state)
         if not saved:
             return
         found, layout = saved["structure"], {"blocks": saved["blocks"]}

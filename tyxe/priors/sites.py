@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tyxe.distributions import Gaussian, JointDistribution, JointMarginal
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.distributions.joint import JointSite
-from tyxe.files import unpacked
+from tyxe.files import of_bytes
 from tyxe.util import fan_in_fan_out, layer_weight
 
 SitePrior = td.Distribution | Callable[[], td.Distribution]
@@ -103,7 +103,7 @@ class SitePriors(nn.Module):
         for key, extra in state_dict.items():
             if not (key.startswith(start) and key.endswith("._extra_state")):
                 continue
-            extra = unpacked(extra)
+            extra = of_bytes(extra)
             if isinstance(extra, dict) and "outline" in extra:
                 joint = Gaussian.from_outline(extra["outline"])
                 found |= {name.removeprefix(self.prefix): joint for name in joint.names}
