@@ -85,6 +85,29 @@ def test_draws_of_a_step_add_up():
         torch.testing.assert_close(one, two, atol=0.05, rtol=0.1)
 
 
+def test_a_callback_sees_steps():
+    class Count(tyxe.Callback):
+        seen = ()
+
+        def on_batch(self, bnn, epoch, batch, terms):
+            self.seen += ((batch, int(terms.points)),)
+
+    count = Count()
+    fitted(MAKERS["MAP"], parts(8, 8, 4, 4), accumulate_steps=3, callback=count)
+    assert count.seen[:2] == ((0, 20), (3, 4))
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    bad = Y.clone()
+    bad[20] = float("inf")
+    data = list(zip(X.split(8), bad.split(8), strict=True))
+    bnn = MAKERS["MAP"](likelihood())
+    before = [p.clone() for p in bnn.parameters()]
+    with pytest.raises((RuntimeError, ValueError)):
+        bnn.fit(data, SGD, 1, accumulate_steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(before, bnn.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("handler", [None, tyxe.poutine.local_reparameterization])
 def test_bfloat16_is_near_to_float32(handler):
     found = []

@@ -2,6 +2,7 @@
 
 import functools
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -13,13 +14,20 @@ from tests.oracles.architectures import (
     CLASSES,
     HANDLERS,
     NETS,
+    PRIOR,
+    Encoder,
     N,
+    Recurrent,
     TiedLanguageModel,
+    WithBuffers,
     flat,
+    frozen_backbone,
     image,
     make,
+    sequence,
     targets,
     tokens,
+    wide_sequence,
 )
 from tyxe.guides import AutoNormal, PretrainedInitializer
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
@@ -90,6 +98,43 @@ def test_the_net_at_the_mean_is_the_net_itself(name):
     torch.testing.assert_close(exported, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["MLP", "CNN", "GroupNorm", "TransformerEncoder", "embedding"])
+def test_the_elbo_goes_up(name):
+    build, batch = NETS[name]
+    bnn, inputs = make(build()), batch()
+    history = bnn.fit(
+        [(inputs, targets())], functools.partial(torch.optim.Adam, lr=0.02), 60, beta=0.01
+    )
+    assert sum(history.loss[-5:]) < 0.9 * sum(history.loss[:5])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_transformer_sees_its_draws_in_train_and_eval(training):
+    # In eval mode PyTorch takes a fused path that reads the weights itself.
+    bnn, x = make(Encoder(dropout=0.0)), wide_sequence()
+    bnn.train(training)
+    with torch.no_grad():
+        values = {n: v + 0.1 * torch.randn_like(v) for n, v in bnn.mean_values().items()}
+        found = bnn.run_net(values, x)
+        plain = Encoder(dropout=0.0)
+        plain.load_state_dict({n.removeprefix("net."): v for n, v in values.items()})
+        expected = plain.train()(x)  # the composite path
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_nets_see_their_draws(cell):
+    bnn, x = make(Recurrent(cell)), sequence()
+    with torch.no_grad():
+        values = {n: v + 0.1 * torch.randn_like(v) for n, v in bnn.mean_values().items()}
+        found = bnn.run_net(values, x)
+        plain = Recurrent(cell)
+        plain.load_state_dict({n.removeprefix("net."): v for n, v in values.items()})
+        torch.testing.assert_close(found, plain(x))
+        # The next run is at other values; nothing of the last one stays behind.
+        torch.testing.assert_close(bnn.run_net(bnn.mean_values(), x), bnn.to_module()(x))
+
+
 def test_tied_weights_are_one_site_and_one_draw():
     net = TiedLanguageModel()
     bnn = make(net)
@@ -107,6 +152,21 @@ def test_tied_weights_are_one_site_and_one_draw():
     assert all(weight is values["net.embedding.weight"] for weight in seen)
     exported = bnn.to_module()
     assert exported.head.weight is exported.embedding.weight
+
+
+def test_frozen_parameters_are_no_sites_unless_exposed():
+    bnn = make(frozen_backbone())
+    assert tyxe.util.pyro_sample_sites(bnn.net) == ["3.weight", "3.bias"]
+    exposed = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["0.weight"])
+    assert tyxe.util.pyro_sample_sites(make(frozen_backbone(), prior=exposed).net) == ["0.weight"]
+
+
+def test_buffers_are_the_copys_own():
+    net = WithBuffers()
+    bnn = make(net)
+    bnn.predict(flat(), num_predictions=4)
+    assert bnn.net.calls == 4
+    assert net.calls == 0
 
 
 def test_hidden_batchnorm_keeps_its_statistics_in_fit_only():
@@ -132,6 +192,14 @@ def test_nets_of_other_precision(dtype, handler):
     assert mean.dtype == scale.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.isfinite(torch.tensor(history.loss)).all()
     assert all(value.isfinite().all() for value in bnn.parameters())
+
+
+def test_autocast_around_fit():
+    bnn, x = make(NETS["MLP"][0]()), flat()
+    with torch.autocast("cpu", torch.bfloat16), tyxe.poutine.local_reparameterization():
+        history = bnn.fit([(x, targets())], torch.optim.Adam, 2)
+    assert torch.isfinite(torch.tensor(history.loss)).all()
+    assert {p.dtype for p in bnn.parameters()} == {torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +281,26 @@ def test_several_outputs_are_one_clear_error_of_a_likelihood():
     with pytest.raises(TypeError, match=r"returns a tuple.*likelihood needs a tensor.*PytorchBNN"):
         bnn.fit([(flat(), flat(1))], torch.optim.Adam, 1)
     assert all(torch.equal(v, before[n]) for n, v in bnn.named_parameters())
+
+
+def test_several_outputs_of_a_pytorch_bnn():
+    bnn = tyxe.PytorchBNN(TwoHeads(), PRIOR, AutoNormal)
+    mean, log_scale = bnn(flat())
+    loss = -dist.Normal(mean, log_scale.exp()).log_prob(flat(1)).sum() + bnn.cached_kl_loss
+    loss.backward()
+    assert all(p.grad is not None for p in bnn.parameters() if p.requires_grad)
+
+
+def test_prefixed_names_of_two_bnns_in_one_model():
+    left, right = (
+        tyxe.VariationalBNN(nn.Linear(2, 3), PRIOR, Categorical(N), AutoNormal, name=name)
+        for name in ("left", "right")
+    )
+    trace = pyro.poutine.trace(lambda: (left.guide(), right.guide())).get_trace()
+    assert set(trace.stochastic_nodes) == {
+        "left.net.weight",
+        "left.net.bias",
+        "right.net.weight",
+        "right.net.bias",
+    }
+    left.fit([(flat(), targets())], torch.optim.Adam, 1)

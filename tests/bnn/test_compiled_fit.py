@@ -7,8 +7,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
     AutoIAFNormal,
     AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
 )
 from torch import nn
 
@@ -23,10 +26,15 @@ Y = torch.arange(24) % 3
 HALVES = list(zip(X.split(12), Y.split(12), strict=True))
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
 GUIDES = {
-    "AutoNormal": functools.partial(tyxe.guides.AutoNormal, max_guide_scale=0.1),
+    "AutoNormal": tyxe.guides.AutoNormal,
+    "capped": functools.partial(tyxe.guides.AutoNormal, max_guide_scale=0.1),
+    "AutoRadial": tyxe.guides.AutoRadial,
     "AutoInducing": functools.partial(tyxe.guides.AutoInducing, inducing_rows=3, inducing_cols=2),
     "AutoBernoulli": functools.partial(tyxe.guides.AutoBernoulli, relaxed=0.5),
+    "AutoDelta": AutoDelta,
+    "AutoDiagonalNormal": AutoDiagonalNormal,
     "AutoIAFNormal": AutoIAFNormal,
+    "AutoMultivariateNormal": AutoMultivariateNormal,
     "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
 }
 
@@ -185,6 +193,22 @@ def test_without_a_compiler(monkeypatch):
     with pytest.warns(tyxe.TyxeWarning, match=r"needs a C\+\+ compiler"):
         history, _ = fitted(variational(tyxe.guides.AutoNormal), compile=True)
     assert history.loss == fitted(variational(tyxe.guides.AutoNormal))[0].loss
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(traced):
+    bnn = variational(tyxe.guides.AutoNormal)
+    bad = X.clone()
+    bad[20] = float("inf")
+    before = {n: t.clone() for n, t in bnn.state_dict().items()}
+    data = list(zip(bad.split(12), Y.split(12), strict=True))
+    with pytest.raises((RuntimeError, ValueError)):
+        bnn.fit(
+            [data[0], data[0], data[1]], functools.partial(torch.optim.SGD, lr=0.0), 1, compile=True
+        )
+    after = bnn.state_dict()
+    moved = [n for n in before if "running" not in n and "num_batches" not in n]
+    assert all(torch.equal(before[name], after[name]) for name in moved)
+    assert all(bool(t.isfinite().all()) for t in after.values())
 
 
 def test_several_processes_are_refused():

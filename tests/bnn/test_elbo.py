@@ -224,6 +224,25 @@ def test_closed_form_kl_is_the_monte_carlo_average(prior):
     assert abs((draws.mean() - exact).item()) < 4 * error
 
 
+def test_a_pair_without_closed_form_is_drawn():
+    bnn = make(OURS["AutoNormal"], PRIORS["student"])
+    first, second = (elbo_terms(bnn.net_prior, bnn.guide).kl.item() for _ in range(2))
+    assert first != second
+
+
+def test_mean_field_kl_is_the_formula():
+    bnn = make(OURS["AutoNormal"])
+    expected = 0.0
+    for name in bnn.net_prior.names():
+        mu, sigma = bnn.net_guide.get_loc(name), bnn.net_guide.get_scale(name)
+        m, s = 0.2, 1.3
+        terms = (sigma**2 + (mu - m) ** 2) / s**2 - 1 + torch.log(s**2 / sigma**2)
+        expected = expected + 0.5 * terms.sum()
+    kl = elbo_terms(bnn.net_prior, bnn.guide).kl
+    # The prior's numbers went through float32.
+    torch.testing.assert_close(kl, expected, rtol=1e-6, atol=0)
+
+
 # --------------------------------------------------------------------------- batches and handlers
 
 
@@ -322,6 +341,24 @@ def test_history_is_in_nats_for_the_whole_set(beta):
 # --------------------------------------------------------------------------- quiet errors
 
 
+class Unreparameterized(dist.Normal):
+    has_rsample = False
+
+
+def test_a_guide_without_gradients_is_an_error():
+    bnn = make(OURS["AutoNormal"])
+    x, y = data()
+    loc = torch.zeros(3, 2).double()
+
+    def guide(*args):
+        bnn.net_guide()
+        pyro.sample("net.extra", Unreparameterized(loc, 1.0).to_event(2))
+
+    message = r"distribution of 'net\.extra', Independent, has no rsample"
+    with pytest.raises(ValueError, match=message):
+        elbo_terms(bnn.model, guide, x, y)
+
+
 JOINT = [g for g in PYROS if g != "AutoDelta"]
 
 
@@ -337,3 +374,20 @@ def test_one_site_of_a_joint_guide_cannot_be_scaled(guide, closed_form_kl):
         elbo_terms(bnn.model, bnn.guide, x, y, closed_form_kl=closed_form_kl)
     with tyxe.poutine.selective_scale(scale=0.5, expose=["likelihood.data"]):
         assert elbo_terms(bnn.model, bnn.guide, x, y).data.isfinite()
+
+
+def test_radial_kl_varies_far_less_than_plain_monte_carlo():
+    # log q of P elements has a summand (P - 1) log r, with var(log r) = pi^2 / 8; the KL has none.
+    bnn = make(OURS["AutoRadial"])
+
+    def deviation(closed):
+        with torch.no_grad():
+            draws = [
+                elbo_terms(bnn.net_prior, bnn.guide, closed_form_kl=closed) for _ in range(200)
+            ]
+        return torch.stack([terms.kl for terms in draws]).std().item()
+
+    sizes = [p.numel() for p in bnn.net.parameters()]
+    radial = math.sqrt(sum((size - 1) ** 2 for size in sizes) * math.pi**2 / 8)
+    assert deviation(False) > 0.5 * radial
+    assert deviation(True) < 0.1 * deviation(False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
 from tests.oracles.fits import ADAM, PRIOR, X, Y, assert_equal, make, trainable
@@ -90,6 +91,20 @@ def test_schedule_of_beta_sees_epochs_and_history_the_unweighted_kl():
         assert history.loss[epoch] == pytest.approx(loss, rel=1e-9)
 
 
+def test_history_of_particles_is_their_mean():
+    bnn = make()
+    pyro.set_rng_seed(7)
+    frozen = functools.partial(torch.optim.SGD, lr=0.0)
+    history = bnn.fit([(X, Y)], frozen, 1, num_particles=4, closed_form_kl=False)
+    bnn = make()
+    pyro.set_rng_seed(7)
+    terms = [elbo_terms(bnn.model, bnn.guide, X, Y, closed_form_kl=False) for _ in range(4)]
+    assert history.kl[0] == pytest.approx(sum(t.kl.item() for t in terms) / 4, rel=1e-5)
+    assert history.log_likelihood[0] == pytest.approx(
+        sum(t.data.item() for t in terms) / 4, rel=1e-5
+    )
+
+
 @pytest.mark.parametrize(("answer", "epochs"), [(True, 2), (None, 5), (False, 5)])
 def test_callback_stops_on_true(answer, epochs):
     bnn, seen = make(), []
@@ -142,6 +157,19 @@ def test_modes_come_back_whatever_the_end(modes, ending):
         assert bnn.net[1].running_mean.abs().sum() > 0
 
 
+def test_handlers_around_fit_are_left_as_they_were():
+    depth = len(pyro.poutine.runtime._PYRO_STACK)
+    bnn = make()
+
+    def callback(*_):
+        raise Boom
+
+    with pytest.raises(Boom), tyxe.poutine.local_reparameterization():
+        bnn.fit([(X, Y)], ADAM, 1, callback)
+    assert len(pyro.poutine.runtime._PYRO_STACK) == depth
+    assert all(isinstance(p, nn.Parameter) for p in bnn.net.parameters())
+
+
 def test_validation_and_module_local_params_do_not_leak():
     settings = pyro.settings.get()
     with pyro.validation_enabled(False):
@@ -177,12 +205,28 @@ def test_bar_is_for_terminals(monkeypatch, terminal, progress, shown):
         assert "loss=" in stream.getvalue()
 
 
+def test_nothing_is_printed(capfd):
+    make().fit([(X, Y)], ADAM, 2)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_zero_epochs_change_nothing():
     bnn = make()
     before = trainable(bnn)
     history = bnn.fit([(X, Y)], ADAM, 0)
     assert history.loss == []
     assert_equal(trainable(bnn), before)
+
+
+def test_same_seed_same_run_and_another_another():
+    def run(seed):
+        bnn = make()
+        pyro.set_rng_seed(seed)
+        bnn.fit(DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True), ADAM, 2)
+        return trainable(bnn)
+
+    assert_equal(run(1), run(1))
+    assert not torch.equal(run(1)["net_guide.locs.0.weight"], run(2)["net_guide.locs.0.weight"])
 
 
 @pytest.mark.parametrize("train", [{"train_loc": False}, {"train_scale": False}])
@@ -283,4 +327,14 @@ def test_frozen_parts_keep_their_modes(training):
 def test_a_part_whose_parameters_are_sites_is_not_frozen():
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
     bnn = make(net.requires_grad_(False), tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["*"]))
+    assert all(part.training for part in bnn.modules())
+
+
+def test_a_net_in_eval_mode_is_trained_in_train_mode_and_exported_in_eval_mode():
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval())
+    assert all(part.training for part in bnn.modules())
+    bnn.fit([(X, Y)], ADAM, 2)
+    assert bnn.net[1].num_batches_tracked == 2
+    for sample in (False, True):
+        assert not any(part.training for part in bnn.to_module(sample).modules())
     assert all(part.training for part in bnn.modules())

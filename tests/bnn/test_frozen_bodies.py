@@ -86,7 +86,7 @@ FITS = {
     "HMC": chains(tyxe.samplers.HMC(step_size=0.05, num_steps=2), warmup_steps=2, compile=False),
     "SGLD": chains(tyxe.samplers.SGLD(0.001)),
 }
-TYPES = [torch.bfloat16, torch.int8, torch.complex64]
+TYPES = [torch.bfloat16, torch.float16, torch.int8, torch.float64, torch.complex64]
 
 
 @pytest.mark.parametrize("fit", FITS.values(), ids=FITS)

@@ -4,6 +4,7 @@ import functools
 import warnings
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 import tyxe
+from tests.oracles import front_nets
 from tests.oracles.front_nets import Drops, Net, Residual
 from tests.oracles.predictions import seeded
 from tyxe.bnn import laplace
@@ -18,7 +20,7 @@ from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.potential import Potential, exclusive_unvalidated
 from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.priors import IIDPrior
-from tyxe.samplers import NUTS
+from tyxe.samplers import HMC, NUTS
 
 N = 6
 
@@ -126,6 +128,41 @@ def test_fused_layers_are_bit_for_bit_those_without(kind, monkeypatch) -> None:
     found = seeded(bnn.predict, x, num_predictions=4, aggregate=False)
     without(monkeypatch)
     assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
+
+
+def test_a_fit_trains_the_front_beside_the_sites() -> None:
+    net = Recurrent()
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, last(net.head), likelihood, tyxe.guides.AutoNormal)
+    x, y = torch.randn(N, 7, 3), torch.randn(N, 1)
+    before = bnn.net.lstm.weight_ih_l0.detach().clone()
+    for _ in range(2):
+        bnn.predict(x, num_predictions=3)
+        bnn.fit([(x, y)], torch.optim.Adam, 2)
+        assert not torch.equal(before, bnn.net.lstm.weight_ih_l0)
+        before = bnn.net.lstm.weight_ih_l0.detach().clone()
+        centre = bnn.predict(x, num_predictions=0)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(centre, bnn.to_module()(x))
+
+
+@pytest.mark.parametrize("kernel", [NUTS(), HMC(num_steps=3)], ids=["NUTS", "HMC"])
+def test_chains_on_a_last_layer_are_those_on_its_features(kernel) -> None:
+    net, x, y = Recurrent(), torch.randn(20, 7, 3), torch.randn(20, 1)
+    with torch.no_grad():
+        features = net.lstm(x)[0][:, -1]
+    found = {}
+    for name, part, layer, inputs in (
+        ("net.head", net, net.head, x),
+        ("net.0", plain := nn.Sequential(net.head), plain[0], features),
+    ):
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
+        bnn = tyxe.MCMC_BNN(part, last(layer), likelihood, kernel)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tyxe.TyxeWarning)  # few samples
+            run = seeded(bnn.fit, [(inputs, y)], 10, warmup_steps=10, num_chains=2)
+        found[name] = run.get_samples()[f"{name}.weight"]
+    assert torch.equal(found["net.head"], found["net.0"])
 
 
 def test_potentials_are_bit_for_bit_those_without(monkeypatch) -> None:
@@ -323,6 +360,21 @@ def test_a_chain_meets_a_draw_that_is_handed_over(how: str, init: str | None) ->
     assert (drawn.std(0) < 1.5 * covariance.diagonal().sqrt()).all()
 
 
+def test_hooks_and_modes_inside_of_what_is_kept_are_heeded(monkeypatch) -> None:
+    net, x, seen = Residual(), torch.randn(N, 3), []
+    first, last_layer = front_nets.Counted(3, 3), front_nets.Counted(3, 4)
+    net.front = nn.Sequential(first, last_layer)
+    bnn = classifier(net, net.head).eval()
+    own_first, own_last = bnn.net.front
+    own_last.register_forward_hook(lambda *args: seen.append(args[2].clone()))
+    found = seeded(bnn.predict, x, num_predictions=4, aggregate=False)
+    assert own_first.calls == 2
+    # A kept module's own hooks run with what it returned, and one more pass looks at sites.
+    assert len(seen) == own_last.calls + 4
+    without(monkeypatch)
+    assert torch.equal(found, seeded(bnn.predict, x, num_predictions=4, aggregate=False))
+
+
 def test_a_draw_that_is_handed_over_is_met_after_draws_that_are_one() -> None:
     """As those of a chain are after a rejection."""
     net, x = Hands("attribute"), torch.randn(N, 3)
@@ -351,6 +403,14 @@ def test_a_net_that_has_changed_is_compared_again(monkeypatch) -> None:
     bnn.net.note = "changed"
     bnn.predict(x, num_predictions=3)
     assert compared == [1, 1]
+
+
+def test_draws_that_are_one_are_no_comparison() -> None:
+    net, x = Residual(), torch.randn(N, 3)
+    point = pyro.infer.autoguide.AutoDelta
+    bnn = tyxe.VariationalBNN(net, last(net.head), tyxe.likelihoods.Categorical(N), point)
+    bnn.predict(x, num_predictions=3)
+    assert not bnn._runtime.compared
 
 
 class Dense(nn.Module):

@@ -234,17 +234,21 @@ def test_a_loader_may_have_no_length(use, kind):
     USES[use](UNSIZED[kind]())
 
 
+@pytest.mark.parametrize("progress", [True, False])
 @pytest.mark.parametrize("unpack", [None, tuple])
-def test_a_generator_may_be_gone_through_once(unpack):
-    likelihood = tyxe.likelihoods.Categorical(N, class_weights=torch.tensor([1.0, 2.0]))
+@pytest.mark.parametrize("class_weights", [None, torch.tensor([1.0, 2.0])])
+def test_a_generator_may_be_gone_through_once(class_weights, unpack, progress):
+    likelihood = tyxe.likelihoods.Categorical(N, class_weights=class_weights)
     bnn = tyxe.VariationalBNN(net(), NORMAL, likelihood, tyxe.guides.AutoNormal)
     once = (batch for batch in zip(X.split(SIZE), Y.split(SIZE), strict=True))
-    assert len(bnn.fit(once, ADAM, 1, unpack=unpack, progress=True).loss) == 1
+    assert len(bnn.fit(once, ADAM, 1, unpack=unpack, progress=progress).loss) == 1
 
 
-def test_no_worker_outlives_a_run_of_chains():
+@pytest.mark.parametrize("num_chains", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_outlives_a_run_of_chains(persistent, num_chains):
     rows, before = TensorDataset(X, Y), set(multiprocessing.active_children())
-    loader = DataLoader(rows, SIZE, num_workers=1, persistent_workers=True)
+    loader = DataLoader(rows, SIZE, num_workers=1, persistent_workers=persistent)
     bnn = mcmc(SGHMC)
-    bnn.fit(loader, 5, warmup_steps=0, num_chains=2)
+    bnn.fit(loader, 5, warmup_steps=0, num_chains=num_chains)
     assert not set(multiprocessing.active_children()) - before

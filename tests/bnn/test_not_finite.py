@@ -70,6 +70,29 @@ def test_a_check_after_each_epoch_keeps_its_start():
         assert all(torch.equal(own[key], other[key]) for key in own)
 
 
+def test_a_gradient_that_is_not_finite_is_found_at_the_end_of_the_epoch():
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+    before = {n: p.detach().clone() for n, p in bnn.named_parameters()}
+    loc = bnn.net_guide.get_loc("2.bias")
+    loc.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(RuntimeError, match="in epoch 1 "):
+        bnn.fit([(X, Y)], ADAM, 1, nan_check="epoch")
+    for name, parameter in bnn.named_parameters():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+
+
+def test_statistics_are_those_before_a_batch_that_is_not_finite():
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), prior)
+    broken = X.clone()
+    broken[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="look for inputs or targets that are not finite"):
+        bnn.fit([(X, Y), (broken, Y)], ADAM, 1)
+    assert bnn.net[1].num_batches_tracked == 1
+    assert bool(bnn.net[1].running_mean.isfinite().all())
+    assert bool(bnn.predict(X)[0].isfinite().all())
+
+
 def test_non_finite_draws_are_named():
     bnn = make()
     with torch.no_grad():
@@ -115,7 +138,7 @@ GUIDES = [
 ]
 
 
-@pytest.mark.parametrize("value", [float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("guide", GUIDES, ids=["full", "low rank", "inducing"])
 def test_a_covariance_that_breaks_in_a_later_step_stops_the_fit(guide, value):
     """The numbers of its factors are checked in the first step only."""

@@ -12,9 +12,10 @@ from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
 from torch import nn
 
 import tyxe
-from tests.oracles.fits import X, Y, assert_equal, fitted, make, trainable
+from tests.oracles.fits import ADAM, X, Y, assert_equal, fitted, make, trainable
 from tyxe.bnn import elbo_terms
 from tyxe.guides import AutoNormal
+from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.optim.groups import make_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -52,6 +53,23 @@ def test_every_spelling_of_adam_is_adam(optim):
     assert all(not torch.equal(found[name], start[name]) for name in start)
 
 
+def test_pyro_function_of_the_name_sets_rates():
+    def rates(name):
+        return {"lr": 0.0 if name.startswith("net.") else 0.1}
+
+    start, end = trainable(make()), fitted(lambda bnn: pyro.optim.Adam(rates))
+    for name in start:
+        assert torch.equal(start[name], end[name]) == name.startswith("net."), name
+
+
+def test_pyros_clipped_adam():
+    optim = pyro.optim.ClippedAdam({"lr": 0.01, "clip_norm": 1.0, "lrd": 0.9})
+    bnn = make()
+    bnn.fit([(X, Y)], optim, 3)
+    assert isinstance(bnn.optimizer, pyro.optim.clipped_adam.ClippedAdam)
+    assert bnn.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**3)
+
+
 def test_pyro_scheduler_is_stepped_by_the_caller():
     optim = pyro.optim.ExponentialLR(
         {"optimizer": torch.optim.SGD, "optim_args": {"lr": 0.1}, "gamma": 0.5}
@@ -64,6 +82,19 @@ def test_pyro_scheduler_is_stepped_by_the_caller():
 
     bnn.fit([(X, Y)], optim, 4, callback)
     assert rates == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+
+
+def test_torch_scheduler_over_an_instance():
+    bnn, rates = make(), []
+    optimizer = torch.optim.SGD(bnn.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+
+    def callback(bnn, epoch, loss):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+
+    bnn.fit([(X, Y)], optimizer, 3, callback)
+    assert rates == pytest.approx([0.1, 0.01, 0.001])
 
 
 def test_clip_norm_clips_all_parameters_together():
@@ -113,6 +144,13 @@ def test_second_fit_with_a_pyro_optimiser_goes_on_with_its_state():
     assert {state["step"].item() for state in first.state.values()} == {5}
 
 
+def test_second_fit_with_a_class_starts_afresh():
+    bnn = make()
+    bnn.fit([(X, Y)], ADAM, 2)
+    bnn.fit([(X, Y)], ADAM, 3)
+    assert {state["step"].item() for state in bnn.optimizer.state.values()} == {3}
+
+
 def test_one_pyro_optimiser_serves_two_bnns():
     optim, left, right = pyro.optim.Adam({"lr": 0.01}), make(), make()
     left.fit([(X, Y)], optim, 1)
@@ -148,6 +186,25 @@ def test_rates_by_kind(optim, guide):
     assert kinds[1.0] == {n for n in rates if "scale" in n}
     assert kinds[0.05] == {n for n in rates if "loc" in n}
     assert all(kinds.values())
+
+
+def test_kinds_not_named_keep_their_rate():
+    bnn = make()
+    bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.1), 1, lr_multipliers={"scale": 10})
+    for name, rate in rates_of(bnn).items():
+        assert rate == pytest.approx(1.0 if "scale" in name else 0.1), name
+
+
+def test_likelihoods_variables_have_kinds_too():
+    likelihood = HomoskedasticGaussian(10, scale=dist.LogNormal(0.0, 1.0))
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, AutoNormal, AutoNormal
+    )
+    optim = functools.partial(torch.optim.SGD, lr=0.01)
+    bnn.fit([(X, X[:, :1])], optim, 1, lr_multipliers={"scale": 10})
+    rates = rates_of(bnn)
+    assert rates["likelihood_guide.locs.scale"] == pytest.approx(0.01)
+    assert rates["likelihood_guide.unconstrained_scales.scale"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,10 @@ def work(rank):
     parallel = {"parallel": DistributedDataParallel}
     ours = batches(CLASSES, rank)
     uneven = [(X[:4], CLASSES[:4]) if rank else (X[:3], CLASSES[:3])]
+    different = make()
+    if rank:
+        nn.init.zeros_(next(p for p in different.parameters() if p.requires_grad))
+    different.fit(ours, SGD, 0, **parallel)
     alone = make()
     alone.fit(ours, SGD, 1, **parallel)
     if rank == 0:  # nothing of the first fit waits for the other process
@@ -278,6 +282,7 @@ def work(rank):
         "padded": padded(rank),
         "sizes": refused(uneven, **parallel),
         "counts": refused(ours[: 2 - rank], **parallel),
+        "start": parameters(different),
         "counted": {kind: counted_apart(kind, rank, **parallel) for kind in COUNTED},
         "held out": {n: held_out(rank, **options, **parallel) for n, options in FOLLOWED.items()},
         "stopped": stopped(rank, **parallel),
@@ -371,6 +376,11 @@ def test_points_that_the_sampler_repeats_are_warned_of(found):
         (message,) = process["padded"]
         assert "an epoch had 16 points" in message
         assert "dataset_size=15" in message
+
+
+def test_all_start_where_the_first_does(found):
+    assert_equal(found[1]["start"], found[0]["start"])
+    assert_equal(found[0]["start"], parameters(make()))
 
 
 @pytest.mark.parametrize("kind", COUNTED)

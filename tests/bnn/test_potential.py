@@ -116,6 +116,30 @@ def test_the_potential_of_all_chains_is_that_of_each(name):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_vector_has_the_values_of_its_sites(name):
+    bnn, batch = case(name)
+    potential = Potential(bnn, *batch)
+    flat = torch.randn(potential.blocks.size, dtype=torch.float64)
+    values = potential.unflatten(flat)
+    for site, value in values.items():
+        assert bool(potential.priors[site].support.check(value).all())
+    torch.testing.assert_close(potential.flatten(values), flat)
+
+
+def test_the_mean_loss_is_the_likelihoods():
+    bnn, (x, y) = case("inferred scale")
+    potential = Potential(bnn, x, y)
+    flat = torch.randn(potential.blocks.size, dtype=torch.float64)
+    values = potential.unflatten(flat)
+    scale = next(v for name, v in values.items() if name.startswith(bnn.likelihood.prefix))
+    predictions = bnn.run_net(values, x[:4])
+    expected = -dist.Normal(predictions, scale).log_prob(y[:4]).mean()
+    torch.testing.assert_close(
+        potential.mean_loss(potential.unflatten(flat), x[:4], y[:4]), expected
+    )
+
+
 def scaled_prior(name, module, param):
     def statements():
         scale = pyro.sample(f"{name}.scale", dist.LogNormal(torch.zeros(()).double(), 1.0))

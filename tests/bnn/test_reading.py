@@ -151,11 +151,8 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize(
-    ("net", "use"),
-    [(net, use) for net in UNREAD for use in (variational, predicted)]
-    + [("closure", use) for use in FITS.values()],
-)
+@pytest.mark.parametrize("use", [*FITS.values(), predicted], ids=[*FITS, "prediction"])
+@pytest.mark.parametrize("net", UNREAD)
 def test_what_is_never_read_is_named(net, use) -> None:
     make, names = UNREAD[net]
     with pytest.warns(tyxe.TyxeWarning, match=f"do not depend on site {names}, whose draws"):

@@ -86,6 +86,23 @@ def test_a_module_that_draws_has_the_gradients_of_one_run(how: str):
 
 
 @pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
+def test_a_held_draw_has_the_gradients_of_one_run(how: str):
+    def gradients(how: str):
+        start = tyxe.guides.PretrainedInitializer.from_net(net("plain"))
+        guide = partial(AutoNormal, init_loc_fn=start, init_scale=0.1)
+        bnn = tyxe.PytorchBNN(net(how), PRIOR, guide)
+        pyro.set_rng_seed(1)
+        pairs = zip(X.split(2), Y.split(2), strict=True)
+        with bnn.hold_sample():
+            loss = sum((bnn(x) - y).square().sum() for x, y in pairs)
+        loss.backward()
+        return [p.grad for p in bnn.parameters() if p.requires_grad]
+
+    for found, expected in zip(gradients(how), gradients("plain"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
 def test_two_forwards_before_one_backward(how: str):
     """Each backward meets the draws of its own forward."""
 
@@ -101,6 +118,20 @@ def test_two_forwards_before_one_backward(how: str):
 
     for found, expected in zip(gradients(how), gradients("plain"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
+def test_a_fit_is_that_of_one_run(how: str):
+    def fitted(how: str):
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+        bnn = tyxe.VariationalBNN(net(how), PRIOR, likelihood, partial(AutoNormal, init_scale=0.1))
+        pyro.set_rng_seed(1)
+        bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 3)
+        return [p.detach() for p in bnn.parameters() if p.requires_grad]
+
+    for found, expected in zip(fitted(how), fitted("plain"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_checkpoint_around_the_bnn_draws_the_same_again():
@@ -248,6 +279,17 @@ def test_a_gradient_that_would_be_lost_is_refused(handler):
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_gradient_that_nobody_needs_is_not_refused(handler):
+    guide = partial(AutoNormal, train_loc=False, train_scale=False)
+    bnn, x = tyxe.PytorchBNN(Scaled(3, 3), PRIOR, guide), X.clone().requires_grad_()
+    with handler():
+        bnn(x).sum().backward()
+    assert x.grad is None
+    assert all(p.grad is None for p in bnn.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("handler", [nullcontext, *HANDLERS])
 def test_a_fit_whose_backward_is_in_another_thread_is_that_of_one_run(handler, monkeypatch):
     def fitted(how: str):
@@ -303,3 +345,17 @@ def test_a_reentrant_checkpoint_in_a_fit_names_the_one_that_works():
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 1)
     assert all(torch.equal(p, before[name]) for name, p in bnn.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_a_graph_that_a_net_keeps_is_no_reentrant_checkpoint():
+    class Stateful(Flow):
+        def forward(self, x):
+            self.state = getattr(self, "state", 0.0) + self.head(x).mean()
+            return self.head(x) + self.state
+
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    torch.manual_seed(0)
+    bnn = tyxe.VariationalBNN(Stateful("plain"), PRIOR, likelihood, AutoNormal)
+    with pytest.raises(RuntimeError, match="second time"):
+        bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 3)

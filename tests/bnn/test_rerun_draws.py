@@ -1,6 +1,9 @@
 """Nets that are run again in the backward: which forward's draws they meet."""
 
+import threading
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pyro
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import nn
 
 import tyxe
-from tests.bnn.test_rerun import PRIOR, X, Y, net
+from tests.bnn.test_rerun import PRIOR, Adjoint, Flow, X, Y, net, steps
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.guides import AutoNormal
 
@@ -72,9 +75,27 @@ def test_a_loss_of_ones_own_has_the_gradients_of_one_run(how: str, loss):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_draw_of_a_later_forward_is_not_taken_for_that_of_a_solver_around_the_bnn():
+    bnn = tyxe.PytorchBNN(nn.Linear(3, 3), PRIOR, AutoNormal)
+    x = X.clone().requires_grad_()
+    out = bnn(Adjoint.apply(bnn, x, *[p for p in bnn.parameters() if p.requires_grad]))
+    with pytest.raises(RuntimeError, match="run again in the backward"):
+        out.sum().backward()
+
+
 class WithInput(nn.Linear):
     def forward(self, x):
         return super().forward(x), x
+
+
+@dataclass(slots=True)
+class Output:
+    values: object
+
+
+class Wrapped(Flow):
+    def forward(self, x):
+        return Output(SimpleNamespace(parts=[super().forward(x)]))
 
 
 @pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
@@ -90,3 +111,54 @@ def test_a_net_that_returns_what_another_bnn_has_returned(how: str):
 
     for found, expected in zip(gradients(how), gradients("plain"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
+def test_a_net_that_returns_an_object(how: str):
+    def gradients(how: str):
+        torch.manual_seed(0)
+        bnn = tyxe.PytorchBNN(Wrapped(how), PRIOR, AutoNormal)
+        pyro.set_rng_seed(1)
+        bnn(X).values.parts[0].square().sum().backward()
+        return [p.grad for p in bnn.parameters() if p.requires_grad]
+
+    for found, expected in zip(gradients(how), gradients("plain"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class ElsewhereAdjoint(Adjoint):
+    @staticmethod
+    def backward(ctx, gradient):
+        """Run in another of the engine's threads than what came before, as on several devices."""
+        found, task = [], torch._C._current_graph_task_id()
+
+        def work() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch._C, "_current_graph_task_id", lambda: task)
+                leaf = X.clone().requires_grad_()
+                with torch.enable_grad():
+                    out = steps(ctx.field, leaf)
+            found.append(torch.autograd.grad(out, (leaf, *ctx.saved_tensors[1:]), gradient))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return None, *found[0]
+
+
+class Elsewhere(Flow):
+    def forward(self, x):
+        return self.head(ElsewhereAdjoint.apply(self.field, x, *self.field.parameters()))
+
+
+def test_a_backward_whose_parts_run_in_several_threads():
+    def gradients(cls, how: str):
+        torch.manual_seed(0)
+        bnn = tyxe.PytorchBNN(cls(how), PRIOR, AutoNormal)
+        pyro.set_rng_seed(1)
+        bnn(X).square().sum().backward()
+        return [p.grad for p in bnn.parameters() if p.requires_grad]
+
+    found = gradients(Elsewhere, "adjoint")
+    for one, expected in zip(found, gradients(Flow, "plain"), strict=True):
+        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)

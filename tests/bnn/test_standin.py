@@ -262,6 +262,17 @@ def test_compiled_parts_run_uncompiled_after_one_warning() -> None:
     torch.testing.assert_close(found, torch.tanh(X @ w.T + b) @ v.T + c)
 
 
+def test_a_compiled_net_keeps_the_hook_that_picks_its_output() -> None:
+    class Two(Body):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": super().forward(x)}
+
+    net = torch.compile(Two(), backend="eager")
+    with pytest.warns(tyxe.TyxeWarning, match="uncompiled"):
+        bnn = tyxe.PytorchBNN(net, PRIOR, AutoNormal, output="logits")
+    assert bnn(X).shape == (6, 3)
+
+
 class Field(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -389,6 +400,13 @@ def test_what_a_forward_sets_is_the_nets() -> None:
     torch.testing.assert_close(bnn.run_net(values, X), bnn.net.made(X @ w.T + b))
 
 
+class Fails(Body):
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        raise KeyboardInterrupt if x.sum() > 1e6 else ValueError
+        return found
+
+
 def snapshot(bnn: nn.Module) -> Any:
     modules = [*bnn.named_modules()]
     return (
@@ -420,6 +438,16 @@ def test_forwards_leave_a_bnn_as_it_was(name: str, lazy: bool, train: bool) -> N
         before = snapshot(bnn)
         with tyxe.poutine.report() if lazy else nullcontext():
             bnn.run_net(values, batch)
+    assert_equal(snapshot(bnn), before)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e9])
+def test_exceptions_and_interrupts_leave_a_bnn_as_it_was(scale: float) -> None:
+    bnn = wrapped(Fails())
+    values, before = leaves(bnn), snapshot(bnn)
+    before = (*before[:-1], torch.get_rng_state())
+    with pytest.raises(KeyboardInterrupt if scale > 1 else ValueError):
+        bnn.run_net(values, (scale * X.abs(),))
     assert_equal(snapshot(bnn), before)
 
 
@@ -479,6 +507,20 @@ def test_draws_go_with_the_graph_and_need_no_garbage_collector(kind: type[nn.Mod
         assert all(one() is None for one in drawn)
     finally:
         gc.enable()
+
+
+def test_two_particles_with_checkpointing_have_the_gradients_of_one_run() -> None:
+    def fitted(kind: type[nn.Module]) -> list[Tensor]:
+        torch.manual_seed(0)
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+        guide = partial(AutoNormal, init_scale=0.1)
+        bnn = tyxe.VariationalBNN(kind(), PRIOR, likelihood, guide)
+        torch.manual_seed(1)
+        bnn.fit([(X, X)], partial(torch.optim.SGD, lr=1e-2), 3, num_particles=2)
+        return [p.detach() for p in bnn.parameters() if p.requires_grad]
+
+    for found, expected in zip(fitted(Checkpointed), fitted(Body), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 # --------------------------------------------------------------------------- tensors that nets keep

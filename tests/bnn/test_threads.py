@@ -150,6 +150,43 @@ def test_two_fits_of_one_bnn_are_an_error():
     assert len(bnn.fit([(X, Y)], ADAM, 1).loss) == 1
 
 
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_two_curvatures_of_one_bnn_are_an_error():
+    bnn, inside, leave = laplace(), threading.Event(), threading.Event()
+    before = bnn.net.training
+
+    def slow():
+        inside.set()
+        assert leave.wait(60)
+        yield X, Y
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(bnn.fit_curvature, slow())
+        assert inside.wait(60)
+        with pytest.raises(RuntimeError, match="another thread is fitting this LaplaceBNN"):
+            bnn.fit_curvature([(X, Y)])
+        leave.set()
+        first.result()
+    assert bnn.net.training == before
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_curvatures_of_several_bnns_are_those_of_one_thread():
+    bnns = [laplace() for _ in range(4)]
+    for bnn in bnns:
+        bnn.fit_curvature([(X, Y)] * 2)
+    expected = [bnn.state.precision().diagonal() for bnn in bnns]
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            bnns[i].fit_curvature([(X, Y)] * 2)
+            bnns[i - 1].predict(X)
+
+    in_threads(work, threads=4, calls=1)
+    for bnn, diagonal in zip(bnns, expected, strict=True):
+        assert torch.equal(bnn.state.precision().diagonal(), diagonal)
+
+
 def test_a_handler_acts_in_its_own_thread():
     bnn, started, leave = variational(), threading.Event(), threading.Event()
 
@@ -224,6 +261,17 @@ def test_forwards_run_side_by_side(meanwhile):
         first = pool.submit(bnn.predict, X, num_predictions=1)
         second = pool.submit(calls[meanwhile])
         assert first.result().shape == second.result().shape == (30, 3)
+
+
+@pytest.mark.forks
+def test_a_process_forked_inside_of_the_lock_goes_on_and_leaves_it():
+    with exclusive():
+        child = os.fork()
+    if child == 0:
+        with ThreadPoolExecutor(1) as pool:  # another thread of the child can take it
+            free = pool.submit(lambda: exclusive().acquire(timeout=10)).result()
+        os._exit(0 if free else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.forks
@@ -314,6 +362,24 @@ def test_no_draw_is_repeated_because_another_thread_sets_the_generators_back(kin
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_draws_beside_fits_of_an_ensemble_never_come_again():
+    def make(_: int) -> tyxe.VariationalBNN:
+        return tyxe.VariationalBNN(net(), prior(), Categorical(30), AutoNormal)
+
+    ensemble, bnn, found = tyxe.EnsembleBNN(make, 3), variational(), []
+
+    def work() -> None:
+        for _ in range(5):
+            ensemble.fit([(X, Y)], ADAM, 2)
+
+    def predict() -> None:
+        found.append(tuple(bnn.predict(X[:1], num_predictions=1).flatten().tolist()))
+
+    others_work(work, predict)
+    assert len(set(found)) == len(found) > 5
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_predictions_never_meet_a_precision_of_the_search(monkeypatch):
     bnn, found = laplace(), []
     monkeypatch.setattr(bnn, "_set_prior_numbers", lambda _: None)
@@ -329,6 +395,24 @@ def test_predictions_never_meet_a_precision_of_the_search(monkeypatch):
     )
     assert found
     assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("what", ["predict", "grid"])
+def test_a_loader_may_wait_for_predictions_of_another_thread(what):
+    teacher, bnn = variational(), laplace()
+
+    class Taught:
+        def __iter__(self):
+            for _ in range(2):
+                labels = pool.submit(teacher.predict, X).result(20).argmax(-1)
+                yield X, labels
+
+    with ThreadPoolExecutor(1) as pool:
+        if what == "predict":
+            assert bnn.predict(Taught(), num_predictions=2).shape == (60, 3)
+        else:
+            assert bnn.optimize_prior_precision("grid", Taught(), grid=[0.5, 1.0]) > 0
 
 
 # --------------------------------------------------------------------------- PytorchBNN
@@ -368,6 +452,15 @@ def test_a_sample_is_held_for_its_own_thread():
         assert not torch.equal(first, second)
         held = bnn(X)
         assert not torch.equal(pool.submit(bnn, X).result(), held)
+        assert torch.equal(bnn(X), held)
+
+
+def test_predictions_do_not_use_the_held_sample():
+    bnn = pytorch()
+    with bnn.hold_sample():
+        held = bnn(X)
+        first, second = bnn.predict(X, num_predictions=2)
+        assert not torch.equal(first, second)
         assert torch.equal(bnn(X), held)
 
 

@@ -126,6 +126,12 @@ def test_parts_of_a_joint_likelihood_are_judged_by_name():
     assert found.predictions.keys() == {"kind", "size"}
 
 
+def test_a_mode_is_judged_at_its_centre():
+    module = tyxe.Trainable(laplace())
+    assert module.num_predictions == 0
+    assert module.judge((X, Y)).predictions.shape == (20, 2)
+
+
 def test_a_curvature_of_other_weights_is_forgotten():
     bnn = laplace()
     bnn.fit([(X, Y)], ADAM, 3)
@@ -166,6 +172,13 @@ def test_frozen_parts_keep_their_mode():
         assert not any(part.training for part in module.modules())
 
 
+def test_states_are_those_of_the_bnn():
+    one, two = tyxe.Trainable(variational()), tyxe.Trainable(variational())
+    by_hand(one, [(X, Y)])
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(one.bnn.predict(X, num_predictions=0), two.bnn.predict(X, num_predictions=0))
+
+
 def test_what_is_not_fitted_in_steps():
     layer = tyxe.PytorchBNN(nn.Linear(3, 2), NORMAL, tyxe.guides.AutoNormal)
     mcmc = tyxe.MCMC_BNN(
@@ -174,6 +187,11 @@ def test_what_is_not_fitted_in_steps():
     for given in (layer, mcmc, nn.Linear(3, 2)):
         with pytest.raises(TypeError, match="expected one that is fitted in steps"):
             tyxe.Trainable(given)
+
+
+def test_targets_that_do_not_fit_are_an_error_in_the_first_step():
+    with pytest.raises(ValueError, match="outside the support of Categorical"):
+        tyxe.Trainable(variational())((X, Y + 7))
 
 
 LIKELIHOODS = {

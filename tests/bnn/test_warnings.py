@@ -13,7 +13,7 @@ from pyro.infer.mcmc import HMC
 from torch import nn
 
 import tyxe
-from tyxe.guides import AutoNormal
+from tyxe.guides import AutoNormal, AutoRadial
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -42,6 +42,12 @@ def messages(call):
 # --------------------------------------------------------------------------- after a fit
 
 
+@pytest.mark.parametrize("guide", [AutoNormal, AutoRadial, AutoDiagonalNormal, AutoDelta])
+def test_a_good_fit_is_silent(guide):
+    bnn = make(guide=guide)
+    assert messages(lambda: bnn.fit([data()], ADAM, 60)) == []
+
+
 SCALES = {"collapsed": 1e-9, "exploded": 50.0}
 
 
@@ -68,6 +74,15 @@ def test_scales_are_judged_by_the_priors():
     assert messages(lambda: bnn.fit([data()], FROZEN, 1, beta=0.01)) == []
 
 
+def test_a_few_dead_weights_are_no_collapse():
+    bnn = make(nn.Linear(5, 1))
+    with torch.no_grad():
+        bnn.net_guide.unconstrained_scales["weight"][0, :2] = -25.0
+    x = torch.randn(50, 5)
+    loader = [(x, x.sum(-1, keepdim=True))]
+    assert messages(lambda: bnn.fit(loader, FROZEN, 1, beta=0.01)) == []
+
+
 def test_kl_that_dwarfs_the_data():
     net = nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 1))
     bnn = make(net, scale=2.0)
@@ -89,6 +104,12 @@ def test_a_map_has_no_kl_that_dwarfs():
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(50, scale=1.0)
     bnn = tyxe.VariationalBNN(net, prior, likelihood, AutoDelta)
     assert messages(lambda: bnn.fit([data()], FROZEN, 1)) == []
+
+
+def test_a_callback_that_stops_a_fit_is_warned_as_well():
+    bnn = make(guide=functools.partial(AutoNormal, init_scale=1e-9))
+    caught = messages(lambda: bnn.fit([data()], FROZEN, 5, lambda *_: True, beta=0.01))
+    assert "collapsed" in str(caught[0].message)
 
 
 def test_warnings_are_errors_where_asked_for():
@@ -228,6 +249,12 @@ def test_an_epoch_of_an_unlikely_size(sizes, message):
     assert caught[0].filename == __file__
 
 
+def test_only_points_that_count_are_counted():
+    bnn, mask = make(), torch.arange(60) < 50
+    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
+        assert messages(lambda: bnn.fit(batches(60), FROZEN, 1, beta=0.01)) == []
+
+
 def mcmc(net, prior=PRIOR, dataset_size=50):
     kernel = functools.partial(HMC, step_size=0.01, num_steps=1)
     return tyxe.MCMC_BNN(net, prior, HomoskedasticGaussian(dataset_size, scale=0.5), kernel)
@@ -287,3 +314,12 @@ def test_a_bnn_is_built_inside_of_a_handler_as_outside(handler, guide):
     expected = build().state_dict()
     for name, value in built[0].state_dict().items():
         assert not isinstance(value, torch.Tensor) or torch.equal(value, expected[name])
+
+
+def test_a_scale_that_is_met_by_the_constructor_alone_is_not_used():
+    def inside():
+        with tyxe.poutine.selective_scale(scale=0.5, expose=["weight"]):
+            make()
+
+    (warning,) = messages(inside)
+    assert "exposed weight, but no site of that name was sampled" in str(warning.message)
