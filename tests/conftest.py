@@ -13,10 +13,16 @@ import torch
 
 from tyxe.errors import UNREAD
 
-# Autograd knows the devices of when it first runs, which may be while tests are collected; and it
-# takes no fork once it has run with more devices than the CPU.
-if "TYXE_FORKS" not in os.environ:
-    import tests.soak.pretend  # noqa: F401
+# Of tests that run in an interpreter of their own: why, by marker.
+APART = ("forks", "device")
+REASON = os.environ.get("TYXE_APART")
+TOGETHER = pytest.StashKey[list[str]]()
+
+if REASON == "device":
+    # Before autograd first runs, which knows the devices of that moment for good.
+    from tests.soak import pretend
+
+    pretend.register()
 
 # Figures are drawn, never shown: set here so that examples run as subprocesses inherit it.
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -35,18 +41,44 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _reason(item: pytest.Item) -> str | None:
+    """Return why a test runs in an interpreter of its own, unless this is one."""
+    found = [name for name in APART if item.get_closest_marker(name) is not None]
+    return found[0] if found and REASON is None else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the first such test of a module stand for all of them, which share an interpreter."""
+    first: dict[tuple[object, str], pytest.Item] = {}
+    for item in list(items):
+        if (reason := _reason(item)) is not None:
+            leader = first.setdefault((item.path, reason), item)
+            leader.stash.setdefault(TOGETHER, []).append(item.nodeid)
+            if leader is not item:
+                items.remove(item)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that forks in an interpreter of its own.
+    """Run tests that fork, or that pretend to have a device, in an interpreter of their own.
 
     Of the threads that other tests have started, such as the compiler's, a forked process has the
-    locks and not the threads, and may wait for them for ever.
+    locks and not the threads, and may wait for them for ever. A process that has registered another
+    device can neither fork after a backward nor differentiate on a GPU.
     """
-    if pyfuncitem.get_closest_marker("forks") is None or "TYXE_FORKS" in os.environ:
+    reason = _reason(pyfuncitem)
+    if reason is None:
         return None
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
-    root, environment = pyfuncitem.config.rootpath, {**os.environ, "TYXE_FORKS": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
+    root, environment = pyfuncitem.config.rootpath, {**os.environ, "TYXE_APART": reason}
+    done = subprocess.run(
+        [*command, *pyfuncitem.stash[TOGETHER]],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return True
 

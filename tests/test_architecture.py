@@ -54,7 +54,7 @@ LEVELS = (
 )
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 # A leaf, and which others of tyxe it may import.
-LEAVES: dict[str, tuple[str, ...]] = {"metrics": (), "plotting": ("metrics",)}
+LEAVES: dict[str, tuple[str, ...]] = {"metrics": ("check",), "plotting": ("check", "metrics")}
 # What scores and draws predictions by them.
 READS_LEAVES = ("calibration", "diagnostics")
 # Behind extras: not imported with the package.

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 import tyxe
-from tests.soak.pretend import DEVICE, pretend
 from tyxe.rng import (
     RandomStream,
     drawing_from,
@@ -17,7 +16,6 @@ from tyxe.rng import (
     set_random_state,
     set_torch_rng,
     torch_rng,
-    torch_rng_kept,
 )
 
 
@@ -61,37 +59,6 @@ def test_a_state_of_pytorch_alone_leaves_the_other_generators():
     assert random.getstate() == rest[1]
     set_torch_rng(state["rng"])
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_an_accelerators_generator_is_saved_and_put_back():
-    with pretend():
-        torch.rand(3, device=DEVICE)
-        state, host = torch_rng(), torch.rand(3)
-        expected = torch.rand(3, device=DEVICE).cpu()
-        torch.rand(3, device=DEVICE)
-        set_torch_rng(state)
-        assert torch.equal(torch.rand(3, device=DEVICE).cpu(), expected)
-        assert torch.equal(torch.rand(3), host)
-        with torch_rng_kept():
-            following = torch.rand(3, device=DEVICE).cpu()
-        assert torch.equal(torch.rand(3, device=DEVICE).cpu(), following)
-
-
-def test_a_state_of_an_accelerator_is_no_use_to_the_cpu_alone(monkeypatch):
-    with pretend():
-        state = torch_rng()
-    expected = torch.rand(3)
-    assert len(state) == 2
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    set_torch_rng(state)
-    assert torch.equal(torch.rand(3), expected)
-    assert len(torch_rng()) == 1
-
-
-def test_a_device_that_is_not_in_use_is_not_started(monkeypatch):
-    with pretend():
-        monkeypatch.setattr(torch.pretend, "is_initialized", lambda: False)
-        assert len(torch_rng()) == 1
 
 
 class Several:

@@ -290,7 +290,7 @@ def test_weights_of_draws_are_repeated_draws():
     torch.testing.assert_close(found, regression_decomposition(repeated, 0.3))
     other = torch.randn(7, 5, 4)
     torch.testing.assert_close(wasserstein2(draws, other, weights), wasserstein2(repeated, other))
-    with pytest.raises(ValueError, match="`weights` has shape"):
+    with pytest.raises(ValueError, match="weights has shape"):
         wasserstein2(draws, other, weights[:2])
 
 

@@ -285,8 +285,8 @@ MEAN, SCALE = torch.zeros(10), torch.ones(10)
 BAD = {
     "labels outside": (SplitConformal("lac"), PROBS, CLASSES + 1, "expected 0..2 for 3 classes"),
     "ignored labels": (TemperatureScaling(), PROBS, CLASSES - 1, "leave out ignored points"),
-    "numbers as labels": (TemperatureScaling(), PROBS, CLASSES.float(), "expected integer"),
-    "rows": (TemperatureScaling(), PROBS, CLASSES[:5], "expected .10,. for"),
+    "numbers as labels": (TemperatureScaling(), PROBS, CLASSES.float(), "expected integers"),
+    "rows": (TemperatureScaling(), PROBS, CLASSES[:5], "expected .10,.: pass"),
     "logits": (SplitConformal("aps"), PROBS + 1, CLASSES, "pass logits.softmax"),
     "nan": (TemperatureScaling(), PROBS * math.nan, CLASSES, "30 NaN entries"),
     "scale": (ScaleFactor(), (MEAN, 0 * SCALE), MEAN, "expected positive and"),
@@ -314,7 +314,7 @@ def test_bad_settings():
     with pytest.raises(ValueError, match="score"):
         SplitConformal("raps")
     for level in (0.0, 1.0, 90):
-        with pytest.raises(ValueError, match="expected a probability between 0 and 1"):
+        with pytest.raises(ValueError, match="expected a number above 0"):
             SplitConformal(level=level)
     with pytest.raises(TypeError, match="a row of classes each"):
         SplitConformal("aps").fit((MEAN, SCALE), CLASSES)

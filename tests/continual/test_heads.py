@@ -43,8 +43,7 @@ def test_use_as_a_context_puts_the_head_back_even_after_an_error():
         bnn.net.head[1].bias.data.fill_(value)
 
     def breaks():
-        with heads.use("first") as inside:
-            assert inside is heads
+        with heads.use("first"):
             assert bnn.net.head[1].bias.item() == 0
             with heads.use("second"):
                 assert bnn.net.head[1].bias.item() == 1
@@ -59,28 +58,20 @@ def test_use_as_a_context_puts_the_head_back_even_after_an_error():
     assert bnn.net.head[1].bias.item() == 7, "what is trained inside a context is kept"
 
 
-def test_switching_is_in_place():
-    bnn = variational()
-    heads = Heads(bnn, modules=["head"])
-    before = {name: id(tensor) for name, tensor in bnn.net.head.state_dict(keep_vars=True).items()}
-    heads.start("first")
-    heads.start("second")
-    heads.use("first")
-    after = {name: id(tensor) for name, tensor in bnn.net.head.state_dict(keep_vars=True).items()}
-    assert before == after
-
-
 def test_heads_of_a_bnn_that_was_moved():
     bnn = variational()
     heads = Heads(bnn, modules=["head"])
     bnn.to(torch.float64)  # which replaces the buffers of its norms
     start = bnn.net.head[0].running_mean.clone()
+    before = {n: id(tensor) for n, tensor in bnn.net.head.state_dict(keep_vars=True).items()}
     heads.start("first")
     bnn.net.head[0].running_mean.fill_(3.0)
     heads.start("second")
     assert torch.equal(bnn.net.head[0].running_mean, start)
     heads.use("first")
     assert bnn.net.head[0].running_mean.tolist() == [3.0] * 5
+    after = {n: id(tensor) for n, tensor in bnn.net.head.state_dict(keep_vars=True).items()}
+    assert before == after, "switching is in place"
 
 
 def test_heads_save_and_load():
@@ -135,9 +126,9 @@ WRONG_HEADS = {
     "a module": (
         lambda: Heads(variational(), [variational().net.head]),
         TypeError,
-        r"modules has a Sequential; expected names.*modules=\[\"2\"\]",
+        r"modules is a Sequential; expected names.*modules=\[\"2\"\]",
     ),
-    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "has a Linear"),
+    "one module": (lambda: Heads(variational(), nn.Linear(5, 1)), TypeError, "is a Linear"),
     "no such part": (lambda: Heads(variational(), ["tail"]), ValueError, "'tail', which the net"),
     "nothing in it": (lambda: Heads(variational(), ["body.1"]), ValueError, "neither parameters"),
     "a site": (

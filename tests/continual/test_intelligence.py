@@ -12,6 +12,7 @@ from torch import nn
 import tyxe
 from tyxe import continual
 from tyxe.continual import SynapticIntelligence
+from tyxe.continual.intelligence import GaussianPenalty
 from tyxe.errors import TyxeWarning
 
 N = 8
@@ -162,15 +163,11 @@ def test_an_optimiser_that_is_watched_stays_so_after_loading():
     bnn.fit([tasks[1]], late, 5, progress=False)
     other.fit([tasks[1]], early, 5, progress=False)
     assert torch.equal(bnn.state_dict()["net.0.weight"], other.state_dict()["net.0.weight"])
-
-
-def test_intelligence_is_loaded_in_the_parameters_own_type():
-    bnn, _, _ = regression()
-    state = SynapticIntelligence(bnn).state_dict()
-    state = {part: {n: v.float() for n, v in values.items()} for part, values in state.items()}
-    intelligence = SynapticIntelligence(bnn)
-    intelligence.load_state_dict(state)
-    for values in intelligence.state_dict().values():
+    state = intelligence.state_dict()
+    loaded.load_state_dict(
+        {p: {n: v.float() for n, v in part.items()} for p, part in state.items()}
+    )
+    for values in loaded.state_dict().values():
         assert all(value.dtype == torch.double for value in values.values())
 
 
@@ -185,7 +182,7 @@ def test_an_update_without_steps_warns():
 def test_wrong_intelligence():
     bnn, _, _ = regression()
     for options in ({"c": 0.0}, {"xi": -1.0}):
-        with pytest.raises(ValueError, match="expected positive numbers"):
+        with pytest.raises(ValueError, match="expected a number above 0"):
             SynapticIntelligence(bnn, **options)
     intelligence = SynapticIntelligence(bnn)
     sgd = intelligence.watch(torch.optim.SGD(bnn.parameters(), lr=0.1))
@@ -203,3 +200,30 @@ def test_wrong_intelligence():
     sites = tyxe.VariationalBNN(nn.Linear(2, 1), prior, likelihood, tyxe.guides.AutoNormal)
     with pytest.raises(ValueError, match=r"'weight' is a site of the prior.*hide_all=True"):
         SynapticIntelligence(sites)
+
+
+def test_the_penalty_is_a_normals_log_density():
+    torch.manual_seed(0)
+    means, values = ({n: torch.randn(s) for n, s in (("a", (2, 3)), ("b", (3,)))} for _ in "12")
+    precisions = {name: mean.exp() for name, mean in means.items()}
+    penalty = GaussianPenalty(means, precisions)
+    normals = {n: dist.Normal(m, precisions[n].rsqrt()) for n, m in means.items()}
+    gap = [normals[n].log_prob(m) - normals[n].log_prob(values[n]) for n, m in means.items()]
+    torch.testing.assert_close(penalty(values), sum(g.sum() for g in gap))
+    leaves = {name: value.requires_grad_() for name, value in values.items()}
+    gradients = torch.autograd.grad(penalty(leaves), list(leaves.values()))
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        torch.testing.assert_close(penalty.gradient(name, leaf), gradient)
+
+
+@pytest.mark.parametrize(
+    ("precisions", "message"),
+    [
+        ({"a": torch.ones(2), "b": torch.ones(1)}, "here there are a"),
+        ({"a": torch.ones(1)}, "here there are a"),
+        ({"a": torch.tensor([1.0, -1.0])}, "precision of 'a' is negative"),
+    ],
+)
+def test_wrong_penalties(precisions, message):
+    with pytest.raises(ValueError, match=message):
+        GaussianPenalty({"a": torch.zeros(2)}, precisions)

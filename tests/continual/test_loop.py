@@ -27,9 +27,9 @@ from tyxe import files
 from tyxe.continual import Heads, TaskLoop, posterior_to_prior
 
 
-@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
-@pytest.mark.parametrize("stop", [1, 2])
-def test_resumed_is_uninterrupted(make, stop, tmp_path):
+@pytest.mark.parametrize(("stop", "name"), [(1 + i % 2, name) for i, name in enumerate(WRAPPERS)])
+def test_resumed_is_uninterrupted(stop, name, tmp_path):
+    make = WRAPPERS[name]
     torch.manual_seed(1)
     whole = loop_of(make)
     expected = whole.run()
@@ -154,9 +154,8 @@ def test_an_interrupted_fit_can_be_run_again():
     assert fits == ["first", "second", "second", "third"]
 
 
-@pytest.mark.parametrize("name", ["variational", "Laplace, Kronecker", "Laplace, full"])
-@pytest.mark.parametrize("call", ["update", "evaluate"])
-@pytest.mark.parametrize("task", TASKS[:2])
+@pytest.mark.parametrize("name", ["variational", "Laplace, Kronecker"])
+@pytest.mark.parametrize(("call", "task"), [("update", TASKS[0]), ("evaluate", TASKS[1])])
 def test_what_is_done_of_a_task_is_not_done_again(name, call, task):
     torch.manual_seed(1)
     whole = loop_of(WRAPPERS[name], ahead=True)
@@ -185,22 +184,10 @@ def test_what_is_done_of_a_task_is_not_done_again(name, call, task):
     assert_equal(dict(loop.bnn.state_dict()), dict(whole.bnn.state_dict()))
 
 
-def test_a_loaded_state_is_between_tasks():
-    loop, saved = loop_of(variational), loop_of(variational).state_dict()
-    evaluate, loop.evaluate = loop.evaluate, lambda task: (1.0, 2.0)
-    with pytest.raises(TypeError):
-        loop.run()
-    loop.load_state_dict(saved)
-    fits = []
-    loop.evaluate, loop.fit = evaluate, fits.append
-    loop.run()
-    assert fits == TASKS
-
-
-def test_a_state_within_a_task_knows_how_far_it_has_come():
+def test_a_state_knows_how_far_a_task_has_come():
     """What was fitted before it was saved is not fitted again under its own posterior."""
-    loop, fits = loop_of(variational), []
-    loop.evaluate = lambda task: (1.0, 2.0)
+    loop, start, fits = loop_of(variational), loop_of(variational).state_dict(), []
+    evaluate, loop.evaluate = loop.evaluate, lambda task: (1.0, 2.0)
     with pytest.raises(TypeError):
         loop.run()
     other = loop_of(variational)
@@ -208,6 +195,11 @@ def test_a_state_within_a_task_knows_how_far_it_has_come():
     other.fit = fits.append
     other.run()
     assert fits == TASKS[1:]
+    loop.load_state_dict(start)
+    fits.clear()
+    loop.evaluate, loop.fit = evaluate, fits.append
+    loop.run()
+    assert fits == TASKS
 
 
 def test_further_parts_are_saved(tmp_path):
@@ -255,17 +247,6 @@ def test_an_optimiser_of_all_tasks_is_resumed_as_a_part():
         assert_equal(dict(second.bnn.state_dict()), dict(first.bnn.state_dict()))
 
 
-def test_another_order_is_refused(tmp_path):
-    path = tmp_path / "run.pt"
-    loop_of(variational).run(path, callback=lambda task, scores: True)
-    other = loop_of(variational, ["second", "first", "third"])
-    before = copy.deepcopy(other.bnn.state_dict())
-    with pytest.raises(ValueError, match="resume in the same order"):
-        other.run(path)
-    assert other.done == 0
-    assert_equal(dict(other.bnn.state_dict()), dict(before))
-
-
 def test_more_tasks_may_follow(tmp_path):
     torch.manual_seed(1)
     expected = (whole := loop_of(variational)).run()
@@ -278,8 +259,12 @@ def test_more_tasks_may_follow(tmp_path):
     assert torch.equal(actual.nan_to_num(-1), expected.nan_to_num(-1))
     assert_equal(dict(three.bnn.state_dict()), dict(whole.bnn.state_dict()))
     for tasks in (TASKS[:2], [*TASKS[1:], "first"]):
+        other = loop_of(variational, tasks)
+        before = copy.deepcopy(dict(other.bnn.state_dict()))
         with pytest.raises(ValueError, match="resume in the same order"):
-            loop_of(variational, tasks).run(path)
+            other.run(path)
+        assert other.done == 0
+        assert_equal(dict(other.bnn.state_dict()), before)
 
 
 def test_a_run_that_is_stopped_in_its_first_task_goes_on_bit_for_bit(tmp_path):

@@ -11,12 +11,12 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
+from tests.contracts.operators import random_gram, random_tensor
 from tyxe.distributions import Gaussian, IndependentSites, ParamBlocks
 from tyxe.distributions.buffered import BufferedDistribution, detached
 from tyxe.distributions.param_blocks import LinearBlock, SiteBlock
 from tyxe.linalg import BlockDiagonal, Cholesky, Dense, Diagonal, Inverse, Kronecker, LowRank, Sum
 from tyxe.testing.asserts import assert_close
-from tyxe.testing.tensors import random_gram, random_tensor
 
 # A grouped transposed convolution (twelve weights and two biases) and a vector of three.
 BLOCKS = ParamBlocks(

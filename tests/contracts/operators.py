@@ -25,13 +25,23 @@ from tyxe.linalg import (
 )
 from tyxe.linalg.state import operator_from_state, operator_state
 from tyxe.testing.asserts import assert_close, assert_raises
-from tyxe.testing.tensors import random_gram, random_tensor
 
 TOLERANCE = 1e-10
 # What is computed of an operator, and of an operator and vectors.
 NUMBERS = ("logdet", "diagonal", "inverse_diagonal")
 PRODUCTS = ("matmul", "quadratic", "solve", "inverse_sqrt", "whiten", "inverse_quadratic")
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 3), (0,))
+
+
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
+    """Return independent standard normals."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_gram(size: int, rank: int, seed: int = 0) -> Tensor:
+    """Return a positive semidefinite matrix of a rank, `(size, size)`."""
+    rows = random_tensor(rank, size, seed=seed)
+    return rows.mT @ rows / rank
 
 
 def _kronecker(rows: int = 3, columns: int = 4, rank: int = 2) -> Kronecker:

@@ -52,12 +52,16 @@ def annealed(bnn, data, epochs):
     return bnn
 
 
-def variational(likelihood=None, epochs=600, **guide):
-    bnn = tyxe.VariationalBNN(
-        net(), NORMAL, likelihood or gaussian(), functools.partial(tyxe.guides.AutoNormal, **guide)
-    )
+@functools.cache  # a diagnosis changes nothing
+def variational(epochs=600, size=200, scale=NOISE, **guide):
+    builder = functools.partial(tyxe.guides.AutoNormal, **guide)
+    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(size, scale), builder)
     with tyxe.poutine.local_reparameterization():
         return annealed(bnn, [TRAIN], epochs)
+
+
+def report_of(bnn, **options):
+    return diagnose(bnn, [TRAIN], [HELD_OUT], **ALL | options)
 
 
 def verdicts(report):
@@ -65,10 +69,6 @@ def verdicts(report):
 
 
 # ----------------------------------------------------------------------------------------- healthy
-
-
-def mean_field():
-    return variational()
 
 
 def full_covariance():
@@ -85,30 +85,32 @@ def laplace():
 
 
 def chains():
-    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, gaussian(scale=0.58), tyxe.samplers.NUTS)
-    bnn.fit([TRAIN], 500, warmup_steps=300, num_chains=4)
+    kernel = tyxe.samplers.HMC(num_steps=3)
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, gaussian(scale=0.58), kernel)
+    bnn.fit([TRAIN], 500, warmup_steps=200, num_chains=4)
     return bnn
 
 
 def ensemble():
-    nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
-
     def member(index):
         torch.manual_seed(index)
         start = tyxe.util.reset_parameters_(net())
         torch.manual_seed(index)
         start = tyxe.util.reset_parameters_(start)
+        nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
         return annealed(tyxe.VariationalBNN(start, nothing, gaussian()), [TRAIN], 500)
 
     return tyxe.EnsembleBNN(member, 3)
 
 
 @pytest.mark.parametrize(
-    "make", [mean_field, full_covariance, mode, laplace, chains, ensemble], ids=lambda f: f.__name__
+    "make",
+    [variational, full_covariance, mode, laplace, chains, ensemble],
+    ids=lambda f: f.__name__,
 )
 def test_a_healthy_posterior_is_quiet(make):
     torch.manual_seed(0)
-    report = diagnose(make(), [TRAIN], [HELD_OUT], **ALL)
+    report = report_of(make())
     assert report.flags == [], str(report)
     judged = [line for line in report.values() if line.threshold]
     assert len(judged) < len(report)
@@ -122,7 +124,7 @@ def test_a_healthy_classifier_is_quiet():
         net(2, 2), NORMAL, likelihoods.Categorical(300), tyxe.guides.AutoNormal
     )
     with tyxe.poutine.local_reparameterization():
-        annealed(bnn, [train], 1500)
+        annealed(bnn, [train], 800)
     report = diagnose(bnn, [train], [held_out], **ALL)
     assert report.flags == [], str(report)
 
@@ -132,14 +134,11 @@ def test_a_healthy_classifier_is_quiet():
 
 @pytest.mark.parametrize("size", [2, 20_000])
 def test_a_wrong_number_of_points(size):
-    guide, pairs = (
-        tyxe.guides.AutoNormal,
-        list(zip(*(part.split(2) for part in TRAIN), strict=True)),
-    )
-    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(size), guide)
+    pairs = list(zip(*(part.split(2) for part in TRAIN), strict=True))
+    bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(size), tyxe.guides.AutoNormal)
     with pytest.warns(tyxe.TyxeWarning, match="an epoch had 200 points"):
-        bnn.fit(pairs, ADAM, 20)
-    report = diagnose(bnn, [TRAIN], [HELD_OUT], **ALL)
+        bnn.fit(pairs, ADAM, 2)
+    report = report_of(bnn)
     assert report.flags[0].name == "points in the loader over dataset_size"
     assert report.flags[0].value == pytest.approx(200 / size)
     assert report.flags[0].verdict == "fail"
@@ -147,49 +146,40 @@ def test_a_wrong_number_of_points(size):
 
 
 def test_scales_that_are_stuck():
-    bnn = variational(epochs=200, init_scale=1e-5)
-    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
+    found = verdicts(report_of(variational(200, init_scale=1e-5)))
     assert {"spread of a layer's log scales", "scale over the prior's"} <= set(found)
     assert "gradient over its noise, scale" in found
 
 
 def test_too_few_epochs():
     bnn = tyxe.VariationalBNN(net(), NORMAL, gaussian(), tyxe.guides.AutoNormal)
-    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
-    assert found["gradient over its noise, loc"] == "fail"
-    found = verdicts(diagnose(variational(epochs=5), [TRAIN], [HELD_OUT], **ALL))
+    assert verdicts(report_of(bnn))["gradient over its noise, loc"] == "fail"
+    found = verdicts(report_of(variational(5)))
     assert found["gradient over its noise, scale"] == "fail"
 
 
 @pytest.mark.parametrize(("scale", "how"), [(0.1, "too certain"), (2.0, "too uncertain")])
 def test_a_noise_that_was_not_fitted(scale, how):
-    report = diagnose(variational(gaussian(scale=scale)), [TRAIN], [HELD_OUT], **ALL)
-    line = report["quantile calibration error"]
+    line = report_of(variational(150, scale=scale))["quantile calibration error"]
     assert line.verdict == "fail"
     assert line.remedy.startswith(how)
 
 
-def test_norms_of_the_batch():
-    net_ = nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16, track_running_stats=False), nn.Tanh())
-    bnn = tyxe.VariationalBNN(
-        net_.append(nn.Linear(16, 1)), NORMAL, gaussian(), tyxe.guides.AutoNormal
-    )
-    bnn.fit([TRAIN], ADAM, 100)
-    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
-    assert "change of predictions by their batch" in found
-
-
-def test_norms_with_statistics_of_other_weights():
-    net_ = nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16, momentum=1e-4), nn.Tanh())
-    bnn = tyxe.VariationalBNN(
-        net_.append(nn.Linear(16, 1)), NORMAL, gaussian(scale=0.2), tyxe.guides.AutoNormal
-    )
+def normed(scale=NOISE, **norm):
+    layers = nn.Linear(1, 16), nn.BatchNorm1d(16, **norm), nn.Tanh(), nn.Linear(16, 1)
+    guide = tyxe.guides.AutoNormal
+    bnn = tyxe.VariationalBNN(nn.Sequential(*layers), NORMAL, gaussian(scale=scale), guide)
     bnn.fit([TRAIN], ADAM, 300)
+    return bnn
+
+
+def test_norms_of_the_batch_and_with_statistics_of_other_weights():
+    found = verdicts(report_of(normed(track_running_stats=False)))
+    assert "change of predictions by their batch" in found
+    bnn = normed(0.2, momentum=1e-4)
     before = {name: value.clone() for name, value in bnn.state_dict().items()}
-    found = diagnose(bnn, [TRAIN], [HELD_OUT], **ALL)[
-        "log-likelihood gained by new norm statistics"
-    ]
-    assert found.verdict != "ok"
+    found = verdicts(report_of(bnn))
+    assert "log-likelihood gained by new norm statistics" in found
     after = bnn.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
@@ -197,8 +187,7 @@ def test_norms_with_statistics_of_other_weights():
 def test_a_mode_that_is_none():
     bnn = tyxe.LaplaceBNN(net(), NORMAL, gaussian())
     bnn.fit_curvature([TRAIN])
-    found = verdicts(diagnose(bnn, [TRAIN], [HELD_OUT], **ALL))
-    assert found["gradient at the mode over its noise"] == "fail"
+    assert verdicts(report_of(bnn))["gradient at the mode over its noise"] == "fail"
 
 
 def test_the_prior_of_the_mode():
@@ -231,10 +220,8 @@ def test_a_posterior_beside_its_plain_net():
     nothing = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
     plain = annealed(tyxe.VariationalBNN(net(), nothing, gaussian()), [TRAIN], 500)
     name = "log-likelihood above the plain net's"
-    good = diagnose(laplace(), [TRAIN], [HELD_OUT], plain=plain)
-    assert good[name].verdict == "ok"
-    bad = diagnose(variational(epochs=2), [TRAIN], [HELD_OUT], plain=plain)
-    assert bad[name].verdict == "fail"
+    assert report_of(variational(), plain=plain)[name].verdict == "ok"
+    assert report_of(variational(2), plain=plain)[name].verdict == "fail"
 
 
 def test_units_that_the_posterior_gave_up():
@@ -256,11 +243,11 @@ def test_units_that_the_posterior_gave_up():
 
 def test_the_draws_that_are_needed():
     """As many draws as the report says have the error that it says."""
-    bnn = variational(epochs=300, init_scale=0.2)
+    bnn = variational(100, init_scale=0.2)
     with torch.no_grad():  # as a user may have it
         found = diagnose(bnn, [TRAIN], [HELD_OUT], num_predictions=500)
     needed = int(found["draws for an error of 0.01 nats"].value)
-    exact = float(bnn.evaluate([HELD_OUT], num_predictions=10_000, reduction="mean")[1])
+    exact = float(bnn.evaluate([HELD_OUT], num_predictions=4_000, reduction="mean")[1])
     errors = [
         float(bnn.evaluate([HELD_OUT], num_predictions=needed, reduction="mean")[1]) - exact
         for _ in range(60)
@@ -289,7 +276,7 @@ def test_k_hat_is_that_of_the_density():
 def test_an_exact_posterior_does_not_fail(dtype):
     """A regression's, whose log ratios are one number but for rounding."""
     name = "k-hat, below 0.7 for a good density"
-    for seed in range(10):
+    for seed in range(3):
         torch.manual_seed(seed)
         x = torch.randn(20, 1, dtype=torch.float64)
         y = x + NOISE * torch.randn(20, 1, dtype=torch.float64)
@@ -305,7 +292,7 @@ def test_an_exact_posterior_does_not_fail(dtype):
 
 
 def test_nothing_changes_and_a_seed_gives_the_same_report():
-    bnn = variational(epochs=20)
+    bnn = variational(5)
     before = {name: value.clone() for name, value in bnn.state_dict().items()}
     state = torch.get_rng_state()
     first, second = (diagnose(bnn, [TRAIN], [HELD_OUT]) for _ in range(2))
@@ -340,9 +327,7 @@ def test_a_line_of_parts_is_the_worst():
     line = Line.of_parts("n", {"a": 1.0, "b": math.nan, "c": 9.0}, (0, 2), (0, 5), "mend")
     assert (line.where, line.verdict, line.title) == ("b", "fail", "n (b)")
     assert Line.of_parts("n", {"a": 1.0, "c": 3.0}, (0, 2), (0, 5), "").verdict == "warn"
-
-
-def test_without_a_threshold_the_largest_is_told():
+    # Without a threshold the largest.
     parts = {"a": -math.inf, "b": 0.3, "c": 1.5}
     assert Line.of_parts("k-hat", parts, ANY, ANY, "").where == "c"
     assert Line.of_parts("k-hat", {**parts, "d": math.nan}, ANY, ANY, "").where == "d"
@@ -375,7 +360,7 @@ def test_counts_and_several_targets():
 
 def test_weights_count_points():
     """Twice the points is each of them with a weight of two."""
-    bnn = variational(gaussian(400), epochs=300)
+    bnn = variational(30, size=400)
     x, y = TRAIN
     once = diagnose(bnn, [(x, y, torch.full([200], 2.0))], [HELD_OUT])
     twice = diagnose(bnn, [(torch.cat([x, x]), torch.cat([y, y]))], [HELD_OUT])
@@ -408,7 +393,7 @@ def test_rows_that_cannot_be_dealt_leave_lines_out():
 def test_what_is_refused():
     with pytest.raises(TypeError, match="a fitted BNN with a likelihood, or an EnsembleBNN"):
         diagnose(nn.Linear(1, 1), [TRAIN], [HELD_OUT])
-    bnn = variational(epochs=1)
+    bnn = variational(2)
     with pytest.raises(TypeError, match="plain is a Linear; expected the net trained"):
         diagnose(bnn, [TRAIN], [HELD_OUT], plain=nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match="there is no curvature yet"):

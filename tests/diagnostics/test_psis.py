@@ -59,7 +59,7 @@ def test_ratios_that_differ_by_rounding_are_equal(constant, dtype):
 
 
 @pytest.mark.parametrize("count", [25, 50, 1000])
-@pytest.mark.parametrize("spread", [10.0**power for power in range(-18, 9)])
+@pytest.mark.parametrize("spread", [10.0**power for power in range(-18, 9, 2)])
 def test_it_is_a_number_at_every_spread(spread, count):
     """Gaussian logarithms have a light tail where they differ little, and a heavy one else."""
     found = []
@@ -81,10 +81,14 @@ def test_a_rate_of_nothing_on_the_grid_of_the_estimate():
     assert _shape(excess) == pytest.approx(_shape(beside), rel=1e-6)
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="expected 25 or more"):
-        pareto_k(torch.randn(20))
-    with pytest.raises(ValueError, match="expected finite numbers"):
-        pareto_k(torch.tensor([0.0, math.inf] * 50))
-    with pytest.raises(ValueError, match="expected finite numbers"):
-        pareto_k(torch.randn(50, 2))
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        (torch.randn(20), "expected 25 or more"),
+        (torch.tensor([0.0, math.inf] * 50), "expected finite numbers"),
+        (torch.randn(50, 2), r"expected \(S,\)"),
+    ],
+)
+def test_bad_input(ratios, message):
+    with pytest.raises(ValueError, match=message):
+        pareto_k(ratios)

@@ -22,8 +22,8 @@ def likelihood():
 @pytest.fixture(scope="module")
 def chains():
     torch.manual_seed(0)
-    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, likelihood(), tyxe.samplers.NUTS)
-    bnn.fit([(X, Y)], 500, warmup_steps=300, num_chains=4, progress=False)
+    bnn = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, likelihood(), tyxe.samplers.HMC(num_steps=3))
+    bnn.fit([(X, Y)], 500, warmup_steps=200, num_chains=4, progress=False)
     return bnn
 
 
@@ -54,9 +54,9 @@ def test_an_exact_method_is_near_and_another_is_not(chains, tmp_path):
 def test_of_classes():
     x, y = torch.randn(30, 2), torch.arange(30) % 3
     bnn = tyxe.MCMC_BNN(
-        nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(30), tyxe.samplers.NUTS
+        nn.Linear(2, 3), NORMAL, tyxe.likelihoods.Categorical(30), tyxe.samplers.HMC(num_steps=4)
     )
-    bnn.fit([(x, y)], 300, warmup_steps=300, num_chains=4, progress=False)
+    bnn.fit([(x, y)], 300, warmup_steps=150, num_chains=4, progress=False)
     found = reference(bnn, x, largest_r_hat=1.1)
     same = found.compare(bnn, 1_200)
     assert same == pytest.approx({"agreement": 1.0, "total variation": 0.0}, abs=1e-5)

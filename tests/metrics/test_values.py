@@ -32,10 +32,6 @@ class TestByHand:
     def test_nll_of_an_impossible_target_is_infinite(self) -> None:
         assert metrics.nll(torch.tensor([[1.0, 0.0]]), torch.tensor([1])) == math.inf
 
-    def test_accuracy_counts(self) -> None:
-        probs = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=torch.float64)
-        assert_scalar(metrics.accuracy(probs, torch.tensor([0, 1, 1])), 2 / 3)
-
     def test_brier_sums_over_classes(self) -> None:
         probs = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
         assert_scalar(metrics.brier_score(probs, torch.tensor([0])), 0.25 + 0.09 + 0.04)
@@ -61,33 +57,9 @@ class TestByHand:
         curve = metrics.calibration_curve(probs, torch.tensor([0, 0, 0]), num_bins=4)
         assert curve.confidence.tolist() == [0.5, 0.75, 1.0]
 
-    def test_one_bin_is_the_gap_of_the_means(self) -> None:
-        probs, targets = classified(0)
-        gap = metrics.accuracy(probs, targets) - probs.amax(-1).mean()
-        ece = metrics.expected_calibration_error(probs, targets, num_bins=1)
-        torch.testing.assert_close(ece, gap.abs())
-
-    @pytest.mark.parametrize(
-        ("in_scores", "out_scores", "auroc", "aupr"),
-        [
-            ([0.9, 0.8], [0.1, 0.2], 1.0, 1.0),
-            ([0.1, 0.2], [0.9, 0.8], 0.0, (1 / 3 + 2 / 4) / 2),
-            ([0.5, 0.5], [0.5, 0.5], 0.5, 0.5),
-            ([0.9, 0.6], [0.6, 0.5], 0.875, (1 + 2 / 3) / 2),
-            ([math.inf], [-math.inf], 1.0, 1.0),
-        ],
-        ids=["separated", "reversed", "all tied", "one tie", "infinite"],
-    )
-    def test_ood(
-        self, in_scores: list[float], out_scores: list[float], auroc: float, aupr: float
-    ) -> None:
-        pair = (torch.tensor(in_scores).double(), torch.tensor(out_scores).double())
-        assert_scalar(metrics.ood_auroc(*pair), auroc)
-        assert_scalar(metrics.ood_aupr(*pair), aupr)
-
-    def test_rmse(self) -> None:
-        value = metrics.rmse(torch.zeros(2).double(), torch.tensor([3.0, 4.0]).double())
-        assert_scalar(value, math.sqrt(12.5))
+    def test_ood_of_infinite_scores(self) -> None:
+        pair = (torch.tensor([math.inf]).double(), torch.tensor([-math.inf]).double())
+        assert metrics.ood_auroc(*pair) == metrics.ood_aupr(*pair) == 1
 
     @pytest.mark.parametrize(("z", "level"), [(1.959, 0.95), (0.999, 0.6826894921)])
     def test_coverage_ends_at_the_quantile(self, z: float, level: float) -> None:
@@ -107,15 +79,6 @@ class TestOracles:
         probs, targets = classified(2, num_classes=2)
         expected = 2 * oracle.brier_score_loss(targets, probs[:, 1].numpy())
         assert_scalar(metrics.brier_score(probs, targets), expected)
-
-    def test_brier_is_the_naive_loop(self) -> None:
-        probs, targets = classified(2)
-        errors = [
-            (p - (c == y)) ** 2
-            for row, y in zip(probs.tolist(), targets.tolist(), strict=True)
-            for c, p in enumerate(row)
-        ]
-        assert_scalar(metrics.brier_score(probs, targets), sum(errors) / len(targets))
 
     def test_accuracy_is_scikits(self) -> None:
         probs, targets = classified(3)

@@ -54,11 +54,7 @@ def test_the_figure_has_the_tasks_that_all_runs_have_finished():
         ({"a": torch.rand(1, 2, 2, 2)}, ValueError, r"expected \(runs, T, T\)"),
         ({"a": torch.rand(3)}, ValueError, r"'a' have shape \(3,\)"),
         ({"a": torch.full((2, 2), math.nan)}, ValueError, "'a' are all NaN after the first"),
-        (
-            {"a": torch.tensor([[0.9, 0.0], [math.nan, 0.8]])},
-            ValueError,
-            r"`results\['a'\]` has 1 NaN",
-        ),
+        ({"a": torch.tensor([[0.9, 0.0], [math.nan, 0.8]])}, ValueError, r"'a'\] has 1 NaN"),
         ({"a": [[1.0]]}, TypeError, "expected a tensor"),
     ],
 )

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import platform
 import time
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,25 @@ import pyro
 import torch
 
 import tyxe
-from tests.soak.suites import SUITES, figures_of
+from tests.soak import corruption, fuzz, kill, threads
 
+# Each with the count of the full run.
+SUITES = {
+    "fuzz": (fuzz.run, 2000),
+    "threads": (threads.run, 100),
+    "kill": (kill.run, 200),
+    "corruption": (corruption.run, 200),
+}
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "reliability.json"
 PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- {} of figures: written by python -m tests.soak -->"
 BEGIN, END = MARK.format("begin"), MARK.format("end")
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", tyxe.TyxeWarning)
 
 
 def written(page: str, results: dict[str, Any]) -> str:
@@ -55,10 +68,10 @@ def main() -> None:
         results["suites"] = json.loads(given.json.read_text())["suites"]
     for name in given.only:
         start = time.perf_counter()
-        # In a process of its own: autograd's engine knows the devices of when it first ran.
-        count = given.count or SUITES[name][2]
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            figures = process.submit(figures_of, name, count, given.seed).result()
+        run, count = SUITES[name]
+        # In a process of its own: one that has threads cannot fork.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare) as process:
+            figures = process.submit(run, given.count or count, given.seed).result()
         lists = {key: value for key, value in figures.items() if isinstance(value, list)}
         numbers = {key: value for key, value in figures.items() if key not in lists}
         found = {"seed": given.seed, "seconds": time.perf_counter() - start, "figures": numbers}

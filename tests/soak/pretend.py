@@ -2,8 +2,10 @@
 
 A `DeviceTensor` holds a tensor of the CPU and says that it is elsewhere. An operation of the two
 raises a `DeviceMismatch`, as CUDA would, and each number that the host reads is counted by the line
-of the package that asked. The device has a random generator of its own, and no autocast.
+of the package that asked. The device has a random generator of its own, and no autocast. A process
+that has registered it can no longer differentiate on a GPU: tests of it have the marker `device`.
 
+    register()
     with pretend() as device:
         net = make_net().to(DEVICE)
         ...
@@ -31,7 +33,7 @@ import tyxe
 from tyxe import rng
 from tyxe.distributions import normal_kl
 
-__all__ = ["DEVICE", "DeviceMismatch", "Host", "pretend"]
+__all__ = ["DEVICE", "DeviceMismatch", "Host", "pretend", "register"]
 
 NAME = "pretend"
 PACKAGE = Path(tyxe.__file__).resolve().parent
@@ -142,9 +144,13 @@ class Hook(torch._C._acc.PrivateUse1Hooks if _set_up else object):  # type: igno
 
 
 MODULE = Module()
-if _set_up:
-    _set_up(NAME, MODULE, Hook())
-DEVICE = torch.device(NAME if _set_up else "privateuseone", 0)
+DEVICE = torch.device("privateuseone", 0)  # its name from `register` on is that of the module
+
+
+def register() -> None:
+    """Tell PyTorch that there is such a device, before autograd first runs."""
+    if _set_up:
+        _set_up(NAME, MODULE, Hook())
 
 
 class DeviceTensor(Tensor):

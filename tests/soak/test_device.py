@@ -1,14 +1,293 @@
-"""A slice of the flows on a pretend accelerator, and that the suite finds what it looks for."""
+"""Every part on a pretend accelerator: no tensor is elsewhere, and the host reads little."""
 
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import autoguide
+from pyro.infer.mcmc import HMC
+from torch import Tensor, nn
 
 import tyxe
-from tests.soak.device import FLOWS, GUIDES, Flow, follow, run
-from tests.soak.pretend import DEVICE, DeviceMismatch, pretend
+from tests.soak.pretend import DEVICE, DeviceMismatch, Host, pretend
+from tyxe import guides, likelihoods, poutine, priors, samplers
+from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 
-# Of every part at least one; `run` takes them by chance.
-SLICE = [
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.timeout(900),  # of all together
+    pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning"),
+]
+
+POINTS, ADAM = 12, functools.partial(torch.optim.Adam, lr=1e-3)
+NORMAL = priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+Pair = tuple[Tensor, Tensor]
+
+
+class Flow(NamedTuple):
+    """What is combined, by names."""
+
+    wrapper: str
+    guide: str
+    handler: str
+    likelihood: str
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _inducing(family: str, **options: Any) -> Any:
+    sizes = {"inducing_rows": 2, "inducing_cols": 2, "everywhere": True}
+    return functools.partial(guides.AutoInducing, q_inducing=family, **sizes, **options)
+
+
+GUIDES: dict[str, Any] = {
+    "AutoNormal": guides.AutoNormal,
+    "AutoNormal, capped": functools.partial(guides.AutoNormal, max_guide_scale=0.5),
+    "AutoRadial": guides.AutoRadial,
+    "AutoInducing, diagonal": _inducing("diagonal"),
+    "AutoInducing, full": _inducing("full"),
+    "AutoInducing, matrix": _inducing("matrix", max_lambda=0.5, max_scale_u=0.5),
+    "AutoInducing, ensemble": _inducing("ensemble"),
+    "AutoInducing, not whitened": _inducing("diagonal", whitened=False),
+    "AutoInducing, hierarchical": _inducing("full", hierarchical=(2, 2)),
+    "AutoBernoulli": guides.AutoBernoulli,
+    "AutoBernoulli, relaxed": functools.partial(guides.AutoBernoulli, relaxed=0.5),
+    "pyro AutoDelta": autoguide.AutoDelta,
+    "pyro AutoNormal": autoguide.AutoNormal,
+    "pyro AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
+    "pyro AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
+    "pyro AutoLowRankMultivariateNormal": autoguide.AutoLowRankMultivariateNormal,
+}
+KERNELS: dict[str, Any] = {
+    "pyro HMC": functools.partial(HMC, step_size=1e-3, num_steps=2),
+    "samplers HMC": samplers.HMC(step_size=1e-3, num_steps=2),
+    "samplers NUTS": samplers.NUTS(step_size=1e-3, max_tree_depth=3),
+    "samplers MCLMC": samplers.MCLMC(),
+}
+HANDLERS: dict[str, Callable[[], Any]] = {
+    "none": nullcontext,
+    "local_reparameterization": poutine.local_reparameterization,
+    "flipout": poutine.flipout,
+    "selective_mask": lambda: poutine.selective_mask(
+        mask=torch.arange(POINTS // 2, device=DEVICE) > 1, expose=["likelihood.data"]
+    ),
+    "selective_scale": lambda: poutine.selective_scale(scale=0.5, expose=["net.0.weight"]),
+    "variational_laplace": poutine.variational_laplace,
+    "report": poutine.report,
+}
+
+
+class Likely(NamedTuple):
+    """A likelihood, how many outputs it takes, and its targets."""
+
+    build: Callable[[], likelihoods.Likelihood]
+    outputs: int
+    targets: Callable[[], Tensor]
+    has_latents: bool = False
+
+
+def _numbers() -> Tensor:
+    return torch.randn(POINTS, 2, device=DEVICE)
+
+
+LIKELIHOODS = {
+    "Categorical": Likely(
+        lambda: likelihoods.Categorical(POINTS), 3, lambda: torch.arange(POINTS, device=DEVICE) % 3
+    ),
+    "Bernoulli": Likely(
+        lambda: likelihoods.Bernoulli(POINTS, event_dim=1), 2, lambda: (_numbers() > 0).float()
+    ),
+    "Poisson": Likely(
+        lambda: likelihoods.Poisson(POINTS, event_dim=1), 2, lambda: _numbers().abs().round()
+    ),
+    "Gaussian": Likely(lambda: likelihoods.HomoskedasticGaussian(POINTS, scale=0.5), 2, _numbers),
+    "Gaussian, learned": Likely(
+        lambda: likelihoods.HomoskedasticGaussian(POINTS, scale=0.5, learn_scale=True), 2, _numbers
+    ),
+    "Gaussian, inferred": Likely(
+        lambda: likelihoods.HomoskedasticGaussian(POINTS, scale=dist.LogNormal(0.0, 0.3)),
+        2,
+        _numbers,
+        has_latents=True,
+    ),
+    "heteroskedastic": Likely(lambda: likelihoods.HeteroskedasticGaussian(POINTS), 4, _numbers),
+}
+
+
+def _net(outputs: int) -> nn.Module:
+    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, outputs)
+    return nn.Sequential(*layers)
+
+
+def _batches(likely: Likely) -> list[Pair]:
+    x = torch.randn(POINTS, 3, device=DEVICE)
+    return list(zip(x.split(POINTS // 2), likely.targets().split(POINTS // 2), strict=True))
+
+
+class _Steps:
+    """A loader that notes what is read in the step on its third batch, in the first pass."""
+
+    def __init__(self, batches: list[Pair], host: Host) -> None:
+        self.batches, self.host = batches, host
+        self.reads: collections.Counter[str] = collections.Counter()
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        self._passes += 1
+        for i, batch in enumerate(self.batches * 3):
+            before = self.host.reads.copy()
+            yield batch
+            if (self._passes, i) == (1, 2):
+                self.reads = self.host.reads - before
+
+
+# --------------------------------------------------------------------------- flows
+
+
+def _on_device(values: Any) -> None:
+    for value in values if isinstance(values, tuple) else (values,):
+        assert value.device == DEVICE, f"the result is on {value.device}"
+
+
+def _predict(bnn: Any, x: Tensor, y: Tensor, lazy: bool) -> None:
+    _on_device(bnn.predict(x, num_predictions=3))
+    _on_device(bnn.predict(x, num_predictions=0))
+    _on_device(bnn.evaluate(x, y, num_predictions=2))
+    _on_device(bnn.sample_predictive(x, num_samples=2))
+    if lazy:
+        return
+    pyro.set_rng_seed(0)
+    whole = bnn.predict(x, num_predictions=3, aggregate=False)
+    for options in ({"batch_size": 4}, {"vectorize": True}):
+        pyro.set_rng_seed(0)
+        again = bnn.predict(x, num_predictions=3, aggregate=False, **options)
+        torch.testing.assert_close(again.cpu(), whole.cpu(), rtol=1e-4, atol=1e-5)
+
+
+def _reload(bnn: Any, make: Callable[[], Any], x: Tensor) -> None:
+    """Assert that a state goes to the host and back."""
+    state = {
+        name: value.cpu() if isinstance(value, Tensor) else value
+        for name, value in bnn.state_dict().items()
+    }
+    other = make()
+    other.load_state_dict(state)
+    _on_device(other(x))
+    bnn.to("cpu")
+    bnn.to(DEVICE)
+    _on_device(bnn(x))
+
+
+def _variational(flow: Flow, host: Host) -> collections.Counter[str]:
+    likely = LIKELIHOODS[flow.likelihood]
+    binary = flow.guide.startswith("AutoBernoulli")
+    prior = priors.BinaryPrior(hide_module_types=[nn.BatchNorm1d]) if binary else NORMAL
+
+    def make() -> tyxe.VariationalBNN:
+        net = _net(likely.outputs).to(DEVICE)
+        own = autoguide.AutoNormal if likely.has_latents else None
+        return tyxe.VariationalBNN(net, prior, likely.build(), GUIDES[flow.guide], own)
+
+    bnn, loader = make(), _Steps(_batches(likely), host)
+    with HANDLERS[flow.handler]():
+        bnn.fit(loader, ADAM, 1)
+        bnn.fit(loader.batches, pyro.optim.Adam({"lr": 1e-3}), 1, num_particles=2, clip_norm=1.0)
+    lazy = flow.handler in ("local_reparameterization", "flipout")
+    x, y = loader.batches[0]
+    with HANDLERS[flow.handler]() if lazy else nullcontext():
+        _predict(bnn, x, y, lazy)
+    if flow.guide == "AutoNormal":
+        _on_device(bnn.predict(x, num_predictions=3, predictive="glm"))
+        bnn.update_prior(priors.DictPrior(bnn.net_guide.get_detached_distributions()))
+    other = make()
+    other.load_checkpoint(bnn.checkpoint())
+    with HANDLERS[flow.handler]():
+        other.fit(loader.batches, pyro.optim.Adam({"lr": 1e-3}), 1)
+    _on_device(bnn.to_module()(x))
+    _reload(bnn, make, x)
+    return loader.reads
+
+
+def _laplace(flow: Flow, host: Host) -> collections.Counter[str]:
+    likely = LIKELIHOODS[flow.likelihood]
+    structure, curvature = flow.guide.split()
+
+    def make() -> tyxe.LaplaceBNN:
+        return tyxe.LaplaceBNN(
+            _net(likely.outputs).to(DEVICE),
+            NORMAL,
+            likely.build(),
+            structure=structure,
+            curvature=curvature,
+        )
+
+    bnn, loader = make(), _Steps(_batches(likely), host)
+    bnn.fit(loader, ADAM, 1)
+    bnn.fit_curvature(loader.batches)
+    _on_device(bnn.log_marginal_likelihood())
+    bnn.optimize_prior_precision(num_steps=3)
+    bnn.optimize_prior_precision("grid", loader.batches, grid=[0.5, 2.0])
+    x, y = loader.batches[0]
+    for predictive in ("glm", "bnn"):
+        _on_device(bnn.predict(x, num_predictions=3, predictive=predictive))
+        _on_device(bnn.evaluate(x, y, num_predictions=3, predictive=predictive))
+    _on_device(bnn.functional_variance(x))
+    bnn.fit_gp(loader.batches)
+    _on_device(bnn.predict(x, predictive="gp"))
+    _reload(bnn, make, x)
+    return loader.reads
+
+
+def _pytorch(flow: Flow, host: Host) -> collections.Counter[str]:
+    likely = LIKELIHOODS[flow.likelihood]
+
+    def make() -> tyxe.PytorchBNN:
+        return tyxe.PytorchBNN(_net(likely.outputs).to(DEVICE), NORMAL, GUIDES[flow.guide])
+
+    bnn, loader = make(), _Steps(_batches(likely), host)
+    optimizer = ADAM([p for p in bnn.parameters() if p.requires_grad])
+    for x, _ in loader:
+        optimizer.zero_grad()
+        with HANDLERS[flow.handler]():
+            (bnn(x).square().sum() + bnn.cached_kl_loss).backward()
+        optimizer.step()
+    with bnn.hold_sample():
+        _on_device(bnn(x))
+    _on_device(bnn.predict(x, num_predictions=2))
+    _reload(bnn, make, x)
+    return loader.reads
+
+
+def _mcmc(flow: Flow, host: Host) -> collections.Counter[str]:
+    likely = LIKELIHOODS[flow.likelihood]
+    net = _net(likely.outputs).to(DEVICE)
+    bnn = tyxe.MCMC_BNN(net, NORMAL, likely.build(), KERNELS[flow.guide])
+    batches = _batches(likely)
+    bnn.fit(batches, num_samples=3, warmup_steps=2, progress=False)
+    _predict(bnn, *batches[0], lazy=False)
+    return collections.Counter()
+
+
+WRAPPERS: dict[str, Callable[[Flow, Host], collections.Counter[str]]] = {
+    "VariationalBNN": _variational,
+    "LaplaceBNN": _laplace,
+    "PytorchBNN": _pytorch,
+    "MCMC_BNN": _mcmc,
+}
+
+
+# Of every part at least one.
+FLOWS = [
     *(
         Flow("VariationalBNN", guide, "none", "Categorical")
         for guide in GUIDES
@@ -31,24 +310,14 @@ SLICE = [
 MOST_READS = 3  # loss, gradient, and whether targets are missing that are on the device
 
 
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("flow", SLICE, ids=str)
+@pytest.mark.parametrize("flow", FLOWS, ids=str)
 def test_no_tensor_is_elsewhere_and_a_step_waits_three_times_at_most(flow: Flow) -> None:
-    assert flow in FLOWS
-    seen = follow(flow)
-    assert seen.mismatch is None
-    assert seen.step.total() <= MOST_READS, seen.step
+    with pretend() as host:
+        reads = WRAPPERS[flow.wrapper](flow, host)
+    assert reads.total() <= MOST_READS, reads
     if flow.wrapper == "VariationalBNN" and flow.handler == "none":
         # Loss and gradient are checked to be finite; nothing else is read.
-        assert seen.step.total() == 1
-
-
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-def test_a_run_has_figures() -> None:
-    found = run(count=2, seed=3)
-    assert found["flows"] == 2
-    assert found["device mismatches"] == 0
-    assert any(name.startswith("host reads a step, ") for name in found)
+        assert reads.total() == 1
 
 
 def test_operations_of_two_devices_are_found() -> None:
@@ -116,3 +385,45 @@ def test_the_device_has_numbers_of_its_own() -> None:
         torch.manual_seed(0)
         assert torch.equal(torch.rand(4, device=DEVICE).cpu(), first)
     assert not torch.accelerator.is_available()
+
+
+def test_an_accelerators_generator_is_saved_and_put_back():
+    with pretend():
+        torch.rand(3, device=DEVICE)
+        state, host = torch_rng(), torch.rand(3)
+        expected = torch.rand(3, device=DEVICE).cpu()
+        torch.rand(3, device=DEVICE)
+        set_torch_rng(state)
+        assert torch.equal(torch.rand(3, device=DEVICE).cpu(), expected)
+        assert torch.equal(torch.rand(3), host)
+        with torch_rng_kept():
+            following = torch.rand(3, device=DEVICE).cpu()
+        assert torch.equal(torch.rand(3, device=DEVICE).cpu(), following)
+
+
+def test_a_state_of_an_accelerator_is_no_use_to_the_cpu_alone(monkeypatch):
+    with pretend():
+        state = torch_rng()
+    expected = torch.rand(3)
+    assert len(state) == 2
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    set_torch_rng(state)
+    assert torch.equal(torch.rand(3), expected)
+    assert len(torch_rng()) == 1
+
+
+def test_a_device_that_is_not_in_use_is_not_started(monkeypatch):
+    with pretend():
+        monkeypatch.setattr(torch.pretend, "is_initialized", lambda: False)
+        assert len(torch_rng()) == 1
+
+
+def test_samples_go_to_a_file_of_the_host(tmp_path: Path) -> None:
+    likely = LIKELIHOODS["Gaussian, inferred"]
+    with pretend():
+        net = _net(likely.outputs).to(DEVICE)
+        bnn = tyxe.MCMC_BNN(net, NORMAL, likely.build(), KERNELS["samplers HMC"])
+        (x, _), *_ = batches = _batches(likely)
+        bnn.fit(batches, 5, warmup_steps=1, file=tmp_path / "samples", progress=False)
+        assert bnn.samples["net.0.weight"].device.type == "cpu"
+        assert bnn.predict(x, num_predictions=4)[0].device == DEVICE

@@ -1,25 +1,403 @@
-"""Examples of weights, masks and missing targets, and that the suite finds what it looks for."""
+"""A weight of 2 is the point twice; a weight of 0, a mask and a missing target are its absence.
 
+Each example draws a likelihood, data, what of them counts, and one of the uses that score,
+calibrate, compare or curve; and compares with data in which points are repeated and left out by
+hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import pyro.distributions as dist
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from tests.soak import weights
-from tests.soak.weights import HOW, KINDS, USES, drawn
+import tyxe
+from tyxe.bnn.batches import batches_of, collect
+from tyxe.bnn.potential import Potential
 from tyxe.data import Targets
+from tyxe.diagnostics import held_out
+from tyxe.diagnostics.case import Case
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Joint,
+    Likelihood,
+    Poisson,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+NAN, CLASSES, TOKENS = float("nan"), 3, 4
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
+
+
+class Two(nn.Module):
+    """Classes and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.s = nn.Linear(2, CLASSES), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"k": self.k(x), "s": self.s(x)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A likelihood with a net, how targets are drawn, and values that are none."""
+
+    make: Callable[[int], Likelihood]
+    net: Callable[[], nn.Module]
+    targets: Callable[[int], Any]
+    bad: Any
+    missing: Any = None  # a value that says itself that it is missing
+
+
+def _labels(n: int) -> Tensor:
+    return torch.randint(CLASSES, (n,))
+
+
+def _numbers(size: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, size)
+
+
+def _classes() -> nn.Module:
+    return nn.Linear(2, CLASSES)
+
+
+KINDS = {
+    "classes": Kind(lambda n: Categorical(n, ignore_index=-100), _classes, _labels, -1, -100),
+    "probabilities": Kind(
+        lambda n: Categorical(n, logit_predictions=False),
+        lambda: nn.Sequential(_classes(), nn.Softmax(-1)),
+        _labels,
+        -1,
+    ),
+    "class weights": Kind(
+        lambda n: Categorical(n, class_weights=torch.tensor([0.5, 1.0, 2.0])), _classes, _labels, -1
+    ),
+    "soft labels": Kind(Categorical, _classes, lambda n: torch.rand(n, 3).softmax(-1), NAN, NAN),
+    "binary": Kind(
+        Bernoulli, lambda: nn.Linear(2, 1), lambda n: torch.rand(n, 1).round(), NAN, NAN
+    ),
+    "counts": Kind(
+        Poisson, lambda: nn.Linear(2, 1), lambda n: torch.randint(4, (n, 1)).double(), -1.0, NAN
+    ),
+    "numbers": Kind(
+        lambda n: HomoskedasticGaussian(n, scale=0.5),
+        lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)),
+        _numbers(2),
+        NAN,
+        NAN,
+    ),
+    "numbers with scales": Kind(
+        HeteroskedasticGaussian, lambda: nn.Linear(2, 2), _numbers(1), NAN, NAN
+    ),
+    "tokens": Kind(
+        lambda n: Categorical(n, ignore_index=-100),
+        _classes,
+        lambda n: torch.randint(CLASSES, (n, TOKENS)),
+        -1,
+        -100,
+    ),
+    "several": Kind(
+        lambda n: Joint(k=Categorical(n, ignore_index=-100), s=HomoskedasticGaussian(n, scale=0.5)),
+        Two,
+        lambda n: {"k": _labels(n), "s": torch.randn(n, 1)},
+        {"k": -1, "s": NAN},
+        {"k": -100, "s": NAN},
+    ),
+}
+HOW = ("weights", "mask", "missing", "within")
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Data of a kind as loaders yield them, and the same by hand.
+
+    Attributes:
+        name: of the kind.
+        how: one of `HOW`.
+        use: one of `USES`.
+        given: batches, of which some points count otherwise than once.
+        by_hand: batches of points that count once each.
+        sizes: sizes of the data set for both.
+        mask: of points, for a handler.
+        seed: of the weights.
+    """
+
+    name: str
+    how: str
+    use: str
+    given: list[Any]
+    by_hand: list[Any]
+    sizes: tuple[int, int]
+    mask: Tensor | None
+    seed: int
+
+
+def _at(y: Any, rows: Any) -> Any:
+    return {n: v[rows] for n, v in y.items()} if isinstance(y, dict) else y[rows]
+
+
+def _with(y: Any, rows: Tensor, value: Any) -> Any:
+    """Return targets with a value in some rows."""
+    if isinstance(y, dict):
+        return {n: _with(v, rows, value[n]) for n, v in y.items()}
+    y = y.clone()
+    y[rows] = value
+    return y
+
+
+def drawn(chance: random.Random) -> Example:
+    """Draw an example."""
+    name = chance.choice(list(KINDS))
+    kind, seed = KINDS[name], chance.randrange(2**31)
+    ways = [how for how in HOW if how != "within" or name == "tokens"]
+    how = chance.choice([way for way in ways if way != "missing" or kind.missing is not None])
+    uses = [u for u, (_, names) in USES.items() if not names or name in names]
+    # A mask is of all batches inside of it, and the held-out ones have other rows.
+    use = chance.choice([u for u in uses if how != "mask" or u != "validation"])
+    if how == "within":
+        use = chance.choice(WITHIN)
+    torch.manual_seed(seed)
+    n = chance.randint(7, 12)
+    x, y = torch.randn(n, *[TOKENS] * (name == "tokens"), 2), kind.targets(n)
+    if how == "within":
+        kept = torch.rand(n, TOKENS) < 0.6
+        kept[:4, 0] = True
+        given, by_hand = [(x, _with(y, ~kept, kind.missing))], [(x[kept], y[kept])]
+        return Example(
+            name, how, use, given, by_hand, (int(kept.any(1).sum()), len(y[kept])), None, seed
+        )
+    counts = torch.tensor([chance.choice((0, 1, 1, 2)) for _ in range(n)])
+    counts[:5] = counts[:5].clamp(min=1)
+    counts = counts if how == "weights" else counts.clamp(max=1)
+    rows = torch.arange(n).repeat_interleave(counts)
+    bad = _with(y, counts == 0, kind.missing if how == "missing" else kind.bad)
+    given = [(x, bad)]
+    if how == "weights":
+        half = slice(0, n // 2), slice(n // 2, n)
+        given = [(x[part], _at(bad, part), counts[part].float()) for part in half]
+    mask = counts > 0 if how == "mask" else None
+    size = int(counts.sum()) * (2 if name == "class weights" else 1)
+    return Example(name, how, use, given, [(x[rows], _at(y, rows))], (size, size), mask, seed)
+
+
+# --------------------------------------------------------------------------- what is compared
+
+
+def _plain(example: Example, size: int) -> tyxe.VariationalBNN:
+    kind = KINDS[example.name]
+    torch.manual_seed(example.seed)
+    return tyxe.VariationalBNN(kind.net(), HIDDEN, kind.make(size))
+
+
+def _laplace(example: Example, size: int, **options: Any) -> tyxe.LaplaceBNN:
+    kind = KINDS[example.name]
+    torch.manual_seed(example.seed)
+    return tyxe.LaplaceBNN(kind.net(), PRIOR, kind.make(size), **options)
+
+
+def _flat(found: Any) -> list[Any]:
+    return list(found.values()) if isinstance(found, dict) else [found]
+
+
+def _evaluate(example: Example, size: int, batches: list[Any], reduction: str) -> list[Any]:
+    error, log_likelihood = _plain(example, size).evaluate(batches, reduction=reduction)
+    return [*_flat(error), *_flat(log_likelihood)]
+
+
+def _scores(example: Example, size: int, batches: list[Any]) -> list[Any]:
+    found = dict(tyxe.diagnostics.scores(_plain(example, size), batches))
+    return [*found, *found.values()]
+
+
+def _calibrate(example: Example, size: int, batches: list[Any], make: Any) -> list[Any]:
+    found = make().wrap(_plain(example, size), batches).calibrator
+    return [
+        getattr(found, name)
+        for name in ("temperature", "factor", "threshold")
+        if name in vars(found)
+    ]
+
+
+def _constant(example: Example, size: int, batches: list[Any]) -> list[Any]:
+    case = Case.of(_plain(example, size), batches, batches, None, {"num_predictions": 1}, 1.0)
+    return [line.value for check in (held_out.fit, held_out.calibration) for line in check(case)]
+
+
+def _curve(example: Example, size: int, batches: list[Any], **options: Any) -> list[Any]:
+    bnn = _laplace(example, size, **options)
+    bnn.fit_curvature(batches)
+    found = bnn.state.curvature
+    scale = found.points / size
+    numbers = found.log_likelihood * scale, found.error * scale, found.num_targets * scale
+    return [found.operator.to_dense() * scale, *numbers]
+
+
+def _evidence(example: Example, size: int, batches: list[Any]) -> list[Any]:
+    bnn = _laplace(example, size, structure="diag")
+    bnn.fit_curvature(batches)
+    best = bnn.optimize_prior_precision(loader=batches, grid=[0.1, 1.0, 10.0])
+    return [bnn.log_marginal_likelihood(), best]
+
+
+def _gp(example: Example, size: int, batches: list[Any]) -> list[Any]:
+    bnn = _laplace(example, size)
+    bnn.fit_curvature(batches)
+    bnn.fit_gp(batches)
+    torch.manual_seed(0)
+    return [bnn._gp(torch.randn(3, 2))[1]]
+
+
+def _fit(example: Example, size: int, batches: list[Any], scale: float) -> list[Any]:
+    kind = KINDS[example.name]
+    torch.manual_seed(example.seed)
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=scale)
+    bnn = tyxe.VariationalBNN(kind.net(), PRIOR, kind.make(size), guide)
+    # In one step, as a batch's estimate is scaled by its own points.
+    batches = [collect(bnn.to_fit(batches))]
+    history = bnn.fit(batches, functools.partial(torch.optim.SGD, lr=0.01), 2, progress=False)
+    return [history.loss, *bnn.mean_values().values()]
+
+
+def _potential(example: Example, size: int, batches: list[Any], estimate: bool) -> list[Any]:
+    kind = KINDS[example.name]
+    torch.manual_seed(example.seed)
+    bnn = tyxe.MCMC_BNN(kind.net(), PRIOR, kind.make(size), tyxe.samplers.HMC)
+    data = collect(bnn.to_fit(batches))
+    with torch.enable_grad():
+        found = Potential(bnn, *data)
+        flat = found.flatten(bnn.in_places()).detach().requires_grad_()
+        value = found.estimate(flat, *data) if estimate else found.at(flat)
+        return [value, torch.autograd.grad(value, flat)[0]]
+
+
+def _held_out(example: Example, size: int, batches: list[Any]) -> list[Any]:
+    bnn = _plain(example, size)
+    train = [*batches_of(bnn.to_fit(example.by_hand))]
+    history = bnn.fit(
+        train, functools.partial(torch.optim.SGD, lr=0.0), 1, validation=batches, progress=False
+    )
+    return history.validation
+
+
+Use = Callable[[Example, int, list[Any]], list[Any]]
+_OF_CLASSES = ("classes", "probabilities", "class weights", "tokens")
+_OF_NUMBERS = ("numbers",)
+# The function, and the kinds that it is for, or none for all.
+USES: dict[str, tuple[Use, tuple[str, ...]]] = {
+    "evaluate, sum": (functools.partial(_evaluate, reduction="sum"), ()),
+    "evaluate, mean": (functools.partial(_evaluate, reduction="mean"), ()),
+    "scores": (_scores, ()),
+    "temperature": (
+        functools.partial(_calibrate, make=tyxe.calibration.TemperatureScaling),
+        (*_OF_CLASSES, "binary"),
+    ),
+    "sets": (
+        functools.partial(
+            _calibrate, make=lambda: tyxe.calibration.SplitConformal("lac", level=0.6)
+        ),
+        (*_OF_CLASSES, "binary"),
+    ),
+    "intervals": (
+        functools.partial(_calibrate, make=lambda: tyxe.calibration.SplitConformal(level=0.6)),
+        _OF_NUMBERS,
+    ),
+    "scale factor": (
+        functools.partial(_calibrate, make=tyxe.calibration.ScaleFactor),
+        _OF_NUMBERS,
+    ),
+    "diagnose": (_constant, ()),
+    **{
+        f"{structure}, {curvature}": (
+            functools.partial(_curve, structure=structure, curvature=curvature),
+            (),
+        )
+        for structure in ("full", "diag", "kron")
+        for curvature in ("ggn", "empirical")
+    },
+    # Of others the score of the grid is by samples, which depend on the rows.
+    "evidence and grid": (_evidence, _OF_NUMBERS),
+    "gp": (_gp, tuple(n for n in KINDS if n != "tokens")),
+    "fit at draws": (functools.partial(_fit, scale=0.1), ()),
+    "potential": (functools.partial(_potential, estimate=False), ()),
+    "estimated potential": (functools.partial(_potential, estimate=True), ()),
+    "validation": (_held_out, ()),
+}
+# Where each number within a point counts by itself, and not the point.
+WITHIN = (
+    "evaluate, sum",
+    "temperature",
+    "sets",
+    *(name for name in USES if name.endswith(("ggn", "empirical")) and "empirical" not in name),
+    "potential",
+)
+
+
+def compared(example: Example) -> str:
+    """Return what differs from points repeated and left out by hand, or nothing."""
+    use, _ = USES[example.use]
+    found = []
+    for batches, size, mask in (
+        (example.given, example.sizes[0], example.mask),
+        (example.by_hand, example.sizes[1], None),
+    ):
+        handler: Any = contextlib.nullcontext()
+        if mask is not None:
+            handler = tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"])
+        try:
+            with handler:
+                found.append(use(example, size, batches))
+        except (RuntimeError, TypeError, ValueError) as error:
+            found.append([f"{type(error).__name__}: {error}"])
+    what = f"{example.name}, {example.how}, {example.use}"
+    try:
+        for one, other in zip(*found, strict=True):
+            if isinstance(one, str) or isinstance(other, str):
+                assert one == other
+                continue
+            one, other = (torch.as_tensor(part).detach().double() for part in (one, other))
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    except (AssertionError, ValueError) as error:
+        return f"{what}: {error} {[part[:1] for part in found if isinstance(part[0], str)]}"
+    return ""
+
+
+@contextlib.contextmanager
+def doubles() -> Iterator[None]:
+    """Make float64 the default, inside of an example."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**31))
 def test_what_counts_twice_or_not_at_all_is_repeated_or_left_out(seed: int) -> None:
-    assert weights.run(1, seed)["found"] == []
+    with doubles():
+        assert compared(drawn(random.Random(seed))) == ""
 
 
 def test_all_that_there_is_is_drawn() -> None:
     chance = random.Random(0)
-    examples = [drawn(chance) for _ in range(1500)]
+    examples = [drawn(chance) for _ in range(600)]
     assert {example.name for example in examples} == set(KINDS)
     assert {example.how for example in examples} == set(HOW)
     assert {example.use for example in examples} == set(USES)
@@ -30,4 +408,6 @@ def test_points_that_all_count_once_are_found_out(
     monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     monkeypatch.setattr(Targets, broken, lambda *_: None)
-    assert weights.run(60, 0)["different"] > 10
+    chance = random.Random(0)
+    with doubles():
+        assert sum(compared(drawn(chance)) != "" for _ in range(30)) > 5

@@ -36,39 +36,26 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), norm, dropout, nn.Tanh(), nn.Linear(5, 3))
 
 
-def _prior() -> IIDPrior:
-    return IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
-
-
-def _variational(data: tuple[Tensor, Tensor]) -> Any:
-    bnn = tyxe.VariationalBNN(_net(), _prior(), Categorical(POINTS), AutoNormal)
-    bnn.fit([data], torch.optim.Adam, 2, progress=False)
-    return bnn
-
-
-def _laplace(data: tuple[Tensor, Tensor]) -> Any:
-    bnn = tyxe.LaplaceBNN(_net().eval(), _prior(), Categorical(POINTS))
-    bnn.fit_curvature([data], progress=False)
-    return bnn
-
-
-def _mcmc(data: tuple[Tensor, Tensor]) -> Any:
+def _made(wrapper: str, data: tuple[Tensor, Tensor]) -> Any:
     kernel = functools.partial(HMC, step_size=0.01, num_steps=2, adapt_step_size=False)
-    bnn = tyxe.MCMC_BNN(_net(), _prior(), Categorical(POINTS), kernel)
-    bnn.fit([data], num_samples=4, warmup_steps=1, disable_progbar=True)
-    return bnn
+    prior = IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+    parts = _net(), prior, Categorical(POINTS)
+    if wrapper == "VariationalBNN":
+        bnn: Any = tyxe.VariationalBNN(*parts, AutoNormal)
+        bnn.fit([data], torch.optim.Adam, 2, progress=False)
+    elif wrapper == "LaplaceBNN":
+        bnn = tyxe.LaplaceBNN(*parts)
+        bnn.eval().fit_curvature([data], progress=False)
+    elif wrapper == "MCMC_BNN":
+        bnn = tyxe.MCMC_BNN(*parts, kernel)
+        bnn.fit([data], num_samples=4, warmup_steps=1, disable_progbar=True)
+    else:
+        bnn = tyxe.PytorchBNN(*parts[:2], AutoNormal)
+    # In train mode, a forward of the user's changes the statistics of norms.
+    return bnn.eval()
 
 
-def _pytorch(data: tuple[Tensor, Tensor]) -> Any:
-    return tyxe.PytorchBNN(_net(), _prior(), AutoNormal)
-
-
-WRAPPERS = {
-    "VariationalBNN": _variational,
-    "LaplaceBNN": _laplace,
-    "MCMC_BNN": _mcmc,
-    "PytorchBNN": _pytorch,
-}
+WRAPPERS = ("VariationalBNN", "LaplaceBNN", "MCMC_BNN", "PytorchBNN")
 
 
 # Without draws: the same to the bit in every thread.
@@ -88,18 +75,6 @@ DRAWN: dict[str, Job] = {
     "forward": lambda bnn, x, y: bnn(x).detach(),
     "module of a draw": lambda bnn, x, y: bnn.to_module(sample=True)(x).detach(),
 }
-# A `PytorchBNN` has no likelihood.
-PYTORCH_EXACT = {"module": EXACT["module"]}
-PYTORCH_DRAWN = {
-    "draws": lambda bnn, x, y: bnn.predict(x, num_predictions=2),
-    "forward": DRAWN["forward"],
-    "module of a draw": DRAWN["module of a draw"],
-}
-
-
-def jobs_of(wrapper: str) -> tuple[dict[str, Job], dict[str, Job]]:
-    """Return the calls of a wrapper without and with draws."""
-    return (PYTORCH_EXACT, PYTORCH_DRAWN) if wrapper == "PytorchBNN" else (EXACT, DRAWN)
 
 
 class Subject:
@@ -108,9 +83,16 @@ class Subject:
     def __init__(self, wrapper: str) -> None:
         self.wrapper = wrapper
         self.x, self.y = torch.randn(POINTS, 4), torch.randint(3, (POINTS,))
-        # In train mode, a forward of the user's changes the statistics of norms.
-        self.bnn = WRAPPERS[wrapper]((self.x, self.y)).eval()
-        self.exact, self.drawn = jobs_of(wrapper)
+        self.bnn = _made(wrapper, (self.x, self.y))
+        self.exact, self.drawn = EXACT, DRAWN
+        if wrapper == "PytorchBNN":  # which has no likelihood
+            self.exact = {"module": EXACT["module"]}
+            forward, module = DRAWN["forward"], DRAWN["module of a draw"]
+            self.drawn = {
+                "draws": lambda bnn, x, y: bnn.predict(x, num_predictions=2),
+                "forward": forward,
+                "module of a draw": module,
+            }
         jobs = self.exact | self.drawn
         self.expected = {name: job(self.bnn, self.x, self.y) for name, job in jobs.items()}
         self.before = self.state()

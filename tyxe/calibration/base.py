@@ -122,10 +122,8 @@ class Calibrated:
 
     def predict(self, *inputs: Any, **options: Any) -> Any:
         """Return calibrated predictions, sets or intervals; arguments are those of the BNN's."""
-        found, likelihood = (
-            self.bnn.predict(*inputs, **(self._options | options)),
-            self.bnn.likelihood,
-        )
+        found = self.bnn.predict(*inputs, **(self._options | options))
+        likelihood = self.bnn.likelihood
         given = self.calibrator.of(found, likelihood)
         return self.calibrator.back(self.calibrator.predict(given), likelihood)
 

@@ -45,8 +45,8 @@ class SplitConformal(Calibrator):
 
     Raises:
         TypeError: predictions that the score is not for.
-        ValueError: an unknown score; a level that is no probability; from `fit`, fewer points than
-            the level needs, or targets that are no classes.
+        ValueError: an unknown score or level; from `fit`, fewer points than the level needs, or
+            targets that are no classes.
 
     References:
         Vovk et al. 2005; Sadinle et al. 2019 (LAC); Romano et al. 2020 (APS) and 2019 (CQR).
@@ -63,9 +63,8 @@ class SplitConformal(Calibrator):
     ) -> None:
         if score is not None:
             check.choice("score", score, (*CLASS_SCORES, *NUMBER_SCORES))
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
-        self.score, self.level, self.randomized = score, level, randomized
+        self.score, self.randomized = score, randomized
+        self.level = check.number("level", level, above=0, below=1, hint=": level=0.9 for 90 %")
         self.threshold: float | None = None
 
     def of(self, predictions: Any, likelihood: Likelihood) -> Any:

@@ -65,11 +65,8 @@ def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor
         4
     """
     check.choice("method", method, CORESETS)
-    if not 0 < size < len(inputs):
-        raise ValueError(
-            f"size is {size}, but the task has {len(inputs)} points: a coreset has at least one, "
-            "and leaves some for training"
-        )
+    hint = ": a coreset has at least one point of the task, and leaves some for training"
+    size = int(check.number("size", size, above=0, below=len(inputs), hint=hint))
     return CORESETS[method](inputs, size)
 
 

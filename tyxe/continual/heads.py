@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from tyxe import check
 from tyxe.bnn import BNN
 from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
@@ -56,9 +57,7 @@ class Heads:
     """
 
     def __init__(self, bnn: BNN, modules: Iterable[str]) -> None:
-        if not isinstance(bnn, BNN):
-            raise TypeError(f"bnn is a {type(bnn).__name__}; expected a BNN of tyxe")
-        self._bnn = bnn
+        self._bnn = check.one_of("bnn", bnn, BNN, "a BNN of tyxe")
         # Places and not tensors, because moving a BNN replaces its buffers.
         self._places = _places_of(bnn, _names_in(modules))
         self._warn_of_norms()
@@ -100,7 +99,7 @@ class Heads:
         self._put(task, self._start)
         self._kept[task] = self._start
 
-    def use(self, task: Task) -> _Switched:
+    def use(self, task: Task) -> ExitStack:
         """Put a task's head into the net; as a context manager, only inside the `with`.
 
         Raises:
@@ -115,7 +114,10 @@ class Heads:
         before = self._current
         self._keep_current()
         self._put(task, self._kept[task])
-        return _Switched(self, before)
+        undone = ExitStack()
+        if before is not None:
+            undone.callback(self.use, before)
+        return undone
 
     def state_dict(self) -> dict[str, Any]:
         """Return the heads of all tasks, safe for `torch.load(..., weights_only=True)`."""
@@ -129,13 +131,8 @@ class Heads:
         Raises:
             ValueError: they are of other parts or shapes; nothing is changed.
         """
-        own = described_shapes(self._tensors())
         for values in (state["start"], *state["tasks"].values()):
-            if set(given := described_shapes(values)) != set(own):
-                raise ValueError(
-                    f"the state is of heads with {', '.join(given)}; here they have "
-                    f"{', '.join(own)}"
-                )
+            check_shapes("the state is of heads with", values, self._tensors())
         self._start = copy.deepcopy(state["start"])
         self._kept = copy.deepcopy(dict(state["tasks"]))
         current = state["current"]
@@ -178,32 +175,12 @@ class Heads:
         self._current = task
 
 
-@dataclass(frozen=True)
-class _Switched:
-    """The result of `use`, which restores the head before it on exit."""
-
-    heads: Heads
-    before: Task | None
-
-    def __enter__(self) -> Heads:
-        return self.heads
-
-    def __exit__(self, *error: object) -> None:
-        if self.before is not None:
-            self.heads.use(self.before)
-
-
 def _names_in(modules: Iterable[str]) -> list[str]:
     if isinstance(modules, str):
         raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
     names: list[Any] = [modules] if isinstance(modules, nn.Module) else list(modules)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"modules has a {type(name).__name__}; expected names or globs of parts of "
-                'bnn.net, as in dict(bnn.net.named_modules()), such as modules=["2"]'
-            )
-    return names
+    expected = 'names or globs of parts of bnn.net, such as modules=["2"]'
+    return [check.one_of("a part in modules", name, str, expected) for name in names]
 
 
 def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
@@ -235,6 +212,11 @@ def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
     return {n: (bnn.net.get_submodule(owner), own) for n, (owner, _, own) in owners.items()}
 
 
-def described_shapes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return names with shapes."""
-    return [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+def check_shapes(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError unless tensors have the names and shapes of others."""
+    found, expected = (
+        [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        for tensors in (given, own)
+    )
+    if set(found) != set(expected):
+        raise ValueError(f"{what} {', '.join(found)}; here there are {', '.join(expected)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -11,11 +12,44 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tyxe import check
 from tyxe.bnn import BNN
-from tyxe.continual.heads import Heads, described_shapes
-from tyxe.continual.penalties import GaussianPenalty
+from tyxe.continual.heads import Heads, check_shapes
 from tyxe.errors import warn
 from tyxe.util import pyro_sample_sites
+
+
+@dataclass(frozen=True)
+class GaussianPenalty:
+    r"""`1/2 sum_i lambda_i (w_i - m_i)^2`: minus the log-density of a Normal, up to a constant.
+
+    `means` are `m` and `precisions` `lambda`, by name. The caller decides whether to add the
+    penalty to a sum or to a mean over data.
+
+    Raises:
+        ValueError: names or shapes differ; a negative precision.
+    """
+
+    means: Mapping[str, Tensor]
+    precisions: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        check_shapes("the precisions are", self.precisions, self.means)
+        for name, precision in self.precisions.items():
+            if bool((precision < 0).any()):
+                raise ValueError(f"the precision of {name!r} is negative; expected 0 or more")
+
+    def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the penalty of weights by name, differentiable in them."""
+        squares = [
+            (self.precisions[name] * (values[name] - mean).square()).sum()
+            for name, mean in self.means.items()
+        ]
+        return torch.stack(squares).sum() / 2
+
+    def gradient(self, name: str, value: Tensor) -> Tensor:
+        """Return `lambda (w - m)` of one weight."""
+        return self.precisions[name] * (value - self.means[name])
 
 
 class SynapticIntelligence:
@@ -65,9 +99,7 @@ class SynapticIntelligence:
                 f"synaptic intelligence holds plain weights, but {sites[0]!r} is a site of the "
                 "prior: build the BNN with hide_all=True"
             )
-        if not (c > 0 and xi > 0):
-            raise ValueError(f"c is {c} and xi is {xi}; expected positive numbers")
-        self.c, self.xi = c, xi
+        self.c, self.xi = check.number("c", c, above=0), check.number("xi", xi, above=0)
         own = set() if heads is None else {f"net.{name}" for name in heads.parameter_names()}
         self._parameters = {
             name: parameter
@@ -153,12 +185,8 @@ class SynapticIntelligence:
         Raises:
             ValueError: it is of other parameters or shapes; nothing is changed.
         """
-        own = described_shapes(self._parameters)
         for part in ("omega", "importance", "start"):
-            if set(given := described_shapes(state[part])) != set(own):
-                raise ValueError(
-                    f"the state is of {', '.join(given)}; here there are {', '.join(own)}"
-                )
+            check_shapes("the state is of", state[part], self._parameters)
         self._omega, self._importance, self._start = (
             {name: state[part][name].to(p, copy=True) for name, p in self._parameters.items()}
             for part in ("omega", "importance", "start")

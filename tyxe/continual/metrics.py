@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tyxe import check
+
 
 def average_accuracy(accuracy: Tensor) -> Tensor:
     r"""Return the mean accuracy over the tasks seen, after each task: `1/(t+1) sum_{i<=t} A[t, i]`.
@@ -17,7 +19,6 @@ def average_accuracy(accuracy: Tensor) -> Tensor:
         `(..., T)`; NaN for tasks still to come.
 
     Raises:
-        TypeError: `accuracy` is no floating-point tensor.
         ValueError: it is no square matrix.
 
     Reference:
@@ -95,12 +96,7 @@ def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
         >>> forward_transfer(torch.tensor([[1.0, 0.75], [0.75, 0.9]]), torch.tensor([0.5, 0.5]))
         tensor(0.2500)
     """
-    tasks = _tasks(accuracy, 2)
-    if baseline.shape != (tasks,):
-        raise ValueError(
-            f"baseline has shape {tuple(baseline.shape)}; expected one number for each of the "
-            f"{tasks} tasks"
-        )
+    check.shape("baseline", baseline, (_tasks(accuracy, 2),), ", one number for each task")
     ahead = accuracy.diagonal(1, dim1=-2, dim2=-1)
     if bool(ahead.isnan().any()):
         raise ValueError(
@@ -110,16 +106,10 @@ def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
 
 
 def _tasks(accuracy: Tensor, least: int = 1) -> int:
-    if not (isinstance(accuracy, Tensor) and accuracy.is_floating_point()):
-        raise TypeError("accuracy is no floating-point tensor; expected (..., T, T)")
-    if accuracy.dim() < 2 or accuracy.shape[-1] != accuracy.shape[-2] or not accuracy.shape[-1]:
-        raise ValueError(
-            f"accuracy has shape {tuple(accuracy.shape)}; expected (..., T, T): after each task, "
-            "on each task"
-        )
-    if accuracy.shape[-1] < least:
-        raise ValueError("there is one task only; transfer is between two at least")
-    return accuracy.shape[-1]
+    tasks = check.count("number of tasks", accuracy.shape[-1], least)
+    expected = (*accuracy.shape[:-2], tasks, tasks)
+    check.shape("accuracy", accuracy, expected, ": after each task, on each task")
+    return tasks
 
 
 def _seen(accuracy: Tensor) -> Tensor:

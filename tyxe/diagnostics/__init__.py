@@ -1,9 +1,14 @@
 """Is the posterior right: calibration by simulation, agreement with references, all scores."""
 
-from tyxe.diagnostics.agreement import agreement, total_variation, wasserstein2
 from tyxe.diagnostics.diagnose import diagnose
 from tyxe.diagnostics.psis import pareto_k
-from tyxe.diagnostics.reference import Reference, reference
+from tyxe.diagnostics.reference import (
+    Reference,
+    agreement,
+    reference,
+    total_variation,
+    wasserstein2,
+)
 from tyxe.diagnostics.report import Line, Report
 from tyxe.diagnostics.sbc import SBC, sbc
 from tyxe.diagnostics.scores import Scores, scores

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tyxe import metrics
+from tyxe import check, metrics
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.check import described
 from tyxe.data import Unpack
 from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
@@ -79,18 +78,16 @@ def diagnose(
         >>> report.flags[0].name
         'points in the loader over dataset_size'
     """
-    if not isinstance(bnn, SupervisedBNN | EnsembleBNN):
-        raise TypeError(
-            f"bnn is {described(bnn)}; expected a fitted BNN with a likelihood, or an EnsembleBNN"
-        )
+    expected = "a fitted BNN with a likelihood, or an EnsembleBNN"
+    check.one_of("bnn", bnn, SupervisedBNN | EnsembleBNN, expected)
     besides = [] if plain is None else [of_predictions.beside(plain)]
     given = {"num_predictions": num_predictions, **options}
     with RandomStream():  # a loader's numbers are its own, and it may wait for other threads
         case = Case.of(bnn, train, held_out, unpack, given, beta)
     with torch_rng_kept():
         lines = [*inference.size(case)]
-        for check in (*of_predictions.CHECKS, *besides):
-            lines += check(case)
+        for look in (*of_predictions.CHECKS, *besides):
+            lines += look(case)
         lines += _of_members(case)
         return Report(lines, _to_draw(case))
 
@@ -100,8 +97,8 @@ def _of_members(case: Case) -> list[Line]:
     found: dict[str, dict[str, Line]] = {}
     for index, member in enumerate(members_of(case.bnn)):
         one = dataclasses.replace(case, bnn=member)
-        for check in inference.CHECKS:
-            for line in check(one):
+        for look in inference.CHECKS:
+            for line in look(one):
                 found.setdefault(line.name, {})[f"member {index}"] = line
     return [Line.worst(lines) for lines in found.values()]
 

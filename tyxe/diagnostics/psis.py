@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.metrics.checks import check_real
 
 FEWEST = 5
@@ -25,8 +26,7 @@ def pareto_k(log_ratios: Tensor) -> float:
         log_ratios: `log p(w_s, D) - log q(w_s)` of draws from `q`, up to a constant, `(S,)`.
 
     Raises:
-        TypeError: no tensor of numbers.
-        ValueError: fewer than 25 ratios, no vector, or ratios that are not finite.
+        ValueError: fewer than 25 ratios, or ratios that are not finite.
 
     References:
         Yao, Vehtari, Simpson, Gelman 2018, Yes, but did it work?; Vehtari et al. 2024, Pareto
@@ -37,10 +37,9 @@ def pareto_k(log_ratios: Tensor) -> float:
         True
     """
     ratios = check_real("log_ratios", log_ratios).double()
-    if ratios.dim() != 1 or not bool(ratios.isfinite().all()):
-        raise ValueError(
-            f"`log_ratios` has shape {tuple(ratios.shape)}, expected finite numbers (S,)"
-        )
+    check.shape("log_ratios", ratios, ("S",))
+    if not bool(ratios.isfinite().all()):
+        raise ValueError("log_ratios has infinite entries; expected finite numbers")
     size = len(ratios)
     tail = math.ceil(min(0.2 * size, 3 * size**0.5))
     if tail < FEWEST:

@@ -1,4 +1,4 @@
-"""Predictions of long chains, kept in a file to compare other methods with."""
+"""How far predictives are apart, such as a method's and that of long chains, kept in a file."""
 
 from __future__ import annotations
 
@@ -6,16 +6,91 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 
-from tyxe import files
+from tyxe import check, files
 from tyxe.bnn import MCMC_BNN
-from tyxe.check import described
-from tyxe.diagnostics.agreement import agreement, total_variation, wasserstein2
 from tyxe.diagnostics.case import members_of
 from tyxe.likelihoods import Categorical
 from tyxe.likelihoods.base import mean_over
+from tyxe.metrics.checks import check_probs, check_real, check_weights
+
+
+def agreement(probs: Tensor, reference: Tensor) -> Tensor:
+    """Return the share of points whose most probable class is the same, for `(n, C)` each.
+
+    Reference:
+        Izmailov et al. 2021, What are Bayesian neural network posteriors really like?
+
+    Example:
+        >>> one = torch.tensor([[0.9, 0.1], [0.6, 0.4]])
+        >>> agreement(one, torch.tensor([[0.8, 0.2], [0.3, 0.7]]))
+        tensor(0.5000)
+    """
+    one, two = _probs(probs, reference)
+    return (one.argmax(-1) == two.argmax(-1)).to(one.dtype).mean()
+
+
+def total_variation(probs: Tensor, reference: Tensor) -> Tensor:
+    """Return `1/2 sum_c |p_c - q_c|`, averaged over points, for `(n, C)` each.
+
+    Reference:
+        Izmailov et al. 2021.
+
+    Example:
+        >>> total_variation(torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]]))
+        tensor(0.3000)
+    """
+    one, two = _probs(probs, reference)
+    return 0.5 * (one - two).abs().sum(-1).mean()
+
+
+def wasserstein2(samples: Tensor, reference: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the distance of two predictives' samples at each point, averaged, in their units.
+
+    For each number of a point it is `sqrt(int (F^-1(u) - G^-1(u))^2 du)` of the two empirical
+    distributions, exactly, for any numbers of samples.
+
+    Args:
+        samples: shape `(S, n, ...)`, such as of `sample_predictive`.
+        reference: shape `(R, n, ...)`.
+        weights: of the samples, `(S,)`, as of an ensemble's draws; equal by default.
+
+    Reference:
+        Wilson et al. 2022, Evaluating approximate inference in Bayesian deep learning.
+
+    Example:
+        >>> wasserstein2(torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0]]))
+        tensor(1.)
+    """
+    one, two = check_real("samples", samples), check_real("reference", reference)
+    check.shape("reference", two, ("R", *one.shape[1:]), ", as the samples (S, n, ...)")
+    each = torch.ones(len(one)) if weights is None else check_weights(weights, one)
+    one, one_ends = _quantiles(one, each)
+    two, two_ends = _quantiles(two, torch.ones(len(two)))
+    # Between these levels both quantile functions are constant.
+    levels = torch.cat([one_ends, two_ends], 1).sort(1).values
+    widths = levels.diff(dim=1, prepend=torch.zeros_like(levels[:, :1]))
+    middles = levels - widths / 2
+    one, two = (
+        values.gather(1, torch.searchsorted(ends, middles).clamp_max(ends.shape[1] - 1))
+        for values, ends in ((one, one_ends), (two, two_ends))
+    )
+    return ((one - two).square() * widths.to(one)).sum(1).sqrt().mean()
+
+
+def _quantiles(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of each number, `(m, S)`, and the levels up to which they are quantiles."""
+    values, order = samples.flatten(1).mT.contiguous().sort(1)
+    shares = (weights.double() / weights.double().sum()).to(samples.device)
+    return values, shares[order].cumsum(1)
+
+
+def _probs(probs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    one, two = check_probs(probs), check_probs(reference)
+    return one, check.shape("reference", two, one.shape).to(one)
 
 
 @dataclass(frozen=True)
@@ -103,8 +178,7 @@ def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Refer
         >>> reference(bnn, x, largest_r_hat=1.05).outputs.shape
         torch.Size([1200, 20, 1])
     """
-    if not isinstance(bnn, MCMC_BNN):
-        raise TypeError(f"bnn is {described(bnn)}; expected a tyxe.MCMC_BNN, of long chains")
+    check.one_of("bnn", bnn, MCMC_BNN, "a tyxe.MCMC_BNN, of long chains")
     bnn.get_samples()  # raises before a fit
     chains, count = next(iter(bnn.samples.items()))[1].shape[:2]
     outputs = bnn.predict(*inputs, num_predictions=chains * count, aggregate=False)

@@ -109,8 +109,7 @@ class _Estimator(BaseEstimator):
         """Fit to inputs `(n, n_features)` and numbers `(n,)` or `(n, n_outputs)`, or labels."""
         if not callable(self.method):
             check.choice("method", self.method, METHODS)
-        if not self.prior_scale > 0:
-            raise ValueError(f"prior_scale is {self.prior_scale}; expected a positive number")
+        check.number("prior_scale", self.prior_scale, above=0)
         method = Method(self.method) if callable(self.method) else METHODS[self.method]
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         X, y, likelihood, fitted = self._read(X, y)

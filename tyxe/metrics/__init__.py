@@ -1,15 +1,20 @@
 """Scores of predictions: classification, out-of-distribution detection and regression.
 
-Classification metrics take class probabilities of shape `(n, C)` and integer targets of shape
-`(n,)`. Regression metrics take a Gaussian's `mean` and `scale` and the `targets`, all of one shape
-`(n, ...)`, and average over every entry. Results are 0-d tensors on the inputs' device unless a
-function says otherwise; `weights`, `(n,)`, count points, so that a mask leaves some out. float16
-and bfloat16 are computed, and returned, in float32.
+Arguments that most functions share are described here, once:
 
-Every function checks its inputs. It raises `TypeError` for inputs that are no floating-point
-tensors (for classes: no integer tensors), and `ValueError` for NaNs, empty inputs, shapes or
-devices that do not match, rows of probabilities that are negative or do not sum to one, classes out
-of range, and scores that are no vectors.
+- `probs`: class probabilities, `(n, C)`, and `targets`: classes in `0..C-1`, `(n,)`.
+- `mean` and `scale`: means and standard deviations of Gaussians, `(n, ...)`, and `targets` of that
+  shape; a scale may be one number.
+- `in_scores` and `out_scores`: scores of points in and out of distribution, `(n,)` and `(m,)`,
+  higher for "more in".
+- `weights`: how often each point counts, `(n,)`, by default once; a mask leaves some out.
+
+Results are averages over points and entries, 0-d tensors on the inputs' device, unless a function
+says otherwise. float16 and bfloat16 are computed, and returned, in float32.
+
+Every function raises `TypeError` for inputs that are no floating-point tensors (for classes: no
+integer tensors), and `ValueError` for NaNs, empty inputs, shapes that do not match, rows of
+probabilities that are negative or do not sum to one, classes, levels and numbers out of range.
 """
 
 from tyxe.metrics.classification import (

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.metrics.checks import average, check_classified, check_probs, check_weights
 
 
@@ -28,13 +29,6 @@ def nll(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor
     `-1/n sum_i log p_i(y_i)`. For a Bayesian average pass the *averaged* probabilities, so that
     the mean is taken before the logarithm. A target of probability zero makes it infinite.
 
-    Args:
-        probs: class probabilities, shape `(n, C)`.
-        targets: classes in `0..C-1`, shape `(n,)`.
-
-    Returns:
-        A 0-d tensor, non-negative.
-
     Example:
         >>> nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1]))
         tensor(0.4904)
@@ -47,13 +41,6 @@ def accuracy(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> T
     r"""Fraction of points whose most probable class is the target.
 
     `1/n sum_i 1[argmax_c p_i(c) = y_i]`; the error is one minus it.
-
-    Args:
-        probs: class probabilities, shape `(n, C)`.
-        targets: classes in `0..C-1`, shape `(n,)`.
-
-    Returns:
-        A 0-d tensor in `[0, 1]`.
 
     Example:
         >>> accuracy(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
@@ -68,13 +55,6 @@ def brier_score(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -
 
     `1/n sum_i sum_c (p_i(c) - 1[y_i = c])^2`: in `[0, 2]`, twice the form that is usual for two
     classes.
-
-    Args:
-        probs: class probabilities, shape `(n, C)`.
-        targets: classes in `0..C-1`, shape `(n,)`.
-
-    Returns:
-        A 0-d tensor in `[0, 2]`.
 
     References:
         Brier (1950), Verification of forecasts expressed in terms of probability.
@@ -101,18 +81,12 @@ def calibration_curve(
     are left out, so that the result can be drawn and summed as it is.
 
     Args:
-        probs: class probabilities, shape `(n, C)`.
-        targets: classes in `0..C-1`, shape `(n,)`.
         num_bins: number `B` of bins of `[0, 1]`.
         equal_mass: let each bin have as many points, by increasing `max_c p(c)`, up to one. Points
             of one confidence share their bins evenly; weights that are not whole are cut by them.
-        weights: how often each point counts, shape `(n,)`; by default once.
 
     Returns:
         A `CalibrationCurve` of `k <= num_bins` bins.
-
-    Raises:
-        ValueError: `num_bins` is below one.
 
     References:
         Guo et al. (2017), On calibration of modern neural networks, section 2.
@@ -123,8 +97,7 @@ def calibration_curve(
         tensor([0.7500])
     """
     probs, targets = check_classified(probs, targets)
-    if num_bins < 1:
-        raise ValueError(f"`num_bins` is {num_bins}, expected at least 1: pass num_bins=15")
+    num_bins = check.count("num_bins", num_bins)
     confidence, predicted = probs.max(-1)
     mass = torch.ones_like(targets) if weights is None else check_weights(weights, probs)
     # in float64, because single precision loses digits in sums over many points
@@ -146,16 +119,7 @@ def expected_calibration_error(
     `sum_b |B_b|/n |acc(B_b) - conf(B_b)|`.
 
     Args:
-        probs: class probabilities, shape `(n, C)`.
-        targets: classes in `0..C-1`, shape `(n,)`.
         num_bins: number of equal-width bins of the maximal probability.
-        weights: how often each point counts, shape `(n,)`; by default once.
-
-    Returns:
-        A 0-d tensor in `[0, 1]`.
-
-    Raises:
-        ValueError: `num_bins` is below one.
 
     References:
         Guo et al. (2017), On calibration of modern neural networks, eq. 3.
@@ -197,9 +161,6 @@ def predictive_entropy(probs: Tensor) -> Tensor:
     r"""Entropy of each point's class probabilities, in nats.
 
     `-sum_c p(c) log p(c)` with `0 log 0 = 0`: from 0 (certain) to `log C` (uniform).
-
-    Args:
-        probs: class probabilities, shape `(n, C)`.
 
     Returns:
         Entropies, shape `(n,)`.

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.metrics.checks import check_scores
 
 
@@ -12,14 +13,8 @@ def ood_auroc(in_scores: Tensor, out_scores: Tensor) -> Tensor:
     r"""Area under the ROC curve when in-distribution is the positive class.
 
     `P(s_in > s_out) + P(s_in = s_out) / 2`. Higher scores mean "more in-distribution": pass
-    `probs.amax(-1)` or `-predictive_entropy(probs)`. Time is that of sorting, memory linear.
-
-    Args:
-        in_scores: scores of the in-distribution points, shape `(n,)`.
-        out_scores: scores of the out-of-distribution points, shape `(m,)`.
-
-    Returns:
-        A 0-d tensor in `[0, 1]`; 0.5 is chance.
+    `probs.amax(-1)` or `-predictive_entropy(probs)`. Chance is 0.5. Time is that of sorting, memory
+    linear.
 
     References:
         Hendrycks and Gimpel (2017), A baseline for detecting misclassified and
@@ -44,13 +39,6 @@ def ood_aupr(in_scores: Tensor, out_scores: Tensor) -> Tensor:
     `1/n sum_i precision(s_i)`, `precision(s) = #{s_in >= s} / (#{s_in >= s} + #{s_out >= s})`,
     which is the step-wise `sum_k (R_k - R_{k-1}) P_k`. Chance is `n / (n + m)`.
 
-    Args:
-        in_scores: scores of the in-distribution points, shape `(n,)`; higher is "more in".
-        out_scores: scores of the out-of-distribution points, shape `(m,)`.
-
-    Returns:
-        A 0-d tensor in `(0, 1]`.
-
     Example:
         >>> ood_aupr(torch.tensor([0.9, 0.6]), torch.tensor([0.7, 0.5]))
         tensor(0.8333)
@@ -68,23 +56,14 @@ def fpr_at_tpr(in_scores: Tensor, out_scores: Tensor, tpr: float = 0.95) -> Tens
     `#{s_out >= t} / m` for the highest threshold `t` with `#{s_in >= t} / n >= tpr`.
 
     Args:
-        in_scores: scores of the in-distribution points, shape `(n,)`; higher is "more in".
-        out_scores: scores of the out-of-distribution points, shape `(m,)`.
         tpr: the share, in `(0, 1]`.
-
-    Returns:
-        A 0-d tensor in `[0, 1]`.
-
-    Raises:
-        ValueError: a share outside `(0, 1]`.
 
     Example:
         >>> fpr_at_tpr(torch.tensor([0.9, 0.8, 0.6, 0.5]), torch.tensor([0.7, 0.1]), tpr=0.75)
         tensor(0.5000)
     """
     in_scores, out_scores = check_scores(in_scores, out_scores)
-    if not 0 < tpr <= 1:
-        raise ValueError(f"`tpr` is {tpr}, expected within (0, 1]: pass tpr=0.95 for 95 %")
+    tpr = check.number("tpr", tpr, above=0, most=1, hint=": pass tpr=0.95 for 95 %")
     needed = math.ceil(tpr * len(in_scores) - 1e-9)  # a product such as 0.95 * 100 is rounded
     threshold = in_scores.sort(descending=True).values[needed - 1]
     return (out_scores >= threshold).to(in_scores.dtype).mean()

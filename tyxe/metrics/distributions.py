@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.metrics.checks import average, check_real, check_regression, check_scale
 
 
@@ -15,7 +16,6 @@ def lppd(log_likelihoods: Tensor, weights: Tensor | None = None) -> Tensor:
 
     Args:
         log_likelihoods: shape `(S, n)`, as `evaluate(..., aggregate=False, reduction="none")[1]`.
-        weights: how often each point counts, shape `(n,)`.
 
     References:
         Gelman, Hwang and Vehtari (2014), Understanding predictive information criteria, eq. 5
@@ -26,11 +26,8 @@ def lppd(log_likelihoods: Tensor, weights: Tensor | None = None) -> Tensor:
         tensor(-1.6094)
     """
     found = check_real("log_likelihoods", log_likelihoods)
-    if found.dim() != 2:
-        raise ValueError(
-            f"`log_likelihoods` has shape {tuple(found.shape)}, expected (S, n), a row for each "
-            "draw: pass evaluate(..., aggregate=False, reduction='none')[1]"
-        )
+    hint = ", a row for each draw: pass evaluate(..., aggregate=False, reduction='none')[1]"
+    check.shape("log_likelihoods", found, ("S", "n"), hint)
     return average(found.logsumexp(0) - math.log(len(found)), weights)
 
 
@@ -42,8 +39,6 @@ def crps_samples(samples: Tensor, targets: Tensor, weights: Tensor | None = None
 
     Args:
         samples: shape `(S, n, ...)`.
-        targets: observations, shape `(n, ...)`.
-        weights: how often each point counts, shape `(n,)`.
 
     References:
         Gneiting and Raftery (2007), section 4.2.
@@ -72,8 +67,6 @@ def crps_mixture(
     Args:
         means: means of the draws, shape `(S, n, ...)`.
         scales: their standard deviations, the shape of `means` or one number; positive.
-        targets: observations, shape `(n, ...)`.
-        weights: how often each point counts, shape `(n,)`.
 
     References:
         Grimit et al. (2006), The continuous ranked probability score for circular variables and its
@@ -115,10 +108,6 @@ def interval_score(
         lower, upper: ends of the intervals, shape `(n, ...)`.
         targets: observations, the same shape.
         level: probability that the intervals are meant to have, in `(0, 1)`.
-        weights: how often each point counts, shape `(n,)`.
-
-    Raises:
-        ValueError: a level outside `(0, 1)`.
 
     References:
         Gneiting and Raftery (2007), eq. 43.
@@ -127,8 +116,7 @@ def interval_score(
         >>> interval_score(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0]), level=0.5)
         tensor(3.)
     """
-    if not 0 < level < 1:
-        raise ValueError(f"`level` is {level}, expected within (0, 1): pass level=0.95 for 95 %")
+    level = check.number("level", level, above=0, below=1, hint=": pass level=0.95 for 95 %")
     lower, y = check_regression(lower, targets)
     upper, _ = check_regression(upper, targets)
     outside = (lower - y).clamp_min(0) + (y - upper).clamp_min(0)
@@ -171,10 +159,6 @@ def quantile_calibration_error(
     Args:
         pit: what `gaussian_pit` or `sample_pit` returns, shape `(n, ...)`.
         num_levels: number `L` of levels `l / (L + 1)`.
-        weights: how often each point counts, shape `(n,)`.
-
-    Raises:
-        ValueError: numbers outside of `[0, 1]`, or fewer than one level.
 
     References:
         Kuleshov, Fenner and Ermon (2018), Accurate uncertainties for deep learning using calibrated
@@ -184,11 +168,11 @@ def quantile_calibration_error(
         >>> quantile_calibration_error(torch.tensor([0.1, 0.3, 0.5, 0.7]), num_levels=3)
         tensor(0.1667)
     """
-    pit = check_real("pit", pit)
-    if not ((pit >= 0) & (pit <= 1)).all() or num_levels < 1:
+    pit, num_levels = check_real("pit", pit), check.count("num_levels", num_levels)
+    if not ((pit >= 0) & (pit <= 1)).all():
         raise ValueError(
-            f"`pit` ranges from {pit.min():.4g} to {pit.max():.4g} with {num_levels} levels, "
-            "expected probabilities and at least one: pass gaussian_pit(mean, scale, targets)"
+            f"pit ranges from {pit.min():.4g} to {pit.max():.4g}; expected probabilities: pass "
+            "gaussian_pit(mean, scale, targets)"
         )
     levels = torch.arange(1, num_levels + 1, dtype=pit.dtype, device=pit.device) / (num_levels + 1)
     gaps = [(average((pit <= level).to(pit.dtype), weights) - level).abs() for level in levels]
@@ -200,7 +184,7 @@ def _stacked(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     values = check_real(name, values)
     if values.dim() < 2:
         raise ValueError(
-            f"`{name}` has shape {tuple(values.shape)}, expected (S, n, ...), one for each draw: "
+            f"{name} has shape {tuple(values.shape)}; expected (S, n, ...), one for each draw: "
             "pass predict(..., aggregate=False), or sample_predictive(...)"
         )
     first, targets = check_regression(values[0], targets)

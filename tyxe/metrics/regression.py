@@ -6,6 +6,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.metrics.checks import average, check_regression, check_scale
 
 
@@ -13,13 +14,6 @@ def rmse(mean: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor
     r"""Root of the mean squared error, in the targets' units.
 
     `sqrt(mean (y - mu)^2)`.
-
-    Args:
-        mean: predictions, shape `(n, ...)`.
-        targets: observations, the shape of `mean`.
-
-    Returns:
-        A 0-d tensor, non-negative.
 
     Example:
         >>> rmse(torch.tensor([0.0, 0.0]), torch.tensor([3.0, 4.0]))
@@ -36,17 +30,6 @@ def gaussian_nll(
 
     `mean [ ((y - mu) / sigma)^2 / 2 + log sigma + log(2 pi) / 2 ]`.
 
-    Args:
-        mean: predictive means, shape `(n, ...)`.
-        scale: predictive standard deviations, the shape of `mean` or one number; positive.
-        targets: observations, the shape of `mean`.
-
-    Returns:
-        A 0-d tensor.
-
-    Raises:
-        ValueError: a scale is not positive and finite.
-
     Example:
         >>> gaussian_nll(torch.zeros(2), 1.0, torch.zeros(2))
         tensor(0.9189)
@@ -62,17 +45,6 @@ def crps_gaussian(
 
     `int (F(t) - 1[t >= y])^2 dt = sigma [z (2 Phi(z) - 1) + 2 phi(z) - 1/sqrt(pi)]` with
     `z = (y - mu) / sigma`, averaged over entries. It becomes the absolute error as `sigma -> 0`.
-
-    Args:
-        mean: predictive means, shape `(n, ...)`.
-        scale: predictive standard deviations, the shape of `mean` or one number; positive.
-        targets: observations, the shape of `mean`.
-
-    Returns:
-        A 0-d tensor, non-negative.
-
-    Raises:
-        ValueError: a scale is not positive and finite.
 
     References:
         Gneiting and Raftery (2007), Strictly proper scoring rules, prediction, and estimation,
@@ -101,23 +73,13 @@ def interval_coverage(
     `mean 1[|y - mu| <= sigma Phi^{-1}((1 + level) / 2)]`: near `level` if well calibrated.
 
     Args:
-        mean: predictive means, shape `(n, ...)`.
-        scale: predictive standard deviations, the shape of `mean` or one number; positive.
-        targets: observations, the shape of `mean`.
         level: probability of the interval, in `(0, 1)`.
-
-    Returns:
-        A 0-d tensor in `[0, 1]`.
-
-    Raises:
-        ValueError: `level` is not in `(0, 1)`, or a scale is not positive and finite.
 
     Example:
         >>> interval_coverage(torch.zeros(4), 1.0, torch.tensor([-1.0, 0.0, 1.0, 3.0]))
         tensor(0.7500)
     """
-    if not 0 < level < 1:
-        raise ValueError(f"`level` is {level}, expected within (0, 1): pass level=0.95 for 95 %")
+    level = check.number("level", level, above=0, below=1, hint=": pass level=0.95 for 95 %")
     z, _ = _standardize(mean, scale, targets)
     quantile = NormalDist().inv_cdf((1 + level) / 2)
     return average((z.abs() <= quantile).to(z.dtype), weights)

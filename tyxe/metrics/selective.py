@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.metrics.checks import check_classified, check_weights
+from tyxe import check
+from tyxe.metrics.checks import check_classified, check_real, check_weights
 
 
 class RiskCoverage(NamedTuple):
@@ -31,14 +32,8 @@ def risk_coverage_curve(
     Points of the same confidence come in any order: their risk is its mean over all of them.
 
     Args:
-        probs: class probabilities, shape `(n, C)`.
-        targets: classes in `0..C-1`, shape `(n,)`.
         confidence: what points are kept by, shape `(n,)`; by default the maximal probability.
         weights: how often each point counts, whole numbers, shape `(n,)`; by default once.
-
-    Raises:
-        ValueError: confidences of another shape, or that are not numbers; weights that are not
-            whole.
 
     References:
         El-Yaniv and Wiener (2010), On the foundations of noise-free selective classification.
@@ -51,7 +46,7 @@ def risk_coverage_curve(
     wrong, given, counts = _checked(probs, targets, confidence, weights)
     if counts is not None:
         if (counts != counts.long()).any():
-            raise ValueError("`weights` has fractions, and a curve has whole points: round them")
+            raise ValueError("weights has fractions, and a curve has whole points: round them")
         wrong, given = (part.repeat_interleave(counts.long()) for part in (wrong, given))
     values, order = given.sort(descending=True)
     errors = wrong[order].double()
@@ -69,12 +64,9 @@ def _checked(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return which points are wrong, their confidences, and how often they count."""
     probs, targets = check_classified(probs, targets)
-    given = probs.amax(-1) if confidence is None else torch.as_tensor(confidence)
-    if given.shape != targets.shape or given.isnan().any():
-        raise ValueError(
-            f"`confidence` has shape {tuple(given.shape)}, expected {tuple(targets.shape)} without "
-            "NaNs: pass probs.amax(-1), or -predictive_entropy(probs)"
-        )
+    given = probs.amax(-1) if confidence is None else torch.as_tensor(confidence).double()
+    hint = ": pass probs.amax(-1), or -predictive_entropy(probs)"
+    check.shape("confidence", check_real("confidence", given), targets.shape, hint)
     counts = None if weights is None else check_weights(weights, probs)
     return probs.argmax(-1) != targets, given, counts
 

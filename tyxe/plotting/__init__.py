@@ -13,8 +13,7 @@ from tyxe.plotting.classification import (
     ood_histogram,
 )
 from tyxe.plotting.regression import predictive_band
-from tyxe.plotting.tasks import accuracy_over_tasks
-from tyxe.plotting.training import history
+from tyxe.plotting.training import accuracy_over_tasks, history
 
 __all__ = [
     "accuracy_over_tasks",

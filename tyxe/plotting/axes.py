@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from tyxe import check
 from tyxe.metrics.checks import check_real
 
 if TYPE_CHECKING:
@@ -60,12 +61,9 @@ def flat(name: str, value: Tensor, like: Tensor | None = None) -> Tensor:
         vector = vector.squeeze(1)
     if vector.dim() != 1:
         raise ValueError(
-            f"`{name}` has shape {tuple(value.shape)}, expected (n,) or (n, 1): "
+            f"{name} has shape {tuple(value.shape)}; expected (n,) or (n, 1): "
             f"pass one number per point, such as {name}[:, 0]"
         )
-    if like is not None and len(vector) != len(like):
-        raise ValueError(
-            f"`{name}` has {len(vector)} points, expected {len(like)}: pass {name} of the points "
-            "it is drawn against"
-        )
+    if like is not None:
+        check.shape(name, vector, like.shape, ", one for each point")
     return vector

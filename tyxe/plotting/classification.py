@@ -32,21 +32,12 @@ def calibration_curve(
     overconfident. Several calls on the same axes share one diagonal.
 
     Args:
-        probs: class probabilities, shape `(n, C)`.
-        targets: classes in `0..C-1`, shape `(n,)`.
-        ax: axes to draw on; None makes a figure.
         label: name of the method; the legend says `label (ECE 1.2 %)`.
         num_bins: number of equal-width bins of the maximal probability.
         min_count: bins with fewer points are left out of the curve (not of the ECE), because
             their accuracy is too uncertain.
         color: colour of the curve; None takes the axes' next.
         marker: matplotlib's name of the marker.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: `num_bins` is below one.
 
     References:
         Guo et al. (2017), On calibration of modern neural networks, figure 1.
@@ -93,15 +84,11 @@ def entropy_ecdf(
 
     Args:
         entropy: entropies in nats, shape `(n,)`, from `tyxe.metrics.predictive_entropy`.
-        ax: axes to draw on; None makes a figure.
         label: entry in the legend, if any.
         linestyle: matplotlib's name of the line style.
         color: colour of the line; None takes the axes' next.
         marker: matplotlib's name of a marker, which a few of the points get; None draws none.
         max_entropy: where the line ends, in nats, such as `log C`; None ends it at the largest.
-
-    Returns:
-        The axes.
 
     Example:
         >>> ax = entropy_ecdf(torch.tensor([0.2, 0.1]), label="test")
@@ -144,12 +131,8 @@ def ood_histogram(
     Args:
         in_scores: scores of the in-distribution points, shape `(n,)`; higher is "more in".
         out_scores: scores of the out-of-distribution points, shape `(m,)`.
-        ax: axes to draw on; None makes a figure.
         num_bins: number of equal-width bins from the smallest to the largest score.
         score: label of the horizontal axis.
-
-    Returns:
-        The axes.
 
     Example:
         >>> ax = ood_histogram(torch.tensor([0.9, 0.8]), torch.tensor([0.5, 0.6]))
@@ -198,11 +181,8 @@ def calibration_and_entropy(
         num_bins: number of equal-width bins of the maximal probability.
         min_count: bins with fewer points are left out of the calibration curve.
 
-    Returns:
-        The figure, of two axes.
-
     Raises:
-        ValueError: there are no results, or `num_bins` is below one.
+        ValueError: there are no results.
 
     References:
         Ritter and Karaletsos (2022), TyXe: Pyro-based Bayesian neural nets for PyTorch.
@@ -215,7 +195,7 @@ def calibration_and_entropy(
     """
     if not results:
         raise ValueError(
-            "`results` is empty, expected at least one method: "
+            "results is empty; expected at least one method: "
             'pass {"name": (probs, targets, ood_probs)}'
         )
     plt = pyplot()

@@ -31,18 +31,11 @@ def predictive_band(
         x: inputs, shape `(n,)` or `(n, 1)`, in any order.
         mean: predictive means, as many as inputs.
         scale: predictive standard deviations, as many as inputs, or one number.
-        ax: axes to draw on; None makes a figure.
         num_scales: number of bands.
         train_data: inputs and targets to draw as points, each `(m,)` or `(m, 1)`.
         true_function: the function's values at `x`, drawn dashed.
         color: colour of the mean and its bands.
         label: the mean's entry in the legend.
-
-    Returns:
-        The axes.
-
-    Raises:
-        ValueError: lengths do not match.
 
     Example:
         >>> x = torch.linspace(-1, 1, 50)
