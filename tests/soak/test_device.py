@@ -14,12 +14,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import autoguide
-from pyro.infer.mcmc import HMC
 from torch import Tensor, nn
 
 import tyxe
+from tests.oracles.architectures import N
+from tests.soak import parts
 from tests.soak.pretend import DEVICE, DeviceMismatch, Host, pretend
-from tyxe import guides, likelihoods, poutine, priors, samplers
+from tyxe import poutine, priors
+from tyxe.guides import AutoInducing
 from tyxe.rng import set_torch_rng, torch_rng, torch_rng_kept
 
 pytestmark = [
@@ -28,8 +30,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning"),
 ]
 
-POINTS, ADAM = 12, functools.partial(torch.optim.Adam, lr=1e-3)
+ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
 NORMAL = priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+SIZES = {"inducing_rows": 2, "inducing_cols": 2, "everywhere": True}
+INDUCING = functools.partial(AutoInducing, **SIZES)
+GUIDES = parts.GUIDES | {
+    "AutoInducing, matrix": functools.partial(
+        INDUCING, q_inducing="matrix", max_lambda=0.5, max_scale_u=0.5
+    ),
+    "AutoInducing, not whitened": functools.partial(
+        INDUCING, q_inducing="diagonal", whitened=False
+    ),
+    "AutoInducing, hierarchical": functools.partial(
+        INDUCING, q_inducing="full", hierarchical=(2, 2)
+    ),
+}
+HANDLERS = parts.HANDLERS | {
+    "mask": lambda: poutine.selective_mask(
+        mask=torch.arange(N // 2, device=DEVICE) > 0, expose=parts.DATA
+    )
+}
 Pair = tuple[Tensor, Tensor]
 
 
@@ -42,96 +62,15 @@ class Flow(NamedTuple):
     likelihood: str
 
 
-# --------------------------------------------------------------------------- parts
-
-
-def _inducing(family: str, **options: Any) -> Any:
-    sizes = {"inducing_rows": 2, "inducing_cols": 2, "everywhere": True}
-    return functools.partial(guides.AutoInducing, q_inducing=family, **sizes, **options)
-
-
-GUIDES: dict[str, Any] = {
-    "AutoNormal": guides.AutoNormal,
-    "AutoNormal, capped": functools.partial(guides.AutoNormal, max_guide_scale=0.5),
-    "AutoRadial": guides.AutoRadial,
-    "AutoInducing, diagonal": _inducing("diagonal"),
-    "AutoInducing, full": _inducing("full"),
-    "AutoInducing, matrix": _inducing("matrix", max_lambda=0.5, max_scale_u=0.5),
-    "AutoInducing, ensemble": _inducing("ensemble"),
-    "AutoInducing, not whitened": _inducing("diagonal", whitened=False),
-    "AutoInducing, hierarchical": _inducing("full", hierarchical=(2, 2)),
-    "AutoBernoulli": guides.AutoBernoulli,
-    "AutoBernoulli, relaxed": functools.partial(guides.AutoBernoulli, relaxed=0.5),
-    "pyro AutoDelta": autoguide.AutoDelta,
-    "pyro AutoNormal": autoguide.AutoNormal,
-    "pyro AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
-    "pyro AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
-    "pyro AutoLowRankMultivariateNormal": autoguide.AutoLowRankMultivariateNormal,
-}
-KERNELS: dict[str, Any] = {
-    "pyro HMC": functools.partial(HMC, step_size=1e-3, num_steps=2),
-    "samplers HMC": samplers.HMC(step_size=1e-3, num_steps=2),
-    "samplers NUTS": samplers.NUTS(step_size=1e-3, max_tree_depth=3),
-    "samplers MCLMC": samplers.MCLMC(),
-}
-HANDLERS: dict[str, Callable[[], Any]] = {
-    "none": nullcontext,
-    "local_reparameterization": poutine.local_reparameterization,
-    "flipout": poutine.flipout,
-    "selective_mask": lambda: poutine.selective_mask(
-        mask=torch.arange(POINTS // 2, device=DEVICE) > 1, expose=["likelihood.data"]
-    ),
-    "selective_scale": lambda: poutine.selective_scale(scale=0.5, expose=["net.0.weight"]),
-    "variational_laplace": poutine.variational_laplace,
-    "report": poutine.report,
-}
-
-
-class Likely(NamedTuple):
-    """A likelihood, how many outputs it takes, and its targets."""
-
-    build: Callable[[], likelihoods.Likelihood]
-    outputs: int
-    targets: Callable[[], Tensor]
-    has_latents: bool = False
-
-
-def _numbers() -> Tensor:
-    return torch.randn(POINTS, 2, device=DEVICE)
-
-
-LIKELIHOODS = {
-    "Categorical": Likely(
-        lambda: likelihoods.Categorical(POINTS), 3, lambda: torch.arange(POINTS, device=DEVICE) % 3
-    ),
-    "Bernoulli": Likely(
-        lambda: likelihoods.Bernoulli(POINTS, event_dim=1), 2, lambda: (_numbers() > 0).float()
-    ),
-    "Poisson": Likely(
-        lambda: likelihoods.Poisson(POINTS, event_dim=1), 2, lambda: _numbers().abs().round()
-    ),
-    "Gaussian": Likely(lambda: likelihoods.HomoskedasticGaussian(POINTS, scale=0.5), 2, _numbers),
-    "Gaussian, learned": Likely(
-        lambda: likelihoods.HomoskedasticGaussian(POINTS, scale=0.5, learn_scale=True), 2, _numbers
-    ),
-    "Gaussian, inferred": Likely(
-        lambda: likelihoods.HomoskedasticGaussian(POINTS, scale=dist.LogNormal(0.0, 0.3)),
-        2,
-        _numbers,
-        has_latents=True,
-    ),
-    "heteroskedastic": Likely(lambda: likelihoods.HeteroskedasticGaussian(POINTS), 4, _numbers),
-}
-
-
 def _net(outputs: int) -> nn.Module:
     layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, outputs)
     return nn.Sequential(*layers)
 
 
-def _batches(likely: Likely) -> list[Pair]:
-    x = torch.randn(POINTS, 3, device=DEVICE)
-    return list(zip(x.split(POINTS // 2), likely.targets().split(POINTS // 2), strict=True))
+def _batches(likely: parts.Data) -> list[Pair]:
+    x, outputs = torch.randn(N, 3, device=DEVICE), torch.Size([N, likely.width])
+    y = likely.targets(outputs).to(DEVICE)
+    return list(zip(x.split(N // 2), y.split(N // 2), strict=True))
 
 
 class _Steps:
@@ -168,7 +107,7 @@ def _predict(bnn: Any, x: Tensor, y: Tensor, lazy: bool) -> None:
         return
     pyro.set_rng_seed(0)
     whole = bnn.predict(x, num_predictions=3, aggregate=False)
-    for options in ({"batch_size": 4}, {"vectorize": True}):
+    for options in ({"batch_size": 2}, {"vectorize": True}):
         pyro.set_rng_seed(0)
         again = bnn.predict(x, num_predictions=3, aggregate=False, **options)
         torch.testing.assert_close(again.cpu(), whole.cpu(), rtol=1e-4, atol=1e-5)
@@ -189,20 +128,20 @@ def _reload(bnn: Any, make: Callable[[], Any], x: Tensor) -> None:
 
 
 def _variational(flow: Flow, host: Host) -> collections.Counter[str]:
-    likely = LIKELIHOODS[flow.likelihood]
+    likely = parts.LIKELIHOODS[flow.likelihood]
     binary = flow.guide.startswith("AutoBernoulli")
     prior = priors.BinaryPrior(hide_module_types=[nn.BatchNorm1d]) if binary else NORMAL
 
     def make() -> tyxe.VariationalBNN:
-        net = _net(likely.outputs).to(DEVICE)
-        own = autoguide.AutoNormal if likely.has_latents else None
-        return tyxe.VariationalBNN(net, prior, likely.build(), GUIDES[flow.guide], own)
+        net = _net(likely.width).to(DEVICE)
+        own = autoguide.AutoNormal if "inferred" in flow.likelihood else None
+        return tyxe.VariationalBNN(net, prior, likely.likelihood(N), GUIDES[flow.guide], own)
 
     bnn, loader = make(), _Steps(_batches(likely), host)
     with HANDLERS[flow.handler]():
         bnn.fit(loader, ADAM, 1)
         bnn.fit(loader.batches, pyro.optim.Adam({"lr": 1e-3}), 1, num_particles=2, clip_norm=1.0)
-    lazy = flow.handler in ("local_reparameterization", "flipout")
+    lazy = flow.handler in ("local reparameterisation", "flipout")
     x, y = loader.batches[0]
     with HANDLERS[flow.handler]() if lazy else nullcontext():
         _predict(bnn, x, y, lazy)
@@ -219,14 +158,14 @@ def _variational(flow: Flow, host: Host) -> collections.Counter[str]:
 
 
 def _laplace(flow: Flow, host: Host) -> collections.Counter[str]:
-    likely = LIKELIHOODS[flow.likelihood]
+    likely = parts.LIKELIHOODS[flow.likelihood]
     structure, curvature = flow.guide.split()
 
     def make() -> tyxe.LaplaceBNN:
         return tyxe.LaplaceBNN(
-            _net(likely.outputs).to(DEVICE),
+            _net(likely.width).to(DEVICE),
             NORMAL,
-            likely.build(),
+            likely.likelihood(N),
             structure=structure,
             curvature=curvature,
         )
@@ -249,10 +188,10 @@ def _laplace(flow: Flow, host: Host) -> collections.Counter[str]:
 
 
 def _pytorch(flow: Flow, host: Host) -> collections.Counter[str]:
-    likely = LIKELIHOODS[flow.likelihood]
+    likely = parts.LIKELIHOODS[flow.likelihood]
 
     def make() -> tyxe.PytorchBNN:
-        return tyxe.PytorchBNN(_net(likely.outputs).to(DEVICE), NORMAL, GUIDES[flow.guide])
+        return tyxe.PytorchBNN(_net(likely.width).to(DEVICE), NORMAL, GUIDES[flow.guide])
 
     bnn, loader = make(), _Steps(_batches(likely), host)
     optimizer = ADAM([p for p in bnn.parameters() if p.requires_grad])
@@ -269,9 +208,9 @@ def _pytorch(flow: Flow, host: Host) -> collections.Counter[str]:
 
 
 def _mcmc(flow: Flow, host: Host) -> collections.Counter[str]:
-    likely = LIKELIHOODS[flow.likelihood]
-    net = _net(likely.outputs).to(DEVICE)
-    bnn = tyxe.MCMC_BNN(net, NORMAL, likely.build(), KERNELS[flow.guide])
+    likely = parts.LIKELIHOODS[flow.likelihood]
+    net = _net(likely.width).to(DEVICE)
+    bnn = tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS[flow.guide])
     batches = _batches(likely)
     bnn.fit(batches, num_samples=3, warmup_steps=2, progress=False)
     _predict(bnn, *batches[0], lazy=False)
@@ -287,25 +226,24 @@ WRAPPERS: dict[str, Callable[[Flow, Host], collections.Counter[str]]] = {
 
 
 # Of every part at least one.
+ALONE = ["AutoNormal", "AutoNormal, capped", "AutoRadial", *(n for n in GUIDES if "Inducing" in n)]
+ALONE += ["AutoBernoulli, relaxed", "pyro AutoDelta", "pyro AutoNormal", "pyro AutoDiagonalNormal"]
+ALONE += ["pyro AutoMultivariateNormal", "pyro low rank"]
 FLOWS = [
-    *(
-        Flow("VariationalBNN", guide, "none", "Categorical")
-        for guide in GUIDES
-        if guide != "AutoBernoulli"
-    ),
-    Flow("VariationalBNN", "AutoBernoulli", "local_reparameterization", "Gaussian"),
+    *(Flow("VariationalBNN", guide, "none", "classes") for guide in ALONE),
+    Flow("VariationalBNN", "AutoBernoulli", "local reparameterisation", "Gaussian"),
     Flow("VariationalBNN", "AutoNormal", "flipout", "Gaussian, inferred"),
-    Flow("VariationalBNN", "AutoNormal", "selective_mask", "Poisson"),
-    Flow("VariationalBNN", "AutoNormal", "selective_scale", "heteroskedastic"),
-    Flow("VariationalBNN", "AutoNormal", "variational_laplace", "Bernoulli"),
-    Flow("VariationalBNN", "AutoInducing, full", "local_reparameterization", "Gaussian, learned"),
-    Flow("PytorchBNN", "pyro AutoLowRankMultivariateNormal", "none", "Gaussian"),
-    Flow("LaplaceBNN", "kron ggn", "none", "Categorical"),
+    Flow("VariationalBNN", "AutoNormal", "mask", "counts"),
+    Flow("VariationalBNN", "AutoNormal", "scale", "heteroskedastic"),
+    Flow("VariationalBNN", "AutoNormal", "variational Laplace", "binary, event"),
+    Flow("VariationalBNN", "AutoInducing, full", "local reparameterisation", "Gaussian, learned"),
+    Flow("PytorchBNN", "pyro low rank", "none", "Gaussian"),
+    Flow("LaplaceBNN", "kron ggn", "none", "classes"),
     Flow("LaplaceBNN", "full empirical", "none", "heteroskedastic"),
-    Flow("LaplaceBNN", "diag fisher", "none", "Poisson"),
-    Flow("MCMC_BNN", "pyro HMC", "none", "Gaussian, inferred"),
+    Flow("LaplaceBNN", "diag fisher", "none", "counts"),
+    Flow("MCMC_BNN", "HMC", "none", "Gaussian, inferred"),
     Flow("MCMC_BNN", "samplers NUTS", "none", "Gaussian, inferred"),
-    Flow("MCMC_BNN", "samplers MCLMC", "none", "Categorical"),
+    Flow("MCMC_BNN", "samplers MCLMC", "none", "classes"),
 ]
 MOST_READS = 3  # loss, gradient, and whether targets are missing that are on the device
 
@@ -419,10 +357,10 @@ def test_a_device_that_is_not_in_use_is_not_started(monkeypatch):
 
 
 def test_samples_go_to_a_file_of_the_host(tmp_path: Path) -> None:
-    likely = LIKELIHOODS["Gaussian, inferred"]
+    likely = parts.LIKELIHOODS["Gaussian, inferred"]
     with pretend():
-        net = _net(likely.outputs).to(DEVICE)
-        bnn = tyxe.MCMC_BNN(net, NORMAL, likely.build(), KERNELS["samplers HMC"])
+        net = _net(likely.width).to(DEVICE)
+        bnn = tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS["samplers HMC"])
         (x, _), *_ = batches = _batches(likely)
         bnn.fit(batches, 5, warmup_steps=1, file=tmp_path / "samples", progress=False)
         assert bnn.samples["net.0.weight"].device.type == "cpu"
