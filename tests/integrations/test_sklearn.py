@@ -56,9 +56,9 @@ def classes(n=40):
 EPOCHS = 40
 
 
-def trained(bnn, loader, handler=nullcontext, **options):
+def trained(bnn, loader, handler=nullcontext, epochs=EPOCHS, **options):
     with handler():
-        bnn.fit(loader, partial(torch.optim.Adam, lr=0.01), EPOCHS, **options)
+        bnn.fit(loader, partial(torch.optim.Adam, lr=0.01), epochs, **options)
     return bnn
 
 
@@ -103,11 +103,11 @@ PLAIN = {
     "mean_field": mean_field,
     "map": lambda *parts, loader: trained(tyxe.VariationalBNN(*parts, AutoDelta), loader),
     "ensemble": ensemble,
-    "swag": lambda *parts, loader: trained(tyxe.SWAG_BNN(*parts), loader),
+    "swag": lambda *parts, loader: trained(tyxe.SWAG_BNN(*parts), loader, epochs=80),
     "nuts": nuts,
 }
-# Chains that are as short as these are long enough to be compared.
-SETTINGS = {"nuts": {"hidden": (), "num_epochs": 8}}
+# Chains that are as short as these are long enough to be compared; SWAG needs 20 snapshots.
+SETTINGS = {"nuts": {"hidden": (), "num_epochs": 8}, "swag": {"num_epochs": 80}}
 
 
 def plain(method, x, y, likelihood, outputs):
