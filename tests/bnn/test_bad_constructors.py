@@ -222,7 +222,7 @@ SCALARS = tyxe.priors.LambdaPrior(lambda name, module, param: dist.Normal(0, 1))
 UPDATES = {
     "missing": (FEW, ValueError, "no entry"),
     "shapes": (SCALARS, ValueError, r"has shape \(\), but the parameter has shape \(4, 2\)"),
-    "a number": (tyxe.priors.LambdaPrior(lambda *_: 3), TypeError, "'0.weight' is a int"),
+    "a number": (tyxe.priors.LambdaPrior(lambda *_: 3), TypeError, "'0.weight' is 3"),
     "no prior": (dist.Normal(0, 1), TypeError, "prior is a Normal; expected one from tyxe.priors"),
     "support": (
         tyxe.priors.IIDPrior(dist.HalfNormal(1.0)),

@@ -155,21 +155,13 @@ def test_an_instance_has_to_hold_all_of_the_guide():
     rejects(bnn, ValueError, "net.0.weight", lambda: bnn.fit([(X, Y)], optimizer, 1))
 
 
-ARGUMENTS = {
-    "lr": ({"lr": 0.0}, "lr is 0.0; expected a positive number"),
-    "infinite lr": ({"lr": float("inf")}, "lr is inf"),
-    "text": ({"lr": "fast"}, "lr is 'fast'"),
-    "hess_init": ({"lr": 0.1, "hess_init": -1.0}, "hess_init is -1.0"),
-    "betas": ({"lr": 0.1, "betas": (0.9, 1.0)}, "betas are"),
-    "one beta": ({"lr": 0.1, "betas": (0.9,)}, "betas are"),
-}
-
-
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_are_checked(case):
-    bnn, (arguments, message) = make(), ARGUMENTS[case]
-    optim = functools.partial(IVON, **arguments)
-    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], optim, 1))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", 0.0), ("lr", "fast"), ("hess_init", -1.0), ("betas", (0.9, 1.0))],
+)
+def test_arguments_are_checked(name, value):
+    with pytest.raises((TypeError, ValueError), match=f"{name} is "):
+        IVON([torch.zeros(1)], **{"lr": 0.1, name: value})
 
 
 def test_a_loop_of_ones_own_is_an_error():

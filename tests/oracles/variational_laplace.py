@@ -18,7 +18,6 @@ from tyxe.likelihoods import (
     Poisson,
 )
 from tyxe.poutine import variational_laplace
-from tyxe.poutine.second_order import Fisher
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 
@@ -99,20 +98,15 @@ def likelihoods(points):
     }
 
 
-class GivenLabels(Fisher):
-    """Pseudo-labels that a test has chosen."""
+class with_labels(variational_laplace):
+    """The Fisher form at pseudo-labels that a test has chosen."""
 
-    labels = None
+    def __init__(self, labels):
+        super().__init__()
+        self.labels = labels
 
-    def pseudo_labels(self, fn):
+    def _labels(self, fn, value):
         return self.labels
-
-
-def with_labels(labels):
-    handler = variational_laplace()
-    handler.curvature = GivenLabels()
-    handler.curvature.labels = labels
-    return handler
 
 
 def small():

@@ -100,7 +100,7 @@ def test_pooled_outputs_have_the_variance_of_plain_draws(batch_first: bool) -> N
     assert float(ratio) == pytest.approx(1.0, abs=0.15)
 
 
-@pytest.mark.parametrize("given", [-1, 1.5, True, "first"])
+@pytest.mark.parametrize("given", [-1, "first"])
 def test_a_batch_dim_that_is_none(given: object) -> None:
-    with pytest.raises(ValueError, match="batch_first=False"):
+    with pytest.raises((TypeError, ValueError), match=r"batch_dim is .*; expected"):
         flipout(given)  # type: ignore[arg-type]

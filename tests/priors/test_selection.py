@@ -138,7 +138,7 @@ def test_wrong_rules_are_refused_at_once(rules, error, match):
         ({"expose_modules": nn.Linear(1, 1)}, "expose_modules names a Linear module"),
         (
             {"hide_parameters": ["biass"]},
-            "hide_parameters names 'biass', .*; it has bias, frozen, ",
+            "hide_parameters names 'biass', .*; it has frozen, weight, bias",
         ),
         ({"hide_parameters": ["head.bias"]}, "hide_parameters names 'head.bias', which the net"),
         ({"expose_parameters": ["bias", "gain"]}, "expose_parameters names 'gain', which"),

@@ -1,4 +1,4 @@
-"""The contract of kernels, for the package's own, and kernels that break it."""
+"""The contract of kernels, for the package's own and some that break it; and bad options."""
 
 import functools
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.contracts.kernels import KERNELS, check_kernel
-from tyxe.samplers import HMC, Randomness
+from tyxe.samplers import HMC, MCLMC, NUTS, SGHMC, SGLD, Randomness, WarmStart
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -56,3 +56,55 @@ class Mixes(HMC):
 def test_kernels_that_break_it(kind, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_kernel(functools.partial(kind, num_steps=1, step_size=0.5, adapt_step_size=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {"step_size": 0.0}) for kind in (HMC, NUTS, MCLMC)),
+        *((kind, {"temperature": -1.0}) for kind in (HMC, MCLMC, functools.partial(SGLD, 0.1))),
+        (HMC, {"num_steps": 2.5}),
+        (HMC, {"adapt_mass_matrix": 0}),
+        (NUTS, {"adapt_step_size": "no"}),
+        (NUTS, {"target_accept_prob": 1}),
+        (NUTS, {"target_accept_prob": "high"}),
+        (NUTS, {"max_tree_depth": 0}),
+        (MCLMC, {"momentum_length": 0.0}),
+        (MCLMC, {"energy_variance": (0.5, 0.0)}),
+        (MCLMC, {"energy_variance": [0.5, 0.1]}),
+        (MCLMC, {"memory": 1}),
+        (SGLD, {"lr": "0.1"}),
+        *(
+            (functools.partial(SGHMC, 0.1), {name: value})
+            for name, value in {
+                "schedule": "cosine",
+                "friction": 1.0,
+                "exploration": 1.0,
+                "num_cycles": 0,
+                "clip_norm": 0.0,
+                "power": 0.0,
+                "offset": -1.0,
+                "points": 0.0,
+            }.items()
+        ),
+        (WarmStart, {"optim": "adam"}),
+        (WarmStart, {"num_epochs": 0}),
+        (WarmStart, {"patience": 1.5}),
+        (WarmStart, {"batch_size": "all"}),
+        (WarmStart, {"validation": 1}),
+    ],
+)
+def test_options_that_cannot_be_meant_are_named(kind, options) -> None:
+    (name,) = options
+    with pytest.raises((TypeError, ValueError), match=f"{name} is "):
+        kind(**options)
+
+
+def test_a_short_warm_up_is_spoken_of_where_something_adapts() -> None:
+    assert NUTS().check(150) is None
+    assert NUTS(adapt_step_size=False, adapt_mass_matrix=False).check(0) is None
+    assert "warmup_steps=149 is too short to adapt step sizes and mass" in NUTS().check(149)
+    assert "adapt step sizes:" in HMC(adapt_mass_matrix=False).check(10)
+    assert "adapt mass matrices:" in HMC(adapt_step_size=False).check(10)
+    assert "warmup_steps=999 is too short for MCLMC" in MCLMC().check(999)
+    assert MCLMC().check(1000) is None

@@ -5,12 +5,10 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from tests.oracles.densities import cells_p_value, correlated_gaussian, funnel, mixture
 from tests.oracles.trees import Reference
 from tyxe.samplers import NUTS, Randomness, Run, batched
 from tyxe.samplers.hamiltonian import Settings
 from tyxe.samplers.integrators import Point
-from tyxe.samplers.nuts import Blocks
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -27,14 +25,21 @@ def walled(w):
     return curved(w) - 1e4 * torch.relu(w[2] - 0.8) + torch.sqrt(1.5 - w[2])
 
 
-def by_numpy(energy):
-    one = batched(energy, torch.zeros(1, D))
+def curved_in_numpy(w):
+    joint = w[0] * w[1]
+    value = 0.5 * w @ w + 0.3 * np.sin(2 * w).sum() + 0.5 * joint**2
+    return value, w + 0.6 * np.cos(2 * w) + joint * np.array([w[1], w[0], 0.0])
 
-    def gradient(position):
-        value, found = one(torch.from_numpy(position)[None])
-        return float(value), found[0].numpy()
 
-    return gradient
+def walled_in_numpy(w):
+    value, gradient = curved_in_numpy(w)
+    with np.errstate(invalid="ignore"):
+        root = np.sqrt(1.5 - w[2])
+    gradient[2] -= 1e4 * (w[2] > 0.8) + 0.5 / root
+    return value - 1e4 * max(w[2] - 0.8, 0.0) + root, gradient
+
+
+IN_NUMPY = {curved: curved_in_numpy, walled: walled_in_numpy}
 
 
 def transition(energy, start, noise, directions, step_size, inverse_mass, max_depth):
@@ -68,7 +73,7 @@ def transition(energy, start, noise, directions, step_size, inverse_mass, max_de
 
 
 @pytest.mark.parametrize("energy", [curved, walled])
-@pytest.mark.parametrize("max_depth", [1, 2, 4, 7])
+@pytest.mark.parametrize("max_depth", [1, 3, 7])
 def test_trees_are_those_of_the_recursive_reference(energy, max_depth):
     start = 0.5 * torch.randn(CHAINS, D)
     noise = torch.randn(CHAINS, D)
@@ -79,7 +84,7 @@ def test_trees_are_those_of_the_recursive_reference(energy, max_depth):
     brought, visited = transition(energy, *given, max_depth)
 
     seen = set()
-    gradient = by_numpy(energy)
+    gradient = IN_NUMPY[energy]
     for chain, (position, potential, told) in enumerate(brought):
         mass = inverse_mass[chain].numpy()
         reference = Reference(gradient, float(step_size[chain]), mass, max_depth)
@@ -112,7 +117,8 @@ def test_trees_of_oscillators_end_by_the_checks_across_the_joint():
     one = torch.ones(chains, D)
     step_size, directions = torch.linspace(0.05, 0.7, chains), torch.rand(chains, depth) < 0.5
     brought, _ = transition(ball, start, noise, directions, step_size, one, depth)
-    gradient, mass = by_numpy(ball), np.ones(D)
+    squares, mass = frequencies.square().numpy(), np.ones(D)
+    gradient = lambda w: (0.5 * w @ (squares * w), squares * w)  # noqa: E731
     lengths = {parts: [] for parts in [(0, 1, 2), (0, 1), (0, 2)]}
     for chain in range(chains):
         for parts, found in lengths.items():
@@ -125,7 +131,7 @@ def test_trees_of_oscillators_end_by_the_checks_across_the_joint():
     assert lengths[0, 2] != lengths[0, 1, 2]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_transitions_have_the_multinomial_law_of_their_tree(seed):
     torch.manual_seed(seed)
     count, max_depth, step_size = 20_000, 4, 0.15
@@ -140,7 +146,7 @@ def test_transitions_have_the_multinomial_law_of_their_tree(seed):
         torch.ones(count, D),
         max_depth,
     )
-    reference = Reference(by_numpy(curved), step_size, np.ones(D), max_depth)
+    reference = Reference(curved_in_numpy, step_size, np.ones(D), max_depth)
     law = reference.transition(start.numpy(), noise.numpy(), iter(directions.tolist())).law
     assert sum(p for _, p in law) == pytest.approx(1)
     leaves = torch.stack([torch.from_numpy(leaf) for leaf, _ in law])
@@ -169,9 +175,8 @@ def test_a_tree_that_never_turns_ends_at_the_full_depth(max_depth):
     assert torch.equal(leapfrogs, torch.full((3, 5), 2.0**max_depth - 1))
     assert torch.equal(depth, torch.full((3, 5), float(max_depth)))
     assert not diverged.any()
-    (advice,) = kernel.advice(
-        dict(zip(kernel.statistics, run.kept.statistics.unbind(-1), strict=True))
-    )
+    found = dict(zip(kernel.statistics, run.kept.statistics.unbind(-1), strict=True))
+    (advice,) = kernel.advice(found)
     assert f"full depth of {max_depth}" in advice
 
 
@@ -187,30 +192,3 @@ def test_a_chain_stays_where_every_step_diverges():
     assert (statistics["depth"] == 0).all()
     (advice,) = kernel.advice(statistics)
     assert "100.0% of the transitions diverged" in advice
-
-
-def test_the_checkpoints_of_a_step_are_as_many_as_the_depth():
-    state = NUTS(max_tree_depth=6).begin(
-        Point(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3)),
-        torch.randn(2, 3),
-        torch.rand(2),
-        torch.ones(2, 3),
-    )
-    assert [field.shape for field in state.blocks] == [torch.Size([2, 6, 3])] * len(Blocks._fields)
-
-
-@pytest.mark.parametrize(
-    ("make", "step_size"), [(correlated_gaussian, 0.7), (funnel, 0.3), (mixture, 0.4)]
-)
-def test_exact_draws_stay_exact(make, step_size):
-    density = make()
-    starts = density.draw(10_000)
-    assert cells_p_value(density.uniform(starts)) > 1e-3
-    kernel = NUTS(step_size=step_size, adapt_step_size=False, max_tree_depth=5)
-    run = Run(kernel, density.potential, starts, num_samples=3, seed=1)
-    list(run.steps())
-    moved = run.kept.positions[:, -1]
-    assert cells_p_value(density.uniform(moved)) > 1e-3
-    # And they have moved.
-    u, v = density.uniform(starts)[:, -1], density.uniform(moved)[:, -1]
-    assert abs(float(torch.corrcoef(torch.stack([u, v]))[0, 1])) < 0.5

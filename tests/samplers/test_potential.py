@@ -75,11 +75,3 @@ def test_what_a_loop_refuses_too_is_the_function_s_own_error():
 
     with pytest.raises(KeyError, match="no such site"):
         batched(energy, torch.ones(2, 3))
-
-
-def test_potentials_build_no_graph_of_the_positions():
-    energy, _ = net_energy()
-    position = torch.randn(CHAINS, D, dtype=torch.double)
-    with torch.no_grad():
-        found = batched(energy, position)(position)
-    torch.testing.assert_close(found, by_autograd(energy, position))

@@ -13,25 +13,23 @@ def normal(position):
 
 
 def stationary(rate, friction):
-    """Return the variances of position and velocity under a standard normal, by iteration."""
+    """Return the variances of position and velocity under a standard normal."""
     a, eta = friction, rate
     # The next position and velocity from those before: v' = (1 - a) v - eta w + noise, w' = w + v'.
     step = torch.tensor([[1 - eta, 1 - a], [-eta, 1 - a]], dtype=torch.double)
     noise = torch.full([2, 2], 2 * a * eta, dtype=torch.double)
-    covariance = torch.eye(2, dtype=torch.double)
-    for _ in range(20_000):
-        covariance = step @ covariance @ step.T + noise
-    return covariance.diagonal()
+    twice = torch.eye(4, dtype=torch.double) - torch.kron(step, step)
+    return torch.linalg.solve(twice, noise.flatten()).view(2, 2).diagonal()
 
 
-CHAINS = 400_000
+CHAINS = 100_000
 # Of a mean of squares, relative to it.
 FOUR_ERRORS = 4 * math.sqrt(2 / CHAINS)
 
 
 def found_by(kernel):
     """Return the mean squares of positions and velocities after steps that forget the start."""
-    run = Run(kernel, normal, torch.randn(CHAINS, 1), 1, num_warmup=119, seed=3)
+    run = Run(kernel, normal, torch.randn(CHAINS, 1), 1, num_warmup=79, seed=3)
     before = last = run.starts
     for transition in run.steps():
         before, last = last, transition.position
@@ -42,7 +40,7 @@ def found_by(kernel):
 def test_moments_are_those_of_the_discrete_dynamics_and_their_bias_halves_with_the_rate(friction):
     """The exact biases halve, and are larger than the errors by which chains may differ."""
     biases = []
-    for rate in (0.08, 0.04):
+    for rate in (0.16, 0.08):
         found = found_by(SGLD(rate) if friction == 1 else SGHMC(rate, friction=friction))
         exact = stationary(rate, friction)
         assert ((found / exact - 1).abs() < FOUR_ERRORS).all()
@@ -140,20 +138,3 @@ def test_clipping_bounds_a_step():
     first = next(run.steps())
     torch.testing.assert_close(first.position, torch.tensor([[30.0 - 0.03, 40.0 - 0.04]]))
     assert first.statistics[0].tolist() == pytest.approx([0.1, 50.0])
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lr": 0.0}, ValueError, "lr is 0.0"),
-        ({"lr": 0.1, "temperature": -1.0}, ValueError, "temperature"),
-        ({"lr": 0.1, "schedule": "cosine"}, ValueError, "schedule is 'cosine'"),
-        ({"lr": 0.1, "friction": 1.0}, ValueError, "friction is 1.0"),
-        ({"lr": 0.1, "exploration": 1.0}, ValueError, "exploration is 1.0"),
-        ({"lr": 0.1, "num_cycles": 0}, ValueError, "num_cycles is 0"),
-        ({"lr": "0.1"}, TypeError, "lr is"),
-    ],
-)
-def test_bad_options(options, error, message):
-    with pytest.raises(error, match=message):
-        SGHMC(**options)

@@ -149,23 +149,3 @@ def test_the_starts_stay_as_they_were():
 
 def test_defaults_are_those_of_the_paper():
     assert warm_start() == WarmStart(torch.optim.AdamW, 1000, 10, 32, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"optim": "adam"}, TypeError, "optim is a str; expected an optimiser class such as"),
-        ({"optim": torch.optim.SGD([torch.zeros(1)])}, TypeError, "optim is a SGD; expected"),
-        ({"num_epochs": 0}, ValueError, "num_epochs is 0; expected 1 or more"),
-        ({"num_epochs": 1.5}, TypeError, "num_epochs is 1.5; expected an integer"),
-        ({"patience": 0}, ValueError, "patience is 0; expected 1 or more"),
-        ({"batch_size": "all"}, TypeError, "batch_size is 'all'; expected an integer"),
-        ({"validation": 1}, ValueError, r"validation is 1; expected a share .* in \[0, 1\)"),
-        ({"validation": -0.1}, ValueError, r"validation is -0.1; expected a share"),
-        ({"validation": float("nan")}, ValueError, r"validation is nan; expected a share"),
-        ({"validation": "some"}, TypeError, r"validation is 'some'; expected a share"),
-    ],
-)
-def test_arguments_that_cannot_be_meant_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        warm_start(**options)

@@ -1,11 +1,10 @@
 """Likelihoods: the observed site, its errors, samples, aggregates and curvature."""
 
 from tyxe.likelihoods.base import Likelihood
-from tyxe.likelihoods.discrete import Bernoulli, Categorical
+from tyxe.likelihoods.discrete import Bernoulli, Categorical, Poisson
 from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
 from tyxe.likelihoods.joint import Joint
 from tyxe.likelihoods.output_hessian import output_hessian, output_hessian_sqrt
-from tyxe.likelihoods.poisson import Poisson
 
 __all__ = [
     "Bernoulli",

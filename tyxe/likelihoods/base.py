@@ -23,6 +23,7 @@ from tyxe.threads import exclusive
 from tyxe.util import at_least_float32, is_real, precise
 
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
+Latents = Mapping[str, Tensor] | None  # values of a likelihood's own variables by name
 
 
 def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
@@ -33,17 +34,16 @@ def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None)
     Raises:
         ValueError: another reduction, or a mean over no points.
     """
+    check.choice("reduction", reduction, ("sum", "mean", "none"))
     if reduction == "none":
         return values
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction is {reduction!r}; expected 'sum', 'mean' or 'none'")
     if reduction == "mean" and not values.shape[-1]:
         raise ValueError("there are no points, and so no mean over them; reduction='sum' is 0")
-    if weights is not None:
-        weights = weights.to(values)
-        total = (values * weights).sum(-1)
-        return total if reduction == "sum" else total / weights.sum()
-    return values.sum(-1) if reduction == "sum" else values.mean(-1)
+    if weights is None:
+        return values.sum(-1) if reduction == "sum" else values.mean(-1)
+    weights = weights.to(values)
+    total = (values * weights).sum(-1)
+    return total if reduction == "sum" else total / weights.sum()
 
 
 class Likelihood(nn.Module, ABC):
@@ -64,7 +64,7 @@ class Likelihood(nn.Module, ABC):
         name: prefix of the sites.
 
     Raises:
-        TypeError: `dataset_size` is no integer.
+        TypeError: `dataset_size` or `event_dim` is no integer.
         ValueError: `dataset_size` is not positive, or `event_dim` negative.
     """
 
@@ -73,19 +73,12 @@ class Likelihood(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.dataset_size = dataset_size
-        if not isinstance(event_dim, int) or event_dim < 0:
-            raise ValueError(f"event_dim is {event_dim!r}; expected 0 or more dimensions")
-        self.event_dim = event_dim
+        self.event_dim = check.count("event_dim", event_dim, 0)
         self.prefix = name
 
     @property
     def dataset_size(self) -> int:
-        """The number `N` of data points in an epoch.
-
-        Raises:
-            TypeError: it is set to something other than an integer.
-            ValueError: it is not known yet, or is set to a number that is not positive.
-        """
+        """The number `N` of data points in an epoch; a ValueError where it is not known yet."""
         if self._dataset_size is None:
             raise ValueError(
                 f"the dataset_size of this {type(self).__name__} is not known: set it to the "
@@ -101,9 +94,9 @@ class Likelihood(nn.Module, ABC):
         self._dataset_size = None if size in (None, -1) else check.count("dataset_size", size)
 
     has_order = True  # whether some targets are larger than others, so that they have intervals
-    is_zero_outside = (
-        False  # whether the density of targets outside of the support is computed as 0
-    )
+    is_zero_outside = False  # whether densities of targets outside of the support come out as 0
+    prepares_outputs = False  # whether what a net returns goes through `from_net`
+    prepares_targets = False  # whether a loader's targets go through `from_loader` and `to_fit`
 
     @property
     def data_name(self) -> str:
@@ -113,9 +106,7 @@ class Likelihood(nn.Module, ABC):
     # ------------------------------------------------------------------ what a subclass gives
 
     @abstractmethod
-    def predictive_distribution(
-        self, predictions: Predictions, latents: Mapping[str, Tensor] | None = None
-    ) -> td.Distribution:
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         """Return the distribution of the targets.
 
         Args:
@@ -132,11 +123,7 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def aggregate_predictions(
-        self,
-        predictions: Tensor,
-        dim: int = 0,
-        latents: Mapping[str, Tensor] | None = None,
-        weights: Tensor | None = None,
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Predictions:
         """Combine predictions of several draws into one, in the likelihood's parametrisation.
 
@@ -167,7 +154,7 @@ class Likelihood(nn.Module, ABC):
 
     def from_class_logits(self, logits: Tensor) -> Tensor:
         """Return predictions of which `class_logits` are those given, up to a constant."""
-        raise TypeError(f"the targets of {type(self).__name__} are no classes")
+        return logits
 
     def latent_priors(self) -> dict[str, td.Distribution]:
         """Return priors of the likelihood's own variables by name, such as a noise scale."""
@@ -179,10 +166,9 @@ class Likelihood(nn.Module, ABC):
 
     # ------------------------------------------------------------------ what comes, and counts
 
-    def from_net(self, outputs: Any) -> Tensor:
+    def from_net(self, outputs: Any) -> Any:
         """Return predictions from what the net returns, once it is picked by `output`."""
-        found: Tensor = outputs
-        return found
+        return outputs
 
     def from_loader(self, targets: Any) -> Any:
         """Return targets from what a loader yields."""
@@ -203,9 +189,6 @@ class Likelihood(nn.Module, ABC):
     def to_fit(self, targets: Tensor | Targets) -> Tensor | Targets:
         """Return the targets with weights that count in fits alone."""
         return targets
-
-    prepares_outputs = False  # whether what a net returns goes through `from_net`
-    prepares_targets = False  # whether a loader's targets go through `from_loader` and `to_fit`
 
     def known(self, targets: Targets) -> Targets:
         """Return targets with a mask of what they themselves say is missing."""
@@ -331,8 +314,8 @@ class Likelihood(nn.Module, ABC):
         Raises:
             ValueError: the targets' shape is not that of the predictive distribution.
         """
-        latents = self.sample_latents()
-        distribution, values, mask, factor, infer = self._site(predictions, obs, latents)
+        site = self._site(predictions, obs, self.sample_latents())
+        distribution, values, mask, factor, infer = site
         # The plate only uses the length of `subsample`, which is the number of rows.
         rows = range(distribution.batch_shape[0])
         with ExitStack() as stack:
@@ -351,9 +334,9 @@ class Likelihood(nn.Module, ABC):
         targets = None if obs is None else self.observed(obs)
         distribution, values = self._distribution_for(predictions, targets, latents)
         infer: dict[str, Any] = {
-            "is_bounded": not (self.is_zero_outside or is_real(distribution.support))
+            "is_bounded": not (self.is_zero_outside or is_real(distribution.support)),
+            "is_masked": targets is not None,  # a handler has been asked for its mask
         }
-        infer["is_masked"] = targets is not None  # a handler has been asked for its mask
         counts = None if targets is None else targets.counts()
         if targets is None or counts is None:
             return distribution, values, None, 1.0, infer
@@ -369,7 +352,7 @@ class Likelihood(nn.Module, ABC):
         self,
         predictions: Predictions,
         targets: Tensor | Targets | None,
-        latents: Mapping[str, Tensor] | None = None,
+        latents: Latents = None,
     ) -> tuple[Any, Tensor | None]:
         """Return the distribution with points as its only batch dimension, and its targets."""
         predictions = at_least_float32(predictions)
@@ -380,11 +363,8 @@ class Likelihood(nn.Module, ABC):
             distribution = self.distribution_of(distribution, values)
             expected = distribution.batch_shape + distribution.event_shape
             if values.shape != expected:
-                raise ValueError(
-                    _shape_message(
-                        type(self).__name__, expected, values.shape, mean_of(predictions).shape
-                    )
-                )
+                given = mean_of(predictions).shape
+                raise ValueError(_shape_message(self, expected, values.shape, given))
             if targets.mask is not None:
                 distribution = masked_within(distribution, targets.mask)
         extra = len(distribution.batch_shape) - 1
@@ -404,7 +384,7 @@ class Likelihood(nn.Module, ABC):
         predictions: Predictions,
         targets: Tensor | Targets,
         reduction: str = "none",
-        latents: Mapping[str, Tensor] | None = None,
+        latents: Latents = None,
     ) -> Tensor:
         """Return the log-likelihood of targets, in nats, each point's dimensions summed.
 
@@ -428,7 +408,7 @@ class Likelihood(nn.Module, ABC):
         self,
         predictions: Tensor,
         targets: Tensor | Targets,
-        latents: Mapping[str, Tensor] | None = None,
+        latents: Latents = None,
     ) -> Tensor:
         """Return `log 1/S sum_s p(y_n | f_s(x_n))` for each point, in nats.
 
@@ -470,7 +450,7 @@ class Likelihood(nn.Module, ABC):
         self,
         predictions: Predictions,
         sample_shape: torch.Size | tuple[int, ...] = (),
-        latents: Mapping[str, Tensor] | None = None,
+        latents: Latents = None,
     ) -> Tensor:
         """Draw targets from the predictive distribution, `sample_shape + (n, ...)`."""
         distribution = self.predictive_distribution(predictions, latents)
@@ -498,18 +478,20 @@ def mean_of(predictions: Predictions) -> Tensor:
 
 
 def _shape_message(
-    likelihood: str, expected: torch.Size, given: torch.Size, predictions: torch.Size
+    likelihood: Likelihood, expected: torch.Size, given: torch.Size, predictions: torch.Size
 ) -> str:
-    message = (
-        f"{likelihood} got targets of shape {tuple(given)} for predictions of shape "
-        f"{tuple(expected)}"
+    more = len(given) - len(expected)
+    if more == 1 and given == predictions:
+        hint = "pass classes as integers: targets.argmax(-1)"
+    elif more == -1 and expected[-1] == 1:
+        hint = "pass targets.unsqueeze(-1), or squeeze the net's output"
+    elif more == 1 and given[-1] == 1:
+        hint = "pass targets.squeeze(-1), or unsqueeze the net's output"
+    elif given == predictions[:1] + predictions[2:]:
+        hint = "classes belong in the last dimension: return logits.movedim(1, -1)"
+    else:
+        hint = "they have to be the same"
+    return (
+        f"{type(likelihood).__name__} got targets of shape {tuple(given)} for predictions of shape "
+        f"{tuple(expected)}; {hint}"
     )
-    if len(given) == len(expected) + 1 and given == predictions:
-        return message + "; pass classes as integers: targets.argmax(-1)"
-    if len(given) + 1 == len(expected) and expected[-1] == 1:
-        return message + "; pass targets.unsqueeze(-1), or squeeze the net's output"
-    if len(given) == len(expected) + 1 and given[-1] == 1:
-        return message + "; pass targets.squeeze(-1), or unsqueeze the net's output"
-    if given == predictions[:1] + predictions[2:]:
-        return message + "; classes belong in the last dimension: return logits.movedim(1, -1)"
-    return message + "; they have to be the same"

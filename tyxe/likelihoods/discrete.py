@@ -1,9 +1,8 @@
-"""Class labels and binary labels."""
+"""Class labels, binary labels and counts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 import torch.distributions as td
 from torch import Tensor
 from torch.distributions import constraints
+from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid, nll_loss, one_hot
 
 from tyxe.data import Targets
 from tyxe.errors import warn
-from tyxe.likelihoods.base import Likelihood, log_mean_exp, mean_over
+from tyxe.likelihoods.base import Latents, Likelihood, log_mean_exp, mean_over
 from tyxe.util import at_least_float32
 
 TOLERANCE = 1e-3  # of sums of probabilities
@@ -111,12 +111,9 @@ class Categorical(Likelihood):
             return "expected probabilities of the classes, which sum to one"
         return f"{Likelihood._range(support)} (the net's outputs, counted from 0)"
 
-    def predictive_distribution(
-        self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
-    ) -> dist.Distribution:
-        if self.logit_predictions:
-            return _LogitCategorical(predictions).to_event(self.event_dim)
-        return _ProbCategorical(probs=predictions, validate_args=False).to_event(self.event_dim)
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
+        logits = predictions if self.logit_predictions else probs_to_logits(predictions)
+        return _LogitCategorical(logits).to_event(self.event_dim)
 
     def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
         if not targets.is_floating_point():
@@ -162,24 +159,11 @@ class Categorical(Likelihood):
         return (most != targets).to(predictions.dtype)
 
     def aggregate_predictions(
-        self,
-        predictions: Tensor,
-        dim: int = 0,
-        latents: Mapping[str, Tensor] | None = None,
-        weights: Tensor | None = None,
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
         if not self.logit_predictions:
             return mean_over(predictions, dim, weights)
         return log_mean_exp(predictions.log_softmax(-1), dim, weights)
-
-
-class _ProbCategorical(dist.Categorical):
-    """A Categorical for which a label of no class has density zero, and is no error of an index."""
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        known = value.clamp(0, self._num_events - 1)
-        log_prob: Tensor = super().log_prob(known).where(known == value, -math.inf)
-        return log_prob
 
 
 class _LogitCategorical(dist.Categorical):
@@ -267,9 +251,7 @@ class Bernoulli(Likelihood):
         super().__init__(dataset_size, event_dim, name)
         self.logit_predictions = logit_predictions
 
-    def predictive_distribution(
-        self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
-    ) -> dist.Distribution:
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         given = {"logits" if self.logit_predictions else "probs": predictions}
         return dist.Bernoulli(**given, validate_args=False).to_event(self.event_dim)
 
@@ -283,11 +265,7 @@ class Bernoulli(Likelihood):
         return ((predictions > threshold) != (targets > 0.5)).to(predictions.dtype)
 
     def aggregate_predictions(
-        self,
-        predictions: Tensor,
-        dim: int = 0,
-        latents: Mapping[str, Tensor] | None = None,
-        weights: Tensor | None = None,
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
         if not self.logit_predictions:
             return mean_over(predictions, dim, weights)
@@ -304,6 +282,33 @@ class Bernoulli(Likelihood):
     def from_class_logits(self, logits: Tensor) -> Tensor:
         found = logits[..., 1] - logits[..., 0]
         return found if self.logit_predictions else found.sigmoid()
+
+
+class Poisson(Likelihood):
+    """Counts with a log link: predictions are log-rates `(n, ...)`, one for each target.
+
+    Aggregated predictions are the log of the mean rate. Arguments are those of `Likelihood`.
+
+    Raises:
+        ValueError: a target that is negative or no whole number.
+
+    Example:
+        >>> import torch
+        >>> likelihood = Poisson(dataset_size=100)
+        >>> likelihood.aggregate_predictions(torch.tensor([[1.0], [3.0]]).log()).exp()
+        tensor([2.])
+    """
+
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
+        return dist.Poisson(predictions.exp(), validate_args=False).to_event(self.event_dim)
+
+    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return (predictions.exp() - targets).square()
+
+    def aggregate_predictions(
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
+    ) -> Tensor:
+        return log_mean_exp(predictions, dim, weights)
 
 
 def _log(probs: Tensor) -> Tensor:

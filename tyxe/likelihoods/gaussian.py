@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from tyxe.data import Targets
 from tyxe.distributions.buffered import BufferedDistribution
-from tyxe.likelihoods.base import Likelihood, Predictions, mean_of, mean_over
+from tyxe.likelihoods.base import Latents, Likelihood, Predictions, mean_of, mean_over
 
 
 class HomoskedasticGaussian(Likelihood):
@@ -92,9 +92,7 @@ class HomoskedasticGaussian(Likelihood):
         """One over the squared standard deviation."""
         return self.scale.square().reciprocal()
 
-    def scale_of(
-        self, latents: Mapping[str, Tensor] | None = None, like: Tensor | None = None
-    ) -> Tensor:
+    def scale_of(self, latents: Latents = None, like: Tensor | None = None) -> Tensor:
         """Return the noise's standard deviation.
 
         Args:
@@ -121,30 +119,26 @@ class HomoskedasticGaussian(Likelihood):
             )
         return noise if self.parameter == "scale" else noise.rsqrt()
 
-    def predictive_distribution(
-        self, predictions: Predictions, latents: Mapping[str, Tensor] | None = None
-    ) -> dist.Distribution:
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         if isinstance(predictions, tuple):
             loc, scale = predictions
         else:
-            loc, scale = predictions, self.scale_of(latents, predictions).to(predictions.dtype)
-            if not _fits(scale, loc):
+            loc, noise = predictions, self.scale_of(latents, predictions).to(predictions.dtype)
+            try:
+                scale = noise.expand_as(loc)
+            except RuntimeError:
                 raise ValueError(
-                    f"the noise has shape {tuple(scale.shape)} and predictions have shape "
+                    f"the noise has shape {tuple(noise.shape)} and predictions have shape "
                     f"{tuple(loc.shape)}; give one number, or one for each output of the net"
-                )
+                ) from None
         event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
-        return dist.Normal(loc, scale.expand_as(loc), validate_args=False).to_event(event_dim)
+        return dist.Normal(loc, scale, validate_args=False).to_event(event_dim)
 
     def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
         return (mean_of(predictions) - targets).square()
 
     def aggregate_predictions(
-        self,
-        predictions: Tensor,
-        dim: int = 0,
-        latents: Mapping[str, Tensor] | None = None,
-        weights: Tensor | None = None,
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         noise = self.scale_of(latents, predictions).square()
         if self.noise_prior is not None:
@@ -192,9 +186,7 @@ class HeteroskedasticGaussian(Likelihood):
         loc, scale = predictions.chunk(2, dim=-1)
         return loc, scale if self.positive_scale else softplus(scale)
 
-    def predictive_distribution(
-        self, predictions: Tensor, latents: Mapping[str, Tensor] | None = None
-    ) -> dist.Distribution:
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         loc, scale = self._split(predictions)
         return dist.Normal(loc, scale, validate_args=False).to_event(self.event_dim)
 
@@ -206,11 +198,7 @@ class HeteroskedasticGaussian(Likelihood):
         return None if counts is None else torch.cat([counts, counts], -1)
 
     def aggregate_predictions(
-        self,
-        predictions: Tensor,
-        dim: int = 0,
-        latents: Mapping[str, Tensor] | None = None,
-        weights: Tensor | None = None,
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
         loc, scale = self._split(predictions)
         mean, spread = _moments(loc, dim, weights)
@@ -225,9 +213,3 @@ def _moments(draws: Tensor, dim: int, weights: Tensor | None) -> tuple[Tensor, T
     """Return mean and variance over draws, where one draw has the variance 0."""
     mean = mean_over(draws, dim, weights)
     return mean, mean_over((draws - mean.unsqueeze(dim)).square(), dim, weights)
-
-
-def _fits(scale: Tensor, loc: Tensor) -> bool:
-    """Whether a scale can be expanded to the shape of a mean."""
-    pairs = zip(reversed(scale.shape), reversed(loc.shape), strict=False)
-    return scale.dim() <= loc.dim() and all(one in (1, other) for one, other in pairs)

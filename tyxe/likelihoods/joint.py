@@ -13,12 +13,10 @@ from torch.distributions import constraints
 
 from tyxe.check import described
 from tyxe.data import Targets, filled, read_targets, trailing
-from tyxe.likelihoods.base import Likelihood, reduce_points
+from tyxe.likelihoods.base import Latents, Likelihood, reduce_points
 from tyxe.likelihoods.output_hessian import output_hessian
 from tyxe.poutine.selective import masked_within
 from tyxe.util import at_least_float32, is_real
-
-Latents = Mapping[str, Tensor] | None
 
 
 class _Layout(dict[str, Any]):

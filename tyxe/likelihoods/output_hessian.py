@@ -12,26 +12,21 @@ memory, `predictions.reshape(n, R, C)`, so that a matrix over all outputs is nev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
 
 import torch
 from torch import Tensor
 
-from tyxe.likelihoods.base import Likelihood
-from tyxe.likelihoods.discrete import Bernoulli, Categorical
+from tyxe.likelihoods.base import Latents, Likelihood
+from tyxe.likelihoods.discrete import Bernoulli, Categorical, Poisson
 from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
-from tyxe.likelihoods.poisson import Poisson
 from tyxe.util import at_least_float32
-
-Latents = Mapping[str, Tensor]
 
 
 @singledispatch
-def output_hessian(
-    likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
-) -> Tensor:
+def output_hessian(likelihood: Likelihood, predictions: Tensor, latents: Latents = None) -> Tensor:
     """Return the blocks of each point's output Hessian `H_n`.
 
     Categorical logits `diag(p) - p p^T`; Bernoulli logits `p (1 - p)`; Gaussian `1 / sigma^2`;
@@ -76,9 +71,7 @@ def output_hessian(
 
 
 @output_hessian.register
-def _categorical(
-    likelihood: Categorical, predictions: Tensor, latents: Latents | None = None
-) -> Tensor:
+def _categorical(likelihood: Categorical, predictions: Tensor, latents: Latents = None) -> Tensor:
     probs = _class_probs(likelihood, predictions)
     if likelihood.logit_predictions:
         return torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
@@ -86,7 +79,7 @@ def _categorical(
 
 
 @output_hessian.register
-def _(likelihood: Bernoulli, predictions: Tensor, latents: Latents | None = None) -> Tensor:
+def _(likelihood: Bernoulli, predictions: Tensor, latents: Latents = None) -> Tensor:
     predictions = at_least_float32(predictions)
     if likelihood.logit_predictions:
         # p (1 - p) without the cancellation near p = 1.
@@ -96,23 +89,19 @@ def _(likelihood: Bernoulli, predictions: Tensor, latents: Latents | None = None
 
 
 @output_hessian.register
-def _(likelihood: Poisson, predictions: Tensor, latents: Latents | None = None) -> Tensor:
+def _(likelihood: Poisson, predictions: Tensor, latents: Latents = None) -> Tensor:
     return _uncoupled(at_least_float32(predictions).exp())
 
 
 @output_hessian.register
-def _(
-    likelihood: HomoskedasticGaussian, predictions: Tensor, latents: Latents | None = None
-) -> Tensor:
+def _(likelihood: HomoskedasticGaussian, predictions: Tensor, latents: Latents = None) -> Tensor:
     predictions = at_least_float32(predictions)
     scale = likelihood.scale_of(latents, predictions).to(predictions.dtype)
     return _uncoupled(scale.square().reciprocal().expand_as(predictions))
 
 
 @output_hessian.register
-def _(
-    likelihood: HeteroskedasticGaussian, predictions: Tensor, latents: Latents | None = None
-) -> Tensor:
+def _(likelihood: HeteroskedasticGaussian, predictions: Tensor, latents: Latents = None) -> Tensor:
     predictions = at_least_float32(predictions)
     given = predictions.chunk(2, dim=-1)[1]
     scale = likelihood.predictive_distribution(predictions).stddev
@@ -151,7 +140,7 @@ class SqrtColumns:
 
 
 def output_hessian_sqrt(
-    likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
+    likelihood: Likelihood, predictions: Tensor, latents: Latents = None
 ) -> SqrtColumns:
     r"""Return the columns of a square root of each point's output Hessian.
 
@@ -173,10 +162,8 @@ def output_hessian_sqrt(
         >>> torch.stack(list(columns))
         tensor([[[ 0.5000, -0.5000]]])
     """
-    # Not by type: a subclass that registered a Hessian of its own must not get this one's root.
-    if output_hessian.dispatch(type(likelihood)) is _categorical:
-        assert isinstance(likelihood, Categorical)
-        return _categorical_sqrt(likelihood, predictions)
+    if categorical := _plain_categorical(likelihood):
+        return _categorical_sqrt(categorical, predictions)
     blocks = output_hessian(likelihood, predictions, latents)
     roots = _psd_sqrt(blocks)
     return SqrtColumns(
@@ -201,7 +188,8 @@ class OutputHessians:
     def total(self) -> Tensor:
         """Return `sum_n c_n H_n`, `(C, C)`."""
         if (probs := self._probs()) is None:
-            return torch.block_diag(*self._weighted(output_hessian(*self._given)).sum(0))
+            blocks = output_hessian(self.likelihood, self.predictions)
+            return torch.block_diag(*self._weighted(blocks).sum(0))
         # Its rows sum to zero, so that no `1 - p` is needed: off the diagonal `-sum_n p_i p_j`.
         products = self._weighted(probs).mT @ probs
         products.fill_diagonal_(0.0)
@@ -211,24 +199,18 @@ class OutputHessians:
     def diagonals(self) -> Tensor:
         """Return `c_n diag(H_n)`, `(n, C)`."""
         if self._probs() is None:
-            blocks = output_hessian(*self._given)
+            blocks = output_hessian(self.likelihood, self.predictions)
             return self._weighted(blocks.diagonal(dim1=-2, dim2=-1).flatten(1))
         # In double precision, because of `1 - p`.
         probs = self.predictions.double().softmax(-1)
         return self._weighted((probs * (1 - probs)).to(at_least_float32(self.predictions)))
 
-    @property
-    def _given(self) -> tuple[Likelihood, Tensor]:
-        return self.likelihood, self.predictions
-
     def _probs(self) -> Tensor | None:
         """Return class probabilities of logits, and None for other predictions."""
-        likelihood = self.likelihood
-        if output_hessian.dispatch(type(likelihood)) is not _categorical:
+        likelihood = _plain_categorical(self.likelihood)
+        if likelihood is None or not likelihood.logit_predictions:
             return None
-        assert isinstance(likelihood, Categorical)
-        is_logit = likelihood.logit_predictions
-        return at_least_float32(self.predictions).softmax(-1) if is_logit else None
+        return at_least_float32(self.predictions).softmax(-1)
 
     def _weighted(self, values: Tensor) -> Tensor:
         if self.counts is None:
@@ -237,7 +219,7 @@ class OutputHessians:
 
 
 def sampled_gradient(
-    likelihood: Likelihood, predictions: Tensor, latents: Latents | None = None
+    likelihood: Likelihood, predictions: Tensor, latents: Latents = None
 ) -> Tensor:
     """Draw `y ~ p(y|f)` for every point and return `r = d log p(y|f) / df`, detached.
 
@@ -253,7 +235,7 @@ def true_gradient(
     likelihood: Likelihood,
     predictions: Tensor,
     targets: Tensor,
-    latents: Latents | None = None,
+    latents: Latents = None,
 ) -> Tensor:
     """Return `r_n = d log p(y_n|f_n) / df_n` at given targets, detached.
 
@@ -268,6 +250,12 @@ def true_gradient(
 
 
 # --------------------------------------------------------------------------- pieces
+
+
+def _plain_categorical(likelihood: Likelihood) -> Categorical | None:
+    """Return a categorical likelihood, unless it has registered a Hessian of its own."""
+    is_plain = output_hessian.dispatch(type(likelihood)) is _categorical
+    return likelihood if is_plain and isinstance(likelihood, Categorical) else None
 
 
 def _uncoupled(values: Tensor) -> Tensor:

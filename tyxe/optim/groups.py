@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pyro.optim import PyroOptim
@@ -16,7 +15,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tyxe import check
-from tyxe.check import described
 from tyxe.errors import warn
 from tyxe.program import is_dense
 from tyxe.util import unwrapped
@@ -98,17 +96,12 @@ def _refuse_line_search(optim: Any) -> None:
 
 
 def _checked_multipliers(given: Mapping[str, float] | None) -> Mapping[str, float]:
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(
-            f"lr_multipliers is {described(given)}; expected a mapping such as {{'scale': 10}}"
-        )
-    for kind, factor in (given or {}).items():
+    factors = {} if given is None else given
+    check.one_of("lr_multipliers", factors, Mapping, "a mapping such as {'scale': 10}")
+    for kind, factor in factors.items():
         check.choice("a kind of lr_multipliers", kind, LR_KINDS)
-        if not isinstance(factor, SupportsFloat):
-            raise TypeError(f"lr_multipliers[{kind!r}] is {described(factor)}; expected a number")
-        if not 0 <= float(factor) < math.inf:
-            raise ValueError(f"lr_multipliers[{kind!r}] is {factor}; expected 0 or more")
-    return given or {}
+        check.number(f"lr_multipliers[{kind!r}]", factor, least=0)
+    return factors
 
 
 def _checked_instance(

@@ -10,6 +10,7 @@ import torch.distributions as td
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tyxe import check
 from tyxe.check import described
 from tyxe.distributions import FactorizedNormal, as_gaussian
 from tyxe.distributions.normal_kl import known_numbers
@@ -39,7 +40,7 @@ class IVON(Optimizer):
             be some percent of the weights: .1 to 1 for classes and 50,000 points, more for fewer.
 
     Raises:
-        ValueError: `lr` or `hess_init` not positive, `betas` not in [0, 1).
+        TypeError, ValueError: `lr` or `hess_init` not positive, `betas` not two in [0, 1).
 
     Example:
         >>> import functools, pyro.distributions as dist, tyxe
@@ -58,12 +59,13 @@ class IVON(Optimizer):
     def __init__(
         self, params: Any, lr: float, betas: Any = (0.9, 0.99999), hess_init: float = 1.0
     ) -> None:
-        for name, value in (("lr", lr), ("hess_init", hess_init)):
-            if not (isinstance(value, float | int) and 0 < value < float("inf")):
-                raise ValueError(f"{name} is {described(value)}; expected a positive number")
-        if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(f"betas are {betas}; expected two numbers in [0, 1)")
-        super().__init__(params, {"lr": lr, "betas": betas, "hess_init": hess_init})
+        first, second = (check.number("one of betas", beta, least=0, below=1) for beta in betas)
+        options = {
+            "lr": check.number("lr", lr, above=0),
+            "betas": (first, second),
+            "hess_init": check.number("hess_init", hess_init, above=0),
+        }
+        super().__init__(params, options)
 
     def particle_of(self, objective: Any, options: Any) -> Callable[..., tuple[Any, ...]]:
         """Return a fit's particle, see `ParticleOptimizer`; a ValueError says what IVON needs."""

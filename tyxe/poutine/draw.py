@@ -75,7 +75,8 @@ class _Source:
                 if self._deviation is None:
                     self._value = draw()
                 else:
-                    self._value = self._deviation + _center_of(self.distribution)
+                    middle: Any = center(self.distribution)
+                    self._value = self._deviation + middle
         return self._value
 
     @property
@@ -91,7 +92,8 @@ class _Source:
                 if self._value is None:
                     self._deviation = deviation(self.distribution)
                 else:
-                    self._deviation = self._value - _center_of(self.distribution)
+                    middle: Any = center(self.distribution)
+                    self._deviation = self._value - middle
         return self._deviation
 
     @property
@@ -138,13 +140,9 @@ class _Source:
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        hooks = saved_tensors_hooks(_same, _same) if allowed else nullcontext()
+        hooks = saved_tensors_hooks(*[lambda tensor: tensor] * 2) if allowed else nullcontext()
         with torch.set_grad_enabled(self._grad), hooks:
             yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class Draw(Tensor):
@@ -311,12 +309,6 @@ class Draw(Tensor):
             "(scripted code, or a C++ extension); leave the handler for this net, or hide the "
             "weight from the prior"
         )
-
-
-def _center_of(distribution: td.Distribution) -> Tensor:
-    middle = center(distribution)
-    assert middle is not None
-    return middle
 
 
 def _shares(part: Tensor, whole: Tensor) -> bool:

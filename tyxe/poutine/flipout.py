@@ -10,24 +10,51 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from tyxe import check
 from tyxe.poutine.draw import Draw
 from tyxe.poutine.linear_map import LinearMap, LinearMapMessenger
 
 
-class FlipoutMessenger(LinearMapMessenger):
-    """The handler of `flipout`."""
+class flipout(LinearMapMessenger):
+    r"""Decorrelate one weight draw over the batch by random signs.
+
+    `h_n = lin(x_n; M, m_b) + s_n * lin(r_n * x_n; W - M, b - m_b)`, with signs `r_n`, `s_n` per
+    data point and channel and one draw `W, b` per batch. Every output has the exact marginal
+    distribution if the posterior factorises and is symmetric about its centre; weight and bias
+    are independent and may share `s_n`. All positions of one data point have its signs, so that
+    their joint distribution is exact too. Rows into which a net has itself flattened points and
+    positions (`x.flatten(0, 1)`) have signs of their own: only their marginals are exact.
+
+    Args:
+        batch_dim: which dimension of an input of three or more counts data points in linear layers:
+            1 for PyTorch's layers with `batch_first=False`. Attention knows it itself, and in
+            convolutions it is the first.
+
+    Raises:
+        ValueError: `batch_dim` is no dimension.
+
+    Reference:
+        Wen, Vicol, Ba, Tran, Grosse, Flipout: efficient pseudo-independent weight perturbations
+        on mini-batches, 2018, eq. 3-4.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+        >>> with flipout():
+        ...     samples = bnn.predict(torch.randn(5, 2), num_predictions=3, aggregate=False)
+        >>> samples.shape
+        torch.Size([3, 5, 1])
+    """
 
     name = "flipout"
     treatment = "flipped"
 
     def __init__(self, batch_dim: int = 0) -> None:
         super().__init__()
-        if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
-            raise ValueError(
-                f"batch_dim is {batch_dim!r}; expected the dimension of linear layers' inputs that "
-                "counts data points: 0, or 1 for layers of PyTorch with batch_first=False"
-            )
-        self.batch_dim = batch_dim
+        hint = ", the dimension that counts points: 1 for layers with batch_first=False"
+        self.batch_dim = check.count("batch_dim", batch_dim, 0, hint)
 
     def answer(self, event: LinearMap) -> Tensor | None:
         weight, bias = _centered(event.weight), _centered(event.bias)
@@ -95,41 +122,3 @@ def _random_signs(shape: list[int], dtype: torch.dtype, device: torch.device) ->
     rows = words.view(torch.uint8).to(torch.int32)
     signs = _constant_signs_of_bytes(dtype, device).index_select(0, rows)
     return signs.view(-1)[:count].view(shape)
-
-
-def flipout(batch_dim: int = 0) -> FlipoutMessenger:
-    r"""Decorrelate one weight draw over the batch by random signs.
-
-    `h_n = lin(x_n; M, m_b) + s_n * lin(r_n * x_n; W - M, b - m_b)`, with signs `r_n`, `s_n` per
-    data point and channel and one draw `W, b` per batch. Every output has the exact marginal
-    distribution if the posterior factorises and is symmetric about its centre; weight and bias
-    are independent and may share `s_n`. All positions of one data point have its signs, so that
-    their joint distribution is exact too. Rows into which a net has itself flattened points and
-    positions (`x.flatten(0, 1)`) have signs of their own: only their marginals are exact.
-
-    Args:
-        batch_dim: which dimension of an input of three or more counts data points in linear layers:
-            1 for PyTorch's layers with `batch_first=False`. Attention knows it itself, and in
-            convolutions it is the first.
-
-    Returns:
-        A context manager and decorator.
-
-    Raises:
-        ValueError: `batch_dim` is no dimension.
-
-    Reference:
-        Wen, Vicol, Ba, Tran, Grosse, Flipout: efficient pseudo-independent weight perturbations
-        on mini-batches, 2018, eq. 3-4.
-
-    Example:
-        >>> import pyro.distributions as dist, tyxe
-        >>> bnn = tyxe.VariationalBNN(
-        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
-        >>> with flipout():
-        ...     samples = bnn.predict(torch.randn(5, 2), num_predictions=3, aggregate=False)
-        >>> samples.shape
-        torch.Size([3, 5, 1])
-    """
-    return FlipoutMessenger(batch_dim)

@@ -166,21 +166,25 @@ def _linear_map(event: LinearMap) -> Tensor:
     return event.at_values()
 
 
-def _raise_event(
+def _map_rule(
     kind: str,
     spatial_dims: int,
     func: Callable[..., Any],
-    x: Any,
+    input: Any,
     weight: Any,
-    bias: Any,
+    bias: Any = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Raise the event of a linear map, unless one of its parts is repeated."""
+    if any(isinstance(part, Draw) and part.copied_dims for part in (weight, bias)):
+        return NotImplemented
+
     def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         result: Tensor = func(x, weight, bias, *args, **kwargs)
         return result
 
-    x = use_values(x, func)
+    x = use_values(input, func)
     inside = _ATTENTION.get()
     batch_dim = inside.batch_dim if inside is not None and x.dim() == 3 else 0
     # Attention flattens (sequence, batch) before its last projection.
@@ -203,15 +207,6 @@ def _raise_event(
     # Perhaps by a thread of autograd's, or after the handlers were left.
     with only_handlers(answering):
         return _linear_map(event)
-
-
-def _rule(kind: str, spatial_dims: int, func: Callable[..., Any]) -> Callable[..., Any]:
-    def rule(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(part, Draw) and part.copied_dims for part in (weight, bias)):
-            return NotImplemented
-        return _raise_event(kind, spatial_dims, func, input, weight, bias, *args, **kwargs)
-
-    return rule
 
 
 # --------------------------------------------------------------------------- products
@@ -291,11 +286,12 @@ def _tensordot_rule(first: Tensor, second: Tensor, dims: Any = 2, out: Any = Non
     return NotImplemented if out is not None else _einsum_rule(equation, first, second)
 
 
-RULES[F.linear] = _rule("linear", 0, F.linear)
+RULES[F.linear] = functools.partial(_map_rule, "linear", 0, F.linear)
 for _dims in (1, 2, 3):
     for _name in (f"conv{_dims}d", f"conv_transpose{_dims}d"):
         _func = getattr(F, _name)
-        RULES[_func] = RULES[getattr(torch, _name)] = _rule(_name, _dims, _func)
+        _rule = functools.partial(_map_rule, _name, _dims, _func)
+        RULES[_func] = RULES[getattr(torch, _name)] = _rule
 for _name in ("matmul", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm"):
     _product_rule = _added_product_rule if "add" in _name else _matmul_rule
     RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = _product_rule

@@ -58,8 +58,43 @@ def _has_range(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and torch.finfo(dtype).tiny <= torch.finfo(torch.float32).tiny
 
 
-class LocalReparameterizationMessenger(LinearMapMessenger):
-    """The handler of `local_reparameterization`."""
+class local_reparameterization(LinearMapMessenger):
+    r"""Sample linear maps by their outputs: `h = lin(x; M, m_b) + sqrt(lin(x^2; V, v_b)) eps`.
+
+    Every output element has the exact mean and variance (and, for Normal posteriors, the exact
+    distribution). Its noise is independent between data points, which lowers the variance of the
+    ELBO's gradient; the weights are never drawn. Unlike with plain draws, the positions of one
+    feature map, and several uses of one weight, get independent noise.
+
+    Around `fit` it changes the gradient estimator, around `predict` the predictive samples.
+    Derivatives of such outputs in the inputs are none of a draw of the weights: a net that returns
+    them, such as the gradient of an energy, has to do without this handler. A warning says so where
+    a forward is seen to differentiate.
+
+    Args:
+        variance_dtype: type in which the map of variances is computed. `torch.bfloat16` is faster
+            where the hardware has it; squared inputs and variances are then rounded to 8 bits, so
+            that an output's standard deviation has an error of up to 0.6 %, and half of that for a
+            sum of many terms (its mean is exact).
+
+    Raises:
+        ValueError: a type with less range than float32.
+
+    Reference:
+        [T] 5.1.4; Kingma, Salimans, Welling, Variational dropout and the local
+        reparameterization trick, 2015.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> net = torch.nn.Linear(2, 1)
+        >>> bnn = tyxe.VariationalBNN(
+        ...     net, tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+        >>> with local_reparameterization():
+        ...     samples = bnn.predict(torch.randn(5, 2), num_predictions=3, aggregate=False)
+        >>> samples.shape
+        torch.Size([3, 5, 1])
+    """
 
     name = "local_reparameterization"
     treatment = "moments"
@@ -103,48 +138,3 @@ def _moments(part: Tensor | None) -> Moments | None:
     if isinstance(part, Draw):
         return part.moments()
     return None if part is None else (part, None)
-
-
-def local_reparameterization(
-    variance_dtype: torch.dtype | None = None,
-) -> LocalReparameterizationMessenger:
-    r"""Sample linear maps by their outputs: `h = lin(x; M, m_b) + sqrt(lin(x^2; V, v_b)) eps`.
-
-    Every output element has the exact mean and variance (and, for Normal posteriors, the exact
-    distribution). Its noise is independent between data points, which lowers the variance of the
-    ELBO's gradient; the weights are never drawn. Unlike with plain draws, the positions of one
-    feature map, and several uses of one weight, get independent noise.
-
-    Derivatives of such outputs in the inputs are none of a draw of the weights: a net that returns
-    them, such as the gradient of an energy, has to do without this handler. A warning says so where
-    a forward is seen to differentiate.
-
-    Args:
-        variance_dtype: type in which the map of variances is computed. `torch.bfloat16` is faster
-            where the hardware has it; squared inputs and variances are then rounded to 8 bits, so
-            that an output's standard deviation has an error of up to 0.6 %, and half of that for a
-            sum of many terms (its mean is exact).
-
-    Raises:
-        ValueError: a type with less range than float32.
-
-    Returns:
-        A context manager and decorator. Around `fit` it changes the gradient estimator, around
-        `predict` the predictive samples.
-
-    Reference:
-        [T] 5.1.4; Kingma, Salimans, Welling, Variational dropout and the local
-        reparameterization trick, 2015.
-
-    Example:
-        >>> import pyro.distributions as dist, tyxe
-        >>> net = torch.nn.Linear(2, 1)
-        >>> bnn = tyxe.VariationalBNN(
-        ...     net, tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
-        >>> with local_reparameterization():
-        ...     samples = bnn.predict(torch.randn(5, 2), num_predictions=3, aggregate=False)
-        >>> samples.shape
-        torch.Size([3, 5, 1])
-    """
-    return LocalReparameterizationMessenger(variance_dtype)

@@ -32,10 +32,22 @@ def note(text: str) -> None:
 
 
 class Report(Messenger):
-    """The uses of each site of a net while it is active; iterate over it for the rows.
+    """List, for all that is run inside, how each site was used: iterate over it, or print it.
 
     Attributes:
         notes: what concerns no single site.
+
+    Example:
+        >>> import torch, pyro.distributions as dist, tyxe
+        >>> bnn = tyxe.VariationalBNN(
+        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+        >>> with report() as r, tyxe.poutine.local_reparameterization():
+        ...     _ = bnn.predict(torch.randn(5, 2))
+        >>> print(r)
+        site        map     treatment
+        net.weight  linear  moments
+        net.bias    linear  moments
     """
 
     def __init__(self) -> None:
@@ -84,23 +96,4 @@ class Report(Messenger):
         self._rows[Row(draw.name_of_site, name, "drawn")] = None
 
 
-def report() -> Report:
-    """List, for all that is run inside, how each site was used.
-
-    Returns:
-        A context manager whose target is the report: iterate over it for rows of
-        `(site, map, treatment)`, or print it.
-
-    Example:
-        >>> import torch, pyro.distributions as dist, tyxe
-        >>> bnn = tyxe.VariationalBNN(
-        ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
-        >>> with report() as r, tyxe.poutine.local_reparameterization():
-        ...     _ = bnn.predict(torch.randn(5, 2))
-        >>> print(r)
-        site        map     treatment
-        net.weight  linear  moments
-        net.bias    linear  moments
-    """
-    return Report()
+report = Report

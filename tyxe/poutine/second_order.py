@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributions as td
 from pyro import distributions as dist
 from pyro.distributions.util import scale_and_mask
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import constraints
 
+CURVATURES = ("fisher", "hessian", "empirical")
 # Weights up to which the Hessian's exact diagonal is computed, with a backward pass for each.
 HESSIAN_LIMIT = 20_000
 # Rows of the Hessian that are computed at a time.
@@ -27,31 +27,18 @@ class Expansion(NamedTuple):
     variance: Tensor
 
 
-class SecondOrderTerm(ABC):
-    """One estimator of the second-order term of a batch, in nats and not scaled to the data set."""
+def gradients_at_means(
+    fn: Any, value: Tensor, mask: Any, sites: Sequence[Expansion]
+) -> list[Tensor]:
+    """Return differentiable gradients of a batch's log-likelihood, zeros for sites not used.
 
-    @abstractmethod
-    def terms(self, fn: Any, value: Tensor, mask: Any, sites: Sequence[Expansion]) -> Tensor:
-        """Return an estimate of `1/2 sum_l sigma_l^2 d^2 log p(y | mu) / dmu_l^2` for each site.
-
-        Args:
-            fn: the distribution of the batch's targets at the mean weights.
-            value: the targets.
-            mask: the rows that count, or None.
-            sites: the sites at their means.
-
-        Returns:
-            `(number of sites,)`, differentiable in means and variances.
-        """
-
-
-def _log_prob(fn: Any, value: Tensor, mask: Any) -> Tensor:
-    total: Tensor = scale_and_mask(fn.log_prob(value), 1.0, mask).sum()
-    return total
-
-
-def _gradients(log_prob: Tensor, sites: Sequence[Expansion]) -> list[Tensor]:
-    """Return differentiable gradients at the means; zeros where a site was not used."""
+    Args:
+        fn: the distribution of the batch's targets at the mean weights.
+        value: the targets.
+        mask: the rows that count, or None.
+        sites: the sites at their means.
+    """
+    log_prob = scale_and_mask(fn.log_prob(value), 1.0, mask).sum()
     locs = [site.loc for site in sites]
     if not log_prob.requires_grad:
         return [torch.zeros_like(loc) for loc in locs]
@@ -74,70 +61,45 @@ class WeightedSquares(torch.autograd.Function):
         return scaled * values, 2 * (scaled * weights)
 
 
-def _minus_half_of_squares(gradients: Sequence[Tensor], sites: Sequence[Expansion]) -> Tensor:
+def minus_half_of_squares(gradients: Sequence[Tensor], sites: Sequence[Expansion]) -> Tensor:
+    """Return `-1/2 sum sigma^2 g^2` of each site [VL 26, 28, 29].
+
+    At pseudo-labels this is an estimate by the Fisher information: scores of labels that the model
+    itself draws are independent with mean zero, so that the square of their sum has the expectation
+    of the sum of squares. At the true labels it is biased.
+    """
     pairs = zip(sites, gradients, strict=True)
     # Variances are in float32 at least, gradients in the type of the weights.
     parts = [WeightedSquares.apply(s.variance, g.to(s.variance.dtype)) for s, g in pairs]
     return -0.5 * torch.stack(parts)
 
 
-class Fisher(SecondOrderTerm):
-    """`-1/2 sum sigma^2 gt^2`, where `gt` is the batch's gradient at pseudo-labels [VL 28, 29].
-
-    Scores of labels that the model itself draws are independent with mean zero, so that the square
-    of their sum has the expectation of the sum of squares: the diagonal of the Fisher information.
-    """
-
-    def pseudo_labels(self, fn: Any) -> Tensor:
-        """Draw targets from the model, or raise a TypeError if it cannot be sampled."""
-        try:
-            labels: Tensor = fn.sample()
-        except NotImplementedError:
-            inner = fn.base_dist if isinstance(fn, td.Independent) else fn
-            raise TypeError(
-                f"variational_laplace draws pseudo-labels, but {type(inner).__name__}, the "
-                "likelihood's predictive distribution, has no sample(): implement it, or pass "
-                'curvature="empirical" (the true labels, a biased estimate)'
-            ) from None
-        return labels
-
-    def terms(self, fn: Any, value: Tensor, mask: Any, sites: Sequence[Expansion]) -> Tensor:
-        log_prob = _log_prob(fn, self.pseudo_labels(fn), mask)
-        return _minus_half_of_squares(_gradients(log_prob, sites), sites)
+def pseudo_labels(fn: Any) -> Tensor:
+    """Draw targets from the model, or raise a TypeError if it cannot be sampled."""
+    try:
+        labels: Tensor = fn.sample()
+    except NotImplementedError:
+        inner = fn.base_dist if isinstance(fn, td.Independent) else fn
+        raise TypeError(
+            f"variational_laplace draws pseudo-labels, but {type(inner).__name__}, the "
+            "likelihood's predictive distribution, has no sample(): implement it, or pass "
+            'curvature="empirical" (the true labels, a biased estimate)'
+        ) from None
+    return labels
 
 
-class Empirical(SecondOrderTerm):
-    """`-1/2 sum sigma^2 g^2`, where `g` is the batch's gradient at its true labels [VL 26]."""
-
-    def terms(self, fn: Any, value: Tensor, mask: Any, sites: Sequence[Expansion]) -> Tensor:
-        return _minus_half_of_squares(_gradients(_log_prob(fn, value, mask), sites), sites)
-
-
-class Hessian(SecondOrderTerm):
-    """`1/2 sum sigma^2 H_ll`, with the exact diagonal at the true labels [VL 18].
-
-    `diagonals` has those of the last batch, by site and without gradients.
-    """
-
-    def __init__(self) -> None:
-        self.diagonals: dict[str, Tensor] = {}
-
-    def terms(self, fn: Any, value: Tensor, mask: Any, sites: Sequence[Expansion]) -> Tensor:
-        count = sum(site.loc.numel() for site in sites)
-        if count > HESSIAN_LIMIT:
-            raise ValueError(
-                f'curvature="hessian" takes a backward pass for each of {count:,} weights, and is '
-                f'for nets of up to {HESSIAN_LIMIT:,}: use curvature="fisher"'
-            )
-        gradients = _gradients(_log_prob(fn, value, mask), sites)
-        diagonals = [_diagonal(g, s.loc) for g, s in zip(gradients, sites, strict=True)]
-        self.diagonals = {s.name: d.detach() for s, d in zip(sites, diagonals, strict=True)}
-        parts = [(s.variance * d).sum() for d, s in zip(diagonals, sites, strict=True)]
-        return 0.5 * torch.stack(parts)
+def hessian_diagonals(gradients: Sequence[Tensor], sites: Sequence[Expansion]) -> list[Tensor]:
+    """Return `d gradient_l / d loc_l` of each site, the Hessian's diagonal, differentiable."""
+    count = sum(site.loc.numel() for site in sites)
+    if count > HESSIAN_LIMIT:
+        raise ValueError(
+            f'curvature="hessian" takes a backward pass for each of {count:,} weights, and is '
+            f'for nets of up to {HESSIAN_LIMIT:,}: use curvature="fisher"'
+        )
+    return [_diagonal(g, site.loc) for g, site in zip(gradients, sites, strict=True)]
 
 
 def _diagonal(gradient: Tensor, loc: Tensor) -> Tensor:
-    """Return `d gradient_l / d loc_l`, differentiable."""
     if not gradient.requires_grad:
         return torch.zeros_like(loc)
     size, parts = loc.numel(), []
@@ -157,13 +119,6 @@ def _diagonal(gradient: Tensor, loc: Tensor) -> Tensor:
             return torch.zeros_like(loc)
         parts.append(columns.reshape(len(rows), size).gather(1, rows[:, None])[:, 0])
     return torch.cat(parts).view(loc.shape)
-
-
-SECOND_ORDER_TERMS: dict[str, type[SecondOrderTerm]] = {
-    "fisher": Fisher,
-    "hessian": Hessian,
-    "empirical": Empirical,
-}
 
 
 class Shifted(dist.TorchDistribution):
@@ -196,3 +151,59 @@ class Shifted(dist.TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         log_prob: Tensor = self.base_dist.log_prob(value) + self.shift
         return log_prob
+
+
+# --------------------------------------------------------------------------- smoothness
+
+# Names of nodes in the graph, and the modules that create them.
+NONSMOOTH: dict[str, tuple[type[nn.Module], ...]] = {
+    "Relu": (nn.ReLU,),
+    "LeakyRelu": (nn.LeakyReLU,),
+    "Prelu": (nn.PReLU,),
+    "Rrelu": (nn.RReLU,),
+    "Hardtanh": (nn.Hardtanh, nn.ReLU6),
+    "Threshold": (nn.Threshold,),
+    "Softshrink": (nn.Softshrink,),
+    "Hardshrink": (nn.Hardshrink,),
+    "MaxPool2D": (nn.MaxPool1d, nn.MaxPool2d),
+    "MaxPool3D": (nn.MaxPool3d,),
+    "AdaptiveMaxPool2D": (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
+    "AdaptiveMaxPool3D": (nn.AdaptiveMaxPool3d,),
+}
+# Those whose gradient PyTorch does not differentiate at all.
+WITHOUT_SECOND_DERIVATIVE: dict[str, tuple[type[nn.Module], ...]] = {
+    "Hardsigmoid": (nn.Hardsigmoid,),
+    "EmbeddingBag": (nn.EmbeddingBag,),
+}
+
+
+def functions_of(
+    kinds: Mapping[str, tuple[type[nn.Module], ...]], result: Tensor, net: nn.Module | None
+) -> list[str]:
+    """Describe the functions of some kinds by which a result was computed.
+
+    Those of a module of `net` have the module's name; others were called as functions.
+    """
+    modules = [] if net is None else list(net.named_modules())
+    found = []
+    for kind in kinds.keys() & _operations(result):
+        made = [
+            f"{name or 'the net'} ({type(module).__name__})"
+            for name, module in modules
+            if isinstance(module, kinds[kind])
+        ]
+        found += made or [f"{kind} (called as a function)"]
+    return sorted(found)
+
+
+def _operations(result: Tensor) -> set[str]:
+    """Return the names of all operations by which a result was computed."""
+    seen: set[Any] = {None}
+    left: list[Any] = [result.grad_fn]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left += [parent for parent, _ in node.next_functions]
+    names = [node.name().split("Backward")[0].split("With")[0] for node in seen if node]
+    return {name.removesuffix("Kernel") for name in names}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import singledispatch
-from typing import Any, SupportsFloat
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -14,7 +13,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 from torch import Tensor
 
-from tyxe.check import described
+from tyxe import check
 from tyxe.data import filled, trailing
 from tyxe.errors import warn
 from tyxe.util import site_spellings
@@ -80,8 +79,6 @@ class selective_mask(_Selective):
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise TypeError(f"mask is {given}; expected a boolean tensor: pass mask.bool()")
-        if not mask.dim():
-            raise ValueError("mask has shape (); expected (n,) or (n, ...)")
         self.mask = mask
         self._rows = mask.flatten(1).any(1) if mask.dim() > 1 else mask
         self._count = int(self._rows.sum())
@@ -188,12 +185,8 @@ class selective_scale(_Selective):
 
     def __init__(self, *, scale: float | Tensor, expose: Sequence[str]) -> None:
         super().__init__(expose)
-        several = isinstance(scale, Tensor) and scale.numel() != 1
-        if several or not isinstance(scale, SupportsFloat):
-            raise TypeError(f"scale is {described(scale)}; expected one positive number")
-        self.scale = float(scale.detach() if isinstance(scale, Tensor) else scale)
-        if not 0 < self.scale < math.inf:
-            raise ValueError(f"scale is {self.scale}; expected a positive number")
+        given = scale.detach() if isinstance(scale, Tensor) else scale
+        self.scale = check.number("scale", given, above=0)
 
     def _pyro_sample(self, msg: Message) -> None:
         if self._exposes(msg["name"]):

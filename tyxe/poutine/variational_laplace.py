@@ -18,8 +18,18 @@ from tyxe import check
 from tyxe.distributions import as_gaussian, independent_moments
 from tyxe.errors import warn
 from tyxe.poutine.draw import Draw, draws_are_lazy
-from tyxe.poutine.nonsmooth import WITHOUT_SECOND_DERIVATIVE, nonsmooth_functions
-from tyxe.poutine.second_order import SECOND_ORDER_TERMS, Expansion, Hessian, Shifted
+from tyxe.poutine.second_order import (
+    CURVATURES,
+    NONSMOOTH,
+    WITHOUT_SECOND_DERIVATIVE,
+    Expansion,
+    Shifted,
+    functions_of,
+    gradients_at_means,
+    hessian_diagonals,
+    minus_half_of_squares,
+    pseudo_labels,
+)
 
 CONFLICT = (
     "variational_laplace runs the net at its guide's means, and another handler around it samples "
@@ -32,13 +42,62 @@ def announce_epoch(net: nn.Module, kl_weight: float) -> None:
     """Tell handlers, before an epoch, which net is trained and the weight `beta` of the KL."""
 
 
-class VariationalLaplaceMessenger(Messenger):
-    """The handler of `variational_laplace`."""
+class variational_laplace(Messenger):
+    r"""Fit a Normal guide without sampling weights, by an expansion of the ELBO about its means.
+
+    To second order, `E_q log p(y | w) = log p(y | mu) + 1/2 sum_l sigma_l^2 d^2 log p / dmu_l^2`,
+    for independent weights with means `mu` and variances `sigma^2`. Around `fit`, the net runs once
+    per step, at the means, and the second term is added to the data term and scaled with it:
+
+    - `"fisher"`: `-1/2 sum_l sigma_l^2 gt_l^2`, where `gt` is the gradient of the batch's summed
+      log-likelihood at labels drawn from the model [VL 28, 29]. It is unbiased for the Fisher
+      information, never positive, and takes one more backward pass.
+    - `"hessian"`: the exact diagonal at the true labels [VL 18]. It takes a backward pass for each
+      weight, so it is for small nets. Where it is positive a variance may grow without bound, of
+      which there is a warning.
+    - `"empirical"`: the gradient at the true labels [VL 26], for comparison. It is biased, by the
+      squared mean of the gradient.
+
+    All else stays the same: the KL and `beta`, masks and scales, `num_particles` (draws of labels),
+    draws of the likelihood's own variables. The curvature is differentiated, so activations should
+    have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`, `nn.Tanh`); a warning names those
+    that have none. Inside, fused attention is replaced by its plain form.
+
+    Adam moves a parameter by no more than its learning rate in a step: start scales at
+    `init_scale=tyxe.guides.scale_below_prior()` and give them `lr_multipliers={"scale": 10}`, or
+    they hardly change during training [VL 5.2].
+
+    Args:
+        curvature: `"fisher"`, `"hessian"` or `"empirical"`.
+
+    Raises:
+        ValueError: another curvature; with `"hessian"`, a net that is too large for it.
+        TypeError: in `fit`, posteriors that are no independent Normals, or a likelihood that
+            cannot draw labels.
+        RuntimeError: another handler samples the same sites; gradients are off; a function of the
+            net has no second derivative; the curvature is not finite.
+
+    References:
+        [VL] 4, eq. 18-29; [GR] 4.
+
+    Example:
+        >>> import functools, pyro.distributions as dist, tyxe
+        >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> bnn = tyxe.VariationalBNN(
+        ...     net, tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(5, scale=0.1),
+        ...     functools.partial(
+        ...         tyxe.guides.AutoNormal, init_scale=tyxe.guides.scale_below_prior()))
+        >>> data = [(torch.ones(5, 1), torch.zeros(5, 1))]
+        >>> with variational_laplace():
+        ...     history = bnn.fit(data, torch.optim.Adam, 2, lr_multipliers={"scale": 10})
+        >>> len(history.loss)
+        2
+    """
 
     def __init__(self, curvature: str = "fisher") -> None:
         super().__init__()
-        check.choice("curvature", curvature, SECOND_ORDER_TERMS)
-        self.curvature = SECOND_ORDER_TERMS[curvature]()
+        self.curvature: str = check.choice("curvature", curvature, CURVATURES)
         self._forget()
 
     def _forget(self) -> None:
@@ -52,7 +111,7 @@ class VariationalLaplaceMessenger(Messenger):
         self._net: nn.Module | None = None
         self._kl_weight = 1.0
 
-    def __enter__(self) -> VariationalLaplaceMessenger:
+    def __enter__(self) -> variational_laplace:
         """Raise if another handler that samples inside the net is active."""
         if draws_are_lazy():
             raise RuntimeError(CONFLICT)
@@ -112,7 +171,9 @@ class VariationalLaplaceMessenger(Messenger):
         if value._source not in self._made:
             raise RuntimeError(CONFLICT)
         fn = value._source.distribution
-        loc, variance = _moments(fn)
+        moments = None if fn is None else independent_moments(fn)
+        assert moments is not None  # of a Gaussian, as all that are made here
+        loc, variance = moments
         # After the likelihood has used the means, a new run of the model begins.
         self._sites = {} if self._is_used else self._sites
         self._ran, self._is_used = True, False
@@ -149,15 +210,26 @@ class VariationalLaplaceMessenger(Messenger):
         if not self._looked_for_nonsmooth:
             self._looked_for_nonsmooth = True
             _check_smoothness(log_prob, self._net)
-        terms = self.curvature.terms(fn, msg["value"], mask, sites)
+        gradients = gradients_at_means(fn, self._labels(fn, msg["value"]), mask, sites)
+        diagonals: list[Tensor] = []
+        if self.curvature == "hessian":
+            diagonals = hessian_diagonals(gradients, sites)
+            parts = [(s.variance * d).sum() for s, d in zip(sites, diagonals, strict=True)]
+            terms = 0.5 * torch.stack(parts)
+        else:
+            terms = minus_half_of_squares(gradients, sites)
         is_traced = get_proxy_mode() is not None  # numbers are those of later runs, looked at there
         if not is_traced:
             self._check_finite(terms, log_prob)
-        rows = _counted(mask, fn.batch_shape)
+            self._warn_of_growth(diagonals, msg["scale"])
+        rows = fn.batch_shape
+        counted = int(mask.expand(rows).sum()) if isinstance(mask, Tensor) else rows.numel()
         # Divided among the rows that count, so that mask and plate scale apply to it.
-        msg["fn"] = Shifted(fn, terms.sum() / max(rows, 1))
-        if isinstance(self.curvature, Hessian) and not is_traced:
-            self._warn_of_growth(self.curvature.diagonals, msg["scale"])
+        msg["fn"] = Shifted(fn, terms.sum() / max(counted, 1))
+
+    def _labels(self, fn: Any, value: Tensor) -> Tensor:
+        """Return the labels at which the log-likelihood is differentiated."""
+        return pseudo_labels(fn) if self.curvature == "fisher" else value
 
     def _check_finite(self, terms: Tensor, log_prob: Tensor) -> None:
         # If the log-likelihood itself is not finite, the code that computes the loss reports it.
@@ -170,14 +242,14 @@ class VariationalLaplaceMessenger(Messenger):
             "(a square root or norm of something that is 0)"
         )
 
-    def _warn_of_growth(self, diagonals: dict[str, Tensor], scale: Any) -> None:
+    def _warn_of_growth(self, diagonals: list[Tensor], scale: Any) -> None:
         """Warn where the expansion gains more from a larger variance than the KL costs [VL 23]."""
-        for name, diagonal in {} if self._warned_of_growth else diagonals.items():
+        for name, diagonal in zip(self._sites, diagonals, strict=False):
             prior = self._priors.get(name)
             moments = None if prior is None else independent_moments(prior)
-            grows = 0
-            if moments is not None:
-                grows = int((scale * diagonal * moments[1] >= self._kl_weight).sum())
+            if moments is None or self._warned_of_growth:
+                continue
+            grows = int((scale * diagonal * moments[1] >= self._kl_weight).sum())
             if grows:
                 self._warned_of_growth = True
                 warn(
@@ -188,12 +260,6 @@ class VariationalLaplaceMessenger(Messenger):
                 )
 
 
-def _moments(fn: td.Distribution | None) -> tuple[Tensor, Tensor]:
-    moments = None if fn is None else independent_moments(fn)
-    assert moments is not None
-    return moments
-
-
 def _has_data(fn: td.Distribution) -> bool:
     """Whether an observed site has a density; `pyro.deterministic` and `factor` have none."""
     while isinstance(fn, td.Independent | dist.MaskedDistribution):
@@ -201,16 +267,12 @@ def _has_data(fn: td.Distribution) -> bool:
     return not isinstance(fn, dist.Delta | dist.Unit)
 
 
-def _counted(mask: Any, rows: torch.Size) -> int:
-    return int(mask.expand(rows).sum()) if isinstance(mask, Tensor) else rows.numel()
-
-
 def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
     """Raise for functions without a second derivative, and warn of piecewise linear ones.
 
     The gradient of the curvature misses the kinks of these.
     """
-    missing = nonsmooth_functions(log_prob, net, WITHOUT_SECOND_DERIVATIVE)
+    missing = functions_of(WITHOUT_SECOND_DERIVATIVE, log_prob, net)
     if missing:
         raise RuntimeError(
             "variational_laplace differentiates the net twice, and PyTorch has no second "
@@ -218,7 +280,7 @@ def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
             "tyxe.util.replace_activations_(net, nn.Hardsigmoid, nn.Sigmoid) or nn.Embedding and a "
             "sum"
         )
-    found = nonsmooth_functions(log_prob, net)
+    found = functions_of(NONSMOOTH, log_prob, net)
     if found:
         warn(
             "variational_laplace differentiates the net twice, and these are linear in pieces: "
@@ -227,61 +289,3 @@ def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
             "tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus), for functions a change of "
             "the forward (or of an argument such as activation=), and average pooling",
         )
-
-
-def variational_laplace(curvature: str = "fisher") -> VariationalLaplaceMessenger:
-    r"""Fit a Normal guide without sampling weights, by an expansion of the ELBO about its means.
-
-    To second order, `E_q log p(y | w) = log p(y | mu) + 1/2 sum_l sigma_l^2 d^2 log p / dmu_l^2`,
-    for independent weights with means `mu` and variances `sigma^2`. Around `fit`, the net runs once
-    per step, at the means, and the second term is added to the data term and scaled with it:
-
-    - `"fisher"`: `-1/2 sum_l sigma_l^2 gt_l^2`, where `gt` is the gradient of the batch's summed
-      log-likelihood at labels drawn from the model [VL 28, 29]. It is unbiased for the Fisher
-      information, never positive, and takes one more backward pass.
-    - `"hessian"`: the exact diagonal at the true labels [VL 18]. It takes a backward pass for each
-      weight, so it is for small nets. Where it is positive a variance may grow without bound, of
-      which there is a warning.
-    - `"empirical"`: the gradient at the true labels [VL 26], for comparison. It is biased, by the
-      squared mean of the gradient.
-
-    All else stays the same: the KL and `beta`, masks and scales, `num_particles` (draws of labels),
-    draws of the likelihood's own variables. The curvature is differentiated, so activations should
-    have second derivatives (`nn.Softplus`, `nn.SiLU`, `nn.GELU`, `nn.Tanh`); a warning names those
-    that have none. Inside, fused attention is replaced by its plain form.
-
-    Adam moves a parameter by no more than its learning rate in a step: start scales at
-    `init_scale=tyxe.guides.scale_below_prior()` and give them `lr_multipliers={"scale": 10}`, or
-    they hardly change during training [VL 5.2].
-
-    Args:
-        curvature: `"fisher"`, `"hessian"` or `"empirical"`.
-
-    Returns:
-        A context manager and decorator.
-
-    Raises:
-        ValueError: another curvature; with `"hessian"`, a net that is too large for it.
-        TypeError: in `fit`, posteriors that are no independent Normals, or a likelihood that
-            cannot draw labels.
-        RuntimeError: another handler samples the same sites; gradients are off; a function of the
-            net has no second derivative; the curvature is not finite.
-
-    References:
-        [VL] 4, eq. 18-29; [GR] 4.
-
-    Example:
-        >>> import functools, pyro.distributions as dist, tyxe
-        >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-        >>> bnn = tyxe.VariationalBNN(
-        ...     net, tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        ...     tyxe.likelihoods.HomoskedasticGaussian(5, scale=0.1),
-        ...     functools.partial(
-        ...         tyxe.guides.AutoNormal, init_scale=tyxe.guides.scale_below_prior()))
-        >>> data = [(torch.ones(5, 1), torch.zeros(5, 1))]
-        >>> with variational_laplace():
-        ...     history = bnn.fit(data, torch.optim.Adam, 2, lr_multipliers={"scale": 10})
-        >>> len(history.loss)
-        2
-    """
-    return VariationalLaplaceMessenger(curvature)

@@ -11,6 +11,7 @@ import torch
 import torch.distributions as td
 from torch import nn
 
+from tyxe import check
 from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePrior, SitePriors
 from tyxe.util import SITE_PRIORS, same_support
@@ -82,9 +83,7 @@ class Prior(ABC):
         if not isinstance(prior, td.Distribution):
             if callable(prior):
                 return _AsEvent(prior, name, param.shape)
-            raise TypeError(
-                f"the prior of {name!r} is a {type(prior).__name__}; expected a distribution"
-            )
+            check.one_of(f"the prior of {name!r}", prior, td.Distribution, "a distribution")
         if isinstance(without_events(prior), dist.Delta):
             raise ValueError(
                 f"the prior of {name!r} is a point, which no weight could leave. Where a posterior "
@@ -151,11 +150,10 @@ def without_events(distribution: Any) -> Any:
 
 def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:
     """Raise unless a prior has the variables and the support for which the guide was built."""
-    kinds = [isinstance(prior, td.Distribution) for prior in (old, new)]
-    same = kinds[0] == kinds[1]
-    if isinstance(old, td.Distribution) and isinstance(new, td.Distribution):
-        same = same_support(old.support, new.support)
-    if not same:
+    supports = [
+        prior.support if isinstance(prior, td.Distribution) else None for prior in (old, new)
+    ]
+    if not (supports == [None, None] or (None not in supports and same_support(*supports))):
         raise ValueError(
             f"the new prior of {name!r} has other variables or another support than the old one; "
             "build a new BNN with it"
@@ -164,10 +162,11 @@ def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:
 
 def as_event(prior: td.Distribution, name: str, shape: torch.Size) -> td.Distribution:
     """Make every dimension of a prior an event dimension; raise if its shape does not fit."""
-    if prior.batch_shape + prior.event_shape != shape:
+    found = prior.batch_shape + prior.event_shape
+    if found != shape:
         raise ValueError(
-            f"the prior of {name!r} has shape {tuple(prior.batch_shape + prior.event_shape)}, "
-            f"but the parameter has shape {tuple(shape)}; expand the distribution to that shape"
+            f"the prior of {name!r} has shape {tuple(found)}, but the parameter has shape "
+            f"{tuple(shape)}; expand the distribution to that shape"
         )
     if not prior.batch_shape and isinstance(prior, dist.Distribution):
         return prior

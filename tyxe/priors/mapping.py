@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributions as td
 from torch import nn
 
+from tyxe import check
 from tyxe.priors.base import Prior
 from tyxe.priors.selection import parameters_of
 from tyxe.priors.sites import SitePrior
@@ -18,10 +19,9 @@ from tyxe.util import resolve_site_name
 class DictPrior(Prior):
     """A distribution for each parameter, by name: how a posterior becomes the next prior.
 
-    Selection rules are those of `Prior`.
-
     Args:
         dist_dict: distributions by the parameter's name in the net, or with `net.` before it.
+        rules: those of `Prior`, which choose the sites.
 
     Raises:
         TypeError: not a mapping.
@@ -36,18 +36,9 @@ class DictPrior(Prior):
         ['weight', 'bias']
     """
 
-    def __init__(
-        self,
-        dist_dict: Mapping[str, td.Distribution],
-        expose_all: bool = True,
-        hide_all: bool = False,
-        **rules: Any,
-    ) -> None:
-        super().__init__(expose_all, hide_all, **rules)
-        if not isinstance(dist_dict, Mapping):
-            raise TypeError(
-                f"dist_dict is a {type(dist_dict).__name__}; expected distributions by name"
-            )
+    def __init__(self, dist_dict: Mapping[str, td.Distribution], **rules: Any) -> None:
+        super().__init__(**rules)
+        check.one_of("dist_dict", dist_dict, Mapping, "distributions by name")
         self.dist_dict = dict(dist_dict)
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
@@ -86,12 +77,11 @@ def _names_one(entry: str, known: list[str]) -> bool:
 class LambdaPrior(Prior):
     """A distribution for each parameter, by a function.
 
-    Selection rules are those of `Prior`.
-
     Args:
         fn: `fn(name, module, param)` returns a distribution of the parameter's shape, or a
             function without arguments that makes Pyro statements and returns one: a hierarchical
             prior. Names of its own statements get the net's prefix.
+        rules: those of `Prior`, which choose the sites.
 
     Raises:
         TypeError: no function of three arguments.
@@ -113,22 +103,16 @@ class LambdaPrior(Prior):
     """
 
     def __init__(
-        self,
-        fn: Callable[[str, nn.Module, nn.Parameter], SitePrior],
-        expose_all: bool = True,
-        hide_all: bool = False,
-        **rules: Any,
+        self, fn: Callable[[str, nn.Module, nn.Parameter], SitePrior], **rules: Any
     ) -> None:
-        super().__init__(expose_all, hide_all, **rules)
+        super().__init__(**rules)
+        expected = "expected a function of (name, module, param)"
         if not callable(fn):
-            raise TypeError(f"fn is {fn!r}; expected a function of (name, module, param)")
-        taken = signature(fn)
+            raise TypeError(f"fn is {fn!r}; {expected}")
         try:
-            taken.bind("", None, None)
+            signature(fn).bind("", None, None)
         except TypeError:
-            raise TypeError(
-                f"fn takes {taken}; expected a function of (name, module, param)"
-            ) from None
+            raise TypeError(f"fn takes {signature(fn)}; {expected}") from None
         self.fn = fn
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:

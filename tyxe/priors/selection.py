@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from tyxe.check import described
 
 Place = tuple[nn.Module, str]
+T = TypeVar("T")
 
-RULES = ("", "modules", "module_types", "parameters", "fn")
+# Rules that hide and that expose, by what they name.
+PAIRS = [
+    (f"hide{what}", f"expose{what}")
+    for what in ("", "_modules", "_module_types", "_parameters", "_fn")
+]
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Selection:
     """The hide and expose rules of a `Prior`, which documents them."""
 
     def __init__(self, expose_all: bool = True, hide_all: bool = False, **rules: Any) -> None:
-        kinds = [f"{verb}_{rule}".rstrip("_") for verb in ("hide", "expose") for rule in RULES]
+        kinds = [pair[which] for which in (0, 1) for pair in PAIRS]
         unknown = sorted(set(rules) - set(kinds))
         if unknown:
             raise TypeError(f"unknown rule {unknown[0]!r}; the rules are {', '.join(kinds)}")
@@ -59,7 +64,7 @@ class Selection:
             if rule is not None
         }
         for kind, rule in self.rules.items():
-            self._check_type(kind, rule)
+            _check_type(kind, rule)
         narrowing = [kind for kind in self.rules if kind.startswith("expose")]
         if hide_all and narrowing:
             raise ValueError(
@@ -67,17 +72,6 @@ class Selection:
                 "everything else"
             )
         self.hide_all = hide_all or not (expose_all or self.rules)
-        self.narrows = bool(narrowing)
-
-    @staticmethod
-    def _check_type(kind: str, rule: Any) -> None:
-        if kind.endswith("_fn"):
-            if not callable(rule):
-                raise TypeError(f"{kind} is {rule!r}; expected a function of (module, name)")
-        elif isinstance(rule, str) or not isinstance(rule, Iterable):
-            raise TypeError(f"{kind} is {described(rule)}; expected a list: {kind}=[...]")
-        elif kind.endswith("module_types") and not all(isinstance(t, type) for t in rule):
-            raise TypeError(f"{kind} is {rule!r}; expected classes, such as nn.BatchNorm2d")
 
     def of(self, net: nn.Module) -> list[Parameter]:
         """Return the exposed parameters of a net, in order.
@@ -87,89 +81,76 @@ class Selection:
                 parameter is both hidden and exposed by rules of the same kind.
         """
         parameters = parameters_of(net)
-        matched = {
-            kind: [p.name for p in parameters if self._matches(kind, rule, p, net)]
-            for kind, rule in self.rules.items()
-        }
-        self._check_all_used(net, parameters)
-        for rule in RULES:
-            hide, expose = (f"{verb}_{rule}".rstrip("_") for verb in ("hide", "expose"))
-            both = set(matched.get(hide, [])) & set(matched.get(expose, []))
-            if both:
-                raise ValueError(f"{hide} and {expose} both name {sorted(both)[0]!r}")
-        self._check_matches(matched, parameters)
-        return [p for p in parameters if self._exposes(p, matched)]
-
-    def _check_matches(self, matched: dict[str, list[str]], parameters: list[Parameter]) -> None:
-        rules = {kind: names for kind, names in matched.items() if kind.startswith("expose")}
-        idle = ", ".join(rules) + " expose" if rules and not any(rules.values()) else ""
-        if self.rules.get("hide_modules") and not matched["hide_modules"]:
+        named = {kind: _named(kind, rule, net, parameters) for kind, rule in self.rules.items()}
+        for hide, expose in PAIRS:
+            if both := named.get(hide, set()) & named.get(expose, set()):
+                raise ValueError(f"{hide} and {expose} both name {min(both)!r}")
+        hidden = {kind: names for kind, names in named.items() if kind.startswith("hide")}
+        exposed = {kind: names for kind, names in named.items() if kind.startswith("expose")}
+        idle = ", ".join(exposed) + " expose" if exposed and not any(exposed.values()) else ""
+        if self.rules.get("hide_modules") and not hidden["hide_modules"]:
             idle = "hide_modules hide"
         if idle:
             raise ValueError(
                 f"{idle} no parameter of the net; it has {', '.join(p.name for p in parameters)}"
             )
-
-    def _exposes(self, parameter: Parameter, matched: dict[str, list[str]]) -> bool:
-        named = {kind.split("_")[0] for kind, names in matched.items() if parameter.name in names}
-        # A parameter without elements has no distribution.
-        real = parameter.tensor.is_floating_point() and parameter.tensor.numel() > 0
-        if self.hide_all or "hide" in named or not real:
-            return False
-        return "expose" in named if self.narrows else parameter.tensor.requires_grad
-
-    def _matches(self, kind: str, rule: Any, parameter: Parameter, net: nn.Module) -> bool:
-        what = kind.partition("_")[2]
-        if what == "":
-            return any(fnmatchcase(name, glob) for name in parameter.names for glob in rule)
-        if what == "parameters":
-            return any(fnmatchcase(attr, glob) for _, attr in parameter.places for glob in rule)
-        if what == "module_types":
-            return any(_within(module, tuple(rule), net) for module, _ in parameter.places)
-        if what == "fn":
-            named = zip(parameter.places, parameter.names, strict=True)
-            return any(rule(module, name) for (module, _), name in named)
-        return any(_inside(module, rule, net) for module, _ in parameter.places)
-
-    def _check_all_used(self, net: nn.Module, parameters: list[Parameter]) -> None:
-        names = [name for p in parameters for name in p.names]
-        modules = dict(net.named_modules())
-        known = {
-            "": names,
-            "parameters": sorted({attribute for p in parameters for _, attribute in p.places}),
-            "modules": [name for name in modules if name],
-        }
-        for kind, rule in self.rules.items():
-            what = kind.partition("_")[2]
-            # Classes and functions may be written for other nets as well.
-            for item in rule if what in known else []:
-                if what == "modules":
-                    is_there = bool(_modules_named(item, modules))
-                else:
-                    is_there = any(fnmatchcase(name, item) for name in known[what])
-                if not is_there:
-                    raise ValueError(
-                        f"{kind} names {_brief(item)}, which the net does not have; it has "
-                        f"{', '.join(known[what]) or 'no parts, and is one itself'}"
-                    )
+        shown = set().union(*exposed.values()) if exposed else _trained(parameters)
+        shown -= set().union(*hidden.values())
+        return [p for p in parameters if p.name in shown and not self.hide_all and _is_real(p)]
 
 
-def _brief(thing: Any) -> str:
-    return repr(thing) if isinstance(thing, str) else f"a {type(thing).__name__} module"
+def _trained(parameters: Iterable[Parameter]) -> set[str]:
+    return {parameter.name for parameter in parameters if parameter.tensor.requires_grad}
 
 
-def _modules_named(module: nn.Module | str, modules: dict[str, nn.Module]) -> list[nn.Module]:
-    if isinstance(module, str):
-        return [found for name, found in modules.items() if fnmatchcase(name, module)]
-    return [found for found in modules.values() if found is module]
+def _is_real(parameter: Parameter) -> bool:
+    """Whether a parameter may have a distribution, for which it needs elements."""
+    return parameter.tensor.is_floating_point() and parameter.tensor.numel() > 0
 
 
-def _within(module: nn.Module, types: tuple[type, ...], net: nn.Module) -> bool:
-    outer = [found for found in net.modules() if isinstance(found, types)]
-    return any(module is inner for found in outer for inner in found.modules())
+def _check_type(kind: str, rule: Any) -> None:
+    if kind.endswith("_fn"):
+        if not callable(rule):
+            raise TypeError(f"{kind} is {rule!r}; expected a function of (module, name)")
+    elif isinstance(rule, str) or not isinstance(rule, Iterable):
+        raise TypeError(f"{kind} is {described(rule)}; expected a list: {kind}=[...]")
+    elif kind.endswith("module_types") and not all(isinstance(t, type) for t in rule):
+        raise TypeError(f"{kind} is {rule!r}; expected classes, such as nn.BatchNorm2d")
 
 
-def _inside(module: nn.Module, rule: Iterable[nn.Module | str], net: nn.Module) -> bool:
-    modules = dict(net.named_modules())
-    named = [found for item in rule for found in _modules_named(item, modules)]
-    return any(module is inner for outer in named for inner in outer.modules())
+def _named(kind: str, rule: Any, net: nn.Module, parameters: Sequence[Parameter]) -> set[str]:
+    """Return which parameters a rule names; raise for an item that names nothing of the net."""
+    what = kind.partition("_")[2]
+    places = [
+        (parameter.name, module, attribute, name)
+        for parameter in parameters
+        for (module, attribute), name in zip(parameter.places, parameter.names, strict=True)
+    ]
+    if what == "fn":
+        return {own for own, module, _, name in places if rule(module, name)}
+    if what in ("", "parameters"):
+        known = [(attribute if what else name, own) for own, _, attribute, name in places]
+        return {own for item in rule for own in _of(kind, item, known)}
+    if what == "modules":
+        modules = list(net.named_modules())
+        outer = [module for item in rule for module in _of(kind, item, modules)]
+    else:  # which may be written for other nets as well
+        outer = [module for module in net.modules() if isinstance(module, tuple(rule))]
+    inside = {id(inner) for module in outer for inner in module.modules()}
+    return {own for own, module, *_ in places if id(module) in inside}
+
+
+def _of(kind: str, item: Any, known: Iterable[tuple[str, T]]) -> list[T]:
+    """Return what one item of a rule names: a glob, or a thing itself."""
+    if isinstance(item, str):
+        found = [thing for name, thing in known if fnmatchcase(name, item)]
+    else:
+        found = [thing for _, thing in known if thing is item]
+    if not found:
+        given = repr(item) if isinstance(item, str) else f"a {type(item).__name__} module"
+        names = ", ".join(dict.fromkeys(name for name, _ in known if name))
+        raise ValueError(
+            f"{kind} names {given}, which the net does not have; it has "
+            f"{names or 'no parts, and is one itself'}"
+        )
+    return found

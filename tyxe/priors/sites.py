@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -59,8 +60,8 @@ class SitePriors(nn.Module):
         self._fans: dict[str, tuple[float, float]] = {}
         for name in priors:
             owner, _, attribute = name.rpartition(".")
-            module = modules[owner]
-            self._fans[name] = fan_in_fan_out(layer_weight(module, attribute), module)
+            weight = layer_weight(modules[owner], attribute)
+            self._fans[name] = fan_in_fan_out(weight, modules[owner])
         self.update(priors, parameters)
 
     def update(self, priors: Mapping[str, SitePrior], like: Mapping[str, Tensor]) -> None:
@@ -77,11 +78,11 @@ class SitePriors(nn.Module):
         numbers: dict[int, int] = {}
         units = []
         for name, prior in priors.items():
-            key = id(joints.get(name, prior))
-            if name not in joints or key not in numbers:
-                numbers[key] = len(entries)
-                entries.append(_store(joints.get(name, prior), like[name]))
-            units.append((name, numbers[key]))
+            whole = joints.get(name, prior)
+            if name not in joints or id(whole) not in numbers:
+                numbers[id(whole)] = len(entries)
+                entries.append(_store(whole, like[name]))
+            units.append((name, numbers[id(whole)]))
         self._units, self._entries = units, nn.ModuleList(entries)
 
     def adopt(self, other: SitePriors) -> None:
@@ -129,16 +130,6 @@ class SitePriors(nn.Module):
             else:
                 yield name, prior
 
-    def fixed(self) -> dict[str, td.Distribution] | None:
-        """Return priors by joint name, or None if one is a program or holds several sites."""
-        entries = [*self._entries]
-        if not all(isinstance(entry, BufferedDistribution) for entry in entries):
-            return None
-        priors = [entry.distribution for entry in entries]
-        if any(isinstance(prior, JointDistribution) for prior in priors):
-            return None
-        return {self.prefix + name: priors[number] for name, number in self._units}
-
     def joints(self) -> list[JointDistribution]:
         """Return the priors that hold several sites at once."""
         found = [self._prior(number) for number in range(len(self._entries))]
@@ -154,44 +145,25 @@ class SitePriors(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample every site; arguments (a batch, as guides pass it) are ignored."""
         values: dict[str, Tensor] = {}
-        runs: dict[int, _Run] = {}
+        draws: dict[int, Callable[[], Tensor]] = {}
         for name, number in self._units:
-            joint_name = self.prefix + name
-            prior = self._prior(number)
+            joint_name, prior = self.prefix + name, self._prior(number)
+            is_fixed = isinstance(prior, td.Distribution)
             if isinstance(prior, JointDistribution):
-                run = runs.setdefault(number, _Run(prior))
-                prior = run.part(joint_name, values)
-            distribution = self._distribution(prior)
+                # One draw, which is made at the first of its sites that is sampled.
+                draw = draws.setdefault(number, functools.cache(prior.rsample))
+                earlier = {site: values[site] for site in prior.names if site in values}
+                prior = JointSite(prior, joint_name, draw, earlier)
+            elif not isinstance(prior, td.Distribution):
+                with _Prefixed(self.prefix):
+                    prior = prior()
             infer = {
                 "fans": self._fans[name],
                 "own_value": self._own_values[name],
-                "is_drawn_anew": not isinstance(prior, td.Distribution),
+                "is_drawn_anew": not is_fixed,
             }
-            values[joint_name] = pyro.sample(joint_name, distribution, infer=infer)
+            values[joint_name] = pyro.sample(joint_name, prior, infer=infer)
         return values
-
-    def _distribution(self, prior: SitePrior) -> td.Distribution:
-        if isinstance(prior, td.Distribution):
-            return prior
-        with _Prefixed(self.prefix):
-            return prior()
-
-
-class _Run:
-    """One draw of a joint prior, made at the first of its sites that is sampled."""
-
-    def __init__(self, joint: JointDistribution) -> None:
-        self.joint = joint
-        self._drawn: Tensor | None = None
-
-    def draw(self) -> Tensor:
-        if self._drawn is None:
-            self._drawn = self.joint.rsample()
-        return self._drawn
-
-    def part(self, name: str, values: Mapping[str, Tensor]) -> JointSite:
-        earlier = {site: values[site] for site in self.joint.names if site in values}
-        return JointSite(self.joint, name, self.draw, earlier)
 
 
 def _joints_of(priors: Mapping[str, SitePrior], prefix: str) -> dict[str, JointDistribution]:

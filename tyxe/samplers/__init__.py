@@ -1,6 +1,6 @@
 """Samplers of densities over vectors, all chains at once: plain tensors in and out."""
 
-from tyxe.samplers.hmc import HMC
+from tyxe.samplers.hamiltonian import HMC
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.mclmc import MCLMC
 from tyxe.samplers.nuts import NUTS

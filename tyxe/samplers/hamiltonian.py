@@ -1,4 +1,4 @@
-"""What HMC and NUTS share: the warm-up that adapts step sizes and masses."""
+"""Hamiltonian Monte Carlo, and the warm-up that it shares with NUTS, for all chains at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.check import described
 from tyxe.samplers.adaptation import DualAveraging, Moments, choose, windows
 from tyxe.samplers.integrators import Point, kinetic_energy, leapfrog
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
@@ -51,28 +50,18 @@ class Hamiltonian(Kernel):
         temperature: by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
 
     Raises:
-        TypeError: an option of another type.
-        ValueError: a step size that is not positive; a target outside of (0, 1).
+        TypeError, ValueError: a step size that is not positive; a target outside of (0, 1).
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("acceptance", "leapfrogs", "diverged")
     noises: ClassVar[int] = 1
     uniforms: ClassVar[int] = 3
 
-    step_size: float = 1.0
-    adapt_step_size: bool = True
-    adapt_mass_matrix: bool = True
-    target_accept_prob: float = 0.8
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        check.number("temperature", self.temperature, above=0)
-        check.number("step_size", self.step_size, above=0)
-        check.number("target_accept_prob", self.target_accept_prob, above=0, below=1)
-        for name in ("adapt_step_size", "adapt_mass_matrix"):
-            if not isinstance(getattr(self, name), bool):
-                found = described(getattr(self, name))
-                raise TypeError(f"{name} is {found}; expected True or False")
+    step_size: float = check.field(1.0, check.number, above=0)
+    adapt_step_size: bool = check.field(True, check.one_of, kinds=bool, expected="True or False")
+    adapt_mass_matrix: bool = check.field(True, check.one_of, kinds=bool, expected="True or False")
+    target_accept_prob: float = check.field(0.8, check.number, above=0, below=1)
+    temperature: float = check.field(1.0, check.number, above=0)
 
     @abstractmethod
     def begin(self, point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor) -> Any:
@@ -179,3 +168,58 @@ def reasonable_step_size(
         if not bool(active.any()):
             break
     return step_size
+
+
+class HMCState(NamedTuple):
+    """A trajectory under way, for each chain.
+
+    Attributes:
+        proposal: its start, which is the chain's position.
+        energy: of the start.
+        point, momentum: its end so far.
+        leapfrogs: number of steps made.
+    """
+
+    proposal: Point
+    energy: Tensor
+    point: Point
+    momentum: Tensor
+    leapfrogs: Tensor
+
+
+@dataclass(frozen=True)
+class HMC(Hamiltonian):
+    """Hamiltonian Monte Carlo with trajectories of a fixed length, a kernel of `MCMC_BNN`.
+
+    Options that are not listed are those of `Hamiltonian`.
+
+    Args:
+        num_steps: leapfrog steps of a trajectory.
+    """
+
+    num_steps: int = check.field(10, check.count)
+
+    def begin(self, point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor) -> HMCState:
+        momentum = noise * inverse_mass.rsqrt()
+        energy = point.potential + kinetic_energy(momentum, inverse_mass)
+        return HMCState(point, energy, point, momentum, torch.zeros_like(energy, dtype=torch.long))
+
+    def step(
+        self, potential: Potential, state: HMCState, settings: Settings, random: Randomness
+    ) -> tuple[HMCState, Transition]:
+        step_size, inverse_mass = settings
+        point, momentum = leapfrog(
+            potential, state.point, state.momentum, step_size[:, None], inverse_mass
+        )
+        gain = state.energy - point.potential - kinetic_energy(momentum, inverse_mass)
+        gain = gain.nan_to_num(nan=-torch.inf)
+        leapfrogs = state.leapfrogs + 1
+        done = leapfrogs == self.num_steps
+        proposal = choose(done & (random.uniforms[0].log() < gain), point, state.proposal)
+        diverged = gain < -MAX_ENERGY_ERROR
+        found = [gain.clamp(max=0).exp(), leapfrogs, diverged]
+        statistics = torch.stack([one.to(gain.dtype) for one in found], -1)
+        same = HMCState(state.proposal, state.energy, point, momentum, leapfrogs)
+        anew = self.begin(proposal, random.noise[0], random.uniforms[2], inverse_mass)
+        transition = Transition(done, proposal.position, proposal.potential, statistics)
+        return choose(done, anew, same), transition

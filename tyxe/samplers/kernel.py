@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.samplers.potential import Potential
 
 
@@ -75,8 +76,9 @@ class Chains(NamedTuple):
 class Kernel(ABC):
     """Base of the samplers: options in, and functions of tensors.
 
-    A step takes and returns tuples of tensors, has no branch that depends on their numbers, and
-    draws nothing itself, so that a run can be compiled, continued and repeated.
+    A kernel is a frozen dataclass whose fields `tyxe.check.field` declares. A step takes and
+    returns tuples of tensors, has no branch that depends on their numbers, and draws nothing
+    itself, so that a run can be compiled, continued and repeated.
 
     Attributes:
         statistics: the names of what a transition tells.
@@ -93,6 +95,9 @@ class Kernel(ABC):
     default_chains: ClassVar[int] = 4
     default_init: ClassVar[str] = "prior"
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        check.fields(self)
 
     @abstractmethod
     def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:

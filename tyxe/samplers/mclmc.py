@@ -70,8 +70,7 @@ class MCLMC(Kernel):
         temperature: by which `MCMC_BNN` divides the log-likelihood, and not the prior's.
 
     Raises:
-        TypeError: an option of another type.
-        ValueError: numbers that are not positive.
+        TypeError, ValueError: numbers that are not positive.
 
     Reference:
         Robnik, De Luca, Silverstein, Seljak 2022-24; Sommer et al. 2025, for nets.
@@ -81,28 +80,22 @@ class MCLMC(Kernel):
     noises: ClassVar[int] = 2
     uniforms: ClassVar[int] = 0
 
-    step_size: float = 1e-3
-    momentum_length: float | None = None
+    step_size: float = check.field(1e-3, check.number, above=0)
+    momentum_length: float | None = check.field(None, check.number, above=0)
     energy_variance: float | tuple[float, float] = (0.5, 0.1)
-    memory: float = 100.0
-    temperature: float = 1.0
+    memory: float = check.field(100.0, check.number, above=1)
+    temperature: float = check.field(1.0, check.number, above=0)
 
     def __post_init__(self) -> None:
-        check.number("step_size", self.step_size, above=0)
-        if self.momentum_length is not None:
-            check.number("momentum_length", self.momentum_length, above=0)
+        super().__post_init__()
         for variance in self._variances():
             check.number("energy_variance", variance, above=0)
-        check.number("memory", self.memory, above=1)
-        check.number("temperature", self.temperature, above=0)
 
     def _variances(self) -> tuple[float, float]:
+        """Return the wanted variance at the start of the warm-up, and at its end."""
         given = self.energy_variance
-        if not isinstance(given, tuple):
-            return given, given
-        if len(given) != 2:
-            raise ValueError(f"energy_variance has {len(given)} numbers; expected one or two")
-        return given
+        first, last = given if isinstance(given, tuple) else (given, given)
+        return first, last
 
     def start(self, potential: Potential, position: Tensor, random: Randomness) -> Chains:
         """Return chains at their starts `(chains, d)` with random directions."""

@@ -80,22 +80,13 @@ class NUTS(Hamiltonian):
     Args:
         max_tree_depth: number of doublings of a trajectory at most.
 
-    Raises:
-        TypeError: the depth is no integer.
-        ValueError: a depth that is not between 1 and 30.
-
     Reference:
         Hoffman, Gelman 2014; Betancourt 2017, A.3-A.4; Phan, Pradhan, Jankowiak 2019, 2.2.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("acceptance", "leapfrogs", "depth", "diverged")
 
-    max_tree_depth: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if check.count("max_tree_depth", self.max_tree_depth) > 30:
-            raise ValueError(f"max_tree_depth is {self.max_tree_depth}; expected 1 to 30")
+    max_tree_depth: int = check.field(10, check.count)
 
     def begin(self, point: Point, noise: Tensor, coin: Tensor, inverse_mass: Tensor) -> NUTSState:
         momentum = noise * inverse_mass.rsqrt()

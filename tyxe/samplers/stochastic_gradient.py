@@ -59,8 +59,7 @@ class SGLD(Kernel):
         points: `N / T`, which `MCMC_BNN` sets.
 
     Raises:
-        TypeError: an option of another type.
-        ValueError: numbers out of range; an unknown schedule.
+        TypeError, ValueError: numbers out of range; an unknown schedule.
 
     References:
         Welling, Teh 2011; Zhang et al. 2020, eq. 1 and algorithm 1, for cycles.
@@ -85,25 +84,15 @@ class SGLD(Kernel):
     default_init: ClassVar[str] = "net"
     friction = 1.0  # no field: without momentum
 
-    lr: float
-    temperature: float = 1.0
-    schedule: str = "constant"
-    clip_norm: float | None = None
-    num_cycles: int = 4
-    exploration: float = 0.8
-    power: float = 0.55
-    offset: float = 1000.0
-    points: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "temperature", "power", "offset", "points"):
-            check.number(name, getattr(self, name), above=0)
-        if self.clip_norm is not None:
-            check.number("clip_norm", self.clip_norm, above=0)
-        check.choice("schedule", self.schedule, SCHEDULES)
-        check.count("num_cycles", self.num_cycles)
-        if self.exploration != 0:
-            check.number("exploration", self.exploration, above=0, below=1)
+    lr: float = check.field(dataclasses.MISSING, check.number, above=0)
+    temperature: float = check.field(1.0, check.number, above=0)
+    schedule: str = check.field("constant", check.choice, known=SCHEDULES)
+    clip_norm: float | None = check.field(None, check.number, above=0)
+    num_cycles: int = check.field(4, check.count)
+    exploration: float = check.field(0.8, check.number, least=0, below=1)
+    power: float = check.field(0.55, check.number, above=0)
+    offset: float = check.field(1000.0, check.number, above=0)
+    points: float = check.field(1.0, check.number, above=0)
 
     def for_points(self, count: int) -> SGLD:
         """Return the kernel whose rate is that of a point's mean loss."""
@@ -249,8 +238,4 @@ class SGHMC(SGLD):
         0.1
     """
 
-    friction: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.number("friction", self.friction, above=0, below=1)
+    friction: float = check.field(0.1, check.number, above=0, below=1)

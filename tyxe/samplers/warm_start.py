@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tyxe import check
-from tyxe.check import described
 from tyxe.samplers.potential import gradients
 from tyxe.stacked_training import EarlyStopping, train_stacked
 
@@ -35,32 +34,25 @@ class WarmStart:
             epochs are made.
 
     Raises:
-        TypeError: `optim` is not callable; an argument of another type.
-        ValueError: numbers that are out of range.
+        TypeError, ValueError: `optim` is not callable; numbers that are out of range.
 
     Reference:
         Sommer et al. 2025, 3.2.
     """
 
     optim: Callable[..., Optimizer] = torch.optim.AdamW
-    num_epochs: int = 1000
-    patience: int = 10
-    batch_size: int = 32
-    validation: float = 0.1
+    num_epochs: int = check.field(1000, check.count)
+    patience: int = check.field(10, check.count)
+    batch_size: int = check.field(32, check.count)
+    validation: float = check.field(0.1, check.number, least=0, below=1)
 
     def __post_init__(self) -> None:
+        check.fields(self)
         if not callable(self.optim):
             raise TypeError(
                 f"optim is a {type(self.optim).__name__}; expected an optimiser class such as "
                 "torch.optim.AdamW, or a functools.partial of one: the starts are its parameters"
             )
-        for name in ("num_epochs", "patience", "batch_size"):
-            check.count(name, getattr(self, name))
-        share, expected = self.validation, "expected a share of the data in [0, 1)"
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            raise TypeError(f"validation is {described(share)}; {expected}")
-        if not 0 <= share < 1:
-            raise ValueError(f"validation is {share}; {expected}")
 
     def train(
         self, loss: Loss, members: Tensor, num_points: int, generator: torch.Generator
