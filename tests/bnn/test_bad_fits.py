@@ -61,7 +61,7 @@ OPTIONS = {
     "rate": (
         {"lr_multipliers": {"scale": -2.0}},
         ValueError,
-        r"\['scale'\] is -2.0; expected 0 or",
+        r"\['scale'\] is -2.0; expected a number 0",
     ),
 }
 
