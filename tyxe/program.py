@@ -48,26 +48,20 @@ def has_compiler(device: torch.device) -> bool:
 
 
 class Program:
-    """A function of nested containers of tensors, as one of their leaves.
+    """A function of nested containers of tensors, as one of their leaves, `at_leaves`.
 
     A program has no guards: arguments have to be of the same structure, shapes and types as those
     that it was traced with, and those of `at_leaves` of the same strides, such as `dense` ones.
 
     Args:
-        function: takes and returns nested containers of tensors. What else it returns is what it
-            returned when it was traced.
+        function: takes and returns nested containers of tensors; what else it returns is constant.
         arguments: what it is traced with.
         how: `"eager"` runs the function itself, `"traced"` its operations, and `"compiled"` what a
             compiler makes of these.
         draws: whether the function may draw random numbers.
 
-    Attributes:
-        at_leaves: the function of leaves, which returns leaves.
-        is_compiled: whether that is a compiled program.
-
     Raises:
-        RuntimeError: the operations depend on values, by control flow or shapes, or draw random
-            numbers that they may not.
+        RuntimeError: the operations depend on values, by control flow or shapes, or draw.
     """
 
     def __init__(
@@ -126,21 +120,14 @@ class Programs:
     """The compiled programs of a function, one for each structure and shape of its arguments.
 
     What is no program, and shapes beyond the first few of a run, are to run uncompiled, after one
-    warning with the reason of the former.
-
-    Args:
-        what: is compiled, in the plural, for warnings.
-        device: that they run on.
-
-    Attributes:
-        seconds: that compilation has taken.
+    warning with the reason of the former. `what` is compiled, in the plural, for that warning.
     """
 
     def __init__(self, what: str, device: torch.device) -> None:
         self._what = what
         self._programs: dict[Any, Program] = {}
         self._used: set[Any] = set()
-        self.seconds = 0.0
+        self.seconds = 0.0  # that compilation has taken
         self._fails = not has_compiler(device)
         if self._fails:
             warn(f"compile=True needs a C++ compiler, and none is found: {what} run uncompiled")

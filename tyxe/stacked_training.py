@@ -22,10 +22,7 @@ class EarlyStopping:
         score: returns the members' scores at their parameters, `(members,)`; more is better.
         patience: a member stops after so many epochs without a higher score; None for never.
         restore_best: whether members go back to their best epoch; else to that in which they stop.
-
-    Attributes:
-        best: the parameters to which members go back.
-        scores: their scores there, `(members,)`.
+            There they have the parameters `best`, and the `scores`.
     """
 
     def __init__(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -261,13 +260,13 @@ def _numbers_of_rows(tree: Any) -> Iterator[int]:
 
 def take_rows(tree: Any, rows: slice | Tensor) -> Any:
     """Return some rows, a slice or indices, of every tensor of a batch of inputs."""
-    if is_constant(tree):
-        return tree
-    if isinstance(tree, Tensor):
-        return tree[rows if isinstance(rows, slice) else rows.to(tree.device)]
-    if isinstance(tree, Mapping):
-        return {key: take_rows(value, rows) for key, value in tree.items()}
-    return _like(tree, [take_rows(item, rows) for item in tree])
+
+    def taken(one: Any) -> Any:
+        if is_constant(one):
+            return one
+        return one[rows if isinstance(rows, slice) else rows.to(one.device)]
+
+    return tree_map_tensors(taken, tree)
 
 
 def _like(container: Any, items: Iterable[Any]) -> Any:
@@ -314,25 +313,15 @@ def concatenated(parts: list[Any], dim: int) -> Any:
 # --------------------------------------------------------------------------- predictions
 
 
-class Bnn(Protocol):
-    """What is needed of a BNN here."""
-
-    def predicting(self) -> AbstractContextManager[None]:
-        """Run the net in eval mode and without gradients."""
-        ...
-
-
 class ReplayedDraws:
     """Draws that are the same for each batch of one call.
 
     They are made with random numbers of their own, so that other threads may draw meanwhile: those
     that PyTorch's generator would have given next.
-
-    Attributes:
-        statistics: of the norms of the net at each draw, a list to fill.
     """
 
     def __init__(self) -> None:
+        # Of the norms of the net at each draw, a list to fill.
         self.statistics: list[Any] = []
         # The random numbers of each draw, of which the last is where the next one starts.
         self._streams: list[RandomStream] = []
@@ -382,7 +371,7 @@ class DrawsOfEach:
 
 
 def map_batches(
-    bnn: Bnn,
+    bnn: Any,
     inputs: tuple[Any, ...],
     batch_size: int | None,
     function: Callable[[Any, Any, ReplayedDraws], Any],

@@ -35,36 +35,21 @@ def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> Compil
 
 
 class CompiledSteps:
-    """Terms and gradients of an objective as compiled programs.
+    """Terms and gradients of an objective as compiled programs, one for each kind of batch.
 
     What runs in Python (programs of model and guide, handlers) runs once, and what it did to
     tensors, backward included, is the program. For a seed it draws the numbers that it drew
     uncompiled. All parameters and buffers of the BNN are given to it in each step.
-
-    Args:
-        fingerprint: of what is compiled.
-        device: where it is.
-
-    Attributes:
-        programs: by kind of batch.
     """
 
     def __init__(self, fingerprint: Any, device: torch.device) -> None:
         self.fingerprint = fingerprint
         self.programs = Programs("steps", device)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that compilation has taken."""
-        return self.programs.seconds
-
     def __call__(
         self, objective: Objective, inputs: Inputs, targets: Any, beta: float, share: float
     ) -> ElboTerms | None:
-        """Add a share of the gradients of a batch and return its terms, or None without a program.
-
-        A program is compiled where the batch is of a new kind.
-        """
+        """Add a share of a batch's gradients and return its terms, or None without a program."""
         batch = tree_leaves((inputs, targets))
         if not all(isinstance(leaf, Tensor) for leaf in batch):
             return None

@@ -27,10 +27,7 @@ class NetOnBatch:
     over where this is not seen, such as in a global. So passes are compared with those of the whole
     net, until one at another draw than the first has been the same.
 
-    Args:
-        bnn: the BNN.
-        inputs: the batch.
-        keeps: whether there are passes for which something is to be kept.
+    `keeps` says whether there are passes for which something is to be kept.
     """
 
     def __init__(self, bnn: BNN, inputs: Inputs, keeps: bool) -> None:
@@ -40,12 +37,7 @@ class NetOnBatch:
         self._first: Any = None
 
     def __call__(self, values: Mapping[str, Tensor], statistics: Statistics | None = None) -> Any:
-        """Return the net's output.
-
-        Args:
-            values: a value for each site, by joint name.
-            statistics: of norms, in the place of their own.
-        """
+        """Return the net's output at values of the sites, with statistics of norms for its own."""
         if self._stand_in is None:
             self._stand_in = self._bnn._stand_in(values, statistics)
             self._prefix = self._prefix_of(self._stand_in)
@@ -61,11 +53,7 @@ class NetOnBatch:
         return self._compared(self._stand_in, self._prefix)
 
     def look(self, draws: Iterable[Mapping[str, Tensor]]) -> None:
-        """Make passes until one has been compared, for passes in a transform, where none can be.
-
-        Args:
-            draws: values of the sites.
-        """
+        """Make passes until one has been compared, for passes in a transform, where none can be."""
         for values in draws if self._keeps else ():
             if not self._is_known():
                 self(values)

@@ -219,13 +219,7 @@ class Potential:
 class BatchPotential:
     """The potentials of chains `(chains, d)`, each as its next mini-batch estimates it.
 
-    Every chain goes through the loader in an order of its own.
-
-    Args:
-        potential: of a BNN.
-        starts: where the chains start, `(chains, d)`.
-        loader: yields `(inputs, targets)`.
-        device: that batches are moved to.
+    Every chain goes through the loader in an order of its own, and moves batches to a device.
     """
 
     def __init__(

@@ -142,12 +142,7 @@ class StackedObjectives:
     """The objectives of several BNNs that differ in their tensors alone, as one function.
 
     Their gradients are one program of stacked tensors, which is traced once for every shape of a
-    batch: `torch.func` gives the functions, and running them anew in each step takes three times as
-    long as the program.
-
-    Args:
-        bnns: of the same structure, in the mode in which they are trained.
-        batch: one that they are compared on.
+    batch: running the functions of `torch.func` anew in each step takes three times as long.
 
     Attributes:
         parameters: what is trained, stacked, by the names of the first BNN.
@@ -155,7 +150,7 @@ class StackedObjectives:
         starts: copies of what these were.
 
     Raises:
-        ValueError: BNNs that differ in more than the values of their tensors.
+        ValueError: BNNs that differ, on a batch, in more than the values of their tensors.
     """
 
     def __init__(self, bnns: Sequence[Any], batch: Batch) -> None:

@@ -214,15 +214,12 @@ class StandIn:
     be compiled anew. A scripted one, in which there are no sites, is the net's own.
 
     Args:
-        net: the net.
+        net: the net, of which the attribute `net` is the copy.
         outline: of the net.
         tensors: in the places of its parameters, by their `id`.
         modes: of its parts; by default their own.
         statistics: buffers of some parts in the place of their own.
         has_buffers: `tensors` has the buffers as well, which then are not the net's own.
-
-    Attributes:
-        net: the copy of the net.
     """
 
     def __init__(

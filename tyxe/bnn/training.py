@@ -348,7 +348,7 @@ class Trainer:
             data, kl = float(data), float(kl)
             shown = {"loss": beta * kl - data, "data": data, "kl": kl}
             if self._compiled is not None:
-                shown["seconds to compile"] = self._compiled.seconds
+                shown["seconds to compile"] = self._compiled.programs.seconds
             numbers = {name: f"{value:.4g}" for name, value in shown.items()}
             self._bar.set_postfix({"epoch": epoch + 1, **numbers}, refresh=refresh)
 
