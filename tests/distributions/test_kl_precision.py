@@ -20,7 +20,7 @@ def normals(size: int) -> tuple[FactorizedNormal, dist.Independent]:
     return q, dist.Normal(torch.zeros(()), torch.ones(())).expand((size,)).to_event(1)
 
 
-@pytest.mark.parametrize("size", [10_240, 802_816, 10_000_000])
+@pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 9 * 513, 802_816, 10_000_000])
 def test_the_kl_of_many_weights_is_that_of_double_precision(size: int) -> None:
     q, p = normals(size)
     exact = 0.5 * (q.loc.double().square() + q.log_scale.double().mul(2).exp() - 1) + 1.0
@@ -50,13 +50,6 @@ def test_a_guide_that_is_its_prior_has_no_kl(threads: int) -> None:
         torch.set_num_threads(before)
     count = sum(p.numel() for p in net.parameters())
     assert abs(terms.kl.item()) <= RELATIVE * count
-
-
-@pytest.mark.parametrize("size", [0, 1, 511, 4096, 4097, 9 * 513])
-def test_every_number_of_weights_is_summed_whole(size: int) -> None:
-    q, p = normals(size)
-    exact = 0.5 * (q.loc.double().square() + q.log_scale.double().mul(2).exp() - 1) + 1.0
-    assert float(td.kl_divergence(q, p)) == pytest.approx(float(exact.sum()), rel=1e-5)
 
 
 def test_the_density_at_a_draw_of_many_weights() -> None:

@@ -45,15 +45,6 @@ def test_the_kl_is_the_textbook_one(make):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_the_kl_in_double_precision():
-    q, p = factorized(), normal()
-    expected = td.kl_divergence(td.Normal(q.base_dist.loc, q.base_dist.scale), p).sum()
-    torch.testing.assert_close(
-        factorized_normal_kl(q, p.loc, p.scale), expected, rtol=1e-12, atol=0
-    )
-    assert abs(factorized_normal_kl(q, q.base_dist.loc, q.base_dist.scale)) < 1e-12
-
-
 def test_the_kl_to_others_is_torchs_or_none():
     q = factorized()
     laplace = td.Independent(td.Laplace(torch.zeros(SHAPE).double(), 1.0), 2)

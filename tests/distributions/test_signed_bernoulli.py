@@ -7,11 +7,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.distributions as td
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.oracles.signed_bernoulli import EXACT, SCALES, SHAPE, each_value, logits
 from tyxe.distributions import SignedBernoulli, SignedBetaBernoulli
 from tyxe.distributions.buffered import BufferedDistribution, detached
-from tyxe.distributions.signed_bernoulli import RelaxedSignedBernoulli, Signs
+from tyxe.distributions.signed_bernoulli import PackedSigns, RelaxedSignedBernoulli, Signs
 from tyxe.util import same_support
 
 # --- the distribution ---------------------------------------------------------------------------
@@ -103,9 +105,11 @@ def test_supports():
     ("build", "match"),
     [
         (lambda: SignedBernoulli(0.0, scale=0.0), "scale is 0.0; expected a positive"),
-        (lambda: SignedBernoulli(0.0, scale=-1.0), "scale is -1.0"),
         (lambda: SignedBetaBernoulli(-1e-3), "delta is -0.001; expected 0 or more"),
-        (lambda: SignedBetaBernoulli(math.nan), "delta is nan"),
+        (
+            lambda: PackedSigns.of(torch.tensor([[1.0, 0.5]])),
+            r"values of -1 and 1 can be packed, but there is 0\.5",
+        ),
         (lambda: RelaxedSignedBernoulli(0.0, 0.0), "temperature is 0.0; expected a positive"),
         (lambda: SignedBernoulli(math.nan, validate_args=True), "to satisfy the constraint"),
     ],
@@ -145,3 +149,23 @@ def test_relaxed_draws_have_the_sign_of_a_draw_and_a_gradient():
         td.kl_divergence(SignedBernoulli(phi), SignedBernoulli(0.3)),
         **EXACT,
     )
+
+
+# --- samples of a bit each ------------------------------------------------------------------------
+
+
+@given(
+    count=st.integers(1, 5),
+    shape=st.lists(st.integers(1, 9), max_size=3).map(tuple),
+    scale=st.sampled_from([1.0, 0.2, 3.0]),
+    dtype=st.sampled_from([torch.float16, torch.float32, torch.float64]),
+)
+def test_packing_is_exact_to_the_bit(count, shape, scale, dtype):
+    values = SignedBernoulli(torch.randn(shape).to(dtype), scale).sample((count,))
+    packed = PackedSigns.of(values, scale)
+    unpacked = packed.values()
+    assert unpacked.dtype == dtype
+    assert torch.equal(unpacked, values)
+    assert packed.num_bytes == packed.bits.nbytes == count * math.ceil(math.prod(shape) / 8)
+    again = pickle.loads(pickle.dumps(packed))
+    assert torch.equal(again[count - 1], values[-1])

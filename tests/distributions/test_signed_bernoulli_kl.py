@@ -165,13 +165,6 @@ def test_the_beta_term_is_the_betas_density_up_to_a_constant(delta):
     torch.testing.assert_close(relaxed, penalty, **EXACT)
 
 
-def test_a_beta_mixture_of_probabilities_leaves_both_values_as_likely():
-    prior = SignedBetaBernoulli(0.7, 0.2).expand(SHAPE)
-    values, probs = each_value(prior)
-    assert torch.equal(probs, torch.full((2, *SHAPE), 0.5))
-    assert values.abs().unique().tolist() == pytest.approx([0.2])
-
-
 def test_other_values_are_infinitely_far():
     for prior in (SignedBernoulli(0.0, 0.5), SignedBetaBernoulli(0.1, 0.5)):
         assert td.kl_divergence(SignedBernoulli(0.0), prior).item() == math.inf

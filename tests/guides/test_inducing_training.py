@@ -102,24 +102,6 @@ def test_particles_take_turns_too():
     assert (gradient > 0).tolist() == [True, True, False]
 
 
-def test_a_resumed_fit_is_the_one_that_did_not_stop():
-    x, y = data()
-    optimizer = functools.partial(torch.optim.Adam, lr=1e-2)
-    torch.manual_seed(0)
-    straight = make(build(q_inducing="ensemble"))
-    stopped = copy.deepcopy(straight)
-    torch.manual_seed(1)
-    straight.fit([(x, y)], optimizer, 4)
-    torch.manual_seed(1)
-    stopped.fit([(x, y)], optimizer, 2)
-    file = saved(stopped.checkpoint())
-    resumed = make(build(q_inducing="ensemble"))
-    resumed.load_checkpoint(torch.load(file, weights_only=True))
-    resumed.fit([(x, y)], optimizer, 2)
-    for left, right in zip(straight.parameters(), resumed.parameters(), strict=True):
-        assert not left.requires_grad or torch.equal(left, right)
-
-
 def predicted_inside(bnn, handler, x):
     torch.manual_seed(0)
     with tyxe.poutine.report() as report, handler():
@@ -160,12 +142,6 @@ def test_other_wrappers_and_priors_take_it():
     # The prior is each layer's posterior over weight and bias together, not its marginals.
     torch.testing.assert_close(terms.kl, torch.zeros_like(terms.kl))
     assert bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-3), 2).loss
-
-
-def test_linearising_is_refused_with_the_way_out():
-    bnn = make(build())
-    with pytest.raises(TypeError, match="the net cannot be linearised"):
-        bnn.predict(data()[0], predictive="glm")
 
 
 def test_a_net_that_is_traced():

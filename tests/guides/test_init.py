@@ -143,16 +143,6 @@ def test_pretrained_values_of_constrained_sites_are_values():
     torch.testing.assert_close(guide.median()["net.weight"], value)
 
 
-@pytest.mark.parametrize(
-    "builder", [autoguide.AutoNormal, autoguide.AutoDelta, autoguide.AutoDiagonalNormal]
-)
-def test_pyros_guides_take_our_initial_values(builder):
-    net = nn.Linear(3, 2)
-    start = PretrainedInitializer.from_net(net)
-    guide = PyroGuide.build(functools.partial(builder, init_loc_fn=start), program())
-    torch.testing.assert_close(guide.median()["net.weight"], net.weight.detach())
-
-
 # --- the default ----------------------------------------------------------------------------------
 
 

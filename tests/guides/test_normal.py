@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import pickle
 
 import pyro.distributions as dist
 import pytest
@@ -122,15 +121,3 @@ def test_constrained_sites_over_several_weights_have_the_jacobian_once_each():
     torch.testing.assert_close(q.log_prob(value), expected)
     assert q.event_shape == (2, 3)
     torch.testing.assert_close(guide.median()["net.weight"], loc.detach().exp())
-
-
-def test_detached_distributions_stay_when_the_guide_moves_on():
-    guide = AutoNormal(program())
-    before = guide.get_detached_distributions(["weight"])["weight"]
-    mean = before.mean.clone()
-    with torch.no_grad():
-        for parameter in guide.parameters():
-            parameter.add_(1.0)
-    assert torch.equal(before.mean, mean)
-    assert not torch.equal(guide.get_loc("weight"), mean)
-    pickle.loads(pickle.dumps(before))

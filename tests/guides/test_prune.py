@@ -106,16 +106,6 @@ def pruned_mean_field(module):
     return guide
 
 
-@pytest.mark.parametrize("keep", [0.0, 1.1])
-def test_shares_out_of_range(keep):
-    guide = AutoInducing(program(wide_net()), 4, 5)
-    for function, target in ((prune_inducing_, guide), (prune_, guide.rest)):
-        state = copy.deepcopy(target.state_dict())
-        with pytest.raises(ValueError, match="keep is"):
-            function(target, keep)
-        assert list(target.state_dict()) == list(state)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
 def test_copies_are_pruned_and_fitted_on(copied):
     """A copy's supports are other objects; and a site of which nothing is left has not exploded."""
