@@ -89,9 +89,9 @@ def test_an_average_keeps_one_product_and_a_sum_all():
 
 def test_sizes_of_a_joint_normal_have_to_fit():
     blocks = ParamBlocks.of_sites({"w": torch.Size([3])})
-    with pytest.raises(ValueError, match="2 means for sites of 3 weights"):
+    with pytest.raises(ValueError, match=r"loc has shape \(2,\); expected \(3,\)"):
         Gaussian(blocks, torch.zeros(2), Diagonal(torch.ones(3)))
-    with pytest.raises(ValueError, match="2 rows of precision for sites of 3 weights"):
+    with pytest.raises(ValueError, match="precision has 2 rows; expected 3"):
         Gaussian(blocks, torch.zeros(3), Diagonal(torch.ones(2)))
 
 

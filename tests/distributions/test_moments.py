@@ -9,7 +9,6 @@ import torch.distributions as td
 
 from tests.oracles.normals import factorized, normal
 from tyxe.distributions import center, deviation, independent_moments
-from tyxe.distributions.moments import is_factorized
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,6 @@ def test_normals_have_moments_however_wrapped(wrap):
     assert torch.equal(mean, q.loc)
     torch.testing.assert_close(variance, q.scale.square())
     assert torch.equal(center(wrap(q)), q.loc)
-    assert is_factorized(wrap(q))
 
 
 def test_factorized_normals_have_the_moments_of_normals():
@@ -52,7 +50,6 @@ def test_centres_are_centres_of_symmetry(q):
     middle = center(q)
     offset = torch.rand(2)
     torch.testing.assert_close(q.log_prob(middle + offset), q.log_prob(middle - offset))
-    assert is_factorized(td.Independent(q, 1))
     if not isinstance(q, td.Normal):
         assert independent_moments(q) is None
 
@@ -71,7 +68,6 @@ def test_centres_are_centres_of_symmetry(q):
 def test_others_are_never_treated(q):
     assert independent_moments(q) is None
     assert center(q) is None
-    assert not is_factorized(q)
 
 
 @pytest.mark.parametrize("q", [*SYMMETRIC.values(), factorized()], ids=[*SYMMETRIC, "Factorized"])

@@ -28,7 +28,7 @@ from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.distributions import JointDistribution, PrunedNormal
 from tyxe.guides import Guide
 from tyxe.guides.normal import MeanField
-from tyxe.guides.pyro_joint import independent_sites
+from tyxe.guides.pyro_guide import independent_sites
 from tyxe.guides.swag import SWAGGuide
 from tyxe.laplace.search import spectrum
 from tyxe.util import is_constant

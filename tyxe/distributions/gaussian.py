@@ -13,6 +13,7 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
+from tyxe import check
 from tyxe.distributions.joint import IndependentSites, JointDistribution
 from tyxe.distributions.normal import FactorizedNormal, as_gaussian
 from tyxe.distributions.param_blocks import ParamBlocks
@@ -105,9 +106,9 @@ class Gaussian(JointDistribution):
         absorbed: int | None = None,
     ) -> None:
         super().__init__(tuple(blocks.sites), Size((blocks.size,)))
-        for what, size in (("means", loc.numel()), ("rows of precision", precision.size)):
-            if size != blocks.size:
-                raise ValueError(f"there are {size} {what} for sites of {blocks.size} weights")
+        check.shape("loc", loc, (blocks.size,))
+        if precision.size != blocks.size:
+            raise ValueError(f"precision has {precision.size} rows; expected {blocks.size}")
         self.blocks, self.absorbed = blocks, absorbed
         self.terms: list[Term] = [(loc, precision)]
 
@@ -236,10 +237,6 @@ class Gaussian(JointDistribution):
         for normal in normals.values():
             normal.absorbed = self.absorbed
         return normals
-
-    def marginal_icdf(self, name: str, value: Tensor) -> Tensor:
-        loc, scale = (self.unflatten(tensor)[name] for tensor in (self.loc, self.variance.sqrt()))
-        return td.Normal(loc, scale).icdf(value)
 
     def marginal_log_prob(self, name: str, value: Tensor) -> Tensor:
         """Return the log-density of one site alone, from its own dense covariance.

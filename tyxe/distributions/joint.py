@@ -93,10 +93,6 @@ class JointDistribution(OneEvent, ABC):
     def marginal_log_prob(self, name: str, value: Tensor) -> Tensor:
         """Return the log-density of one site alone."""
 
-    def marginal_icdf(self, name: str, value: Tensor) -> Tensor:
-        """Return quantiles of one site's elements; if not implemented, guides use samples."""
-        raise NotImplementedError
-
     def marginal(self, name: str) -> JointMarginal:
         """Return the distribution of one site."""
         return JointMarginal(self, name)
@@ -168,9 +164,6 @@ class JointSite(JointMarginal):
         if len(values) < len(self.joint.names):
             return torch.zeros((), dtype=value.dtype, device=value.device)
         return self.joint.log_prob(self.joint.flatten(values))
-
-    def icdf(self, value: Tensor) -> Tensor:
-        return self.joint.marginal_icdf(self.site, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the marginal, because the other values belong to one run of the program."""

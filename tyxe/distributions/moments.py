@@ -110,8 +110,3 @@ def known_entropy(distribution: td.Distribution) -> Tensor | None:
         True
     """
     return None
-
-
-def is_factorized(distribution: td.Distribution) -> bool:
-    """Whether some handler can replace draws of this distribution."""
-    return center(distribution) is not None or independent_moments(distribution) is not None

@@ -16,6 +16,7 @@ from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all, clamp_probs
 from torch.nn.functional import logsigmoid
 
+from tyxe import check
 from tyxe.distributions.buffered import unexpanded
 from tyxe.distributions.moments import independent_moments
 from tyxe.distributions.two_values import two_value_kl, two_value_moments
@@ -79,9 +80,7 @@ class SignedBernoulli(dist.TorchDistribution):
     def __init__(
         self, logits: Tensor | float, scale: float = 1.0, validate_args: bool | None = None
     ) -> None:
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale is {scale}; expected a positive number")
-        self.scale = float(scale)
+        self.scale = check.number("scale", scale, above=0)
         self.logits: Tensor
         (self.logits,) = broadcast_all(logits)
         super().__init__(self.logits.shape, validate_args=validate_args)
@@ -162,9 +161,7 @@ class RelaxedSignedBernoulli(SignedBernoulli):
         scale: float = 1.0,
         validate_args: bool | None = None,
     ) -> None:
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature is {temperature}; expected a positive number")
-        self.temperature = temperature
+        self.temperature = check.number("temperature", temperature, above=0)
         super().__init__(logits, scale, validate_args)
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
@@ -199,10 +196,9 @@ class SignedBetaBernoulli(SignedBernoulli):
     """
 
     def __init__(self, delta: float, scale: float = 1.0, validate_args: bool | None = None) -> None:
-        if not 0 <= delta < math.inf:
-            raise ValueError(f"delta is {delta}; expected 0 or more")
+        delta = check.number("delta", delta, least=0)
         # A tensor, so that a module that holds the distribution saves and loads it.
-        self.delta = torch.tensor(float(delta), dtype=torch.float64)
+        self.delta = torch.tensor(delta, dtype=torch.float64)
         super().__init__(0.0, scale, validate_args)
 
 
@@ -250,26 +246,12 @@ class PackedSigns:
 
     @classmethod
     def of(cls, values: Tensor, scale: float = 1.0) -> PackedSigns:
-        """Pack samples, `(S, ...)`.
-
-        Raises:
-            ValueError: an element is neither `-scale` nor `scale`.
-        """
-        inside = Signs(scale).check(values)
-        if not bool(inside.all()):
-            raise ValueError(
-                f"only values of -{scale:g} and {scale:g} can be packed, but there is "
-                f"{values[~inside][0].item():g}; pass the scale of the distribution they are from"
-            )
+        """Pack samples, `(S, ...)`, of `-scale` and `scale`."""
         positive = (values > 0).flatten(1) if values.dim() > 1 else (values > 0)[:, None]
         missing = -positive.shape[1] % _BYTE
         padded = torch.nn.functional.pad(positive, (0, missing)).unflatten(1, (-1, _BYTE))
         bits = (padded << _places(values.device)).sum(-1).to(torch.uint8)
         return cls(bits, values.shape[1:], scale, values.dtype)
-
-    def values(self) -> Tensor:
-        """Return all samples, `(S, ...)`."""
-        return torch.stack([self[s] for s in range(len(self.bits))])
 
     def __getitem__(self, sample: int) -> Tensor:
         positive = (self.bits[sample][:, None] >> _places(self.bits.device)) & 1

@@ -17,8 +17,11 @@ import torch.distributions as td
 from pyro.infer.autoguide import (
     AutoContinuous,
     AutoDelta,
+    AutoDiagonalNormal,
     AutoGaussian,
     AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
     AutoStructured,
 )
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
@@ -27,11 +30,11 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 from torch import Tensor, nn
 
-from tyxe.distributions import Gaussian
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.normal import Point
 from tyxe.guides.base import AnyGuide, Guide, sites_of
 from tyxe.guides.init import init_to_net
-from tyxe.guides.pyro_joint import constrained_sites, independent_sites, joint_normal
+from tyxe.linalg import Cholesky, Inverse, LowRank, Operator
 from tyxe.rng import torch_rng_kept
 from tyxe.threads import module_local_params, only_handlers
 from tyxe.util import is_real, unwrapped
@@ -211,10 +214,6 @@ class PyroGuide(AnyGuide):
         with module_local_params():
             return joint_normal(self.guide)
 
-    def constrained_sites(self) -> dict[str, Any]:
-        """Return, by joint name, the supports of sites that the guide maps its Normals onto."""
-        return self._named(constrained_sites(self.guide))
-
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the median of every site, by its name in the joint model.
@@ -311,3 +310,63 @@ def _failures_of(builder: Callable[..., Any]) -> Iterator[None]:
 
 def _constrained(base: td.Distribution, support: Any) -> td.Distribution:
     return base if is_real(support) else dist.TransformedDistribution(base, [td.biject_to(support)])
+
+
+# --------------------------------------------------------------------------- their joint Normals
+
+
+@functools.singledispatch
+def covariance_of(guide: AutoGuide) -> Operator | None:
+    """Return the covariance over all sites of a guide that is a joint Normal, else None.
+
+    Register a guide of your own whose posterior has that covariance and the mean `guide.loc`. The
+    guide has been called once.
+    """
+    return None
+
+
+@covariance_of.register
+def _(guide: AutoMultivariateNormal) -> Operator:
+    return Cholesky(guide.get_posterior().scale_tril)
+
+
+@covariance_of.register
+def _(guide: AutoLowRankMultivariateNormal) -> Operator:
+    # Not of `get_posterior()`, which factorises it, and waits to see whether that has gone well.
+    return LowRank(guide.scale * guide.scale, guide.cov_factor * guide.scale.unsqueeze(-1))
+
+
+def joint_normal(guide: Any) -> Gaussian | None:
+    """Return the posterior of a guide that is one Normal over all sites, else None."""
+    if not isinstance(guide, AutoGuide) or constrained_sites(guide):
+        return None
+    covariance = covariance_of(guide)
+    if covariance is None:
+        return None
+    blocks = ParamBlocks.of_sites({n: part.shape for n, part in _parts(guide, guide.loc).items()})
+    return Gaussian(blocks, guide.loc, Inverse(covariance))
+
+
+def independent_sites(guide: Any) -> dict[str, td.Distribution] | None:
+    """Return the Normal of each site of an `AutoDiagonalNormal`, or None for another guide."""
+    if not isinstance(guide, AutoDiagonalNormal) or constrained_sites(guide):
+        return None
+    posterior = guide.get_posterior()
+    locs, scales = _parts(guide, posterior.mean), _parts(guide, posterior.stddev)
+    return {n: dist.Normal(loc, scales[n]).to_event(loc.dim()) for n, loc in locs.items()}
+
+
+def constrained_sites(guide: Any) -> dict[str, Any]:
+    """Return the supports of an autoguide's sites that are not all real; none for other guides."""
+    if not isinstance(guide, AutoGuide):
+        return {}
+    # AutoStructured and AutoGaussian keep no more than the names of their prototype's sites.
+    nodes = guide.prototype_trace.nodes.items()
+    sites = ((name, node) for name, node in nodes if node.get("type") == "sample")
+    supports = {name: node["fn"].support for name, node in sites if not node["is_observed"]}
+    return {name: support for name, support in supports.items() if not is_real(support)}
+
+
+def _parts(guide: Any, vector: Tensor) -> dict[str, Tensor]:
+    """Return the parts of a vector over a guide's joint variable, by site, in their order."""
+    return {site["name"]: part for site, part in guide._unpack_latent(vector)}
