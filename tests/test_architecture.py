@@ -227,16 +227,28 @@ SOUND = {
 
 FAULTS = {
     "upward": ({"priors/base.py": "import tyxe.bnn.base"}, "bnn is above priors"),
+    "upward, relative": ({"util.py": "from .priors import base"}, "priors is above util"),
     "upward, for types": (
         {"errors.py": "if TYPE_CHECKING:\n    from tyxe.guides import x"},
         "guides is above errors",
     ),
     "the root": ({"util.py": "from tyxe import TyxeWarning"}, "the module that defines the name"),
+    "the root, plainly": ({"util.py": "import tyxe"}, "the module that defines the name"),
     "imports a leaf": ({"bnn/base.py": "from tyxe import metrics"}, "metrics is a leaf"),
+    "imports an integration": (
+        {"bnn/base.py": "import tyxe.integrations.x", "integrations/x.py": ""},
+        "integrations is above bnn",
+    ),
     "a leaf imports": ({"plotting.py": "from tyxe import bnn"}, "plotting is a leaf"),
+    "a leaf imports a leaf": ({"metrics.py": "import tyxe.plotting"}, "metrics is a leaf"),
     "testing": ({"bnn/base.py": "from tyxe.testing import x"}, "nothing imports tyxe.testing"),
+    "testing, root": ({"__init__.py": "from . import testing"}, "nothing imports tyxe.testing"),
     "cycle of modules": (
         {"priors/base.py": "from tyxe.priors.iid import IIDPrior"},
+        "cycle of modules",
+    ),
+    "cycle through __init__": (
+        {"priors/base.py": "from tyxe.priors import IIDPrior"},
         "cycle of modules",
     ),
     # No module of this one is in a cycle: the packages are.
@@ -245,6 +257,10 @@ FAULTS = {
         "cycle of packages",
     ),
     "in a function": ({"util.py": "def f():\n    import pyro"}, "in a function"),
+    "in a method": (
+        {"util.py": "class A:\n    async def f(self):\n        if 1:\n            import copy"},
+        "in a function",
+    ),
     "linalg, Pyro": ({"linalg/dense.py": "from pyro import distributions"}, "linalg reaches Pyro"),
     "linalg, Pyro through util": ({"linalg/dense.py": "from tyxe import util"}, "reaches Pyro"),
     "unplaced": ({"extra/__init__.py": ""}, "tyxe.extra has no place"),

@@ -221,6 +221,13 @@ def test_a_link_stays_and_its_target_is_written(
     assert not exists or stat.S_IMODE(target.stat().st_mode) == 0o600
 
 
+def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links"):
+        files.write(tmp_path / "a", CONTENT)
+
+
 def a_pipe(path: Path) -> None:
     os.mkfifo(path)
 

@@ -100,6 +100,20 @@ def test_fans_of_strided_transposed_layers_are_means_over_positions(layer, size)
     assert fan_out == pytest.approx(in_the_middle(counts.sum(0), x.shape[1:], strides))
 
 
+@pytest.mark.parametrize("kernel", [2, 3, 4, 5])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_outputs_of_a_radford_prior_have_unit_variance(kernel, stride):
+    """Of inputs of 1, on average over positions, by the exact gradient in the weights."""
+    layer = nn.ConvTranspose2d(8, 4, kernel, stride=stride).double()
+    prior = tyxe.priors.LayerwiseNormalPrior("radford").sites(layer)["weight"]
+    outputs = layer(torch.ones(1, 8, 9, 9).double())[0, 0]
+    start = len(outputs) // 2
+    outputs = outputs.narrow(0, start, stride).narrow(1, start, stride).flatten()
+    squares = [torch.autograd.grad(o, layer.weight, retain_graph=True)[0].square() for o in outputs]
+    variances = torch.stack([(prior.variance * square).sum() for square in squares])
+    assert float(variances.mean()) == pytest.approx(1.0)
+
+
 def test_fans_without_a_module_are_those_of_the_shape():
     assert fan_in_fan_out(torch.zeros(3, 5)) == (5.0, 3.0)
     assert fan_in_fan_out(torch.zeros(3, 5, 2, 2)) == (20.0, 12.0)
@@ -297,6 +311,19 @@ def test_sites_of_a_bnn_are_those_of_its_net(name):
         assert pyro_sample_sites(one) == pyro_sample_sites(one.net) == ["0.weight"]
         one.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, 3.0)))
         assert [float(prior.stddev.max()) for _, prior in named_pyro_samples(one)] == [3.0]
+
+
+def test_a_net_starts_anew_in_every_part() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4))
+    net[2].running_mean += 1
+    before = {name: value.clone() for name, value in net.named_parameters()}
+    torch.manual_seed(1)
+    assert tyxe.util.reset_parameters_(net) is net
+    after = dict(net.named_parameters())
+    drawn = [n for n in before if after[n].unique().numel() > 1]
+    assert len(drawn) >= 3
+    assert all(not torch.equal(before[n], after[n]) for n in drawn)
+    assert not net[2].running_mean.any()
 
 
 @pytest.mark.parametrize(

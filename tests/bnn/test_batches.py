@@ -144,6 +144,14 @@ def test_rows_of_a_packed_sequence_are_not_cut():
         bnn.predict(packed, batch_size=1)
 
 
+def test_a_packed_sequence_moves_as_a_whole():
+    # Its lengths stay on the CPU, whatever the device.
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 2), [5, 3])
+    moved, _ = next(iter(batches_of([(packed, Y[:2])], "meta")))
+    assert moved.data.is_meta
+    assert moved.batch_sizes.device.type == "cpu"
+
+
 def test_inputs_of_every_structure_are_joined():
     halves = [
         (({"left": X[r, :1], "right": [X[r, 1:], None]}, "mode", 2), Y[r])

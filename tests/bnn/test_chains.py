@@ -1,5 +1,6 @@
 """Chains of tyxe's own samplers: exact posteriors, starts, interrupts, and what they tell."""
 
+import copy
 import math
 import signal
 from pathlib import Path
@@ -202,6 +203,17 @@ def test_samples_go_to_a_file_in_a_dtype(tmp_path: Path) -> None:
     for site, value in expected.items():
         assert bnn.samples[site].dtype == torch.float32
         torch.testing.assert_close(bnn.samples[site], value.float())
+
+
+def test_thinning_keeps_as_many() -> None:
+    torch.manual_seed(1)
+    bnn = make()
+    all_ = copy.deepcopy(bnn)
+    torch.manual_seed(2)
+    bnn.fit([data()], 5, warmup_steps=4, thinning=3, compile=False)
+    torch.manual_seed(2)
+    all_.fit([data()], 15, warmup_steps=4, compile=False)
+    assert torch.equal(bnn.samples["net.weight"], all_.samples["net.weight"][:, 2::3])
 
 
 def test_warnings_name_the_remedy() -> None:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -84,13 +85,22 @@ def test_options_are_checked_before_the_run(case: str) -> None:
 
 
 @pytest.mark.parametrize("is_link", [False, True])
-def test_what_is_there_is_not_written_to(is_link: bool, tmp_path: Path) -> None:
-    path, bnn = tmp_path / "samples", make()
-    if is_link:
-        path.symlink_to(path.with_name("other"))
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_there_is_not_written_to(
+    is_link: bool, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what comes there after the options were checked."""
+    path, bnn, disk_usage = tmp_path / "samples", make(), shutil.disk_usage
+
+    def comes(folder: Path | str) -> Any:
+        path.symlink_to(path.with_name("other")) if is_link else path.touch()
+        return disk_usage(folder)
+
+    if late:
+        monkeypatch.setattr(shutil, "disk_usage", comes)
     else:
-        path.touch()
-    with pytest.raises(FileExistsError, match=r"samples is there, .* a new name, or delete it"):
+        comes(tmp_path)
+    with pytest.raises(FileExistsError, match=r"samples'?( is there, .* or delete it)?$"):
         bnn.fit([PAIR], 5, file=path)
     assert [one.name for one in tmp_path.iterdir()] == ["samples"]
     assert is_link or not path.stat().st_size
@@ -259,6 +269,17 @@ def test_starts_of_numpy_and_of_another_net() -> None:
     )
     with pytest.raises(ValueError, match=r"'net\.\w+' has the shape \(1,.*expected \(2,"):
         bnn.starts([pair], other)
+
+
+def test_a_run_prints_in_a_line() -> None:
+    run = make().fit([PAIR], 5)
+    assert repr(run).startswith("MCMCRun(Run(HMC(")
+    assert repr(run).endswith("4 chains in 2 dimensions, 5 samples))")
+
+
+def test_starts_of_noise_whose_prior_has_no_mean() -> None:
+    bnn = make(likelihood=HomoskedasticGaussian(N, scale=dist.HalfCauchy(1.0)))
+    assert bnn.starts([PAIR], "net")["likelihood.scale"].isfinite().all()
 
 
 def test_starts_from_where_chains_cannot_move_are_refused() -> None:

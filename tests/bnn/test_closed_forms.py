@@ -176,6 +176,25 @@ def test_inferred_noise_scale_has_the_optimum_of_the_closed_form():
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_fit_infers_the_noise_scale():
+    x = torch.randn(200, D).double()
+    y = x.sum(-1, keepdim=True) + 0.2 * torch.randn(200, 1).double()
+    bnn = linear_bnn(
+        AutoNormal,
+        likelihood=HomoskedasticGaussian(200, scale=dist.LogNormal(0.0, 1.0)),
+        likelihood_guide=AutoNormal,
+    )
+    bnn.fit([(x, y)], pyro.optim.Adam({"lr": 0.05}), 400)
+    # log sigma has posterior standard deviation about 1 / sqrt(2 N) = 0.05.
+    inferred = bnn.likelihood_guide.median()["likelihood.scale"].item()
+    residual = (y - bnn.predict(x, num_predictions=0)[0]).square().mean().sqrt().item()
+    assert math.log(inferred) == pytest.approx(math.log(residual), abs=0.1)
+    assert inferred == pytest.approx(0.2, rel=4 * 0.05)
+    _, scale = bnn.predict(x, num_predictions=16)
+    assert scale.mean().item() == pytest.approx(inferred, rel=0.15)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize(
     "optimizer",
     [

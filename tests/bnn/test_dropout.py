@@ -85,9 +85,15 @@ class Attention(nn.Module):
 
 RANDOM = {
     "functional": functools.partial(Functional, F.dropout, p=0.2),
+    "functional, default rate": functools.partial(Functional, F.dropout),
     "alpha": functools.partial(Functional, F.alpha_dropout, p=0.2),
     "operator": functools.partial(Functional, lambda x, training: torch.dropout(x, 0.3, training)),
+    "operator by name": functools.partial(
+        Functional, lambda x, training: torch.alpha_dropout(x, p=0.3, train=training)
+    ),
+    "alpha module": lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.Linear(4, 3)),
     "LSTM": functools.partial(Recurrent, nn.LSTM),
+    "GRU": functools.partial(Recurrent, nn.GRU),
     "transformer": Transformer,
     "attention": Attention,
 }

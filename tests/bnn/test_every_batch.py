@@ -7,12 +7,13 @@ from torch import nn
 
 import tyxe
 from tests.oracles.rejections import ADAM, LABELS, PRIOR, N, X, Y, make, net
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 
 TWO = (LABELS[:, None] > 0).float()
 
 SECOND = {
     "a label": (Bernoulli(N), 1, TWO, TWO + 1, "support of Bernoulli: .* from 1.0 to 2.0"),
+    "labels by point": (Bernoulli(N, event_dim=1), 1, TWO, TWO * 0.5, "support of Bernoulli"),
     "a class": (Categorical(N), 3, LABELS, LABELS + 1, "support of Categorical: .* from 1 to 3"),
     "a class of probabilities": (
         Categorical(N, logit_predictions=False),
@@ -21,6 +22,7 @@ SECOND = {
         LABELS + 1,
         "support of Categorical: .* from 1 to 3",
     ),
+    "a negative class": (Categorical(N), 3, LABELS, LABELS - 1, "of Categorical.* from -1 to 1"),
     "pixels": (
         Categorical(N, event_dim=1),
         6,
@@ -28,6 +30,7 @@ SECOND = {
         torch.stack([LABELS, LABELS + 1], 1),
         "support of Categorical",
     ),
+    "counts": (Poisson(N), 1, TWO, TWO - 0.5, "support of Poisson"),
     "a number": (HomoskedasticGaussian(N, scale=1.0), 1, Y, Y / 0, "HomoskedasticGaussian.* inf"),
 }
 

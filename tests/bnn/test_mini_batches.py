@@ -6,6 +6,9 @@ import os
 import shutil
 import types
 import warnings
+import weakref
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,6 +27,9 @@ from tyxe.samplers import (
     NUTS,
     SGHMC,
     SGLD,
+    Chains,
+    Kernel,
+    Transition,
     warm_start,
 )
 
@@ -131,6 +137,14 @@ class Stop:
         return bnn._chains.data
 
 
+def test_resuming_with_another_loader_is_an_error():
+    bnn = make(SGLD(0.01))
+    with Stop(30), pytest.raises(KeyboardInterrupt):
+        bnn.fit(loader(), 20)
+    with pytest.raises(ValueError, match="resume=True goes on with the data"):
+        bnn.fit(loader(), 20, resume=True)
+
+
 def test_chains_meet_the_batches_in_orders_of_their_own_and_move_as_alone():
     net = nn.Linear(1, 1).double()
     found = []
@@ -167,6 +181,26 @@ def test_norms_use_the_batch_and_learn_their_statistics():
         alone.load_state_dict({**alone.state_dict(), **values})
         torch.optim.swa_utils.update_bn(loader(shuffle=False), alone)
         torch.testing.assert_close(found[index], alone.eval()(X))
+
+
+@dataclass(frozen=True)
+class Watched(SGLD):
+    """Counts the positions that are alive."""
+
+    seen: list = field(default_factory=list)
+    counts: list = field(default_factory=list)
+
+    def stops(self, transition, settings, kept):
+        self.seen.append(weakref.ref(transition.position))
+        self.counts.append(sum(ref() is not None for ref in self.seen))
+        return super().stops(transition, settings, kept)
+
+
+def test_positions_of_large_nets_are_let_go(tmp_path):
+    bnn = make(Watched(0.01))
+    bnn.fit(loader(), 40, file=tmp_path / "samples")
+    assert len(bnn.kernel.counts) == 80
+    assert max(bnn.kernel.counts) <= 2
 
 
 def test_a_file_that_does_not_fit_is_an_error_before_the_first_step(tmp_path, monkeypatch):
@@ -252,11 +286,30 @@ def test_a_divergence_at_once_keeps_the_samples_that_there_were(tmp_path):
     bnn.fit(loader(), 50, file=file)  # not in the way of another
 
 
+def test_an_interrupt_before_the_first_sample_leaves_the_file(tmp_path):
+    bnn, file = make(SGLD(0.01)), tmp_path / "samples"
+    with Stop(3), pytest.raises(KeyboardInterrupt):
+        bnn.fit(loader(), 50, file=file)
+    found = bnn.fit(bnn._chains.data, 50, resume=True).get_samples()["net.bias"]
+    parts = torch.from_file(str(file), False, 100, dtype=torch.double).view(50, 2)
+    assert torch.equal(parts[:, :1], found)
+
+
 def test_a_run_that_cannot_be_built_makes_no_file(tmp_path):
     bnn, file = make(SGLD(0.01, schedule="cyclical")), tmp_path / "samples"
     with pytest.raises(ValueError, match="53 steps are too few"):
         bnn.fit(loader(), 50, warmup_steps=3, file=file)
     bnn.fit(loader(), 50, file=file)
+
+
+def test_gross_outliers_stop_no_chain():
+    """A batch in a hundred has a target that is a thousand scales away."""
+    x, y = torch.randn(400, 1).double(), torch.randn(400, 1).double() * NOISE
+    y[7] = 1000 * NOISE
+    likelihood = HomoskedasticGaussian(400, scale=NOISE)
+    bnn = make(SGHMC(1e-4, friction=0.3), likelihood=likelihood)
+    data = DataLoader(TensorDataset(x, y), 4, shuffle=True)
+    assert bnn.fit(data, 300, warmup_steps=0).run.num_kept == 300
 
 
 def test_chains_of_persistent_workers_have_batches_of_their_own():
@@ -273,6 +326,44 @@ def test_chains_of_persistent_workers_have_batches_of_their_own():
     assert not torch.equal(first, second)
     assert torch.equal(first, *of((3,)))
     assert torch.equal(second, *of((4,)))
+
+
+class Walk(Kernel):
+    """A kernel of a user's, who has not thought of temperatures."""
+
+    statistics, noises, uniforms = ("accepted",), 1, 1
+
+    def start(self, potential, position, random):
+        step_size = torch.full_like(position[:, 0], 0.3)
+        return Chains((position, potential(position)[0]), Sizes(step_size), ())
+
+    def step(self, potential, state, settings, random):
+        position, energy = state
+        proposal = position + settings.step_size[:, None] * random.noise[0]
+        after = potential(proposal)[0]
+        accepted = random.uniforms[0].log() < energy - after
+        position = torch.where(accepted[:, None], proposal, position)
+        energy = torch.where(accepted, after, energy)
+        told = accepted.to(energy)[:, None]
+        return (position, energy), Transition(accepted | True, position, energy, told)
+
+    def plan(self, length):
+        return torch.zeros(0, 1)
+
+    def adapt(self, before, state, transition, warm, rows, random):
+        raise AssertionError("there is no plan")
+
+
+class Sizes(NamedTuple):
+    step_size: torch.Tensor
+
+
+def test_a_kernel_without_a_temperature_samples_the_posterior():
+    bnn = make(Walk())
+    bnn.fit([(X, Y)], 300, warmup_steps=300, num_chains=16, thinning=10, compile=False)
+    samples = bnn.get_samples()
+    stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
+    assert_moments(stacked, *posterior(1.0))
 
 
 def test_noise_of_batches_is_not_taken_for_agreement(recwarn):

@@ -269,6 +269,25 @@ def test_vectorize_is_refused():
         bnn.predict(inputs(), num_predictions=2, vectorize=True)
 
 
+def test_an_ensemble_shares_all_but_the_statistics():
+    net = mlp()
+    net.register_buffer("table", torch.zeros(5))
+    bnn = made(net)
+    bnn.update_norm_statistics(batches())
+    first, second = bnn.to_ensemble(2).members
+    assert first.table is second.table
+    assert first[1].weight is second[1].weight
+    assert first[1].running_mean is not second[1].running_mean
+
+
+def test_under_local_reparameterization():
+    bnn = made()
+    bnn.update_norm_statistics(batches())
+    with tyxe.poutine.local_reparameterization():
+        found = bnn.predict(inputs(), num_predictions=2, aggregate=False)
+    assert bool(found.isfinite().all())
+
+
 @pytest.mark.parametrize("kind", ["one", "ensemble"])
 def test_a_file_says_that_a_loader_is_missing(tmp_path, kind):
     bnn, again = (

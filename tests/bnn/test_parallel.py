@@ -20,7 +20,7 @@ import tyxe
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
-from tyxe.poutine import local_reparameterization, variational_laplace
+from tyxe.poutine import flipout, local_reparameterization, variational_laplace
 
 N, BATCH, WORLD = 16, 8, 2
 SEED = torch.Generator().manual_seed(0)
@@ -59,16 +59,21 @@ def batches(targets, rank=None):
 SAME_DRAWS = {
     "mean field": ({}, {}),
     "sampled KL": ({"prior": STUDENT}, {}),
+    "closed form refused": ({}, {"closed_form_kl": False}),
+    "two particles": ({}, {"num_particles": 2}),
     "beta and clipping": ({}, {"beta": lambda e: 0.5 + e, "clip_norm": 0.1}),
     "the head, the rest deterministic": ({"prior": HEAD}, {"lr_multipliers": {"scale": 3.0}}),
     "maximum likelihood": ({"prior": ML, "guide": None}, {}),
     "MAP": ({"guide": AutoDelta}, {}),
+    "low rank": ({"guide": LOW_RANK}, {}),
     "inferred noise": ({"likelihood": NOISE, "noise": NORMAL}, {}),
 }
 # These sample within the net, or normalise by batch: what a row meets depends on its process.
 OWN_DRAWS = {
     "mean field": ({}, nullcontext),
+    "sampled KL": ({"prior": STUDENT}, nullcontext),
     "local reparameterisation": ({}, local_reparameterization),
+    "flipout": ({}, flipout),
     "variational Laplace": ({}, variational_laplace),  # its pseudo-labels are drawn
     "dropout": ({"middle": (nn.Dropout(0.5),)}, nullcontext),
     "BatchNorm": ({"middle": (nn.BatchNorm1d(4), nn.Tanh())}, nullcontext),

@@ -38,18 +38,20 @@ def scaled(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
 class Net(nn.Module):
     """A net with a rate, a number, a tensor that is no buffer, and more beside its tensors."""
 
+    shift = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.2))
         self.head = nn.Linear(4, 2)
-        self.factor = 1.0
+        self.factor, self.options = 1.0, {"shift": 0.5}
         self.constant, self.array = torch.ones(2), np.ones(1)
         self.slots, self.function = Slotted(), scaled
         self.act, self.terms = partial(nn.functional.leaky_relu, negative_slope=0.9), 1.0
         self.register_buffer("offset", torch.zeros(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.factor * self.head(self.body(x))
+        found = self.factor * self.head(self.body(x)) + self.options["shift"] + self.shift
         found = self.function(self.act(found)) * self.terms * float(self.array[0]) * self.slots.rate
         return found * self.constant + self.offset
 
@@ -102,6 +104,14 @@ def hooked(bnn: Any) -> None:
     bnn.net.head.register_forward_hook(lambda _, inputs, output: 2 * output)
 
 
+def prehooked(bnn: Any) -> None:
+    bnn.net.body.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
+
+
+def deeper(bnn: Any) -> None:
+    bnn.net.body.append(nn.ReLU())
+
+
 def frozen(bnn: Any) -> None:
     bnn.net_guide.locs["head.bias"].requires_grad_(False)
 
@@ -110,17 +120,33 @@ def other_act(bnn: Any) -> None:
     bnn.net.act = partial(nn.functional.leaky_relu, negative_slope=0.5)
 
 
+def of_other_class(bnn: Any) -> None:
+    bnn.net.__class__ = type("Other", (Net,), {"shift": 1.0})
+
+
+def other_default(bnn: Any) -> None:
+    bnn.net.function.__defaults__ = (bnn.net.function.__defaults__[0] + 1.0,)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "dropout rate": with_rate,
     "number": lambda b: setattr(b.net, "factor", 2.0),
+    "number in a dictionary": lambda b: b.net.options.update(shift=1.0),
     "tensor that is no buffer": lambda b: b.net.constant.mul_(2.0),
+    "another such tensor": lambda b: setattr(b.net, "constant", torch.zeros(2)),
+    "kind of layer": lambda b: b.net.body.__setitem__(1, nn.ReLU()),
+    "structure": deeper,
     "hook": hooked,
+    "hook before": prehooked,
     "mode": lambda b: b.net.body[2].eval(),
     "partial": other_act,
     "attribute named as one of ours": lambda b: setattr(b.net, "terms", 3.0),
     "array in place": lambda b: b.net.array.__setitem__(0, 2.0),
     "slot": lambda b: setattr(b.net.slots, "rate", 2.0),
+    "attribute of the class": of_other_class,
+    "default of a function": other_default,
     "forward": lambda b: setattr(b.net, "forward", partial(Net.forward, b.net)),
+    "kind of prior": lambda b: b.update_prior(IIDPrior(dist.Laplace(0.0, 1.0))),
     "prior": lambda b: b.update_prior(LayerwiseNormalPrior("xavier")),
     "likelihood": lambda b: setattr(b.likelihood, "dataset_size", 24),
     "guide": lambda b: setattr(b.net_guide, "max_scale", 0.5),

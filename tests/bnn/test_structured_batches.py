@@ -133,12 +133,23 @@ def test_a_curvature_takes_batches_as_they_come():
     torch.testing.assert_close(found[0], found[1])
 
 
+def test_dropout_takes_an_output():
+    net = nn.Sequential(nn.Dropout(0.5), Structured("dict"))
+    bnn = tyxe.DropoutBNN(net, tyxe.likelihoods.Categorical(8), output="logits")
+    assert bnn.predict(X, num_predictions=4).shape == (8, 2)
+
+
 def test_a_plain_net_returns_what_it_did_and_copies_keep_the_output():
     bnn = variational(Structured("dict"), tyxe.likelihoods.Categorical(8), output="logits")
     assert set(bnn.to_module()(X)) == {"loss", "logits"}
     assert bnn(X).shape == (8, 2)
     for copied in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
         assert copied.predict(X).shape == (8, 2)
+
+
+def test_module_bnns_take_an_output():
+    bnn = tyxe.PytorchBNN(Structured("dict"), prior(), tyxe.guides.AutoNormal, output="logits")
+    assert bnn(X).shape == (8, 2)
 
 
 @pytest.mark.parametrize(
