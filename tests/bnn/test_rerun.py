@@ -1,9 +1,14 @@
-"""Nets that are run again in the backward, against the same nets that are run once."""
+"""Nets that are run again in the backward meet their own draws, as nets that are run once."""
 
 import _thread
+import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -13,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tyxe
+from tyxe.bnn.elbo import elbo_terms
 from tyxe.guides import AutoNormal
 from tyxe.priors import IIDPrior
 from tyxe.threads import handlers
@@ -69,87 +75,200 @@ def net(how: str) -> Flow:
     return Flow(how)
 
 
-def gradients_of_pytorch_bnn(how: str) -> dict[str, torch.Tensor]:
-    start = tyxe.guides.PretrainedInitializer.from_net(net("plain"))
-    bnn = tyxe.PytorchBNN(net(how), PRIOR, partial(AutoNormal, init_loc_fn=start, init_scale=0.1))
+def start_of(module: nn.Module, scale: float = 0.1) -> Any:
+    """Return a guide that starts at the weights of a net."""
+    start = tyxe.guides.PretrainedInitializer.from_net(module)
+    return partial(AutoNormal, init_loc_fn=start, init_scale=scale)
+
+
+def pytorch(how: str, scale: float = 0.1) -> tyxe.PytorchBNN:
+    return tyxe.PytorchBNN(net(how), PRIOR, start_of(net("plain"), scale))
+
+
+def of_net(module: nn.Module) -> tyxe.VariationalBNN:
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
+    return tyxe.VariationalBNN(module, PRIOR, likelihood, partial(AutoNormal, init_scale=0.1))
+
+
+def variational(how: str) -> tyxe.VariationalBNN:
+    return of_net(net(how))
+
+
+def gradients(bnn: nn.Module, run: Callable[[Any], object]) -> list[torch.Tensor | None]:
+    """Return the gradients that a function of a BNN leaves, from a seed."""
     pyro.set_rng_seed(1)
+    run(bnn)
+    return [p.grad for p in bnn.parameters() if p.requires_grad]
+
+
+def assert_same(found: list[Any], expected: list[Any], rtol: float = 1e-4, atol: float = 1e-5):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def squares(bnn: Any) -> None:
     (bnn(X) - Y).square().sum().backward()
-    return {name: p.grad for name, p in bnn.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
-def test_a_module_that_draws_has_the_gradients_of_one_run(how: str):
-    expected, found = gradients_of_pytorch_bnn("plain"), gradients_of_pytorch_bnn(how)
-    assert all(gradient.abs().max() > 0 for gradient in expected.values())
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
-def test_a_held_draw_has_the_gradients_of_one_run(how: str):
-    def gradients(how: str):
-        start = tyxe.guides.PretrainedInitializer.from_net(net("plain"))
-        guide = partial(AutoNormal, init_loc_fn=start, init_scale=0.1)
-        bnn = tyxe.PytorchBNN(net(how), PRIOR, guide)
-        pyro.set_rng_seed(1)
+def held(bnn: Any) -> None:
+    with bnn.hold_sample():
         pairs = zip(X.split(2), Y.split(2), strict=True)
-        with bnn.hold_sample():
-            loss = sum((bnn(x) - y).square().sum() for x, y in pairs)
-        loss.backward()
-        return [p.grad for p in bnn.parameters() if p.requires_grad]
+        loss = sum((bnn(x) - y).square().sum() for x, y in pairs)
+    loss.backward()
 
-    for found, expected in zip(gradients(how), gradients("plain"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+def in_chunks(bnn: Any) -> None:
+    with bnn.hold_sample():
+        for x in X.split(2):
+            bnn(x).square().sum().backward(retain_graph=True)
+
+
+def kept_graph(bnn: Any) -> None:
+    loss = bnn(X).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def then_the_kl(bnn: Any) -> None:
+    bnn(X).square().sum().backward(retain_graph=True)
+    bnn.cached_kl_loss.backward()
+
+
+def two_forwards(bnn: Any) -> None:
+    """Each backward meets the draws of its own forward."""
+    first, second = bnn(X), bnn(2 * X)
+    (first - Y).square().sum().backward()
+    (second - Y).square().sum().backward()
+
+
+MODULES = [squares, held, in_chunks, kept_graph, then_the_kl, two_forwards]
 
 
 @pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
-def test_two_forwards_before_one_backward(how: str):
-    """Each backward meets the draws of its own forward."""
+@pytest.mark.parametrize("run", MODULES)
+def test_a_module_that_draws_has_the_gradients_of_one_run(how: str, run: Callable[[Any], object]):
+    expected = gradients(pytorch("plain"), run)
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    assert_same(gradients(pytorch(how), run), expected)
 
-    def gradients(how: str):
-        start = tyxe.guides.PretrainedInitializer.from_net(net("plain"))
-        guide = partial(AutoNormal, init_loc_fn=start, init_scale=0.1)
-        bnn = tyxe.PytorchBNN(net(how), PRIOR, guide)
-        pyro.set_rng_seed(1)
-        first, second = bnn(X), bnn(2 * X)
-        (first - Y).square().sum().backward()
-        (second - Y).square().sum().backward()
-        return [p.grad for p in bnn.parameters() if p.requires_grad]
 
-    for found, expected in zip(gradients(how), gradients("plain"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+def elbo(bnn: Any) -> None:
+    (-elbo_terms(bnn.model, bnn.guide, X, Y).data).backward()
+
+
+def guided_forward(bnn: Any) -> None:
+    (bnn.guided_forward(X) - Y).square().sum().backward()
+
+
+@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
+@pytest.mark.parametrize("run", [elbo, squares, guided_forward])
+def test_a_loss_of_ones_own_has_the_gradients_of_one_run(how: str, run: Callable[[Any], object]):
+    assert_same(gradients(variational(how), run), gradients(variational("plain"), run))
+
+
+def fitted(how: str, optim: Any) -> list[torch.Tensor]:
+    bnn = variational(how)
+    pyro.set_rng_seed(1)
+    bnn.fit([(X, Y)], optim, 3)
+    return [p.detach() for p in bnn.parameters() if p.requires_grad]
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
 def test_a_fit_is_that_of_one_run(how: str):
-    def fitted(how: str):
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
-        bnn = tyxe.VariationalBNN(net(how), PRIOR, likelihood, partial(AutoNormal, init_scale=0.1))
-        pyro.set_rng_seed(1)
-        bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 3)
-        return [p.detach() for p in bnn.parameters() if p.requires_grad]
-
-    for found, expected in zip(fitted(how), fitted("plain"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    adam = partial(torch.optim.Adam, lr=1e-2)
+    assert_same(fitted(how, adam), fitted("plain", adam), 1e-3, 1e-4)
 
 
 def test_a_checkpoint_around_the_bnn_draws_the_same_again():
-    def gradients(checkpointed: bool):
-        bnn = tyxe.PytorchBNN(net("plain"), PRIOR, AutoNormal)
-        pyro.set_rng_seed(1)
-        out = checkpoint(bnn, X, use_reentrant=False) if checkpointed else bnn(X)
-        (out - Y).square().sum().backward()
-        return [p.grad for p in bnn.parameters() if p.requires_grad]
+    def checkpointed(bnn: Any) -> None:
+        (checkpoint(bnn, X, use_reentrant=False) - Y).square().sum().backward()
 
-    for found, expected in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found = (gradients(pytorch("plain"), run) for run in (checkpointed, squares))
+    assert_same(*found)
 
 
-def test_a_bnn_inside_of_an_adjoint_names_the_cause():
+class WithInput(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+@dataclass(slots=True)
+class Output:
+    values: object
+
+
+class Wrapped(Flow):
+    def forward(self, x):
+        return Output(SimpleNamespace(parts=[super().forward(x)]))
+
+
+@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
+def test_a_net_that_returns_an_object(how: str):
+    def of(how: str):
+        torch.manual_seed(0)
+        bnn = tyxe.PytorchBNN(Wrapped(how), PRIOR, AutoNormal)
+        return gradients(bnn, lambda bnn: bnn(X).values.parts[0].square().sum().backward())
+
+    assert_same(of(how), of("plain"))
+
+
+@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
+def test_a_net_that_returns_what_another_bnn_has_returned(how: str):
+    def run(pair: Any) -> None:
+        output, between = pair[1](pair[0](X))
+        (output.square().sum() + between.square().sum()).backward()
+
+    def of(how: str):
+        torch.manual_seed(0)
+        first = tyxe.PytorchBNN(net(how), PRIOR, AutoNormal)
+        return gradients(
+            nn.ModuleList([first, tyxe.PytorchBNN(WithInput(3, 3), PRIOR, AutoNormal)]), run
+        )
+
+    assert_same(of(how), of("plain"))
+
+
+class ElsewhereAdjoint(Adjoint):
+    @staticmethod
+    def backward(ctx, gradient):
+        """Run in another of the engine's threads than what came before, as on several devices."""
+        found, task = [], torch._C._current_graph_task_id()
+
+        def work() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch._C, "_current_graph_task_id", lambda: task)
+                leaf = X.clone().requires_grad_()
+                with torch.enable_grad():
+                    out = steps(ctx.field, leaf)
+            found.append(torch.autograd.grad(out, (leaf, *ctx.saved_tensors[1:]), gradient))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return None, *found[0]
+
+
+class Elsewhere(Flow):
+    def forward(self, x):
+        return self.head(ElsewhereAdjoint.apply(self.field, x, *self.field.parameters()))
+
+
+def test_a_backward_whose_parts_run_in_several_threads():
+    def of(kind: type[Flow]):
+        torch.manual_seed(0)
+        return gradients(tyxe.PytorchBNN(kind("plain"), PRIOR, AutoNormal), squares)
+
+    assert_same(of(Elsewhere), of(Flow))
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_bnn_inside_of_an_adjoint_names_the_cause(is_followed: bool):
+    """The draw of a later forward is not taken for that of a solver around the BNN."""
     bnn = tyxe.PytorchBNN(nn.Linear(3, 3), PRIOR, AutoNormal)
     x = X.clone().requires_grad_()
     out = Adjoint.apply(bnn, x, *[p for p in bnn.parameters() if p.requires_grad])
+    out = bnn(out) if is_followed else out
     with pytest.raises(RuntimeError, match="run again in the backward"):
         out.sum().backward()
 
@@ -173,24 +292,22 @@ def sites_of_one_vector(model):
 def test_a_reentrant_checkpoint_is_right_or_pytorchs_error(guide, handler):
     """Its backward within the backward goes through the draws, and the outer one through the KL."""
 
-    def gradients(kind, has_kl):
+    def of(kind, has_kl):
         torch.manual_seed(0)
         net = kind("plain")
-        start = tyxe.guides.PretrainedInitializer.from_net(net)
-        own = partial(guide, init_loc_fn=start) if guide is AutoNormal else guide
-        bnn = tyxe.PytorchBNN(net, PRIOR, own)
-        pyro.set_rng_seed(1)
-        with handler():
-            output = bnn(X)
-        (output.square().sum() + (bnn.cached_kl_loss if has_kl else 0.0)).backward()
-        return [p.grad for p in bnn.parameters() if p.requires_grad]
+        bnn = tyxe.PytorchBNN(net, PRIOR, start_of(net) if guide is AutoNormal else guide)
+
+        def run(bnn: Any) -> None:
+            with handler():
+                output = bnn(X)
+            (output.square().sum() + (bnn.cached_kl_loss if has_kl else 0.0)).backward()
+
+        return gradients(bnn, run)
 
     with pytest.raises(RuntimeError, match=r"second time|use_reentrant=False"):
-        gradients(Reentrant, True)
+        of(Reentrant, True)
     if guide is AutoNormal and handler is nullcontext:
-        found, expected = gradients(Reentrant, False), gradients(Flow, False)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
+        assert_same(of(Reentrant, False), of(Flow, False))
 
 
 def backward_in_another_thread(loss: torch.Tensor) -> None:
@@ -214,11 +331,7 @@ def backward_in_another_thread(loss: torch.Tensor) -> None:
 @pytest.mark.parametrize("handler", HANDLERS)
 @pytest.mark.parametrize("where", ["inside", "after", "in another thread"])
 def test_handlers_of_the_forward_act_when_the_net_is_run_again(handler, where: str):
-    def gradients(how: str, where: str):
-        start = tyxe.guides.PretrainedInitializer.from_net(net("plain"))
-        guide = partial(AutoNormal, init_loc_fn=start, init_scale=0.3)
-        bnn = tyxe.PytorchBNN(net(how), PRIOR, guide)
-        pyro.set_rng_seed(1)
+    def run(bnn: Any) -> None:
         with handler():
             loss = (bnn(X) - Y).square().sum()
             if where == "inside":
@@ -228,23 +341,23 @@ def test_handlers_of_the_forward_act_when_the_net_is_run_again(handler, where: s
         if where == "after":
             loss.backward()
         assert not handlers()
-        return [p.grad for p in bnn.parameters() if p.requires_grad]
 
-    expected = gradients("plain", "inside")
-    for found, one in zip(gradients("checkpoint", where), expected, strict=True):
-        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+    def plainly(bnn: Any) -> None:
+        with handler():
+            squares(bnn)
+
+    expected = gradients(pytorch("plain", 0.3), plainly)
+    assert_same(gradients(pytorch("checkpoint", 0.3), run), expected)
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_noise_that_would_be_drawn_anew_is_refused(handler):
     """An adjoint solver does not set the generator back: its gradient would be another's."""
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
-    fitted = tyxe.VariationalBNN(net("adjoint"), PRIOR, likelihood, AutoNormal)
-    module = tyxe.PytorchBNN(net("adjoint"), PRIOR, AutoNormal)
+    bnn, module = variational("adjoint"), pytorch("adjoint")
     with handler():
         with pytest.raises(RuntimeError, match=f"{handler.__name__} draws other noise"):
-            fitted.fit([(X, Y)], partial(torch.optim.SGD, lr=1e-3), 1)
+            bnn.fit([(X, Y)], partial(torch.optim.SGD, lr=1e-3), 1)
         with pytest.raises(RuntimeError, match=f"{handler.__name__} draws other noise"):
             module(X).sum().backward()
 
@@ -292,15 +405,9 @@ def test_a_gradient_that_nobody_needs_is_not_refused(handler):
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize("handler", [nullcontext, *HANDLERS])
 def test_a_fit_whose_backward_is_in_another_thread_is_that_of_one_run(handler, monkeypatch):
-    def fitted(how: str):
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
-        bnn = tyxe.VariationalBNN(net(how), PRIOR, likelihood, partial(AutoNormal, init_scale=0.1))
-        pyro.set_rng_seed(1)
-        with handler():
-            bnn.fit([(X, Y)], partial(torch.optim.SGD, lr=1e-3), 3)
-        return [p.detach() for p in bnn.parameters() if p.requires_grad]
-
-    expected, backward = fitted("plain"), torch.Tensor.backward
+    sgd, backward = partial(torch.optim.SGD, lr=1e-3), torch.Tensor.backward
+    with handler():
+        expected = fitted("plain", sgd)
 
     def elsewhere(loss: torch.Tensor) -> None:
         with monkeypatch.context() as plain:
@@ -308,8 +415,8 @@ def test_a_fit_whose_backward_is_in_another_thread_is_that_of_one_run(handler, m
             backward_in_another_thread(loss)
 
     monkeypatch.setattr(torch.Tensor, "backward", elsewhere)
-    for found, one in zip(fitted("checkpoint"), expected, strict=True):
-        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+    with handler():
+        assert_same(fitted("checkpoint", sgd), expected)
 
 
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
@@ -339,8 +446,7 @@ def test_a_held_draw_that_is_first_used_without_gradients_has_them(first):
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning", "ignore:None of the inputs")
 def test_a_reentrant_checkpoint_in_a_fit_names_the_one_that_works():
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
-    bnn = tyxe.VariationalBNN(Reentrant("plain"), PRIOR, likelihood, AutoNormal)
+    bnn = of_net(Reentrant("plain"))
     before = {name: value.clone() for name, value in bnn.named_parameters()}
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 1)
@@ -354,8 +460,6 @@ def test_a_graph_that_a_net_keeps_is_no_reentrant_checkpoint():
             self.state = getattr(self, "state", 0.0) + self.head(x).mean()
             return self.head(x) + self.state
 
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
-    torch.manual_seed(0)
-    bnn = tyxe.VariationalBNN(Stateful("plain"), PRIOR, likelihood, AutoNormal)
+    bnn = of_net(Stateful("plain"))
     with pytest.raises(RuntimeError, match="second time"):
         bnn.fit([(X, Y)], partial(torch.optim.Adam, lr=1e-2), 3)
