@@ -10,6 +10,7 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
 from torch import nn
 
 import tyxe
+from tests.oracles.nets import KindAndSize, kind_and_size
 from tyxe import likelihoods
 from tyxe.diagnostics import Line, diagnose
 from tyxe.diagnostics.report import ANY, below
@@ -345,13 +346,8 @@ def test_counts_and_several_targets():
     assert "log-likelihood of held-out data" in report
     assert len(report.plot().axes) == 2
 
-    class Two(nn.Linear):
-        def forward(self, x):
-            found = super().forward(x)
-            return {"kind": found[:, :2], "size": found[:, 2:]}
-
-    joint = likelihoods.Joint(kind=likelihoods.Categorical(50), size=gaussian(50))
-    bnn = tyxe.VariationalBNN(Two(1, 3), NORMAL, joint, tyxe.guides.AutoNormal)
+    guide = tyxe.guides.AutoNormal
+    bnn = tyxe.VariationalBNN(KindAndSize(1), NORMAL, kind_and_size(50), guide)
     data = [(torch.randn(50, 1), {"kind": torch.arange(50) % 2, "size": y})]
     report = diagnose(bnn, data, data, num_predictions=0)
     exact = bnn.evaluate(data, num_predictions=0, reduction="mean")[1]["joint"]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.nets import KindAndSize, kind_and_size
 from tyxe import likelihoods, metrics
 from tyxe.diagnostics import scores
 
@@ -112,14 +113,6 @@ def test_other_likelihoods_have_what_they_can(likelihood, y, count):
 
 
 def test_of_several_outputs():
-    class Two(nn.Linear):
-        def forward(self, x):
-            found = super().forward(x)
-            return {"kind": found[:, :2], "size": found[:, 2:]}
-
-    joint = likelihoods.Joint(
-        kind=likelihoods.Categorical(40), size=likelihoods.HomoskedasticGaussian(40, scale=0.5)
-    )
     y = {"kind": torch.arange(40) % 2, "size": X[:, :1]}
-    found = scores(bnn(joint, 3, Two(3, 3)), [(X, y)], 4)
+    found = scores(bnn(kind_and_size(40), 3, KindAndSize(3)), [(X, y)], 4)
     assert {"log-likelihood, joint", "log-likelihood, kind", "error, size"} <= found.keys()

@@ -6,7 +6,6 @@ import os
 import pyro.distributions as dist
 import pytest
 import torch
-from torch import nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers", reason="it is of the extra 'huggingface'")
@@ -180,11 +179,13 @@ def test_a_batch_that_is_masked_as_a_whole_has_no_loss():
     torch.testing.assert_close(model(**batch)["loss"], each.mean())
 
 
-def test_without_labels_it_predicts():
+def test_without_labels_it_predicts_and_cannot_be_trained():
     model = TrainerBNN(variational(), num_predictions=2).eval()
     batch = texts.batches()[0]
     del batch["labels"]
     assert model(**batch)["logits"].shape == (10, 2)
+    with pytest.raises(ValueError, match="the loader yields"):
+        model.train()(**batch)
 
 
 # --- Accelerate, safetensors --------------------------------------------------------------------
@@ -231,24 +232,3 @@ def test_states_go_through_safetensors(tmp_path):
     assert_equal(parameters(one.bnn), parameters(two.bnn))
     head = two.bnn.net.lm_head.weight
     assert head is two.bnn.net.transformer.wte.weight
-
-
-def test_a_net_without_labels_in_train_mode_says_what_is_missing():
-    model = TrainerBNN(variational()).train()
-    batch = texts.batches()[0]
-    del batch["labels"]
-    with pytest.raises(ValueError, match="the loader yields"):
-        model(**batch)
-
-
-def test_any_module_is_trained_by_keywords():
-    class Net(nn.Linear):
-        def forward(self, pixels):
-            return super().forward(pixels)
-
-    bnn = tyxe.VariationalBNN(
-        Net(2, 1), ALL, tyxe.likelihoods.HomoskedasticGaussian(5, 0.1), tyxe.guides.AutoNormal
-    )
-    model = TrainerBNN(bnn).eval()
-    mean, scale = model(pixels=torch.zeros(5, 2), labels=torch.zeros(5, 1))["logits"]
-    assert mean.shape == scale.shape == (5, 1)

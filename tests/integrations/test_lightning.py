@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
+from tests.oracles.nets import KindAndSize, kind_and_size
 
 pytest.importorskip("lightning", reason="it is the extra 'lightning'")
 
@@ -108,19 +109,10 @@ def test_metrics_are_logged(tmp_path):
 
 
 def test_parts_of_a_joint_likelihood_are_logged(tmp_path):
-    class Two(nn.Linear):
-        def forward(self, x):
-            found = super().forward(x)
-            return {"kind": found[:, :2], "size": found[:, 2:]}
-
-    joint = tyxe.likelihoods.Joint(
-        kind=tyxe.likelihoods.Categorical(N),
-        size=tyxe.likelihoods.HomoskedasticGaussian(N, scale=1.0),
-    )
     own = trainer(tmp_path)
     points = [(x, {"kind": y, "size": x[:1]}) for x, y in zip(X, Y, strict=True)]
     batches = DataLoader(points, 20)  # a list would be several loaders
-    own.fit(LightningBNN(variational(Two(3, 3), joint), ADAM), batches, batches)
+    own.fit(LightningBNN(variational(KindAndSize(3), kind_and_size(N)), ADAM), batches, batches)
     expected = {f"val_log_likelihood_{name}" for name in ("kind", "size", "joint")}
     assert expected | {"val_error_kind", "val_error_size"} <= own.callback_metrics.keys()
 

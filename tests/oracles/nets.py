@@ -2,8 +2,25 @@
 
 import pyro.distributions as dist
 import torch
+from torch import nn
 
 import tyxe
+
+
+class KindAndSize(nn.Linear):
+    """Two logits and a number for each point, for `kind_and_size`."""
+
+    def __init__(self, features):
+        super().__init__(features, 3)
+
+    def forward(self, x):
+        found = super().forward(x)
+        return {"kind": found[:, :2], "size": found[:, 2:]}
+
+
+def kind_and_size(n, scale=0.5):
+    size = tyxe.likelihoods.HomoskedasticGaussian(n, scale=scale)
+    return tyxe.likelihoods.Joint(kind=tyxe.likelihoods.Categorical(n), size=size)
 
 
 def bnn_of(net, x=None, *, dataset_size=10, guide=tyxe.guides.AutoNormal, likelihood=None, **rules):

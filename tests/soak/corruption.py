@@ -14,10 +14,8 @@ import pyro
 import torch
 
 import tyxe
-from tests.soak.subjects import SUBJECTS, Subject, centre_of, digest, subject
+from tests.soak.subjects import SUBJECTS, centre_of, digest, fit, fitted, loop_of
 from tyxe import files
-
-__all__ = ["DAMAGES", "HEADER", "accepted", "damaged", "run"]
 
 HEADER = files._HEADER
 
@@ -90,13 +88,13 @@ def damaged(data: bytes, name: str, chance: random.Random) -> bytes:
 class _File:
     """A file of a subject, how it is loaded, and all that a load could change."""
 
-    def __init__(self, subject: Subject, path: Path, load: Callable[[], Any], loop: Any) -> None:
-        self.subject, self.path, self.load, self.loop = subject, path, load, loop
+    def __init__(self, bnn: Any, path: Path, load: Callable[[], Any], loop: Any) -> None:
+        self.bnn, self.path, self.load, self.loop = bnn, path, load, loop
         self.content = path.read_bytes()
 
     def state(self) -> list[Any]:
         """Return the state, the prediction, the checkpoint that waits for a fit, and the loop's."""
-        bnn = self.subject.bnn
+        bnn = self.bnn
         pending = bnn.checkpoint() if hasattr(bnn, "checkpoint") else None
         parts = (bnn.state_dict(), centre_of(bnn), pending, self.loop.state_dict())
         return [digest(part) for part in (*parts, torch.get_rng_state())]
@@ -104,18 +102,17 @@ class _File:
 
 def _files(name: str, folder: Path) -> list[_File]:
     """Return a file of a BNN, one of its training if it has one, and one of its loop."""
-    one = subject(name, folder)
-    bnn, found = one.bnn, []
+    bnn, found = fitted(name), []
     kinds = (False, True) if hasattr(bnn, "checkpoint") else (False,)
     for training in kinds:
         path = folder / f"{name}-{training}.tyxe"
         bnn.save(path, training)
-        found.append(_File(one, path, lambda path=path: bnn.load(path), one.loop()))
-    one.calls["TaskLoop"]()
-    path, loop = folder / f"{name}.loop", one.loop()
-    found.append(_File(one, path, lambda: loop.run(path), loop))
+        found.append(_File(bnn, path, lambda path=path: bnn.load(path), loop_of(bnn)))
+    path, loop = folder / f"{name}.loop", loop_of(bnn)
+    loop_of(bnn).run(path)
+    found.append(_File(bnn, path, lambda: loop.run(path), loop))
     # What was in the files is now another state, so that a load would be seen.
-    one.calls["fit"]()
+    fit(bnn)
     if True in kinds:
         # A checkpoint waits for the next fit: a refused file must leave it.
         bnn.load_checkpoint(bnn.checkpoint())

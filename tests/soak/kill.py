@@ -23,8 +23,6 @@ import torch
 from tests.soak.subjects import ADAM, BATCHES, SUBJECTS, centre_of, digest
 from tyxe import files
 
-__all__ = ["Trial", "fate_of", "full_disk", "run"]
-
 HOW = ("time", "call", "time", "bytes")
 WRAPPERS = ("VariationalBNN", "LaplaceBNN")
 

@@ -1,12 +1,11 @@
-"""A small BNN of every wrapper, with all that can be stopped in it, and what is in it."""
+"""A small BNN of every wrapper, how it is fitted, and what is in it."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -16,27 +15,14 @@ from torch import Tensor, nn
 
 import tyxe
 from tyxe.continual import TaskLoop
-from tyxe.threads import exclusive
 
-__all__ = ["SUBJECTS", "Subject", "centre_of", "digest", "subject"]
-
-POINTS, TASKS = 12, ["first", "second"]
+POINTS = 12
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
 _RANDOM = torch.Generator().manual_seed(1)
 X = torch.randn(POINTS, 2, generator=_RANDOM)
 Y = torch.randn(POINTS, 1, generator=_RANDOM)
 BATCHES = [(X[:5], Y[:5]), (X[5:], Y[5:])]
-
-
-class Subject(NamedTuple):
-    """A BNN, a loop over tasks for it, and calls by name; those in `keeping` change no weight."""
-
-    bnn: Any
-    file: Path
-    loop: Callable[[], TaskLoop]
-    calls: Mapping[str, Callable[[], Any]]
-    keeping: frozenset[str]
 
 
 def _net(hidden: int) -> nn.Module:
@@ -79,17 +65,39 @@ def _own_loop(bnn: Any) -> None:
     optimizer = ADAM([p for p in bnn.parameters() if p.requires_grad])
     for x, y in BATCHES:
         ((bnn(x) - y).square().mean() + bnn.cached_kl_loss / POINTS).backward()
-        with exclusive():  # since an interrupt in PyTorch's own code may leave gradients off
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def _fit(bnn: Any) -> Callable[[], Any]:
+def fit(bnn: Any) -> None:
+    """Fit a BNN for an epoch, or a few transitions."""
     if isinstance(bnn, tyxe.PytorchBNN):
-        return lambda: _own_loop(bnn)
-    if isinstance(bnn, tyxe.MCMC_BNN):
-        return lambda: bnn.fit(BATCHES, 3, warmup_steps=1, disable_progbar=True)
-    return lambda: bnn.fit(BATCHES, ADAM, 1, progress=False)
+        _own_loop(bnn)
+    elif isinstance(bnn, tyxe.MCMC_BNN):
+        bnn.fit(BATCHES, 3, warmup_steps=1, disable_progbar=True)
+    else:
+        bnn.fit(BATCHES, ADAM, 1, progress=False)
+
+
+def fitted(name: str) -> Any:
+    """Return the BNN of a wrapper, fitted once."""
+    pyro.set_rng_seed(0)
+    bnn = SUBJECTS[name]()
+    fit(bnn)
+    return bnn
+
+
+def loop_of(bnn: Any) -> TaskLoop:
+    """Return a loop over two tasks."""
+
+    def score(task: Any) -> float:
+        if isinstance(bnn, tyxe.PytorchBNN):
+            return float(bnn.predict(X).mean())
+        return float(bnn.evaluate(X, Y)[0])
+
+    # Draws cannot become a prior.
+    update = (lambda task: None) if isinstance(bnn, tyxe.MCMC_BNN) else None
+    return TaskLoop(bnn, ["first", "second"], lambda task: fit(bnn), score, update)
 
 
 def centre_of(bnn: Any) -> Tensor:
@@ -98,42 +106,6 @@ def centre_of(bnn: Any) -> Tensor:
         return bnn.to_module()(X).detach()
     found = bnn.predict(X, num_predictions=0)
     return found if isinstance(found, Tensor) else found[0]
-
-
-def subject(name: str, folder: Path) -> Subject:
-    """Return the BNN of a wrapper, fitted once; its files are in a folder."""
-    pyro.set_rng_seed(0)
-    bnn = SUBJECTS[name]()
-    fit = _fit(bnn)
-    fit()
-    file, supervised = folder / f"{name}.tyxe", not isinstance(bnn, tyxe.PytorchBNN)
-    calls: dict[str, Callable[[], Any]] = {
-        "fit": fit,
-        "predict": lambda: bnn.predict(X, num_predictions=2),
-        "save": lambda: bnn.save(file, training=hasattr(bnn, "checkpoint")),
-        "load": lambda: bnn.load(file),
-    }
-    if supervised:
-        calls["evaluate"] = lambda: bnn.evaluate(BATCHES, num_predictions=2)
-    if name == "LaplaceBNN":
-        calls["fit_curvature"] = lambda: bnn.fit_curvature(BATCHES, progress=False)
-    bnn.save(file)
-
-    def loop() -> TaskLoop:
-        def score(task: Any) -> float:
-            return float(bnn.evaluate(X, Y)[0]) if supervised else float(bnn.predict(X).mean())
-
-        # Draws cannot become a prior.
-        update = (lambda task: None) if name == "MCMC_BNN" else None
-        return TaskLoop(bnn, TASKS, lambda task: fit(), score, update)
-
-    def run_loop() -> None:
-        checkpoint = folder / f"{name}.loop"
-        checkpoint.unlink(missing_ok=True)
-        loop().run(checkpoint)
-
-    calls["TaskLoop"] = run_loop
-    return Subject(bnn, file, loop, calls, frozenset({"predict", "evaluate", "save"}))
 
 
 def digest(state: Any) -> str:

@@ -13,7 +13,7 @@ def test_sixteen_threads_get_the_numbers_of_one():
 
 def test_a_wrong_number_is_found():
     subject = threads.Subject("VariationalBNN")
-    subject.expected["centre"] = subject.expected["centre"] + 1e-6
+    subject.expected["centre"] = tuple(part + 1e-6 for part in subject.expected["centre"])
     subject.expected["forward"] = subject.expected["forward"][:-1]
     assert subject.call("centre") == "differs from that of one thread"
     assert "has shapes" in subject.call("forward")

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pyro.distributions as dist
@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tyxe
+from tests.oracles.nets import KindAndSize
 from tyxe.bnn.batches import batches_of, collect
 from tyxe.bnn.potential import Potential
+from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling
 from tyxe.data import Targets
 from tyxe.diagnostics import held_out
 from tyxe.diagnostics.case import Case
@@ -41,17 +43,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 NAN, CLASSES, TOKENS = float("nan"), 3, 4
 PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
-
-
-class Two(nn.Module):
-    """Classes and numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k, self.s = nn.Linear(2, CLASSES), nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"k": self.k(x), "s": self.s(x)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +104,13 @@ KINDS = {
         -100,
     ),
     "several": Kind(
-        lambda n: Joint(k=Categorical(n, ignore_index=-100), s=HomoskedasticGaussian(n, scale=0.5)),
-        Two,
-        lambda n: {"k": _labels(n), "s": torch.randn(n, 1)},
-        {"k": -1, "s": NAN},
-        {"k": -100, "s": NAN},
+        lambda n: Joint(
+            kind=Categorical(n, ignore_index=-100), size=HomoskedasticGaussian(n, scale=0.5)
+        ),
+        lambda: KindAndSize(2),
+        lambda n: {"kind": torch.randint(2, (n,)), "size": torch.randn(n, 1)},
+        {"kind": -1, "size": NAN},
+        {"kind": -100, "size": NAN},
     ),
 }
 HOW = ("weights", "mask", "missing", "within")
@@ -198,6 +191,8 @@ def drawn(chance: random.Random) -> Example:
 
 # --------------------------------------------------------------------------- what is compared
 
+Use = Callable[[Example, int, list[Any]], list[Any]]
+
 
 def _plain(example: Example, size: int) -> tyxe.VariationalBNN:
     kind = KINDS[example.name]
@@ -225,13 +220,12 @@ def _scores(example: Example, size: int, batches: list[Any]) -> list[Any]:
     return [*found, *found.values()]
 
 
-def _calibrate(example: Example, size: int, batches: list[Any], make: Any) -> list[Any]:
-    found = make().wrap(_plain(example, size), batches).calibrator
-    return [
-        getattr(found, name)
-        for name in ("temperature", "factor", "threshold")
-        if name in vars(found)
-    ]
+def _calibrator(make: Callable[[], Any]) -> Use:
+    def calibrate(example: Example, size: int, batches: list[Any]) -> list[Any]:
+        found = vars(make().wrap(_plain(example, size), batches).calibrator)
+        return [found[n] for n in ("temperature", "factor", "threshold") if n in found]
+
+    return calibrate
 
 
 def _constant(example: Example, size: int, batches: list[Any]) -> list[Any]:
@@ -295,7 +289,6 @@ def _held_out(example: Example, size: int, batches: list[Any]) -> list[Any]:
     return history.validation
 
 
-Use = Callable[[Example, int, list[Any]], list[Any]]
 _OF_CLASSES = ("classes", "probabilities", "class weights", "tokens")
 _OF_NUMBERS = ("numbers",)
 # The function, and the kinds that it is for, or none for all.
@@ -303,24 +296,10 @@ USES: dict[str, tuple[Use, tuple[str, ...]]] = {
     "evaluate, sum": (functools.partial(_evaluate, reduction="sum"), ()),
     "evaluate, mean": (functools.partial(_evaluate, reduction="mean"), ()),
     "scores": (_scores, ()),
-    "temperature": (
-        functools.partial(_calibrate, make=tyxe.calibration.TemperatureScaling),
-        (*_OF_CLASSES, "binary"),
-    ),
-    "sets": (
-        functools.partial(
-            _calibrate, make=lambda: tyxe.calibration.SplitConformal("lac", level=0.6)
-        ),
-        (*_OF_CLASSES, "binary"),
-    ),
-    "intervals": (
-        functools.partial(_calibrate, make=lambda: tyxe.calibration.SplitConformal(level=0.6)),
-        _OF_NUMBERS,
-    ),
-    "scale factor": (
-        functools.partial(_calibrate, make=tyxe.calibration.ScaleFactor),
-        _OF_NUMBERS,
-    ),
+    "temperature": (_calibrator(TemperatureScaling), (*_OF_CLASSES, "binary")),
+    "sets": (_calibrator(lambda: SplitConformal("lac", level=0.6)), (*_OF_CLASSES, "binary")),
+    "intervals": (_calibrator(lambda: SplitConformal(level=0.6)), _OF_NUMBERS),
+    "scale factor": (_calibrator(ScaleFactor), _OF_NUMBERS),
     "diagnose": (_constant, ()),
     **{
         f"{structure}, {curvature}": (
@@ -377,22 +356,19 @@ def compared(example: Example) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def doubles() -> Iterator[None]:
-    """Make float64 the default, inside of an example."""
-    before = torch.get_default_dtype()
+def differing(chance: random.Random) -> str:
+    """Compare an example in float64."""
     torch.set_default_dtype(torch.float64)
     try:
-        yield
+        return compared(drawn(chance))
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
 
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**31))
 def test_what_counts_twice_or_not_at_all_is_repeated_or_left_out(seed: int) -> None:
-    with doubles():
-        assert compared(drawn(random.Random(seed))) == ""
+    assert differing(random.Random(seed)) == ""
 
 
 def test_all_that_there_is_is_drawn() -> None:
@@ -409,5 +385,4 @@ def test_points_that_all_count_once_are_found_out(
 ) -> None:
     monkeypatch.setattr(Targets, broken, lambda *_: None)
     chance = random.Random(0)
-    with doubles():
-        assert sum(compared(drawn(chance)) != "" for _ in range(30)) > 5
+    assert sum(differing(chance) != "" for _ in range(30)) > 5

@@ -3,7 +3,6 @@
 `run(count, seed)` makes `count` calls in each thread, `sys.setswitchinterval` being tiny.
 """
 
-import functools
 import random
 import sys
 import threading
@@ -13,49 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
-import torch
-from pyro.infer.mcmc import HMC
-from torch import Tensor, nn
+from torch import Tensor
 
-import tyxe
 from tests.soak.fuzz import process_state
+from tests.soak.subjects import SUBJECTS, X, Y, fitted
 from tests.soak.uses import equal
-from tyxe.guides import AutoNormal
-from tyxe.likelihoods import Categorical
-from tyxe.priors import IIDPrior
 
 THREADS = 16
-POINTS = 12
 
 Job = Callable[[Any, Tensor, Tensor], Any]
-
-
-def _net() -> nn.Module:
-    norm, dropout = nn.BatchNorm1d(5), nn.Dropout(0.5)
-    return nn.Sequential(nn.Linear(4, 5), norm, dropout, nn.Tanh(), nn.Linear(5, 3))
-
-
-def _made(wrapper: str, data: tuple[Tensor, Tensor]) -> Any:
-    kernel = functools.partial(HMC, step_size=0.01, num_steps=2, adapt_step_size=False)
-    prior = IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
-    parts = _net(), prior, Categorical(POINTS)
-    if wrapper == "VariationalBNN":
-        bnn: Any = tyxe.VariationalBNN(*parts, AutoNormal)
-        bnn.fit([data], torch.optim.Adam, 2, progress=False)
-    elif wrapper == "LaplaceBNN":
-        bnn = tyxe.LaplaceBNN(*parts)
-        bnn.eval().fit_curvature([data], progress=False)
-    elif wrapper == "MCMC_BNN":
-        bnn = tyxe.MCMC_BNN(*parts, kernel)
-        bnn.fit([data], num_samples=4, warmup_steps=1, disable_progbar=True)
-    else:
-        bnn = tyxe.PytorchBNN(*parts[:2], AutoNormal)
-    # In train mode, a forward of the user's changes the statistics of norms.
-    return bnn.eval()
-
-
-WRAPPERS = ("VariationalBNN", "LaplaceBNN", "MCMC_BNN", "PytorchBNN")
 
 
 # Without draws: the same to the bit in every thread.
@@ -82,8 +47,9 @@ class Subject:
 
     def __init__(self, wrapper: str) -> None:
         self.wrapper = wrapper
-        self.x, self.y = torch.randn(POINTS, 4), torch.randint(3, (POINTS,))
-        self.bnn = _made(wrapper, (self.x, self.y))
+        self.x, self.y = X, Y
+        # In train mode, a forward of the user's changes the statistics of norms.
+        self.bnn = fitted(wrapper).eval()
         self.exact, self.drawn = EXACT, DRAWN
         if wrapper == "PytorchBNN":  # which has no likelihood
             self.exact = {"module": EXACT["module"]}
@@ -150,7 +116,7 @@ def run(count: int, seed: int = 0, threads: int = THREADS) -> dict[str, Any]:
     pyro.set_rng_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        subjects = [Subject(wrapper) for wrapper in WRAPPERS for _ in range(2)]
+        subjects = [Subject(wrapper) for wrapper in SUBJECTS for _ in range(2)]
     before, found, calls = process_state(), [], 0
     lock, start = threading.Lock(), threading.Barrier(threads)
 
@@ -158,8 +124,8 @@ def run(count: int, seed: int = 0, threads: int = THREADS) -> dict[str, Any]:
         nonlocal calls
         chosen = random.Random(f"{seed}/{number}")
         start.wait()
-        for step in range(count * len(WRAPPERS)):
-            own = subjects[2 * (step % len(WRAPPERS))]
+        for step in range(count * len(SUBJECTS)):
+            own = subjects[2 * (step % len(SUBJECTS))]
             subject = own if number % 2 else chosen.choice(subjects)
             name = chosen.choice(list(subject.expected))
             try:

@@ -26,18 +26,26 @@ from tyxe.metrics.classification import (
     nll,
     predictive_entropy,
 )
-from tyxe.metrics.detection import fpr_at_tpr, ood_aupr, ood_auroc
-from tyxe.metrics.distributions import (
+from tyxe.metrics.ranking import (
+    aurc,
+    fpr_at_tpr,
+    ood_aupr,
+    ood_auroc,
+    risk_coverage_curve,
+)
+from tyxe.metrics.regression import (
+    crps_gaussian,
     crps_mixture,
     crps_samples,
+    gaussian_nll,
     gaussian_pit,
+    interval_coverage,
     interval_score,
     lppd,
     quantile_calibration_error,
+    rmse,
     sample_pit,
 )
-from tyxe.metrics.regression import crps_gaussian, gaussian_nll, interval_coverage, rmse
-from tyxe.metrics.selective import aurc, risk_coverage_curve
 
 __all__ = [
     "accuracy",

@@ -1,4 +1,4 @@
-"""Scores of Gaussian predictions."""
+"""Scores of predicted numbers: by Gaussians, intervals, samples, mixtures and draws."""
 
 import math
 from statistics import NormalDist
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.metrics.checks import average, check_regression, check_scale
+from tyxe.metrics.checks import average, check_real, check_regression, check_scale
 
 
 def rmse(mean: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -83,6 +83,187 @@ def interval_coverage(
     z, _ = _standardize(mean, scale, targets)
     quantile = NormalDist().inv_cdf((1 + level) / 2)
     return average((z.abs() <= quantile).to(z.dtype), weights)
+
+
+def lppd(log_likelihoods: Tensor, weights: Tensor | None = None) -> Tensor:
+    r"""Log pointwise predictive density, in nats per point.
+
+    `1/n sum_i log 1/S sum_s p(y_i | w_s)`, by the log-likelihood of each point under each draw.
+
+    Args:
+        log_likelihoods: shape `(S, n)`, as `evaluate(..., aggregate=False, reduction="none")[1]`.
+
+    References:
+        Gelman, Hwang and Vehtari (2014), Understanding predictive information criteria, eq. 5
+        (there the sum).
+
+    Example:
+        >>> lppd(torch.tensor([[0.5, 0.1], [0.3, 0.1]]).log())
+        tensor(-1.6094)
+    """
+    found = check_real("log_likelihoods", log_likelihoods)
+    hint = ", a row for each draw: pass evaluate(..., aggregate=False, reduction='none')[1]"
+    check.shape("log_likelihoods", found, ("S", "n"), hint)
+    return average(found.logsumexp(0) - math.log(len(found)), weights)
+
+
+def crps_samples(samples: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    r"""Continuous ranked probability score of samples, in the targets' units.
+
+    `1/S sum_s |x_s - y| - 1/(2 S^2) sum_st |x_s - x_t|`, the score of their empirical
+    distribution, averaged over entries. Time and memory are those of sorting.
+
+    Args:
+        samples: shape `(S, n, ...)`.
+
+    References:
+        Gneiting and Raftery (2007), section 4.2.
+
+    Example:
+        >>> crps_samples(torch.tensor([[0.0], [1.0]]), torch.tensor([0.0]))
+        tensor(0.2500)
+    """
+    samples, targets = _stacked("samples", samples, targets)
+    count = len(samples)
+    ranks = torch.arange(1, count + 1, device=samples.device, dtype=samples.dtype)
+    # sum_st |x_s - x_t| = 2 sum_k (2 k - S - 1) x_(k)
+    ordered, factor = samples.sort(0).values, (2 * ranks - count - 1) / count**2
+    spread = (ordered.movedim(0, -1) * factor).sum(-1)
+    return average((samples - targets).abs().mean(0) - spread, weights)
+
+
+def crps_mixture(
+    means: Tensor, scales: Tensor | float, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    r"""Continuous ranked probability score of an equal mixture of Gaussians, in closed form.
+
+    `1/S sum_s E|x_s - y| - 1/(2 S^2) sum_st E|x_s - x_t|` with
+    `E|N(m, s^2)| = m (2 Phi(m/s) - 1) + 2 s phi(m/s)`, averaged over entries.
+
+    Args:
+        means: means of the draws, shape `(S, n, ...)`.
+        scales: their standard deviations, the shape of `means` or one number; positive.
+
+    References:
+        Grimit et al. (2006), The continuous ranked probability score for circular variables and its
+        application to mesoscale forecast ensemble verification, eq. 5 (of the linear case).
+
+    Example:
+        >>> crps_mixture(torch.zeros(3, 1), 1.0, torch.zeros(1))
+        tensor(0.2337)
+    """
+    means, targets = _stacked("means", means, targets)
+    variance = check_scale(scales, means).square().expand_as(means)
+    first = _mean_absolute(means - targets, variance).mean(0)
+    spread = torch.zeros_like(first)
+    for mean, own in zip(means, variance, strict=True):  # S^2 terms of n numbers, S at a time
+        spread += _mean_absolute(means - mean, variance + own).mean(0)
+    return average(first - 0.5 * spread / len(means), weights)
+
+
+def _mean_absolute(mean: Tensor, variance: Tensor) -> Tensor:
+    scale = variance.sqrt()
+    z = mean / scale
+    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    return mean * torch.erf(z / math.sqrt(2)) + 2 * scale * density
+
+
+def interval_score(
+    lower: Tensor,
+    upper: Tensor,
+    targets: Tensor,
+    level: float = 0.95,
+    weights: Tensor | None = None,
+) -> Tensor:
+    r"""Width of intervals, and what targets outside of them cost, in the targets' units.
+
+    `(u - l) + 2/alpha (l - y)_+ + 2/alpha (y - u)_+` with `alpha = 1 - level`, averaged over
+    entries; the quantiles at `alpha / 2` and `1 - alpha / 2` minimise its expectation.
+
+    Args:
+        lower, upper: ends of the intervals, shape `(n, ...)`.
+        targets: observations, the same shape.
+        level: probability that the intervals are meant to have, in `(0, 1)`.
+
+    References:
+        Gneiting and Raftery (2007), eq. 43.
+
+    Example:
+        >>> interval_score(torch.zeros(2), torch.ones(2), torch.tensor([0.5, 2.0]), level=0.5)
+        tensor(3.)
+    """
+    level = check.number("level", level, above=0, below=1, hint=": pass level=0.95 for 95 %")
+    lower, y = check_regression(lower, targets)
+    upper, _ = check_regression(upper, targets)
+    outside = (lower - y).clamp_min(0) + (y - upper).clamp_min(0)
+    return average(upper - lower + 2 / (1 - level) * outside, weights)
+
+
+def gaussian_pit(mean: Tensor, scale: Tensor | float, targets: Tensor) -> Tensor:
+    r"""Probability integral transform of targets, `Phi((y - mu) / sigma)`, of the targets' shape.
+
+    Uniform if the predictions are calibrated. Arguments and errors are those of `gaussian_nll`.
+
+    Example:
+        >>> gaussian_pit(torch.zeros(2), 1.0, torch.tensor([0.0, 1.0]))
+        tensor([0.5000, 0.8413])
+    """
+    z, _ = _standardize(mean, scale, targets)
+    return 0.5 * torch.erfc(-z / math.sqrt(2))
+
+
+def sample_pit(samples: Tensor, targets: Tensor) -> Tensor:
+    r"""Probability integral transform of targets `(n, ...)` by samples `(S, n, ...)`.
+
+    `(#{x_s < y} + 1/2 #{x_s = y} + 1/2) / (S + 1)`, within `(0, 1)`.
+
+    Example:
+        >>> sample_pit(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([1.5]))
+        tensor([0.6250])
+    """
+    samples, targets = _stacked("samples", samples, targets)
+    below = (samples < targets).sum(0) + 0.5 * (samples == targets).sum(0)
+    return ((below + 0.5) / (len(samples) + 1)).to(samples.dtype)
+
+
+def quantile_calibration_error(
+    pit: Tensor, num_levels: int = 19, weights: Tensor | None = None
+) -> Tensor:
+    r"""Distance of quantiles' coverage from their levels, `1/L sum_l |mean 1[u <= q_l] - q_l|`.
+
+    Args:
+        pit: what `gaussian_pit` or `sample_pit` returns, shape `(n, ...)`.
+        num_levels: number `L` of levels `l / (L + 1)`.
+
+    References:
+        Kuleshov, Fenner and Ermon (2018), Accurate uncertainties for deep learning using calibrated
+        regression, eq. 9 (there squared).
+
+    Example:
+        >>> quantile_calibration_error(torch.tensor([0.1, 0.3, 0.5, 0.7]), num_levels=3)
+        tensor(0.1667)
+    """
+    pit, num_levels = check_real("pit", pit), check.count("num_levels", num_levels)
+    if not ((pit >= 0) & (pit <= 1)).all():
+        raise ValueError(
+            f"pit ranges from {pit.min():.4g} to {pit.max():.4g}; expected probabilities: pass "
+            "gaussian_pit(mean, scale, targets)"
+        )
+    levels = torch.arange(1, num_levels + 1, dtype=pit.dtype, device=pit.device) / (num_levels + 1)
+    gaps = [(average((pit <= level).to(pit.dtype), weights) - level).abs() for level in levels]
+    return torch.stack(gaps).mean()
+
+
+def _stacked(name: str, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values of draws `(S, n, ...)` and targets `(n, ...)` in one dtype."""
+    values = check_real(name, values)
+    if values.dim() < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}; expected (S, n, ...), one for each draw: "
+            "pass predict(..., aggregate=False), or sample_predictive(...)"
+        )
+    first, targets = check_regression(values[0], targets)
+    return values.to(first.dtype), targets
 
 
 def _standardize(mean: Tensor, scale: Tensor | float, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,14 @@ but `calibration_and_entropy` draws on `ax`, or on a new figure's axes when it i
 the axes; none shows or saves anything. Inputs are checked as in `tyxe.metrics`, with its errors.
 """
 
-from tyxe.plotting.calibration import pit_histogram, qq, risk_coverage
 from tyxe.plotting.classification import (
     calibration_and_entropy,
     calibration_curve,
     entropy_ecdf,
     ood_histogram,
+    risk_coverage,
 )
-from tyxe.plotting.regression import predictive_band
+from tyxe.plotting.regression import pit_histogram, predictive_band, qq
 from tyxe.plotting.training import accuracy_over_tasks, history
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Calibration, predictive entropy and scores of classifiers."""
+"""Calibration, predictive entropy, scores and abstention of classifiers."""
 
 import math
 from collections.abc import Mapping
@@ -160,6 +160,25 @@ def ood_histogram(
         )
     ax.set(xlabel=score, ylabel="fraction of points")
     ax.legend(frameon=False, title=f"AUROC {auroc:.3f}", alignment="left")
+    return ax
+
+
+def risk_coverage(
+    probs: Tensor, targets: Tensor, ax: "Axes | None" = None, *, label: str = ""
+) -> "Axes":
+    """Draw the error of the points that are kept, by their share, and the AURC in the label.
+
+    Example:
+        >>> probs = torch.tensor([[0.9, 0.1], [0.6, 0.4]])
+        >>> risk_coverage(probs, torch.tensor([0, 1])).lines[-1].get_label()
+        'AURC 0.250'
+    """
+    curve, area = metrics.risk_coverage_curve(probs, targets), metrics.aurc(probs, targets)
+    ax = axes(ax)
+    said = f"{label} (AURC {area:.3f})" if label else f"AURC {area:.3f}"
+    ax.step(flat("coverage", curve.coverage), flat("risk", curve.risk), where="post", label=said)
+    ax.set(xlabel="coverage", ylabel="error", xlim=(0, 1.02), ylim=(0, None))
+    ax.legend(frameon=False)
     return ax
 
 

@@ -152,15 +152,20 @@ def _check_copies(guide: AnyGuide, build: Callable[[], AnyGuide]) -> None:
 
 
 def _check_median(guide: AnyGuide, prior: dict[str, Any]) -> None:
+    guide = copy.deepcopy(guide)
     median, names = guide.median(), prior.keys()
     assert set(median) == names, f"median has {sorted(median)}, expected {sorted(names)}"
     for name, value in median.items():
         _check_value(value, prior[name], f"the median of {name!r}")
         assert not value.requires_grad, f"the median of {name!r} requires a gradient"
-        assert not _shares(value, guide), f"the median of {name!r} shares storage with the guide"
+    before = {name: value.clone() for name, value in median.items()}
+    _disturb(guide)
+    for name, value in median.items():
+        assert torch.equal(value, before[name]), f"the median of {name!r} moves with the guide"
 
 
 def _check_detached(guide: AnyGuide, program: SitePriors, names: list[str]) -> None:
+    guide = copy.deepcopy(guide)
     try:
         found = guide.get_detached_distributions()
     except TypeError:
@@ -169,34 +174,19 @@ def _check_detached(guide: AnyGuide, program: SitePriors, names: list[str]) -> N
         return
     own = [name.removeprefix(program.prefix) for name in names]
     assert sorted(found) == sorted(own), f"detached distributions of {sorted(found)}"
-    for name, q in found.items():
-        value = q.sample()
-        assert not q.log_prob(value).requires_grad, f"the distribution of {name!r} has a gradient"
-        for tensor in _tensors(q):
-            shared = _shares(tensor, guide)
-            assert not shared, f"the distribution of {name!r} shares storage with the guide"
+    values = {name: q.sample() for name, q in found.items()}
+    before = {name: q.log_prob(values[name]) for name, q in found.items()}
+    for name, log_prob in before.items():
+        assert not log_prob.requires_grad, f"the distribution of {name!r} has a gradient"
         joint = program.prefix + name
         spelled = guide.get_detached_distributions([joint])
         assert list(spelled) == [joint], f"asked for {joint!r}, got {list(spelled)}"
-        assert_close(spelled[joint].log_prob(value), q.log_prob(value), "the two spellings")
+        assert_close(spelled[joint].log_prob(values[name]), log_prob, "the two spellings")
+    _disturb(guide)
+    for name, q in found.items():
+        same = torch.equal(q.log_prob(values[name]), before[name])
+        assert same, f"the distribution of {name!r} moves with the guide"
     assert_raises(
         ValueError, lambda: guide.get_detached_distributions(["no.such"]), "an unknown site"
     )
     DictPrior({name: found[name] for name in program.names()})
-
-
-def _shares(tensor: Tensor, guide: AnyGuide) -> bool:
-    own = {p.untyped_storage().data_ptr() for p in guide.parameters()}
-    return tensor.untyped_storage().data_ptr() in own
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, torch.distributions.Distribution | torch.distributions.Transform):
-        children = [v for k, v in vars(value).items() if k != "_inv"]
-    elif isinstance(value, list | tuple):
-        children = list(value)
-    else:
-        return []
-    return [tensor for child in children for tensor in _tensors(child)]
