@@ -27,7 +27,6 @@ import common
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -37,40 +36,6 @@ FAMILIES = ["deterministic", "MC dropout", "mean field", "diag", "kron"]
 TOLERANCE = 5e-4  # two widths are as good within so many nats of validation cross-entropy
 ACCURACY = {"deterministic": 98.86, "MC dropout": 98.85, "mean field": 98.88}
 ACCURACY |= {"Laplace, diag": 98.85, "Laplace, kron": 98.80}
-LENGTHS = [0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2, 3, 5]
-SIZES = [12_500, 50_000, 200_000, 800_000, 3_200_000]
-PRECISIONS = [16, 64, 256, 1_024, 4_096, 16_384, 65_536]
-
-
-@settings
-class Settings(runner.Settings):
-    seeds: list[int] = which([0], "of everything")
-    families: list[str] = setting(FAMILIES, "of predictions", choices=FAMILIES)
-    within: list[float] = setting([TOLERANCE], "nats, in which the widest kron is chosen")
-    epochs: int = setting(25, "of the one net", published=250, smoke=2)
-    first_rate: float = setting(5e-2, "of its descent", published=1e-2)
-    last_rate: float = setting(5e-4, "of its descent", published=1e-2)
-    mean_field_epochs: int = setting(12, "of mean fields", published=250, smoke=2)
-    binarisations_for_the_curvature: int = setting(5, "of a point", published=1_000, smoke=2)
-    validation_images: int = setting(2_000, "to choose N and tau", published=10_000, smoke=100)
-    validation_draws: int = setting(20, "to choose N and tau", published=100, smoke=2)
-    test_images: int = setting(5_000, "of the table", published=10_000, smoke=100)
-    untargeted_images: int = setting(1_000, "to attack once", published=10_000, smoke=100)
-    untargeted_draws: int = setting(50, "in an attack", published=100, smoke=2)
-    targeted_images: int = setting(200, "to attack step by step", published=10_000, smoke=100)
-    targeted_draws: int = setting(20, "in a step", published=100, smoke=2)
-    training_images: int = setting(50_000, "at most 50,000", smoke=200)
-    hidden_units: int = setting(1_024, "of each layer", smoke=16)
-    draws: int = setting(100, "in predictions", smoke=3)
-    step_lengths: list[float] = setting(LENGTHS, "of the untargeted step, in ranges of a pixel")
-    targeted_step: float = setting(0.01, "its length, in ranges of a pixel")
-    targeted_steps: int = setting(50, "number of steps", smoke=2)
-    N: list[int] = setting(SIZES, "numbers of points, to choose from", smoke=[200, 800])
-    tau: list[int] = setting(PRECISIONS, "prior precisions, to choose from", smoke=[1, 64])
-
-    @property
-    def title(self):
-        return "" if self.within == [TOLERANCE] else "_widths"
 
 
 def averaged(net, x, draws):
@@ -249,7 +214,12 @@ def figure(record):
     return drawn
 
 
-cells, facts = runner.every(run, "seeds"), {"published accuracy %": ACCURACY}
 experiment = runner.Experiment(
-    "adversarial{0.title}", Settings, cells, ("seed",), table, figure, facts
+    "adversarial",
+    runner.every(run, seed="seeds"),
+    table,
+    figure,
+    facts={"published accuracy %": ACCURACY},
+    ending=lambda s: "" if s.within == [TOLERANCE] else "_widths",
+    choices={"families": FAMILIES},
 )

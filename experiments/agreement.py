@@ -29,7 +29,6 @@ import tables
 import torch
 from leaderboard_methods import METHODS, Case, Fitted, Method, Problem
 from pyro.infer.autoguide import AutoMultivariateNormal
-from runner import setting, settings, which
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -113,36 +112,6 @@ OWN = {
 ROWS = {"NUTS": Method(nuts), **METHODS, **OWN}
 for other in ("ML, temperature", "Laplace, kron"):  # needs validation data; is that with "glm"
     del ROWS[other]
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(SETS, "data sets", smoke=["digits", "yacht"], choices=SETS)
-    methods: list[str] = which([*ROWS], "rows", choices=[*ROWS])
-    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0])
-    hidden: int = setting(10, "tanh units, in regression", smoke=8)
-    digits_hidden: int = setting(13, "tanh units, of digits", smoke=3)
-    noise: float = setting(0.6, "of standardised targets")
-    samples: int = setting(800, "of each of four chains of NUTS", smoke=20)
-    samples_of_numbers: int = setting(6_000, "likewise, in regression", smoke=20)
-    warmup: int = setting(500, "transitions before", smoke=20)
-    depth: int = setting(7, "of NUTS' trees at most", smoke=3)
-    accept: float = setting(0.8, "acceptance of NUTS that is aimed at")
-    accept_of_numbers: float = setting(0.9, "likewise, in regression")
-    largest_r_hat: float = setting(1.01, "of the reference's outputs", smoke=100.0)
-    epochs: int = setting(400, "of a fit", smoke=8)
-    batch: int = setting(100, "points in a batch", smoke=20)
-    members: int = setting(5, "of ensembles, and chains", smoke=2)
-    draws: int = setting(100, "in predictions", smoke=4)
-    dropout: float = setting(0.1, "rate")
-    cycles: int = setting(4, "of SGHMC", smoke=1)
-    first_scale: float = setting(1e-2, "of guides")
-    first_hessian: float = setting(0.5, "of IVON")
-    scale_multiplier: int = setting(1, "of the learning rate of scales")
-    rank: int = setting(20, "of SWAG, at most a quarter of the epochs")
-    M: int = setting(4, "rows and columns of inducing weights", smoke=2)
-    warmup_steps: int = setting(2_000, "of MCLMC", smoke=20)
-    chain_steps: int = setting(2_000, "of MCLMC after it", smoke=40)
 
 
 def tanh_net(inputs, hidden, outputs, dropout=0.0):
@@ -264,5 +233,5 @@ def figure(record):
     return drawn
 
 
-by = ("data", "method", "seed")
-experiment = runner.Experiment("agreement", Settings, cells, by, table, figure)
+by, choices = ("data", "method", "seed"), {"methods": ROWS}
+experiment = runner.Experiment("agreement", cells, table, figure, by, choices=choices)

@@ -23,7 +23,6 @@ import resnet_ood
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -33,20 +32,6 @@ CHANGES = {"as they are": None, "changed": common.crops}
 FORMS = {"accuracy %": ".1f", "NLL": ".3f", "ECE %": ".1f", "entropy, right": ".2f"}
 FORMS |= {"entropy, wrong": ".2f", "AUROC": ".3f"}
 FORMS |= {f"training NLL, {kind}": ".2f" for kind in CHANGES} | {"diagonal's sum": ".3g"}
-SIZES = [156, 625, 2_500, 10_000, 40_000, 160_000, 640_000]
-
-
-@settings
-class Settings(resnet_ood.NetSettings):
-    training_images: int = setting(2_500, "number", smoke=40)
-    steps: int = setting(2_400, "of the net; the last third at a tenth", smoke=6)
-    structures: list[str] = which(["kron", "diag"], "of the curvature")
-    curvatures: list[str] = which([*CHANGES], "by images of this kind", choices=[*CHANGES])
-    passes: int = setting(4, "over the images, for a curvature", smoke=1)
-    validation_images: int = setting(500, "of those after the training images", smoke=20)
-    validation_draws: int = setting(8, "to choose N and tau", smoke=2)
-    N: list[int] = setting(SIZES, "to choose from", smoke=[40])
-    tau: list[int] = setting([1, 16, 256, 4_096], "to choose from", smoke=[16])
 
 
 def validation(s):
@@ -147,5 +132,4 @@ def figure(record):
     return drawn
 
 
-by = ("row", "seed")
-experiment = runner.Experiment("augmentation", Settings, cells, by, table, figure)
+experiment = runner.Experiment("augmentation", cells, table, figure, ("row", "seed"))

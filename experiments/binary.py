@@ -24,7 +24,6 @@ import common
 import runner
 import tables
 import torch
-from runner import how, setting, settings, which
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -48,34 +47,6 @@ FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "OOD entropy": ".2
 FORMATS |= {"OOD AUROC": ".3f", "weight entropy": ".3f", "training NLL": ".3f"}
 ENTROPIES = [round(i * math.log(10) / 20, 4) for i in range(21)]
 CONFIDENCES = [i / 20 for i in range(2, 20)] + [0.99]
-WIDTHS, TINY = {"cnn": [16, 32, 256], "mlp": [100, 100]}, {"cnn": [2, 3, 4], "mlp": [5, 4]}
-PAPER = WIDTHS | {"cnn": [64, 128, 2048]}
-
-
-def by_kind(ste, bernoulli):
-    return {"STE": ste, "Bernoulli": bernoulli}
-
-
-@settings
-class Settings(runner.Settings):
-    net: list[str] = which(["cnn", "mlp"], "the nets", choices=["cnn", "mlp"])
-    rows: list[str] = which(RUNS, "of the table; STE is the ensemble, too", choices=RUNS)
-    seeds: list[int] = which([0, 1], "of fits", published=[*range(8)], smoke=[0])
-    device: str = how("cpu", "where to compute")
-    training_images: int = setting(10_000, "number", published=60_000, smoke=60)
-    test_images: int = setting(2_000, "number, of either set", published=10_000, smoke=40)
-    widths: dict = setting(WIDTHS, "of layers", published=PAPER, smoke=TINY)
-    epochs_of_real_weights: int = setting(3, "of the net that others start from", published=20)
-    epochs: int = setting(7, "of all others", published=200, smoke=2)
-    batch: int = setting(50, "images in a batch", published=100, smoke=20)
-    rate: dict = setting(by_kind(0.1, 0.1), "of Adam")
-    decays: dict = setting(
-        by_kind([0.5, 0.75], [0.5, 0.75]),
-        "shares of the epochs after which the rate is a tenth",
-        published=by_kind([0.4, 0.8], [0.125, 0.625]),
-    )
-    draws: int = setting(8, "in predictions", smoke=2)
-    members: int = setting(8, "of an ensemble", smoke=2)
 
 
 def fully_connected(sizes):
@@ -273,5 +244,5 @@ def figure(record):
     return drawn
 
 
-by = ("net", "row", "seed")
-experiment = runner.Experiment("binary_mnist", Settings, cells, by, table, figure)
+by, how = ("net", "row", "seed"), {"name": "binary_mnist", "choices": {"rows": RUNS}}
+experiment = runner.Experiment("binary", cells, table, figure, by, **how)

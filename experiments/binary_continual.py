@@ -20,7 +20,6 @@ import common
 import runner
 import tables
 import torch
-from runner import how, setting, settings, which
 
 import tyxe
 
@@ -38,23 +37,6 @@ ROWS = {
 # From the accuracies on the tasks seen, in their order, to one number.
 PANELS = {"tasks seen, mean": statistics.fmean, "first task": itemgetter(0)}
 PANELS |= {"newest task": itemgetter(-1)}
-
-
-@settings
-class Settings(runner.Settings):
-    rows: list[str] = which([*ROWS], "of the table", choices=[*ROWS])
-    seeds: list[int] = which([0, 1], "of tasks and fits", published=[*range(8)], smoke=[0])
-    device: str = how("cpu", "where to compute")
-    tasks: int = setting(10, "number", smoke=3)
-    training_images: int = setting(8_000, "of a task", published=60_000, smoke=60)
-    test_images: int = setting(2_000, "of a task", published=10_000, smoke=40)
-    widths: list[int] = setting([100, 100], "of hidden layers", smoke=[5, 4])
-    epochs_of_real_weights: int = setting(3, "of the net that all start from", published=20)
-    epochs: int = setting(8, "of a task", published=200, smoke=2)
-    batch: int = setting(100, "images in a batch", smoke=20)
-    rate: float = setting(0.1, "of Adam", published=0.01)
-    decays: list[float] = setting([0.5], "shares of the epochs after which the rate is a tenth")
-    draws: int = setting(8, "in predictions", smoke=2)
 
 
 @cache
@@ -138,5 +120,6 @@ def figure(record):
     return drawn
 
 
-cells, by, facts = runner.every(run, "rows", "seeds"), ("row", "seed"), {"rows": ROWS}
-experiment = runner.Experiment("binary_continual", Settings, cells, by, table, figure, facts)
+cells, how = runner.every(run, row="rows", seed="seeds"), {"facts": {"rows": ROWS}}
+how |= {"choices": {"rows": ROWS}}
+experiment = runner.Experiment("binary_continual", cells, table, figure, **how)

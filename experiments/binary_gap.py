@@ -25,7 +25,6 @@ import common
 import runner
 import tables
 import torch
-from runner import how, setting, settings, which
 
 import tyxe
 from tyxe.poutine import local_reparameterization
@@ -50,24 +49,6 @@ FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "training NLL": ".
 FORMATS |= {"mode: NLL": ".3f", "mode: ECE %": ".2f", "many draws: NLL": ".3f", "sums: NLL": ".3f"}
 FORMATS |= {"weight entropy": ".3f"}
 TITLES = {"cnn": "Convolutional", "mlp": "Fully connected"}
-
-
-@settings
-class Settings(runner.Settings):
-    net: list[str] = which(["cnn", "mlp"], "the nets", choices=["cnn", "mlp"])
-    rows: list[str] = which([*ROWS], "of the table", choices=[*ROWS])
-    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0])
-    device: str = how("cpu", "where to compute")
-    training_images: int = setting(5_000, "number", smoke=60)
-    test_images: int = setting(2_000, "number", smoke=40)
-    widths: dict = setting({"cnn": [8, 16, 128], "mlp": [100, 100]}, "of layers", smoke=binary.TINY)
-    epochs_of_real_weights: int = setting(3, "of the net that others start from", smoke=1)
-    epochs: int = setting(7, "of all others, times what a row says", smoke=1)
-    batch: int = setting(50, "images in a batch", smoke=20)
-    decays: list[float] = setting(
-        [0.5, 0.75], "shares of the epochs after which the rate is a tenth"
-    )
-    draws: int = setting(8, "in predictions", smoke=2)
 
 
 def judged(s, predict):
@@ -120,5 +101,5 @@ def table(record):
     return "\n\n".join(blocks)
 
 
-cells, by = runner.every(run, "net", "rows", "seeds"), ("net", "row", "seed")
-experiment = runner.Experiment("binary_gap", Settings, cells, by, table)
+cells = runner.every(run, net="net", row="rows", seed="seeds")
+experiment = runner.Experiment("binary_gap", cells, table, choices={"rows": ROWS})

@@ -5,6 +5,7 @@ Data come from a local folder, TYXE_DATA if it is set, or are downloaded by torc
 
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -17,6 +18,7 @@ from pyro.infer.autoguide import AutoDelta
 from pyro.infer.mcmc import HMC
 from pyro.ops.stats import effective_sample_size
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import tyxe
 
@@ -214,6 +216,19 @@ def scheduled(module, rate, kind, *how):
     adam = torch.optim.Adam(module.parameters(), lr=rate)
     schedule = kind(adam, *how)
     return adam, lambda *_: schedule.step()
+
+
+def fit_by_cosine(bnn, loader, rate, epochs, last=0.0, handler=nullcontext, **how):
+    """Fit by Adam, whose rate falls as a cosine to a last one; return the BNN."""
+    adam, step = scheduled(bnn, rate, CosineAnnealingLR, epochs, last)
+    with handler():
+        bnn.fit(loader, adam, epochs, step, progress=False, **how)
+    return bnn
+
+
+def keep_members(bnn, members):
+    """Give a BNN of chains the members of an ensemble as its samples, one in each chain."""
+    bnn.samples.replace({name: value[:, None] for name, value in members.items()})
 
 
 def cut_at(*epochs):

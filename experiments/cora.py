@@ -26,7 +26,6 @@ import tables
 import torch
 from common import normal
 from pyro.infer.autoguide import AutoDelta
-from runner import setting, settings, which
 from torch import Tensor, nn
 
 import tyxe
@@ -39,10 +38,6 @@ PUBLISHED = {
     "mean field": {"NLL": (0.77, 0.02), "accuracy %": (78.02, 1.00), "ECE %": (10.22, 1.31)},
 }
 FORMATS = {"NLL": ".3f", "accuracy %": ".2f", "ECE %": ".2f", "test NLL": ".3f"}
-POINT = {"steps": 200, "rate": 1e-2, "cut every": 200, "draws": 0, "look every": 1}
-OFTEN = {"steps": 400, "rate": 0.1, "cut every": 100, "draws": 8, "look every": 1}
-SELDOM, SHORT = OFTEN | {"look every": 4}, {"steps": 4, "cut every": 4, "look every": 2}
-GRIDS = {"full": [0.1, 0.3, 1.0, 3.0, 10.0], "kron": [10.0, 30.0, 100.0, 300.0]}
 METHODS = {
     "ML": lambda *on: fit(*on, on[0].point, normal(hide_all=True))[0],
     "MAP": lambda *on: maximum_a_posteriori(*on)[0],
@@ -55,20 +50,6 @@ METHODS = {
     "Laplace, kron": lambda *on: laplace(*on, "kron"),
     "Laplace, kron, tuned": lambda *on: laplace(*on, "kron", is_tuned=True),
 }
-
-
-@settings
-class Settings(runner.Settings):
-    backend: list[str] = which(["torch"], "what passes messages", choices=["dgl", "pyg", "torch"])
-    methods: list[str] = which([*METHODS], "rows of the table", choices=[*METHODS])
-    seeds: list[int] = which([*range(5)], "of fits", smoke=[0])
-    hidden_units: int = setting(16, "number")
-    point: dict = setting(POINT, "of ML and MAP", smoke=POINT | SHORT)
-    mean_field: dict = setting(SELDOM, "of its fits", published=OFTEN, smoke=OFTEN | SHORT)
-    mini_batch: int = setting(35, "labelled nodes in a batch")
-    neighbours: list[int] = setting([10, 10], "drawn for a mini-batch, by layer")
-    Laplace_samples: int = setting(1_000, "in predictions", smoke=100)
-    tuned_precisions: dict = setting(GRIDS, "grids", smoke={"full": [1.0], "kron": [10.0]})
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,5 +345,5 @@ def table(record):
     return tables.score_table(rows, FORMATS, known, ("backend", "seeds"), errors=2)
 
 
-by, facts = ("backend", "method", "seed"), {"published": PUBLISHED}
-experiment = runner.Experiment("cora", Settings, cells, by, table, facts=facts)
+how = {"facts": {"published": PUBLISHED}, "choices": {"methods": METHODS}}
+experiment = runner.Experiment("cora", cells, table, by=("backend", "method", "seed"), **how)

@@ -24,10 +24,8 @@ import tables
 import torch
 import torch.nn.functional as F
 from inducing_images import blurred, flattened
-from runner import how, setting, settings, which
 
 METHODS = ["plain", "FFG-W", "FFG-U", "ensemble-U"]
-ROWS = ["deterministic", "ensemble", *METHODS[1:]]
 SCORES = {"accuracy %": ".1f", "NLL": ".2f", "ECE %": ".1f"}
 LEVELS = range(6)
 # [T], at levels 1, 3 and 5.
@@ -40,19 +38,11 @@ PAPER = {
 }
 
 
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which(METHODS, "plain is two rows", choices=METHODS)
-    seeds: list[int] = which([0, 1], "of fits", smoke=[0])
-    device: str = how("cpu", "where to compute")
-    images: int = setting(500, "of the test set, to corrupt", published=10_000, smoke=20)
-
-
 @cache
 def nets(s):
     """Return the settings of the nets and of their fits."""
     levels = ["published"] * s.published + ["smoke"] * s.smoke_test
-    return inducing_images.Settings.at(*levels, device=s.device)
+    return inducing_images.experiment.at(*levels, device=s.device)
 
 
 def noisy(x, sd):
@@ -168,6 +158,6 @@ def figure(record):
     return drawn
 
 
-cells = runner.every(run, "methods", "seeds")
-by, about = ("method", "seed"), {"default settings of the nets": nets(Settings.at()).recorded()}
-experiment = runner.Experiment("corruptions", Settings, cells, by, table, figure, about)
+cells, of_nets = runner.every(run, method="methods", seed="seeds"), inducing_images.experiment
+facts = {"default settings of the nets": of_nets.recorded(of_nets.at())}
+experiment = runner.Experiment("corruptions", cells, table, figure, facts=facts)

@@ -19,7 +19,7 @@ import runner
 import tables
 import torch
 import torch.distributed
-from runner import RANK, WORLD, setting, settings, which
+from runner import RANK, WORLD
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -29,18 +29,10 @@ import tyxe
 KINDS = ["VariationalBNN", "PytorchBNN"]
 
 
-@settings
-class Settings(runner.Settings):
-    draws: str = which("same", "of all processes or of each", choices=["same", "independent"])
-    seeds: list[int] = which([0], "of net and draws")
-    points: int = setting(1_536, "digits", smoke=256)
-    batch: int = setting(64, "digits, of all processes together")
-    epochs: int = setting(20, "number", smoke=2)
-
-    def __post_init__(self):
-        if self.batch > self.points or self.batch % WORLD:
-            message = f"expected at most --points {self.points}, and a number that {WORLD} divides"
-            raise ValueError(f"--batch is {self.batch}; {message}")
+def check(s):
+    if s.batch > s.points or s.batch % WORLD:
+        message = f"expected at most --points {s.points}, and a number that {WORLD} divides"
+        raise ValueError(f"--batch is {s.batch}; {message}")
 
 
 def run(s, seed):
@@ -126,4 +118,4 @@ def figure(record):
 
 
 by = ("processes", "seed")
-experiment = runner.Experiment("ddp", Settings, cells, by, table, figure)
+experiment = runner.Experiment("ddp", cells, table, figure, by, check=check)

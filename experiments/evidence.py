@@ -30,7 +30,6 @@ import tables
 import torch
 from leaderboard_data import UCI, problem, scores
 from leaderboard_methods import Case, Problem, cosine, maximum_a_posteriori
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -46,30 +45,6 @@ FORMS = {
     "precision": ".3g",
     "warned": ".1f",
 }
-EPOCHS = {"digits": 100, "fashion": 20, "cora": 200, "lora": 40, "lora_noisy": 40, "energy": 200}
-SMOKE = dict.fromkeys(DATA, 4)
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(DATA, "the sets", choices=DATA)
-    seeds: list[int] = which([0, 1, 2], "of data and fits", smoke=[0])
-    device: str = runner.how("cpu", "where to compute")
-    training_images: int = setting(5_000, "at most", smoke=60)
-    validation_images: int = setting(1_000, "at most", smoke=40)
-    test_images: int = setting(5_000, "at most", smoke=40)
-    regression_rows: int = setting(5_000, "at most", smoke=60)
-    sentences: int = setting(200, "to adapt to", smoke=40)
-    sentences_before: int = setting(4_000, "that the transformer is trained on", smoke=40)
-    epochs: dict = setting(EPOCHS, "of a net", smoke=SMOKE)
-    rate: float = setting(1e-2, "of Adam, which falls as a cosine")
-    batch: int = setting(100, "points in a batch", smoke=20)
-    width: int = setting(8, "channels of the CNN's first layer", smoke=2)
-    hidden_units: int = setting(50, "of each layer, in regression", smoke=4)
-    graph_units: int = setting(16, "of the graph net", smoke=3)
-    noise: float = setting(0.1, "of standardised numbers")
-    scale_multiplier: int = setting(1, "of the learning rate of scales")
-    draws: int = setting(100, "of the linearised net's outputs", smoke=4)
 
 
 class Sentences(nn.Module):
@@ -203,5 +178,5 @@ def table(record):
     return "\n\n".join(blocks)
 
 
-cells, by = runner.every(run, "data", "seeds"), ("data", "seed")
-experiment = runner.Experiment("evidence", Settings, cells, by, table)
+cells = runner.every(run, data="data", seed="seeds")
+experiment = runner.Experiment("evidence", cells, table, choices={"data": DATA})

@@ -23,7 +23,6 @@ import runner
 import tables
 import torch
 import variational_laplace_images as images
-from runner import setting, settings, which
 from torch.nn.functional import adaptive_avg_pool2d
 
 import tyxe
@@ -31,26 +30,6 @@ import tyxe
 COLOURS = {"VL": "tab:blue", "VI": "tab:orange", "VI8": "tab:green", "MAP": "black"}
 PARTICLES = {"VI8": 8}  # draws that a step averages
 PANELS = {"accuracy %": ("accuracy", 100), "test log-likelihood": ("NLL", -1)}
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(
-        ["fashion_mnist"], "sets of images", smoke=["digits"], choices=images.SETS
-    )
-    batch_sizes: list[int] = which([100], "of training", smoke=[16, 32])
-    methods: list[str] = which(["VL", "VI", "MAP"], "of training", choices=[*COLOURS])
-    sds: list[float] = which(
-        [0.003, 0.01, 0.02, 0.03, 0.05, 0.1], "standard deviations", smoke=[0.01, 0.1]
-    )
-    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0])
-    training_images: int = setting(2_000, "number", smoke=64)
-    test_images: int = setting(5_000, "number", smoke=32)
-    validation_images: int = setting(1_000, "number", smoke=32)
-    pixels: int = setting(14, "on a side", smoke=8)
-    steps: int = setting(1_200, "of Adam", smoke=16)
-    learning_rate: float = setting(5e-3, "of Adam")
-    beta: float = setting(0.1, "the KL's weight, and that of MAP's prior")
 
 
 @cache
@@ -183,4 +162,4 @@ def draw(ax, record, name, batch, what):
 
 
 by, name = ("set", "batch size", "method", "sd", "seed"), "fixed_variance_{0.steps}"
-experiment = runner.Experiment(name, Settings, cells, by, table, figure)
+experiment = runner.Experiment("fixed_variance", cells, table, figure, by, name=name)

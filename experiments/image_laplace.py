@@ -21,14 +21,12 @@ import common
 import runner
 import tables
 import torch
-from runner import how, setting, settings, which
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import tyxe
 
 TITLES = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "digits": "digits 0 to 7"}
-DATA = [*TITLES][:2]
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "OOD AUROC": ".3f"}
 # All at the same weights; and which of them each row takes, and how.
 DAMPED = {"structure": "kron", "options": tyxe.LaplaceOptions(damping=True)}
@@ -36,39 +34,6 @@ POSTERIORS = {name: {"structure": name} for name in ("kron", "diag")} | {"kron d
 ROWS = {"MAP": ("kron", "bnn"), "bnn": ("kron", "bnn"), "bnn damped": ("kron damped", "bnn")}
 ROWS |= {"glm kron": ("kron", "glm"), "glm diag": ("diag", "glm"), "gp": ("diag", "gp")}
 ROWS |= {f"glm {name} tuned": (f"{name} tuned", "glm") for name in ("kron", "diag")}
-FINE = [10 ** (-2 + i / 3) for i in range(16)]
-FACTORS = [1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0]
-FOUR = [0.1, 1.0, 10.0, 100.0]
-FIVE = [*FOUR, 1_000.0]
-
-
-def by_net(mlp, cnn):
-    return {"mlp": mlp, "cnn": cnn}
-
-
-WIDE = by_net([1024, 512, 256, 128], [64, 96, 128, 512, 256])
-NARROW = by_net([512, 256, 128, 64], [16, 24, 32, 128, 64])
-TINY, FEW = by_net([6, 5], [3, 4, 5, 6, 5]), by_net(300, 100)
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(DATA, "the sets", smoke=["digits"], choices=[*TITLES])
-    net: list[str] = which(["mlp", "cnn"], "the nets", choices=["mlp", "cnn"])
-    seeds: list[int] = which([0, 1], "of images and fits", published=[*range(5)], smoke=[0])
-    device: str = how("cpu", "where to compute")
-    training_images: int = setting(5_000, "number", published=50_000, smoke=60)
-    validation_images: int = setting(1_000, "number", published=10_000, smoke=40)
-    test_images: int = setting(2_000, "number, of either set", published=10_000, smoke=50)
-    epochs: int = setting(20, "at 1e-3 / (1 + epoch // 10)", published=500, smoke=2)
-    batch: int = setting(64, "images in a batch", published=512, smoke=32)
-    prior_precisions: list[float] = setting(FOUR, "of MAP", published=FINE, smoke=[1.0, 10.0])
-    draws: int = setting(30, "in predictions", published=100, smoke=3)
-    widths: dict = setting(NARROW, "of layers", published=WIDE, smoke=TINY)
-    gp_points: dict = setting(FEW, "M", published=by_net(3_200, 3_200), smoke=by_net(8, 8))
-    gp_factors: list[float] = setting(FOUR, "of its precision", published=FIVE, smoke=[1.0, 10.0])
-    gp_validation_images: int = setting(300, "to choose from those", published=10_000, smoke=20)
-    tuning_factors: list[float] = setting(FACTORS, "of tuned rows", smoke=[1.0, 10.0])
 
 
 def load(s, name, seed):
@@ -193,5 +158,5 @@ def table(record):
     return "\n\n".join(blocks)
 
 
-cells, by = runner.every(run, "data", "net", "seeds"), ("data", "net", "seed")
-experiment = runner.Experiment("image_laplace", Settings, cells, by, table)
+cells = runner.every(run, data="data", net="net", seed="seeds")
+experiment = runner.Experiment("image_laplace", cells, table)

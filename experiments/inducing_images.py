@@ -29,54 +29,14 @@ import runner
 import tables
 import torch
 import torch.nn.functional as F
-from runner import how, setting, settings, which
 from torch import nn
 
 import tyxe
 from tyxe import guides, metrics
 
-DATA = ["fashion_mnist", "cifar10", "digits"]
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f", "Brier": ".3f"}
 PRUNED = {"FFG-W": (guides.prune_, (0.1, 0.01)), "FFG-U": (guides.prune_inducing_, (0.5, 0.25))}
 ABLATED = {"M": "M", "lambda": "cap of lambda", "sigma": "cap of standard deviations of U"}
-PLAN, TINY = ["epochs", "rate", "decay at", "free", "annealed"], {"epochs": 2, "decay at": 1}
-
-
-def schedules(ours, paper, help):
-    ours, paper = (dict(zip(PLAN, plan, strict=True)) for plan in (ours, paper))
-    return setting(ours, help, published=paper, smoke=ours | TINY)
-
-
-@settings
-class Settings(runner.Settings):
-    data: str = how("fashion_mnist", "the set", choices=DATA, smoke="digits")
-    parts: list[str] = which(["table"], "what to run", choices=["table", "ablation"])
-    seeds: list[int] = which([0, 1, 2], "of fits; of the ablation one, published 5", smoke=[0])
-    device: str = how("cpu", "where to compute")
-    net: str = setting("16", "a width, or torchvision's", published="resnet50", smoke="2")
-    training_images: int = setting(3_000, "number", published=50_000, smoke=60)
-    test_images: int = setting(2_000, "number", published=10_000, smoke=40)
-    batch: int = setting(100, "images in a batch", smoke=30)
-    augmentation: bool = setting(False, "crops and flips", published=True, smoke=True)
-    members: int = setting(5, "of ensembles", smoke=2)
-    draws: int = setting(20, "in predictions", smoke=2)
-    scale_multiplier: int = setting(10, "of the learning rate of scales", published=1)
-    longer: int = setting(1, "times the epochs of all schedules that follow")
-    deterministic: dict = schedules((20, 1e-3, 15, 0, 0), (200, 3e-4, None, 0, 0), "of these nets")
-    weights: dict = schedules((30, 3e-3, 24, 10, 5), (200, 3e-4, None, 100, 50), "of FFG-W")
-    inducing: dict = schedules((40, 3e-3, 32, 10, 5), (300, 1e-3, 200, 100, 50), "of U")
-    pruned: dict = schedules((8, 1e-3, None, 0, 0), (50, 1e-4, None, 0, 0), "of what is pruned")
-    ablation: dict = schedules((30, 3e-3, 24, 10, 5), (100, 3e-4, None, 50, 40), "in the ablation")
-    max_scale: float = setting(0.1, "cap of standard deviations")
-    max_lambda: dict = setting({"diagonal": 0.03, "ensemble": 0.1}, "caps")
-    M: int = setting(16, "rows and columns of U", published=64, smoke=2)
-    ablation_M: list[int] = setting([2, 4, 8, 16], "", published=[16, 32, 64, 128], smoke=[1, 2])
-    ablation_lambda: list[float] = setting([0.0, 0.03, 0.1, 0.3], "caps", smoke=[0.0, 0.1])
-    ablation_sigma: list[float] = setting([0.0, 0.1, 0.3], "caps", smoke=[0.0, 0.1])
-
-    @property
-    def title(self):
-        return self.data + f"_{self.longer}_times" * (self.longer > 1)
 
 
 @cache
@@ -247,7 +207,7 @@ def cells(s, found):
     if "table" in s.parts:
         for seed, method in product(s.seeds, ("plain", "FFG-W", "FFG-U", "ensemble-U")):
             yield ("table", method, seed), partial(run, s, method, seed)
-    few, start = range(5) if s.published else s.seeds[:1], base(s.recorded())
+    few, start = range(5) if s.published else s.seeds[:1], base(experiment.recorded(s))
     for seed, name in product(few if "ablation" in s.parts else (), start):
         for other in {*getattr(s, f"ablation_{name}"), start[name]}:
             changed = start | {name: other}
@@ -297,5 +257,6 @@ def figure(record):
     return drawn
 
 
-by = ("part", "row", "seed")
-experiment = runner.Experiment("inducing_{0.title}", Settings, cells, by, table, figure)
+by, how = ("part", "row", "seed"), {"name": "inducing_{0.data}"}
+how["ending"] = lambda s: f"_{s.longer}_times" * (s.longer > 1)
+experiment = runner.Experiment("inducing_images", cells, table, figure, by, **how)

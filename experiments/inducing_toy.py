@@ -36,7 +36,6 @@ import torch.distributions as td
 import two_clusters
 from pyro.infer.autoguide import init_to_uniform
 from pyro.infer.mcmc import NUTS
-from runner import setting, settings, which
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
@@ -75,19 +74,6 @@ CHANGES = {
     "200 hidden units": Change(units=200),
     "prior N(0, 1 / inputs)": Change(prior=1.0),
 }
-
-
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which(METHODS, "the posteriors", choices=METHODS)
-    changes: list[str] = which([*CHANGES], "of one thing", published=[], choices=[*CHANGES])
-    seeds: list[int] = which([42], "of data and inference")
-    steps: int = setting(8_000, "of Adam", published=20_000, smoke=5)
-    draws: int = setting(32, "in a step")
-    rate: float = setting(1e-2, "of Adam", published=1e-3)
-    warmup: int = setting(150, "of NUTS", published=5_000, smoke=5)
-    samples: int = setting(150, "of NUTS", published=20_000, smoke=10)
-    depth: int = setting(8, "of its trees, at most", published=10, smoke=2)
 
 
 class AutoFullByLayer(tyxe.guides.Guide):
@@ -298,5 +284,5 @@ def figure(record):
     return found
 
 
-by = ("method", "seed")
-experiment = runner.Experiment("inducing_toy", Settings, cells, by, table, figure)
+by, choices = ("method", "seed"), {"methods": METHODS, "changes": CHANGES}
+experiment = runner.Experiment("inducing_toy", cells, table, figure, by, choices=choices)

@@ -27,7 +27,6 @@ import runner
 import tables
 import torch
 from common import normal
-from runner import setting, settings, which
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
@@ -36,41 +35,10 @@ from tyxe.linalg import BlockDiagonal, Dense
 from tyxe.plotting.axes import PALETTE
 
 GRID = torch.linspace(-6, 6, 241)[:, None]
-PRECISIONS = [0.1, 0.4, 0.7, 1.0, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8]
 PLANE = 5.0  # of the banana, `(-PLANE, PLANE)` in both directions
 DAMPED = {"structure": "kron", "options": tyxe.LaplaceOptions(damping=True)}
 HMC = {"step_size": 1e-2, "adapt_mass_matrix": False}
 PREDICTIVES = ["untuned, glm", "untuned, bnn", "tuned, bnn"]
-
-
-@settings
-class Settings(runner.Settings):
-    seeds: list[int] = which([42], "of data and inference")
-    epochs: int = setting(3_000, "of the fit", smoke=20)
-    draws: int = setting(1_000, "of the weights", smoke=8)
-
-
-@settings
-class WithHMC(Settings):
-    hmc_warmup: int = setting(300, "samples to adapt", smoke=5)
-    hmc_samples: int = setting(1_000, "samples kept", smoke=6)
-    hmc_trajectory: float = setting(1.0, "its length", smoke=0.01)
-
-
-@settings
-class Cubic(WithHMC):
-    without_hmc: bool = which(False, "leave HMC out")
-
-
-@settings
-class Banana(Settings):
-    prior_precisions: list[float] = setting(PRECISIONS, "of nets", smoke=PRECISIONS[:2])
-    hidden_layers: int = setting(2, "number")
-    side: int = setting(80, "points on a side of the maps", smoke=8)
-
-    @property
-    def title(self):
-        return "" if self.hidden_layers == 2 else f"_{self.hidden_layers}_layers"
 
 
 def recorded(**parts):
@@ -313,18 +281,23 @@ def table(record):
     return tables.score_table(rows, dict.fromkeys(columns, ".3f"))
 
 
-def of(kind, run, draw, title=""):
+def of(run, draw, **how):
     def figure(record):
         (seed,), cell = next(iter(record.cells.items()))  # the first run's
         pyro.set_rng_seed(int(seed))
         return draw(cell, int(seed))
 
-    cells, name = runner.every(run, "seeds"), f"laplace_{run.__name__}{title}"
-    return runner.Experiment(name, kind, cells, ("seed",), table, figure)
+    name, cells = run.__name__, runner.every(run, seed="seeds")
+    how |= {"name": f"laplace_{name}"}
+    return runner.Experiment(f"laplace_toys {name}", cells, table, figure, **how)
+
+
+def layers(s):
+    return "" if s.hidden_layers == 2 else f"_{s.hidden_layers}_layers"
 
 
 experiments = {
-    "cubic": of(Cubic, cubic, cubic_figure),
-    "step": of(WithHMC, step, step_figure),
-    "banana": of(Banana, banana, banana_figure, "{0.title}"),
+    "cubic": of(cubic, cubic_figure),
+    "step": of(step, step_figure),
+    "banana": of(banana, banana_figure, ending=layers),
 }

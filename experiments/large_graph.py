@@ -27,7 +27,6 @@ import tables
 import torch
 from common import normal
 from cora import GCN, Edges, GraphData, NeighborLoader, backend, import_dgl
-from runner import setting, settings, which
 
 import tyxe
 from tyxe.poutine import local_reparameterization, selective_mask
@@ -46,31 +45,10 @@ FORMATS |= {"seconds an epoch": ".2f", "peak MB": ".0f"}
 MEMORY = Path("/proc/self")
 
 
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which([*METHODS], "rows of the table", choices=[*METHODS])
-    ways: list[str] = which(WAYS, "of going through the nodes", choices=WAYS)
-    seeds: list[int] = which([0], "of graph, net and draws")
-    backend: list[str] = which(["pyg"], "what passes messages", choices=["dgl", "pyg", "torch"])
-    nodes: int = setting(100_000, "of the graph", smoke=600)
-    classes: int = setting(10, "blocks of the same size")
-    inside: float = setting(8.0, "expected neighbours of the same class")
-    outside: float = setting(8.0, "expected neighbours of other classes")
-    features: int = setting(64, "of a node")
-    noise: float = setting(4.0, "standard deviation of features about those of the class")
-    labelled: int = setting(10_000, "nodes to train, and as many to test", smoke=200)
-    hidden_units: int = setting(64, "number", smoke=8)
-    batch: int = setting(500, "labelled nodes in a batch", smoke=50)
-    neighbours: list[int] = setting([10, 10], "drawn, by layer")
-    epochs: int = setting(20, "over sampled batches", smoke=2)
-    steps: int = setting(5, "of the whole graph, an epoch each", smoke=3)
-    rate: float = setting(1e-2, "of Adam")
-    draws: int = setting(16, "in predictions", smoke=2)
-
-    def __post_init__(self):
-        if 2 * self.labelled > self.nodes:
-            needed = f"expected at least {2 * self.labelled}, to train and to test"
-            raise ValueError(f"--nodes is {self.nodes}; {needed}")
+def check(s):
+    if 2 * s.labelled > s.nodes:
+        needed = f"expected at least {2 * s.labelled}, to train and to test"
+        raise ValueError(f"--nodes is {s.nodes}; {needed}")
 
 
 def block_model(s, seed):
@@ -218,5 +196,5 @@ def table(record):
     return tables.score_table(found, FORMATS, None, ("batches", "backend", "seeds"))
 
 
-by = ("method", "way", "backend", "seed")
-experiment = runner.Experiment("large_graph", Settings, cells, by, table)
+by, how = ("method", "way", "backend", "seed"), {"choices": {"methods": METHODS}}
+experiment = runner.Experiment("large_graph", cells, table, by=by, check=check, **how)

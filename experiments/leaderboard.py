@@ -29,24 +29,15 @@ import pyro
 import runner
 import tables
 import torch
-from leaderboard_data import IMAGES, UCI, problem, scores, validated
+from leaderboard_data import UCI, problem, scores, validated
 from leaderboard_methods import METHODS, Case
 from matplotlib.ticker import LogLocator, NullLocator
 from resnet import now
-from runner import how, setting, settings, which, words
+from runner import words
 
 FORMS = {"NLL": ".3f", "error %": ".1f", "RMSE": ".3f", "ECE %": ".1f", "interval error %": ".1f"}
 FORMS |= {"OOD AUROC": ".3f"}
 COSTS = {"training": "train s", "prediction": "predict s", "memory": "bytes"}
-GRIDS = {
-    "Adam's rate": [3e-3, 1e-2, 3e-2],
-    "SGD's rate": [0.03, 0.1, 0.3],
-    "SGHMC's rate": [0.01, 0.03, 0.1],
-    "IVON's rate": [0.03, 0.1, 0.3],
-    "prior's precision": [1.0, 10.0, 100.0],
-}
-EPOCHS = {"digits": 100, "fashion": 20, "cifar10": 24, "cora": 200, "yacht": 500, "energy": 200}
-EPOCHS |= {"concrete": 200, "airfoil": 150, "bikesharing": 50, "protein": 50}
 LEADING = ["ML", "ML, temperature", "MAP", "MC dropout", "ensemble", "last layer", "SWAG", "IVON"]
 LEADING += ["mean field, local reparam.", "Laplace, last layer", "Multi-SWAG"]
 # What is not run, by data set: the rows, and why.
@@ -55,42 +46,6 @@ NOT_RUN = {name: {"MCLMC ensemble": WHOLE} for name in ("fashion", "bikesharing"
 CHOSEN = "the noise that every row chooses on validation data is its temperature"
 NOT_RUN |= {name: NOT_RUN.get(name, {}) | {"ML, temperature": CHOSEN} for name in UCI}
 NOT_RUN["cifar10"] = dict.fromkeys({*METHODS} - {*LEADING}, "not among the leading rows")
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(
-        ["digits", "fashion", "cora", *UCI], "the sets", choices=[*IMAGES, "cora", *UCI]
-    )
-    methods: list[str] = which(
-        [*METHODS], "the rows, and those that they start at", choices=[*METHODS]
-    )
-    seeds: list[int] = which([0, 1, 2], "of data and fits", smoke=[0])
-    device: str = how("cpu", "where to compute")
-    chosen_on: int = setting(0, "the seed by which settings are chosen")
-    grids: dict = setting(GRIDS, "of knobs", smoke={k: v[:1] for k, v in GRIDS.items()})
-    temperatures: list[float] = setting([0.1, 1.0, 0.01], "knobs by the first", smoke=[0.1])
-    training_images: int = setting(5_000, "at most", smoke=60)
-    validation_images: int = setting(1_000, "at most", smoke=40)
-    test_images: int = setting(5_000, "of either set, at most", smoke=40)
-    regression_rows: int = setting(5_000, "at most", smoke=60)
-    epochs: dict = setting(EPOCHS, "of a net", smoke=dict.fromkeys(EPOCHS, 8) | {"cora": 16})
-    batch: int = setting(100, "points in a batch", smoke=20)
-    width: int = setting(16, "channels of the CNN's first layer", smoke=2)
-    resnet_width: int = setting(16, "channels of ResNet-18's first stage", published=64, smoke=2)
-    hidden_units: int = setting(50, "of each layer, in regression", smoke=4)
-    graph_units: int = setting(16, "of the graph net", smoke=3)
-    dropout: float = setting(0.1, "rate")
-    members: int = setting(5, "of ensembles, and chains", smoke=2)
-    draws: int = setting(20, "in predictions, samples of all chains", smoke=2)
-    cycles: int = setting(4, "of SGHMC", smoke=1)
-    first_scale: float = setting(1e-3, "of guides")
-    first_hessian: float = setting(0.5, "of IVON")
-    scale_multiplier: int = setting(10, "of the learning rate of scales")
-    rank: int = setting(20, "of SWAG, at most a quarter of the epochs")
-    M: int = setting(16, "rows and columns of inducing weights", smoke=2)
-    warmup_steps: int = setting(1_000, "of MCLMC", smoke=20)
-    chain_steps: int = setting(200, "of MCLMC after it", smoke=20)
 
 
 def chosen(found, name, method):
@@ -393,6 +348,5 @@ def figure(record):
     return {f"_{cost}": drawn(record, cost) for cost in ("training", "prediction")}
 
 
-experiment = runner.Experiment(
-    "leaderboard", Settings, cells, ("data", "method", "seed"), table, figure
-)
+by, choices = ("data", "method", "seed"), {"methods": METHODS}
+experiment = runner.Experiment("leaderboard", cells, table, figure, by, choices=choices)

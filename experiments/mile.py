@@ -20,38 +20,12 @@ import common
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import tyxe
 from tyxe.samplers import MCLMC, NUTS, warm_start
 
 METHODS = ["MAP", "deep ensemble", "MILE", "mean field", "Laplace", "NUTS"]
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(
-        ["airfoil", "concrete", "energy"],
-        "the sets",
-        choices=["airfoil", "concrete", "energy", "yacht", "bikesharing", "protein"],
-    )
-    methods: list[str] = which(METHODS, "the rows", choices=METHODS)
-    splits: list[int] = which([1, 2, 3], "their seeds", smoke=[1])
-    hidden_units: int = setting(16, "of each layer", smoke=3)
-    members: int = setting(12, "of the ensemble, as many chains", smoke=2)
-    epochs: int = setting(500, "of a member at most", smoke=3)
-    patience: int = setting(10, "epochs without a lower validation loss")
-    rate: float = setting(1e-3, "of AdamW, and its weight decay")
-    warmup_steps: int = setting(50_000, "of MILE", smoke=1_000)
-    steps: int = setting(10_000, "of MILE after it", smoke=40)
-    thinning: int = setting(10, "of these")
-    nuts_warmup_steps: int = setting(100, "of NUTS", smoke=10)
-    nuts_samples: int = setting(200, "of NUTS, of each chain", published=1_000, smoke=4)
-    nuts_depth: int = setting(10, "of its trees at most", smoke=3)
-    descent_steps: int = setting(5_000, "full batches for MAP and mean field, each", smoke=20)
-    draws: int = setting(1_000, "of mean field and Laplace", smoke=4)
 
 
 class LogScale(nn.Module):
@@ -110,7 +84,7 @@ def chains(s, method, starts, pair):
         count, how = s.nuts_samples, {"warmup_steps": s.nuts_warmup_steps}
     bnn = sampled(s, pair, kernel)
     if method == "deep ensemble":
-        bnn.samples.replace({name: value[:, None] for name, value in starts.items()})
+        common.keep_members(bnn, starts)
         return bnn, {}
     run = bnn.fit([pair], count, num_chains=s.members, init=starts, progress=False, **how)
     told = {"potential": run.potentials, **run.statistics}
@@ -126,11 +100,8 @@ def descended(s, method, pair):
 
     def fitted(guide):
         bnn = tyxe.VariationalBNN(net, common.normal(), likelihood, guide)
-        schedule = CosineAnnealingLR, s.descent_steps, 1e-5
-        adam, step = common.scheduled(bnn, 1e-2, *schedule)
-        with tyxe.poutine.local_reparameterization():
-            bnn.fit([pair], adam, s.descent_steps, step, progress=False)
-        return bnn
+        how = 1e-2, s.descent_steps, 1e-5, tyxe.poutine.local_reparameterization
+        return common.fit_by_cosine(bnn, [pair], *how)
 
     bnn = fitted(common.point(net))
     if method == "mean field":
@@ -182,4 +153,5 @@ def table(record):
     return tables.score_table(found, forms, count=("method", "splits"))
 
 
-experiment = runner.Experiment("mile", Settings, cells, ("data", "method", "split"), table)
+by, choices = ("data", "method", "split"), {"methods": METHODS}
+experiment = runner.Experiment("mile", cells, table, by=by, choices=choices)

@@ -19,7 +19,6 @@ import mile
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -27,19 +26,6 @@ import tyxe
 PUBLISHED = {"TabPFN v2": (-0.934, 0.136), "bde": (-0.913, 0.1215)}
 PUBLISHED |= {"gradient-boosted trees": (-0.18, 0.20), "deep ensemble": (0.18, 0.37)}
 METHODS = ["deep ensemble", "MILE", "bde"]
-
-
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which(METHODS, "the rows; bde has to be installed", choices=METHODS)
-    splits: list[int] = which([1, 2, 3], "their seeds", smoke=[1])
-    hidden_units: int = setting(16, "of each of four layers", smoke=3)
-    members: int = setting(10, "of the ensemble, as many chains", smoke=2)
-    epochs: int = setting(1_200, "of a member at most", smoke=3)
-    patience: int = setting(20, "epochs without a lower validation loss")
-    warmup_steps: int = setting(50_000, "of the chains", smoke=1_000)
-    steps: int = setting(1_000, "of the chains after it", smoke=40)
-    thinning: int = setting(10, "of these")
 
 
 def ours(s, method, seed, pair, x):
@@ -54,7 +40,7 @@ def ours(s, method, seed, pair, x):
         how = {"warmup_steps": s.warmup_steps, "thinning": s.thinning, "progress": False}
         bnn.fit([pair], s.steps // s.thinning, num_chains=s.members, init=members, **how)
     else:
-        bnn.samples.replace({name: value[:, None] for name, value in members.items()})
+        common.keep_members(bnn, members)
     count = len(next(iter(bnn.get_samples().values())))
     outputs = bnn.predict(x, num_predictions=count, aggregate=False)
     return torch.cat([outputs[..., :1], nn.functional.softplus(outputs[..., 1:])], -1)
@@ -113,4 +99,4 @@ def table(record):
 
 facts = {"reported by bde": PUBLISHED}
 by = ("method", "split")
-experiment = runner.Experiment("mile_beside_bde", Settings, cells, by, table, facts=facts)
+experiment = runner.Experiment("mile_beside_bde", cells, table, by=by, facts=facts)

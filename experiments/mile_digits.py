@@ -16,29 +16,12 @@ import runner
 import tables
 import torch
 from mile import METHODS, trained
-from runner import setting, settings, which
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import tyxe
 
 ROWS = [name for name in METHODS if name != "NUTS"]
 FORMATS = {"accuracy %": ".1f", "NLL": ".3f", "ECE %": ".1f", "OOD AUROC": ".3f", "seconds": ".0f"}
-
-
-@settings
-class Settings(runner.Settings):
-    seeds: list[int] = which([0, 1, 2], "of digits and fits", smoke=[0])
-    images: int = setting(360, "to train", smoke=40)
-    members: int = setting(8, "of the ensemble, as many chains", smoke=2)
-    epochs: int = setting(500, "of a member at most", smoke=2)
-    patience: int = setting(10, "epochs without a lower validation loss")
-    rate: float = setting(1e-3, "of AdamW, and its weight decay")
-    warmup_steps: int = setting(5_000, "of MILE", published=50_000, smoke=20)
-    steps: int = setting(1_000, "of MILE after it", published=10_000, smoke=20)
-    thinning: int = setting(10, "of these")
-    descent_steps: int = setting(2_000, "full batches for MAP and mean field, each", smoke=10)
-    draws: int = setting(100, "of mean field and Laplace", smoke=4)
 
 
 def make_net():
@@ -62,7 +45,7 @@ def ensembles(s, pair):
     bnn = tyxe.MCMC_BNN(make_net(), common.normal(), likelihood, tyxe.samplers.MCLMC())
     how = {"num_epochs": s.epochs, "patience": s.patience}
     members, seconds = trained(bnn, pair, s.members, s.rate, s.rate, **how)
-    bnn.samples.replace({name: value[:, None] for name, value in members.items()})
+    common.keep_members(bnn, members)
     yield "deep ensemble", bnn, s.members, seconds
     start, kept = time.process_time(), s.steps // s.thinning
     how = {"warmup_steps": s.warmup_steps, "thinning": s.thinning, "progress": False}
@@ -77,10 +60,8 @@ def gaussians(s, pair):
     def fitted(guide):
         start = time.process_time()
         bnn = tyxe.VariationalBNN(net, common.normal(), likelihood, guide)
-        adam, step = common.scheduled(bnn, 1e-2, CosineAnnealingLR, s.descent_steps, 1e-5)
-        with tyxe.poutine.local_reparameterization():
-            bnn.fit([pair], adam, s.descent_steps, step, progress=False)
-        return bnn, time.process_time() - start
+        how = 1e-2, s.descent_steps, 1e-5, tyxe.poutine.local_reparameterization
+        return common.fit_by_cosine(bnn, [pair], *how), time.process_time() - start
 
     bnn, before = fitted(common.point(net))
     yield "MAP", bnn, 1, before
@@ -107,5 +88,4 @@ def run(s, seed):
 
 
 table = tables.of(FORMATS)
-cells = runner.every(run, "seeds")
-experiment = runner.Experiment("mile_digits", Settings, cells, ("seed",), table)
+experiment = runner.Experiment("mile_digits", runner.every(run, seed="seeds"), table)

@@ -16,7 +16,6 @@ import tables
 import torch
 from pyro import distributions as dist
 from pyro.infer.autoguide import AutoMultivariateNormal
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -25,19 +24,6 @@ from tyxe import poutine, samplers
 MODELS = ["linear", "logistic"]
 STRUCTURES = {f"Laplace, {name}": name for name in ("full", "kron", "diag")}
 METHODS = ["NUTS", "MCLMC", "full-covariance VI", "mean field", "variational Laplace", *STRUCTURES]
-
-
-@settings
-class Settings(runner.Settings):
-    models: list[str] = which(MODELS, "with exact posteriors", choices=MODELS)
-    methods: list[str] = which(METHODS, "of inference", choices=METHODS)
-    seeds: list[int] = which([0], "of fits")
-    epochs: int = setting(3_000, "of a fit by Adam, whose rate falls as a cosine", smoke=5)
-    rate: float = setting(3e-2, "of Adam")
-    particles: int = setting(8, "draws of a step")
-    samples: int = setting(2_500, "of each of four chains", smoke=8)
-    warmup: int = setting(1_000, "transitions before", smoke=8)
-    draws: int = setting(20_000, "of guides, for their moments", smoke=100)
 
 
 def problem(model):
@@ -80,21 +66,12 @@ def fitted(s, model, method):
         is_full = method == "full-covariance VI"
         guide = AutoMultivariateNormal if is_full else tyxe.guides.AutoNormal
         bnn = tyxe.VariationalBNN(*parts, partial(guide, init_scale=0.1))
-    optimizer = torch.optim.Adam(bnn.parameters(), s.rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs)
-    how = {"progress": False}
+    how = {}
     if method in ("full-covariance VI", "mean field"):
         how["num_particles"] = s.particles
-
-    def step(*_):
-        schedule.step()
-
     if method == "variational Laplace":
-        with poutine.variational_laplace():
-            bnn.fit([(x, y)], optimizer, s.epochs, step, **how)
-    else:
-        bnn.fit([(x, y)], optimizer, s.epochs, step, **how)
-    return bnn
+        how["handler"] = poutine.variational_laplace
+    return common.fit_by_cosine(bnn, [(x, y)], s.rate, s.epochs, **how)
 
 
 def run(s, model, method, seed):
@@ -123,5 +100,5 @@ def table(record):
     return tables.markdown(["", *columns], lines)
 
 
-cells, by = runner.every(run, "models", "methods", "seeds"), ("model", "method", "seed")
-experiment = runner.Experiment("moments", Settings, cells, by, table)
+cells = runner.every(run, model="models", method="methods", seed="seeds")
+experiment = runner.Experiment("moments", cells, table, choices={"methods": METHODS})

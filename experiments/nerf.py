@@ -50,7 +50,6 @@ from nerf_scores import (
     uncertainty,
 )
 from rendering import RENDERERS, load
-from runner import how, setting, settings, which
 from torch import nn
 
 import tyxe
@@ -58,41 +57,17 @@ import tyxe
 # [T 5.3.2]: error on held-out views; whether of colours or of silhouettes as well is not said.
 PUBLISHED = {"deterministic": 9.4e-3, "Bayesian": 8.1e-3}
 FORMATS = {"colour": ".5f", "colour + silhouette": ".5f", "PSNR": ".2f"}
-COW, OVER = "cow/cow_views_equator.npz", "cow/cow_views.npz"
 GAPS = {"quarter": 1 / 4, "half": 1 / 2}
 LONGER = "deterministic, twice as long"
 LEVEL = "deterministic, level directions"
 METHODS = ["deterministic", LONGER, LEVEL, "Bayesian", "ensemble"]
 
 
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which(METHODS, "which; the deterministic net is always", choices=METHODS)
-    seeds: list[int] = which([0], "of net and draws")
-    kl_factors: list[float] = which([1.0], "times its weight; pictures are of the first")
-    device: str = how("cpu", "where to compute", choices=["cpu", "cuda"])
-    gap: str = setting("quarter", "what of the turn is held out", choices=[*GAPS])
-    harmonics: int = setting(10, "frequencies", published=60, smoke=4)
-    width: int = setting(64, "of the net", published=256, smoke=8)
-    steps: int = setting(8_000, "of Adam, of each net", published=20_000, smoke=8)
-    rate: float = setting(3e-3, "of Adam", published=1e-3)
-    views: int = setting(6, "in a step")
-    rays: int = setting(60, "through each of these", published=750, smoke=10)
-    depths: int = setting(40, "on a ray", published=128, smoke=6)
-    near: float = setting(1.65, "the first depth", published=0.1)
-    far: float = setting(3.75, "the last depth", published=3.0)
-    first_sd: float = setting(1e-2, "standard deviations at the start")
-    draws: int = setting(16, "in predictions", published=8, smoke=2)
-    members: int = setting(3, "nets of the ensemble")
-    renderer: str = setting("torch", "what makes images", choices=[*RENDERERS])
-    data: str = setting(COW, "an archive of views")
-    over: str = setting(OVER, "one from other heights, of which every third is tested, or none")
-
-    def __post_init__(self):
-        if (least := min(self.kl_factors)) <= 0:
-            raise ValueError(f"--kl-factors has {least:g}; expected positive numbers")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda, but torch finds no GPU")
+def check(s):
+    if (least := min(s.kl_factors)) <= 0:
+        raise ValueError(f"--kl-factors has {least:g}; expected positive numbers")
+    if s.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch finds no GPU")
 
 
 def embedded(x, count):
@@ -334,7 +309,7 @@ def figure(record):
         sys.exit(f"there is no {missing[0]}, which has the pictures: run without --figure")
     given = record.content["settings"]
     data = {name: given[name] for name in ("data", "over", "gap")}
-    views, parts, _ = problem(Settings(**data))
+    views, parts, _ = problem(experiment.at(**data))
     pictures = {name: torch.load(file, "cpu", weights_only=True) for name, file in files.items()}
     around = ~parts.get("over and under", torch.zeros(len(views), dtype=torch.bool))
     count = int(around.sum())
@@ -363,5 +338,6 @@ def curves(own, shown):
     return found | {"_uncertainty": nerf_figures.reliabilities(scores, losses)}
 
 
-by, facts = ("method", "seed"), {"published error on held-out views": PUBLISHED}
-experiment = runner.Experiment("nerf_{0.gap}", Settings, cells, by, table, figure, facts)
+how = {"facts": {"published error on held-out views": PUBLISHED}, "name": "nerf_{0.gap}"}
+how |= {"choices": {"methods": METHODS}, "check": check}
+experiment = runner.Experiment("nerf", cells, table, figure, ("method", "seed"), **how)

@@ -18,7 +18,6 @@ import runner
 import sequence_data
 import tables
 import torch
-from runner import setting, settings, which
 from torch.nn.functional import cross_entropy
 
 import tyxe
@@ -36,19 +35,6 @@ CHANGES = {
 }
 FORMS = {"newest": ".1f", "its training": ".1f", "earlier, before": ".1f", "earlier": ".1f"}
 FORMS["rise of their NLL"] = ".2f"
-
-
-@settings
-class Settings(runner.Settings):
-    seeds: list[int] = which([0], "of tasks and fits")
-    units: list[int] = which([100], "in each hidden layer", smoke=[10])
-    tasks: int = setting(31, "number, with the newest", smoke=3)
-    images: int = setting(10_000, "of a task, to train", smoke=60)
-    test_images: int = setting(2_000, "of a task", smoke=20)
-    epochs: int = setting(10, "of a task", smoke=3)
-    batch: int = setting(250, "images in a batch")
-    rate: float = setting(1e-2, "of Adam")
-    strength: float = setting(3.0, "lambda")
 
 
 def fit(s, bnn, pair, longer=1, slower=1, kind=None, count=1):
@@ -105,5 +91,5 @@ def run(s, units, seed):
     return {"rows": {f"{units} units, {name}": row for name, row in rows.items()}}
 
 
-cells = runner.every(run, "units", "seeds")
-experiment = runner.Experiment("next_task", Settings, cells, ("units", "seed"), tables.of(FORMS))
+cells = runner.every(run, units="units", seed="seeds")
+experiment = runner.Experiment("next_task", cells, tables.of(FORMS))

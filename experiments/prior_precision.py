@@ -20,7 +20,6 @@ import image_laplace
 import runner
 import tables
 import torch
-from runner import how, setting, settings, which
 
 import tyxe
 
@@ -29,28 +28,6 @@ ROWS = {name: image_laplace.ROWS[name] for name in ("MAP", "bnn", "bnn damped", 
 COLOURS = ["black", "tab:red", "tab:orange", "tab:blue"]
 TITLES = image_laplace.TITLES
 BINS = 30
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(
-        ["fashion_mnist"], "the known images", smoke=["digits"], choices=[*TITLES]
-    )
-    net: list[str] = which(["cnn"], "the classifiers", choices=["mlp", "cnn"])
-    prior_precisions: list[float] = which(
-        image_laplace.FIVE, "of nets", published=image_laplace.FINE, smoke=[1.0, 10.0]
-    )
-    seeds: list[int] = which([0, 1], "of images and nets", smoke=[0])
-    device: str = how("cpu", "where to compute")
-    training_images: int = setting(5_000, "number", published=50_000, smoke=60)
-    validation_images: int = setting(1_000, "number", published=10_000, smoke=40)
-    test_images: int = setting(2_000, "number, of either set", published=10_000, smoke=50)
-    epochs: int = setting(20, "at 1e-3 / (1 + epoch // 10)", published=500, smoke=2)
-    batch: int = setting(64, "images in a batch", published=512, smoke=32)
-    draws: int = setting(30, "in predictions", published=100, smoke=3)
-    widths: dict = setting(
-        image_laplace.NARROW, "of layers", published=image_laplace.WIDE, smoke=image_laplace.TINY
-    )
 
 
 def run(s, name, kind, precision, seed):
@@ -166,6 +143,6 @@ def histograms(record, name, kind):
     return drawn
 
 
-cells = runner.every(run, "data", "net", "prior_precisions", "seeds")
-by = ("data", "net", "prior precision", "seed")
-experiment = runner.Experiment("prior_precision", Settings, cells, by, table, figure)
+names = {"data": "data", "net": "net", "prior_precision": "prior_precisions", "seed": "seeds"}
+cells = runner.every(run, **names)
+experiment = runner.Experiment("prior_precision", cells, table, figure)

@@ -30,7 +30,6 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import cache, partial
-from pathlib import Path
 
 import common
 import runner
@@ -38,7 +37,6 @@ import tables
 import torch
 from common import normal
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal
-from runner import how, setting, settings, which
 from torch import nn
 
 import tyxe
@@ -70,57 +68,30 @@ PAPER = {
 }
 
 
-CAPS = {"mean-field": 0.05, "mean-field-sd-only": 0.03}
+def check(s):
+    try:
+        torch.zeros(0, device=s.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {s.device}: {str(error).splitlines()[0]}") from None
 
 
-def both(ours, paper, help):
-    return setting(ours, help, published=paper, smoke=paper)
+def is_low_precision(s):
+    return s.amp == "on" or (s.amp == "gpu" and s.device.startswith("cuda"))
 
 
-@settings
-class Settings(runner.Settings):
-    inference: list[str] = which([*STARTS], "of those above", choices=[*STARTS])
-    seeds: list[int] = which([0], "of fits")
-    device: str = how("cpu", "where to compute")
-    amp: str = how("gpu", "bfloat16 and channels-last", choices=["on", "off", "gpu"])
-    stop_after: int | None = how(None, "leave so many epochs from here")
-    checkpoints: Path | None = how(None, "their folder, in --out if it is not given")
-    stem: str = both("strided", "cifar", "3x3, strided by 2 or not, or imagenet's, 7x7")
-    width: int = setting(16, "channels of the first stage", published=64, smoke=2)
-    training_images: int | None = setting(None, "number")
-    epochs: int = setting(48, "of what starts at random", published=300, smoke=3)
-    batch: int = setting(100, "images in a batch", smoke=20)
-    rate: float = setting(1e-3, "of Adam")
-    beta: dict = both({"variational-laplace": 0.02}, {"variational-laplace": 0.1}, "of the KL")
-    scale_multiplier: int = both(10, 1, "of the learning rate of scales")
-    max_scale: dict = both(CAPS, dict.fromkeys(CAPS, 0.1), "of standard deviations")
-    draws: int = setting(32, "in predictions", smoke=2)
-    rank: int = setting(10, "of low rank", smoke=2)
-    M: int = setting(16, "rows and columns of inducing weights", published=64, smoke=2)
-    max_lambda: float = setting(0.03, "of inducing weights")
-    max_scale_of_U: float = setting(0.1, "of inducing weights")
-
-    def __post_init__(self):
-        try:
-            torch.zeros(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"--device {self.device}: {str(error).splitlines()[0]}") from None
-
-    def low_precision(self):
-        return self.amp == "on" or (self.amp == "gpu" and self.device.startswith("cuda"))
-
-    def of(self, name):
-        """Return what an inference depends on: its schedule, and the settings that it reads."""
-        found = {k: value for k, value in self.recorded().items() if name in OWN.get(k, [name])}
-        cut = round(self.epochs * 2 / 3)
-        found |= {"epochs": cut if STARTS[name] else self.epochs, "cut": cut}
-        found["beta"] = self.beta.get(name, 1.0)
-        if name in self.max_scale:
-            found["max scale"] = self.max_scale[name]
-        if name == "inducing":
-            parts = zip(ANNEALED, (3, 6), strict=True)
-            found |= {f"epochs {kind} KL": self.epochs // part for kind, part in parts}
-        return found
+def settings_of(s, name):
+    """Return what an inference depends on: its schedule, and the settings that it reads."""
+    read = experiment.recorded(s).items()
+    found = {key: value for key, value in read if name in OWN.get(key, [name])}
+    cut = round(s.epochs * 2 / 3)
+    found |= {"epochs": cut if STARTS[name] else s.epochs, "cut": cut}
+    found["beta"] = s.beta.get(name, 1.0)
+    if name in s.max_scale:
+        found["max scale"] = s.max_scale[name]
+    if name == "inducing":
+        parts = zip(ANNEALED, (3, 6), strict=True)
+        found |= {f"epochs {kind} KL": s.epochs // part for kind, part in parts}
+    return found
 
 
 @cache
@@ -239,7 +210,7 @@ def fit(s, bnn, handler, batches, settings, path):
         how = {"lr_multipliers": {"scale": settings.get("scale multiplier", 1)}}
         how["beta"] = lambda epoch: settings["beta"] * growing(epoch)
         kind = torch.device(s.device).type
-        with handler(), torch.autocast(kind, torch.bfloat16, enabled=s.low_precision()):
+        with handler(), torch.autocast(kind, torch.bfloat16, enabled=is_low_precision(s)):
             bnn.fit(batches, adam, last - first, save, **how)
     if len(found["losses"]) < last:
         sys.exit(f"{path.stem}: stopped after {len(found['losses'])} of {last} epochs")
@@ -249,7 +220,7 @@ def fit(s, bnn, handler, batches, settings, path):
 def fitted(s, name, seed):
     """Return the BNN of an inference, fitted or from its checkpoint, its handler, what it took."""
     torch.manual_seed(seed)
-    net = make_net(s.width, s.stem, s.device, s.low_precision())
+    net = make_net(s.width, s.stem, s.device, is_low_precision(s))
     if STARTS[name] is not None:
         net = fitted(s, STARTS[name], seed)[0].to_module()
     torch.manual_seed(seed)
@@ -263,7 +234,7 @@ def fitted(s, name, seed):
     file = f"resnet{'_published' if s.published else ''}_{name}_{seed}.pt"
     path = (s.checkpoints or s.out / "checkpoints") / file
     batches = common.Batches(*train, s.batch, common.crops)
-    return bnn, handler, fit(s, bnn, handler, batches, s.of(name), path)
+    return bnn, handler, fit(s, bnn, handler, batches, settings_of(s, name), path)
 
 
 def scores(s, bnn, seed, how):
@@ -286,7 +257,7 @@ def run(s, name, seed):
     start = now(s)
     with (nullcontext if is_point else handler)():
         cell = scores(s, bnn, seed, how)
-    cell |= {**found, "predict s": now(s) - start, "settings": s.of(name)}
+    cell |= {**found, "predict s": now(s) - start, "settings": settings_of(s, name)}
     if name.startswith("mean-field"):  # as one draw for all images, too
         cell["weights drawn"] = scores(s, bnn, seed, how)
     return cell
@@ -327,5 +298,5 @@ def figure(record):
     return drawn
 
 
-cells, by = runner.every(run, "inference", "seeds"), ("inference", "seed")
-experiment = runner.Experiment("resnet", Settings, cells, by, table, figure)
+cells, choices = runner.every(run, inference="inference", seed="seeds"), {"inference": STARTS}
+experiment = runner.Experiment("resnet", cells, table, figure, choices=choices, check=check)

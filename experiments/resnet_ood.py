@@ -37,7 +37,6 @@ import runner
 import tables
 import torch
 import torch.nn.functional as F
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -58,30 +57,6 @@ SCORES = {"accuracy %": ".1f", "NLL": ".3f", "ECE %": ".1f"}
 PARTS = dict.fromkeys(("AUROC, right", "AUROC, wrong"), ".3f")
 PARTS |= {f"confidence, {name}": ".3f" for name in ("right", "wrong", "SVHN")}
 PARTS |= {"training NLL": ".3f", "at cap": ".2f"}
-
-
-@settings
-class NetSettings(runner.Settings):
-    """Of the net and the data."""
-
-    width: int = setting(8, "channels of the first stage", published=64, smoke=2)
-    stem: str = setting("strided", "3x3, strided by 2 or not", published="cifar")
-    training_images: int = setting(10_000, "number", published=50_000, smoke=40)
-    test_images: int = setting(1_000, "number", published=10_000, smoke=30)
-    batch: int = setting(100, "images in a batch", smoke=20)
-    steps: int = setting(1_200, "of the net; the last third at a tenth", published=150_000, smoke=6)
-    rate: float = setting(1e-3, "of Adam")
-    draws: int = setting(16, "in predictions", published=32, smoke=2)
-    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0])
-
-
-@settings
-class Settings(NetSettings):
-    setups: list[str] = which([*SETUPS], "of those above", choices=[*SETUPS])
-    rows: list[str] = which(ROWS, "of the table", choices=ROWS)
-    other_images: int = setting(500, "number, of each kind", published=5_000, smoke=20)
-    mean_field_steps: int = setting(800, "of mean field", published=100_000, smoke=4)
-    scale_multiplier: int = setting(10, "of the learning rate of scales", published=1)
 
 
 def coloured(x, size):
@@ -257,5 +232,6 @@ def table(record):
     return "\n\n".join(blocks)
 
 
-cells, by = runner.every(run, "setups", "rows", "seeds"), ("setup", "row", "seed")
-experiment = runner.Experiment("resnet_ood", Settings, cells, by, table)
+cells = runner.every(run, setup="setups", row="rows", seed="seeds")
+choices = {"setups": SETUPS, "rows": ROWS}
+experiment = runner.Experiment("resnet_ood", cells, table, choices=choices)

@@ -39,9 +39,13 @@ def catalogue():
 
 def owner(experiments, name):
     """Return the words of the one experiment that has records of this name."""
-    patterns = {words: re.sub(r"\{.*?\}", "[a-z0-9_]*", e.name) for words, e in experiments.items()}
-    # `laplace_step` is no `laplace_{...}`: the whole name comes first.
-    own = [words for words, e in experiments.items() if e.name == name.removesuffix("_published")]
+    names = {words: e.name or words for words, e in experiments.items()}
+    patterns = {
+        w: re.sub(r"\{.*?\}", "[a-z0-9_]*", n) + "[a-z0-9_]*" * bool(experiments[w].ending)
+        for w, n in names.items()
+    }
+    # `laplace_step` is no `laplace_...`: the whole name comes first.
+    own = [words for words, n in names.items() if n == name.removesuffix("_published")]
     own = own or [w for w, p in patterns.items() if re.fullmatch(f"{p}(_published)?", name)]
     (words,) = own
     return words
@@ -87,7 +91,7 @@ def main(arguments):
     if (word,) not in experiments:
         words = ", ".join(word for (word,) in experiments)
         sys.exit(f"expected one of {words} after {name}, and then its options, or --help")
-    return experiments[word,].main(options, word)
+    return experiments[word,].main(options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What all experiments share: settings, the command line, cells that resume, JSON, tables.
 
-A file of this folder has a dataclass of settings, each with its help and its values in the paper
-and in a smoke test; a function that yields *cells*, pairs of a key (a method and a seed, say) and
-of what computes it; and functions from the record, the JSON file, to a table and to a figure:
+`settings.json` has the settings of every experiment: of each one its value, the paper's and that of
+a smoke test where they are others, and its help. A file of this folder has what is its own: a
+function that yields *cells*, pairs of a key (a method and a seed, say) and of what computes it; and
+functions from the record, the JSON file, to a table and to a figure:
 
-    experiment = Experiment("uci", Settings, cells, ("data", "column", "split"), table)
+    experiment = Experiment("uci", cells, table, by=("data", "column", "split"))
 
 Its command is `python experiments/run.py uci`, which calls `main`. That runs the cells that the
 record lacks and writes it after each, so that a run that was stopped goes on where it was; a record
@@ -13,10 +14,10 @@ of other settings is refused. The table (Markdown) and the figure are written ne
 """
 
 import argparse
+import copy
 import dataclasses
 import datetime
 import importlib.util
-import inspect
 import io
 import json
 import os
@@ -30,7 +31,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any
 
 import pyro
 import torch
@@ -39,69 +41,63 @@ import tyxe
 
 Key = tuple[str, ...]
 Cells = dict[Key, dict[str, Any]]
+# The kinds of settings: recorded, and the same for all cells of a record; which cells are run; and
+# what changes no number.
+KINDS = ("is", "which", "how")
+# Where a value does not tell its type: null, whole numbers, and an empty list.
+TYPES = {"str": str, "int": int, "float": float, "path": Path}
+SETTINGS = json.loads(Path(__file__).with_name("settings.json").read_text())
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def setting(default, help, *, published=..., smoke=..., choices=None, kind="setting"):
-    """Return a field of settings, which is an option of the command, too.
+class Settings(SimpleNamespace):
+    """The settings of a run, attributes by name, and its command.
 
-    Args:
-        default: the value on a CPU.
-        help: what it is.
-        published: the paper's value, for `--published`, if it is another.
-        smoke: that of `--smoke-test`, if it is another.
-        choices: what the option may be.
-        kind: a "setting" is recorded, and the same for all cells of a record; "which" says which
-            cells are run; "how" changes no number.
+    Compared by identity, so that they can be arguments of cached functions.
     """
-    facts = {"help": help, "published": published, "smoke": smoke, "choices": choices, "kind": kind}
-    return dataclasses.field(default_factory=lambda: default, metadata=facts)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
-which, how = partial(setting, kind="which"), partial(setting, kind="how")
-# The decorator of their classes: compared by identity, they can be arguments of cached functions.
-settings = partial(dataclasses.dataclass, frozen=True, eq=False)
+def facts_of(command: str) -> dict[str, dict[str, Any]]:
+    """Return what settings.json says of each setting of an experiment, by name."""
+    found = {} if command == "all" else dict(SETTINGS["all"])
+    for name, facts in SETTINGS[command].items():
+        if (other := name.removeprefix("as in ")) != name:
+            found |= {name: facts_of(other)[name] for name in facts}
+        else:
+            found[name] = facts
+    return found
 
 
-@settings
-class Settings:
-    """What every experiment has; `__post_init__` of a subclass may raise a ValueError."""
-
-    out: Path = how(Path("results"), "folder of record, table, figure", smoke=Path("results/smoke"))
-    published: bool = how(False, "take the paper's settings, named below")
-    smoke_test: bool = how(False, "a run of seconds, without a result")
-    table: bool = how(False, "only write the table of what --out has")
-    figure: bool = how(False, "only draw the figure of what --out has")
-    threads: int = how(1, "of torch")
-
-    @classmethod
-    def at(cls, *levels: str, **given: Any) -> "Settings":
-        """Return the settings of levels, `published` or `smoke`, and what is given besides."""
-        values = {}
-        for field in dataclasses.fields(cls):
-            known = [field.default_factory(), *(field.metadata[level] for level in levels)]
-            values[field.name] = next(value for value in reversed(known) if value is not ...)
-        return cls(**(values | given))
-
-    def recorded(self) -> dict[str, Any]:
-        """Return what a record holds of them, by name."""
-        recorded = [f.name for f in dataclasses.fields(self) if f.metadata["kind"] == "setting"]
-        return {name.replace("_", " "): getattr(self, name) for name in recorded}
+def default_of(facts: dict[str, Any]) -> Any:
+    return next(facts[kind] for kind in KINDS if kind in facts)
 
 
-def _option(field: dataclasses.Field) -> dict[str, Any]:
-    default, facts = field.default_factory(), field.metadata
+def value_at(facts: dict[str, Any], levels: Iterable[str]) -> Any:
+    """Return the value of a setting at levels; of dictionaries a level may name some keys alone."""
+    value = copy.deepcopy(default_of(facts))
+    for level in levels:
+        if level in facts:
+            other = copy.deepcopy(facts[level])
+            value = value | other if isinstance(value, dict) else other
+    return Path(value) if facts.get("type") == "path" and value is not None else value
+
+
+def option(facts: dict[str, Any]) -> dict[str, Any]:
+    default = default_of(facts)
     told = {"default": argparse.SUPPRESS, "help": facts["help"].replace("%", "%%")}
     if default is False:
         return told | {"action": "store_true"}
-    paper = facts["published"]
     said = [f"default: {words(default)}"] if default != [] else []
-    said += [] if paper is ... else [f"published: {words(paper)}"]
+    said += [f"published: {words(facts['published'])}"] if "published" in facts else []
     told["help"] += f" ({'; '.join(said)})" if said else ""
     if isinstance(default, list):
         told["nargs"] = "+"
-    kind = next((k for k in get_args(field.type) if k is not type(None)), field.type)
-    return told | {"type": json.loads if kind is dict else kind, "choices": facts["choices"]}
+    first = default[0] if isinstance(default, list) and default else default
+    kind = TYPES.get(facts.get("type"), json.loads if isinstance(first, dict) else type(first))
+    return told | {"type": kind, "choices": facts.get("choices")}
 
 
 def words(value: Any) -> str:
@@ -176,20 +172,22 @@ def environment(script: str, arguments: list[str]) -> dict[str, Any]:
     }
 
 
-def every(run: Callable[..., dict[str, Any]], *names: str):
-    """Return `cells` of an experiment: `run(s, *values)` for all values of fields of settings.
+def every(run: Callable[..., dict[str, Any]], **names: str):
+    """Return `cells` of an experiment: `run(s, *values)` for all values of some settings.
 
-    The last name is the outermost loop: the seeds, which are set before.
+    Names of settings are given by what they are called in keys: `every(run, seed="seeds")`. The
+    last one is the outermost loop: the seeds, which are set before.
     """
 
     def seeded(*how: Any) -> dict[str, Any]:
         pyro.set_rng_seed(how[-1])
         return run(*how)
 
-    def cells(s: Settings, found: Cells):
-        for values in product(*(getattr(s, name) for name in reversed(names))):
+    def cells(s: Any, found: Cells):
+        for values in product(*(getattr(s, name) for name in reversed(names.values()))):
             yield values[::-1], partial(seeded, s, *values[::-1])
 
+    cells.by = tuple(name.replace("_", " ") for name in names)
     return cells
 
 
@@ -198,77 +196,111 @@ class Experiment:
     """What `main` runs.
 
     Attributes:
-        name: of its files, with fields of settings: `laplace_{0.data}`.
-        settings: a subclass of `Settings`; the docstring of its file is what `--help` says.
+        command: the words of its command, by which settings.json has its settings: the name of its
+            file, whose docstring is what `--help` says, and a word where that has several.
         cells: `cells(s, found)` yields pairs of a key and of a function that returns the cell. A
             list in a key stands for as many cells, which the function returns by name.
-        by: what the parts of a key are.
         table: from the record to Markdown, or to several pages by the ending of their names.
         figure: from the record to a figure, or likewise to several.
+        by: what the parts of a key are, which `every` knows of its own cells.
         facts: what the file is to hold besides, such as published numbers.
+        name: of its files, if not the command's, with fields of settings: `laplace_{0.data}`.
+        ending: from settings to what the name has besides.
+        choices: what options may be, by their names; "all" in settings.json are all of them.
+        check: raises a ValueError for settings that do not go together.
     """
 
-    name: str
-    settings: type[Settings]
+    command: str
     cells: Callable[[Any, Cells], Iterable[tuple[tuple, Callable[[], dict]]]]
-    by: Key
     table: Callable[[Record], Any]
     figure: Callable[[Record], Any] = lambda record: {}
+    by: Key = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    ending: Callable[[Any], str] | None = None
+    choices: dict[str, Iterable[str]] = dataclasses.field(default_factory=dict)
+    check: Callable[[Any], None] = lambda s: None
 
-    def main(self, arguments: list[str] | None = None, *before: str) -> Record:
-        """Do what the command line says, after the words before it; return the record."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by", self.by or self.cells.by)
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return what is known of each setting, by name, with what it may be."""
+        found = {}
+        for name, facts in facts_of(self.command).items():
+            if name in self.choices:
+                all_of_them = [*self.choices[name]]
+                facts = {k: all_of_them if v == "all" else v for k, v in facts.items()}
+                facts["choices"] = all_of_them
+            elif isinstance(own := default_of(facts), list) and own and type(own[0]) is str:
+                facts = {"choices": own} | facts
+            found[name] = facts
+        return found
+
+    def at(self, *levels: str, **given: Any) -> Settings:
+        """Return the settings of levels, `published` or `smoke`, and what is given besides."""
+        known = {n.replace(" ", "_"): value_at(f, levels) for n, f in self.settings().items()}
+        s = Settings(command=self.command, **(known | given))
+        self.check(s)
+        return s
+
+    def recorded(self, s: Settings) -> dict[str, Any]:
+        """Return what a record holds of settings, by name."""
+        names = [name for name, facts in self.settings().items() if "is" in facts]
+        return {name: getattr(s, name.replace(" ", "_")) for name in names}
+
+    def main(self, arguments: list[str]) -> Record:
+        """Do what the command line says; return the record."""
         for library in ("matplotlib", "sklearn"):
             if importlib.util.find_spec(library) is None:
                 sys.exit(f'{library} is not installed: pip install -e ".[examples]"')
-        arguments = sys.argv[1:] if arguments is None else arguments
-        script = " ".join([Path(inspect.getfile(self.settings)).stem, *before])
-        s, error = self.parse(script, arguments)
+        s, error = self.parse(arguments)
         torch.set_num_threads(s.threads)
         record = self.record(s).read()
         if not (s.table or s.figure):
-            self.run(s, record, environment(script, arguments))
+            self.run(s, record, environment(self.command, arguments))
         elif not record.content:
             error(f"there is no {record.path}; run without --table and --figure first")
         if RANK == 0:
             self.report(record, s.table, s.figure)
         return record
 
-    def parse(self, script: str, arguments: list[str]) -> tuple[Any, Callable[[str], Any]]:
+    def parse(self, arguments: list[str]) -> tuple[Settings, Callable[[str], Any]]:
         """Return the settings of a command line, and what leaves with a message."""
         how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        about = sys.modules[self.settings.__module__].__doc__
-        parser = argparse.ArgumentParser(script, description=about, **how)
-        for field in dataclasses.fields(self.settings):
-            parser.add_argument(f"--{field.name.replace('_', '-')}", **_option(field))
+        about = getattr(sys.modules.get(self.command.split()[0]), "__doc__", None)
+        parser = argparse.ArgumentParser(self.command, description=about, **how)
+        for name, facts in self.settings().items():
+            parser.add_argument(f"--{name.replace(' ', '-')}", **option(facts))
         given = vars(parser.parse_args(arguments))
         for name, value in given.items():
             if type(value) is int and value < 1:
-                option = f"--{name.replace('_', '-')}"
-                parser.error(f"{option} is {value}; expected a positive number")
+                option_of = f"--{name.replace('_', '-')}"
+                parser.error(f"{option_of} is {value}; expected a positive number")
         levels = [name for name in ("published", "smoke_test") if given.get(name)]
         try:
-            s = self.settings.at(*(level.removesuffix("_test") for level in levels), **given)
+            s = self.at(*(level.removesuffix("_test") for level in levels), **given)
         except ValueError as error:
             parser.error(str(error))
         return s, parser.error
 
     def record(self, s: Settings) -> Record:
-        name = self.name.format(s) + "_published" * s.published
+        ending = self.ending(s) if self.ending else ""
+        name = (self.name or self.command).format(s) + ending + "_published" * s.published
         return Record(s.out / f"{name}.json", self.by)
 
     def run(self, s: Settings, record: Record, about: dict[str, Any]) -> None:
         """Run the cells that the record lacks, and write it after each."""
-        before, now = record.content.get("settings"), json.loads(json.dumps(s.recorded()))
+        before, now = record.content.get("settings"), json.loads(json.dumps(self.recorded(s)))
         if before not in (None, now):
             names = sorted(name for name in before | now if before.get(name) != now.get(name))
             sys.exit(
                 f"{record.path} has results of other settings ({', '.join(names)}): give this run "
                 "an --out of its own, or delete the file"
             )
-        published = self.settings.at("published").recorded()
-        about |= {"settings": s.recorded()} | self.facts
-        if published != self.settings.at().recorded():
+        published = self.recorded(self.at("published"))
+        about |= {"settings": self.recorded(s)} | self.facts
+        if published != self.recorded(self.at()):
             about["published settings"] = published
         for key, function in self.cells(s, record.cells):
             parts = [list(map(words, p)) if isinstance(p, list) else [words(p)] for p in key]

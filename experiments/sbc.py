@@ -15,12 +15,11 @@ functions. No paper has this table.
 
 from functools import partial
 
-import pyro.distributions as dist
+import common
 import runner
 import tables
 import torch
 from pyro.infer.autoguide import AutoMultivariateNormal
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -37,19 +36,6 @@ METHODS = [*CHAINS, "full-covariance VI", "mean field", "variational Laplace", *
 NOISE = 0.2
 
 
-@settings
-class Settings(runner.Settings):
-    problems: list[str] = which([*POINTS], "nets", choices=[*POINTS])
-    methods: list[str] = which(METHODS, "of inference", choices=METHODS)
-    seeds: list[int] = which([0], "of as many simulations each, which are pooled")
-    simulations: int = setting(50, "of a seed", smoke=2)
-    draws: int = setting(49, "of each posterior", smoke=7)
-    epochs: int = setting(800, "of a fit, whose rate falls as a cosine", smoke=5)
-    rate: float = setting(2e-2, "of Adam")
-    samples: int = setting(50, "of each of four chains", smoke=8)
-    warmup: int = setting(100, "transitions before", smoke=8)
-
-
 def inputs(problem):
     if problem == "regression":
         return torch.linspace(-1, 1, POINTS[problem])[:, None]
@@ -59,12 +45,12 @@ def inputs(problem):
 def make(problem, method, s):
     """Return the BNN of a method."""
     if problem == "regression":
-        net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1))
+        net = common.mlp(1, 10, 1, act=nn.Tanh)
         likelihood = tyxe.likelihoods.HomoskedasticGaussian(POINTS[problem], scale=NOISE)
     else:
-        net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+        net = common.mlp(2, 8, 3, act=nn.Tanh)
         likelihood = tyxe.likelihoods.Categorical(POINTS[problem])
-    parts = net, tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood
+    parts = net, common.normal(), likelihood
     if method in LAPLACE:
         return tyxe.LaplaceBNN(*parts, structure=LAPLACE[method][0])
     kernels = {
@@ -85,23 +71,12 @@ def fit(method, s, bnn, data):
         length = {"warmup_steps": s.warmup * thin, "num_chains": 4, "thinning": thin}
         bnn.fit(data, s.samples, progress=False, **length)
         return
-    adam = partial(torch.optim.Adam, lr=s.rate)
     handlers = {
         "mean field": poutine.local_reparameterization,
         "variational Laplace": poutine.variational_laplace,
     }
-    optimizer = adam(bnn.parameters())
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs)
-    step = partial(_step, schedule)
-    if method in handlers:
-        with handlers[method]():
-            bnn.fit(data, optimizer, s.epochs, step, progress=False)
-    else:
-        bnn.fit(data, optimizer, s.epochs, step, progress=False)
-
-
-def _step(schedule, *_):
-    schedule.step()
+    how = {"handler": handlers[method]} if method in handlers else {}
+    common.fit_by_cosine(bnn, data, s.rate, s.epochs, **how)
 
 
 def first(problem, row, outputs, targets):
@@ -186,5 +161,5 @@ def figure(record):
     return drawn
 
 
-cells, by = runner.every(run, "problems", "methods", "seeds"), ("problem", "method", "seed")
-experiment = runner.Experiment("sbc", Settings, cells, by, table, figure)
+cells = runner.every(run, problem="problems", method="methods", seed="seeds")
+experiment = runner.Experiment("sbc", cells, table, figure, choices={"methods": METHODS})

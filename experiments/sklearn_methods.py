@@ -11,7 +11,6 @@ import math
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from sklearn import datasets
 from sklearn.model_selection import KFold, StratifiedKFold
 
@@ -27,15 +26,6 @@ ROWS = {  # the method and the scale of its priors
         for scale in (1, 2)
     },
 }
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which([*NUMBERS, *CLASSES], "sets", choices=[*NUMBERS, *CLASSES])
-    rows: list[str] = which([*ROWS], "methods, with the scale of their priors", choices=[*ROWS])
-    seeds: list[int] = which([0, 1], "of folds and fits", smoke=[0])
-    folds: int = setting(3, "of cross-validation", smoke=2)
-    epochs: int = setting(300, "of a fit", smoke=80)
 
 
 def load(name):
@@ -78,5 +68,6 @@ def table(record):
     return tables.score_table(rows, dict.fromkeys([*NUMBERS, *CLASSES], ".2f"))
 
 
-cells, by = runner.every(run, "data", "rows", "seeds"), ("data", "row", "seed")
-experiment = runner.Experiment("sklearn_methods", Settings, cells, by, table)
+cells = runner.every(run, data="data", row="rows", seed="seeds")
+choices = {"data": [*NUMBERS, *CLASSES], "rows": ROWS}
+experiment = runner.Experiment("sklearn_methods", cells, table, choices=choices)

@@ -23,31 +23,11 @@ import split_mnist
 import tables
 import torch
 from resnet_ood import coloured
-from runner import setting, settings, which
 from task_sequences import by_label, finish, over_tasks, with_error
 from torch import nn
 
 import tyxe
 from tyxe import continual
-
-METHODS = ["VCL", "VCL 0.1", "ML"]
-
-
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which(METHODS, "to run", choices=METHODS)
-    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0])
-    channels: int = setting(16, "of the first two convolutions", published=32, smoke=2)
-    units: int = setting(256, "in the dense layer", published=512, smoke=8)
-    epochs: int = setting(30, "of a task", published=60, smoke=1)
-    batch: int = setting(50, "images in a batch", published=250)
-    rate: float = setting(1e-3, "of Adam")
-    scale_multiplier: int = setting(10, "of the learning rate of scales", published=1)
-    first_scale: float = setting(1e-4, "standard deviations at the start")
-    draws: int = setting(8, "in predictions")
-    images: int | None = setting(5_000, "of CIFAR-10, to train", published=None, smoke=40)
-    later_images: int = setting(250, "of a class of a later task", published=600, smoke=10)
-    test_images: int | None = setting(1_000, "of CIFAR-10", published=None, smoke=20)
 
 
 def later_sets():
@@ -125,5 +105,5 @@ def table(record):
     return tables.markdown(["method", "", "runs", *names, "mean", "forgetting"], lines)
 
 
-cells, by = runner.every(run, "methods", "seeds"), ("method", "seed")
-experiment = runner.Experiment("split_cifar", Settings, cells, by, table, over_tasks)
+cells = runner.every(run, method="methods", seed="seeds")
+experiment = runner.Experiment("split_cifar", cells, table, over_tasks)

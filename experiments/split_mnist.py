@@ -22,7 +22,6 @@ import common
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from task_sequences import by_label, finish, with_error
 from torch import nn
 
@@ -32,21 +31,6 @@ from tyxe.continual.coresets import CORESETS
 
 METHODS = ["VCL", "ML", "VCL fast scales", "VCL random", "VCL k-center"]
 MOVES = {"updates": ".0f", "means moved": ".2f", "of their norm": ".2f", "median scale": ".3f"}
-
-
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which(METHODS[:2], "to run", choices=METHODS)
-    epochs: int = which(120, "of a task", published=600, smoke=2)
-    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0])
-    hidden_units: int = setting(200, "number", smoke=8)
-    batch: int = setting(250, "images in a batch")
-    rate: float = setting(1e-3, "of Adam")
-    first_scale: float = setting(1e-4, "standard deviations at the start")
-    draws: int = setting(8, "in predictions")
-    coreset: int = setting(40, "images of a task", smoke=6)
-    coreset_epochs: int = setting(120, "of a fit to them", smoke=2)
-    images: int | None = setting(None, "of a task", smoke=40)
 
 
 def tasks(count=None):
@@ -200,5 +184,4 @@ def figure(record):
     return drawn
 
 
-by = ("method", "seed")
-experiment = runner.Experiment("split_mnist", Settings, cells, by, table, figure)
+experiment = runner.Experiment("split_mnist", cells, table, figure, ("method", "seed"))

@@ -36,7 +36,6 @@ import common
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from sequence_data import AtOnce, disjoint, permuted, vision
 
 import tyxe
@@ -52,46 +51,8 @@ ONLINE = LAPLACE | {"kron": ("kron", "average"), "kron sum": SUM, "approximate":
 FLAT = 0.1  # the share of images whose labels are of all classes alike, in that curvature
 # Predictions by the mean of the weights.
 MODE = {"num_predictions": 0, "predictive": "bnn", "reduction": "mean", "batch_size": 1_000}
+ONLINE_RUN = "task_sequences online"
 LAMBDAS = [1.0, 10.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 1e6]
-
-
-@settings
-class Settings(runner.Settings):
-    methods: list[str] = which([], "to run (default: all that have strengths)")
-    strengths: list[float] = which([], "in place of those of each method")
-    seeds: list[int] = which([0], "of tasks and fits")
-    batch: int = setting(250, "images in a batch")
-    prior_scale: float = setting(1.0, "of all weights before the first task")
-
-
-@settings
-class Permuted(Settings):
-    tasks: int = setting(10, "number", published=50, smoke=2)
-    images: int | None = setting(10_000, "of a task, to train", published=50_000, smoke=60)
-    test_images: int | None = setting(2_000, "of a task", published=None, smoke=20)
-    epochs: int = setting(10, "of a task", published=20, smoke=1)
-
-
-@settings
-class Online(Permuted):
-    decay: float = which(0.0, "by which rates of later tasks fall")
-    units: int = which(100, "in each hidden layer")
-    rate: float = setting(1e-2, "of Adam")
-
-
-@settings
-class Disjoint(Settings):
-    images: int | None = setting(None, "of a task, to train", smoke=60)
-    epochs: int = setting(9, "of a task", published=24, smoke=1)
-
-
-@settings
-class Vision(Settings):
-    batch: int = setting(50, "images in a batch")
-    rate: float = setting(0.03, "of the first task")
-    images: int | None = setting(2_000, "of a task, to train", published=None, smoke=60)
-    test_images: int | None = setting(1_000, "of a task", published=None, smoke=60)
-    epochs: int = setting(9, "of a task", published=20, smoke=1)
 
 
 class Sequence(NamedTuple):
@@ -112,9 +73,9 @@ class Sequence(NamedTuple):
 def optimizer(s, sequence, parameters, method, strength, number):
     """Return the optimiser of a task, and the epochs after which its rate falls."""
     third = -(-s.epochs // 3)
-    if isinstance(s, Online):
+    if s.command == ONLINE_RUN:
         return torch.optim.Adam(parameters, lr=s.rate / (1 + s.decay * number)), third
-    if isinstance(s, Permuted) or method == "SI":
+    if sequence.problem is permuted or method == "SI":
         return torch.optim.Adam(parameters, lr=1e-3), s.epochs
     slower = max(1, number * (strength or 0) / sequence.slower.get(method, 1))
     rate = getattr(s, "rate", 0.1) / slower
@@ -155,7 +116,7 @@ def curvature_anew(bnn, prior, batches):
 def learn(s, sequence, method, strength, seed, label):
     """Learn all tasks; return the accuracies, or say that the fit diverged."""
     torch.manual_seed(seed)
-    size = {"units": s.units} if isinstance(s, Online) else {}
+    size = {"units": s.units} if s.command == ONLINE_RUN else {}
     net, tasks, part = sequence.problem(s, seed, **size)
     net = class_balance.OwnClasses(net) if method == "kron own classes" else net
     bnn, prior = model(s, sequence, net, method, strength)
@@ -206,14 +167,14 @@ def learn(s, sequence, method, strength, seed, label):
 
     loop = continual.TaskLoop(bnn, tasks, fit, evaluate, update, heads=heads, parts=parts)
     try:
-        accuracy = finish(s, loop, type(s).__name__, label, seed)
+        accuracy = finish(s, loop, s.command.split()[-1], label, seed)
     except RuntimeError as error:
         if "finite" not in str(error):
             raise
         return {"tasks": tasks, "diverged": tasks[loop.done]}
     if method == "alone":  # of its own task, whichever comes after
         accuracy = [[row[-1] for row in accuracy[: t + 1]] for t in range(len(tasks))]
-    balance = class_balance.of(bnn.to_module(), tasks, part) if isinstance(s, Disjoint) else {}
+    balance = class_balance.of(bnn.to_module(), tasks, part) if sequence.problem is disjoint else {}
     return {"tasks": tasks, "accuracy": accuracy} | balance
 
 
@@ -307,7 +268,7 @@ def over_strength(record):
     return drawn
 
 
-def of(name, kind, sequence, table=table, figure=over_tasks):
+def of(word, sequence, table=table, figure=over_tasks, **how):
     strengths = sequence.strengths
 
     def cells(s, found):
@@ -319,14 +280,14 @@ def of(name, kind, sequence, table=table, figure=over_tasks):
                 own = strengths.get(method, s.strengths)
                 own = own if own == [None] else s.strengths or own[: 1 if s.smoke_test else None]
                 for strength in own:
-                    symbol = "lambda" if kind is Online else "strength"
+                    symbol = "lambda" if s.command == ONLINE_RUN else "strength"
                     label = method if strength is None else f"{method}, {symbol} {strength:g}"
                     label += f", decay {s.decay:g}" if getattr(s, "decay", 0) else ""
                     label += f", {s.units} units" if getattr(s, "units", 100) != 100 else ""
                     yield (label, seed), partial(learn, s, sequence, method, strength, seed, label)
 
-    by, facts = ("method", "seed"), {"strengths": strengths}
-    return runner.Experiment(name, kind, cells, by, table, figure, facts)
+    how |= {"by": ("method", "seed"), "facts": {"strengths": strengths}}
+    return runner.Experiment(f"task_sequences {word}", cells, table, figure, **how)
 
 
 BOUNDS = {"ML": [None], "joint": [None]}
@@ -343,10 +304,10 @@ SI = Sequence(permuted, {"SI": [0.01, 0.03, 0.1, 0.3, 1.0]} | BOUNDS)
 MANY |= {"kron flat labels": [10.0, 30.0], "kron own classes": [10.0, 30.0, 100.0]}
 TWO = Sequence(disjoint, MANY, LAPLACE | dict.fromkeys(REMEDIES, SUM), SLOWER)
 FOUR = Sequence(vision, FEW, slower=CONVOLUTIONS, head=["head"])
-MANY_TASKS = "online_laplace_{0.tasks}", Online, Sequence(permuted, THREE, ONLINE)
+MANY_TASKS = Sequence(permuted, THREE, ONLINE)
 experiments = {
-    "online": of(*MANY_TASKS, online_table),
-    "permuted": of("continual_permuted", Permuted, SI),
-    "disjoint": of("continual_disjoint", Disjoint, TWO, figure=over_strength),
-    "vision": of("continual_vision", Vision, FOUR),
+    "online": of("online", MANY_TASKS, online_table, name="online_laplace_{0.tasks}"),
+    "permuted": of("permuted", SI, name="continual_permuted"),
+    "disjoint": of("disjoint", TWO, figure=over_strength, name="continual_disjoint"),
+    "vision": of("vision", FOUR, name="continual_vision"),
 }

@@ -26,7 +26,6 @@ import common
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,23 +35,6 @@ SELECTIONS = {"head": {"expose": ["head.*"]}, "attention": {"expose": ["*self_at
 SELECTIONS |= {"linear maps": {"hide": ["position", "*norm*"]}}
 FORMATS = {"accuracy %": ".2f", "NLL": ".3f", "ECE %": ".2f"}
 FORMATS |= {"AUROC turned": ".3f", "AUROC rows shuffled": ".3f"}
-PRECISIONS = [1.0, 10.0, 1e2, 1e3, 1e4, 1e5]
-
-
-@settings
-class Settings(runner.Settings):
-    seeds: list[int] = which([0, 1, 2], "of data and fits", smoke=[0])
-    train: int = setting(897, "digits", smoke=100)
-    validation: int = setting(180, "digits", smoke=20)
-    test: int = setting(720, "digits", smoke=40)
-    batch: int = setting(100, "digits in a batch")
-    epochs: int = setting(60, "of every fit", smoke=1)
-    rate: float = setting(1e-3, "of Adam")
-    beta: float = setting(0.001, "weight of the KL")
-    draws: int = setting(32, "of weights, in predictions", smoke=2)
-    output_draws: int = setting(100, "of the linearised net's outputs", smoke=10)
-    width: int = setting(32, "of the transformer", smoke=8)
-    prior_precisions: list[float] = setting(PRECISIONS, "of Laplace", smoke=[1.0, 100.0])
 
 
 class RowTransformer(nn.Module):
@@ -124,5 +106,5 @@ def run(s, seed):
     return {"rows": rows, "prior precision": precisions}
 
 
-table, cells = tables.of(FORMATS), runner.every(run, "seeds")
-experiment = runner.Experiment("transformer", Settings, cells, ("seed",), table)
+cells = runner.every(run, seed="seeds")
+experiment = runner.Experiment("transformer", cells, tables.of(FORMATS))

@@ -32,7 +32,6 @@ import pyro
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from torch import nn
 
 import tyxe
@@ -87,16 +86,6 @@ def figure(record):
     return bands(cell["curves"], seed, [2], (12, 3.8))
 
 
-@settings
-class Regression(runner.Settings):
-    seeds: list[int] = which([42], "of data and inference")
-    epochs: int = setting(10_000, "of mean field", smoke=50)
-    nuts_warmup: int = setting(1_000, "transitions to adapt", smoke=20)
-    nuts_samples: int = setting(2_000, "samples kept of each chain", smoke=4)
-    nuts_chains: int = setting(4, "chains")
-    draws: int = setting(1_000, "samples of (c) that predictions take", smoke=8)
-
-
 def nuts(s, net, likelihood, pair):
     """Return a BNN of samples by NUTS, and what its chains tell of their predictions."""
     bnn = tyxe.MCMC_BNN(net, common.normal(), likelihood, tyxe.samplers.NUTS())
@@ -128,14 +117,6 @@ def regression(s, seed):
     found = {"mean_field": mean_field, "chain": facts}
     found["curves"] = {title: curves(*panel) for title, panel in panels.items()}
     return found | {"rows": {title: regions(scale) for title, (_, scale) in panels.items()}}
-
-
-@settings
-class VariationalLaplace(runner.Settings):
-    seeds: list[int] = which([42], "of data and inference")
-    epochs: int = setting(5_000, "full-batch steps", smoke=50)
-    learning_rate: float = setting(1e-2, "of Adam")
-    multiplier_of_scales: int = setting(10, "of their learning rate")
 
 
 def variational_laplace(s, seed):
@@ -179,14 +160,14 @@ def variational_laplace_table(record):
     return sourced(record, tables.of(forms)(record))
 
 
-def of(name, kind, run, table):
-    cells = runner.every(run, "seeds")
-    return runner.Experiment(name, kind, cells, ("seed",), table, figure)
+def of(run, table, name):
+    cells, command = runner.every(run, seed="seeds"), f"two_clusters {run.__name__}"
+    return runner.Experiment(command, cells, table, figure, name=name)
 
 
 REGIONS = tables.of(dict.fromkeys(["sd at data", "sd between", "sd beyond"], ".3f"))
-TOY = "variational_laplace_toy", VariationalLaplace, variational_laplace
+TOY = "variational_laplace_toy"
 experiments = {
-    "regression": of("regression", Regression, regression, REGIONS),
-    "variational_laplace": of(*TOY, variational_laplace_table),
+    "regression": of(regression, REGIONS, "regression"),
+    "variational_laplace": of(variational_laplace, variational_laplace_table, TOY),
 }

@@ -29,9 +29,7 @@ import pyro.distributions as dist
 import runner
 import tables
 import torch
-from runner import setting, settings, which
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import tyxe
 
@@ -49,41 +47,15 @@ PUBLISHED = {
 }
 SETS = [*PUBLISHED, "ionosphere", "vehicle"]
 FEWEST = 7  # points of a class, for two of them in what is not for training
-PRECISIONS = [10 ** (-2 + 4 * i / 9) for i in range(10)]
 
 
-def both(of_map, of_mean_field):
-    return {"MAP": of_map, "MFVI": of_mean_field}
-
-
-@settings
-class Settings(runner.Settings):
-    data: list[str] = which(["glass"], f"of {', '.join(SETS)}, or paths of files")
-    columns: list[str] = which(COLUMNS[:5], "what is fitted", choices=COLUMNS)
-    splits: list[int] = which([*range(10)], "their seeds", smoke=[0])
-    hidden_units: int = setting(50, "of each layer", smoke=5)
-    hidden_layers: int = setting(2, "number")
-    prior_precisions: list[float] = setting(PRECISIONS, "to choose from", smoke=[0.1, 10.0])
-    steps: dict = setting(
-        both(2_000, 2_000), "of Adam", published=both(10_000, 5_000), smoke=both(20, 20)
-    )
-    first_rate: dict = setting(both(1e-2, 1e-2), "of Adam", published=both(1e-3, 1e-2))
-    last_rate: dict = setting(both(1e-4, 1e-4), "by a cosine", published=both(1e-3, 1e-2))
-    draws: int = setting(1_000, "in predictions", smoke=4)
-    refinement_steps: int = setting(250, "of natural gradient", smoke=3)
-
-    def __post_init__(self):
-        for name in self.data:
-            if Path(name).suffix == ".npz":
-                from_file(name)
-            elif name not in SETS:
-                known = ", ".join(SETS)
-                raise ValueError(f"--data is {name}; expected some of {known}, or a path.npz")
-
-    @property
-    def depth(self):
-        """What the name of a record has besides."""
-        return "" if self.hidden_layers == 2 else f"_{self.hidden_layers}_layer"
+def check(s):
+    for name in s.data:
+        if Path(name).suffix == ".npz":
+            from_file(name)
+        elif name not in SETS:
+            known = ", ".join(SETS)
+            raise ValueError(f"--data is {name}; expected some of {known}, or a path.npz")
 
 
 def from_file(path):
@@ -173,11 +145,8 @@ def fit(s, column, nets, likelihood, guide, pair, handler=nullcontext):
         return dist.Normal(0, scales.view(-1, *[1] * (param.dim() - 1)).expand(param.shape))
 
     bnn = tyxe.VariationalBNN(nets, tyxe.priors.LambdaPrior(prior), likelihood, guide)
-    cosine = CosineAnnealingLR, s.steps[column], s.last_rate[column]
-    adam, step = common.scheduled(bnn, s.first_rate[column], *cosine)
-    with handler():
-        bnn.fit([pair], adam, s.steps[column], step, progress=False)
-    return bnn
+    how = s.first_rate[column], s.steps[column], s.last_rate[column], handler
+    return common.fit_by_cosine(bnn, [pair], *how)
 
 
 def predict(s, column, bnn, pair, x):
@@ -282,6 +251,12 @@ def of_columns(index):
     return {name: dict(zip(COLUMNS, numbers, strict=False)) for name, numbers in some.items()}
 
 
-by = ("data", "column", "split")
-facts = {"published": of_columns(0), "rerun of the published code": of_columns(1)}
-experiment = runner.Experiment("uci{0.depth}", Settings, cells, by, table, facts=facts)
+experiment = runner.Experiment(
+    "uci",
+    cells,
+    table,
+    by=("data", "column", "split"),
+    facts={"published": of_columns(0), "rerun of the published code": of_columns(1)},
+    ending=lambda s: "" if s.hidden_layers == 2 else f"_{s.hidden_layers}_layer",
+    check=check,
+)

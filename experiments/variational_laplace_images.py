@@ -30,7 +30,6 @@ import pyro
 import runner
 import tables
 import torch
-from runner import how, setting, settings, which
 from torch import nn
 
 import tyxe
@@ -38,7 +37,6 @@ import tyxe
 HANDLERS = {"VL": tyxe.poutine.variational_laplace, "VI": nullcontext, "MAP": nullcontext}
 DRAWS, LOG_RATIO, MULTIPLIER = 10, -3.0, 10.0
 TITLES = {"fashion_mnist": "FashionMNIST", "mnist": "MNIST", "cifar10": "CIFAR-10"}
-SETS = [*TITLES, "digits"]
 ROWS = {"VL, mean network": ("VL", "mean"), "VL, 10 draws": ("VL", "draws")}
 ROWS |= {"VI, mean network": ("VI", "mean"), "VI, 10 draws": ("VI", "draws")}
 ROWS["MAP"] = ("MAP", "mean")
@@ -48,30 +46,6 @@ PUBLISHED = {
     "cifar10": ["0.23 / 92.4 / 0.017", "", "0.37 / 91.1 / 0.053"],
 }
 PUBLISHED["cifar10"] += ["0.35 / 90.2 / 0.044", "0.43 / 90.8 / 0.058"]
-SMALL = {"training images": 4_000, "validation images": 2_000, "test images": 5_000, "epochs": 48}
-SMALL |= {"batch size": 128, "learning rate": 5e-3, "augmentation": False, "width": None}
-COLOUR = SMALL | {"training images": 8_000, "test images": 2_000, "augmentation": True}
-PAPER = COLOUR | {"training images": None, "test images": None, "epochs": 200, "width": 64}
-PAPER |= {"learning rate": 1e-4}
-TINY = {"training images": 64, "validation images": 32, "test images": 32, "epochs": 4}
-
-
-@settings
-class Settings(runner.Settings):
-    sets: list[str] = which([*TITLES][:2], "of images", smoke=["digits"], choices=SETS)
-    betas: list[float] = which([1.0, 0.3, 0.1, 0.03, 0.01], "of the sweep", smoke=[1.0, 0.1])
-    seeds: list[int] = which([0, 1, 2], "of fits", smoke=[0, 1])
-    every_beta: bool = which(False, "with every seed, not with the first only")
-    multipliers: list[float] = which([1.0, 3.0, 10.0, 30.0], "of early stopping", smoke=[1.0, 10.0])
-    stopping_betas: list[float] = which([1.0, 0.1], "of early stopping")
-    device: str = how("cpu", "where to compute")
-    small: dict = setting(SMALL, "for grey images", smoke=SMALL | TINY)
-    colour: dict = setting(
-        COLOUR, "for cifar10", published=PAPER, smoke=PAPER | TINY | {"width": 4}
-    )
-
-    def of(self, name):
-        return self.colour if name == "cifar10" else self.small
 
 
 def cnn(side=28, channels=1):
@@ -111,11 +85,15 @@ def preact_resnet18(width=64):
     return nn.Sequential(*layers, *head, nn.Linear(channels, 10))
 
 
+def settings_of(s, name):
+    return s.colour if name == "cifar10" else s.small
+
+
 @cache
 def load(s, name):
     """Return pairs to train, to validate and to test, and others, by the first's statistics."""
     (x, y), test, other = common.known_and_unknown(name)
-    chosen = s.of(name)
+    chosen = settings_of(s, name)
     held_out, count = chosen["validation images"], chosen["test images"]
     train = min(chosen["training images"] or len(x), len(x) - held_out)
     standardised = common.standardised(x[:train])
@@ -139,7 +117,7 @@ def scores(bnn, validation, test, other, draws):
 
 
 def run(s, name, method, beta, multiplier, seed):
-    chosen, (train, *others) = s.of(name), load(s, name)
+    chosen, (train, *others) = settings_of(s, name), load(s, name)
     pyro.set_rng_seed(seed)
     channels, side = train[0].shape[1:3]
     net = preact_resnet18(chosen["width"]) if chosen["width"] else cnn(side, channels)
@@ -325,5 +303,4 @@ def figure(record):
 
 
 by, facts = ("set", "method", "beta", "multiplier", "seed"), {"[GR] tab. 1": PUBLISHED}
-name = "variational_laplace_images"
-experiment = runner.Experiment(name, Settings, cells, by, table, figure, facts)
+experiment = runner.Experiment("variational_laplace_images", cells, table, figure, by, facts)

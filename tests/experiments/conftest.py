@@ -1,6 +1,8 @@
 """What tests of experiments share: image sets that stand in for real ones, and smoke tests."""
 
 import json
+import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +11,14 @@ import leaderboard_data
 import numpy as np
 import pytest
 import runner
+import tables
 from matplotlib.figure import Figure
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NODES, FEATURES, CLASSES = 300, 40, 7
+# Names of numbers from 0 to 1, and above 0.
+SHARES = {"agreement", "total variation", "acceptance"}
+POSITIVE = {"RMSE", "seconds an epoch"}
 
 
 def sets(rng: np.random.Generator, count: int, *shape: int) -> dict[str, np.ndarray]:
@@ -63,7 +69,7 @@ def every_set(tmp_path, monkeypatch, image_folder):
     rng = np.random.default_rng(0)
     (tmp_path / "regression").mkdir()
     x = rng.normal(size=(80, 3)).astype(np.float32)
-    for name in ("yacht", "energy"):
+    for name in ("yacht", "energy", "airfoil"):
         np.savez(tmp_path / "regression" / f"{name}.npz", X=x, y=x[:, :1] + 5)
     np.savez(tmp_path / "cora.npz", **graph())
     np.savez(tmp_path / "svhn_subset.npz", **sets(rng, 80, 32, 32, 3))
@@ -75,22 +81,69 @@ def every_set(tmp_path, monkeypatch, image_folder):
     leaderboard_data.problem.cache_clear()
 
 
+def check_numbers(found: object, name: str = "") -> None:
+    """Assert that numbers of a cell are finite, and such as their names say."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            check_numbers(value, key)
+    elif isinstance(found, list):
+        for value in found:
+            check_numbers(value, name)
+        if "quantiles" in name:
+            assert found == sorted(found), name
+    elif isinstance(found, int | float):
+        # A probability that a net holds for impossible has an infinite NLL.
+        assert math.isfinite(found) or (found > 0 and "NLL" in name), name
+        if name.startswith(("accuracy", "error %", "ECE", "interval error")):
+            assert 0 <= found <= (100 if "%" in name else 1), name
+        elif "AUROC" in name or name in SHARES:
+            assert 0 <= found <= 1, name
+        elif "entropy" in name and "cross" not in name:
+            assert 0 <= found <= math.log(10) + 1e-4, name
+        elif name in POSITIVE:
+            assert found > 0, name
+
+
+def check_page(page: str, record: runner.Record) -> int:
+    """Assert that a table's numbers are the record's, where columns have the names of numbers."""
+    groups: dict[tuple, dict] = {}
+    for key, cell in record.cells.items():
+        groups.setdefault(key[:-1], {})[key] = cell
+    found = [tables.rows(cells) for cells in groups.values()]
+    count, columns = 0, []
+    for line in page.splitlines():
+        name, *texts = [text.strip(" *") for text in line[1:].removesuffix("|").split(" | ")]
+        if line.startswith("| |") or not line.startswith("|"):
+            columns = texts
+        for column, text in zip(columns, texts, strict=False):
+            rows = [each[name] for each in found if name in each]
+            values = [[row[column] for row in own if column in row] for own in rows]
+            values = [statistics.fmean(own) for own in values if own]
+            number = text.split(" ")[0].replace(",", "")
+            if values and number:
+                digits = len(number.partition("e")[0].partition(".")[2])
+                unit = 10.0 ** (int(number.partition("e")[2] or 0) - digits)
+                assert min(abs(float(number) - v) for v in values) <= 0.51 * unit, (name, column)
+                count += 1
+    return count
+
+
 @pytest.fixture
 def smoke(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SimpleNamespace]:
     """Return what runs an experiment's smoke test in this process, and looks at what it writes.
 
-    A second run finds everything there and writes the same; table and figure come from the record.
-    Figures have few pixels, which is what takes their time.
+    A second run finds everything there and writes the same. Figures have few pixels, which is what
+    takes their time.
     """
     save = Figure.savefig
 
-    def run(experiment: runner.Experiment, *options: str, before: tuple = ()) -> SimpleNamespace:
+    def run(experiment: runner.Experiment, *options: str) -> SimpleNamespace:
         few = {"dpi": 20}
         monkeypatch.setattr(Figure, "savefig", lambda drawn, path, dpi: save(drawn, path, **few))
         arguments = ["--smoke-test", *options, "--out", str(tmp_path / "out")]
-        record = experiment.main(arguments, *before)
+        record = experiment.main(arguments)
         printed = capsys.readouterr()
         assert "\r" not in printed.err, "a progress bar, but stderr is no terminal"
         content = json.loads(record.path.read_text())
@@ -104,20 +157,20 @@ def smoke(
             assert data.startswith(PNG) or not name.endswith(".png")
         for page in pages.values():
             assert printed.out.find(page) >= 0
+            check_page(page, record)
+        for cell in record.cells.values():
+            check_numbers(cell)
         for name in written:
             if name.endswith((".md", ".png")):
                 (record.path.parent / name).unlink()
-        again = experiment.main([*arguments, "--table"], *before)
-        experiment.main([*arguments, "--figure"], *before)
+        # It has drawn the same, which is not rendered again.
+        monkeypatch.setattr(runner, "save", lambda drawn, path: path.write_bytes(PNG))
+        again = experiment.main(arguments)
+        assert again.cells == record.cells
+        assert json.loads(record.path.read_text()) == content
         assert {p.name for p in record.path.parent.iterdir() if p.is_file()} == set(written)
         assert {n: (record.path.parent / n).read_text() for n in pages} == pages
-        capsys.readouterr()
-        # It has drawn the same twice.
-        monkeypatch.setattr(runner, "save", lambda drawn, path: path.write_bytes(PNG))
-        experiment.main(arguments, *before)
-        assert json.loads(record.path.read_text()) == content
         assert capsys.readouterr().out in printed.out
-        assert again.cells == record.cells
         page = pages.get(f"{record.path.stem}.md", "")
         return SimpleNamespace(record=record, content=content, cells=record.cells, page=page)
 

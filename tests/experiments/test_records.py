@@ -10,6 +10,8 @@ import pytest
 import run
 import runner
 
+from tests.experiments.conftest import check_page
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = run.RESULTS
 INDEX = ROOT / "experiments" / "README.md"
@@ -26,15 +28,13 @@ def owner(name: str) -> tuple[str, runner.Experiment]:
 def test_help_explains_every_option(command: str, capsys):
     one = EXPERIMENTS[command]
     with pytest.raises(SystemExit) as left:
-        one.main(["--help"], *command.split()[1:])
+        one.main(["--help"])
     assert left.value.code == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"usage: {command} [-h]")
-    assert one.settings.__module__ != "__main__"
-    first = sys.modules[one.settings.__module__].__doc__.splitlines()[0]
-    assert first in printed
-    for field in one.settings.__dataclass_fields__:
-        option = field.replace("_", "-")
+    assert sys.modules[command.split()[0]].__doc__.splitlines()[0] in printed
+    for name in one.settings():
+        option = name.replace(" ", "-")
         # in the list of options, with an explanation, and not in the usage line alone
         assert re.search(rf"^  --{option}( [^\n]*)?\s+\S", printed, re.MULTILINE), option
 
@@ -46,7 +46,7 @@ def test_commands_of_records_are_those_of_today(name: str):
     assert record.text() == record.path.read_text()
     for known in (record.content["command"], *record.content["commands"]):
         assert f"experiments/run.py {command} " in f"{known} "
-        s, _ = one.parse("", shlex.split(known.partition(f"experiments/run.py {command}")[2]))
+        s, _ = one.parse(shlex.split(known.partition(f"experiments/run.py {command}")[2]))
         assert one.record(s).path.stem == name
 
 
@@ -56,11 +56,26 @@ def test_settings_of_records_are_those_of_the_experiment(name: str):
     _, one = owner(name)
     content = json.loads((RESULTS / f"{name}.json").read_text())
     given = content["settings"]
-    fields = {field.replace("_", " "): field for field in one.settings.__dataclass_fields__}
     levels = ["published"] if name.endswith("_published") else []
-    s = one.settings.at(*levels, **{fields[key]: value for key, value in given.items()})
-    assert json.loads(json.dumps(s.recorded())) == given
+    s = one.at(*levels, **{key.replace(" ", "_"): value for key, value in given.items()})
+    assert json.loads(json.dumps(one.recorded(s))) == given
     assert set(content) >= {"command", "commands", "versions", "machine", "settings", "cells"}
+
+
+def test_the_file_of_settings_has_every_experiment():
+    assert runner.SETTINGS.keys() - {"all", "shared"} == EXPERIMENTS.keys()
+    used = {n for own in runner.SETTINGS.values() for n in own.get("as in shared", [])}
+    assert used == {*runner.SETTINGS["shared"]}
+
+
+def test_tables_have_the_numbers_of_their_records():
+    count = 0
+    for name in RECORDS:
+        one = owner(name)[1]
+        record = runner.Record(RESULTS / f"{name}.json", one.by).read()
+        for _, page in runner.by_ending(one.table(record)):
+            count += check_page(page, record)
+    assert count > 1_500
 
 
 def test_pictures_are_small():
@@ -101,7 +116,7 @@ def test_commands_on_pages_are_options_of_today():
             continue
         name = next(c for c in (" ".join(words[:2]), words[0]) if c in EXPERIMENTS)
         if not {"--help", "cuda"} & {*words}:
-            EXPERIMENTS[name].parse(name, words[len(name.split()) :])
+            EXPERIMENTS[name].parse(words[len(name.split()) :])
 
 
 def test_pages_include_every_table_and_no_other():
@@ -121,4 +136,4 @@ def test_a_record_without_what_a_figure_needs_says_so(tmp_path: Path):
     """It was written before records held curves."""
     _, one = owner("variational_laplace_toy")
     with pytest.raises(SystemExit, match=r"variational_laplace_toy.json has no 'curves', which"):
-        one.main(["--figure", "--out", str(RESULTS)], "variational_laplace")
+        one.main(["--figure", "--out", str(RESULTS)])

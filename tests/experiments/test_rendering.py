@@ -119,7 +119,7 @@ def test_cow_fills_its_silhouettes(name: str):
         pytest.skip(str(error))
     masks = views.pixels[:, 3] > 0
     wider = max_pool2d(masks[:, None].float(), 3, 1, 1)[:, 0] > 0
-    some = torch.tensor([0, 13, 27])
+    some = torch.tensor([0, 13])
     # depths that lie closer than pixels do
     renderer = TorchRenderer(64, 80, 1.65, 3.75, 2**18)
     covered = renderer.images(views[some], hull(views, wider))[:, 3] > 0
@@ -252,28 +252,6 @@ def test_pytorch3d_makes_the_same_images(pytorch3d: None):
         assert bool((line.amax(1) > 0.9).all())
         assert bool((line.abs() <= 1).all())
     assert not torch.equal(xy[0], xy[1])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"depths": 12},
-        {"near": 1.2},
-        {"far": 3.2},
-    ],
-    ids=str,
-)
-def test_pytorch3d_is_given_the_settings(change: dict, pytorch3d: None):
-    """Other settings give other images, so that the comparison above is one of all of them."""
-    views = views_from([0.0, 40.0], elevation=15.0, size=8)
-    views = replace(views, rotation=views.rotation.float(), translation=views.translation.float())
-    settings = {"size": 8, "depths": 20, "near": 1.65, "far": 3.75, "chunk": 500}
-    with torch.no_grad():
-        before, after = (
-            RENDERERS["pytorch3d"](**s).images(views, cloudy())
-            for s in (settings, settings | change)
-        )
-    assert (before - after).abs().amax() > 1e-2
 
 
 @pytest.mark.parametrize(

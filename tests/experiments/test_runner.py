@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pickle
-import re
 import subprocess
 import sys
 from functools import partial
@@ -17,26 +16,31 @@ import run
 import runner
 import tables
 import torch
-from runner import how, setting, settings, which
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # --------------------------------------------------------------------------- a small experiment
 
 
-@settings
-class Small(runner.Settings):
-    methods: list[str] = which(["a", "b"], "letters", choices=["a", "b", "c"])
-    seeds: list[int] = which([0, 1], "of draws", published=[0, 1, 2], smoke=[0])
-    device: str = how("cpu", "where to compute")
-    steps: int = setting(10, "of Adam, 100 % of them", published=1_000, smoke=2)
-    rate: float = setting(0.1, "of Adam")
-    images: int | None = setting(60, "to train", published=None)
-    widths: dict = setting({"cnn": [4, 3]}, "of layers")
+SMALL = {
+    "methods": {"which": ["a", "b"], "choices": ["a", "b", "c"], "help": "letters"},
+    "seeds": {"which": [0, 1], "published": [0, 1, 2], "smoke": [0], "help": "of draws"},
+    "as in shared": ["device"],
+    "steps": {"is": 10, "published": 1_000, "smoke": 2, "help": "of Adam, 100 % of them"},
+    "rate": {"is": 0.1, "help": "of Adam"},
+    "images": {"is": 60, "published": None, "help": "to train"},
+    "widths": {"is": {"cnn": [4, 3], "mlp": [5]}, "smoke": {"cnn": [2]}, "help": "of layers"},
+}
 
-    def __post_init__(self):
-        if self.rate < 0:
-            raise ValueError(f"--rate is {self.rate}; expected a positive number")
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(runner.SETTINGS, "small", SMALL)
+
+
+def check(s):
+    if s.rate < 0:
+        raise ValueError(f"--rate is {s.rate}; expected a positive number")
 
 
 class Calls:
@@ -52,9 +56,9 @@ def experiment(calls: Calls, **changed) -> runner.Experiment:
     def table(record):
         return tables.score_table(tables.rows(record.cells), {"score": ".1f"})
 
-    parts = {"cells": runner.every(calls.run, "methods", "seeds"), "by": ("method", "seed")}
-    parts |= {"facts": {"published": {"a": 1.5}}, "table": table, **changed}
-    return runner.Experiment("small_{0.device}", Small, **parts)
+    cells = runner.every(calls.run, method="methods", seed="seeds")
+    parts = {"cells": cells, "table": table, "facts": {"published": {"a": 1.5}}, **changed}
+    return runner.Experiment("small", name="small_{0.device}", check=check, **parts)
 
 
 def test_cells_are_run_once_and_written_one_by_one(tmp_path: Path, capsys):
@@ -69,7 +73,7 @@ def test_cells_are_run_once_and_written_one_by_one(tmp_path: Path, capsys):
     assert content["cells by"] == ["method", "seed"]
     assert content["published"] == {"a": 1.5}
     assert content["settings"] == {
-        "steps": 10, "rate": 0.1, "images": 60, "widths": {"cnn": [4, 3]}
+        "steps": 10, "rate": 0.1, "images": 60, "widths": {"cnn": [4, 3], "mlp": [5]}
     }  # fmt: skip
     assert content["published settings"]["steps"] == 1_000
     assert content["published settings"]["images"] is None
@@ -82,7 +86,7 @@ def test_cells_are_run_once_and_written_one_by_one(tmp_path: Path, capsys):
     assert (
         content["command"]
         == content["commands"][1]
-        == f"python experiments/run.py test_runner {' '.join(out)}"
+        == f"python experiments/run.py small {' '.join(out)}"
     )
     printed = capsys.readouterr().out
     assert printed.endswith("| | score |\n|---|---|\n| b | 10.5 ± 0.5 |\n| a | 10.5 ± 0.5 |\n")
@@ -96,7 +100,7 @@ def test_a_stopped_run_keeps_its_cells(tmp_path: Path):
             raise KeyboardInterrupt
         return {"score": 1}
 
-    cells = runner.every(stopped, "methods", "seeds")
+    cells = runner.every(stopped, method="methods", seed="seeds")
     with pytest.raises(KeyboardInterrupt):
         experiment(Calls(), cells=cells).main(["--out", str(tmp_path)])
     calls = Calls()
@@ -116,7 +120,7 @@ def test_a_list_in_a_key_stands_for_cells(tmp_path: Path):
     def both(names):
         return {name: {"score": len(name)} for name in names}
 
-    parts = {"cells": cells}
+    parts = {"cells": cells, "by": ("method", "seed")}
     experiment(Calls(), **parts).main(["--out", str(tmp_path), "--methods", "a"])
     found = experiment(Calls(), **parts).main(["--out", str(tmp_path)])
     assert asked == [(["a"], 0), (["a"], 1), (["b"], 0), (["b"], 1)]
@@ -127,7 +131,7 @@ def test_a_list_in_a_key_stands_for_cells(tmp_path: Path):
     ("options", "name"),
     [
         (["--steps", "9"], "steps"),
-        (["--smoke-test"], "steps"),
+        (["--smoke-test"], "steps, widths"),
         (["--widths", '{"cnn": [1]}'], "widths"),
     ],
 )
@@ -144,11 +148,10 @@ def test_results_of_other_settings_are_not_written_over(
 
 
 def test_options_go_before_levels(tmp_path: Path):
-    s, _ = experiment(Calls()).parse("small.py", ["--published", "--smoke-test", "--rate", "0.5"])
+    s, _ = experiment(Calls()).parse(["--published", "--smoke-test", "--rate", "0.5"])
     assert (s.steps, s.seeds, s.images, s.rate) == (2, [0], None, 0.5)
-    s, _ = experiment(Calls()).parse(
-        "small.py", ["--published", "--seeds", "4", "5", "--images", "3"]
-    )
+    assert s.widths == {"cnn": [2], "mlp": [5]}  # of dictionaries a level names some keys
+    s, _ = experiment(Calls()).parse(["--published", "--seeds", "4", "5", "--images", "3"])
     assert (s.steps, s.seeds, s.images) == (1_000, [4, 5], 3)
     record = experiment(Calls()).record(s)
     assert record.path == Path("results/small_cpu_published.json")
@@ -177,6 +180,22 @@ def test_a_missing_library_is_one_line_that_names_the_extra(library: str, monkey
     message = rf'^{library} is not installed: pip install -e "\.\[examples\]"$'
     with pytest.raises(SystemExit, match=message):
         experiment(Calls()).main([])
+
+
+def test_table_and_figure_come_from_the_record(tmp_path: Path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(runner, "save", lambda figure, path: drawn.append((figure, path.name)))
+    own, out = experiment(Calls(), figure=lambda record: {"_a": 1}), ["--out", str(tmp_path)]
+    own.main(out)
+    page = tmp_path / "small_cpu.md"
+    before = page.read_text()
+    page.unlink()
+    own.main([*out, "--figure"])
+    assert drawn == [(1, "small_cpu_a.png")] * 2
+    assert not page.exists()
+    own.main([*out, "--table"])
+    assert page.read_text() == before
+    assert len(drawn) == 2
 
 
 def test_files_of_several_experiments_want_a_word(capsys):
@@ -271,24 +290,6 @@ def test_failed_download_says_where_it_looked(name: str, tmp_path: Path, monkeyp
     message = rf"no {name}\.npz in .*could not download {known}: no network"
     with pytest.raises(FileNotFoundError, match=message):
         common.images(name, "train")
-
-
-def test_torchvision_compares_checksums_of_what_it_downloads():
-    """CIFAR-10 comes as pickles, which are opened only where archive and files are the known ones.
-
-    Of the other sets an MD5 goes with each file, which a damaged file has not.
-    """
-    datasets = pytest.importorskip("torchvision.datasets", reason="downloads need torchvision")
-    mnist = [
-        md5 for name in ("MNIST", "FashionMNIST") for _, md5 in getattr(datasets, name).resources
-    ]
-    cifar = datasets.CIFAR10
-    cifar = [cifar.tgz_md5, *(md5 for _, md5 in cifar.train_list + cifar.test_list)]
-    svhn = [datasets.SVHN.split_list[split][2] for split in ("train", "test")]
-    known = mnist + cifar + svhn
-    assert len(known) == 2 * 4 + 1 + 6 + 2
-    assert all(re.fullmatch(r"[0-9a-f]{32}", md5) for md5 in known)
-    assert set(common.TORCHVISION.values()) == {"MNIST", "FashionMNIST", "CIFAR10", "SVHN"}
 
 
 def test_torchvision_opens_no_damaged_pickle(tmp_path: Path):

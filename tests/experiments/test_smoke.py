@@ -1,0 +1,286 @@
+"""Smoke tests of experiments, most of whose numbers and tables are judged by `smoke` itself."""
+
+import functools
+import math
+import shlex
+
+import agreement
+import binary_gap
+import evidence
+import mile
+import mile_digits
+import moments
+import next_task
+import numpy as np
+import prior_precision
+import pytest
+import run
+import runner
+import sbc
+import sklearn_methods
+import torch
+import two_clusters
+
+import tyxe
+
+# Fits and chains of seconds are too short to be any good.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning"),
+    # Of transformers 5, in a property that peft reads.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+]
+FIELDS = ["(a) mean field, inside the handler", "(b) mean field, outside", "(c) NUTS"]
+BETAS = [
+    f"variational {k}, beta {b}" for b in ("1", "0.1", "0.01") for k in ("Laplace", "inference")
+]
+PARTS = [
+    f"{how}, {name}"
+    for how in ("mean field", "Laplace")
+    for name in ("head", "attention", "linear maps")
+]
+STEP = ["true posterior", "Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"]
+SMALL = ["laplace", "last_layer_laplace", "mean_field, 2", "map, 1", "ensemble, 1", "swag, 1"]
+# Commands with their options, how many cells there are, and the rows of the table.
+CASES = [
+    ("agreement --data yacht", len(agreement.ROWS), agreement.ROWS),
+    ("agreement --data digits --methods MAP ensemble", 2, ["MAP", "ensemble"]),
+    ("binary_gap", 2 * len(binary_gap.ROWS), binary_gap.ROWS),
+    ("laplace_toys step", 1, STEP),
+    ("mile_beside_bde --methods 'deep ensemble' MILE", 2, ["deep ensemble", "MILE"]),
+    ("mile_digits", 1, mile_digits.ROWS),
+    ("moments", 2 * len(moments.METHODS), moments.METHODS),
+    ("next_task", 1, [f"10 units, {name}" for name in next_task.CHANGES]),
+    ("prior_precision", 2, prior_precision.ROWS),
+    ("sbc", 2 * len(sbc.METHODS), sbc.METHODS),
+    (f"sklearn_methods --data friedman wine --rows {shlex.join(SMALL)}", 2 * len(SMALL), SMALL),
+    ("transformer", 1, ["ML", "MAP", *PARTS]),
+    ("two_clusters regression", 1, FIELDS),
+    ("two_clusters variational_laplace", 1, BETAS),
+]
+
+
+@pytest.mark.parametrize(("line", "count", "rows"), CASES)
+def test_a_run_of_seconds_has_all_its_rows(
+    line: str, count: int, rows, smoke, every_set, monkeypatch
+):
+    # Before steps are adapted, trees would be as deep as they may.
+    short = functools.partial(tyxe.samplers.NUTS, max_tree_depth=4)
+    monkeypatch.setattr(tyxe.samplers, "NUTS", short)
+    known, words = run.catalogue(), shlex.split(line)
+    command = next(c for c in (" ".join(words[:2]), words[0]) if c in known)
+    if command == "sklearn_methods":
+        pytest.importorskip("sklearn", minversion="1.6", reason="the extra `sklearn`")
+    found = smoke(known[command], *words[len(command.split()) :])
+    assert len(found.cells) == count
+    assert all(f"\n| {row} | " in found.page for row in rows)
+    CHECKS.get(command, lambda cells: None)(found.cells)
+
+
+# --------------------------------------------------------------------------- what they have besides
+
+
+def of_agreement(cells):
+    assert not any("reason" in cell for cell in cells.values())
+    assert all(cell.get("wasserstein2", 1) > 0 for cell in cells.values())
+
+
+def of_moments(cells):
+    for (model, *_), cell in cells.items():
+        assert len(cell["error"]) == {"linear": 4, "logistic": 2}[model]
+        assert all(ratio > 0 for ratio in cell["ratio"])
+
+
+def of_step(cells):
+    # The integral does not depend on how long anything was fitted.
+    truth = cells[("42",)]["rows"]["true posterior"]
+    assert truth["p at x = 4"] == pytest.approx(0.992, abs=1e-3)
+    assert truth["P(w1 < 0)"] < 1e-5
+
+
+def of_mile_digits(cells):
+    assert [row["draws"] for row in cells[("0",)]["rows"].values()] == [1, 2, 2 * 2, 4, 4]
+
+
+def of_next_task(cells):
+    rows = cells["10", "0"]["rows"].values()
+    assert len({row["earlier, before"] for row in rows}) == 1  # all start from the same net
+    # The more the newest task counts, the farther the net moves for it.
+    assert len({row["rise of their NLL"] for row in rows}) == len(rows)
+
+
+def of_prior_precision(cells):
+    for cell in cells.values():
+        for counts in cell["entropies, known and unknown"].values():
+            assert [(len(part), sum(part)) for part in counts] == [(prior_precision.BINS, 50)] * 2
+
+
+def of_sbc(cells):
+    s = sbc.experiment.at("smoke")
+    for ranks in (ranks for cell in cells.values() for ranks in cell["ranks"].values()):
+        assert len(ranks) == s.simulations
+        assert all(0 <= rank <= s.draws for rank in ranks)
+
+
+def of_regression(cells):
+    # The noise, 0.1, is in every predictive standard deviation (float32, so not exactly).
+    cell = cells[("42",)]
+    assert all(sd > 0.0999 for row in cell["rows"].values() for sd in row.values())
+    assert len(cell["chain"]["r_hat"]) == 5
+
+
+def of_binary_gap(cells):
+    # Another rate is another fit; a row changes nothing that it does not name.
+    own = [cell["NLL"] for (net, *_), cell in cells.items() if net == "mlp"]
+    assert len({*own}) == len(binary_gap.ROWS)
+    changes = [binary_gap.BASE | changed for changed in binary_gap.ROWS.values()]
+    for changed in changes:
+        assert sum(changed[key] != value for key, value in binary_gap.BASE.items()) <= 1
+
+
+CHECKS = {
+    "agreement": of_agreement,
+    "binary_gap": of_binary_gap,
+    "laplace_toys step": of_step,
+    "mile_digits": of_mile_digits,
+    "moments": of_moments,
+    "next_task": of_next_task,
+    "prior_precision": of_prior_precision,
+    "sbc": of_sbc,
+    "two_clusters regression": of_regression,
+}
+
+
+@pytest.mark.parametrize("names", [["digits"], ["fashion"], ["cora"], ["energy"], ["lora"]])
+def test_evidence_on_every_set(names, smoke, every_set):
+    for module in ("peft", "transformers") if names == ["lora"] else ():
+        pytest.importorskip(module, reason="it is of the extra 'huggingface'")
+    found = smoke(evidence.experiment, "--data", *names)
+    for name in names:
+        rows = found.cells[name, "0"]["rows"]
+        assert len(rows) == {"digits": 8, "fashion": 3, "cora": 3}.get(name, 4)
+        for how, row in rows.items():
+            assert how == "MAP" or row["precision"] > 0
+            assert ("gamma / N" in row) == ("evidence" in how)
+            assert ("warned" in row) == (how.endswith((", evidence", "held out")))
+        assert ("1 - sum p^2" in rows["MAP"]) == (name != "energy")
+    assert found.page.count("uncertainty of the training data") == len({*names} - {"energy"})
+
+
+@pytest.fixture
+def airfoil(tmp_path, monkeypatch):
+    """Let a small set stand in for the real one."""
+    rng = np.random.default_rng(0)
+    x = 3 + 2 * rng.normal(size=(100, 4)).astype(np.float32)
+    x[:, 3] = 1.0  # a constant column stays finite
+    (tmp_path / "regression").mkdir()
+    np.savez(tmp_path / "regression" / "airfoil.npz", X=x, y=100 * x.sum(1, keepdims=True))
+    monkeypatch.setenv("TYXE_DATA", str(tmp_path))
+
+
+def test_mile(smoke, airfoil):
+    found = smoke(mile.experiment, "--data", "airfoil")
+    # What takes longest is run last.
+    assert list(found.cells) == [("airfoil", method, "1") for method in mile.METHODS]
+    assert [cell["draws"] for cell in found.cells.values()] == [1, 2, 2 * 4, 4, 4, 2 * 4]
+    lines = found.page.splitlines()[2:]
+    for line, (key, cell) in zip(lines, found.cells.items(), strict=True):
+        name, method, splits, lppd, *_ = line.strip("| ").split(" | ")
+        assert (name, method, splits, lppd) == (*key[:2], "1", f"{cell['LPPD']:.3f}")
+
+
+# --------------------------------------------------------------------------- parts of them
+
+
+def test_all_have_one_prior():
+    s = agreement.experiment.at("smoke")
+    case = agreement.OnePrior(agreement.problem(s, "digits"), s, None, 1.0, 1.0)
+    assert isinstance(case.layerwise, tyxe.priors.IIDPrior)
+
+
+def test_adapters_are_what_is_trained():
+    for module in ("peft", "transformers"):
+        pytest.importorskip(module, reason="it is of the extra 'huggingface'")
+    p = evidence.adapted(evidence.experiment.at("smoke"), "lora", 0)
+    first, second = p.make_net(), p.make_net()
+    bnn = tyxe.LaplaceBNN(first, evidence.common.normal(**p.rules), p.likelihood)
+    sites = [*bnn.in_places()]
+    assert len(sites) == 2 * 2 * 2  # layers, maps, factors
+    assert all("lora_" in name for name in sites)
+    body = {n: w for n, w in first.named_parameters() if "lora_" not in n and "classif" not in n}
+    other = dict(second.named_parameters())
+    assert all(torch.equal(w, other[name]) for name, w in body.items())
+
+
+def test_the_grid_is_wide_and_fine_enough():
+    """Its moments are those of importance sampling from a wide t-distribution."""
+    x, y, _, scale, mean, sd = moments.problem("logistic")
+    torch.manual_seed(0)
+    wide = torch.distributions.StudentT(5.0, mean, 1.5 * sd)
+    w = wide.sample((400_000,))
+    logits = w[:, :1] * x[:, 0] + w[:, 1:]
+    joint = torch.distributions.Bernoulli(logits=logits).log_prob(y[:, 0]).sum(1)
+    joint = joint + torch.distributions.Normal(0.0, scale).log_prob(w).sum(1)
+    weights = (joint - wide.log_prob(w).sum(1)).softmax(0)
+    found = weights @ w
+    torch.testing.assert_close(found, mean, atol=0.01, rtol=0)
+    spread = (weights @ (w - found).square()).sqrt()
+    torch.testing.assert_close(spread, sd, atol=0.01, rtol=0)
+
+
+def test_validation_images_choose_and_test_images_do_not():
+    def cell(validation, test):
+        return {"rows": {"MAP": {"validation NLL": validation, "NLL": test}}}
+
+    found = {0.1: [cell(0.4, 0.1), cell(0.5, 0.1)], 1.0: [cell(0.3, 0.9), cell(0.5, 0.9)]}
+    assert prior_precision.chosen(found, "MAP") == 1.0
+
+
+def test_no_entropy_is_out_of_the_bins():
+    counts = prior_precision.of_bins(torch.tensor([0.0, math.log(10)]))
+    assert counts[0] == counts[-1] == 1
+    assert counts.sum() == 2
+
+
+def test_ranks_of_seeds_are_pooled():
+    names = ("first", "middle", "square", "log likelihood")
+    cell = {"ranks": {name: [0, 9, 4, 5] for name in names}}
+    cells = {("regression", "NUTS", seed): cell for seed in ("0", "1")}
+    record = runner.Record(None, sbc.experiment.by, {"settings": {"draws": 9}}, cells)
+    found = sbc.pooled(record, "regression", "NUTS")
+    assert torch.equal(found.ranks["first"], torch.tensor([0, 9, 4, 5] * 2))
+    assert sbc.outer(found) == 0.5
+
+
+def test_every_set_of_scikit_learn_is_there():
+    for name in [*sklearn_methods.NUMBERS, *sklearn_methods.CLASSES]:
+        X, y = sklearn_methods.load(name)
+        assert len(X) == len(y) > 100
+
+
+def test_splits_are_standardised(airfoil):
+    (x, y), (test, _) = mile.split("airfoil", 1)
+    assert (len(x), len(test)) == (80, 20)
+    torch.testing.assert_close(x.mean(0), torch.zeros(4), atol=1e-4, rtol=0)
+    torch.testing.assert_close(y.std(0), torch.ones(1))
+    assert bool((mile.split("airfoil", 1)[1][0] == test).all())
+    assert not bool((mile.split("airfoil", 2)[1][0] == test).all())
+
+
+def test_the_nets_of_mile():
+    outputs = mile.LogScale()(torch.tensor([[1.0, 0.0], [-2.0, math.log(3)]]))
+    torch.testing.assert_close(outputs, torch.tensor([[1.0, 1.0], [-2.0, 3.0]]))
+    assert sum(p.numel() for p in mile_digits.make_net().parameters()) == 4_824
+
+
+def test_regions_are_where_the_data_are_and_are_not():
+    x = two_clusters.grid().flatten()
+    found = two_clusters.regions(x.abs())
+    assert found["sd beyond"] == pytest.approx(1.5, abs=1e-2)
+    # Two intervals, of means 0.85 and 0.75, the second of 5 / 8 of the length.
+    assert found["sd at data"] == pytest.approx(0.85 * 3 / 8 + 0.75 * 5 / 8, abs=1e-2)
+    assert found["sd in the middle"] < found["sd between"] < 0.4
+    x, y = two_clusters.draw(1_000)
+    noise = y - two_clusters.truth(x)
+    # six standard errors of a standard deviation from 2,000 points
+    assert noise.std().item() == pytest.approx(0.1, abs=6 * 0.1 / math.sqrt(4_000))
+    assert bool((((x >= -1) & (x <= -0.7)) | ((x >= 0.5) & (x <= 1))).all())
