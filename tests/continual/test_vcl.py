@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from pyro.infer import autoguide
 
+from tests.oracles.fits import minimise
 from tests.oracles.joints import INDUCING, NOISE, SCALE, SPREAD, four_lines, guide_joint, vcl
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.distributions import JointMarginal
@@ -25,18 +26,8 @@ FULL = {
 def maximize_elbo(bnn, x, y):
     """Follow the ELBO with its data term exact: the log-likelihood is quadratic in the weights."""
     bnn.likelihood.dataset_size = len(x)
-    parameters = list(bnn.net_guide.parameters())
-    optimizer = torch.optim.LBFGS(
-        parameters,
-        max_iter=2000,
-        max_eval=4000,
-        tolerance_grad=1e-13,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
 
-    def closure():
-        optimizer.zero_grad()
+    def loss():
         q = guide_joint(bnn)
         kl = elbo_terms(bnn.net_prior, bnn.net_guide).kl
         root = q.precision.inverse_sqrt(torch.eye(3)) * 3**0.5
@@ -44,11 +35,9 @@ def maximize_elbo(bnn, x, y):
         for point in torch.cat([q.loc + root, q.loc - root]):
             output = bnn.run_net(q.unflatten(point), x)
             data = data + bnn.likelihood.log_likelihood(output, y, "sum") / 6
-        loss = kl - data
-        loss.backward()
-        return loss
+        return kl - data
 
-    optimizer.step(closure)
+    minimise(bnn.net_guide.parameters(), loss, max_iter=2000, max_eval=4000, tolerance_grad=1e-13)
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -85,7 +85,7 @@ def ensemble(net, *parts, loader):
         own = tyxe.util.reset_parameters_(copy.deepcopy(net))
         return tyxe.VariationalBNN(own, *parts, AutoDelta)
 
-    return trained(tyxe.EnsembleBNN(member, 5), loader)
+    return trained(tyxe.EnsembleBNN(member, 5), loader, epochs=10)
 
 
 def nuts(net, prior, likelihood, loader):
@@ -108,6 +108,7 @@ PLAIN = {
 }
 # Chains that are as short as these are long enough to be compared; SWAG needs 20 snapshots.
 SETTINGS = {"nuts": {"hidden": (), "num_epochs": 8}, "swag": {"num_epochs": 80}}
+SETTINGS["ensemble"] = {"num_epochs": 10}
 
 
 def plain(method, x, y, likelihood, outputs):

@@ -8,6 +8,7 @@ from pyro.poutine.messenger import Messenger
 from torch import nn
 
 import tyxe
+from tests.oracles.fits import minimise
 from tyxe.bnn import elbo_terms
 from tyxe.distributions import Gaussian
 from tyxe.likelihoods import HomoskedasticGaussian
@@ -82,22 +83,13 @@ def exact_elbo(bnn, points, x, y, **options):
 
 
 def maximise(bnn, points, x, y):
-    optimizer = torch.optim.LBFGS(
-        bnn.parameters(),
-        max_iter=500,
-        tolerance_grad=1e-12,
-        tolerance_change=1e-16,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        loss = -exact_elbo(bnn, points, x, y)
-        loss.backward()
-        return loss
-
     with points:
-        optimizer.step(closure)
+        minimise(
+            bnn.parameters(),
+            lambda: -exact_elbo(bnn, points, x, y),
+            max_iter=500,
+            tolerance_grad=1e-12,
+        )
 
 
 def noise_elbo(m_w, r_w, m_s, r_s, x, y):

@@ -45,3 +45,18 @@ def assert_equal(left, right, **tolerance):
         torch.testing.assert_close(
             value, right[name], **(tolerance or {"rtol": 0, "atol": 0}), msg=name
         )
+
+
+def minimise(parameters, loss, **options):
+    """Follow a loss without noise to its minimum."""
+    optimizer = torch.optim.LBFGS(
+        list(parameters), tolerance_change=0.0, line_search_fn="strong_wolfe", **options
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)

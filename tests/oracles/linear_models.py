@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import tyxe
+from tests.oracles.fits import minimise
 from tyxe.likelihoods import output_hessian
 from tyxe.linalg import Dense
 from tyxe.predictive.linear_model import LinearModel
@@ -127,20 +128,6 @@ def best_gaussian(structure, weights=3):
         squares = (mean - model.prior_mean).square() + lower().square().sum(1)
         return (model.prior_precision * squares).sum() / 2 - fit - root.diagonal().sum()
 
-    optimizer = torch.optim.LBFGS(
-        [mean, root],
-        max_iter=2000,
-        tolerance_grad=1e-12,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        loss = negative_elbo()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    minimise([mean, root], negative_elbo, max_iter=2000, tolerance_grad=1e-12)
     assert float(mean.grad.abs().max()) < 1e-7
     return model, mean.detach(), torch.cholesky_inverse(lower()).detach()

@@ -9,54 +9,34 @@ from typing import Any
 
 import pyro
 import pyro.distributions as dist
-import torch
 from pyro.infer.mcmc import HMC
-from torch import Tensor, nn
+from torch import Tensor
 
 import tyxe
+from tests.oracles.states import ADAM, NORMAL, N, data, make, net
 from tyxe.continual import TaskLoop
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import HomoskedasticGaussian
 
-POINTS = 12
-ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
-NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
-_RANDOM = torch.Generator().manual_seed(1)
-X = torch.randn(POINTS, 2, generator=_RANDOM)
-Y = torch.randn(POINTS, 1, generator=_RANDOM)
+X, Y = data()
 BATCHES = [(X[:5], Y[:5]), (X[5:], Y[5:])]
 
 
-def _net(hidden: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, 1))
+def _laplace(hidden: int = 4) -> Any:
+    return tyxe.LaplaceBNN(net(hidden), NORMAL, HomoskedasticGaussian(N, scale=0.5))
 
 
-def _gaussian(scale: Any = 0.5) -> Any:
-    return tyxe.likelihoods.HomoskedasticGaussian(POINTS, scale=scale)
-
-
-def variational(hidden: int = 4) -> Any:
-    guide = tyxe.guides.AutoNormal
-    likelihood = _gaussian(dist.LogNormal(-1.0, 0.5))
-    return tyxe.VariationalBNN(_net(hidden), NORMAL, likelihood, guide, guide)
-
-
-def laplace(hidden: int = 4) -> Any:
-    return tyxe.LaplaceBNN(_net(hidden), NORMAL, _gaussian())
-
-
-def pytorch(hidden: int = 4) -> Any:
-    return tyxe.PytorchBNN(_net(hidden), NORMAL, tyxe.guides.AutoNormal)
-
-
-def mcmc(hidden: int = 4) -> Any:
+def _mcmc(hidden: int = 4) -> Any:
+    likelihood = HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
     kernel = functools.partial(HMC, step_size=1e-2, num_steps=2)
-    return tyxe.MCMC_BNN(_net(hidden), NORMAL, _gaussian(dist.LogNormal(-1.0, 0.5)), kernel)
+    return tyxe.MCMC_BNN(net(hidden), NORMAL, likelihood, kernel)
 
 
 SUBJECTS = {
-    "VariationalBNN": variational,
-    "LaplaceBNN": laplace,
-    "PytorchBNN": pytorch,
-    "MCMC_BNN": mcmc,
+    "VariationalBNN": lambda hidden=4: make(hidden=hidden),
+    "LaplaceBNN": _laplace,
+    "PytorchBNN": lambda hidden=4: tyxe.PytorchBNN(net(hidden), NORMAL, AutoNormal),
+    "MCMC_BNN": _mcmc,
 }
 
 
@@ -64,7 +44,7 @@ def _own_loop(bnn: Any) -> None:
     """Make the steps that the user of a `PytorchBNN` writes."""
     optimizer = ADAM([p for p in bnn.parameters() if p.requires_grad])
     for x, y in BATCHES:
-        ((bnn(x) - y).square().mean() + bnn.cached_kl_loss / POINTS).backward()
+        ((bnn(x) - y).square().mean() + bnn.cached_kl_loss / N).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -40,11 +40,11 @@ class Calibrator(ABC):
         return self.predict(predictions)
 
     def of(self, predictions: Any, likelihood: Likelihood) -> Any:
-        """Return what `fit` and `predict` take from what a BNN's `predict` returns."""
+        """Convert what a BNN's `predict` returns to what `fit` and `predict` take."""
         return predictions
 
     def back(self, found: Any, likelihood: Likelihood) -> Any:
-        """Return what this `predict` has returned as the likelihood's predictions are."""
+        """Convert what `predict` returns to predictions of the likelihood."""
         return found
 
     def wrap(

@@ -34,7 +34,7 @@ def diagnose(
     unpack: Unpack | None = None,
     **options: Any,
 ) -> Report:
-    """Look for what goes wrong without a word, and say what mends it.
+    """Look for what goes wrong silently, and say what mends it.
 
     Of all BNNs: points against `dataset_size`; training against held-out data; calibration against
     that of data drawn from the predictions; how many draws are needed; predictions that depend on

@@ -20,7 +20,7 @@ def pareto_k(log_ratios: Tensor) -> float:
     approximation works with as many draws as one has. In hundreds of dimensions it is above 0.7
     for nearly every approximation, which then says nothing about its predictions. It is minus
     infinity where the largest ratios differ by rounding alone, as those of an exact posterior do,
-    and infinity where fewer than five are not nothing beside the largest.
+    and infinity where fewer than five are above 0 beside the largest.
 
     Args:
         log_ratios: `log p(w_s, D) - log q(w_s)` of draws from `q`, up to a constant, `(S,)`.

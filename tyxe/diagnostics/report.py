@@ -34,7 +34,7 @@ class Line:
 
     Attributes:
         name: what the number is.
-        value: the number; of several parts, such as layers, that which is furthest from well.
+        value: the number; of several parts, such as layers, the worst.
         ok: lowest and highest value that is well.
         tolerable: beyond which the verdict is "fail", and not "warn".
         remedy: what mends it.
@@ -54,13 +54,13 @@ class Line:
     def of_parts(
         cls, name: str, parts: Mapping[str, float], ok: Range, tolerable: Range, remedy: str
     ) -> Line:
-        """Return the line of the part that is furthest from well."""
+        """Return the line of the worst part."""
         lines = {n: cls(name, value, ok, tolerable, remedy, parts) for n, value in parts.items()}
         return cls.worst(lines)
 
     @classmethod
     def worst(cls, lines: Mapping[str, Line]) -> Line:
-        """Return the line, of several by where they are, that is furthest from well."""
+        """Return the worst of several lines, which are given by where they are."""
         where, line = max(lines.items(), key=lambda item: item[1]._badness)
         of = ", ".join(filter(None, (where if len(lines) > 1 else "", line.where)))
         return dataclasses.replace(line, where=of)

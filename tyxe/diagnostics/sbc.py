@@ -46,10 +46,10 @@ class SBC:
         return len(next(iter(self.ranks.values()))), self.num_draws
 
     def p_values(self) -> dict[str, float]:
-        """Return the share of uniform ranks that are as far from uniformity, for each function.
+        """Return the p-value of uniform ranks, for each function by itself.
 
-        How far is the least probability, in both tails, of the number of ranks below a level; over
-        several functions mind that there are several.
+        The statistic is the least probability, over levels and both tails, of the number of ranks
+        below a level.
         """
         law = _law(*self._sizes)
         return {
@@ -58,9 +58,9 @@ class SBC:
         }
 
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor, Tensor]:
-        """Return levels `k / (L + 1)`, and between what shares of ranks lie below, all at once.
+        """Return levels `k / (L + 1)`, and the least and largest shares of ranks below each.
 
-        Of uniform ranks, all shares are inside with a probability of `level`.
+        For uniform ranks, all shares are inside at once with a probability of `level`.
         """
         law = _law(*self._sizes)
         gamma = law.simulated.quantile(1 - level)

@@ -155,8 +155,8 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
     Args:
         hidden: widths of the layers of tanh units; with none it is Bayesian linear regression.
         net: makes another net, `net(in_features, out_features)`, such as `nn.Linear`.
-        method: `"laplace"` (the prior's precision is that of the largest evidence, as training goes
-            on), `"last_layer_laplace"`, `"mean_field"`, `"map"`, `"ensemble"` of five, `"swag"` or
+        method: `"laplace"` (training maximises the evidence over the prior's precision),
+            `"last_layer_laplace"`, `"mean_field"`, `"map"`, `"ensemble"` of five, `"swag"` or
             `"nuts"`; or what makes the `bnn_` to fit, `method(net, prior, likelihood)`.
         prior_scale: standard deviation of priors, times `sqrt(fan_in)`; with Laplace the first.
         num_epochs: passes through the data; of MCMC transitions, of which half only adapt.
