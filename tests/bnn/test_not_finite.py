@@ -93,24 +93,6 @@ def test_statistics_are_those_before_a_batch_that_is_not_finite():
     assert bool(bnn.predict(X)[0].isfinite().all())
 
 
-def test_non_finite_draws_are_named():
-    bnn = make()
-    with torch.no_grad():
-        bnn.net_guide.locs["2.weight"].fill_(float("nan"))
-    with pytest.raises(RuntimeError, match=r"non-finite draws of net\.2\.weight"):
-        bnn.fit([(X, Y)], ADAM, 1)
-
-
-def test_non_finite_kl_is_named():
-    bnn = make()
-    with torch.no_grad():
-        bnn.net_guide.locs["0.bias"].fill_(1e25)  # behind a tanh: the outputs are finite
-    before = {n: v.clone() for n, v in bnn.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"KL is not finite at net\.0\.bias\."):
-        bnn.fit([(X, Y)], ADAM, 1)
-    assert all(torch.equal(v, before[n]) for n, v in bnn.named_parameters())
-
-
 class RootOfZero(nn.Module):
     def __init__(self):
         super().__init__()
@@ -121,14 +103,26 @@ class RootOfZero(nn.Module):
         return self.layer(x) + (self.offset(x) * 0).sqrt()  # finite, but its gradient is not
 
 
-def test_a_gradient_that_is_not_finite_is_named():
-    bnn = make(RootOfZero())
+PLACES = {
+    "draws": (None, "2.weight", float("nan"), r"non-finite draws of net\.2\.weight"),
+    # Behind a tanh: the outputs are finite.
+    "KL": (None, "0.bias", 1e25, r"KL is not finite at net\.0\.bias\."),
+    "gradient": (RootOfZero, None, 0.0, r"not finite at net_guide\.locs\.offset\.weight"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_what_is_not_finite_is_named(what):
+    module, site, value, message = PLACES[what]
+    bnn = make(module and module())
+    with torch.no_grad():
+        if site is not None:
+            bnn.net_guide.locs[site].fill_(value)
     before = {n: v.clone() for n, v in bnn.named_parameters()}
-    with pytest.raises(
-        RuntimeError, match=r"gradient is not finite at net_guide\.locs\.offset\.weight"
-    ):
+    with pytest.raises(RuntimeError, match=message):
         bnn.fit([(X, Y)], ADAM, 1)
-    assert all(torch.equal(v, before[n]) for n, v in bnn.named_parameters())
+    for name, parameter in bnn.named_parameters():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0, equal_nan=True)
 
 
 GUIDES = [

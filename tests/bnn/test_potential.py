@@ -21,51 +21,30 @@ CLASSIFIER = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 3))
 TWO_OUTPUTS = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
+MIXED = {
+    "0.weight": dist.HalfNormal(torch.tensor(1.3)).expand([3, 1]).to_event(2),
+    "0.bias": dist.Normal(torch.randn(3), torch.rand(3) + 0.5).to_event(1),
+    "2.weight": dist.StudentT(3.0).expand([1, 3]).to_event(2),
+    "2.bias": dist.Normal(torch.tensor([0.2]), 1.0).to_event(1),
+}
+HALF = tyxe.priors.IIDPrior(dist.HalfNormal(1.0), hide_parameters=["bias"])
+KNOWN = HomoskedasticGaussian(N, scale=NOISE)
+INFERRED = HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
+OF_EACH = HomoskedasticGaussian(N, scale=torch.tensor([0.3, 0.6]))
 CASES = {
-    "iid normal": (layered(), PRIOR, HomoskedasticGaussian(N, scale=NOISE)),
+    "iid normal": (layered(), PRIOR, KNOWN),
     "more data than given": (layered(), PRIOR, HomoskedasticGaussian(5 * N, scale=NOISE)),
-    "iid laplace": (
-        layered(),
-        tyxe.priors.IIDPrior(dist.Laplace(0.3, 0.7)),
-        HomoskedasticGaussian(N, scale=NOISE),
-    ),
-    "inferred scale": (
-        layered(),
-        PRIOR,
-        HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
-    ),
-    "layerwise": (
-        layered(),
-        tyxe.priors.LayerwiseNormalPrior("radford"),
-        HomoskedasticGaussian(N, scale=NOISE),
-    ),
-    "positive, and some hidden": (
-        layered(),
-        tyxe.priors.IIDPrior(dist.HalfNormal(1.0), hide_parameters=["bias"]),
-        HomoskedasticGaussian(N, scale=NOISE),
-    ),
-    "means": (
-        layered(),
-        tyxe.priors.IIDPrior(dist.Normal(0.4, 0.7)),
-        HomoskedasticGaussian(N, scale=NOISE),
-    ),
+    "iid laplace": (layered(), tyxe.priors.IIDPrior(dist.Laplace(0.3, 0.7)), KNOWN),
+    "inferred scale": (layered(), PRIOR, INFERRED),
+    "layerwise": (layered(), tyxe.priors.LayerwiseNormalPrior("radford"), KNOWN),
+    "positive, and some hidden": (layered(), HALF, KNOWN),
+    "means": (layered(), tyxe.priors.IIDPrior(dist.Normal(0.4, 0.7)), KNOWN),
     "mixed": (
         layered(),
-        tyxe.priors.DictPrior(
-            {
-                "0.weight": dist.HalfNormal(torch.tensor(1.3)).expand([3, 1]).to_event(2),
-                "0.bias": dist.Normal(torch.randn(3), torch.rand(3) + 0.5).to_event(1),
-                "2.weight": dist.StudentT(3.0).expand([1, 3]).to_event(2),
-                "2.bias": dist.Normal(torch.tensor([0.2]), 1.0).to_event(1),
-            }
-        ),
+        tyxe.priors.DictPrior(MIXED),
         HomoskedasticGaussian(N, precision=dist.Gamma(3.0, 1.0)),
     ),
-    "noise of each output": (
-        TWO_OUTPUTS,
-        PRIOR,
-        HomoskedasticGaussian(N, scale=torch.tensor([0.3, 0.6])),
-    ),
+    "noise of each output": (TWO_OUTPUTS, PRIOR, OF_EACH),
     "predicted noise": (TWO_OUTPUTS, PRIOR, HeteroskedasticGaussian(N)),
     "classes": (CLASSIFIER, PRIOR, Categorical(N)),
     "counts": (layered(), PRIOR, Poisson(N, event_dim=1)),

@@ -12,8 +12,7 @@ from tests.oracles.laplace import laplace_bnn
 from tyxe.curvature import jacobian
 from tyxe.laplace.gaussian_prior import independent_terms
 from tyxe.likelihoods import output_hessian
-from tyxe.predictive.features import Features, output_features
-from tyxe.predictive.gp import GPPredictive, hessian_root
+from tyxe.predictive.gp import Features, GPPredictive, Part, hessian_root, output_features
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-8}
 LIKELIHOODS = {
@@ -44,45 +43,27 @@ def within(joint):
     return torch.stack([joint[n, :, n] for n in range(len(joint))])
 
 
+def features_of(jacobian, prior):
+    return Features((Part(jacobian * prior.rsqrt()),))
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
 @pytest.mark.parametrize("name", LIKELIHOODS)
-def test_on_all_data_it_is_the_full_laplace_covariance(name):
+def test_on_all_data_it_is_the_full_laplace_covariance(name, factor):
     make, shape = LIKELIHOODS[name]
     likelihood, outputs = make(), torch.randn(6, *shape)
     size = outputs[0].numel()
-    train, test = torch.randn(6, size, 9), torch.randn(4, size, 9)
-    prior = 0.1 + torch.rand(9)
-    gp = GPPredictive(Features.from_jacobian(train, prior), hessian_root(likelihood, outputs))
-    expected = dense_covariance(train, output_hessian(likelihood, outputs), prior, test)
-    features = Features.from_jacobian(test, prior)
-    torch.testing.assert_close(gp.joint_covariance(features), expected, **TIGHT)
-    torch.testing.assert_close(gp.covariance(features), within(expected), **TIGHT)
-
-
-def test_the_factor_multiplies_the_prior_precision():
-    likelihood, outputs = tyxe.likelihoods.Categorical(6), torch.randn(6, 3)
-    train, prior = torch.randn(6, 3, 9), 0.1 + torch.rand(9)
-    features, root = Features.from_jacobian(train, prior), hessian_root(likelihood, outputs)
-    scaled = GPPredictive(features, root, factor=2.5).covariance(features)
-    other = Features.from_jacobian(train, 2.5 * prior)
-    torch.testing.assert_close(scaled, GPPredictive(other, root).covariance(other), **TIGHT)
-
-
-def test_the_form_with_an_inverse_hessian():
-    # K** - K*M (K_MM + L^-1)^-1 K_M*, where L is invertible.
-    train, test, prior = torch.randn(5, 1, 3), torch.randn(4, 1, 3), 0.1 + torch.rand(3)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=0.7)
-    a, b = Features.from_jacobian(train, prior), Features.from_jacobian(test, prior)
-    k_mm, k_ms, k_ss = a.kernel(a)[:, 0, :, 0], a.kernel(b)[:, 0, :, 0], b.kernel(b)[:, 0, :, 0]
-    expected = k_ss - k_ms.mT @ torch.linalg.inv(k_mm + 0.49 * torch.eye(5)) @ k_ms
-    gp = GPPredictive(a, hessian_root(likelihood, torch.randn(5, 1)))
-    torch.testing.assert_close(gp.joint_covariance(b)[:, 0, :, 0], expected, **TIGHT)
+    train, test, prior = torch.randn(6, size, 9), torch.randn(4, size, 9), 0.1 + torch.rand(9)
+    gp = GPPredictive(features_of(train, prior), hessian_root(likelihood, outputs), factor)
+    expected = dense_covariance(train, output_hessian(likelihood, outputs), factor * prior, test)
+    torch.testing.assert_close(gp.covariance(features_of(test, prior)), within(expected), **TIGHT)
 
 
 def test_single_precision_survives_the_cancellation():
     # Prior variances of about 1e6, posterior ones of about 1e-4.
     train, prior = torch.randn(50, 1, 4).float(), torch.full((4,), 1e-6).float()
     root = torch.full((50, 1, 1), 10.0).float()
-    features = Features.from_jacobian(train, prior)
+    features = features_of(train, prior)
     found = GPPredictive(features, root).covariance(features).flatten()
     rows = train[:, 0].double()
     precision = 100.0 * rows.mT @ rows + 1e-6 * torch.eye(4)
@@ -146,11 +127,12 @@ def test_features_of_nets_are_those_of_the_jacobian(net, prior):
     expected = {"mlp": 2, "conv": 1, "pixels": 0}[net] if prior != "by parameter" else 0
     assert factored == expected
     both = Features.cat(pieces)
-    assert (len(both), both.outputs) == (6, linear.outputs[0].numel())
-    dense = Features.from_jacobian(torch.cat([jacobian(linear), jacobian(other)]), precision)
-    root = torch.randn(6, both.outputs, 2)
-    torch.testing.assert_close(both.kernel(pieces[1]), dense.kernel(dense)[:, :, 4:], **TIGHT)
-    torch.testing.assert_close(both.blocks(), within(dense.kernel(dense)), **TIGHT)
+    outputs = linear.outputs[0].numel()
+    dense = features_of(torch.cat([jacobian(linear), jacobian(other)]), precision)
+    root, kernel = torch.randn(6, outputs, 2), dense.kernel(dense)
+    torch.testing.assert_close(both.kernel(pieces[1]), kernel[:, 4 * outputs :], **TIGHT)
+    blocks = within(kernel.view(6, outputs, 6, outputs))
+    torch.testing.assert_close(both.blocks(), blocks, **TIGHT)
     torch.testing.assert_close(
         both.mixed(root).kernel(both), dense.mixed(root).kernel(dense), **TIGHT
     )
@@ -276,6 +258,6 @@ def test_bad_input():
 
 
 def test_a_kernel_matrix_too_large_is_refused_before_it_is_made():
-    features = Features.from_jacobian(torch.ones(1, 1, 1).expand(50_000, 1, 1), torch.ones(1))
+    features = features_of(torch.ones(1, 1, 1).expand(50_000, 1, 1), torch.ones(1))
     with pytest.raises(ValueError, match=r"50,000 points with 1 columns each would take 18.6 GiB"):
         GPPredictive(features, torch.ones(1, 1, 1).expand(50_000, 1, 1))

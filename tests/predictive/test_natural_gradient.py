@@ -15,7 +15,6 @@ from tests.oracles.linear_models import (
 )
 from tyxe.linalg import Dense, Diagonal, LowRank
 from tyxe.predictive import refine_variational
-from tyxe.predictive.matheron import ConditionedKernel
 from tyxe.predictive.natural_gradient import OutputIterate, WeightIterate, started
 
 TIGHT = {"rtol": 1e-8, "atol": 1e-8}
@@ -134,9 +133,9 @@ def test_what_classes_leave_open_costs_nothing(probabilities):
     outputs = outputs.softmax(-1) if probabilities else outputs
     blocks = torch.stack([tyxe.likelihoods.output_hessian(likelihood, one) for one in outputs])
     rows = torch.randn(36, 80)
-    given = ConditionedKernel(rows @ rows.mT, blocks.mean(0))
-    assert given.root.shape == (12, 3, 3 if probabilities else 2)
-    torch.testing.assert_close(given.root @ given.root.mT, given.hessians[:, 0], **TIGHT)
+    iterate = OutputIterate(None, None, rows @ rows.mT, blocks.mean(0), None)
+    assert iterate.root.shape == (12, 3, 3 if probabilities else 2)
+    torch.testing.assert_close(iterate.root @ iterate.root.mT, iterate.hessians[:, 0], **TIGHT)
 
 
 def test_data_that_say_nothing_leave_the_prior():

@@ -366,9 +366,9 @@ def test_what_cannot_be_refined(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"structure": "kron"}, r"structure is 'kron'; expected 'full' or 'diag'"),
+        ({"structure": "kron"}, r"structure is 'kron'; expected one of 'full', 'diag'"),
         ({"rate": 0.0}, r"rate is 0.0; expected a number above 0 and at most 1"),
-        ({"num_draws": 0}, r"num_draws is 0; expected at least 1"),
+        ({"num_draws": 0}, r"num_draws is 0; expected 1 or more"),
         ({"expectation": "mean"}, r"expectation is 'mean'; expected one of 'weights', 'outputs'"),
     ],
 )

@@ -20,8 +20,7 @@ from tyxe.laplace.gaussian_prior import independent_terms
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
 from tyxe.predictive import refine_laplace, refine_variational
-from tyxe.predictive.features import Features, output_features
-from tyxe.predictive.gp import GPPredictive, hessian_root
+from tyxe.predictive.gp import Features, GPPredictive, hessian_root, output_features
 from tyxe.predictive.linear_model import LinearModel
 from tyxe.util import Inputs, tree_map_tensors
 

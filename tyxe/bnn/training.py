@@ -28,12 +28,12 @@ from tyxe.bnn.checks import (
 )
 from tyxe.bnn.compiled import CompiledSteps, compiled_steps
 from tyxe.bnn.elbo import ElboTerms, Objective
-from tyxe.bnn.parallel import Parallel, Processes, checksum, shuffle_anew
 from tyxe.errors import warn
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping, scheduler_of
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
+from tyxe.processes import Parallel, Processes, checksum, shuffle_anew
 from tyxe.rng import RandomStream
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs

@@ -16,7 +16,6 @@ from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import ReplayedDraws
 from tyxe.bnn.checkpoint import History, Resumable
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
-from tyxe.bnn.parallel import Parallel
 from tyxe.bnn.predict import SupervisedBNN, Values
 from tyxe.bnn.standin import in_modes, modes_of
 from tyxe.bnn.training import EpochEnd, FitOptions, Trainer, Validation
@@ -33,6 +32,7 @@ from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import IIDPrior, Prior
 from tyxe.priors.sites import SitePriors
+from tyxe.processes import Parallel
 from tyxe.threads import exclusive
 from tyxe.util import Inputs, outside_inference
 

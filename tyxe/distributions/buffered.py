@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,14 +19,17 @@ _CONTAINERS = (td.Distribution, td.Transform, Operator)
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what is inside a container, by attribute, number or key; nothing for others."""
     if isinstance(value, Operator):
         # Without the results that an operator has cached.
         yield from value._fields().items()
     elif isinstance(value, _CONTAINERS):
         # Without a transform's cache and its weak reference to its inverse.
         yield from ((k, v) for k, v in vars(value).items() if k not in ("_cached_x_y", "_inv"))
-    elif isinstance(value, list | tuple):
+    elif type(value) in (list, tuple):
         yield from enumerate(value)
+    elif type(value) is dict:
+        yield from value.items()
 
 
 def _map_tensors(function: Callable[[str, Tensor], Tensor], value: Any) -> Any:
@@ -44,14 +47,14 @@ def _map_tensors(function: Callable[[str, Tensor], Tensor], value: Any) -> Any:
             for key, child in _children(value):
                 clone.__dict__[key] = visit(child, f"{path}__{key}".lstrip("_"))
             return clone
-        if type(value) in (list, tuple):
-            items = [visit(child, f"{path}__{i}".lstrip("_")) for i, child in _children(value)]
-            return type(value)(items)
-        if type(value) is dict:
-            # By number: names of sites have dots, which names of buffers may not have.
-            keyed = enumerate(value.items())
-            return {k: visit(child, f"{path}__{i}".lstrip("_")) for i, (k, child) in keyed}
-        return value
+        if type(value) not in (list, tuple, dict):
+            return value
+        # By number: names of sites have dots, which names of buffers may not have.
+        found = {
+            key: visit(child, f"{path}__{i}".lstrip("_"))
+            for i, (key, child) in enumerate(_children(value))
+        }
+        return found if type(value) is dict else type(value)(found.values())
 
     return visit(value, "")
 
@@ -82,19 +85,17 @@ def _describe(value: Any) -> str:
     name = type(value).__name__
     if isinstance(value, td.Independent):  # subclasses are of the same kind
         return f"Independent({_describe(value.base_dist)})"
-    inside = [_describe(part) for part in _operators(child for _, child in _children(value))]
+    inside = [_describe(part) for part in _operators(value)]
     return f"{name}({', '.join(inside)})" if inside else name
 
 
-def _operators(values: Iterable[Any]) -> Iterator[Operator]:
-    """Yield the operators among values, and in lists, tuples and mappings among them."""
-    for value in values:
-        if isinstance(value, Operator):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _operators(value)
-        elif type(value) is dict:
-            yield from _operators(value.values())
+def _operators(value: Any) -> Iterator[Operator]:
+    """Yield the operators among what is inside a container, and in its lists and mappings."""
+    for _, child in _children(value):
+        if isinstance(child, Operator):
+            yield child
+        elif type(child) in (list, tuple, dict):
+            yield from _operators(child)
 
 
 # Names of a Gaussian's tensors in states that were written before 0.1, and now.

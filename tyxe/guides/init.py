@@ -29,10 +29,6 @@ def _outline(site: Message) -> Tensor:
     return drawn.detach()
 
 
-def _partial(initializer: Callable[..., Tensor], **options: Any) -> Callable[[Message], Tensor]:
-    return functools.partial(initializer, **options)
-
-
 def init_to_constant(site: Message | None = None, constant: float = 0.0) -> Any:
     """Start every element at one number; `init_to_constant(constant=1.0)` makes an initialiser.
 
@@ -41,7 +37,7 @@ def init_to_constant(site: Message | None = None, constant: float = 0.0) -> Any:
         tensor([2., 2.])
     """
     if site is None:
-        return _partial(init_to_constant, constant=constant)
+        return functools.partial(init_to_constant, constant=constant)
     return torch.full_like(_outline(site), constant)
 
 
@@ -64,7 +60,7 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
         tensor([1., 1.])
     """
     if site is None:
-        return _partial(init_to_median, num_samples=num_samples)
+        return functools.partial(init_to_median, num_samples=num_samples)
     elementwise = site["fn"]
     while isinstance(elementwise, td.Independent):
         elementwise = elementwise.base_dist
@@ -129,7 +125,7 @@ def init_to_normal(site: Message | None = None, mean: float = 0.0, std: float | 
         std: its standard deviation, or the layer-wise method that gives it.
     """
     if site is None:
-        return _partial(init_to_normal, mean=mean, std=std)
+        return functools.partial(init_to_normal, mean=mean, std=std)
     scale = layerwise_std(site, std) if isinstance(std, str) else std
     return torch.randn_like(_outline(site)) * scale + mean
 
@@ -147,7 +143,7 @@ def init_to_normal_xavier(site: Message | None = None) -> Any:
 def init_to_normal_kaiming(site: Message | None = None, nonlinearity: str = "relu") -> Any:
     """Start at draws of standard deviation `gain / sqrt(fan_in)`, with PyTorch's gain."""
     if site is None:
-        return _partial(init_to_normal_kaiming, nonlinearity=nonlinearity)
+        return functools.partial(init_to_normal_kaiming, nonlinearity=nonlinearity)
     return init_to_normal(site, std=layerwise_std(site, "kaiming", nonlinearity))
 
 

@@ -62,11 +62,7 @@ class MeanField(Guide):
         for site in self.sites:
             message = self.messages[site.name]
             loc = start_of("init_loc_fn", init_loc_fn, site, message)
-            scale = (
-                self._default_scale(message)
-                if init_scale is None
-                else _start_of_scale(init_scale, site, message)
-            )
+            scale = self._start_of_scale(init_scale, site, message)
             unconstrained = loc if site.is_real else td.biject_to(site.support).inv(loc)
             if not bool(unconstrained.isfinite().all()):
                 raise ValueError(
@@ -75,9 +71,9 @@ class MeanField(Guide):
                     "or a start of its own"
                 )
             locs[site.own_name] = unconstrained
-            scales[site.own_name] = (
-                self._unconstrain(torch.as_tensor(scale)).to(loc).expand_as(unconstrained)
-            )
+            names = ("init_scale", "max_guide_scale")
+            unconstrained_scale = uncapped(torch.as_tensor(scale), max_guide_scale, names)
+            scales[site.own_name] = unconstrained_scale.to(loc).expand_as(unconstrained)
         self.locs = SiteTensors(locs, trainable=train_loc)
         self.unconstrained_scales = SiteTensors(scales, trainable=train_scale)
         # Masks of the weights that `prune_` has kept, by site.
@@ -88,12 +84,15 @@ class MeanField(Guide):
     def kind(self) -> str:
         return f"{type(self).__name__}(max_guide_scale={self.max_guide_scale})"
 
-    def _default_scale(self, message: Any) -> float:
-        scale = scale_below_net()(message)
-        return scale if self.max_guide_scale is None else min(scale, self.max_guide_scale / 2)
-
-    def _unconstrain(self, scale: Tensor) -> Tensor:
-        return uncapped(scale, self.max_guide_scale, ("init_scale", "max_guide_scale"))
+    def _start_of_scale(self, start: InitScale | None, site: Site, message: Any) -> float | Tensor:
+        if start is None:
+            scale = scale_below_net()(message)
+            return scale if self.max_guide_scale is None else min(scale, self.max_guide_scale / 2)
+        if callable(start):
+            return start(message)
+        if isinstance(start, Mapping):
+            return start[resolve_site_name(site.own_name, start)]
+        return layerwise_std(message, start) if isinstance(start, str) else start
 
     def _log_scale(self, name: str) -> Tensor:
         return capped_log(self.unconstrained_scales[name], self.max_guide_scale)
@@ -141,14 +140,6 @@ class AutoNormal(MeanField):
 
     def base_distribution(self, loc: Tensor, log_scale: Tensor) -> td.Distribution:
         return FactorizedNormal(loc, log_scale)
-
-
-def _start_of_scale(start: InitScale, site: Site, message: Any) -> float | Tensor:
-    if callable(start):
-        return start(message)
-    if isinstance(start, Mapping):
-        return start[resolve_site_name(site.own_name, start)]
-    return layerwise_std(message, start) if isinstance(start, str) else start
 
 
 # --------------------------------------------------------------------------- scales with a cap

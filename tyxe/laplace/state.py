@@ -209,15 +209,9 @@ def with_noise(
         raise ValueError(f"noise is {noise}; expected one positive number")
     ratio = (likelihood.scale_of(like=scale) / scale).square()
     # A homoskedastic Gaussian's error is the sum of squared residuals.
+    constants = curvature.num_targets * (2 * scale.log() + math.log(2 * math.pi))
     return dataclasses.replace(
         curvature,
         operator=operator.scaled(ratio.square() if is_empirical else ratio),
-        log_likelihood=gaussian_log_likelihood(curvature.error, curvature.num_targets, scale),
-    )
-
-
-def gaussian_log_likelihood(squared_error: float, count: float, noise: Tensor) -> Tensor:
-    """Return the log-likelihood, in nats, of `count` targets with a sum of squared residuals."""
-    return -0.5 * (
-        squared_error / noise.square() + count * (2 * noise.log() + math.log(2 * math.pi))
+        log_likelihood=-0.5 * (curvature.error / scale.square() + constants),
     )

@@ -9,8 +9,8 @@ from tyxe.predictive.decomposition import (
 )
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import predict_from_gaussian
-from tyxe.predictive.linear_model import LinearModel
-from tyxe.predictive.refine import refine_laplace, refine_variational
+from tyxe.predictive.linear_model import LinearModel, refine_laplace
+from tyxe.predictive.natural_gradient import refine_variational
 
 __all__ = [
     "Ensemble",

@@ -1,9 +1,11 @@
 """Links from Gaussian outputs to class probabilities, `E[softmax(f)]` and `E[sigmoid(f)]`.
 
 A link approximates the mean probabilities for outputs `f ~ N(mean, covariance)` [GLM 3].
-`CLASS_LINKS` take class logits with a covariance of the classes at each position, and return
-log-probabilities. `BINARY_LINKS` take separate logits with a variance for each, and return logits.
-Both results stay finite where a probability rounds to zero.
+`CLASS_LINKS` take class logits, `(n, ..., C)`, with a covariance of the classes at each position,
+`(n, ..., C, C)`, and return log-probabilities. `BINARY_LINKS` take separate logits, `(n, ...)`,
+with a variance for each, and return logits. Both results are in float32 at least, and stay finite
+where a probability rounds to zero. The third argument is a number of samples from torch's
+generator, which links in closed form ignore.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from tyxe import check
 from tyxe.errors import warn
 from tyxe.threads import exclusive
 from tyxe.util import at_least_float32
@@ -32,18 +35,8 @@ CHUNK = 2**22
 def log_mc(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
     """Average class probabilities over samples: `log 1/S sum_s softmax(f_s)`, `f_s ~ N(m, cov)`.
 
-    The average is unbiased before the logarithm, and its standard error falls as `1/sqrt(S)`.
-
-    Args:
-        mean: mean of the class logits, `(n, ..., C)`.
-        covariance: their covariance at each position, `(n, ..., C, C)`; it may be singular.
-        num_samples: number `S` of samples from torch's generator; links in closed form ignore it.
-
-    Returns:
-        Log-probabilities of the classes, `(n, ..., C)`, in float32 at least.
-
-    Raises:
-        ValueError: the shapes do not fit, or `num_samples` is below 1.
+    The average is unbiased before the logarithm, and its standard error falls as `1/sqrt(S)`. The
+    covariance may be singular. Shapes that do not fit, and no samples, are a ValueError.
     """
     mean, covariance = _check_classes(mean, covariance)
     root = _root(covariance)
@@ -57,10 +50,7 @@ def log_mc(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> 
 def log_probit(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor:
     """Scale logits by their standard deviations: `log softmax(f / sqrt(1 + pi/8 diag(cov)))`.
 
-    The shapes are those of `log_mc`.
-
-    Reference:
-        [GLM] section 3; MacKay (1992), The evidence framework applied to classification networks.
+    [GLM] section 3; MacKay (1992), The evidence framework applied to classification networks.
     """
     mean, covariance = _check_classes(mean, covariance)
     return _shrunk(mean, covariance.diagonal(dim1=-2, dim2=-1)).log_softmax(-1)
@@ -71,11 +61,8 @@ def log_bridge(mean: Tensor, covariance: Tensor, num_samples: int = 0) -> Tensor
 
     The approximation is rough at large variances. The logits are conditioned on a sum of zero, so
     adding a constant to all of them leaves the result unchanged only where the rows of the
-    covariance have equal sums. The shapes are those of `log_mc`.
-
-    Reference:
-        Hobbhahn, Kristiadi & Hennig (2022), Fast predictive uncertainty for classification with
-        Bayesian deep networks.
+    covariance have equal sums. Hobbhahn, Kristiadi & Hennig (2022), Fast predictive uncertainty for
+    classification with Bayesian deep networks.
     """
     return bridge_log_concentration(mean, covariance).log_softmax(-1)
 
@@ -119,19 +106,7 @@ CLASS_LINKS: dict[str, Link] = {"mc": log_mc, "probit": log_probit, "bridge": lo
 
 
 def logit_mc(mean: Tensor, variance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
-    """Average probabilities over samples: `1/S sum_s sigmoid(f_s)`, `f_s ~ N(mean, variance)`.
-
-    Args:
-        mean: mean of each logit, `(n, ...)`.
-        variance: its variance, `(n, ...)`.
-        num_samples: number `S` of samples from torch's generator; links in closed form ignore it.
-
-    Returns:
-        Logits of the probabilities, `(n, ...)`, in float32 at least.
-
-    Raises:
-        ValueError: the shapes do not fit, or `num_samples` is below 1.
-    """
+    """Average probabilities over samples: `1/S sum_s sigmoid(f_s)`, `f_s ~ N(mean, variance)`."""
     mean, variance = _check_binary(mean, variance)
     scale = variance.clamp_min(0).sqrt()
     sums = []
@@ -147,8 +122,7 @@ def logit_probit(mean: Tensor, variance: Tensor, num_samples: int = 0) -> Tensor
     """Scale each logit by its standard deviation: `f / sqrt(1 + pi/8 v)`.
 
     It stands for `"bridge"` as well: with two classes the variances of the zero-sum logits cancel
-    from `alpha / sum(alpha)`, which is `sigmoid(f)` whatever the uncertainty. The shapes are those
-    of `logit_mc`.
+    from `alpha / sum(alpha)`, which is `sigmoid(f)` whatever the uncertainty.
     """
     return _shrunk(*_check_binary(mean, variance))
 
@@ -167,24 +141,14 @@ def sample_outputs(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMP
     """Draw outputs from `N(mean, covariance)`, independently at every position.
 
     Singular covariances are factorised by their eigenvectors, where eigenvalues that are negative
-    by rounding count as zero. No jitter is added.
-
-    Args:
-        mean: `(n, ..., C)`, or `(n,)` for nets with one output for a point.
-        covariance: `(n, ..., C, C)`, or `(n, 1, 1)`.
-        num_samples: number `S` of samples.
-
-    Returns:
-        Samples `(S, *mean.shape)`, in float32 at least.
-
-    Raises:
-        ValueError: the shapes do not fit, or `num_samples` is below 1.
+    by rounding count as zero. No jitter is added. The covariance is `(n, ..., C, C)`, or `(n, 1,
+    1)` for a mean `(n,)`, and the samples `(S, *mean.shape)`, in float32 at least.
     """
     if mean.dim() == 1 and covariance.shape == (len(mean), 1, 1):
         return sample_outputs(mean.unsqueeze(-1), covariance, num_samples).squeeze(-1)
     mean, covariance = _check_classes(mean, covariance)
-    _check_count(num_samples)
-    return _correlated(mean, _root(covariance), num_samples)
+    count = check.count("num_samples", num_samples)
+    return _correlated(mean, _root(covariance), count)
 
 
 def _correlated(mean: Tensor, root: Tensor, num_samples: int) -> Tensor:
@@ -224,15 +188,10 @@ def _shrunk(mean: Tensor, variance: Tensor) -> Tensor:
 
 def _sizes(mean: Tensor, num_samples: int) -> Iterator[int]:
     """Yield the numbers of samples to draw at a time."""
-    _check_count(num_samples)
+    check.count("num_samples", num_samples)
     chunk = max(1, CHUNK // max(1, mean.numel()))
     for start in range(0, num_samples, chunk):
         yield min(chunk, num_samples - start)
-
-
-def _check_count(num_samples: int) -> None:
-    if num_samples < 1:
-        raise ValueError(f"num_samples is {num_samples}; expected at least 1")
 
 
 def _check_classes(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
