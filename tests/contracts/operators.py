@@ -250,7 +250,6 @@ def _check_arguments(operator: Operator) -> None:
         _refuses(ValueError, "size 0", method, x[..., :0])
         _refuses(ValueError, "one number", method, x.sum())
         _refuses(TypeError, "another type", method, x.float())
-    _refuses(ValueError, "one row", operator.inverse_quadratic, x[0])
 
 
 def _check_gradients(operator: Operator) -> None:

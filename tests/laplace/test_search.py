@@ -1,6 +1,7 @@
 """Prior precisions from the evidence, from held-out data and while training."""
 
 import copy
+import itertools
 import math
 
 import pyro.distributions as dist
@@ -9,32 +10,73 @@ import torch
 import torch.nn as nn
 
 import tyxe
+from tests.oracles.curvature import laplace
 from tests.oracles.laplace import ADAM, classifier
 from tyxe.laplace.search import best_of_grid
 
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.parametrize("per_site", [False, True])
-def test_the_prior_precision_that_maximises_the_evidence(per_site):
-    bnn, x, y = classifier("kron")
-    bnn.fit([(x, y)], ADAM, 20)
-    before = bnn.log_marginal_likelihood()
-    found = bnn.optimize_prior_precision(per_site=per_site)
-    assert bnn.log_marginal_likelihood() > before
-    values = list(found.values()) if per_site else [found]
-    assert len(values) == (2 if per_site else 1)
-    leaves = [value.log().requires_grad_() for value in values]
-    blocks = bnn.state.curvature.blocks
-    given = {
-        site: leaves[i if per_site else 0].exp() for i, g in enumerate(blocks) for site in g.sites
-    }
-    slopes = torch.autograd.grad(bnn.log_marginal_likelihood(given), leaves)
-    assert all(abs(slope) < 1e-6 for slope in slopes)
-    # The posterior and the model have followed.
-    torch.testing.assert_close(
-        bnn.log_marginal_likelihood(given), bnn.log_marginal_likelihood(), rtol=1e-6, atol=1e-6
+@pytest.mark.parametrize(("per_site", "temperature"), [(False, 1.0), (True, 0.5)])
+@pytest.mark.parametrize(
+    ("structure", "damping"), [("kron", False), ("kron", True), ("diag", False), ("full", False)]
+)
+def test_from_anywhere_the_search_ends_where_the_evidence_is_flat(
+    structure, damping, temperature, per_site
+):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 3), nn.LayerNorm(3)
     )
+    x, y = torch.randn(6, 2, 3, 3).double(), torch.arange(6) % 3
+    options = {"temperature": temperature, "damping": damping}
+    torch.nn.init.normal_(net[3].bias)
+    bnn = laplace(net, structure, points=6, **options)
+    bnn.fit_curvature([(x, y)], progress=False)
+    blocks = bnn.state.curvature.blocks
+    owner = {site: g.name if per_site else "" for g in blocks for site in g.sites}
+    ends = []
+    for start in (1e-4, 1.0, 1e4):
+        bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, start**-0.5)))
+        found = bnn.optimize_prior_precision(per_site=per_site)
+        numbers = {f"net.{key}": v for key, v in found.items()} if per_site else {"": found}
+        logs = {name: value.log().requires_grad_() for name, value in numbers.items()}
+        given = {site: logs[name].exp() for site, name in owner.items()}
+        evidence = bnn.log_marginal_likelihood(given)
+        slopes = torch.autograd.grad(evidence, list(logs.values()))
+        assert all(abs(slope) < 1e-6 for slope in slopes)
+        # The posterior and the model have followed.
+        torch.testing.assert_close(bnn.log_marginal_likelihood(), evidence, rtol=1e-6, atol=1e-6)
+        ends.append(numbers)
+    assert all(number > 0 for number in ends[0].values())
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=1e-6, atol=0)
+
+
+def test_a_search_that_cannot_end_says_so():
+    bnn = laplace(nn.Linear(3, 2))
+    data = [(torch.randn(5, 3).double(), torch.zeros(5).long())]
+    bnn.fit_curvature(data, progress=False)
+    with pytest.warns(tyxe.TyxeWarning, match=r"not converged in num_steps=2: its logarithm"):
+        before = bnn.optimize_prior_precision(num_steps=2)
+    with torch.no_grad():
+        for loc in bnn.net_guide.parameters():
+            loc.zero_()
+    bnn.fit_curvature(data, progress=False)
+    with pytest.warns(tyxe.TyxeWarning, match=r"the weights of the net are at the prior's mean"):
+        found = bnn.optimize_prior_precision()
+    torch.testing.assert_close(float(found), float(before))
+
+
+def test_numbers_and_tensors_give_one_evidence():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    for structure, number in itertools.product(("kron", "diag", "full"), (0.5, 3.0)):
+        bnn = laplace(net, structure)
+        bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
+        full = {n: torch.full_like(p, number) for n, p in net.named_parameters()}
+        by_number = bnn.log_marginal_likelihood(number)
+        torch.testing.assert_close(bnn.log_marginal_likelihood(full), by_number, rtol=1e-12, atol=0)
 
 
 def test_the_prior_precision_by_held_out_data():
@@ -69,8 +111,8 @@ def test_a_search_over_a_grid_that_fails_leaves_the_prior_in_force():
     saved = copy.deepcopy(bnn.state_dict())
     bnn.optimize_prior_precision("grid", [(x, y)], grid=[3.0])
     bnn.load_state_dict(saved)  # its prior is not the object that update_prior was given
-    for grid in ([-1.0, 1.0], []):
-        with pytest.raises(ValueError, match=r"grid is .*; expected positive numbers"):
+    for grid, message in (([-1.0, 1.0], "of the grid is -1.0"), ([], "no precision of the grid")):
+        with pytest.raises(ValueError, match=message):
             bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
     before = bnn.net_guide.precision.to_dense()
     with pytest.raises(ValueError, match="targets of shape"):
@@ -102,27 +144,6 @@ def test_an_error_leaves_the_posterior_and_the_prior():
         bnn.optimize_prior_precision("grid", [(x, y)], per_site=True)
 
 
-@pytest.mark.parametrize("per_site", [False, True])
-@pytest.mark.parametrize("options", [{"damping": True}, {"structure": "full"}])
-def test_evidence_without_eigenvalues_of_its_own_is_maximised_too(options, per_site):
-    """Damped, or with blocks that one matrix couples: the precision is formed at each step."""
-    bnn, x, y = classifier(**{"structure": "kron", **options})
-    bnn.fit([(x, y)], ADAM, 20)
-    found = bnn.optimize_prior_precision(per_site=per_site)
-    values = list(found.values()) if per_site else [found]
-    leaves = [value.log().requires_grad_() for value in values]
-    groups = [block.sites for block in bnn.state.curvature.blocks]
-    given = {
-        site: leaves[i if per_site else 0].exp() for i, group in enumerate(groups) for site in group
-    }
-    if "damping" not in options:  # where the rule of MacKay is that of the undamped evidence
-        slopes = torch.autograd.grad(bnn.log_marginal_likelihood(given), leaves)
-        assert all(abs(slope) < 1e-6 for slope in slopes)
-    torch.testing.assert_close(
-        bnn.log_marginal_likelihood(given), bnn.log_marginal_likelihood(), rtol=1e-6, atol=1e-6
-    )
-
-
 def test_weights_at_the_priors_mean_keep_their_precision():
     bnn, x, y = classifier("diag")
     with torch.no_grad():
@@ -133,13 +154,6 @@ def test_weights_at_the_priors_mean_keep_their_precision():
     with pytest.warns(tyxe.TyxeWarning, match="the weights of net.2.weight are at the"):
         found = bnn.optimize_prior_precision(per_site=True)
     assert [name for name, value in found.items() if value == 1.0] == ["2.weight"]
-
-
-def test_steps_that_have_not_converged_are_warned_of():
-    bnn, x, y = classifier("diag")
-    bnn.fit_curvature([(x, y)])
-    with pytest.warns(tyxe.TyxeWarning, match="has not converged in num_steps=1"):
-        bnn.optimize_prior_precision(num_steps=1)
 
 
 def test_a_grid_without_a_finite_score_is_refused():

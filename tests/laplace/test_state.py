@@ -13,10 +13,7 @@ import tyxe
 from tyxe.curvature import Curvature
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.laplace import LaplaceState
-from tyxe.laplace.gaussian_prior import (
-    factorized_prior,
-    gaussian_prior,
-)
+from tyxe.laplace.gaussian_prior import gaussian_prior
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -96,14 +93,6 @@ def test_the_precision_is_the_weighted_curvature_and_the_priors(settings, weight
     torch.testing.assert_close(state.posterior().precision.to_dense(), state.precision().to_dense())
 
 
-def test_the_evidence_is_the_density_of_the_targets():
-    design, targets = task = stream()[0]
-    prior = one_normal(2.0)
-    covariance = NOISE**2 * torch.eye(5) + design @ design.mT / 2.0
-    exact = td.MultivariateNormal(design @ prior.loc, covariance).log_prob(targets)
-    torch.testing.assert_close(fitted(task, prior).evidence(), exact, **EXACT)
-
-
 def one_normal(precision, loc=0.3):
     prior = normal(precision, loc)
     return Gaussian(prior.blocks, prior.loc, Dense(prior.precision.to_dense()))
@@ -122,20 +111,6 @@ def test_the_evidences_of_a_stream_are_those_of_all_its_targets():
     torch.testing.assert_close(
         later.precision().to_dense(), together.precision().to_dense(), **EXACT
     )
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}])
-def test_the_evidence_is_differentiable_in_the_prior_and_the_noise(settings):
-    state = kronecker_state(**settings)
-
-    def evidence(log_precision, loc, log_likelihood):
-        entries = log_precision.exp() * torch.ones(4)
-        prior = Gaussian(blocks_of(), loc, BlockDiagonal({"all": Diagonal(entries)}))
-        curvature = dataclasses.replace(state.curvature, log_likelihood=log_likelihood)
-        return state.replace(prior=prior, curvature=curvature).evidence()
-
-    leaves = (torch.tensor(0.4), torch.randn(4), torch.tensor(-3.0))
-    assert torch.autograd.gradcheck(evidence, tuple(leaf.requires_grad_() for leaf in leaves))
 
 
 @pytest.fixture
@@ -306,9 +281,3 @@ def test_independent_weights_in_another_order_stay_independent():
     variances = (each.unflatten(each.variance) for each in (prior, posterior))
     found, expected = variances
     assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
-
-
-def test_a_prior_of_all_sites_is_none_of_each():
-    marginals = {name: kronecker_state().next_prior().marginal(name) for name in SHAPES}
-    with pytest.raises(ValueError, match="the prior is one over all sites"):
-        factorized_prior(marginals, blocks_of(), torch.zeros(()))

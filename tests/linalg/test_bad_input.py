@@ -58,9 +58,9 @@ REFUSED = {
         lambda: BlockDiagonal({"a": Dense(EYE), "b": Dense(EYE.double())}),
         "the blocks 'a' and 'b' are in torch.float32",
     ),
-    "terms, sizes": (
-        lambda: Sum({"a": Diagonal(torch.ones(2)), "b": Diagonal(torch.ones(3))}),
-        "terms of one size; there are {'a': 2, 'b': 3}",
+    "terms, dtypes": (
+        lambda: Sum({"a": Dense(EYE), "b": Dense(EYE.double())}),
+        "the terms 'a' and 'b' are in torch.float32",
     ),
 }
 
@@ -206,11 +206,7 @@ def test_states_are_flat_and_name_blocks_in_full():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "a state of one operator has keys"),
-        ({"sparse.matrix": EYE}, "one structure out of dense, diagonal"),
-        ({"dense.matrix": EYE, "diagonal.entries": EYE[0]}, "a state of one operator"),
-        ({"low_rank.entries": EYE[0]}, "LowRank has the fields entries, factor; got"),
-        ({"dense.matrix": EYE, "dense.other": EYE}, "Dense has the fields matrix; got"),
+        ({"sparse.matrix": EYE}, "structure is 'sparse'; expected one of 'dense', 'diagonal'"),
         ({"a/dense.matrix": EYE * NAN}, "not finite"),
     ],
 )

@@ -20,24 +20,15 @@ from tyxe.predictive.links import (
 )
 
 
-def mc(*gaussian):
-    return log_mc(*gaussian).exp()
+def probabilities(link):
+    return lambda *gaussian: link(*gaussian).exp()
 
 
-def probit(*gaussian):
-    return log_probit(*gaussian).exp()
-
-
-def bridge(*gaussian):
-    return log_bridge(*gaussian).exp()
+mc, probit, bridge = map(probabilities, (log_mc, log_probit, log_bridge))
 
 
 def mc_binary(*gaussian):
     return logit_mc(*gaussian).sigmoid()
-
-
-def probit_binary(*gaussian):
-    return logit_probit(*gaussian).sigmoid()
 
 
 # --- mc -----------------------------------------------------------------------------------------
@@ -136,8 +127,8 @@ def test_probit_is_its_formula():
         expected[n] = torch.tensor([math.exp(f) / total for f in scaled], dtype=torch.float64)
     torch.testing.assert_close(probit(mean, covariance), expected, rtol=1e-12, atol=0)
     variance = mean.square()
-    by_hand = 1 / (1 + (-mean / (1 + math.pi / 8 * variance).sqrt()).exp())
-    torch.testing.assert_close(probit_binary(mean, variance), by_hand, rtol=1e-12, atol=0)
+    by_hand = mean / (1 + math.pi / 8 * variance).sqrt()
+    torch.testing.assert_close(logit_probit(mean, variance), by_hand, rtol=1e-12, atol=0)
 
 
 def test_binary_probit_is_within_its_bound_of_the_integral():
@@ -147,7 +138,7 @@ def test_binary_probit_is_within_its_bound_of_the_integral():
     d = (x.sigmoid() - torch.special.ndtr(math.sqrt(math.pi / 8) * x)).abs().max()
     assert d.item() == pytest.approx(0.0177, abs=5e-5)
     mean, variance = torch.meshgrid(MEANS, VARIANCES, indexing="ij")
-    gap = (probit_binary(mean, variance) - expected_sigmoid(mean, variance)).abs()
+    gap = (logit_probit(mean, variance).sigmoid() - expected_sigmoid(mean, variance)).abs()
     assert bool((gap <= 2 * d).all())
 
 
@@ -247,8 +238,10 @@ def test_class_links_keep_shapes_and_sum_to_one(name, shape):
     mean, covariance = torch.randn(shape), torch.diag_embed(torch.rand(shape))
     probs = CLASS_LINKS[name](mean, covariance, 5).exp()
     assert probs.shape == shape
-    assert bool((probs >= 0).all())
     torch.testing.assert_close(probs.sum(-1), torch.ones(shape[:-1]))
+    logits = BINARY_LINKS[name](mean, mean.square(), 5)
+    assert logits.shape == shape
+    assert bool(logits.isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["probit", "bridge"])
@@ -256,14 +249,6 @@ def test_positions_do_not_meet(name):
     mean, covariance = torch.randn(2, 3, 4).double(), covariances(2, 3, 4)
     each = [CLASS_LINKS[name](mean[:, i], covariance[:, i], 0) for i in range(3)]
     torch.testing.assert_close(CLASS_LINKS[name](mean, covariance, 0), torch.stack(each, 1))
-
-
-@pytest.mark.parametrize("name", BINARY_LINKS)
-def test_binary_links_keep_shapes(name):
-    for shape in ((4,), (4, 2), (2, 3, 3)):
-        probs = BINARY_LINKS[name](torch.randn(shape), torch.rand(shape), 5).sigmoid()
-        assert probs.shape == shape
-        assert bool(((probs >= 0) & (probs <= 1)).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -286,23 +271,27 @@ def test_links_without_uncertainty_are_softmax_and_sigmoid():
         torch.testing.assert_close(link(mean, torch.zeros(4, 3).double(), 3), mean)
 
 
-@pytest.mark.parametrize("link", CLASS_LINKS.values(), ids=CLASS_LINKS.keys())
-def test_class_links_refuse_variances(link):
-    with pytest.raises(ValueError, match=r"pass torch\.diag_embed\(variance\)"):
-        link(torch.zeros(4, 3), torch.ones(4, 3), 5)
-    with pytest.raises(ValueError, match=r"mean has shape \(4, 3\) and covariance \(1, 3, 3\)"):
-        link(torch.zeros(4, 3), torch.ones(1, 3, 3), 5)
+REFUSED = {
+    **{
+        f"variances, {name}": (lambda link=link: link(torch.zeros(4, 3), torch.ones(4, 3), 5))
+        for name, link in CLASS_LINKS.items()
+    },
+    **{
+        f"covariances, {name}": (lambda link=link: link(torch.zeros(4, 3), torch.ones(4, 3, 3), 5))
+        for name, link in BINARY_LINKS.items()
+    },
+    "no sample": lambda: mc(torch.zeros(4, 3), torch.eye(3).expand(4, 3, 3), 0),
+    "no sample of outputs": lambda: sample_outputs(torch.zeros(4, 3), torch.ones(4, 3, 3), 0),
+    "no binary sample": lambda: mc_binary(torch.zeros(4), torch.ones(4), 0),
+}
+MESSAGES = {
+    "variances": r"expected \(4, 3, 3\): pass torch\.diag_embed\(variance\)",
+    "covariances": r"covariance\.diagonal\(dim1=-2, dim2=-1\)",
+    "no": "num_samples is 0; expected 1 or more",
+}
 
 
-@pytest.mark.parametrize("link", BINARY_LINKS.values(), ids=BINARY_LINKS.keys())
-def test_binary_links_refuse_covariances(link):
-    with pytest.raises(ValueError, match=r"covariance\.diagonal\(dim1=-2, dim2=-1\)"):
-        link(torch.zeros(4, 3), torch.ones(4, 3, 3), 5)
-
-
-def test_samples_have_to_be_some():
-    for call in (mc, sample_outputs):
-        with pytest.raises(ValueError, match="num_samples is 0; expected 1 or more"):
-            call(torch.zeros(4, 3), torch.eye(3).expand(4, 3, 3), 0)
-    with pytest.raises(ValueError, match="num_samples is 0; expected 1 or more"):
-        mc_binary(torch.zeros(4), torch.ones(4), 0)
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input(case):
+    with pytest.raises(ValueError, match=MESSAGES[case.replace(",", " ").split()[0]]):
+        REFUSED[case]()

@@ -8,7 +8,6 @@ import torch
 import tyxe
 from tests.oracles.linear_models import (
     LIKELIHOODS,
-    conjugate,
     in_single_precision,
     made,
     natural_gradient,
@@ -61,14 +60,6 @@ def test_fifty_steps_are_those_of_the_formula(name, weights, draws):
         rows @ torch.linalg.inv(expected_precision) @ rows.mT,
         **TIGHT,
     )
-
-
-def test_linear_regression_comes_out_exact():
-    model = made("gaussian", 80, weight=0.7)
-    mean, precision = refine_variational(model, rate=0.4, num_steps=50, expectation=at_the_mean)
-    expected_mean, expected_precision = conjugate(model)
-    torch.testing.assert_close(mean, expected_mean, **TIGHT)
-    torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
 
 
 @pytest.mark.parametrize(("weights", "kind"), [(36, WeightIterate), (37, OutputIterate)])

@@ -16,7 +16,6 @@ from tests.oracles.linear_models import (
     best_gaussian,
     conjugate,
     dense_precision,
-    fit_slope,
     in_single_precision,
     made,
 )
@@ -142,45 +141,6 @@ def test_the_diagonal_of_linear_regression():
     assert isinstance(precision, Diagonal)
     torch.testing.assert_close(mean, expected_mean, rtol=1e-7, atol=1e-7)
     torch.testing.assert_close(precision.diagonal(), expected_precision.diagonal(), **TIGHT)
-
-
-def test_orthogonal_inputs_need_no_more_than_a_diagonal():
-    basis, _ = torch.linalg.qr(torch.randn(24, 5))
-    model = made("gaussian", jacobian=basis.view(12, 2, 5))
-    mean, precision = refine_variational(model, "diag", rate=1.0, num_steps=1)
-    expected_mean, expected_precision = conjugate(model)
-    torch.testing.assert_close(mean, expected_mean, **TIGHT)
-    torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
-
-
-def with_fixed_noise(noise):
-    """The same standard normal numbers in every step, so that there is an exact fixed point."""
-
-    def draws(model, mean, precision, num_draws):
-        for deviation in precision.inverse_sqrt(noise):
-            yield model.predict(mean + deviation)
-
-    return draws
-
-
-@pytest.mark.parametrize(
-    ("structure", "weights", "num_steps"), [("full", 5, 200), ("full", 80, 400), ("diag", 5, 200)]
-)
-@pytest.mark.parametrize("name", ["categorical", "pixels", "bernoulli"])
-def test_fixed_points_are_stationary(name, structure, weights, num_steps):
-    model = made(name, weights, weight=1.3)
-    draws = with_fixed_noise(torch.randn(6, weights))
-    mean, precision = refine_variational(
-        model, structure, rate=0.3, num_steps=num_steps, expectation=draws
-    )
-    outputs = list(draws(model, mean, precision, 6))
-    left = torch.stack([fit_slope(model, one) for one in outputs]).mean(0)
-    right = model.prior_precision * (mean - model.prior_mean)
-    torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-7)
-    expected = torch.stack([dense_precision(model, one) for one in outputs]).mean(0)
-    if structure == "diag":
-        expected = expected.diagonal().diag()
-    torch.testing.assert_close(precision.to_dense(), expected, rtol=1e-7, atol=1e-7)
 
 
 # Points that stand for a standard normal: its quantiles, scaled to unit variance.

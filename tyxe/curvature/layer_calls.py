@@ -170,10 +170,8 @@ def find_blocks(
 ) -> ParamBlocks:
     """Return blocks of sites: weights and biases of the same linear maps, and single sites.
 
-    Args:
-        shapes: shapes of all sites, in the order of the blocks.
-        calls: the linear maps of one forward.
-        elsewhere: sites that other operations use, which have no factors.
+    `shapes` are those of all sites, in order; the sites in `elsewhere` are used by operations
+    besides the `calls`, and have no factors.
     """
     candidates: dict[str, set[LinearBlock]] = {}
     for call in calls:

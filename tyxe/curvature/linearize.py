@@ -187,10 +187,7 @@ class Linearization:
     def _differing(
         self, expected: Mapping[str, Tensor], cotangent: Tensor
     ) -> tuple[set[str], PointsNotApart | None]:
-        """Return the sites whose gradients, summed over points, are not the expected ones.
-
-        Or those of a map whose rows are of no point each, as of learned queries, with that error.
-        """
+        """Return sites with other gradients, summed over points, or those of `PointsNotApart`."""
         wrong: set[str] = set()
         try:
             gradients = self.gradients(cotangent)
@@ -213,11 +210,8 @@ class Linearization:
     ) -> list[BatchDims | None]:
         """Return where each map holds the points, or None where this batch does not show it.
 
-        Args:
-            known: the result for another batch; only what it leaves open is looked for.
-
-        Raises:
-            ValueError: the points influence each other in a map.
+        Only what the result for another batch, `known`, leaves open is looked for. Points that
+        influence each other in a map are a ValueError.
         """
         found: list[BatchDims | None] = [None] * len(self._recorded)
         if known is not None and len(known) == len(found):
@@ -271,14 +265,7 @@ class Linearization:
 
     @outside_inference()
     def gradients(self, cotangent: Tensor) -> dict[str, PointGradients]:
-        """Return the gradient of each point's `cotangent . outputs` in each block, by its name.
-
-        Args:
-            cotangent: a cotangent of the outputs' shape, `(n, ...)`.
-
-        Raises:
-            ValueError: the gradients of sites without factors take too much memory.
-        """
+        """Return the gradient of each point's `cotangent . outputs` in each block, by its name."""
         if not self.points:  # nothing to differentiate, in any map or loop over points
             none = {block.name: self.outputs.new_zeros(0, block.size) for block in self.blocks}
             return {name: DenseGradients(matrix) for name, matrix in none.items()}

@@ -27,7 +27,7 @@ def gaussian_prior(priors: Mapping[str, SitePrior], blocks: ParamBlocks, like: T
     """
     joints = {id(p.joint): p.joint for p in priors.values() if isinstance(p, JointMarginal)}
     if not joints:
-        return factorized_prior(priors, blocks, like)
+        return _factorized_prior(priors, blocks, like)
     found = list(joints.values())
     if not isinstance(found[0], Gaussian) or set(found[0].names) != set(blocks.sites):
         kinds = ", ".join(
@@ -43,7 +43,7 @@ def gaussian_prior(priors: Mapping[str, SitePrior], blocks: ParamBlocks, like: T
     return prior.reordered(blocks)
 
 
-def factorized_prior(
+def _factorized_prior(
     priors: Mapping[str, SitePrior], blocks: ParamBlocks, like: Tensor
 ) -> Gaussian:
     """Return Normals of each site as one over all sites, with a diagonal precision."""
@@ -68,11 +68,6 @@ def factorized_prior(
 
 
 def _normal(site: str, prior: SitePrior) -> td.Normal:
-    if isinstance(prior, JointMarginal):
-        raise ValueError(
-            f"the prior is one over all sites, the posterior of earlier data, and this takes "
-            f"Normals of each: {site!r} has none"
-        )
     normal: td.Normal | None = as_gaussian(prior)
     if normal is None:
         inner = without_events(prior)

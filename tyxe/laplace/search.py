@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.distributions import Gaussian
 from tyxe.errors import warn
 from tyxe.laplace.gaussian_prior import independent_terms, with_precision
@@ -150,9 +151,8 @@ def spectrum(operator: Operator) -> Tensor:
 
 def best_of_grid(grid: Iterable[float] | None, score: Callable[[float], float]) -> float:
     """Return the precision of the largest finite score; the default grid is 21 from 1e-4 to 1e4."""
-    candidates = torch.logspace(-4, 4, 21).tolist() if grid is None else [float(p) for p in grid]
-    if not candidates or not all(0 < precision < math.inf for precision in candidates):
-        raise ValueError(f"grid is {candidates}; expected positive numbers, one at least")
+    given = torch.logspace(-4, 4, 21).tolist() if grid is None else grid
+    candidates = [check.number("a precision of the grid", each, above=0) for each in given]
     scores = {precision: score(precision) for precision in candidates}
     finite = {p: found for p, found in scores.items() if math.isfinite(found)}
     if not finite:

@@ -39,8 +39,7 @@ class LaplaceState:
         accumulate: how the curvatures of tasks are combined, `"sum"`, `"average"` or `"per_task"`.
 
     Raises:
-        ValueError: a temperature or weight that is not positive; an unknown `accumulate`; sizes
-            that do not fit.
+        ValueError: a temperature or weight that is not positive; an unknown `accumulate`.
 
     Reference:
         [T] 3.1-3.3; [LA].
@@ -70,12 +69,6 @@ class LaplaceState:
 
     def __post_init__(self) -> None:
         check.fields(self)
-        sizes = self.loc.numel(), self.prior.blocks.size
-        if set(sizes) != {self.blocks.size}:
-            raise ValueError(
-                f"loc has {sizes[0]} elements and the prior {sizes[1]}; expected {self.blocks.size}"
-                ", those of the curvature's blocks"
-            )
 
     @property
     def blocks(self) -> ParamBlocks:
@@ -197,7 +190,7 @@ def with_noise(
     """Return the curvature and its log-likelihood under another noise, a standard deviation.
 
     Where it is that of the true labels, `is_empirical`, it is proportional to `noise^-4`, otherwise
-    to `noise^-2`. Another likelihood, or noise that is not positive, is a ValueError.
+    to `noise^-2`. Another likelihood is a ValueError.
     """
     if not isinstance(likelihood, HomoskedasticGaussian):
         raise ValueError(
@@ -205,8 +198,7 @@ def with_noise(
         )
     operator = curvature.operator
     scale = torch.as_tensor(noise, dtype=operator.dtype, device=operator.device)
-    if scale.dim() or not bool(scale > 0):
-        raise ValueError(f"noise is {noise}; expected one positive number")
+    check.number("noise", scale.detach(), above=0)
     ratio = (likelihood.scale_of(like=scale) / scale).square()
     # A homoskedastic Gaussian's error is the sum of squared residuals.
     constants = curvature.num_targets * (2 * scale.log() + math.log(2 * math.pi))

@@ -141,22 +141,14 @@ class Operator(ABC):
     def inverse_quadratic(self, x: Tensor) -> Tensor:
         """Return `X A^-1 X^T = (X S) (X S)^T`, the covariance of `X w` for `w` of precision `A`.
 
-        Args:
-            x: matrices `(..., C, P)`, such as Jacobians.
-
-        Returns:
-            `(..., C, C)`, symmetric and positive semi-definite up to rounding of its own size.
+        `x` are matrices `(..., C, P)`, such as Jacobians. The result is `(..., C, C)`, symmetric
+        and positive semi-definite up to rounding of its own size.
         """
-        if x.dim() < 2:
-            raise ValueError(
-                f"expected matrices (..., C, {self.size}), got a tensor of shape {tuple(x.shape)}; "
-                "one row is x.unsqueeze(-2)"
-            )
         white = self.whiten(x)
         return white @ white.mT
 
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
-        """Return `inverse_quadratic` of the rows `J_c = sum_r vec(g_cr a_r^T)`.
+        """Return `inverse_quadratic` of the rows `J_c = sum_r vec(g_cr a_r^T)`, `(..., C, C)`.
 
         The Jacobians of a net in a weight that it uses at `R` positions have this form. Structures
         with a shorter way do not form them.
@@ -164,9 +156,6 @@ class Operator(ABC):
         Args:
             a: inputs of the map, `(..., R, in)`.
             g: gradients of `C` outputs of the net in the map's outputs, `(..., C, R, out)`.
-
-        Returns:
-            `(..., C, C)`.
 
         Example:
             >>> from tyxe.linalg import Kronecker
@@ -180,14 +169,10 @@ class Operator(ABC):
         return self.inverse_quadratic((g.mT @ a.unsqueeze(-3)).flatten(-2))
 
     def sample(self, sample_shape: Sequence[int] = (), noise: Tensor | None = None) -> Tensor:
-        """Draw from `N(0, A^-1)`, as a differentiable function of standard normal noise.
+        """Return draws `(*sample_shape, P)` of `N(0, A^-1)`.
 
-        Args:
-            sample_shape: the shape of independent draws.
-            noise: `(*sample_shape, P)`; by default from torch's generator.
-
-        Returns:
-            Draws of shape `(*sample_shape, P)`.
+        They are a differentiable function of standard normal noise of their shape, by default from
+        torch's generator.
         """
         shape = torch.Size([*sample_shape, self.size])
         if noise is None:
@@ -199,11 +184,7 @@ class Operator(ABC):
     def scaled(self: OperatorT, c: float | Tensor) -> OperatorT:
         """Return `c A`, of the same structure.
 
-        Args:
-            c: a number or a tensor without dimensions, finite and not negative.
-
-        Raises:
-            ValueError: it is no such number.
+        `c` is a number or a tensor without dimensions, finite and not negative.
         """
         scale = check.shape("the scale", self._tensor(c), ())
         return self._scaled(check_non_negative(scale, "the scale"))
@@ -211,12 +192,8 @@ class Operator(ABC):
     def add_diagonal(self: OperatorT, d: float | Tensor) -> OperatorT:
         """Return `A + diag(d)`, of the same structure, such as a posterior precision.
 
-        Args:
-            d: a number or a tensor without dimensions, for `d I`, or the diagonal, `(P,)`; finite
-                and not negative.
-
-        Raises:
-            ValueError: it is no such diagonal, or the structure takes only `d I` (Kronecker).
+        `d` is a number or a tensor without dimensions, for `d I`, or the diagonal, `(P,)`; finite
+        and not negative. A Kronecker product takes only `d I`; anything else is a ValueError.
         """
         diagonal = self._tensor(d)
         if diagonal.dim():

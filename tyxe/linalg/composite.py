@@ -128,8 +128,8 @@ class Sum(Operator):
         terms: at least one operator, by name, all of one size.
 
     Raises:
-        ValueError: two terms differ in size, type or device; from methods that need an inverse, the
-            sum is too large.
+        ValueError: two terms differ in type or device; from methods that need an inverse, the sum
+            is too large.
 
     Reference:
         [T] eq. 3.59, 3.63.
@@ -146,9 +146,6 @@ class Sum(Operator):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "terms", _alike(self.terms, "terms"))
-        sizes = {name: term.size for name, term in self.terms.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"a sum has terms of one size; there are {sizes}")
 
     @property
     def size(self) -> int:

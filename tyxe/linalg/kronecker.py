@@ -114,16 +114,10 @@ class Kronecker(Operator):
     ) -> KroneckerT:
         """Return `scale * (out_factor kron in_factor)`, without a gradient in the factors.
 
-        The gradient of eigenvectors does not exist where eigenvalues repeat, as they do in every
-        factor of deficient rank.
-
-        Args:
-            out_factor: `(out, out)`, symmetric positive semi-definite, such as `E[g g^T]`.
-            in_factor: `(in, in)`, symmetric positive semi-definite, such as `E[a a^T]`.
-            scale: multiplies the product, such as the number of points.
-
-        Raises:
-            ValueError: a factor is not square, finite, symmetric or positive semi-definite.
+        These are symmetric positive semi-definite, such as `E[g g^T]`, `(out, out)`, and
+        `E[a a^T]`, `(in, in)`, and the scale is the number of points; others are a ValueError. The
+        gradient of eigenvectors does not exist where eigenvalues repeat, as they do in every factor
+        of deficient rank.
 
         Example:
             >>> Kronecker.from_factors(torch.eye(2), torch.eye(3)).size
@@ -167,9 +161,6 @@ class Kronecker(Operator):
         Factors are averaged with the scales as weights; scales and shifts are added. The result is
         exact where the factors are equal. If the factors are averages over points and the scales
         numbers of points, the result has the averages over all points.
-
-        Args:
-            other: a product of the same shape.
 
         Example:
             >>> first = Kronecker.from_factors(torch.eye(1), torch.eye(1), scale=3.0)

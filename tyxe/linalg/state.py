@@ -7,6 +7,7 @@ from urllib.parse import quote, unquote
 
 from torch import Tensor
 
+from tyxe import check
 from tyxe.files import FORMS
 from tyxe.linalg.base import Operator
 from tyxe.linalg.composite import BlockDiagonal, Inverse, Sum
@@ -68,29 +69,16 @@ def operator_state(operator: Operator) -> dict[str, Tensor]:
 
 
 def operator_from_state(state: Mapping[str, Tensor]) -> Operator:
-    """Return the operator whose `operator_state` this is.
-
-    Raises:
-        ValueError: it is empty, lacks a field, or names a structure that is not in `STATE_NAMES`.
-    """
+    """Return the operator whose `operator_state` this is."""
     if any("/" in key for key in state):
         parts: dict[str, dict[str, Tensor]] = {}
         for key, tensor in state.items():
             name, _, rest = key.partition("/")
             parts.setdefault(name, {})[rest] = tensor
         return _made_of({name: operator_from_state(part) for name, part in parts.items()})
-    structures = {key.partition(".")[0] for key in state}
-    if len(structures) != 1 or not structures <= set(STATE_NAMES):
-        raise ValueError(
-            f"a state of one operator has keys such as 'dense.matrix', of one structure out of "
-            f"{', '.join(STATE_NAMES)}; got {sorted(state)}"
-        )
-    fields = {key.partition(".")[2]: tensor for key, tensor in state.items()}
-    structure = STATE_NAMES[structures.pop()]
-    if set(fields) != set(structure.__dataclass_fields__):
-        expected = ", ".join(structure.__dataclass_fields__)
-        raise ValueError(f"{structure.__name__} has the fields {expected}; got {sorted(fields)}")
-    return structure(**fields)
+    (name,) = {key.partition(".")[0] for key in state}
+    structure = STATE_NAMES[check.choice("structure", name, STATE_NAMES)]
+    return structure(**{key.partition(".")[2]: tensor for key, tensor in state.items()})
 
 
 FORMS[Operator] = operator_state, operator_from_state

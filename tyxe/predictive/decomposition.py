@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tyxe.likelihoods.base import mean_over
+from tyxe.util import at_least_float32
 
 
 class VarianceDecomposition(NamedTuple):
@@ -61,7 +62,6 @@ def variance_decomposition(probs: Tensor, weights: Tensor | None = None) -> Vari
         classes.
 
     Raises:
-        TypeError: probabilities that are not floating point.
         ValueError: probabilities that do not sum to one.
 
     References:
@@ -85,17 +85,10 @@ def variance_decomposition(probs: Tensor, weights: Tensor | None = None) -> Vari
 def entropy_decomposition(probs: Tensor, weights: Tensor | None = None) -> EntropyDecomposition:
     r"""Split the entropy of the predicted class: `H[E p] = E H[p] + I(y; w)`.
 
-    Args:
-        probs: class probabilities of `S` draws, `(S, n, ..., C)`.
-        weights: of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an
-            ensemble; equal by default.
+    Args and errors are those of `variance_decomposition`.
 
     Returns:
         Three numbers for each prediction, `(n, ...)`, non-negative.
-
-    Raises:
-        TypeError: probabilities that are not floating point.
-        ValueError: probabilities that do not sum to one.
 
     References:
         [GLM] section 4; Depeweg et al. (2018), Decomposition of uncertainty in Bayesian deep
@@ -123,7 +116,7 @@ def regression_decomposition(
         noise_variance: the noise's variance `sigma^2`; a number, or a tensor that broadcasts
             against the means: `(S, n, ...)` for one that the net predicts, `(S, 1, ...)` for draws
             of one noise.
-        weights: of the draws, as of `entropy_decomposition`.
+        weights: of the draws, as of `variance_decomposition`.
 
     Returns:
         Two variances for each target, `(n, ...)`; the total is the mixture's variance.
@@ -139,9 +132,8 @@ def regression_decomposition(
         >>> regression_decomposition(torch.tensor([[1.0], [3.0]]), 0.25).total
         tensor([1.2500])
     """
-    dtype = torch.promote_types(means.dtype, torch.float32)
-    means = means.to(dtype)
-    noise = torch.as_tensor(noise_variance, dtype=dtype, device=means.device)
+    means = at_least_float32(means)
+    noise = torch.as_tensor(noise_variance, dtype=means.dtype, device=means.device)
     if not bool((noise >= 0).all()):
         raise ValueError(f"noise_variance is down to {noise.min():.4g}; expected variances")
     extra = means.dim() - noise.dim()
@@ -164,11 +156,9 @@ def _mean_outer(values: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _check_probs(probs: Tensor) -> Tensor:
-    if not probs.is_floating_point():
-        raise TypeError(f"probs has dtype {probs.dtype}; expected floating point probabilities")
     # Rounding to half precision alone moves a sum by up to eps / 2.
     tolerance = max(1e-3, 4 * torch.finfo(probs.dtype).eps)
-    probs = probs.to(torch.promote_types(probs.dtype, torch.float32))
+    probs = at_least_float32(probs)
     sums = probs.sum(-1) if probs.dim() > 1 else probs
     if probs.dim() < 2 or not bool(((sums - 1).abs() <= tolerance).all() & (probs >= 0).all()):
         raise ValueError(

@@ -195,20 +195,14 @@ def _sizes(mean: Tensor, num_samples: int) -> Iterator[int]:
 
 
 def _check_classes(mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    if mean.dim() < 1 or covariance.shape != mean.shape + mean.shape[-1:]:
-        raise ValueError(
-            f"mean has shape {tuple(mean.shape)} and covariance {tuple(covariance.shape)}; expected"
-            " (n, ..., C) and (n, ..., C, C): pass torch.diag_embed(variance) for independent ones"
-        )
+    hint = ": pass torch.diag_embed(variance) for independent outputs"
+    check.shape("covariance", covariance, (*mean.shape, mean.shape[-1]), hint)
     return _promoted(mean, covariance)
 
 
 def _check_binary(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    if mean.shape != variance.shape:
-        raise ValueError(
-            f"mean has shape {tuple(mean.shape)} and variance {tuple(variance.shape)}; expected the"
-            " same: pass covariance.diagonal(dim1=-2, dim2=-1)"
-        )
+    hint = ", as of the mean: pass covariance.diagonal(dim1=-2, dim2=-1)"
+    check.shape("variance", variance, mean.shape, hint)
     return _promoted(mean, variance)
 
 

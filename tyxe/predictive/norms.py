@@ -31,10 +31,8 @@ def averaged_statistics(
 ) -> Statistics:
     """Return averages over batches of the statistics of layers.
 
-    Args:
-        norms: for each layer a copy with buffers of its own, which sees the batches.
-        run: runs the net of these copies on a batch.
-        batches: what it runs on.
+    `norms` has for each layer a copy with buffers of its own, and `run` runs the net of these
+    copies on a batch.
     """
     for norm in norms.values():
         norm.train().reset_running_stats()

@@ -33,17 +33,11 @@ def mixture_scores(
     targets: Tensor | Targets,
     aggregate: bool = True,
 ) -> Scores:
-    """Return error and log-likelihood of each point, in nats, for draws of the net's outputs.
+    """Return error and log-likelihood of each point, in nats, for draws of outputs `(S, n, ...)`.
 
-    Args:
-        likelihood: the likelihood of the targets.
-        outputs: `(S, n, ...)`.
-        latents: its own variables for each draw, stacked.
-        targets: `(n, ...)`.
-        aggregate: score the mixture over draws; `False` scores each, `(S, n)`.
-
-    Raises:
-        ValueError: targets that do not fit, or a score that is not a number.
+    They are of the mixture over draws, or without `aggregate` of each, `(S, n)`. `latents` are
+    draws of the likelihood's own variables, stacked. Targets that do not fit, and scores that are
+    not a number, are a ValueError.
     """
     if not len(targets):  # all points are masked
         none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
@@ -68,16 +62,6 @@ def gaussian_scores(
 
     The log-likelihood is that of the mixture over outputs; for classes by the links `"probit"` and
     `"bridge"`, that of the probabilities which they approximate.
-
-    Args:
-        likelihood: the likelihood of the targets.
-        mean: mean of the outputs, `(n, ...)`.
-        covariance: their covariance along the last dimension, `(n, ..., C, C)`.
-        targets: `(n, ...)`.
-        options: arguments of `predict_from_gaussian`.
-
-    Raises:
-        ValueError: targets that do not fit, or a score that is not a number.
     """
     if not len(targets):
         none = mean.new_zeros(0)
