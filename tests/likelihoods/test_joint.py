@@ -263,17 +263,27 @@ def test_held_out_data_within_a_fit():
     assert len(history.validation) == 3
 
 
-def test_bad_joints():
-    with pytest.raises(ValueError, match="needs parts by name"):
-        Joint()
-    with pytest.raises(ValueError, match=r"none of them"):
-        Joint(joint=Poisson(3))
-    with pytest.raises(TypeError, match="kind is 3; expected a likelihood"):
-        Joint(kind=3)
-    with pytest.raises(ValueError, match=r"different dataset_size.*5.*6"):
-        Joint(kind=Categorical(5), size=part("size"))
-    with pytest.raises(ValueError, match="class_weights of kind"):
-        Joint(kind=Categorical(5, class_weights=torch.ones(3)))
+BAD = {
+    "no part": (dict, ValueError, "needs parts by name"),
+    "a part called joint": (lambda: {"joint": Poisson(3)}, ValueError, "none of them"),
+    "no likelihood": (lambda: {"kind": 3}, TypeError, "kind is 3; expected a likelihood"),
+    "sizes": (
+        lambda: {"kind": Categorical(5), "size": part("size")},
+        ValueError,
+        r"different dataset_size.*5.*6",
+    ),
+    "weights": (
+        lambda: {"kind": Categorical(5, class_weights=torch.ones(3))},
+        ValueError,
+        "class_weights of kind",
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "error", "match"), BAD.values(), ids=BAD)
+def test_bad_joints(parts, error, match):
+    with pytest.raises(error, match=match):
+        Joint(**parts())
 
 
 def test_bad_outputs_and_targets():

@@ -7,8 +7,6 @@ import pyro.poutine as poutine
 import pytest
 import torch
 import torch.distributions as td
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import (
@@ -147,12 +145,6 @@ def test_heteroskedastic_predictions_come_in_pairs(shape):
         HeteroskedasticGaussian(9).predictive_distribution(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("reduction", ["average", None, "Sum"])
-def test_other_reductions_are_refused(reduction):
-    with pytest.raises(ValueError, match=r"reduction is .*; expected one of"):
-        Bernoulli(9).log_likelihood(torch.zeros(3), torch.zeros(3), reduction)
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -170,17 +162,6 @@ def test_the_noise_is_given_once_and_positive(options, match):
 
 
 # --- what each one says ---------------------------------------------------------------------------
-
-
-@given(st.integers(1, 5), st.integers(1, 4))
-def test_precision_is_the_inverse_variance(points, size):
-    predictions, targets = torch.randn(points, size).double(), torch.randn(points, size).double()
-    by_scale = HomoskedasticGaussian(9, scale=0.5).double()
-    by_precision = HomoskedasticGaussian(9, precision=4.0).double()
-    torch.testing.assert_close(
-        by_scale.log_likelihood(predictions, targets),
-        by_precision.log_likelihood(predictions, targets),
-    )
 
 
 @pytest.mark.parametrize("options", [{"scale": 0.1}, {"precision": 100.0}])
@@ -242,15 +223,13 @@ def test_aggregation_survives_extreme_predictions():
     torch.testing.assert_close(aggregated, narrow[0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("positive_scale", [True, False])
-def test_the_heteroskedastic_mixture_has_the_mean_of_its_parts(positive_scale):
-    likelihood = HeteroskedasticGaussian(9, positive_scale=positive_scale)
+def test_a_mixture_of_positive_scales_has_the_moments_of_its_parts():
+    likelihood = HeteroskedasticGaussian(9, positive_scale=True)
     predictions = torch.randn(5, 3, 4).double().abs()
-    combined = likelihood.predictive_distribution(likelihood.aggregate_predictions(predictions))
-    torch.testing.assert_close(combined.mean, predictions[..., :2].mean(0))
-    samples = likelihood.sample(predictions, (4000,)).flatten(0, 1)
-    error = combined.stddev / math.sqrt(len(samples))
-    assert bool(((samples.mean(0) - combined.mean).abs() < 6 * error).all())
+    loc, scale = predictions.chunk(2, -1)
+    mean, spread = likelihood.aggregate_predictions(predictions).chunk(2, -1)
+    torch.testing.assert_close(mean, loc.mean(0))
+    torch.testing.assert_close(spread**2, scale.square().mean(0) + loc.var(0, correction=0))
 
 
 def test_an_inferred_scale_is_a_site_and_its_draws_are_averaged():
@@ -286,16 +265,6 @@ def test_names_and_dtypes_follow():
     assert "second.data" in trace.nodes
     assert trace.nodes["second.data"]["fn"].mean.dtype == torch.float64
     assert trace.nodes["second.data"]["scale"] == 3.0
-
-
-def test_half_precision_predictions():
-    predictions = torch.randn(4, 3).bfloat16()
-    for likelihood, targets in (
-        (Categorical(9), torch.tensor([0, 1, 2, 0])),
-        (HomoskedasticGaussian(9, 0.5), torch.randn(4, 3)),
-    ):
-        value = likelihood.log_likelihood(predictions, targets, "sum")
-        assert bool(value.isfinite())
 
 
 def test_a_likelihood_of_ones_own():

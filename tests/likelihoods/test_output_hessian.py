@@ -23,7 +23,6 @@ from tyxe.likelihoods.output_hessian import (
     sampled_gradient,
     true_gradient,
 )
-from tyxe.testing import LIKELIHOODS
 
 N = 4
 EACH_SCALE = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
@@ -181,14 +180,6 @@ def test_hessian_is_differentiable_in_the_noise():
     assert gradient.item() == pytest.approx(-2 * 0.5**-3 * N * 3)
 
 
-def test_probabilities_and_logits_have_one_curvature():
-    logits = torch.randn(N, 5, dtype=torch.float64)
-    jacobian = torch.stack([torch.func.jacrev(lambda f: f.softmax(-1))(f) for f in logits])
-    inner = output_hessian(Categorical(N, logit_predictions=False), logits.softmax(-1))[:, 0]
-    outer = output_hessian(Categorical(N), logits)[:, 0]
-    torch.testing.assert_close(jacobian.mT @ inner @ jacobian, outer, rtol=1e-10, atol=1e-12)
-
-
 # --- square roots -------------------------------------------------------------------------------
 
 
@@ -201,16 +192,6 @@ def test_columns_are_a_square_root(likelihood, shape):
     assert len(listed) == len(columns) == columns.num_positions * columns.rank
     assert all(column.shape == predictions.shape for column in listed)
     torch.testing.assert_close(dense_of_columns(listed), dense(blocks), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", LIKELIHOODS.values(), ids=LIKELIHOODS.keys())
-def test_every_likelihood_of_the_contract_has_a_root(case):
-    likelihood = case.build(N).double()
-    predictions = torch.randn(N, *case.output_shape, dtype=torch.float64)
-    blocks = output_hessian(likelihood, predictions, likelihood.prior_means())
-    assert blocks.shape[1] * blocks.shape[2] == math.prod(case.output_shape)
-    root = dense_of_columns(output_hessian_sqrt(likelihood, predictions, likelihood.prior_means()))
-    torch.testing.assert_close(root, dense(blocks))
 
 
 @given(
@@ -256,20 +237,6 @@ def test_positions_are_told_apart():
     columns = list(output_hessian_sqrt(Categorical(2), torch.randn(2, 3, 4)))
     positions = [column.abs().sum((0, 2)).nonzero().flatten().tolist() for column in columns]
     assert sorted(positions) == [[0]] * 3 + [[1]] * 3 + [[2]] * 3
-
-
-def test_ggn_by_columns_is_the_dense_one():
-    torch.manual_seed(1)
-    weight = torch.randn(3 * 2, 5, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(1, 5, dtype=torch.float64)
-    predictions = (x @ weight.T).tanh().reshape(1, 3, 2)
-    ggn = 0
-    for column in output_hessian_sqrt(Categorical(1), predictions.detach()):
-        (g,) = torch.autograd.grad(predictions, weight, column, retain_graph=True)
-        ggn = ggn + torch.outer(g.flatten(), g.flatten())
-    jacobian = torch.func.jacrev(lambda w: (x @ w.T).tanh().flatten())(weight).reshape(6, -1)
-    expected = jacobian.T @ dense(output_hessian(Categorical(1), predictions))[0] @ jacobian
-    torch.testing.assert_close(ggn, expected.detach(), rtol=1e-10, atol=1e-12)
 
 
 # --- gradients ----------------------------------------------------------------------------------

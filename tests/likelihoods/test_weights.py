@@ -47,31 +47,54 @@ def guide(init_scale=1e-3):
     return functools.partial(tyxe.guides.AutoNormal, init_scale=init_scale)
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
-def test_a_weight_counts_its_point_so_often_in_a_fit(name):
-    make, y = LIKELIHOODS[name]
-    x = data()
-    histories, means = [], []
-    for loader in ([(x, y, WEIGHTS)], [(x[REPEATED], y[REPEATED])]):
-        torch.manual_seed(1)
-        bnn = tyxe.VariationalBNN(net(), prior(), make(8), guide())
-        history = bnn.fit(loader, functools.partial(torch.optim.SGD, lr=0.1), 5)
-        histories.append(history.loss)
-        means.append(torch.cat([v.flatten() for v in bnn.mean_values().values()]))
-    assert histories[0] == pytest.approx(histories[1], rel=1e-9)
-    torch.testing.assert_close(means[0], means[1])
+def variational(likelihood, init_scale=1e-3, seed=0):
+    return tyxe.VariationalBNN(net(seed=seed), prior(), likelihood, guide(init_scale))
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_weight_counts_its_point_so_often_in_an_evaluation(name, reduction):
+def fit(likelihood, loader):
+    bnn = variational(likelihood)
+    history = bnn.fit(loader, functools.partial(torch.optim.SGD, lr=0.1), 5)
+    return torch.tensor(history.loss), bnn.mean_values()
+
+
+def evaluate(likelihood, loader, reduction="sum"):
+    return variational(likelihood, 0.3).evaluate(loader, num_predictions=3, reduction=reduction)
+
+
+def sample(likelihood, loader):
+    kernel = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False, step_size=0.1)
+    bnn = tyxe.MCMC_BNN(net(), prior(), likelihood, kernel)
+    run = bnn.fit(loader, 3, warmup_steps=2, num_chains=1, compile=False)
+    return run.get_samples()["net.0.weight"]
+
+
+def sample_by_mini_batches(likelihood, loader):
+    sgld = functools.partial(tyxe.samplers.SGLD, lr=1e-2)
+    bnn = tyxe.MCMC_BNN(net(), prior(), likelihood, sgld)
+    return bnn.fit(loader, 3, warmup_steps=2, num_chains=2).get_samples()["net.0.weight"]
+
+
+def train_members(likelihood, loader):
+    members = tyxe.EnsembleBNN(lambda i: variational(likelihood, seed=i), 2)
+    members.fit(loader, torch.optim.SGD, 3, vectorize=True)
+    return members.members[1].mean_values()
+
+
+USES = [fit, evaluate, functools.partial(evaluate, reduction="mean"), sample]
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [(use, name) for use in USES for name in LIKELIHOODS]
+    + [(use, "Categorical") for use in (sample_by_mini_batches, train_members)],
+)
+def test_a_weight_counts_its_point_so_often(use, name):
     make, y = LIKELIHOODS[name]
-    bnn = tyxe.VariationalBNN(net(), prior(), make(8), guide(0.3))
     found = []
     for loader in ([(data(), y, WEIGHTS)], [(data()[REPEATED], y[REPEATED])]):
         torch.manual_seed(1)
-        found.append(bnn.evaluate(loader, num_predictions=3, reduction=reduction))
-    torch.testing.assert_close(found[0], found[1])
+        found.append(use(make(8), loader))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
@@ -89,35 +112,6 @@ def test_a_weight_counts_its_point_so_often_in_a_curvature(name, structure, curv
     if curvature == "ggn" or name != "Categorical":
         torch.testing.assert_close(matrices[1], matrices[3])
     torch.testing.assert_close(matrices[0], matrices[2])
-
-
-@pytest.mark.parametrize("name", LIKELIHOODS)
-def test_a_weight_counts_its_point_so_often_in_a_potential(name):
-    make, y = LIKELIHOODS[name]
-    kernel = tyxe.samplers.HMC(adapt_step_size=False, adapt_mass_matrix=False, step_size=0.1)
-    draws = []
-    for loader in ([(data(), y, WEIGHTS)], [(data()[REPEATED], y[REPEATED])]):
-        torch.manual_seed(1)
-        bnn = tyxe.MCMC_BNN(net(), prior(), make(8), kernel)
-        run = bnn.fit(loader, 3, warmup_steps=2, num_chains=1, compile=False)
-        draws.append(run.get_samples()["net.0.weight"])
-    torch.testing.assert_close(draws[0], draws[1])
-
-
-def test_a_weight_counts_its_point_so_often_in_steps_of_mini_batches_and_of_members():
-    make, y = LIKELIHOODS["Categorical"]
-    sgld = functools.partial(tyxe.samplers.SGLD, lr=1e-2)
-    found = []
-    for loader in ([(data(), y, WEIGHTS)], [(data()[REPEATED], y[REPEATED])]):
-        torch.manual_seed(1)
-        bnn = tyxe.MCMC_BNN(net(), prior(), make(8), sgld)
-        run = bnn.fit(loader, 3, warmup_steps=2, num_chains=2)
-        members = tyxe.EnsembleBNN(
-            lambda i: tyxe.VariationalBNN(net(seed=i), prior(), make(8), guide()), 2
-        )
-        members.fit(loader, torch.optim.SGD, 3, vectorize=True)
-        found.append([run.get_samples()["net.0.weight"], members.members[1].mean_values()])
-    torch.testing.assert_close(found[0], found[1])
 
 
 def ignoring(n=4, **options):
@@ -294,23 +288,20 @@ def test_classes_may_come_first():
 )
 def test_bad_weights(weights, message):
     make, y = LIKELIHOODS["Categorical"]
-    bnn = tyxe.VariationalBNN(net(), prior(), make(8), guide())
     with pytest.raises(ValueError, match=message):
-        bnn.fit([(data(), y, weights)], torch.optim.Adam, 1)
+        variational(make(8)).fit([(data(), y, weights)], torch.optim.Adam, 1)
 
 
 def test_bad_class_weights_and_bad_masks():
     with pytest.raises(ValueError, match="class_weights are"):
         tyxe.likelihoods.Categorical(8, class_weights=torch.tensor([-1.0, 1.0]))
-    _, y = LIKELIHOODS["Gaussian"]
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
-    bnn = tyxe.VariationalBNN(net(), prior(), likelihood, guide())
-    wrong = torch.ones(6, 2, dtype=torch.bool)
-    with (
-        pytest.raises(ValueError, match=r"mask has shape \(6, 2\)"),
-        selective_mask(mask=wrong, expose=["likelihood.data"]),
-    ):
-        bnn.fit([(data(), y)], torch.optim.Adam, 1)
+    make, y = LIKELIHOODS["Gaussian"]
+    wrong = selective_mask(mask=torch.ones(6, 2, dtype=torch.bool), expose=["likelihood.data"])
+    with pytest.raises(ValueError, match=r"mask has shape \(6, 2\)"), wrong:
+        variational(make(6)).fit([(data(), y)], torch.optim.Adam, 1)
+    vl = tyxe.poutine.variational_laplace()
+    with pytest.raises(ValueError, match="counts each point once"), vl:
+        variational(make(8)).fit([(data(), y, WEIGHTS)], torch.optim.Adam, 1)
 
 
 def test_a_batch_of_which_nothing_counts_has_no_data_term():
@@ -322,13 +313,3 @@ def test_a_batch_of_which_nothing_counts_has_no_data_term():
     laplace = tyxe.LaplaceBNN(net(), prior(), make(8))
     with pytest.raises(ValueError, match="no point of the loader counts"):
         laplace.fit_curvature([(data(), y, torch.zeros(6))])
-
-
-def test_variational_laplace_refuses_weights():
-    make, y = LIKELIHOODS["Categorical"]
-    bnn = tyxe.VariationalBNN(net(), prior(), make(8), guide())
-    with (
-        pytest.raises(ValueError, match="counts each point once"),
-        tyxe.poutine.variational_laplace(),
-    ):
-        bnn.fit([(data(), y, WEIGHTS)], torch.optim.Adam, 1)

@@ -91,7 +91,7 @@ def test_pooled_outputs_have_the_variance_of_plain_draws(batch_first: bool) -> N
     net = SelfAttention(batch_first)
     x = alike_at_all_positions(0 if batch_first else 1)
     positions = 2 if batch_first else 1
-    draws = 3000
+    draws = 1200
     flipped = outputs(net, x, 0 if batch_first else 1, draws).mean(positions)
     bnn = of_net(net)
     plain = bnn.predict(x, num_predictions=draws, aggregate=False).mean(positions)

@@ -4,7 +4,6 @@ import contextlib
 import math
 
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import pytest
 import torch
 import torch.nn as nn
@@ -131,33 +130,6 @@ def test_flipout_flips_the_signs_of_one_draw(layer, shape, where):
             assert torch.equal(relative, relative[:, :1].expand_as(relative))
 
 
-def test_flipout_given_the_draw_keeps_mean_and_variance_over_signs():
-    bnn = bnn_of(nn.Linear(3, 2))
-    row = torch.randn(3, dtype=torch.float64)
-    rows = 20000
-    centre = layer_moments(bnn, row.expand(1, 3))[0]
-    eye = torch.cat([torch.eye(3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64)])
-    x = torch.cat([eye, row.expand(rows, 3)])
-    (outputs,) = draws(bnn, x, 1, flipout())
-    offsets = layer_moments(bnn, eye)[0]
-    # Row i of the identity shows weight column i and the bias, with independent signs.
-    mixed = (outputs[:3] - offsets[:3]).abs()
-    bias = (outputs[3] - offsets[3]).abs()
-    errors = outputs[4:] - centre
-    assert_within(errors.mean(0), torch.zeros(2).double(), errors.std(0) / rows**0.5, "mean")
-    squares = errors.square()
-    # |w + b| or |w - b| was seen; either way |w| is one of two numbers for each input.
-    candidates = torch.stack([(mixed - bias).abs(), mixed + bias])
-    totals = torch.stack(
-        [
-            sum(row[i] ** 2 * candidates[(pick >> i) & 1, i] ** 2 for i in range(3)) + bias**2
-            for pick in range(8)
-        ]
-    )
-    distance = (totals - squares.mean(0)).abs().min(0).values
-    assert bool((distance < 6 * squares.std(0) / rows**0.5).all())
-
-
 def test_flipout_keeps_the_law_of_symmetric_posteriors():
     # For one input the deviation is |w| times a sign: exactly Laplace for a Laplace posterior.
     class AutoLaplace(tyxe.guides.Guide):
@@ -182,15 +154,6 @@ def test_flipout_keeps_the_law_of_symmetric_posteriors():
     with report() as rows, pytest.warns(tyxe.TyxeWarning), local_reparameterization():
         bnn.predict(torch.ones(1, 1))
     assert rows.treatments("weight") == {"drawn"}
-
-
-def test_the_weight_is_not_drawn():
-    bnn = bnn_of(nn.Linear(3, 2))
-    with Events() as recorded, local_reparameterization():
-        bnn.guided_forward(torch.randn(4, 3, dtype=torch.float64))
-    ((event, _),) = recorded.events
-    assert not event.weight.was_drawn
-    assert not event.bias.was_drawn
 
 
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
@@ -302,20 +265,6 @@ def test_the_elbo_of_a_linear_model_has_the_same_mean_under_handlers():
         assert abs(values.mean() - noise.sum()) < 6 * values.std() / math.sqrt(len(values))
 
 
-def test_a_trace_of_the_guide_outside_the_handler_is_untouched():
-    bnn = bnn_of(nn.Linear(2, 1))
-    trace = poutine.trace(bnn.guide).get_trace()
-    assert not isinstance(trace.nodes["net.weight"]["value"], Draw)
-
-
-def test_hidden_parameters_stay_parameters():
-    bnn = bnn_of(nn.Linear(2, 1), hide_parameters=["bias"])
-    with Events() as recorded, local_reparameterization():
-        bnn.guided_forward(torch.randn(3, 2).double())
-    ((event, _),) = recorded.events
-    assert isinstance(event.bias, nn.Parameter)
-
-
 class Slope(nn.Module):
     """Returns derivatives of its outputs in its inputs."""
 
@@ -351,7 +300,7 @@ def test_a_net_that_differentiates_is_told_of_and_right_in_others(net, handler):
     is_wrong = handler is local_reparameterization
     told = pytest.warns(tyxe.TyxeWarning, match="none of a draw of the weights")
     with told if is_wrong else contextlib.nullcontext(), handler():
-        found = bnn.predict(x, num_predictions=2000, aggregate=False)
+        found = bnn.predict(x, num_predictions=2 if is_wrong else 800, aggregate=False)
     if not is_wrong:
         expected = scale.expand_as(found[0])
         assert_within(found.std(0), expected, expected / math.sqrt(2 * len(found)), "spread")

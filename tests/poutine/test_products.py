@@ -23,13 +23,6 @@ def both(name, **rules):
     return written, linear, torch.randn(product.inputs).double()
 
 
-def test_the_oracle_is_the_product_itself():
-    for name, product in PRODUCTS.items():
-        written, linear, x = both(name)
-        assert torch.allclose(written.net(x), linear.net(x), rtol=1e-12), name
-        assert product.written is not product.linear
-
-
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_is_one_linear_map_of_all_its_sites(name):
     written, _, x = both(name)
@@ -54,8 +47,12 @@ def test_a_product_has_the_value_of_its_draws(name):
         torch.testing.assert_close(lazy, written.run_net(plain, x), rtol=1e-12, atol=1e-12)
 
 
+# Maps of more rows than points, which have noise of their own.
+OTHERWISE = ["addmm, weight first", "einsum, outer"]
+
+
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", OTHERWISE)
 def test_draws_have_the_exact_moments(name, handler):
     written, linear, x = both(name)
     _, variance = layer_moments(linear, x)
@@ -67,11 +64,8 @@ def test_draws_have_the_exact_moments(name, handler):
     assert_within(squares.mean(0), variance, squares.std(0) / COUNT**0.5, "variance")
 
 
-EXACT = [name for name in PRODUCTS if name not in ("addmm, weight first", "einsum, outer")]
-
-
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in OTHERWISE])
 def test_a_product_is_treated_as_linear_is(name, handler):
     written, linear, x = both(name)
     found = []

@@ -82,21 +82,6 @@ def test_it_collects_training_and_covers_several_nets():
     assert not am_i_wrapped()
 
 
-def test_it_is_a_decorator_too():
-    bnn = bnn_of(nn.Linear(2, 1))
-    r = report()
-    r(bnn.predict)(torch.ones(1, 2).double())
-    assert r.treatments("weight") == {"drawn"}
-
-
-def test_it_is_left_after_an_exception():
-    bnn = bnn_of(nn.Linear(2, 1))
-    with pytest.raises(RuntimeError), report() as r:
-        bnn.predict(torch.ones(1, 5).double())
-    assert not am_i_wrapped()
-    assert "net.weight" in str(r)
-
-
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_it_works_with_either_kind_of_prediction(vectorize):
     bnn = bnn_of(nn.Linear(2, 1))

@@ -47,14 +47,6 @@ def test_hessian_form_is_the_exact_elbo_of_a_linear_gaussian_model():
     assert terms.points == len(x)
 
 
-def test_fisher_form_has_the_exact_elbo_of_a_linear_gaussian_model_as_its_mean():
-    bnn, x, y = linear_gaussian()
-    with variational_laplace():
-        draws = torch.stack([terms_of(bnn, x, y).data.detach() for _ in range(500)])
-    error = draws.std() / math.sqrt(len(draws))
-    assert abs(draws.mean() - exact_elbo_data_term(bnn, x, y)) < 4 * error
-
-
 def test_the_optimum_of_a_linear_gaussian_model_is_the_mean_field_posterior():
     bnn, x, y = linear_gaussian()
     inputs = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
@@ -73,24 +65,17 @@ def test_the_optimum_of_a_linear_gaussian_model_is_the_mean_field_posterior():
     assert flat(gradients).abs().max() < 1e-10
 
 
-# Fisher: the last steps have to average over some hundred draws of labels.
-@pytest.mark.parametrize(
-    ("curvature", "rate", "decay", "steps", "tolerance"),
-    [("fisher", 0.05, 0.995, 1_500, 0.05), ("hessian", 0.1, 0.985, 400, 1e-3)],
-)
-def test_fit_finds_the_mean_field_posterior_of_a_linear_gaussian_model(
-    curvature, rate, decay, steps, tolerance
-):
+def test_fit_finds_the_mean_field_posterior_of_a_linear_gaussian_model():
     bnn, x, y = linear_gaussian()
     precision = x.square().sum(0) / 0.7**2 + 1.0
     rates = torch.optim.lr_scheduler.ExponentialLR
     scheduler = pyro.optim.PyroLRScheduler(
-        rates, {"optimizer": torch.optim.Adam, "optim_args": {"lr": rate}, "gamma": decay}
+        rates, {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.985}
     )
-    with variational_laplace(curvature):
-        bnn.fit([(x, y)], scheduler, steps, callback=lambda *_: scheduler.step(), progress=False)
+    with variational_laplace("hessian"):
+        bnn.fit([(x, y)], scheduler, 400, callback=lambda *_: scheduler.step(), progress=False)
     found = bnn.net_guide.get_scale("weight").detach()[0]
-    assert torch.allclose(found, precision.rsqrt(), rtol=tolerance)
+    assert torch.allclose(found, precision.rsqrt(), rtol=1e-3)
 
 
 # --------------------------------------------------------------------------- curvature

@@ -65,12 +65,11 @@ def test_inferred_noise_is_drawn_and_fitted():
     assert 0.1 < bnn.likelihood_guide.median()["likelihood.scale"].item() < 0.4
 
 
-@pytest.mark.parametrize("act", [nn.Tanh, nn.Softplus])
-def test_the_default_guide_trains(act):
+def test_the_default_guide_trains():
     """Means that are all zero are a stationary point of this objective."""
     x = torch.randn(60, 2)
     y = (x.prod(-1) > 0).long()
-    net = nn.Sequential(nn.Linear(2, 20), act(), nn.Linear(20, 2))
+    net = nn.Sequential(nn.Linear(2, 20), nn.Softplus(), nn.Linear(20, 2))
     bnn = tyxe.VariationalBNN(net, NORMAL, Categorical(60), AutoNormal)
     with variational_laplace():
         bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 200, beta=0.1)
@@ -167,16 +166,6 @@ def test_fixed_variance_trains_means_only():
     assert not torch.equal(bnn.net_guide.get_loc("0.weight"), net[0].weight)
 
 
-def test_scales_start_below_the_prior():
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(2, 1),
-        tyxe.priors.IIDPrior(dist.Normal(0.0, 2.0)),
-        HomoskedasticGaussian(3, scale=1.0),
-        functools.partial(AutoNormal, init_scale=scale_below_prior()),
-    )
-    assert torch.allclose(bnn.net_guide.get_scale("weight"), torch.tensor(2 * math.exp(-3)))
-
-
 def test_a_mask_for_all_rows_counts_them_all():
     bnn, x, y = small()
     labels = torch.randint(3, (6,))
@@ -203,3 +192,13 @@ def test_deterministic_sites_and_factors_of_a_net_are_no_data():
     with variational_laplace():
         history = bnn_of(Recorded(), Categorical(6)).fit([(x, y)], torch.optim.Adam, 1)
     assert math.isfinite(history.loss[0])
+
+
+def test_scales_start_below_the_prior():
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(2, 1),
+        tyxe.priors.IIDPrior(dist.Normal(0.0, 2.0)),
+        HomoskedasticGaussian(3, scale=1.0),
+        functools.partial(AutoNormal, init_scale=scale_below_prior()),
+    )
+    assert torch.allclose(bnn.net_guide.get_scale("weight"), torch.tensor(2 * math.exp(-3)))

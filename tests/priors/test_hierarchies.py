@@ -151,14 +151,6 @@ def test_the_density_of_a_hierarchy_is_that_of_its_parts():
     torch.testing.assert_close(trace.log_prob_sum(), expected)
 
 
-def test_a_hierarchy_of_the_wrong_shape_is_refused():
-    prior = LambdaPrior(lambda name, module, param: lambda: dist.Normal(0.0, 1.0))
-    with pytest.raises(ValueError, match="the prior of 'weight' has shape"):
-        tyxe.VariationalBNN(
-            nn.Linear(2, 1), prior, tyxe.likelihoods.Bernoulli(3), tyxe.guides.AutoNormal
-        )
-
-
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 @pytest.mark.parametrize(
     ("distribution", "num_particles"),

@@ -44,20 +44,6 @@ def test_iid_priors_are_elementwise(distribution):
     torch.testing.assert_close(weight.log_prob(value), distribution.log_prob(value).sum())
 
 
-@pytest.mark.parametrize(
-    ("distribution", "error", "match"),
-    [
-        (1.0, TypeError, "distribution is 1.0; expected one such as dist.Normal"),
-        (dist.Normal, TypeError, "expected one such as"),
-        (dist.Normal(torch.zeros(2), 1.0), ValueError, r"shape \(2,\); IIDPrior takes one over"),
-        (dist.MultivariateNormal(torch.zeros(2), torch.eye(2)), ValueError, "DictPrior or Lambda"),
-    ],
-)
-def test_iid_priors_take_one_scalar_distribution(distribution, error, match):
-    with pytest.raises(error, match=match):
-        IIDPrior(distribution)
-
-
 @pytest.mark.parametrize("spelled", ["", "net."])
 def test_dict_priors_take_both_spellings(spelled):
     priors = {
@@ -70,21 +56,57 @@ def test_dict_priors_take_both_spellings(spelled):
     assert found["bias"].event_shape == (1,)
 
 
-def test_dict_priors_say_what_is_missing_or_misshapen():
-    weight = dist.Normal(0.0, 1.0).expand([1, 2])
-    with pytest.raises(ValueError, match=r"no entry for 'bias'; it has weight. Add one, or hide"):
-        DictPrior({"weight": weight}).sites(nn.Linear(2, 1))
-    assert list(DictPrior({"weight": weight}, hide=["bias"]).sites(nn.Linear(2, 1))) == ["weight"]
-    with pytest.raises(
-        ValueError, match=r"prior of 'weight' has shape \(1, 2\), but the parameter has"
-    ):
-        DictPrior({"weight": weight}, hide=["bias"]).sites(nn.Linear(3, 1))
-    with pytest.raises(ValueError, match=r"has shape \(\), but"):
-        DictPrior({"weight": NORMAL}, hide=["bias"]).sites(nn.Linear(3, 1))
-    with pytest.raises(TypeError, match="dist_dict is a list; expected distributions by name"):
-        DictPrior([weight])
-    with pytest.raises(TypeError, match=r"the prior of 'weight' is 1.0; expected a distribution"):
-        DictPrior({"weight": 1.0}, hide=["bias"]).sites(nn.Linear(2, 1))
+WEIGHT = dist.Normal(0.0, 1.0).expand([1, 2])
+REFUSED = {
+    "no distribution": (lambda: IIDPrior(1.0), TypeError, "distribution is 1.0; expected one such"),
+    "a vector": (
+        lambda: IIDPrior(dist.Normal(torch.zeros(2), 1.0)),
+        ValueError,
+        r"shape \(2,\); IIDPrior takes one over scalars.*use DictPrior or LambdaPrior",
+    ),
+    "no entry": (
+        lambda: DictPrior({"weight": WEIGHT}).sites(nn.Linear(2, 1)),
+        ValueError,
+        r"no entry for 'bias'; it has weight. Add one, or hide",
+    ),
+    "another shape": (
+        lambda: DictPrior({"weight": WEIGHT}, hide=["bias"]).sites(nn.Linear(3, 1)),
+        ValueError,
+        r"prior of 'weight' has shape \(1, 2\), but the parameter has",
+    ),
+    "no entries": (
+        lambda: DictPrior([WEIGHT]),
+        TypeError,
+        "a list; expected distributions by name",
+    ),
+    "no function": (lambda: LambdaPrior(3), TypeError, "fn is 3; expected a function of"),
+    "of two arguments": (
+        lambda: LambdaPrior(lambda name, module: WEIGHT),
+        TypeError,
+        r"fn takes \(name, module\); expected a function of \(name, module, param\)",
+    ),
+    "a function of nothing": (
+        lambda: LambdaPrior(lambda *_: None).sites(nn.Linear(2, 1)),
+        TypeError,
+        "the prior of 'weight' is None; expected a distribution",
+    ),
+    "a scalar": (
+        lambda: LambdaPrior(lambda *_: NORMAL).sites(nn.Linear(2, 1)),
+        ValueError,
+        "expand the distribution to that shape",
+    ),
+    "method": (
+        lambda: LayerwiseNormalPrior("he"),
+        ValueError,
+        "method is 'he'; expected one of 'radford', 'xavier', 'kaiming'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "match"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_prior_is_refused(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
 
 
 def test_dict_priors_may_be_joint_over_a_parameter():
@@ -104,12 +126,6 @@ def test_lambda_priors_see_name_module_and_parameter():
 
     LambdaPrior(fn, expose_modules=["1"]).sites(net)
     assert seen == [("1.weight", net[1], net[1].weight), ("1.bias", net[1], net[1].bias)]
-    with pytest.raises(TypeError, match="fn is 3; expected a function"):
-        LambdaPrior(3)
-    with pytest.raises(TypeError, match="is None; expected a distribution"):
-        LambdaPrior(lambda name, module, param: None).sites(net)
-    with pytest.raises(ValueError, match="expand the distribution to that shape"):
-        LambdaPrior(lambda name, module, param: NORMAL).sites(net)
 
 
 @pytest.mark.parametrize("method", ["radford", "xavier", "kaiming"])
@@ -120,10 +136,3 @@ def test_layerwise_scales_follow_the_fans_and_biases_their_layer(method):
     for site in found.values():
         torch.testing.assert_close(site.stddev, torch.full(site.event_shape, expected))
         assert not site.mean.any()
-
-
-def test_unknown_methods_are_refused():
-    with pytest.raises(
-        ValueError, match="method is 'he'; expected one of 'radford', 'xavier', 'kaiming'"
-    ):
-        LayerwiseNormalPrior("he")

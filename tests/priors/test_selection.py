@@ -1,7 +1,5 @@
 """Rules that choose the parameters under a prior, and rules that choose none."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
@@ -111,107 +109,89 @@ def test_hiding_and_exposing_by_name_are_complements(hidden):
         assert sites(expose=shown) == shown
 
 
-@pytest.mark.parametrize(
-    ("rules", "error", "match"),
-    [
-        ({"hide_layers": ["a"]}, TypeError, "unknown rule 'hide_layers'; the rules are hide"),
-        ({"hide": "head.bias"}, TypeError, r"expected a list: hide=\[...\]"),
-        ({"expose_modules": "head"}, TypeError, "expected a list"),
-        ({"hide_module_types": nn.Linear}, TypeError, "is the class Linear; expected a list"),
-        ({"hide": nn.Linear(1, 1)}, TypeError, r"hide is a Linear; expected a list: hide=\["),
-        ({"hide_fn": ["bias"]}, TypeError, "expected a function of"),
-        ({"hide_all": True, "expose": ["head.bias"]}, ValueError, "contradicts expose"),
-    ],
-)
+WRONG = {
+    "unknown": (
+        {"hide_layers": ["a"]},
+        TypeError,
+        "unknown rule 'hide_layers'; the rules are",
+    ),
+    "a string": ({"hide": "head.bias"}, TypeError, r"expected a list: hide=\[...\]"),
+    "a class": (
+        {"hide_module_types": nn.Linear},
+        TypeError,
+        "is the class Linear; expected",
+    ),
+    "a module": (
+        {"hide": nn.Linear(1, 1)},
+        TypeError,
+        "hide is a Linear; expected a list",
+    ),
+    "names of types": (
+        {"expose_module_types": ["BatchNorm1d", nn.Linear]},
+        TypeError,
+        "expose_module_types is .*; expected classes, such as",
+    ),
+    "no function": ({"hide_fn": ["bias"]}, TypeError, "expected a function of"),
+    "contradiction": (
+        {"hide_all": True, "expose": ["head.bias"]},
+        ValueError,
+        "contradicts",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rules", "error", "match"), WRONG.values(), ids=WRONG)
 def test_wrong_rules_are_refused_at_once(rules, error, match):
     with pytest.raises(error, match=match):
         IIDPrior(NORMAL, **rules)
 
 
-@pytest.mark.parametrize(
-    ("rules", "match"),
-    [
-        ({"hide": ["head.wieght"]}, "hide names 'head.wieght', which the net does not have; it"),
-        ({"expose": ["tail.*"]}, "expose names 'tail.*'"),
-        ({"hide_modules": ["tail"]}, "hide_modules names 'tail'"),
-        ({"expose_modules": [nn.Linear(1, 1)]}, "expose_modules names a Linear module"),
-        ({"expose_modules": nn.Linear(1, 1)}, "expose_modules names a Linear module"),
-        (
-            {"hide_parameters": ["biass"]},
-            "hide_parameters names 'biass', .*; it has frozen, weight, bias",
-        ),
-        ({"hide_parameters": ["head.bias"]}, "hide_parameters names 'head.bias', which the net"),
-        ({"expose_parameters": ["bias", "gain"]}, "expose_parameters names 'gain', which"),
-        ({"hide": ["head.*"], "expose": ["head.bias"]}, "hide and expose both name 'head.bias'"),
-        (
-            {"hide_modules": ["head"], "expose_modules": ["*"]},
-            "hide_modules and expose_modules both name",
-        ),
-        (
-            {"hide_parameters": ["bias"], "expose_parameters": ["b*"]},
-            "hide_parameters and expose_parameters both name",
-        ),
-        (
-            {"hide_module_types": [nn.Linear], "expose_module_types": [nn.Module]},
-            "both name",
-        ),
-    ],
-)
+NOT_OF_THE_NET = [
+    ({"hide": ["head.wieght"]}, "hide names 'head.wieght', which the net does not have; it"),
+    ({"expose": ["tail.*"]}, r"expose names 'tail\.\*'"),
+    ({"hide_modules": ["tail"]}, "hide_modules names 'tail'"),
+    ({"expose_modules": [nn.Linear(1, 1)]}, "expose_modules names a Linear module"),
+    ({"expose_modules": nn.Linear(1, 1)}, "expose_modules names a Linear module"),
+    ({"hide_parameters": ["biass"]}, "hide_parameters names 'biass', .*; it has frozen, weight, b"),
+    ({"expose_parameters": ["bias", "gain"]}, "expose_parameters names 'gain', which"),
+    ({"hide": ["head.*"], "expose": ["head.bias"]}, "hide and expose both name 'head.bias'"),
+    (
+        {"hide_modules": ["head"], "expose_modules": ["*"]},
+        "hide_modules and expose_modules both name",
+    ),
+    (
+        {"hide_module_types": [nn.Linear], "expose_module_types": [nn.Module]},
+        "hide_module_types and expose_module_types both name",
+    ),
+    (
+        {"expose_module_types": [nn.Conv2d], "expose_fn": lambda module, name: False},
+        "expose_module_types, expose_fn expose no parameter of the net; it has frozen, body",
+    ),
+    ({"expose": []}, "expose expose no parameter of the net"),
+]
+
+
+@pytest.mark.parametrize(("rules", "match"), NOT_OF_THE_NET)
 def test_rules_that_do_not_fit_the_net_are_refused(rules, match):
     net = Net()
-    before = copy.deepcopy(net.state_dict())
     with pytest.raises(ValueError, match=match):
         IIDPrior(NORMAL, **rules).apply_(net)
     assert pyro_sample_sites(net) == []
-    assert list(net.state_dict()) == list(before)
-
-
-# --- rules that name nothing, or too little -------------------------------------------------------
-
-
-def encoder():
-    layer = nn.TransformerEncoderLayer(4, 2, 8)
-    return nn.Sequential(
-        nn.Linear(3, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    )
 
 
 def test_types_take_all_that_is_inside():
-    net = encoder()
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    net = nn.Sequential(
+        nn.Linear(3, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    )
     inside = [name for name, _ in net.named_parameters() if name.startswith("1.layers")]
     hidden = sites(net, hide_module_types=[nn.TransformerEncoderLayer])
     assert hidden == ["0.weight", "0.bias"]
     assert sites(net, expose_module_types=[nn.TransformerEncoderLayer]) == inside
 
 
-NOTHING = {
-    "types": {"expose_module_types": [nn.Conv2d]},
-    "function": {"expose_fn": lambda module, name: False},
-    "empty list": {"expose": []},
-    "several": {"expose_module_types": [nn.Conv2d], "expose_fn": lambda module, name: False},
-}
-
-
-@pytest.mark.parametrize("case", NOTHING)
-def test_expose_rules_that_match_nothing_are_errors(case):
-    kinds = ", ".join(NOTHING[case])
-    with pytest.raises(
-        ValueError, match=f"{kinds} expose no parameter of the net; it has frozen, body"
-    ):
-        sites(**NOTHING[case])
-
-
 def test_one_of_several_expose_rules_is_enough():
     assert sites(expose_module_types=[nn.Conv2d], expose=["head.bias"]) == ["head.bias"]
-
-
-@pytest.mark.parametrize("rule", ["hide_module_types", "expose_module_types"])
-@pytest.mark.parametrize(
-    "given", [["Linear"], ["BatchNorm1d", nn.Linear], [nn.Linear(1, 1)], "Linear"]
-)
-def test_types_are_classes(rule, given):
-    with pytest.raises(TypeError, match=f"{rule} is .*; expected (classes, such as|a list)"):
-        IIDPrior(NORMAL, **{rule: given})
 
 
 class Gated(nn.Sequential):
@@ -231,15 +211,9 @@ def test_one_module_in_a_lists_place_is_taken_with_its_own_parameters():
 
 def test_a_module_without_parameters_hides_nothing():
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    with pytest.raises(
-        ValueError, match=r"hide_modules hide no parameter .*; it has 0.weight, 0.b"
-    ):
+    with pytest.raises(ValueError, match=r"hide_modules hide no parameter .*; it has 0.weight, "):
         sites(net, hide_modules=["1"])
     assert sites(net, hide_modules=["1", "0"]) == sites(net, hide_all=True) == []
     assert sites(net, hide_modules=[], hide_parameters=[]) == ["0.weight", "0.bias"]
-
-
-@pytest.mark.parametrize("module", ["0", nn.Linear(1, 1)])
-def test_a_net_that_is_one_layer_has_no_parts(module):
     with pytest.raises(ValueError, match="does not have; it has no parts, and is one itself"):
-        sites(nn.Linear(2, 1), expose_modules=[module])
+        sites(nn.Linear(2, 1), expose_modules=["0"])

@@ -1,6 +1,5 @@
 """update_ replaces the priors of the same sites."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -45,18 +44,6 @@ def test_a_point_is_no_prior(point):
         DictPrior({"weight": point}, hide=["bias"]).sites(nn.Linear(2, 1))
 
 
-def test_the_posterior_of_a_point_estimate_is_no_prior():
-    net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    bnn = tyxe.VariationalBNN(
-        net, IIDPrior(NORMAL), tyxe.likelihoods.Bernoulli(3), pyro.infer.autoguide.AutoDelta
-    )
-    before = bnn.prior
-    with pytest.raises(ValueError, match=r"prior of '0\.weight' is a point"):
-        bnn.update_prior(DictPrior(bnn.net_guide.get_detached_distributions()))
-    assert bnn.prior is before
-    assert dict(named_pyro_samples(bnn.net))["0.weight"].variance.unique() == 1.0
-
-
 def test_entries_for_what_is_not_there_are_refused():
     entries = {"weight": NORMAL.expand([1, 2]), "net.bias": NORMAL.expand([1])}
     net, prior = nn.Linear(2, 1), DictPrior(entries, hide=["bias"])
@@ -71,20 +58,6 @@ def test_entries_for_what_is_not_there_are_refused():
     assert dict(named_pyro_samples(net))["weight"] is before["weight"]
     DictPrior({"net.weight": entries["weight"]}).update_(net)
     prior.update_(net)  # its own rules leave the bias aside
-
-
-def test_a_posterior_over_other_sites_is_refused():
-    def make(**rules):
-        likelihood = tyxe.likelihoods.Bernoulli(3)
-        return tyxe.VariationalBNN(
-            nn.Linear(2, 1), IIDPrior(NORMAL, **rules), likelihood, tyxe.guides.AutoNormal
-        )
-
-    bnn = make(hide=["bias"])
-    posterior = make().net_guide.get_detached_distributions()
-    with pytest.raises(ValueError, match="an entry for 'bias', but the sites"):
-        bnn.update_prior(DictPrior(posterior))
-    bnn.update_prior(DictPrior({"weight": posterior["weight"]}))
 
 
 def test_an_entry_may_have_either_name_of_a_tied_parameter():

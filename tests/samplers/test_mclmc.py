@@ -128,16 +128,6 @@ def test_the_tuning_is_that_of_the_formulas():
         assert float(found.settings.length[chain]) == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_wanted_variance_falls_over_nine_tenths_and_moments_are_of_the_last():
-    variance, taken, last = MCLMC(energy_variance=(0.5, 0.1)).plan(Length(100)).unbind(-1)
-    torch.testing.assert_close(variance[:90], 0.5 - 0.4 * torch.arange(90) / 90)
-    torch.testing.assert_close(variance[90:], torch.full((10,), 0.1))
-    assert taken.tolist() == [0] * 90 + [1] * 10
-    assert last.tolist() == [0] * 99 + [1]
-    assert (MCLMC(energy_variance=5e-4).plan(Length(10))[:, 0] == 5e-4).all()
-    assert MCLMC().plan(Length(0)).shape == (0, 3)
-
-
 def test_chains_that_are_not_warm_keep_their_settings():
     kernel, chains, d = MCLMC(), 4, 3
     potential = scaled_gaussian(torch.ones(d))

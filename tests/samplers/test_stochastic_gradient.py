@@ -49,10 +49,6 @@ def test_moments_are_those_of_the_discrete_dynamics_and_their_bias_halves_with_t
     assert 1.9 < biases[0] / biases[1] < 2.2
 
 
-def test_the_velocity_has_the_variance_of_the_paper():
-    assert abs(found_by(SGHMC(1e-3, friction=0.1))[1] / (1e-3 / (1 - 0.05)) - 1) < FOUR_ERRORS
-
-
 def test_cycles_are_cosines_without_noise_at_first():
     kernel = SGHMC(0.5, schedule="cyclical", num_cycles=3, exploration=0.75)
     noises = []

@@ -197,8 +197,8 @@ class Likelihood(nn.Module, ABC):
     def observed(self, targets: Tensor | Targets) -> Targets:
         """Return targets with all that is known of what counts: weights, masks, what is missing.
 
-        What does not count has a value that does in its place. Everything that scores, calibrates,
-        compares or takes a curvature gets its targets from here. `known` is to be overridden.
+        What does not count has a value that does in its place. All that scores, calibrates,
+        compares or takes a curvature gets its targets from here. Override `known`, not this.
         """
         found = Targets.of(targets)
         if found.is_observed:
@@ -226,11 +226,7 @@ class Likelihood(nn.Module, ABC):
         return found[rows], rows
 
     def output_counts(self, targets: Tensor | Targets, outputs: Tensor) -> Tensor | None:
-        """Return how often each output of the net counts, of its shape; None for once each.
-
-        Raises:
-            ValueError: a mask within points whose numbers are not those of outputs.
-        """
+        """Return how often each output of the net counts, of its shape; None for once each."""
         return self.observed(targets).counts_within(outputs.shape)
 
     # ------------------------------------------------------------------ checks
@@ -252,14 +248,10 @@ class Likelihood(nn.Module, ABC):
             )
 
     def check_batch(self, predictions: Tensor, targets: Tensor | Targets) -> None:
-        """Check the targets of a batch, and that it has no more points than the data set.
+        """Check that the targets of a batch fit, and are no more than the data set has.
 
-        What does not count is not checked: labels there may be -1 or NaN. Where
-        the net's output is not finite no target is checked; other code reports that.
-
-        Raises:
-            TypeError: targets that are complex.
-            ValueError: more points than `dataset_size`, or targets that do not fit.
+        What does not count is not checked: labels there may be -1 or NaN. Where the net's output
+        is not finite no target is checked; other code reports that.
         """
         found, rows = self.check_size(targets)
         if rows is not None:
@@ -303,16 +295,9 @@ class Likelihood(nn.Module, ABC):
         }
 
     def forward(self, predictions: Predictions, obs: Tensor | Targets | None = None) -> Tensor:
-        """Sample the observed site for a batch of predictions.
+        """Sample the observed site for predictions `(n, ...)`, given targets or none.
 
         With weights, the plate's scale is `N` by their sum, as if points were repeated.
-
-        Args:
-            predictions: the net's output `(n, ...)`.
-            obs: targets, `(n, ...)`; sampled where None.
-
-        Raises:
-            ValueError: the targets' shape is not that of the predictive distribution.
         """
         site = self._site(predictions, obs, self.sample_latents())
         distribution, values, mask, factor, infer = site
@@ -388,12 +373,10 @@ class Likelihood(nn.Module, ABC):
     ) -> Tensor:
         """Return the log-likelihood of targets, in nats, each point's dimensions summed.
 
-        Sum and mean over points count each by its weight.
-
         Args:
             predictions: `(n, ...)`.
             targets: in their natural shape and dtype.
-            reduction: over points: `"sum"`, `"mean"` or `"none"`.
+            reduction: over points by their weights: `"sum"`, `"mean"` or `"none"`.
             latents: values of the likelihood's own variables.
 
         Raises:
@@ -412,27 +395,19 @@ class Likelihood(nn.Module, ABC):
     ) -> Tensor:
         """Return `log 1/S sum_s p(y_n | f_s(x_n))` for each point, in nats.
 
-        Args:
-            predictions: `(S, n, ...)`, the net's outputs for S draws.
-            targets: `(n, ...)`.
-            latents: the likelihood's own variables for each draw, stacked.
+        `predictions` are `(S, n, ...)`, the net's outputs for S draws, and values of the
+        likelihood's own variables are stacked alike.
         """
-        each = [
-            self.log_likelihood(
-                one, targets, "none", latents and {k: v[s] for k, v in latents.items()}
-            )
-            for s, one in enumerate(predictions)
-        ]
+        each = []
+        for s, one in enumerate(predictions):
+            own = latents and {name: values[s] for name, values in latents.items()}
+            each.append(self.log_likelihood(one, targets, "none", own))
         return torch.stack(each).logsumexp(0) - math.log(len(each))
 
     def error(
         self, predictions: Predictions, targets: Tensor | Targets, reduction: str = "none"
     ) -> Tensor:
-        """Return the error of predictions, each point's dimensions summed.
-
-        For discrete likelihoods this is the number of misclassifications, for others the squared
-        error.
-        """
+        """Return the number of misclassifications, or the squared error, summed within points."""
         targets = self.observed(targets)
         self._distribution_for(predictions, targets, self.prior_means())
         predictions = at_least_float32(predictions)

@@ -221,26 +221,21 @@ class OutputHessians:
 def sampled_gradient(
     likelihood: Likelihood, predictions: Tensor, latents: Latents = None
 ) -> Tensor:
-    """Draw `y ~ p(y|f)` for every point and return `r = d log p(y|f) / df`, detached.
+    """Draw `y ~ p(y|f)` for every point and return the `true_gradient` there.
 
     `E r r^T` is the Fisher information: one draw replaces the sum over the columns of
-    `output_hessian_sqrt`. Works for every likelihood, registered or not. The gradients have the
-    predictions' shape `(n, ...)`, in float32 at least.
+    `output_hessian_sqrt`, for every likelihood, registered or not.
     """
     targets = likelihood.sample(at_least_float32(predictions.detach()), latents=latents)
     return true_gradient(likelihood, predictions, targets, latents)
 
 
 def true_gradient(
-    likelihood: Likelihood,
-    predictions: Tensor,
-    targets: Tensor,
-    latents: Latents = None,
+    likelihood: Likelihood, predictions: Tensor, targets: Tensor, latents: Latents = None
 ) -> Tensor:
-    """Return `r_n = d log p(y_n|f_n) / df_n` at given targets, detached.
+    """Return `r_n = d log p(y_n|f_n) / df_n`, of the predictions' shape, in float32 at least.
 
     This is the residual of MAP training, and the `r` of the empirical Fisher `sum_n J^T r r^T J`.
-    The gradients have the predictions' shape `(n, ...)`, in float32 at least.
     """
     with torch.enable_grad():
         outputs = at_least_float32(predictions.detach()).requires_grad_()

@@ -63,7 +63,11 @@ def make_optimizer(
             other parameters.
     """
     factors = _checked_multipliers(lr_multipliers)
-    kinds = {name: _group_of(name, kind) for name, kind in kinds.items()}
+    # The likelihood's parameters, such as a noise, are a kind of their own.
+    kinds = {
+        name: "likelihood" if kind == "deterministic" and not name.startswith("net.") else kind
+        for name, kind in kinds.items()
+    }
     optim = optim.optimizer if isinstance(optim, LRScheduler) else optim
     _refuse_line_search(optim)
     if isinstance(optim, Optimizer):
@@ -77,11 +81,6 @@ def make_optimizer(
             "instance over bnn.parameters()"
         )
     return _new(optim, {}, parameters, kinds, factors)
-
-
-def _group_of(name: str, kind: str) -> str:
-    """Return the kind, with one of its own for the likelihood's parameters, such as a noise."""
-    return "likelihood" if kind == "deterministic" and not name.startswith("net.") else kind
 
 
 def _refuse_line_search(optim: Any) -> None:
@@ -141,29 +140,23 @@ def _fused_option(
 ) -> dict[str, bool]:
     """Return the option of a fused kernel, unless the caller has chosen an implementation."""
     constructor, keywords = unwrapped(constructor)
-    chosen = {*given, *keywords}
+    chosen, tensors = {*given, *keywords}, list(parameters.values())
     # Other optimisers may have sparse gradients, which fused kernels do not take; where two numbers
     # share a place in memory, these write beyond the end of it.
-    if not (isinstance(constructor, type) and issubclass(constructor, Adam | AdamW)):
+    is_known = isinstance(constructor, type) and issubclass(constructor, Adam | AdamW)
+    if not is_known or chosen & {"fused", "foreach", "differentiable", "capturable"}:
         return {}
-    known = inspect.signature(constructor).parameters
-    supported = all(p.device.type in ("cpu", "cuda") for p in parameters.values())
-    supported = supported and not any(p.is_complex() for p in parameters.values())
-    supported = supported and own_their_memory(parameters.values())
-    free = not chosen & {"fused", "foreach", "differentiable", "capturable"}
-    return {"fused": True} if "fused" in known and supported and free else {}
+    fits = all(p.device.type in ("cpu", "cuda") and not p.is_complex() for p in tensors)
+    fits = fits and "fused" in inspect.signature(constructor).parameters
+    return {"fused": True} if fits and own_their_memory(tensors) else {}
 
 
 def own_their_memory(tensors: Iterable[Tensor]) -> bool:
     """Whether each number of each tensor has a place in memory for itself, without gaps."""
-    spans = []
-    for tensor in tensors:
-        if not is_dense(tensor):
-            return False
-        start = tensor.data_ptr()
-        spans.append((str(tensor.device), start, start + tensor.nbytes))
-    pairs = itertools.pairwise(sorted(spans))
-    return all(one[0] != other[0] or one[2] <= other[1] for one, other in pairs)
+    tensors = list(tensors)
+    spans = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
+    are_apart = all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(spans))
+    return are_apart and all(map(is_dense, tensors))
 
 
 def _from_pyro(

@@ -127,17 +127,10 @@ class LinearMap:
         named = {**dict(positional), **self.kwargs}
         stride, dilation = (_each(named.get(name, 1), dims) for name in ("stride", "dilation"))
         x = F.pad(self.input.detach(), _pads(named.get("padding", 0), kernel, dilation))
-        covered = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-        counts = [
-            (size - cover) // step + 1
-            for size, cover, step in zip(x.shape[-dims:], covered, stride, strict=True)
-        ]
-        steps = x.stride()
-        along_kernel = [s * d for s, d in zip(steps[-dims:], dilation, strict=True)]
-        along_output = [s * step for s, step in zip(steps[-dims:], stride, strict=True)]
-        return x.as_strided(
-            (*x.shape[:-dims], *kernel, *counts), (*steps[:-dims], *along_kernel, *along_output)
-        )
+        first = x.dim() - dims
+        for dim, (k, d, step) in enumerate(zip(kernel, dilation, stride, strict=True), first):
+            x = x.unfold(dim, d * (k - 1) + 1, step)[..., ::d]
+        return x.movedim(tuple(range(-dims, 0)), tuple(range(first, first + dims)))
 
 
 def _each(number: int | Sequence[int], dims: int) -> list[int]:
@@ -150,15 +143,12 @@ def _pads(
     padding: int | str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
     """Return the argument of `F.pad`: the last dimension first, before and after."""
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        pairs = [(total // 2, total - total // 2) for total in totals]
-    elif padding == "valid":
-        pairs = [(0, 0)] * len(kernel)
+    if isinstance(padding, str):  # "same" or "valid"
+        is_same = padding == "same"
+        totals = [is_same * d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     else:
-        assert not isinstance(padding, str)
-        pairs = [(pad, pad) for pad in _each(padding, len(kernel))]
-    return [pad for pair in reversed(pairs) for pad in pair]
+        totals = [2 * pad for pad in _each(padding, len(kernel))]
+    return [pad for total in reversed(totals) for pad in (total // 2, total - total // 2)]
 
 
 @effectful(type="linear_map")
