@@ -271,11 +271,11 @@ class BNN(Saved, nn.Module):
         return tensors
 
     @contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Run the net in eval mode and without gradients until the end."""
+    def predicting(self, gradients: bool = False) -> Iterator[None]:
+        """Run the net in eval mode until the end, and with or without gradients."""
         as_it_is = not any(part.training for part in self.net.modules())
         modes = None if as_it_is else self._modes(train=False)
-        with as_before(), outside_inference(gradients=False), in_modes(self, modes):
+        with as_before(), outside_inference(gradients), in_modes(self, modes):
             yield
 
     def run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:

@@ -377,16 +377,17 @@ def map_batches(
     function: Callable[[Any, Any, ReplayedDraws], Any],
     dim: int,
     targets: Any = None,
+    gradients: bool = False,
 ) -> Any:
     """Return a function's values on batches, concatenated along `dim`.
 
-    It runs in eval mode and without gradients.
+    It runs in eval mode, and with or without gradients.
     """
     given = inputs[0] if len(inputs) == 1 else inputs
     again, found = _DRAWS.get() or ReplayedDraws(), []
     if is_loader(given) and not isinstance(given, list):
         again.start()  # before the loader takes random numbers
     for rows, labels in batches_to_predict(given, targets, batch_size):
-        with bnn.predicting():
+        with bnn.predicting(gradients):
             found.append(function(rows, labels, again))
     return concatenated(found, dim)

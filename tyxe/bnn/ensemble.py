@@ -250,8 +250,8 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         return self._bnns[0].to_evaluate(loader, unpack)
 
     @contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Run the members in eval mode and without gradients."""
+    def predicting(self, gradients: bool = False) -> Iterator[None]:
+        """Run the members in eval mode, and with or without gradients."""
         if self._left:
             warn(
                 f"members {[*self._left]} are not fitted, since fit was stopped: "
@@ -259,7 +259,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             )
         with ExitStack() as stack:
             for member in self._bnns:
-                stack.enter_context(member.predicting())
+                stack.enter_context(member.predicting(gradients))
             yield
 
     def predict(
@@ -269,16 +269,18 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         aggregate: bool = True,
         batch_size: int | None = None,
         unpack: Unpack | None = None,
+        enable_grad: bool = False,
         **options: Any,
     ) -> Any:
         """Return the mixture of the members' predictions, or the outputs of all their draws.
 
         Args:
-            inputs, batch_size, unpack, options: those of the members' `predict`.
+            inputs, batch_size, unpack, enable_grad, options: those of the members' `predict`.
             num_predictions: number of draws of each member; 0 predicts at the members' centres.
             aggregate: `False` returns the outputs, `(members * num_predictions, n, ...)`.
         """
         given = {"num_predictions": num_predictions, "aggregate": aggregate, **options}
+        given["enable_grad"] = enable_grad
         draws = DrawsOfEach()
 
         def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
@@ -288,7 +290,8 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             )
 
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
-        return map_batches(self, inputs, batch_size, one, 0 if aggregate else 1)
+        dim = 0 if aggregate else 1
+        return map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
 
     def sample_predictive(
         self, *inputs: Any, num_samples: int = 100, batch_size: int | None = None, **options: Any

@@ -71,8 +71,8 @@ class GPOnSubset(nn.Module):
         # States are immutable, so identity tells them apart.
         if self._of is None or self._of[0] is not state or self._of[1] != size:
             self._of = state, size, self._process(bnn, state)
-        linear = bnn.linearize(inputs)
-        outputs = linear.outputs.detach()
+        linear = bnn.linearize(inputs, torch.is_grad_enabled())
+        outputs = linear.result(linear.outputs)
         covariance = outputs.new_zeros(0, *2 * [outputs.shape[1:].numel()])
         if linear.points:
             covariance = self._of[2].covariance(_features(linear, state))
@@ -136,14 +136,13 @@ class RefinedPosterior:
         Raises:
             RuntimeError: the BNN's weights have changed since the refinement.
         """
-        linear = self.bnn.linearize(inputs)
+        linear = self.bnn.linearize(inputs, torch.is_grad_enabled())
         now = linear.blocks.flatten(self.bnn.mean_values())
         if not torch.equal(now, self.loc.to(now)):
             raise RuntimeError(
                 "the net's weights have changed since they were refined: call refine again"
             )
-        outputs = linear.outputs.detach()
-        rows = jacobian(linear).detach()
+        outputs, rows = linear.result(linear.outputs), linear.result(jacobian(linear))
         shift = rows @ (self.mean - self.loc).to(rows)
         covariance = self.precision.to(rows).inverse_quadratic(rows)
         return outputs + shift.view_as(outputs), _by_position(covariance, outputs)

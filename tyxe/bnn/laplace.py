@@ -415,7 +415,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         linear = self._linearized_as_fitted(inputs)
         _warn_of_time(linear)
         covariance = functional_covariance(linear, self.state.precision())
-        return linear.outputs.detach(), covariance.detach()
+        return linear.result(linear.outputs), linear.result(covariance)
 
     def _gp(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if self.gp is None:
@@ -429,14 +429,17 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         # A batch of one point does not show which maps have rows of no point.
         whole = [block for block in self.state.blocks if not isinstance(block, LinearBlock)]
         self._runtime.linearized.exact.update(site for block in whole for site in block.sites)
-        linear = self.linearize(inputs)
+        linear = self.linearize(inputs, differentiable=torch.is_grad_enabled())
         check_blocks(self.state.blocks, linear.blocks)
         return linear
 
-    def functional_variance(self, *inputs: Any, joint: bool = False) -> Tensor:
+    def functional_variance(
+        self, *inputs: Any, joint: bool = False, enable_grad: bool = False
+    ) -> Tensor:
         """Return the covariance of each point's outputs in the linearised net, `(n, ..., C, C)`.
 
-        With `joint`, it is that of all outputs of all points, `(n, ..., n, ...)`.
+        With `joint`, it is that of all outputs of all points, `(n, ..., n, ...)`. `enable_grad`
+        records gradients in the inputs.
 
         Raises:
             TypeError: a loader; the inputs are one batch.
@@ -447,9 +450,9 @@ class LaplaceBNN(Resumable, SupervisedBNN):
                 "arguments of the net in a tuple"
             )
         covariance = joint_covariance if joint else functional_covariance
-        with self.predicting():
+        with self.predicting(enable_grad):
             linear = self._linearized_as_fitted(given)
-            return covariance(linear, self.state.precision()).detach()
+            return linear.result(covariance(linear, self.state.precision()))
 
     # ------------------------------------------------------------------ back to the data
 

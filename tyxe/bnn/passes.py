@@ -22,10 +22,11 @@ from tyxe.util import Inputs, in_function_transform, kind_of_batch
 class NetOnBatch:
     """A net on one batch, as a function of the values of its sites.
 
-    One stand-in runs all passes, so that no gradient may be taken through an earlier one. Modules
-    that no site reaches run in the first pass, and what they return is kept. A net can hand a draw
-    over where this is not seen, such as in a global. So passes are compared with those of the whole
-    net, until one at another draw than the first has been the same.
+    One stand-in runs all passes; where gradients are recorded, which may be taken through earlier
+    ones, each has its own. Modules that no site reaches run in the first pass, and what they return
+    is kept. A net can hand a draw over where this is not seen, such as in a global. So passes are
+    compared with those of the whole net, until one at another draw than the first has been the
+    same.
 
     `keeps` says whether there are passes for which something is to be kept.
     """
@@ -38,6 +39,8 @@ class NetOnBatch:
 
     def __call__(self, values: Mapping[str, Tensor], statistics: Statistics | None = None) -> Any:
         """Return the net's output at values of the sites, with statistics of norms for its own."""
+        if torch.is_grad_enabled():
+            return self._bnn._stand_in(values, statistics)(self._inputs)
         if self._stand_in is None:
             self._stand_in = self._bnn._stand_in(values, statistics)
             self._prefix = self._prefix_of(self._stand_in)

@@ -239,13 +239,13 @@ class SupervisedBNN(Intervals, AveragedNorms):
         Draws `w` have the outputs `f(m) + J (w - m)` at all points.
         """
         again = ReplayedDraws() if again is None else again
-        linear, vectors, kept = self.linearize(inputs), [], []
+        linear, vectors, kept = self.linearize(inputs, torch.is_grad_enabled()), [], []
         for values in self._draws_or_mean(num_predictions, again):
             plain = {n: v.value() if isinstance(v, Draw) else v for n, v in values.items()}
             vectors.append(linear.blocks.flatten(plain).detach())
             kept.append(self._only_latents(values))
         moved = torch.stack(vectors) - linear.blocks.flatten(self.mean_values()).detach()
-        outputs = linear.outputs.detach() + jacobian_products(linear, moved)
+        outputs = linear.result(linear.outputs) + jacobian_products(linear, moved)
         return outputs, self._latents(kept)
 
     def drawing(
@@ -308,6 +308,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         link: str = "mc",
         joint: bool = False,
         unpack: Unpack | None = None,
+        enable_grad: bool = False,
     ) -> Any:
         """Predict with several draws of the weights, in eval mode and without gradients.
 
@@ -334,6 +335,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
                 one draw of the weights, a smooth function of the inputs; this is for `"glm"`.
                 Samples of `"bnn"` are joint always.
             unpack: from what a loader yields to inputs, or `inputs, targets`.
+            enable_grad: record gradients, such as of an acquisition function in the inputs.
 
         Returns:
             Aggregated predictions in the likelihood's own parametrisation (class logits whose
@@ -371,7 +373,8 @@ class SupervisedBNN(Intervals, AveragedNorms):
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
 
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
-        return map_batches(self, inputs, batch_size, one, 0 if aggregate else 1)
+        dim = 0 if aggregate else 1
+        return map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
 
     def sample_predictive(
         self,
@@ -510,8 +513,13 @@ class SupervisedBNN(Intervals, AveragedNorms):
     def gaussian_predictives(self) -> Mapping[str, Outputs]:
         """Return the posterior's predictives with Gaussian outputs, such as `"glm"`, by name."""
 
-    def linearize(self, inputs: Inputs) -> Linearization:
-        """Linearise the net about the posterior's centre, on one batch."""
+    def linearize(self, inputs: Inputs, differentiable: bool = False) -> Linearization:
+        """Linearise the net about the posterior's centre, on one batch.
+
+        Args:
+            inputs: the batch.
+            differentiable: whether outputs and gradients are to be differentiated in the inputs.
+        """
         look_at_sites(self, inputs, needs_gradients=True)
         return Linearization(
             self._run_frozen,
@@ -519,6 +527,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
             inputs,
             self.site_shapes(),
             self._runtime.linearized,
+            differentiable,
         )
 
     def _gaussian(self, predictive: str | Outputs | None, count: int, link: str) -> Outputs | None:

@@ -135,7 +135,12 @@ class VariationalBNN(Resumable, SupervisedBNN):
             return {}
         # Raises for others at once, and for joint draws as well.
         weight_covariance(self.net_guide, ParamBlocks.of_sites(self.site_shapes()))
-        return {"glm": lambda inputs: glm_outputs(self.net_guide, self.linearize(inputs))}
+
+        def glm(inputs: Inputs) -> tuple[Tensor, Tensor]:
+            linear = self.linearize(inputs, torch.is_grad_enabled())
+            return glm_outputs(self.net_guide, linear)
+
+        return {"glm": glm}
 
     def _follow_prior(self, priors: SitePriors) -> None:
         """Do nothing, because only the objective depends on the prior."""
@@ -330,7 +335,6 @@ class DropoutBNN(VariationalBNN):
         )
 
 
-@torch.no_grad()
 def glm_outputs(guide: Any, linear: Linearization) -> tuple[Tensor, Tensor]:
     """Return mean and covariance of outputs in the linearised net, `(n, ...)`, `(n, ..., C, C)`.
 
@@ -341,14 +345,16 @@ def glm_outputs(guide: Any, linear: Linearization) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: the guide is not Normal.
     """
-    covariance = weight_covariance(guide, linear.blocks)
-    outputs = linear.outputs.detach()
+    blocks = linear.blocks
+    with torch.no_grad():
+        covariance = weight_covariance(guide, blocks)
+    outputs = linear.result(linear.outputs)
     # A pruned weight has variance zero, and so no precision.
     if not isinstance(covariance, Diagonal) or not bool(covariance.entries.all()):
-        return outputs, covariance_through(linear, covariance).detach()
-    precisions = covariance.inverse_diagonal().split(linear.blocks.sizes)
-    operators = {n: Diagonal(p) for n, p in zip(linear.blocks.names, precisions, strict=True)}
-    return outputs, functional_covariance(linear, BlockDiagonal(operators)).detach()
+        return outputs, linear.result(covariance_through(linear, covariance))
+    precisions = covariance.inverse_diagonal().split(blocks.sizes)
+    operators = {n: Diagonal(p) for n, p in zip(blocks.names, precisions, strict=True)}
+    return outputs, linear.result(functional_covariance(linear, BlockDiagonal(operators)))
 
 
 class _LikelihoodProgram:

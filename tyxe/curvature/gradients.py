@@ -114,7 +114,11 @@ def vectorized_gradients(
 
 
 def looped_gradients(
-    function: PointFunction, sites: Mapping[str, Tensor], inputs: Inputs, cotangent: Tensor
+    function: PointFunction,
+    sites: Mapping[str, Tensor],
+    inputs: Inputs,
+    cotangent: Tensor,
+    differentiable: bool = False,
 ) -> dict[str, Tensor]:
     """Return the gradients of `vectorized_gradients` by a loop over points, without torch.vmap."""
     found: dict[str, list[Tensor]] = {name: [] for name in sites}
@@ -123,7 +127,9 @@ def looped_gradients(
         with torch.enable_grad():
             row = tree_map(lambda x, n=n: x[n : n + 1] if _has_rows(x) else x, inputs)
             value = function(at, row, weight)
-        grads = torch.autograd.grad(value, list(at.values()), allow_unused=True)
+        grads = torch.autograd.grad(
+            value, list(at.values()), create_graph=differentiable, allow_unused=True
+        )
         for name, grad in zip(at, grads, strict=True):
             found[name].append(torch.zeros_like(at[name]) if grad is None else grad)
     return {name: torch.stack(rows) for name, rows in found.items()}

@@ -81,6 +81,8 @@ class Linearization:
         inputs: a batch.
         shapes: the shapes of the sites whose gradients are taken.
         known: what is known of the net, which is added to.
+        differentiable: whether outputs and gradients are to be differentiated again, such as in the
+            inputs.
 
     Attributes:
         outputs: the net's outputs, `(n, ...)`, in float32 at least.
@@ -96,7 +98,9 @@ class Linearization:
         inputs: Inputs,
         shapes: Mapping[str, Size],
         known: Linearized | None = None,
+        differentiable: bool = False,
     ) -> None:
+        self._differentiable = differentiable
         self._forward, self._known = forward, Linearized() if known is None else known
         self._values, self._inputs = outside_of_inference((dict(values), inputs))
         self._kind = kind_of_batch(inputs)
@@ -258,10 +262,15 @@ class Linearization:
 
     @functools.cached_property
     def _a(self) -> dict[str, Tensor]:
-        return {
+        found = {
             block.name: _cat(inputs_of(block, c, self.points) for c in self._calls[block.name])
             for block in self._linear
         }
+        return {name: self.result(a) for name, a in found.items()}
+
+    def result(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, without its graph unless that is to be differentiated again."""
+        return tensor if self._differentiable else tensor.detach()
 
     @outside_inference()
     def gradients(self, cotangent: Tensor) -> dict[str, PointGradients]:
@@ -287,7 +296,12 @@ class Linearization:
             # Activation checkpoints run again, and must save the same tensors as in the forward.
             with LayerCallRecorder():
                 grads = torch.autograd.grad(
-                    self.outputs, at, cotangent.to(self.outputs), True, allow_unused=True
+                    self.outputs,
+                    at,
+                    cotangent.to(self.outputs),
+                    retain_graph=True,
+                    create_graph=self._differentiable,
+                    allow_unused=True,
                 )
         found = iter(grads)
         for call in calls:
@@ -346,14 +360,14 @@ class Linearization:
                 # torch.func does not take fused recurrent kernels, writes into new buffers and
                 # hooks of saved tensors. The loop raises errors of the net itself again.
                 pass
-        found = looped_gradients(of_point, sites, self._inputs, cotangent)
+        found = looped_gradients(of_point, sites, self._inputs, cotangent, self._differentiable)
         self._known.is_vectorized = False
         return found
 
 
 def _cat(parts: Iterable[Tensor]) -> Tensor:
     """Concatenate the positions of all calls, without a copy of a single one."""
-    first, *others = (at_least_float32(part.detach()) for part in parts)
+    first, *others = map(at_least_float32, parts)
     return torch.cat([first, *others], 1) if others else first
 
 

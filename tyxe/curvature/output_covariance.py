@@ -109,7 +109,7 @@ def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
 def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
     chunk = max(1, BUDGET // max(1, vectors.shape[1]))
     starts = range(0, max(len(rows), 1), chunk)
-    parts = [rows[start : start + chunk].dense().detach() for start in starts]
+    parts = [rows[start : start + chunk].dense() for start in starts]
     return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
 
 
@@ -122,7 +122,7 @@ def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
         shape.numel() ** 2 * linear.outputs.element_size(),
         "take fewer points, or leave joint out, for a covariance of each point's own outputs",
     )
-    rows = jacobian(linear).detach().flatten(0, 1)
+    rows = linear.result(jacobian(linear)).flatten(0, 1)
     with full_precision(rows):
         return precision.inverse_quadratic(rows).reshape(shape + shape)
 

@@ -1,0 +1,134 @@
+"""Gradients of predictions in the inputs, as of an acquisition function."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def gaussian():
+    return tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3)
+
+
+def laplace(structure, the_net=None, data=None):
+    bnn = tyxe.LaplaceBNN(the_net or net(), PRIOR, gaussian(), structure=structure)
+    bnn.fit_curvature([data or (X, X[:, :1])])
+    return bnn
+
+
+class Scaled(nn.Module):
+    """A site that is in no linear map, so that each point has a gradient of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = net(), nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.net(x * self.scale)
+
+
+def vectorized(bnn):
+    bnn._runtime.linearized.is_vectorized = True
+    return bnn
+
+
+def looped(bnn):
+    bnn._runtime.linearized.is_vectorized = False
+    return bnn
+
+
+def differences(function, x, step=1e-5):
+    """Return the gradient of a function by central differences."""
+    found = torch.zeros_like(x)
+    for index in range(x.numel()):
+        moved = torch.zeros_like(x).flatten()
+        moved[index] = step
+        up, down = function(x + moved.view_as(x)), function(x - moved.view_as(x))
+        found.view(-1)[index] = (up - down) / (2 * step)
+    return found
+
+
+def assert_right(function):
+    """Compare a function's gradient in the inputs with differences of the function."""
+    x = X[:3].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x, True), x)
+    torch.testing.assert_close(
+        gradient, differences(lambda at: function(at, False), X[:3]), rtol=1e-6, atol=1e-7
+    )
+    assert not function(x, False).requires_grad
+
+
+LAPLACE = {
+    "full": lambda: laplace("full"),
+    "kron": lambda: laplace("kron"),
+    "diag": lambda: laplace("diag"),
+    "points by vmap": lambda: vectorized(laplace("full", Scaled())),
+    "points by a loop": lambda: looped(laplace("full", Scaled())),
+}
+
+
+@pytest.mark.parametrize("make", LAPLACE.values(), ids=LAPLACE.keys())
+def test_of_a_linearised_net(make):
+    bnn = make()
+    assert_right(lambda x, grad: sum(p.sum() for p in bnn.predict(x, enable_grad=grad)))
+    assert_right(lambda x, grad: bnn.functional_variance(x, enable_grad=grad).sum())
+    assert_right(lambda x, grad: bnn.functional_variance(x, joint=True, enable_grad=grad).sum())
+
+
+def test_of_a_gaussian_process_and_a_refined_posterior():
+    bnn = laplace("full")
+    bnn.fit_gp([(X, X[:, :1])], 4)
+    refined = bnn.refine([(X, X[:, :1])])
+    total = {"gp": lambda x, grad: bnn.predict(x, predictive="gp", enable_grad=grad)}
+    total["refined"] = lambda x, grad: refined.predict(x, enable_grad=grad)
+    for function in total.values():
+        assert_right(lambda x, grad, f=function: sum(part.sum() for part in f(x, grad)))
+
+
+def same_draws(predict):
+    def function(x, grad):
+        torch.manual_seed(1)
+        return sum(part.sum() for part in predict(x, grad))
+
+    return function
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": True}, {"batch_size": 2}, {"aggregate": 0}])
+def test_of_draws(options):
+    bnn = tyxe.VariationalBNN(net(), PRIOR, gaussian(), tyxe.guides.AutoNormal)
+    assert_right(
+        same_draws(lambda x, grad: bnn.predict(x, num_predictions=4, enable_grad=grad, **options))
+    )
+
+
+def test_of_other_posteriors():
+    normal = tyxe.VariationalBNN(net(), PRIOR, gaussian(), tyxe.guides.AutoNormal)
+    assert_right(
+        lambda x, g: sum(p.sum() for p in normal.predict(x, predictive="glm", enable_grad=g))
+    )
+    bnn = tyxe.MCMC_BNN(
+        net(),
+        PRIOR,
+        gaussian(),
+        tyxe.samplers.HMC(1e-3, num_steps=2, adapt_step_size=False, adapt_mass_matrix=False),
+    )
+    bnn.fit([(X, X[:, :1])], 4, warmup_steps=2)
+    assert_right(same_draws(lambda x, g: bnn.predict(x, num_predictions=4, enable_grad=g)))
+    ensemble = tyxe.EnsembleBNN(lambda k: [normal, laplace("full")][k], 2)
+    assert_right(same_draws(lambda x, g: ensemble.predict(x, num_predictions=3, enable_grad=g)))
+
+
+def test_joint_samples_of_the_linearised_net():
+    bnn = laplace("full")
+    options = {"num_predictions": 4, "aggregate": False, "joint": True}
+    assert_right(same_draws(lambda x, grad: bnn.predict(x, enable_grad=grad, **options)))
