@@ -74,6 +74,17 @@ def test_an_interval_has_the_normal_s_quantiles(predictive: str):
     torch.testing.assert_close(lower, -1.2816 * scale, rtol=0.04, atol=0.01)
 
 
+@pytest.mark.parametrize(("level", "num_samples"), [(0.9, 10), (0.9, 24), (0.5, 2), (0.99, 1)])
+def test_an_interval_of_few_samples_holds_a_target_as_often_as_said(level: float, num_samples: int):
+    bnn = bnn_of(HomoskedasticGaussian(10, scale=0.5))
+    rows = torch.randn(2000, 2)
+    lower, upper = bnn.interval(rows, level=level, num_samples=num_samples, predictive="glm")
+    scale = (0.3**2 * rows.square().sum(1, keepdim=True) + 0.25).sqrt()
+    normal = dist.Normal(0, scale)
+    held = (normal.cdf(upper) - normal.cdf(lower)).flatten()
+    assert held.mean() > level - 4 * held.std() / math.sqrt(len(held))
+
+
 LIKELIHOODS = {
     "Bernoulli": (Bernoulli(10), 1),
     "HeteroskedasticGaussian": (HeteroskedasticGaussian(10), 2),

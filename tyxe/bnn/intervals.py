@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tyxe import check
 from tyxe.likelihoods import Likelihood
 
 
@@ -31,10 +32,13 @@ class Intervals:
         """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
 
         As many samples lie below as above; each number of a target has an interval of its own.
+        Between two of `S` sorted samples another one lies with a probability of their distance over
+        `S + 1`.
 
         Args:
             level: the probability, between 0 and 1.
-            num_samples: number of samples of `sample_predictive`, which takes the other options.
+            num_samples: number of samples of `sample_predictive`, which takes the other options; at
+                least those whose range holds another with the probability, 19 for `level=0.9`.
 
         Raises:
             TypeError: the targets are classes, which have no order.
@@ -49,14 +53,17 @@ class Intervals:
             >>> bool((lower < upper).all())
             True
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; expected a probability between 0 and 1")
+        level = check.number("level", level, above=0, below=1)
         if not self.likelihood.has_order:
             raise TypeError(
                 f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
                 "and so no interval: use predict(...).softmax(-1), or sample_predictive"
             )
+        tail = (1 - level) / 2
+        fewest = math.ceil(1 / tail - 1e-9) - 1
+        num_samples = max(check.count("num_samples", num_samples), fewest)
         samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
-        last, tail = num_samples - 1, (1 - level) / 2
-        outside = math.floor(tail * last + 1e-9)  # a product such as 0.05 * 100 is rounded
-        return samples[outside], samples[last - outside]
+        rank = math.floor(
+            tail * (num_samples + 1) + 1e-9
+        )  # a product such as 0.05 * 100 is rounded
+        return samples[rank - 1], samples[-rank]
