@@ -6,6 +6,7 @@ function does in Python, it does once.
 
 from __future__ import annotations
 
+import linecache
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tyxe.errors import warn
 
+# Where torch.fx keeps the source of all that it has traced, for tracebacks, and lets none go.
+_SOURCES = torch.fx.graph_module._loader
 # Operations with one of these tags may differ between calls, and a trace does not show it.
 _VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DRAWING = torch.Tag.nondeterministic_seeded
@@ -76,7 +79,7 @@ class Program:
         self._returned: tuple[Any, list[Any]] | None = None
         self.is_compiled = how == "compiled"
         self._strides: list[tuple[int, ...]] | None = None
-        self.at_leaves: Callable[..., Sequence[Tensor]] = self._eager
+        self._graph: Callable[..., Sequence[Tensor]] | None = None
         if how == "eager":
             return
         # Copies, because a tensor that is given twice would be one argument of the trace, and a run
@@ -85,12 +88,18 @@ class Program:
         self._strides = [leaf.stride() for leaf in leaves]
         # Without streams of random numbers, whose generators would be a part of the program.
         with _disable_current_modes():
-            self.at_leaves = graph = _traced(self._eager, leaves, draws)
+            self._graph = graph = _traced(self._eager, leaves, draws)
+            del self._function  # with what it holds
             if self.is_compiled:
                 # Not by torch.compile, whose guards cost more at each call than a small program.
                 options = dict(_OPTIONS_OF_DRAWS if draws else _OPTIONS)
                 options |= _OPTIONS_OF_CPUS if leaves[0].device.type == "cpu" else {}
-                self.at_leaves = torch._inductor.compile(graph, leaves, options=options)
+                self._graph = torch._inductor.compile(graph, leaves, options=options)
+
+    @property
+    def at_leaves(self) -> Callable[..., Sequence[Tensor]]:
+        """The function of leaves, which returns leaves."""
+        return self._eager if self._graph is None else self._graph
 
     def __call__(self, *arguments: Any) -> Any:
         """Return what the function returns."""
@@ -176,12 +185,19 @@ def _strided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 def _traced(
     function: Callable[..., Any], leaves: list[Any], draws: bool = False
 ) -> torch.fx.GraphModule:
+    # What the tracer leaves is a cycle, which is not to hold the function.
+    held, sources = [function], {*_SOURCES.eval_cache}
     try:
-        graph = make_fx(function)(*leaves)
+        graph = make_fx(lambda *given: held[0](*given))(*leaves)
     except RuntimeError as error:
         raise RuntimeError(
             f"this net cannot be compiled: {_reason_of(error)}; {_REMEDY}"
         ) from error
+    finally:
+        held.clear()
+        for name in _SOURCES.eval_cache.keys() - sources:
+            _SOURCES.eval_cache.pop(name, None)
+            linecache.cache.pop(name, None)
     for node in graph.graph.nodes:
         tags = (_VARYING if draws else {*_VARYING, _DRAWING}).intersection(
             getattr(node.target, "tags", ())

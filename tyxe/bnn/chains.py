@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tyxe import check
-from tyxe.bnn.potential import BatchPotential, Potential, exclusive_unvalidated
+from tyxe.bnn.potential import BatchPotential, Potential, exclusive_unvalidated, weakly
 from tyxe.bnn.training import progress_bar
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
@@ -323,7 +323,7 @@ def _of_all_data(potential: Potential, starts: Tensor) -> Any:
     """Return the potential of all chains, after it has been seen to be a function of weights."""
     with exclusive_unvalidated():
         potential.look(starts)
-        every = batched(potential.at, starts)
+        every = batched(weakly(potential.at), starts)
         first, again = every(starts)[0], every(starts)[0]
     if not bool(first.isfinite().all()):
         bad = (~first.isfinite()).nonzero().flatten().tolist()

@@ -141,7 +141,8 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         gaussian = self._gaussian_prior(self.net_prior)
         check_damping(options.damping, gaussian)
         check_size(structure, gaussian.blocks.size)
-        self.net_guide = LaplaceGuide(self.net_prior, structure, self._state_of)
+        self.net_guide = LaplaceGuide(self.net_prior, structure)
+        self.register_load_state_dict_post_hook(_take_loaded)
         self.gp: GPOnSubset | None = None
 
     # ------------------------------------------------------------------ the posterior
@@ -624,6 +625,13 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         other._modules = {**self._modules, "net_guide": guide}
         guide.state = state
         return other
+
+
+def _take_loaded(bnn: LaplaceBNN, _: Any) -> None:
+    """Make a state of a curvature that was loaded, also where the BNN is a part of a module."""
+    found, bnn.net_guide.loaded = bnn.net_guide.loaded, None
+    if found is not None:
+        bnn.net_guide.state = bnn._state_of(found)
 
 
 def _checked(temperature: float, options: LaplaceOptions) -> LaplaceOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -282,7 +283,8 @@ class MCMC_BNN(SupervisedBNN):
         if num_warmup is None:
             num_warmup = kernel.default_warmup(num_samples, options.thinning)
         self._chains = None
-        potential = Potential(self, *data, kernel.temperature)
+        # Of a shallow copy, since a run that holds what holds it would not go with it.
+        potential = Potential(copy.copy(self), *data, kernel.temperature)
         starts = starts_of(potential, init, num_chains, data[1], progress)
         estimates = None if batches is None else BatchPotential(potential, starts, *batches)
         short = kernel.check(num_warmup)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -275,8 +276,11 @@ class BatchPotential:
         leaves, place = tree_flatten(batches[0])
         self._place = place
 
+        estimate = weakly(self._potential.estimate)
+
         def one(flat: Tensor, *leaves: Any) -> Tensor:
-            return self._potential.estimate(flat, *tree_unflatten(leaves, place))
+            found: Tensor = estimate(flat, *tree_unflatten(leaves, place))
+            return found
 
         self._every = in_turn(one)
         # One chain has nothing to be stacked with, and graphs cannot be.
@@ -289,6 +293,12 @@ class BatchPotential:
         """Return what the batches of all chains are, leaf by leaf."""
         columns = zip(*map(tree_leaves, batches), strict=True)
         return map(torch.stack, columns) if self._stacks else columns
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound method that does not hold its object, since torch.func's are in cycles."""
+    bound = weakref.WeakMethod(method)
+    return lambda *given: bound()(*given)  # type: ignore[misc]
 
 
 def _unvalidated(distribution: Any) -> Any:

@@ -511,7 +511,7 @@ _MODES: ContextVar[tuple[tuple[Any, Modes | None], ...]] = ContextVar("_MODES", 
 @contextmanager
 def in_modes(bnn: Any, modes: Modes | None) -> Iterator[None]:
     """Let stand-ins of a BNN's net be in these modes until the end; None is for the net's own."""
-    token = _MODES.set((*_MODES.get(), (bnn, modes)))
+    token = _MODES.set((*_MODES.get(), (bnn.net, modes)))
     try:
         yield
     finally:
@@ -520,4 +520,4 @@ def in_modes(bnn: Any, modes: Modes | None) -> Iterator[None]:
 
 def modes_of(bnn: Any) -> Modes | None:
     """Return the modes in which a BNN's net is to run here, or None for its own."""
-    return next((modes for one, modes in reversed(_MODES.get()) if one is bnn), None)
+    return next((modes for one, modes in reversed(_MODES.get()) if one is bnn.net), None)

@@ -31,39 +31,25 @@ class LaplaceGuide(AnyGuide):
     Args:
         module: the program that samples the sites from their prior.
         structure: the structure of its states' curvatures, which is saved with them.
-        state_of: makes a state of a curvature that is loaded, at the present mode and prior.
+
+    Attributes:
+        state: the approximation, or None.
+        loaded: a curvature that was loaded, of which a state is to be made with the present mode
+            and prior; else None.
 
     Raises:
         ValueError: a site has a constrained support.
     """
 
-    def __init__(
-        self,
-        module: Callable[..., Any],
-        structure: str,
-        state_of: Callable[[Curvature], LaplaceState],
-    ) -> None:
+    def __init__(self, module: Callable[..., Any], structure: str) -> None:
         super().__init__()
         self.structure = structure
         self.sites, messages = sites_of(module)
         check_real(self.sites, "the Laplace approximation")
         starts = {s.own_name: init_to_net(messages[s.name]) for s in self.sites}
         self.locs = SiteTensors(starts, trainable=True)
-        self._state: LaplaceState | None = None
-        # A curvature that was loaded, and what makes a state of it, which takes a prior.
-        self._loaded: Curvature | None = None
-        self.state_of = state_of
-
-    @property
-    def state(self) -> LaplaceState | None:
-        """The approximation, or None."""
-        if self._loaded is not None:
-            self.state = self.state_of(self._loaded)
-        return self._state
-
-    @state.setter
-    def state(self, state: LaplaceState | None) -> None:
-        self._state, self._loaded = state, None
+        self.state: LaplaceState | None = None
+        self.loaded: Curvature | None = None
 
     @property
     def precision(self) -> BlockDiagonal:
@@ -116,11 +102,8 @@ class LaplaceGuide(AnyGuide):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceGuide:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = with_float32(fn)
-        if self._loaded is not None:
-            self._loaded = self._loaded.map(moved)
-        elif self._state is not None:
-            self._state = self._state.map(moved)
+        if self.state is not None:
+            self.state = self.state.map(with_float32(fn))
         return self
 
     def get_extra_state(self) -> Tensor:
@@ -138,7 +121,7 @@ class LaplaceGuide(AnyGuide):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the curvature of `get_extra_state`; another structure is a RuntimeError."""
-        self.state = None
+        self.state = self.loaded = None
         saved = of_bytes(state)
         if not saved:
             return
@@ -161,4 +144,4 @@ class LaplaceGuide(AnyGuide):
         like = at_least_float32(next(iter(self.parameters())))
         operator = {name: tensor.to(like) for name, tensor in saved["curvature"].items()}
         whole = {"operator": operator, "blocks": layout, **saved["numbers"]}
-        self._loaded = of_state(Curvature, whole)
+        self.loaded = of_state(Curvature, whole)
