@@ -327,3 +327,18 @@ def test_values_become_bytes_and_values_again(value: object) -> None:
 def test_other_bytes_are_refused(junk: object) -> None:
     with pytest.raises(RuntimeError, match="an entry of the state dict is damaged"):
         files.of_bytes(junk)
+
+
+def test_torch_loads_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write(path, {"a": torch.ones(2), "b": [1, "x"]})
+    for mmap in (False, True):
+        found = torch.load(path, weights_only=True, mmap=mmap)
+        assert torch.equal(found.pop("a"), torch.ones(2))
+        assert found == {"b": [1, "x"]}
+
+
+def test_a_file_with_its_seal_first_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(sealed(saved({"a": 1})))
+    assert files.read(path) == {"a": 1}

@@ -45,7 +45,7 @@ def count(name: str, value: Any, least: float = 1, hint: str = "") -> int:
     if number is None:
         raise TypeError(f"{name} is {described(value)}; expected an integer{hint}")
     if number < least:
-        raise ValueError(f"{name} is {number}; expected {least} or more")
+        raise ValueError(f"{name} is {number}; expected {least} or more{hint}")
     return number
 
 

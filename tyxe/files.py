@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-# A file: this, the number of the content's bytes, their SHA-256, the content as of `torch.save`.
+# A file: the content as of `torch.save`, and a seal, which `torch.load` passes over: this, the
+# number of the content's bytes, their SHA-256. In files of earlier versions it comes first.
 _MAGIC = b"tyxe file 1\n"
-_HEADER = len(_MAGIC) + 8 + 32
+_SEAL = len(_MAGIC) + 8 + 32
 
 
 def write(path: str | os.PathLike[str], content: Any) -> None:
@@ -40,7 +41,7 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
     earlier, memory = _status(path), io.BytesIO()
     torch.save(tree_map(_whole, content), memory)
     payload = memory.getbuffer()
-    header = _MAGIC + len(payload).to_bytes(8, "little") + hashlib.sha256(payload).digest()
+    seal = _MAGIC + len(payload).to_bytes(8, "little") + hashlib.sha256(payload).digest()
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name of its own, since two processes may save to one place at once.
@@ -49,8 +50,8 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         with partial.open("xb") as file:
             if earlier is not None:
                 _become(partial, earlier)
-            file.write(header)
             file.write(payload)
+            file.write(seal)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -117,29 +118,32 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def _payload(path: Path) -> bytes:
-    """Return the content of a file, of which no more is read than its start if it is another."""
+    """Return the content of a file, of which no more is read than its ends if it is another."""
     with path.open("rb") as file:
-        header = file.read(_HEADER)
-        newer = re.match(rb"tyxe file (\d+)\n", header)
+        size = max(0, os.fstat(file.fileno()).st_size - _SEAL)
+        start, _, end = file.read(_SEAL), file.seek(size), file.read(_SEAL)
+        is_first = start.startswith(b"tyxe file ")
+        seal = start if is_first else end
+        newer = re.match(rb"tyxe file (\d+)\n", seal)
         if newer and int(newer[1]) > 1:
             raise ValueError(
                 f"{path} was written by a newer version (format {int(newer[1])}), or is damaged: "
                 "update tyxe"
             )
-        if not header.startswith(_MAGIC):
+        if not seal.startswith(_MAGIC):
             raise ValueError(
                 f"{path} is no file of tyxe, or damaged: a BNN's state that was saved otherwise "
                 "goes to load_state_dict"
             )
-        expected = int.from_bytes(header[len(_MAGIC) : _HEADER - 32], "little")
-        size = max(0, os.fstat(file.fileno()).st_size - _HEADER)
+        expected = int.from_bytes(seal[len(_MAGIC) : -32], "little")
         if size != expected:
             raise ValueError(
                 f"{path} is damaged: it has {size} bytes of content, and {expected} were written; "
                 "take an earlier file"
             )
-        payload = file.read()
-    if hashlib.sha256(payload).digest() != header[_HEADER - 32 :]:
+        file.seek(_SEAL if is_first else 0)
+        payload = file.read(size)
+    if hashlib.sha256(payload).digest() != seal[-32:]:
         raise ValueError(f"{path} is damaged: its checksum is wrong; take an earlier file")
     return payload
 

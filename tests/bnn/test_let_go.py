@@ -1,6 +1,7 @@
 """A BNN goes with what it holds, without the garbage collector, and so does what a fit took."""
 
 import gc
+import logging
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
@@ -95,7 +96,9 @@ def test_a_curvature_is_loaded_within_a_module() -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_vectorised_fits_take_no_memory_with_them() -> None:
+def test_vectorised_fits_take_no_memory_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What tracers log is kept by pytest.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     ensemble = tyxe.EnsembleBNN(lambda k: tyxe.VariationalBNN(*parts(), tyxe.guides.AutoNormal), 2)
 
     def fit() -> None:

@@ -1,7 +1,9 @@
 """Posteriors that are broken on purpose are found to be, and healthy ones are not."""
 
+import copy
 import functools
 import math
+import threading
 
 import pyro.distributions as dist
 import pytest
@@ -384,6 +386,62 @@ def test_rows_that_cannot_be_dealt_leave_lines_out():
     assert "gradient over its noise, loc" not in report
     assert "KL over the data term" in report
     assert "quantile calibration error" in report
+
+
+def test_a_mask_is_of_whole_batches():
+    x = torch.randn(24, 2)
+    y = x[:, :1]
+    bnn = tyxe.VariationalBNN(
+        nn.Linear(2, 1),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        likelihoods.HomoskedasticGaussian(16, scale=0.5),
+        tyxe.guides.AutoNormal,
+    )
+    with tyxe.poutine.selective_mask(mask=torch.arange(24) < 16, expose=["likelihood.data"]):
+        report = diagnose(bnn, [(x, y)], [(x, y)])
+    assert report["points in the loader over dataset_size"].value == 1.0
+    assert math.isfinite(report["KL over the data term"].value)
+
+
+@pytest.mark.parametrize("rows", [3, 17])
+def test_norms_take_no_single_points(rows):
+    x = torch.randn(rows, 2)
+    y = x[:, :1]
+    bnn = tyxe.VariationalBNN(
+        nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
+        likelihoods.HomoskedasticGaussian(rows, scale=0.5),
+        tyxe.guides.AutoNormal,
+    )
+    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 4)
+    report = diagnose(bnn, [(x, y)], [(x, y)])
+    assert math.isfinite(report["KL over the data term"].value)
+
+
+@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+def test_a_loader_of_norms_may_wait_for_another_thread():
+    x = torch.randn(24, 2)
+    y = x[:, :1]
+    bnn = tyxe.VariationalBNN(
+        nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
+        likelihoods.HomoskedasticGaussian(24, scale=0.5),
+        tyxe.guides.AutoNormal,
+    )
+    bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 2)
+    other = copy.deepcopy(bnn)
+
+    class Loader:
+        def __iter__(self):
+            thread = threading.Thread(target=other.sample_predictive, args=(x,), daemon=True)
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive()
+            yield x, y
+
+    bnn.update_norm_statistics(Loader())
+    report = diagnose(bnn, [(x, y)], [(x, y)], num_predictions=2)
+    assert math.isfinite(report["KL over the data term"].value)
 
 
 def test_what_is_refused():

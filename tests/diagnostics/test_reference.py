@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tyxe import files
 from tyxe.diagnostics import Reference, reference
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -104,3 +105,10 @@ def test_files_of_something_else(tmp_path):
     bnn.save(tmp_path / "bnn")
     with pytest.raises(ValueError, match="has no reference"):
         Reference.load(tmp_path / "bnn")
+
+
+@pytest.mark.parametrize("found", [3, {"reference": 3}, {"reference": {"inputs": torch.ones(1)}}])
+def test_a_file_without_a_reference_says_so(found, tmp_path):
+    files.write(tmp_path / "file", found)
+    with pytest.raises(ValueError, match=r"has no reference: give the path that Reference\.save"):
+        Reference.load(tmp_path / "file")

@@ -10,6 +10,7 @@ from scipy import stats
 from torch import nn
 
 import tyxe
+from tyxe import files
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.curvature.output_covariance import covariance_through
 from tyxe.diagnostics import SBC, sbc
@@ -257,3 +258,10 @@ def test_inferred_noise_is_ranked_with_its_own_draws():
 
     found = sbc(build, chains, X.float(), FUNCTIONS, 2, num_draws=9)
     assert all(math.isfinite(p) for p in found.p_values().values())
+
+
+@pytest.mark.parametrize("found", [3, {}, {"ranks": 3}, {"ranks": {0: "a"}}, {"ranks": {"x": [1]}}])
+def test_a_file_without_ranks_says_so(found, tmp_path):
+    files.write(tmp_path / "file", found)
+    with pytest.raises(ValueError, match="has no ranks that sbc has written: take another file"):
+        sbc(make, learn, X, FUNCTIONS, 2, num_draws=9, path=tmp_path / "file")

@@ -273,6 +273,7 @@ def test_a_net_of_ones_own_in_its_dtype():
         ({"method": "lapalce"}, ValueError, "'lapalce'; expected one of 'laplace'"),
         ({"prior_scale": 0}, ValueError, "prior_scale is 0; expected a number above 0"),
         ({"num_epochs": 2.5}, TypeError, "num_epochs is 2.5; expected an integer"),
+        ({"num_epochs": 3, "method": "swag"}, ValueError, "num_epochs is 3; expected 80 or more"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"net": lambda *sizes: torch.tanh}, TypeError, "expected a torch.nn.Module"),
         ({"net": lambda *sizes: nn.Linear(5, 3)}, ValueError, "shape"),

@@ -17,17 +17,17 @@ import tyxe
 from tests.soak.subjects import SUBJECTS, centre_of, digest, fit, fitted, loop_of
 from tyxe import files
 
-HEADER = files._HEADER
+SEAL = files._SEAL
 
 
 # --------------------------------------------------------------------------- damages
 
 
 def _flip(data: bytearray, chance: random.Random) -> None:
-    """Flip some bits, as often in the header, which is short, as elsewhere."""
+    """Flip some bits, as often in the seal, which is short, as elsewhere."""
     for _ in range(chance.choice((1, 1, 2, 20))):
-        length = chance.choice((HEADER, len(data)))
-        data[chance.randrange(length)] ^= 1 << chance.randrange(8)
+        length = chance.choice((SEAL, len(data)))
+        data[-1 - chance.randrange(length)] ^= 1 << chance.randrange(8)
 
 
 def _cut(data: bytearray, chance: random.Random) -> None:

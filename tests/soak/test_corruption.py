@@ -8,7 +8,7 @@ import torch
 
 import tyxe
 from tests.soak import corruption
-from tests.soak.corruption import DAMAGES, HEADER, damaged
+from tests.soak.corruption import DAMAGES, SEAL, damaged
 
 
 def test_damaged_files_are_refused_and_change_nothing() -> None:
@@ -27,7 +27,7 @@ def test_damage_is_damage(name: str, size: int) -> None:
 
 def test_a_load_without_a_check_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def unchecked(path):
-        return torch.load(io.BytesIO(path.read_bytes()[HEADER:]), weights_only=True)
+        return torch.load(io.BytesIO(path.read_bytes()[:-SEAL]), weights_only=True)
 
     monkeypatch.setattr(tyxe.files, "read", unchecked)
     assert corruption.run(count=22, seed=1)["accepted"] > 0

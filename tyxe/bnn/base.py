@@ -131,7 +131,8 @@ class BNN(Saved, nn.Module):
 
     The net is copied, and the copy keeps its class, forward and hooks. Parameters that the prior
     exposes are sites, in whose places draws are put while the net runs. At other times they have
-    the values of the given net, which are not trained.
+    the values of the given net, which are not trained. Gradients of the copy's embeddings are
+    dense.
 
     Args:
         net: any module with parameters.
@@ -162,6 +163,9 @@ class BNN(Saved, nn.Module):
         self.prior = prior
         self.net = copy.deepcopy(net, detached_copies(net))
         pick(self.net, output)
+        for part in self.net.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False  # few optimisers, no chain and no curvature take such gradients
         prefix = f"{name}.net." if name else "net."
         self._slots: dict[str, list[tuple[nn.Module, str]]] = {
             prefix + parameter.name: list(parameter.places)

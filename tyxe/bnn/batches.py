@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tyxe import check
 from tyxe.check import described
@@ -30,9 +30,18 @@ def is_loader(inputs: Inputs) -> bool:
     if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
         kind = f"{type(inputs).__module__.partition('.')[0]}.{type(inputs).__name__}"
         raise TypeError(f"inputs are a {kind}; pass a tensor: torch.as_tensor(inputs).float()")
+    _check_no_dataset(inputs)
     return not isinstance(inputs, Tensor | tuple | Mapping) and (
         hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
     )
+
+
+def _check_no_dataset(loader: Any) -> None:
+    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        raise TypeError(
+            f"{described(loader)} yields points, and no batches: pass "
+            "torch.utils.data.DataLoader(dataset, batch_size)"
+        )
 
 
 def not_empty(loader: Iterable[Any]) -> Iterator[Any]:
@@ -62,7 +71,7 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
     A loader that is empty, or yields something else or a batch without points, is a ValueError; no
     iterable is a TypeError.
     """
-    _check_iterable(loader)
+    check_iterable(loader)
     for batch in not_empty(loader):
         yield _checked(batch, device)
 
@@ -91,7 +100,9 @@ def all_batches(loader: Iterable[Any], device: Any = None) -> list[tuple[Any, An
 _EMPTY = "the loader is empty: it yields no batch (a generator can be used once only)"
 
 
-def _check_iterable(loader: Any) -> None:
+def check_iterable(loader: Any) -> None:
+    """Raise a TypeError for what yields no batches."""
+    _check_no_dataset(loader)
     if not hasattr(loader, "__iter__"):
         raise TypeError(
             f"data_loader is a {type(loader).__name__}; expected an iterable of (inputs, targets), "
@@ -132,7 +143,7 @@ class OwnBatches:
     """
 
     def __init__(self, loader: Iterable[Any], device: Any, seed: int) -> None:
-        _check_iterable(loader)
+        check_iterable(loader)
         self._loader, self._device = _with_own_iterator(loader), device
         self._iterator: Iterator[Any] = iter(())
         self._points = 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tyxe import check
+from tyxe.bnn.checks import check_is_finite
 from tyxe.bnn.potential import BatchPotential, Potential, exclusive_unvalidated, weakly
 from tyxe.bnn.training import progress_bar
 from tyxe.errors import warn
@@ -326,6 +327,7 @@ def _of_all_data(potential: Potential, starts: Tensor) -> Any:
         every = batched(weakly(potential.at), starts)
         first, again = every(starts)[0], every(starts)[0]
     if not bool(first.isfinite().all()):
+        check_is_finite(potential.inputs)
         bad = (~first.isfinite()).nonzero().flatten().tolist()
         raise ValueError(
             f"the log joint is not finite at the starts of chains {bad}, so that they could not "

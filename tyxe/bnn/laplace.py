@@ -142,7 +142,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         check_damping(options.damping, gaussian)
         check_size(structure, gaussian.blocks.size)
         self.net_guide = LaplaceGuide(self.net_prior, structure)
-        self.register_load_state_dict_post_hook(_take_loaded)
+        self.register_load_state_dict_post_hook(_take_loaded)  # type: ignore[no-untyped-call]
         self.gp: GPOnSubset | None = None
 
     # ------------------------------------------------------------------ the posterior

@@ -16,6 +16,7 @@ from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options,
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import Objective
 from tyxe.bnn.training import FitOptions, Validation, held_out_sums, progress_bar
+from tyxe.check import described
 from tyxe.data import Unpack, alike_batches, unpacked
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping
@@ -51,6 +52,11 @@ def fit_stacked(
     check_options(beta, clip_norm)
     held_out = Validation(unpacked(validation, unpack), patience, restore_best)
     options, first = FitOptions(beta, clip_norm), members[0]
+    if isinstance(data_loader, Iterator):
+        raise TypeError(
+            f"data_loader is {described(data_loader)}, which can be used once only, and "
+            "vectorize=True goes through it once for each member: pass a list or a DataLoader"
+        )
     data_loader = first.to_fit(data_loader, unpack)
     batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
     one = OwnBatches(data_loader, device, seeds[0]).take()

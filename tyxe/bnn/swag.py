@@ -15,7 +15,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments
 from tyxe.bnn.predict import Values
 from tyxe.bnn.variational import VariationalBNN
-from tyxe.data import Output
+from tyxe.data import Output, unpacked
 from tyxe.guides.swag import SWAGGuide
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
@@ -154,7 +154,7 @@ class SWAG_BNN(VariationalBNN):
         finally:
             self._due, guide.moves = range(0), False
         if guide.count >= guide.rank:  # a callback may have stopped it before
-            self.update_norm_statistics(data_loader)
+            self.update_norm_statistics(unpacked(data_loader, options.get("unpack")))
         return history
 
     def _end_epoch(self, epoch: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tyxe.bnn import EnsembleBNN
-from tyxe.bnn.batches import all_batches, copied
+from tyxe.bnn.batches import all_batches, check_iterable, copied
 from tyxe.bnn.scoring import Predicted, predicted, weights_of
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import TyxeWarning
@@ -55,6 +55,8 @@ class Case:
         """Read loaders once, onto the BNN's device."""
         device = next(bnn.parameters()).device
         one = members_of(bnn)[0]
+        for loader in (train, held_out):
+            check_iterable(loader)
         data, unseen = ([*map(copied, unpacked(own, unpack))] for own in (train, held_out))
         evaluated, fitted, seen = (
             all_batches(loader, device)

@@ -16,7 +16,7 @@ from tyxe.diagnostics import held_out as of_predictions
 from tyxe.diagnostics import inference
 from tyxe.diagnostics.case import Case, members_of
 from tyxe.diagnostics.report import Line, Report
-from tyxe.rng import RandomStream, torch_rng_kept
+from tyxe.rng import RandomStream
 from tyxe.threads import as_before
 from tyxe.util import outside_inference
 
@@ -84,7 +84,7 @@ def diagnose(
     given = {"num_predictions": num_predictions, **options}
     with RandomStream():  # a loader's numbers are its own, and it may wait for other threads
         case = Case.of(bnn, train, held_out, unpack, given, beta)
-    with torch_rng_kept():
+    with RandomStream():  # without a lock, since norms may have a loader of their own
         lines = [*inference.size(case)]
         for look in (*of_predictions.CHECKS, *besides):
             lines += look(case)

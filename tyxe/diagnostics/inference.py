@@ -31,6 +31,9 @@ from tyxe.guides.normal import MeanField
 from tyxe.guides.pyro_guide import independent_sites
 from tyxe.guides.swag import SWAGGuide
 from tyxe.laplace.search import spectrum
+from tyxe.poutine import selective_mask
+from tyxe.predictive.norms import norms_of
+from tyxe.threads import handlers
 from tyxe.util import is_constant
 
 # Batches below which the rows of an epoch are dealt into parts, for a variance over these.
@@ -79,7 +82,7 @@ def slope(case: Case, beta: float) -> Slope | None:
     # Without a curvature, in whose place draws would be.
     state = case.bnn.net_guide.state if isinstance(case.bnn, LaplaceBNN) else None
     bnn = copy.deepcopy(case.bnn, {} if state is None else {id(state): None})
-    parts = case.to_fit if len(case.to_fit) >= FEWEST else _dealt(case.to_fit) or case.to_fit
+    parts = case.to_fit if len(case.to_fit) >= FEWEST else _dealt(case) or case.to_fit
     found = {name: p for name, p in bnn.named_parameters() if p.requires_grad}
     most = max(float(bnn.likelihood.count(targets)) for _, targets in parts)
     if not found or most > float(bnn.likelihood.dataset_size):
@@ -108,15 +111,23 @@ def slope(case: Case, beta: float) -> Slope | None:
     return Slope(mean, variance, data / points, kl / points)
 
 
-def _dealt(batches: list[Any]) -> list[Any]:
-    """Return the rows of batches, in chance order, as more batches; none where rows are not all."""
-    parts: list[Any] = []
+def _dealt(case: Case) -> list[Any]:
+    """Return the rows of batches, in chance order, as more batches; none where rows are not all.
+
+    A mask is of whole batches, and norms take no statistics of one row.
+    """
+    batches, parts = case.to_fit, list[Any]()
+    if any(isinstance(handler, selective_mask) for handler in handlers()):
+        return parts
+    fewest = 2 if norms_of(case.bnn.net) else 1
     for batch in batches:
         rows = len(batch[1])
         leaves = [leaf for leaf in tree_leaves(batch) if not is_constant(leaf)]
         if any(not isinstance(leaf, Tensor) or len(leaf) != rows for leaf in leaves):
             return []  # such as the edges of a graph
-        for some in torch.randperm(rows).split(math.ceil(rows * len(batches) / PARTS)):
+        count = math.ceil(rows / math.ceil(rows * len(batches) / PARTS))
+        count = min(count, max(rows // fewest, 1))
+        for some in torch.randperm(rows).tensor_split(count):
             parts.append(tree_map(partial(_at, some), batch))
     return parts
 

@@ -206,12 +206,22 @@ def _kept(path: Any, told: Mapping[str, Any]) -> dict[int, list[int]]:
     if path is None or not Path(path).exists():
         return {}
     saved = files.read(path)
+    if not isinstance(saved, dict) or not _are_ranks(saved.get("ranks")):
+        raise ValueError(f"{path} has no ranks that sbc has written: take another file")
     other = [name for name, value in told.items() if saved.get(name) != value]
     if other:
         raise ValueError(
             f"{path} has ranks of other settings ({', '.join(other)}): take another file, or these"
         )
     return dict(saved["ranks"])
+
+
+def _are_ranks(ranks: Any) -> bool:
+    """Whether these are lists of ranks by simulation."""
+    return isinstance(ranks, dict) and all(
+        isinstance(index, int) and isinstance(row, list) and all(isinstance(r, int) for r in row)
+        for index, row in ranks.items()
+    )
 
 
 def _each(one: Any, indices: list[int], num_workers: int) -> Iterator[tuple[int, list[int]]]:

@@ -30,13 +30,14 @@ from tyxe.rng import torch_rng_kept
 
 
 class Method(NamedTuple):
-    """How a BNN is made, fitted and turned into another, and whether its draws differ."""
+    """How a BNN is made, fitted and turned into another, how long, and whether its draws differ."""
 
     make: Callable[[nn.Module, Prior, Likelihood], Any]
     handler: Callable[[], AbstractContextManager[Any]] = nullcontext
     options: Mapping[str, Any] = {}
     finish: Callable[[Any, DataLoader[Any]], Any] = lambda bnn, loader: bnn
     has_draws: bool = True
+    fewest_epochs: int = 1
 
 
 def _only_last_layer(bnn: LaplaceBNN, loader: DataLoader[Any]) -> LaplaceBNN:
@@ -67,7 +68,7 @@ METHODS = {
     "mean_field": Method(_MEAN_FIELD, poutine.local_reparameterization),
     "map": Method(_MAP, has_draws=False),
     "ensemble": Method(_ensemble, has_draws=False),
-    "swag": Method(SWAG_BNN),
+    "swag": Method(SWAG_BNN, fewest_epochs=80),  # 20 snapshots in the last quarter
     "nuts": Method(_nuts),
 }
 
@@ -111,6 +112,8 @@ class _Estimator(BaseEstimator):
             check.choice("method", self.method, METHODS)
         check.number("prior_scale", self.prior_scale, above=0)
         method = Method(self.method) if callable(self.method) else METHODS[self.method]
+        hint = f", which method={self.method!r} takes"
+        check.count("num_epochs", self.num_epochs, method.fewest_epochs, hint)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         X, y, likelihood, fitted = self._read(X, y)
         size = y.shape[1] if y.is_floating_point() else int(y.max()) + 1
