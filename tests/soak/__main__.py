@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import platform
 import time
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 import tyxe
 from tests.soak import corruption, fuzz, kill, threads
+from tests.soak.subjects import prepare
 
 # Each with the count of the full run.
 SUITES = {
@@ -33,11 +33,6 @@ RESULTS = ROOT / "docs" / "reliability.json"
 PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- {} of figures: written by python -m tests.soak -->"
 BEGIN, END = MARK.format("begin"), MARK.format("end")
-
-
-def _prepare() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", tyxe.TyxeWarning)
 
 
 def written(page: str, results: dict[str, Any]) -> str:
@@ -70,7 +65,7 @@ def main() -> None:
         start = time.perf_counter()
         run, count = SUITES[name]
         # In a process of its own: one that has threads cannot fork.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare) as process:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare) as process:
             figures = process.submit(run, given.count or count, given.seed).result()
         lists = {key: value for key, value in figures.items() if isinstance(value, list)}
         numbers = {key: value for key, value in figures.items() if key not in lists}

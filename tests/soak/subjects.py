@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
+import torch
 from pyro.infer.mcmc import HMC
 from torch import Tensor
 
@@ -47,6 +49,12 @@ def _own_loop(bnn: Any) -> None:
         ((bnn(x) - y).square().mean() + bnn.cached_kl_loss / N).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def prepare() -> None:
+    """Prepare a process for a suite."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", tyxe.TyxeWarning)
 
 
 def fit(bnn: Any) -> None:

@@ -203,7 +203,8 @@ def laplace(case: Case) -> Iterator[Line]:
             "precision over the number of points",
         )
     values = spectrum(state.curvature.operator) * state.weight
-    share = float((values < _precisions(state.prior).median()).double().mean())
+    precisions = torch.stack([operator.diagonal() for _, operator in state.prior.terms]).sum(0)
+    share = float((values < precisions.median()).double().mean())
     yield Line(
         "share of eigenvalues below the prior's",
         share,
@@ -219,10 +220,6 @@ def _score(prior: Any, loc: Tensor) -> Tensor:
     with torch.enable_grad():
         at = loc.detach().clone().requires_grad_()
         return torch.autograd.grad(prior.log_prob(at), at)[0]
-
-
-def _precisions(prior: Any) -> Tensor:
-    return torch.stack([operator.diagonal() for _, operator in prior.terms]).sum(0)
 
 
 # ------------------------------------------------------------------------------- the guide's sites

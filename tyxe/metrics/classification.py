@@ -34,7 +34,7 @@ def nll(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor
         tensor(0.4904)
     """
     probs, targets = check_classified(probs, targets)
-    return -average(_at_targets(probs, targets).log(), weights)
+    return -average(probs.gather(-1, targets[:, None])[:, 0].log(), weights)
 
 
 def accuracy(probs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -171,10 +171,6 @@ def predictive_entropy(probs: Tensor) -> Tensor:
     """
     entropy: Tensor = torch.special.entr(check_probs(probs)).sum(-1)
     return entropy
-
-
-def _at_targets(probs: Tensor, targets: Tensor) -> Tensor:
-    return probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def _equal_width_sums(confidence: Tensor, each: Tensor, num_bins: int) -> Tensor:

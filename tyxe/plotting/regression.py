@@ -45,9 +45,13 @@ def predictive_band(
     """
     x, order = flat("x", x).sort()
     mean = flat("mean", mean, x)[order]
-    sigma = flat("scale", _per_point(scale, len(x)), x)[order]
+    scale = scale if isinstance(scale, Tensor) else torch.tensor(float(scale))
+    sigma = flat("scale", scale.expand(len(x)) if scale.dim() == 0 else scale, x)[order]
     values = None if true_function is None else flat("true_function", true_function, x)[order]
-    points = None if train_data is None else _points(*train_data)
+    points = []
+    if train_data is not None:
+        inputs = flat("train_data[0]", train_data[0])
+        points = [inputs, flat("train_data[1]", train_data[1], inputs)]
     ax = axes(ax)
     for k in range(num_scales, 0, -1):
         lower, upper = mean - k * sigma, mean + k * sigma
@@ -55,23 +59,12 @@ def predictive_band(
     ax.plot(x, mean, color=color, label=label, zorder=4)
     if values is not None:
         ax.plot(x, values, color="0.25", linestyle="dashed", label="true function", zorder=3)
-    if points is not None:
+    if points:
         ax.plot(*points, "o", color="black", markersize=3.5, label="data", zorder=5)
     ax.set(xlabel="x", ylabel="y")
     # the bands fill the axes, and the legend has to be readable on top of them
     ax.legend(framealpha=0.8, edgecolor="none", fontsize="small")
     return ax
-
-
-def _points(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    inputs = flat("train_data[0]", inputs)
-    return inputs, flat("train_data[1]", targets, inputs)
-
-
-def _per_point(value: Tensor | float, num_points: int) -> Tensor:
-    if not isinstance(value, Tensor):
-        value = torch.tensor(float(value))
-    return value if value.dim() > 0 else value.expand(num_points)
 
 
 def pit_histogram(
