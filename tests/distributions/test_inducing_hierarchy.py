@@ -67,6 +67,8 @@ def test_the_hierarchy_against_the_dense_gaussian(family):
     variance = covariance.diagonal() + means.var(0, correction=0)
     close(q.variance, variance)
     assert q.names == ("net.weight", "net.bias", "net.last")
+    close(q.flatten(q.unflatten(value)), value)
+    assert q.layers[1].sample((5,)).shape == (5, 2, 3)
     index = torch.arange(18)
     for name, part in q.unflatten(value).items():
         own = q.unflatten(index)[name].reshape(-1)

@@ -28,7 +28,6 @@ from tyxe.diagnostics.report import ANY, Line, above, below
 from tyxe.distributions import JointDistribution, PrunedNormal
 from tyxe.guides import Guide
 from tyxe.guides.normal import MeanField
-from tyxe.guides.pyro_guide import independent_sites
 from tyxe.guides.swag import SWAGGuide
 from tyxe.laplace.search import spectrum
 from tyxe.poutine import selective_mask
@@ -331,8 +330,7 @@ def _parts(bnn: Any) -> dict[str, td.Distribution]:
     joint = guide.joint_normal()
     if joint is not None:
         return {"all": joint}
-    sites = {} if isinstance(guide.guide, AutoDelta) else independent_sites(guide.guide)
-    return dict(sites or {})
+    return dict(guide.independent_normals() or {})
 
 
 @torch.no_grad()

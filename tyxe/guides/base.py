@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -112,6 +113,10 @@ def check_real(sites: Iterable[Site], what: str) -> None:
             )
 
 
+# Names of parts of guides that are guides themselves, and words for a parameter of their spread.
+_INSIDE, _SPREAD = re.compile(r"^((guide|rest|u)\.)+"), re.compile("scale|cov_factor|cov_diag")
+
+
 class AnyGuide(nn.Module, ABC):
     """What every guide answers: ours, those of Pyro, and that of a Laplace approximation.
 
@@ -133,9 +138,15 @@ class AnyGuide(nn.Module, ABC):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the median of every site, by its name in the joint model."""
 
-    @abstractmethod
     def parameter_kinds(self) -> Mapping[str, str]:
-        """Return the kind of each parameter by name: `loc`, `scale` or another word."""
+        """Return the kind of each parameter by name: `scale`, `loc`, or a word of a guide's own.
+
+        It is read from the first word of the name that is no guide's inside of this one, such as
+        `scales` in `rest.scales.0.weight`.
+        """
+        names = [name for name, _ in self.named_parameters()]
+        words = {name: _INSIDE.sub("", name).partition(".")[0] for name in names}
+        return {n: "scale" if _SPREAD.search(word) else "loc" for n, word in words.items()}
 
     def as_priors(self) -> Mapping[str, td.Distribution]:
         """Return what a next prior may be made of, by site's name in the joint model."""
@@ -236,12 +247,6 @@ class Guide(AnyGuide):
 
     def _own(self, name: str) -> Site:
         return site_named(self.sites, name)
-
-    def parameter_kinds(self) -> Mapping[str, str]:
-        return {
-            name: "scale" if "scale" in name.split(".")[0] else "loc"
-            for name, _ in self.named_parameters()
-        }
 
     @property
     def kind(self) -> str:

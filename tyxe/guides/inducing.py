@@ -241,14 +241,6 @@ class AutoInducing(Guide):
         assert self.rest is not None
         return self.rest.site_distribution(self.rest._own(site.own_name))
 
-    def parameter_kinds(self) -> Mapping[str, str]:
-        kinds = {
-            name: "scale" if "scale" in name.removeprefix("u.").partition(".")[0] else "loc"
-            for name, _ in self.named_parameters()
-        }
-        rest = {} if self.rest is None else self.rest.parameter_kinds()
-        return {**kinds, **{f"rest.{name}": kind for name, kind in rest.items()}}
-
 
 # --------------------------------------------------------------------------- layers
 

@@ -403,7 +403,11 @@ class EnsembleFamily(InducingFamily):
             self._watch(first)
             self._taken = self._next
             turn = Turn(self._next, size)
-        return {layer: EnsembleU(self[f"locs.{layer}"], turn) for layer in self.layers}
+        found = super().distributions()
+        for u in found.values():
+            assert isinstance(u, EnsembleU)
+            u.turn = turn
+        return found
 
     def _watch(self, parameter: Tensor) -> None:
         # Not in the constructor, because copies and assigned state dicts bring other parameters.

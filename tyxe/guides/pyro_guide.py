@@ -73,10 +73,8 @@ class _Renamed(Messenger):
         self._names = names
 
     def _pyro_sample(self, msg: Message) -> None:
-        name, suffix = msg["name"].removesuffix(_AUXILIARY), ""
-        if name != msg["name"]:
-            suffix = _AUXILIARY
-        msg["name"] = self._names.get(name, name) + suffix
+        name = msg["name"].removesuffix(_AUXILIARY)
+        msg["name"] = self._names.get(name, name) + msg["name"].removeprefix(name)
 
 
 # Pyro's AutoNormal draws such a site for each of its own.
@@ -202,7 +200,7 @@ class PyroGuide(AnyGuide):
         joint = self.joint_normal()
         if joint is not None:
             return {name: joint.marginal(name) for name in joint.names}
-        if type(self.guide) is not AutoDelta or constrained_sites(self.guide):
+        if type(self.guide) is not AutoDelta or not self._is_real:
             return None
         with module_local_params():
             guide: Any = self.guide
@@ -212,7 +210,25 @@ class PyroGuide(AnyGuide):
     def joint_normal(self) -> Gaussian | None:
         """Return the posterior, with gradients, of a guide that is one Normal over all sites."""
         with module_local_params():
-            return joint_normal(self.guide)
+            covariance = covariance_of(self.guide) if self._is_real else None
+            if covariance is None:
+                return None
+            loc: Any = self.guide.loc
+            shapes = {name: part.shape for name, part in _parts(self.guide, loc).items()}
+            return Gaussian(ParamBlocks.of_sites(shapes), loc, Inverse(covariance))
+
+    def independent_normals(self) -> dict[str, td.Distribution] | None:
+        """Return the Normal of each site of an `AutoDiagonalNormal`, or None for another guide."""
+        if not (isinstance(self.guide, AutoDiagonalNormal) and self._is_real):
+            return None
+        with module_local_params():
+            posterior = self.guide.get_posterior()
+            locs, scales = (_parts(self.guide, v) for v in (posterior.mean, posterior.stddev))
+        return {n: dist.Normal(loc, scales[n]).to_event(loc.dim()) for n, loc in locs.items()}
+
+    @property
+    def _is_real(self) -> bool:
+        return all(site.is_real for site in self.sites)
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -243,10 +259,9 @@ class PyroGuide(AnyGuide):
         posterior = self.posterior()
         if posterior is not None:
             return posterior
-        with module_local_params():
-            sites = independent_sites(self.guide)
-        if sites is not None:
-            return sites
+        normals = self.independent_normals()
+        if normals is not None:
+            return normals
         if isinstance(self.guide, _COUPLED) or not isinstance(self.guide, AutoGuide):
             raise TypeError(
                 f"{type(self.guide).__name__} has no distribution per site; use "
@@ -266,16 +281,6 @@ class PyroGuide(AnyGuide):
                 yield name, node["fn"]
             else:
                 yield name, _constrained(base["fn"], prototypes[name]["fn"].support)
-
-    def parameter_kinds(self) -> Mapping[str, str]:
-        """Return the kind of each parameter by name, `loc` or `scale`, from Pyro's names."""
-        # In guide.scales.net.0.weight Pyro's word comes second, and then the site's name.
-        words = {name: name.split(".")[1] for name, _ in self.named_parameters() if "." in name}
-        spread = ("scale", "cov_factor", "cov_diag")
-        return {
-            name: "scale" if any(part in word for part in spread) else "loc"
-            for name, word in words.items()
-        }
 
 
 def _with_own_memory(guide: T) -> T:
@@ -316,7 +321,7 @@ def _constrained(base: td.Distribution, support: Any) -> td.Distribution:
 
 
 @functools.singledispatch
-def covariance_of(guide: AutoGuide) -> Operator | None:
+def covariance_of(guide: Any) -> Operator | None:
     """Return the covariance over all sites of a guide that is a joint Normal, else None.
 
     Register a guide of your own whose posterior has that covariance and the mean `guide.loc`. The
@@ -334,37 +339,6 @@ def _(guide: AutoMultivariateNormal) -> Operator:
 def _(guide: AutoLowRankMultivariateNormal) -> Operator:
     # Not of `get_posterior()`, which factorises it, and waits to see whether that has gone well.
     return LowRank(guide.scale * guide.scale, guide.cov_factor * guide.scale.unsqueeze(-1))
-
-
-def joint_normal(guide: Any) -> Gaussian | None:
-    """Return the posterior of a guide that is one Normal over all sites, else None."""
-    if not isinstance(guide, AutoGuide) or constrained_sites(guide):
-        return None
-    covariance = covariance_of(guide)
-    if covariance is None:
-        return None
-    blocks = ParamBlocks.of_sites({n: part.shape for n, part in _parts(guide, guide.loc).items()})
-    return Gaussian(blocks, guide.loc, Inverse(covariance))
-
-
-def independent_sites(guide: Any) -> dict[str, td.Distribution] | None:
-    """Return the Normal of each site of an `AutoDiagonalNormal`, or None for another guide."""
-    if not isinstance(guide, AutoDiagonalNormal) or constrained_sites(guide):
-        return None
-    posterior = guide.get_posterior()
-    locs, scales = _parts(guide, posterior.mean), _parts(guide, posterior.stddev)
-    return {n: dist.Normal(loc, scales[n]).to_event(loc.dim()) for n, loc in locs.items()}
-
-
-def constrained_sites(guide: Any) -> dict[str, Any]:
-    """Return the supports of an autoguide's sites that are not all real; none for other guides."""
-    if not isinstance(guide, AutoGuide):
-        return {}
-    # AutoStructured and AutoGaussian keep no more than the names of their prototype's sites.
-    nodes = guide.prototype_trace.nodes.items()
-    sites = ((name, node) for name, node in nodes if node.get("type") == "sample")
-    supports = {name: node["fn"].support for name, node in sites if not node["is_observed"]}
-    return {name: support for name, support in supports.items() if not is_real(support)}
 
 
 def _parts(guide: Any, vector: Tensor) -> dict[str, Tensor]:

@@ -96,10 +96,6 @@ class LaplaceGuide(AnyGuide):
         """Return those of `LaplaceState.next_prior`, which know the curvature they contain."""
         return self._fitted().next_prior().by_site()
 
-    def parameter_kinds(self) -> Mapping[str, str]:
-        """Return the kind of each parameter, `loc`."""
-        return {name: "loc" for name, _ in self.named_parameters()}
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LaplaceGuide:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.state is not None:
