@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,30 +56,18 @@ class ToOneNormal(NamedTuple):
         return loc - self.loc if self.loc else loc
 
 
-class _Term(NamedTuple):
-    """A Normal, or a point where it has no scale, beside another Normal."""
-
-    p: ToOneNormal
-    loc: Tensor
-    log_scale: Tensor | None
-    spread: Tensor | None
-    has_variance: bool
-
-
-def _value(terms: Iterable[_Term]) -> Tensor:
-    """Return the sum of KLs in nats, for use without gradients."""
+def _value(terms: Sequence[tuple[ToOneNormal, bool]], tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of KLs in nats, for use without gradients; arguments are those of the node."""
     # Summed by the priors' scales, of which there are few: each operation on a number costs.
     squares: dict[float, Any] = {}
     rest: Any = 0.0
     constant = 0.0
-    for p, loc, log_scale, spread, has_variance in terms:
+    for i, (p, has_variance) in enumerate(terms):
+        loc, log_scale, spread = tensors[i :: len(terms)]
         square = _sum_of_squares(p.centered(loc))
-        if log_scale is None or spread is None:
-            constant += loc.numel() * (math.log(p.scale) + math.log(2 * math.pi) / 2)
-        else:
-            square += spread.sum() if has_variance else _sum_of_squares(spread)
-            rest = rest - log_scale.sum()
-            constant += loc.numel() * (math.log(p.scale) - 0.5)
+        square += spread.sum() if has_variance else _sum_of_squares(spread)
+        rest = rest - log_scale.sum()
+        constant += loc.numel() * (math.log(p.scale) - 0.5)
         squares[p.scale] = square + squares.get(p.scale, 0.0)
     for scale, square in squares.items():
         rest = torch.add(torch.as_tensor(rest), square, alpha=0.5 / scale**2)
@@ -98,14 +86,9 @@ class _FusedKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, terms: list[tuple[ToOneNormal, bool]], *tensors: Tensor) -> Tensor:
-        count = len(terms)
         ctx.terms = terms
         ctx.save_for_backward(*tensors)
-        return _value(
-            _Term(p, loc, log_scale, spread, has_variance)
-            for i, (p, has_variance) in enumerate(terms)
-            for loc, log_scale, spread in [tensors[i::count]]
-        )
+        return _value(terms, tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
