@@ -21,7 +21,7 @@ def test_inducing_by_hand_is_ours(helper: Helper) -> None:
     ours = [*guide.row_maps.parameters(), *guide.column_maps.parameters()]
     for own, other in zip(hand.maps, ours, strict=True):
         own.data = other.detach().clone()
-    hand.loc.data = torch.stack([guide.u.locs[layer.name].detach() for layer in layers])
+    hand.loc.data = torch.stack([guide.u[f"locs.{layer.name}"].detach() for layer in layers])
     for name in ("log_d", "raw_lambda", "raw_scale"):
         setattr(hand, name, getattr(hand, name).detach().double().requires_grad_())
     bnn.train()
@@ -36,7 +36,7 @@ def test_inducing_by_hand_is_ours(helper: Helper) -> None:
     torch.testing.assert_close(own, loss, rtol=1e-6, atol=0)
     for own, other in zip(hand.maps, ours, strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-9)
-    grads = torch.stack([guide.u.locs[layer.name].grad for layer in layers])
+    grads = torch.stack([guide.u[f"locs.{layer.name}"].grad for layer in layers])
     torch.testing.assert_close(hand.loc.grad, grads, rtol=1e-4, atol=1e-9)
     raws = torch.stack([guide.conditional_scales[layer.name].grad for layer in layers])
     torch.testing.assert_close(hand.raw_lambda.grad, raws, rtol=1e-4, atol=1e-9)
