@@ -9,6 +9,7 @@ from pathlib import Path
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -183,40 +184,37 @@ def test_an_optimiser_that_takes_its_own_gradients_is_refused():
         LightningBNN(variational(), ivon).configure_optimizers()
 
 
-def test_two_processes_make_the_fit_of_one(tmp_path):
-    """Without a spread, so that the draws of both processes are the same."""
-    script = tmp_path / "two.py"
-    script.write_text(TWO)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": "29517"}
-    found = {}
-    for count in (1, 2):
-        out = tmp_path / f"{count}.pt"
-        command = [sys.executable, "-W", "ignore", str(script), str(count), str(out)]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found[count] = torch.load(out)
-    assert_close(found[1], found[2], rtol=1e-4, atol=1e-5)
+def parameters_after_a_fit(folder, count):
+    """Fit in so many processes, without a spread, so that the draws of all are the same."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    bnn = tyxe.VariationalBNN(net, NORMAL, tyxe.likelihoods.Categorical(N), AutoDelta)
+    module = LightningBNN(bnn, functools.partial(torch.optim.SGD, lr=0.1))
+    options = {"strategy": "ddp", "use_distributed_sampler": True} if count > 1 else {}
+    own = trainer(folder, 3, devices=count, **options)
+    own.fit(module, loader(size=N // count))
+    return own, parameters(bnn)
 
 
 TWO = """
-import functools, sys
-import lightning, torch
-from pyro.infer.autoguide import AutoDelta
-from torch.utils.data import DataLoader, TensorDataset
-import tyxe
-from tests.integrations.test_lightning import N, NORMAL, X, Y, nn, parameters, trainer
-from tyxe.integrations.lightning import LightningBNN
-
-count, out = int(sys.argv[1]), sys.argv[2]
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
-bnn = tyxe.VariationalBNN(net, NORMAL, tyxe.likelihoods.Categorical(N), AutoDelta)
-module = LightningBNN(bnn, functools.partial(torch.optim.SGD, lr=0.1))
-strategy = "ddp" if count == 2 else "auto"
-own = trainer(".", 3, devices=count, strategy=strategy, use_distributed_sampler=count == 2)
-own.fit(module, DataLoader(TensorDataset(X, Y), N // count))
+import sys, torch
+from tests.integrations.test_lightning import parameters_after_a_fit
+own, found = parameters_after_a_fit(".", 2)
 if own.is_global_zero:
-    torch.save(parameters(bnn), out)
+    torch.save(found, sys.argv[1])
 """
+
+
+def test_two_processes_make_the_fit_of_one(tmp_path):
+    (tmp_path / "two.py").write_text(TWO)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "two.py", "found.pt"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": "29517"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, one = parameters_after_a_fit(tmp_path, 1)
+    assert_close(one, torch.load(tmp_path / "found.pt"), rtol=1e-4, atol=1e-5)

@@ -47,7 +47,7 @@ def test_factors_are_sites_and_the_body_is_frozen(name):
     body = {n: p.clone() for n, p in bnn.net.named_parameters() if not p.requires_grad}
     before = bnn.evaluate(texts.batches(), num_predictions=100, unpack=unpack)[1]
     with tyxe.poutine.local_reparameterization():
-        bnn.fit(texts.batches(), ADAM, 40, unpack=unpack, lr_multipliers={"scale": 3})
+        bnn.fit(texts.batches(), ADAM, 20, unpack=unpack, lr_multipliers={"scale": 3})
     after = bnn.evaluate(texts.batches(), num_predictions=100, unpack=unpack)[1]
     assert after > before + 2
     for place, parameter in bnn.net.named_parameters():

@@ -66,7 +66,7 @@ def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor
     """
     check.choice("method", method, CORESETS)
     hint = ": a coreset has at least one point of the task, and leaves some for training"
-    size = int(check.number("size", size, above=0, below=len(inputs), hint=hint))
+    check.number("size", check.count("size", size, 0), above=0, below=len(inputs), hint=hint)
     return CORESETS[method](inputs, size)
 
 
