@@ -106,6 +106,7 @@ STARTS = (
         VALUE,
         "is not below max_guide_scale 0.5",
     ),
+    (lambda: normal(init_loc_fn=3), TYPE, "init_loc_fn is 3; expected a function, such as tyxe"),
     (lambda: normal(max_guide_scale=0.0), VALUE, "max_guide_scale is 0.0"),
     (lambda: normal(max_guide_scale=math.nan), VALUE, "max_guide_scale is nan"),
     (

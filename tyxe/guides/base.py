@@ -299,6 +299,7 @@ def _median(q: td.Distribution) -> Tensor:
 
 def start_of(argument: str, start: Callable[[Any], Tensor], site: Site, message: Any) -> Tensor:
     """Return where an initialiser lets a site start; another shape than the site's raises."""
+    check.one_of(argument, start, Callable, "a function, such as tyxe.guides.init_to_zero")
     found = start(message).detach()
     hint = f", that of the site {site.name!r}"
     return check.shape(f"the start that {argument} gives", found, site.shape, hint)

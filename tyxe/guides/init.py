@@ -17,6 +17,7 @@ import torch.distributions as td
 from torch import Tensor, nn
 
 from tyxe import check
+from tyxe.distributions import Gaussian, JointMarginal
 from tyxe.util import elementwise, site_spellings, std_from_fans
 
 Message = Mapping[str, Any]
@@ -66,6 +67,8 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
         elementwise = elementwise.base_dist
     if isinstance(elementwise, td.StudentT):
         return elementwise.loc.clone()
+    if isinstance(elementwise, JointMarginal) and isinstance(elementwise.joint, Gaussian):
+        return elementwise.mean.detach().clone()
     try:
         half = torch.full_like(_outline(site), 0.5)
         return elementwise.icdf(half).detach().clone()

@@ -41,6 +41,7 @@ class MeanField(Guide):
         max_guide_scale: upper bound of the scales.
 
     Raises:
+        TypeError: `init_loc_fn` is no function.
         ValueError: the program has no sites; a scale that is not positive or not below its
             cap; a start outside of a site's support.
     """
