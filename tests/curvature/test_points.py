@@ -84,42 +84,6 @@ def test_nodes_of_a_graph_influence_each_other(structure, kept):
     assert last.functional_variance(data[0][0]).shape == (kept, 2, 2)
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("structure", ["full", "diag"])
-def test_a_cell_stepped_by_hand_is_the_layer(kind, structure):
-    """Neither has factors nor goes through torch.vmap."""
-
-    class Stepped(nn.Module):
-        def __init__(self, by_cell):
-            super().__init__()
-            self.recurrent = (
-                getattr(nn, f"{kind}Cell")(3, 2) if by_cell else getattr(nn, kind)(3, 2)
-            )
-            self.norm, self.head = nn.LayerNorm(2), nn.Linear(2, 2)
-
-        def forward(self, x):
-            state = None
-            if isinstance(self.recurrent, nn.RNNBase):
-                h = self.recurrent(x.transpose(0, 1))[0][-1]
-            else:
-                for step in x.unbind(1):
-                    state = self.recurrent(step, state)
-                h = state[0] if kind == "LSTM" else state
-            return self.head(self.norm(h))
-
-    torch.manual_seed(0)
-    layer, cell = Stepped(False).double(), Stepped(True).double()
-    for own, other in zip(cell.parameters(), layer.parameters(), strict=True):
-        own.data.copy_(other)
-    x, y = torch.randn(5, 4, 3).double(), torch.arange(5) % 2
-    found = []
-    for net in (layer, cell):
-        bnn = laplace(net, structure)
-        bnn.fit_curvature([(x, y)], progress=False)
-        found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
-
-
 class Queries(nn.Module):
     """Learned queries attend to a set; their projection sees no point."""
 

@@ -1,6 +1,5 @@
 """What a posterior says of the curvature that it contains, through priors, files and later fits."""
 
-import copy
 import warnings
 
 import pyro.distributions as dist
@@ -81,15 +80,6 @@ def test_what_a_prior_has_absorbed_is_saved_with_it(structure: str):
     assert len(absorbed) == 1
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copies_of_a_posterior_know_it(copied):
-    bnn = fitted()
-    expected = precision_of(bnn)
-    found = bnn.net_guide.get_detached_distributions()
-    bnn.update_prior(DictPrior({name: copied(q) for name, q in found.items()}))
-    torch.testing.assert_close(precision_of(bnn), expected)
-
-
 def test_other_data_of_the_same_sums_are_not_absorbed():
     """The same batch stands for a hundred times as many points."""
     bnn = fitted()
@@ -130,14 +120,6 @@ def test_values_that_are_loaded_alone_are_the_mode():
     flat = bnn.state.blocks.flatten(bnn.mean_values())
     torch.testing.assert_close(bnn.state.loc, flat)
     assert bnn.log_marginal_likelihood() != before
-
-
-def test_a_prior_that_absorbed_some_sites_only_is_told():
-    bnn = fitted()
-    found = bnn.net_guide.get_detached_distributions()
-    found["2.bias"] = dist.Normal(torch.zeros(1), 1.0).to_event()
-    with pytest.warns(tyxe.TyxeWarning, match="data are counted twice"):
-        bnn.update_prior(DictPrior(found))
 
 
 def test_normals_made_by_hand_of_a_posterior_are_told():

@@ -1,7 +1,6 @@
 """Prior precisions from the evidence, from held-out data and while training."""
 
 import copy
-import itertools
 import math
 
 import pyro.distributions as dist
@@ -68,17 +67,6 @@ def test_a_search_that_cannot_end_says_so():
     torch.testing.assert_close(float(found), float(before))
 
 
-def test_numbers_and_tensors_give_one_evidence():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    for structure, number in itertools.product(("kron", "diag", "full"), (0.5, 3.0)):
-        bnn = laplace(net, structure)
-        bnn.fit_curvature([(torch.randn(5, 3).double(), torch.zeros(5).long())], progress=False)
-        full = {n: torch.full_like(p, number) for n, p in net.named_parameters()}
-        by_number = bnn.log_marginal_likelihood(number)
-        torch.testing.assert_close(bnn.log_marginal_likelihood(full), by_number, rtol=1e-12, atol=0)
-
-
 def test_the_prior_precision_by_held_out_data():
     bnn, x, y = classifier("diag")
     bnn.fit([(x, y)], ADAM, 20)
@@ -114,6 +102,8 @@ def test_a_search_over_a_grid_that_fails_leaves_the_prior_in_force():
     for grid, message in (([-1.0, 1.0], "of the grid is -1.0"), ([], "no precision of the grid")):
         with pytest.raises(ValueError, match=message):
             bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
+    with pytest.raises(ValueError, match=r"not per_site"):
+        bnn.optimize_prior_precision("grid", [(x, y)], per_site=True)
     before = bnn.net_guide.precision.to_dense()
     with pytest.raises(ValueError, match="targets of shape"):
         bnn.optimize_prior_precision("grid", [(x, y[:, None])], grid=[1.0, 10.0])
@@ -129,19 +119,6 @@ def test_online_evidence_changes_the_prior_while_training():
     scale = dict(bnn.net_prior.priors())["0.weight"].base_dist.scale
     assert float(scale.mean()) != 1.0
     assert bnn.net_guide.precision is not None
-
-
-def test_an_error_leaves_the_posterior_and_the_prior():
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
-    before = bnn.log_marginal_likelihood()
-    with pytest.raises(ValueError, match=r"targets lie outside"):
-        bnn.fit_curvature([(x, y + 3)])
-    with pytest.raises(ValueError, match=r"targets of shape"):
-        bnn.optimize_prior_precision("grid", [(x, y[:, None])])
-    assert bnn.log_marginal_likelihood() == before
-    with pytest.raises(ValueError, match=r"not per_site"):
-        bnn.optimize_prior_precision("grid", [(x, y)], per_site=True)
 
 
 def test_weights_at_the_priors_mean_keep_their_precision():

@@ -58,21 +58,6 @@ def test_the_evidences_of_a_linear_stream_add_up(structure):
     torch.testing.assert_close(total, exact, **EXACT)
 
 
-def test_predictions_after_several_tasks_are_those_of_the_batch():
-    tasks, bnn = stream([5, 3, 4]), linear_bnn("kron")
-    for x, y in tasks:
-        maximize(bnn, x, y)
-        four_lines(bnn)
-    mean, precision = batch_posterior(tasks)
-    rows = torch.cat([tasks[0][0], torch.ones(5, 1)], 1)
-    variance = (rows @ torch.linalg.inv(precision) * rows).sum(1, keepdim=True) + NOISE**2
-    got_mean, got_scale = bnn.predict(tasks[0][0])
-    torch.testing.assert_close(got_mean, rows @ mean[:, None], **EXACT)
-    torch.testing.assert_close(got_scale, variance.sqrt(), **EXACT)
-    draws = bnn.predict(tasks[0][0], predictive="bnn", num_predictions=3, aggregate=False)
-    assert draws.shape == (3, 5, 1)
-
-
 def dense_blocks(operator):
     """What a Kronecker posterior is by `torch.kron`, written out."""
     blocks = []

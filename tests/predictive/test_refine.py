@@ -178,7 +178,7 @@ def test_it_finds_the_optimum_of_the_elbo(structure, weights):
 
 @pytest.mark.parametrize(
     ("structure", "weights", "num_draws"),
-    [(*GAUSSIANS[0], 1), *((*one, 2) for one in GAUSSIANS), (*GAUSSIANS[0], 5)],
+    [(*GAUSSIANS[0], 1), (*GAUSSIANS[0], 5), (*GAUSSIANS[1], 2), (*GAUSSIANS[2], 2)],
 )
 @pytest.mark.parametrize("expectation", ["weights", "outputs"])
 def test_draws_lead_close_to_the_optimum(structure, weights, expectation, num_draws):
