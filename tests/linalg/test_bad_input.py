@@ -95,7 +95,7 @@ ZERO = torch.tensor([1.0, 0.0])
 SINGULAR = {
     "Dense": (lambda: Dense(torch.diag(ZERO)), "smallest eigenvalue is 0"),
     "Diagonal": (lambda: Diagonal(ZERO), "smallest eigenvalue is 0"),
-    "LowRank": (lambda: LowRank(ZERO, torch.ones(2, 1)), "diagonal under the low-rank part"),
+    "LowRank": (lambda: LowRank(ZERO, torch.ones(2, 1)), "the diagonal matrix is not positive"),
     "Kronecker": (
         lambda: Kronecker.from_factors(torch.ones(1, 1), torch.diag(ZERO)),
         "the Kronecker product is not positive definite",

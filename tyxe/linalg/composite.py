@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,6 @@ from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import check_same_kind, check_small
 from tyxe.linalg.dense import Cholesky, Dense
 from tyxe.linalg.diagonal import Diagonal, LowRank
-
-BlockDiagonalT = TypeVar("BlockDiagonalT", bound="BlockDiagonal")
-SumT = TypeVar("SumT", bound="Sum")
-InverseT = TypeVar("InverseT", bound="Inverse")
 
 
 def _alike(parts: Mapping[str, Operator], what: str) -> dict[str, Operator]:
@@ -97,10 +93,10 @@ class BlockDiagonal(Operator):
     def _whiten(self, x: Tensor) -> Tensor:
         return self._cat(self._each(lambda block, part: block.whiten(part), self.split(x)))
 
-    def _scaled(self: BlockDiagonalT, c: Tensor) -> BlockDiagonalT:
+    def _scaled(self, c: Tensor) -> BlockDiagonal:
         return self._like(blocks=self._each(lambda block: block.scaled(c)))
 
-    def _add_diagonal(self: BlockDiagonalT, d: Tensor) -> BlockDiagonalT:
+    def _add_diagonal(self, d: Tensor) -> BlockDiagonal:
         diagonals = self.split(d) if d.dim() else dict.fromkeys(self.blocks, d)
         added = self._each(lambda block, part: block.add_diagonal(part), diagonals)
         return self._like(blocks=added)
@@ -189,10 +185,10 @@ class Sum(Operator):
     def _whiten(self, x: Tensor) -> Tensor:
         return self._dense.whiten(x)
 
-    def _scaled(self: SumT, c: Tensor) -> SumT:
+    def _scaled(self, c: Tensor) -> Sum:
         return self._like(terms={name: term.scaled(c) for name, term in self.terms.items()})
 
-    def _add_diagonal(self: SumT, d: Tensor) -> SumT:
+    def _add_diagonal(self, d: Tensor) -> Sum:
         return self._like(terms=with_term(self.terms, Diagonal(d.expand(self.size))))
 
 
@@ -269,10 +265,10 @@ class Inverse(Operator):
             return x @ operator.lower
         return operator.whiten(operator.matmul(x))
 
-    def _scaled(self: InverseT, c: Tensor) -> InverseT:
+    def _scaled(self, c: Tensor) -> Inverse:
         return self._like(operator=self.operator.scaled(c.reciprocal()))
 
-    def _add_diagonal(self: InverseT, d: Tensor) -> InverseT:
+    def _add_diagonal(self, d: Tensor) -> Inverse:
         check_small("an inverse with a diagonal added", self.size, "keep them apart in a Sum")
         total = Dense(self.to_dense()).add_diagonal(d)
         return self._like(operator=Dense(Inverse(total).to_dense()))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import check_positive_definite, check_square, check_symmetric, cholesky
-
-DenseT = TypeVar("DenseT", bound="Dense")
-CholeskyT = TypeVar("CholeskyT", bound="Cholesky")
 
 
 class _Factorized(Operator):
@@ -101,10 +97,10 @@ class Dense(_Factorized):
         white = g.squeeze(-2) @ by_output.reshape(*a.shape[:-2], rows, self.size)
         return white @ white.mT
 
-    def _scaled(self: DenseT, c: Tensor) -> DenseT:
+    def _scaled(self, c: Tensor) -> Dense:
         return self._like(matrix=c * self.matrix)
 
-    def _add_diagonal(self: DenseT, d: Tensor) -> DenseT:
+    def _add_diagonal(self, d: Tensor) -> Dense:
         total = self.matrix.diagonal() + d
         return self._like(matrix=self.matrix.diagonal_scatter(total))
 
@@ -153,9 +149,9 @@ class Cholesky(_Factorized):
     def to_dense(self) -> Tensor:
         return self.lower @ self.lower.mT
 
-    def _scaled(self: CholeskyT, c: Tensor) -> CholeskyT:
+    def _scaled(self, c: Tensor) -> Cholesky:
         return self._like(lower=c.sqrt() * self.lower)
 
-    def _add_diagonal(self: CholeskyT, d: Tensor) -> CholeskyT:
+    def _add_diagonal(self, d: Tensor) -> Cholesky:
         total = self.to_dense() + d.expand(self.size).diag_embed()
         return self._like(lower=cholesky(total, "the sum with a diagonal"))

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import check_field, check_non_negative, check_positive_definite, cholesky
-
-DiagonalT = TypeVar("DiagonalT", bound="Diagonal")
-LowRankT = TypeVar("LowRankT", bound="LowRank")
-
-
-def check_entries(entries: Tensor) -> None:
-    """Raise unless a tensor is the diagonal of a positive semi-definite matrix."""
-    check_non_negative(check_field(entries, "the diagonal", "P"), "the diagonal")
 
 
 def variance_of_products(a: Tensor, g: Tensor, variances: Tensor) -> Tensor:
@@ -32,7 +24,32 @@ def variance_of_products(a: Tensor, g: Tensor, variances: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Diagonal(Operator):
+class _WithEntries(Operator):
+    """A matrix of which a diagonal, not negative, is a part."""
+
+    entries: Tensor
+
+    def __post_init__(self) -> None:
+        check_non_negative(check_field(self.entries, "the diagonal", "P"), "the diagonal")
+
+    @property
+    def size(self) -> int:
+        return self.entries.shape[0]
+
+    @factorization
+    def _positive(self) -> Tensor:
+        return check_positive_definite(self.entries, "the diagonal matrix")
+
+    @factorization
+    def _root(self) -> Tensor:
+        return self._positive.sqrt()
+
+    def _add_diagonal(self, d: Tensor) -> Any:
+        return self._like(entries=self.entries + d)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Diagonal(_WithEntries):
     """A diagonal matrix; `S = A^-1/2`.
 
     Args:
@@ -48,23 +65,6 @@ class Diagonal(Operator):
         >>> precision.logdet()
         tensor(1.3863)
     """
-
-    entries: Tensor
-
-    def __post_init__(self) -> None:
-        check_entries(self.entries)
-
-    @property
-    def size(self) -> int:
-        return self.entries.shape[0]
-
-    @factorization
-    def _positive(self) -> Tensor:
-        return check_positive_definite(self.entries, "the diagonal matrix")
-
-    @factorization
-    def _root(self) -> Tensor:
-        return self._positive.sqrt()
 
     def _matmul(self, x: Tensor) -> Tensor:
         return self.entries * x
@@ -96,11 +96,8 @@ class Diagonal(Operator):
         variances = self.inverse_diagonal().view(g.shape[-1], a.shape[-1])
         return variance_of_products(a.squeeze(-2), g.squeeze(-2), variances)
 
-    def _scaled(self: DiagonalT, c: Tensor) -> DiagonalT:
+    def _scaled(self, c: Tensor) -> Diagonal:
         return self._like(entries=c * self.entries)
-
-    def _add_diagonal(self: DiagonalT, d: Tensor) -> DiagonalT:
-        return self._like(entries=self.entries + d)
 
 
 def low_rank_root(lower: Tensor) -> Tensor:
@@ -116,7 +113,7 @@ def low_rank_root(lower: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LowRank(Operator):
+class LowRank(_WithEntries):
     """`A = D + U U^T`, in time `P R` for products and `P R^2 + R^3` once for the inverse.
 
     With `V = D^-1/2 U` the root is `S = D^-1/2 (I - V K V^T)`, where `L L^T = I + V^T V` and
@@ -140,24 +137,11 @@ class LowRank(Operator):
         tensor(2.1972)
     """
 
-    entries: Tensor
     factor: Tensor
 
     def __post_init__(self) -> None:
-        check_entries(self.entries)
+        super().__post_init__()
         check_field(self.factor, "the factor", self.size, "R")
-
-    @property
-    def size(self) -> int:
-        return self.entries.shape[0]
-
-    @factorization
-    def _positive(self) -> Tensor:
-        return check_positive_definite(self.entries, "the diagonal under the low-rank part")
-
-    @factorization
-    def _root(self) -> Tensor:
-        return self._positive.sqrt()
 
     @factorization
     def _v(self) -> Tensor:
@@ -205,8 +189,5 @@ class LowRank(Operator):
         y = x / self._root
         return y - (y @ self._v) @ self._k @ self._v.mT
 
-    def _scaled(self: LowRankT, c: Tensor) -> LowRankT:
+    def _scaled(self, c: Tensor) -> LowRank:
         return self._like(entries=c * self.entries, factor=c.sqrt() * self.factor)
-
-    def _add_diagonal(self: LowRankT, d: Tensor) -> LowRankT:
-        return self._like(entries=self.entries + d)

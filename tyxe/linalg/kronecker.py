@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from tyxe.linalg.checks import (
     check_symmetric,
 )
 from tyxe.linalg.diagonal import variance_of_products
-
-KroneckerT = TypeVar("KroneckerT", bound="Kronecker")
 
 
 def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -110,8 +107,8 @@ class Kronecker(Operator):
 
     @classmethod
     def from_factors(
-        cls: type[KroneckerT], out_factor: Tensor, in_factor: Tensor, scale: float | Tensor = 1.0
-    ) -> KroneckerT:
+        cls, out_factor: Tensor, in_factor: Tensor, scale: float | Tensor = 1.0
+    ) -> Kronecker:
         """Return `scale * (out_factor kron in_factor)`, without a gradient in the factors.
 
         These are symmetric positive semi-definite, such as `E[g g^T]`, `(out, out)`, and
@@ -134,7 +131,7 @@ class Kronecker(Operator):
         product = cls(u_g, u_a, d_g, d_a, torch.ones_like(shift), shift)
         return product.scaled(scale)
 
-    def damped(self: KroneckerT) -> KroneckerT:
+    def damped(self) -> Kronecker:
         """Return the product with its shift spread over the factors [T 3.41].
 
         `(sqrt(scale) G + sqrt(shift) I) kron (sqrt(scale) A' + sqrt(shift) I)`: this adds
@@ -155,7 +152,7 @@ class Kronecker(Operator):
             shift=torch.zeros_like(shift),
         )
 
-    def averaged(self: KroneckerT, other: KroneckerT) -> KroneckerT:
+    def averaged(self, other: Kronecker) -> Kronecker:
         """Return one product that approximates the sum of two, without a gradient [T 3.60].
 
         Factors are averaged with the scales as weights; scales and shifts are added. The result is
@@ -267,10 +264,10 @@ class Kronecker(Operator):
         white = (sums / self._root).flatten(-2)
         return white @ white.mT
 
-    def _scaled(self: KroneckerT, c: Tensor) -> KroneckerT:
+    def _scaled(self, c: Tensor) -> Kronecker:
         return self._like(scale=c * self.scale, shift=c * self.shift)
 
-    def _add_diagonal(self: KroneckerT, d: Tensor) -> KroneckerT:
+    def _add_diagonal(self, d: Tensor) -> Kronecker:
         number = self._number(d) if d.dim() else d
         # A search adds many prior precisions to one curvature: they share its products.
         return self._like(shift=self.shift + number, _products=self._products)
