@@ -2,7 +2,6 @@
 
 import math
 
-import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn as nn
@@ -10,8 +9,8 @@ import torch.nn.functional as F
 
 import tyxe
 from tests.oracles.architectures import Recurrent, TiedLanguageModel
+from tests.oracles.curvature import curvature_of, dense_jacobian, linearizing
 from tyxe.curvature import (
-    Linearization,
     collect_curvature,
     functional_covariance,
     jacobian,
@@ -104,45 +103,7 @@ def made(case, points=None):
     torch.manual_seed(0)
     make, shape = NETS[case] if isinstance(case, str) else case
     x = shape if isinstance(shape, torch.Tensor) else torch.randn(shape).double()
-    x = x if points is None else x[:points]
-    net = make().double().eval()
-    with torch.no_grad():
-        net(x)
-    bnn = tyxe.VariationalBNN(
-        net,
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5),
-        tyxe.guides.AutoNormal,
-    ).eval()
-    values = {f"net.{n}": p.detach().clone() for n, p in net.named_parameters()}
-    shapes = {name: value.shape for name, value in values.items()}
-
-    def linearize(inputs):
-        return Linearization(bnn._run_frozen, values, inputs, shapes)
-
-    return bnn, values, x, linearize
-
-
-def dense_jacobian(bnn, values, x, blocks):
-    """`(n, outputs, P)`, by a loop over points and outputs."""
-    rows = []
-    for n in range(len(x)):
-        at = {name: value.clone().requires_grad_() for name, value in values.items()}
-        outputs = bnn.run_net(at, x[n : n + 1]).flatten()
-        each = []
-        for output in outputs:
-            grads = torch.autograd.grad(output, list(at.values()), retain_graph=True)
-            each.append(blocks.flatten(dict(zip(at, grads, strict=True))))
-        rows.append(torch.stack(each))
-    return torch.stack(rows)
-
-
-def curvature_of(bnn, linearize, x, structure, likelihood=None, **options):
-    likelihood = bnn.likelihood if likelihood is None else likelihood
-    with torch.no_grad():
-        shape = linearize(x).outputs.shape
-    targets = options.pop("targets", torch.zeros(shape).double())
-    return collect_curvature(linearize, likelihood, [(x, targets)], structure, **options)
+    return linearizing(make().eval(), x if points is None else x[:points])
 
 
 @pytest.mark.parametrize("name", NETS)

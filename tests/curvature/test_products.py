@@ -2,15 +2,12 @@
 
 import copy
 
-import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn as nn
 
-import tyxe
-from tests.oracles.curvature import jacobian_of, laplace
+from tests.oracles.curvature import curvature_of, jacobian_of, laplace, linearizing
 from tests.oracles.products import PRODUCTS, Weighted
-from tyxe.curvature import Linearization, collect_curvature
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlocks
 from tyxe.files import as_state, of_state
 
@@ -38,23 +35,7 @@ class Mean(nn.Module):
 
 def made(product, function, values=None):
     net = nn.Sequential(Weighted(product, function), nn.Tanh(), Rows(), nn.LazyLinear(2))
-    x = torch.randn(product.inputs).double()
-    with torch.no_grad():
-        net.double()(x)
-    names = dict(net.named_parameters())
-    values = values or {f"net.{n}": p.detach().clone() for n, p in names.items()}
-    bnn = tyxe.VariationalBNN(
-        net,
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5),
-        tyxe.guides.AutoNormal,
-    ).eval()
-    shapes = {name: value.shape for name, value in values.items()}
-
-    def linearize(inputs):
-        return Linearization(bnn._run_frozen, values, inputs, shapes)
-
-    return bnn, values, x, linearize
+    return linearizing(net, torch.randn(product.inputs).double(), values)
 
 
 def pair(name):
@@ -64,11 +45,6 @@ def pair(name):
     written = made(product, product.written)
     torch.manual_seed(0)
     return written, made(product, product.linear, written[1])
-
-
-def curvature_of(bnn, linearize, x, structure):
-    targets = torch.zeros(len(x), 2).double()
-    return collect_curvature(linearize, bnn.likelihood, [(x, targets)], structure)
 
 
 @pytest.mark.parametrize("name", BATCHED)
@@ -84,14 +60,14 @@ def test_the_weight_has_factors_and_the_jacobian_is_that_of_autograd(name):
     restored = of_state(ParamBlocks, as_state(linear.blocks))
     assert restored == linear.blocks
     full = curvature_of(bnn, linearize, x, "full").operator.to_dense()
+    # Of the whole batch: some products have as many weights as it has points.
     found = jacobian_of(bnn.net, x, [name.removeprefix("net.") for name in values]).flatten(0, 1)
-    rows = []
-    for row in found:
-        parts = row.split([value.numel() for value in values.values()])
-        named = zip(values.items(), parts, strict=True)
-        rows.append(linear.blocks.flatten({n: part.view_as(v) for (n, v), part in named}))
-    found = torch.stack(rows)
-    torch.testing.assert_close(full, found.T @ found / 0.25, rtol=1e-9, atol=1e-10)
+    parts = found.split([value.numel() for value in values.values()], 1)
+    named = zip(values.items(), parts, strict=True)
+    by_site = {name: part.reshape(-1, *value.shape) for (name, value), part in named}
+    order = linear.blocks.flatten
+    rows = torch.stack([order({n: v[i] for n, v in by_site.items()}) for i in range(len(found))])
+    torch.testing.assert_close(full, rows.T @ rows / 0.25, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", BATCHED)

@@ -6,6 +6,7 @@ import torch.nn as nn
 
 import tyxe
 from tests.oracles.laplace import laplace_bnn
+from tyxe.curvature import Linearization, collect_curvature
 
 
 def laplace(net, structure="full", likelihood=None, points=5, **options):
@@ -25,6 +26,47 @@ def jacobian_of(net, x, names):
 
     found = torch.func.jacrev(outputs)(values)
     return torch.cat([found[name].reshape(*found[name].shape[:2], -1) for name in names], 2)
+
+
+def linearizing(net, x, values=None):
+    """A BNN over a net, its values, inputs, and how to linearise it there."""
+    with torch.no_grad():
+        net.double()(x)
+    bnn = tyxe.VariationalBNN(
+        net,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5),
+        tyxe.guides.AutoNormal,
+    ).eval()
+    values = values or {f"net.{n}": p.detach().clone() for n, p in net.named_parameters()}
+    shapes = {name: value.shape for name, value in values.items()}
+
+    def linearize(inputs):
+        return Linearization(bnn._run_frozen, values, inputs, shapes)
+
+    return bnn, values, x, linearize
+
+
+def dense_jacobian(bnn, values, x, blocks):
+    """`(n, outputs, P)`, by a loop over points and outputs."""
+    rows = []
+    for n in range(len(x)):
+        at = {name: value.clone().requires_grad_() for name, value in values.items()}
+        outputs = bnn.run_net(at, x[n : n + 1]).flatten()
+        each = []
+        for output in outputs:
+            grads = torch.autograd.grad(output, list(at.values()), retain_graph=True)
+            each.append(blocks.flatten(dict(zip(at, grads, strict=True))))
+        rows.append(torch.stack(each))
+    return torch.stack(rows)
+
+
+def curvature_of(bnn, linearize, x, structure, likelihood=None, **options):
+    likelihood = bnn.likelihood if likelihood is None else likelihood
+    with torch.no_grad():
+        shape = linearize(x).outputs.shape
+    targets = options.pop("targets", torch.zeros(shape).double())
+    return collect_curvature(linearize, likelihood, [(x, targets)], structure, **options)
 
 
 class Through(nn.Module):
