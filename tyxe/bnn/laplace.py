@@ -154,6 +154,7 @@ class LaplaceBNN(Resumable, SupervisedBNN):
         Raises:
             RuntimeError: there is no curvature yet; all methods that need one raise this as well.
         """
+        _take_loaded(self, None)  # where the guide's own state dict was loaded
         if self.net_guide.state is None:
             raise RuntimeError(
                 "there is no curvature yet: call fit(data_loader, optim, num_epochs), or for a "
