@@ -4,7 +4,6 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pyro
 import pytest
@@ -12,48 +11,15 @@ import torch
 from tqdm.auto import tqdm
 
 from tests.oracles.states import ADAM, assert_same_state, data, fitted, make, mcmc
+from tests.soak.alarms import Alarm, alarm, is_free
 from tyxe.errors import UNREAD
 from tyxe.poutine import flipout, local_reparameterization, selective_mask, variational_laplace
-from tyxe.threads import exclusive, handlers
+from tyxe.threads import handlers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::tyxe.TyxeWarning",
     "ignore::pytest.PytestUnraisableExceptionWarning",  # of a half-made bar's `__del__`
 )
-
-
-class Alarm(Exception):
-    """What a handler of SIGALRM raises, such as that of a test's time-out."""
-
-
-@contextmanager
-def alarm(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise an error somewhere inside after some seconds, or not at all if that is left before."""
-
-    def raises(*_: object) -> None:
-        raise error
-
-    before = signal.signal(signal.SIGALRM, raises)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def is_free() -> bool:
-    """Whether another thread can take the lock."""
-    found = []
-
-    def take() -> None:
-        with exclusive():
-            found.append(True)
-
-    thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    thread.join(10)
-    return bool(found)
 
 
 @pytest.fixture(autouse=True)

@@ -455,6 +455,28 @@ def test_a_sample_is_held_for_its_own_thread():
         assert torch.equal(bnn(X), held)
 
 
+def test_a_sample_is_held_for_its_own_task():
+    bnn = pytorch()
+
+    async def holding(entered, done):
+        with bnn.hold_sample():
+            first = bnn(X)
+            entered.set()
+            await done.wait()
+            return torch.equal(bnn(X), first)
+
+    async def beside():
+        entered, done = asyncio.Event(), asyncio.Event()
+        holder = asyncio.create_task(holding(entered, done))
+        await entered.wait()
+        fresh = not torch.equal(bnn(X), bnn(X))
+        done.set()
+        return await holder, fresh
+
+    assert asyncio.run(beside()) == (True, True)
+    assert not bnn._held
+
+
 def test_predictions_do_not_use_the_held_sample():
     bnn = pytorch()
     with bnn.hold_sample():

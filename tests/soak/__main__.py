@@ -18,13 +18,15 @@ import pyro
 import torch
 
 import tyxe
-from tests.soak import corruption, fuzz, kill, threads
+from tests.soak import alarms, arguments, corruption, fuzz, kill, threads
 from tests.soak.subjects import prepare
 
 # Each with the count of the full run.
 SUITES = {
     "fuzz": (fuzz.run, 2000),
+    "arguments": (arguments.run, 10_000),
     "threads": (threads.run, 100),
+    "alarms": (alarms.run, 3000),
     "kill": (kill.run, 200),
     "corruption": (corruption.run, 200),
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import pyro.poutine as poutine
@@ -34,6 +36,11 @@ class _Held(NamedTuple):
     values: dict[str, Tensor]
     has_gradients: bool
     rng: list[Tensor]
+
+
+# The entries of `hold_sample` that this task or thread is inside of, by number.
+_INSIDE: ContextVar[tuple[int, ...]] = ContextVar("_INSIDE", default=())
+_NUMBERS = itertools.count()
 
 
 class _OfThread(threading.local):
@@ -97,7 +104,7 @@ class PytorchBNN(BNN):
         )
         self.closed_form_kl = closed_form_kl
         self._kl, self._latest_kl = _OfThread(), torch.zeros(())
-        # By the threads that are inside of `hold_sample`.
+        # By entries of `hold_sample`.
         self._held: dict[int, _Held | None] = {}
         self._checked = False
 
@@ -116,8 +123,8 @@ class PytorchBNN(BNN):
 
     def _draw(self) -> dict[str, Tensor]:
         # A thread of autograd's engine works for one that waits in a backward.
-        holders = list(self._held) if in_engine() else [threading.get_ident()]
-        holder = holders[-1] if holders and holders[-1] in self._held else None
+        holders = [*self._held] if in_engine() else self._holders()
+        holder = holders[-1] if holders else None
         held = None if holder is None else self._held[holder]
         if held is not None and (held.has_gradients or not torch.is_grad_enabled()):
             return held.values
@@ -142,6 +149,10 @@ class PytorchBNN(BNN):
                 "a reentrant checkpoint around it, where it would draw other weights: wrap its net "
                 "instead, or keep forward and backward inside of `with bnn.hold_sample():`"
             )
+
+    def _holders(self) -> list[int]:
+        """Return the entries of this BNN's `hold_sample` that this task or thread is inside of."""
+        return [number for number in _INSIDE.get() if number in self._held]
 
     def _hold(self, holder: int, rng: list[Tensor]) -> dict[str, Tensor]:
         values = self._new_terms().values
@@ -171,7 +182,7 @@ class PytorchBNN(BNN):
 
     @contextmanager
     def hold_sample(self) -> Iterator[PytorchBNN]:
-        """Use one draw for all forwards of this thread inside, such as for the chunks of one image.
+        """Use one draw for all forwards of this task or thread, as for the chunks of one image.
 
         `predict` draws anew all the same.
 
@@ -185,14 +196,17 @@ class PytorchBNN(BNN):
             ...     torch.equal(bnn(x), bnn(x))
             True
         """
-        thread = threading.get_ident()
-        is_outer = thread not in self._held
-        self._held.setdefault(thread)
+        if self._holders():
+            yield self
+            return
+        number = next(_NUMBERS)
+        token = _INSIDE.set((*_INSIDE.get(), number))
+        self._held[number] = None
         try:
             yield self
         finally:
-            if is_outer:
-                self._held.pop(thread, None)
+            self._held.pop(number, None)
+            _INSIDE.reset(token)
 
     def pytorch_parameters(self, *inputs: Any) -> list[nn.Parameter]:
         """Return all trainable parameters, under TyXe's name; `parameters()` works as well."""
