@@ -297,6 +297,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
 
     # ------------------------------------------------------------------ predict
 
+    @as_before()
     def predict(
         self,
         *inputs: Any,
@@ -376,6 +377,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
         dim = 0 if aggregate else 1
         return map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
 
+    @as_before()
     def sample_predictive(
         self,
         *inputs: Any,
@@ -424,6 +426,7 @@ class SupervisedBNN(Intervals, AveragedNorms):
 
         return map_batches(self, inputs, batch_size, one, 1)
 
+    @as_before()
     def evaluate(
         self,
         input_data: Inputs,
