@@ -172,12 +172,13 @@ def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Refer
         ValueError: chains that have not converged.
 
     Example:
-        >>> import functools, torch, pyro.distributions as dist, torch.nn as nn, tyxe
+        >>> import pyro.distributions as dist, tyxe
         >>> bnn = tyxe.MCMC_BNN(
-        ...     nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        ...     tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5), tyxe.samplers.NUTS)
+        ...     torch.nn.Linear(1, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        ...     tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5),
+        ...     tyxe.samplers.HMC(num_steps=3))
         >>> x = torch.linspace(-1, 1, 20)[:, None]
-        >>> _ = bnn.fit([(x, 2 * x)], 300, warmup_steps=200, num_chains=4)
+        >>> _ = bnn.fit([(x, 2 * x)], 300, warmup_steps=150, num_chains=4)
         >>> reference(bnn, x, largest_r_hat=1.05).outputs.shape
         torch.Size([1200, 20, 1])
     """
