@@ -16,6 +16,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from tyxe import check
 from tyxe.check import described
 from tyxe.errors import warn
 
@@ -85,11 +86,7 @@ class Targets:
             ValueError: a mask of another shape.
         """
         mask = mask.to(self.device)
-        if mask.shape != self.values.shape[: mask.dim()]:
-            raise ValueError(
-                f"the mask has shape {tuple(mask.shape)}, and the targets have "
-                f"{tuple(self.values.shape)}"
-            )
+        check.shape("the mask", mask, self.values.shape[: mask.dim()], ", as the targets")
         if self.mask is not None:
             dims = max(mask.dim(), self.mask.dim())
             mask = trailing(self.mask, dims) * trailing(mask, dims)
@@ -239,11 +236,8 @@ def weighted(targets: Any, weights: Any) -> Targets:
         ValueError: weights that are not one number from 0 for each point.
     """
     weights, found = torch.as_tensor(weights), Targets.of(targets)
-    if weights.shape != found.values.shape[:1]:
-        raise ValueError(
-            f"the loader yields weights of shape {tuple(weights.shape)} for {len(found)} points; "
-            "expected one for each, (n,); several arguments of the net go in a tuple, ((x1, x2), y)"
-        )
+    hint = ", one for each point; several arguments of the net go in a tuple, ((x1, x2), y)"
+    check.shape("the third element of a batch, weights,", weights, found.values.shape[:1], hint)
     if not weights.is_floating_point() and weights.dtype != torch.bool:
         warn(
             f"the loader yields integers, {weights.dtype}, as a third element, which are taken as "
@@ -274,12 +268,8 @@ class Unpacked:
     """
 
     def __init__(self, loader: Iterable[Any], unpack: Unpack) -> None:
-        if not callable(unpack):
-            raise TypeError(
-                f"unpack is {described(unpack)}; expected a function from a batch to inputs and "
-                "targets"
-            )
-        self.loader, self.unpack = loader, unpack
+        expected = "a function from a batch to inputs and targets"
+        self.loader, self.unpack = loader, check.one_of("unpack", unpack, Callable, expected)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._one, self.loader)
@@ -329,12 +319,8 @@ class Picking:
     """
 
     def __init__(self, output: Output) -> None:
-        if not isinstance(output, str | int) and not callable(output):
-            raise TypeError(
-                f"output is {described(output)}; expected the name or index of the predictions in "
-                "what the net returns, or a function"
-            )
-        self.output = output
+        expected = "the name or index of the predictions in what the net returns, or a function"
+        self.output = check.one_of("output", output, (str, int, Callable), expected)
 
     def __call__(self, net: nn.Module, inputs: Any, found: Any) -> Any:
         """Return the predictions.

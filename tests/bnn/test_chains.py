@@ -121,7 +121,7 @@ BAD_STARTS = {
         "there are 2 starts of 'net.bias' for 3",
     ),
     "missing": ({"init": {"net.bias": ONE}}, "no values for net.weight"),
-    "shape": ({"init": {"net.bias": ONE, "net.weight": ONE}}, "'net.weight' has the shape"),
+    "shape": ({"init": {"net.bias": ONE, "net.weight": ONE}}, "'net.weight' has shape"),
     "not finite": (
         {"init": {"net.bias": ONE / 0, "net.weight": ONE[..., None]}},
         "'net.bias' is not finite",

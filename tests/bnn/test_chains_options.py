@@ -267,7 +267,7 @@ def test_starts_of_numpy_and_of_another_net() -> None:
     other = tyxe.VariationalBNN(
         nn.Linear(1, 1), PRIOR, HomoskedasticGaussian(N, scale=1.0), tyxe.guides.AutoNormal
     )
-    with pytest.raises(ValueError, match=r"'net\.\w+' has the shape \(1,.*expected \(2,"):
+    with pytest.raises(ValueError, match=r"'net\.\w+' has shape \(1,.*expected \(2,"):
         bnn.starts([pair], other)
 
 

@@ -123,6 +123,27 @@ def test_a_net_that_vmap_does_not_take():
         assert torch.equal(value, before[name])
 
 
+class Replaces(nn.Module):
+    """Keeps a mean of its outputs in a new tensor each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3).double()
+        self.register_buffer("mean", torch.zeros(3).double())
+
+    def forward(self, x):
+        outputs = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * outputs.detach().mean(0)
+        return outputs - self.mean
+
+
+def test_a_buffer_that_a_forward_replaces_would_be_lost():
+    with pytest.raises(
+        RuntimeError, match=r"the forward replaces mean, .* change buffers in place"
+    ):
+        ensemble_of(net=Replaces).fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)
+
+
 def test_a_loss_that_is_not_finite_leaves_all_members_as_they_were():
     ensemble = ensemble_of()
     before = {n: v.clone() for n, v in ensemble.state_dict().items()}

@@ -264,7 +264,8 @@ def test_forwards_run_side_by_side(meanwhile):
 
 
 @pytest.mark.forks
-def test_a_process_forked_inside_of_the_lock_goes_on_and_leaves_it():
+def test_a_fork_has_the_lock_free_and_what_it_guards_whole():
+    """A fork inside of the lock leaves it, and one beside it waits for the other thread."""
     with exclusive():
         child = os.fork()
     if child == 0:
@@ -272,10 +273,6 @@ def test_a_process_forked_inside_of_the_lock_goes_on_and_leaves_it():
             free = pool.submit(lambda: exclusive().acquire(timeout=10)).result()
         os._exit(0 if free else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-@pytest.mark.forks
-def test_a_fork_waits_for_what_another_thread_changes():
     inside, done = threading.Event(), []
 
     def other() -> None:

@@ -137,7 +137,7 @@ def test_bad_arguments():
         fit(make(), 2, patience=3)
     with pytest.raises(ValueError, match="patience is 0"):
         fit(make(), 2, validation=HELD_OUT, patience=0)
-    with pytest.raises(TypeError, match="data_loader is a int"):
+    with pytest.raises(TypeError, match="data_loader is 3"):
         fit(make(), 2, validation=3)
     with pytest.raises(ValueError, match="the loader is empty"):
         fit(make(), 2, validation=[])

@@ -279,8 +279,8 @@ def test_classes_may_come_first():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (torch.ones(5), r"weights of shape \(5,\) for 6 points"),
-        (torch.ones(6, 1), r"weights of shape \(6, 1\) for 6 points"),
+        (torch.ones(5), r"weights, has shape \(5,\); expected \(6,\)"),
+        (torch.ones(6, 1), r"weights, has shape \(6, 1\); expected \(6,\)"),
         (-torch.ones(6), "negative or not finite"),
         (torch.full((6,), float("nan")), "negative or not finite"),
         (torch.full((6,), 3.0), "18 points.*dataset_size=8.*sum of their weights"),

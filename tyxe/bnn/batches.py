@@ -103,11 +103,8 @@ _EMPTY = "the loader is empty: it yields no batch (a generator can be used once 
 def check_iterable(loader: Any) -> None:
     """Raise a TypeError for what yields no batches."""
     _check_no_dataset(loader)
-    if not hasattr(loader, "__iter__"):
-        raise TypeError(
-            f"data_loader is a {type(loader).__name__}; expected an iterable of (inputs, targets), "
-            "such as a torch.utils.data.DataLoader or [(x, y)]"
-        )
+    expected = "an iterable of (inputs, targets), such as a torch.utils.data.DataLoader or [(x, y)]"
+    check.one_of("data_loader", loader, Iterable, expected)
 
 
 def _checked(batch: Any, device: Any) -> tuple[Any, Any]:

@@ -129,17 +129,15 @@ def _each_its_own(samples: Samples, state: dict[str, Any], prefix: str, _: Any) 
 class RunOptions:
     """The options of `MCMC_BNN.fit` for kernels of `tyxe.samplers`, which it lists."""
 
-    thinning: int = 1
+    thinning: int = check.field(1, check.count)
     init: Any = None
-    compile: bool | None = None
-    resume: bool = False
+    compile: bool | None = check.field(None, check.choice, known=(None, True, False))
+    resume: bool = check.field(False, check.choice, known=(True, False))
     dtype: torch.dtype | None = None
     file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check.count("thinning", self.thinning)
-        check.choice("compile", self.compile, (None, True, False))
-        check.choice("resume", self.resume, (True, False))
+        check.fields(self)
         dtype = self.dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype is {dtype!r}; expected that of samples, such as torch.float16")

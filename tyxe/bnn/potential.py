@@ -369,12 +369,9 @@ def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Ten
         if missing:
             raise ValueError(f"the starts have no values for {', '.join(missing)}")
         for name in potential.blocks.sites:
+            hint = ", and in a mapping (num_chains, ...)"
             shape = potential.priors[name].shape()
-            if draw[name].shape != shape:
-                raise ValueError(
-                    f"a start of {name!r} has the shape {tuple(draw[name].shape)}; expected "
-                    f"{tuple(shape)}, and in a mapping (num_chains, ...)"
-                )
+            check.shape(f"a start of {name!r}", draw[name], shape, hint)
             # Before it is unconstrained, which would move it to the support's edge.
             if not bool(potential.priors[name].support.check(draw[name]).all()):
                 raise ValueError(

@@ -49,14 +49,13 @@ class FitOptions:
     num_particles: int = 1
     closed_form_kl: bool = True
     parallel: Parallel | None = None
-    accumulate_steps: int = 1
+    accumulate_steps: int = check.field(1, check.count)
     autocast: torch.dtype | None = None
     compile: bool = False
-    nan_check: str = "step"
+    nan_check: str = check.field("step", check.choice, known=("step", "epoch"))
 
     def __post_init__(self) -> None:
-        check.choice("nan_check", self.nan_check, ("step", "epoch"))
-        check.count("accumulate_steps", self.accumulate_steps)
+        check.fields(self)
         if self.compile and self.parallel is not None:
             raise ValueError("compile=True takes one process: leave it out, or parallel")
         if self.autocast not in (None, torch.bfloat16):
@@ -109,12 +108,11 @@ class Validation:
     """
 
     loader: Iterable[Any] | None = None
-    patience: int | None = None
+    patience: int | None = check.field(None, check.count)
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        if self.patience is not None:
-            check.count("patience", self.patience)
+        check.fields(self)
         if self.patience is not None and self.loader is None:
             raise ValueError("patience is for the log-likelihood of held-out data: pass validation")
 
