@@ -23,6 +23,9 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from matplotlib_inline.backend_inline import configure_inline_support
 
 import tyxe
 
@@ -32,6 +35,7 @@ SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 LISTINGS = [path for path in SCRIPTS if path != QUICKSTART]
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.py"))
 GALLERY = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "gallery.py")))
+INLINE = "module://matplotlib_inline.backend_inline"
 PNG = b"\x89PNG\r\n\x1a\n"
 METHODS = [
     "ML",
@@ -464,15 +468,46 @@ def test_notebook_keeps_to_its_form(name: str):
     assert {assigned.count(line.partition(" = ")[0]) for line in found} == {1}
 
 
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
+    """Return a shell in this process that shows figures as a kernel does."""
+    monkeypatch.setenv("TYXE_SMOKE_TEST", "1")
+    threads, backend = torch.get_num_threads(), plt.get_backend()
+    with plt.rc_context(), warnings.catch_warnings():
+        shell = InteractiveShell.instance()
+        plt.switch_backend(INLINE)
+        configure_inline_support(shell, INLINE)
+        plt.ion()
+        yield shell
+        plt.close("all")
+        plt.switch_backend(backend)
+    InteractiveShell.clear_instance()
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_executes(name: str, data: Path):
+def test_notebook_executes(name: str, data: Path, shell: InteractiveShell):
     pytest.importorskip("jupytext", reason="the Python beside a notebook is read by jupytext")
     if name == "graph_net":
         pytest.importorskip("torch_geometric", reason="the notebook needs the extra `pyg`")
-    fresh = GALLERY.written(name)
+    warnings.filterwarnings("ignore", r".*torch\.jit\.script", FutureWarning)
+    # A short fit is no fit, and says so.
+    warnings.simplefilter("ignore", tyxe.TyxeWarning)
+    for before, cell in zip(code_of(saved(name)), code_of(GALLERY.written(name)), strict=True):
+        with capture_output() as shown:
+            shell.run_cell(cell.source).raise_error()
+        assert shown.stderr == ""
+        texts = [output for output in before.outputs if output.output_type == "stream"]
+        assert bool(shown.stdout) == bool(texts)
+        assert len(shown.outputs) == len(before.outputs) - len(texts)
+
+
+def test_a_notebook_runs_in_a_kernel_of_its_own(data: Path):
+    """As `make gallery` makes them."""
+    pytest.importorskip("jupytext", reason="the Python beside a notebook is read by jupytext")
+    fresh = GALLERY.written("own_handler")
     GALLERY.execute(fresh, small=True)
-    for before, after in zip(code_of(saved(name)), code_of(fresh), strict=True):
-        # A short fit is no fit, and says so.
+    for before, after in zip(code_of(saved("own_handler")), code_of(fresh), strict=True):
         said = [output for output in after.outputs if output.get("name") == "stderr"]
         assert all("TyxeWarning" in output.text for output in said)
         ran = [output.output_type for output in after.outputs if output not in said]

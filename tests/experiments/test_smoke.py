@@ -39,7 +39,7 @@ PARTS = [
     for name in ("head", "attention", "linear maps")
 ]
 STEP = ["true posterior", "Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"]
-SMALL = ["laplace", "last_layer_laplace", "mean_field, 2", "map, 1", "ensemble, 1", "swag, 1"]
+SMALL = ["last_layer_laplace", "mean_field, 2", "swag, 1"]
 # Commands with their options, how many cells there are, and the rows of the table.
 CASES = [
     ("agreement --data yacht", len(agreement.ROWS), agreement.ROWS),
