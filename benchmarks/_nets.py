@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet, conv1x1
 
 
-def mlp(smoke_test: bool = False) -> nn.Sequential:
-    """Return the MLP 784-400-400-10."""
-    sizes = (16, 8, 8, 4) if smoke_test else (784, 400, 400, 10)
+def dense(*sizes: int, act: type[nn.Module] = nn.ReLU, bias: bool = True) -> nn.Sequential:
+    """Return linear maps from each size to the next, and what bends their outputs between them."""
     layers: list[nn.Module] = []
     for fan_in, fan_out in itertools.pairwise(sizes):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+        layers += [nn.Linear(fan_in, fan_out, bias), act()]
     return nn.Sequential(*layers[:-1])
+
+
+def mlp(smoke_test: bool = False, **how: Any) -> nn.Sequential:
+    """Return the MLP 784-400-400-10."""
+    return dense(*((16, 8, 8, 4) if smoke_test else (784, 400, 400, 10)), **how)
 
 
 def resnet18(smoke_test: bool = False) -> nn.Module:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from _by_hand import _LocalLayer, bayesian_names
 from _harness import Case, Contestant, run
-from _nets import vectors
+from _nets import mlp, vectors
 from torch import Tensor, nn
 from training_step import hand_step, our_step, plain_step
 
@@ -79,11 +78,7 @@ class BinaryByHand:
 
 def tanh_mlp(smoke_test: bool) -> nn.Sequential:
     """Return the MLP 784-400-400-10 of tanh units, without biases."""
-    sizes = (16, 8, 8, 4) if smoke_test else (784, 400, 400, 10)
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(sizes):
-        layers += [nn.Linear(fan_in, fan_out, bias=False), nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
+    return mlp(smoke_test, act=nn.Tanh, bias=False)
 
 
 def make_bnn(net: nn.Module, num_points: int, delta: float | None = None) -> tyxe.VariationalBNN:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +18,6 @@ from training_step import METHODS, SCALE, hand_step, make_bnn, our_step, plain_s
 import tyxe
 from tyxe.bnn.training import FitOptions
 
-HANDLERS: dict[str, Handler] = {
-    "plain sampling": nullcontext,
-    "local reparameterisation": tyxe.poutine.local_reparameterization,
-    "flipout": tyxe.poutine.flipout,
-}
 NUM_POINTS = 50_000
 START_UP = "seconds for three steps"
 Step = Callable[[], None]
@@ -82,9 +76,9 @@ def makers(
     data = (make_net, x, y)
     add("plain PyTorch", "plain", None, eager_plain, *data)
     add("plain PyTorch, compiled", "plain", None, compiled_plain, backend, *data)
-    for name, handler in HANDLERS.items():
+    for name, (method, handler) in METHODS.items():
         limit = f"{name}, by hand"
-        add(limit, "by hand", None, by_hand, METHODS[name][0], *data)
+        add(limit, "by hand", None, by_hand, method, *data)
         add(f"{name}, ours", "ours", limit, eager, handler, *data)
         bnn = make_bnn(make_net(), NUM_POINTS)
         given = (bnn, backend, handler, x, y)

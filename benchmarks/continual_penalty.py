@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from _harness import Case, Contestant, run
+from _nets import dense
 from torch import Tensor, nn
 
 import tyxe
@@ -29,13 +30,7 @@ Term = tuple[Tensor, tuple[Tensor, ...]]
 def make_net(smoke_test: bool) -> nn.Sequential:
     """Return the net: 784-100-100-10 with ReLU."""
     inputs, width = (4, 3) if smoke_test else (784, 100)
-    return nn.Sequential(
-        nn.Linear(inputs, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, 10),
-    )
+    return dense(inputs, width, width, 10)
 
 
 def data(smoke_test: bool) -> tuple[Tensor, Tensor]:

@@ -20,18 +20,13 @@ from _traced import Handler, Objective
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
-from training_step import make_bnn, our_step
+from training_step import HANDLERS, make_bnn, our_step
 
 import tyxe
 
 NUM_POINTS, DRAWS = 50_000, 32
 PACKAGE = Path(tyxe.__file__).resolve().parent
 ROOT, TORCH = PACKAGE.parent, Path(torch.__file__).resolve().parent
-HANDLERS: dict[str, Handler] = {
-    "plain sampling": nullcontext,
-    "local reparameterisation": tyxe.poutine.local_reparameterization,
-    "flipout": tyxe.poutine.flipout,
-}
 Step = Callable[[], Any]
 Nets = Callable[[], nn.Module]
 

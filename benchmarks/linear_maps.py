@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
 from _harness import Case, Contestant, Numbers, ratio, run
 from torch import Tensor, nn
-from training_step import SCALE, our_step, plain_step
+from training_step import HANDLERS, SCALE, our_step, plain_step
 
 import tyxe
 
 CLASSES = 10
-HANDLERS: dict[str, Callable[[], AbstractContextManager]] = {
-    "plain sampling": nullcontext,
-    "local reparameterisation": tyxe.poutine.local_reparameterization,
-    "flipout": tyxe.poutine.flipout,
-}
 
 
 class Conv1D(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from _harness import Case, Clock, Contestant, Numbers, Quantity, run
-from _nets import images, mlp, resnet18, vectors
+from _nets import dense, images, mlp, resnet18, vectors
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from training_step import METHODS, SCALE, hand_step, make_bnn, our_step, plain_step
@@ -212,14 +212,6 @@ def resnet_case(smoke_test: bool) -> Case:
     return Case("resnet18", title, "step", 2, found, False, BYTES, over_parameters(found))
 
 
-def deep_mlp(features: int, width: int, depth: int) -> nn.Sequential:
-    """Return an MLP with `depth` hidden layers of one width and ten classes."""
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in itertools.pairwise([features, *[width] * depth]):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, 10))
-
-
 def growth_case(smoke_test: bool) -> Case:
     """Return MLPs of growing depth at one width, and of growing width at one depth."""
     sizes = [(256, depth) for depth in (2, 4, 8, 16)] + [(width, 3) for width in (128, 512, 1024)]
@@ -228,7 +220,7 @@ def growth_case(smoke_test: bool) -> Case:
     x, y = vectors(8 if smoke_test else 128, smoke_test)
     found = []
     for width, depth in sizes:
-        make_net = functools.partial(deep_mlp, x.shape[1], width, depth)
+        make_net = functools.partial(dense, x.shape[1], *[width] * depth, 10)
         found += contestants(make_net, x, y, f"{depth} x {width}: ", by_hand=False)
     title = "MLPs 784-...-10 of depth x width, batch 128"
     return Case("growth", title, "step", 2, found, False, BYTES, growth(found))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from _by_hand import Sampled
 from _harness import Case, Contestant, run
-from _nets import mlp, vectors
+from _nets import dense, mlp, vectors
 from torch import Tensor, nn
 from torch.func import functional_call
 from training_step import SCALE, make_bnn
@@ -106,7 +106,7 @@ def mlp_case(smoke_test: bool) -> Case:
 
 def tiny_net() -> nn.Sequential:
     """Return the net 1-50-1."""
-    return nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1))
+    return dense(1, 50, 1, act=nn.Tanh)
 
 
 def make_regression(num_points: int) -> tyxe.VariationalBNN:

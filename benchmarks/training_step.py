@@ -25,6 +25,7 @@ METHODS: dict[str, tuple[type[MeanField], Callable[[], AbstractContextManager]]]
     "local reparameterisation": (LocalReparameterization, tyxe.poutine.local_reparameterization),
     "flipout": (Flipout, tyxe.poutine.flipout),
 }
+HANDLERS = {name: handler for name, (_, handler) in METHODS.items()}
 
 
 def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
