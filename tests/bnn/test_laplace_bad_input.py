@@ -249,3 +249,11 @@ def test_a_loader_without_targets_is_no_evaluation():
     for predictive in ("glm", "bnn"):
         with pytest.raises(ValueError, match=r"yields no targets; evaluate needs"):
             bnn.evaluate(iter([x]), predictive=predictive)
+
+
+def test_a_noise_in_the_place_of_several_scales_says_so():
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=torch.tensor([0.3, 0.7]))
+    bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood)
+    bnn.fit_curvature([(torch.randn(4, 2), torch.randn(4, 2))])
+    with pytest.raises(ValueError, match=r"scale has shape \(2,\).*noise= replaces one"):
+        bnn.log_marginal_likelihood(noise=0.5)

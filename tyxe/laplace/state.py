@@ -199,7 +199,9 @@ def with_noise(
     operator = curvature.operator
     scale = torch.as_tensor(noise, dtype=operator.dtype, device=operator.device)
     check.number("noise", scale.detach(), above=0)
-    ratio = (likelihood.scale_of(like=scale) / scale).square()
+    hint = ": noise= replaces one number; build the likelihood with the scales to be tried"
+    own = check.shape("the likelihood's scale", likelihood.scale_of(like=scale), (), hint)
+    ratio = (own / scale).square()
     # A homoskedastic Gaussian's error is the sum of squared residuals.
     constants = curvature.num_targets * (2 * scale.log() + math.log(2 * math.pi))
     return dataclasses.replace(
