@@ -23,7 +23,11 @@ ARGUMENTS = {
     "swapped, an instance": (([(X, Y)], 10, OF_ANOTHER_NET), TypeError, "num_epochs is a Adam"),
     "num_epochs": (([(X, Y)], ADAM, -1), ValueError, "num_epochs is -1"),
     "a string": (([(X, Y)], "adam", 1), TypeError, "optim is a str; expected a Pyro optimiser"),
-    "no optimiser": (([(X, Y)], lambda _: 3, 1), TypeError, "optim made a int; expected a torch"),
+    "no optimiser": (
+        ([(X, Y)], lambda _: 3, 1),
+        TypeError,
+        "what optim makes is 3; expected a torch",
+    ),
     "of another net": (
         ([(X, Y)], OF_ANOTHER_NET, 1),
         ValueError,

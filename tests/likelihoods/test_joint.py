@@ -296,7 +296,7 @@ def test_bad_outputs_and_targets():
     bnn = variational()
     with pytest.raises(ValueError, match=r"targets are .*of kind; expected"):
         bnn.fit([(X, {"kind": KINDS})], ADAM, 1)
-    with pytest.raises(TypeError, match=r"targets have .*as count; expected tensors"):
+    with pytest.raises(TypeError, match="count of the targets is 3; expected a tensor"):
         bnn.fit([(X, (KINDS, SIZES, 3))], ADAM, 1)
     with pytest.raises(ValueError, match="targets lie outside the support of Poisson"):
         bnn.fit([(X, (KINDS, SIZES, -COUNTS - 1))], ADAM, 1)

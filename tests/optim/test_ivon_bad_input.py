@@ -111,7 +111,7 @@ OPTIONS = {
     "parallel": ({"parallel": DistributedDataParallel}, "parallel"),
     "closed_form_kl": ({"closed_form_kl": False}, "closed_form_kl=False"),
     "lr_multipliers": ({"lr_multipliers": {"scale": 10.0}}, "lr_multipliers of scales"),
-    "beta": ({"beta": 0.0}, "positive temperature"),
+    "beta": ({"beta": 0.0}, "beta is 0.0; expected"),
 }
 
 

@@ -262,8 +262,6 @@ class Likelihood(nn.Module, ABC):
     def check_size(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
         """Return what `counted` does, or raise for more than `dataset_size`."""
         values = Targets.of(targets).values
-        if not values.dim():
-            raise ValueError("targets are one number; expected one row for each point, (n, ...)")
         if values.is_complex():
             raise TypeError(f"targets are of {values.dtype}; pass targets.real, or view_as_real")
         found, rows = self.counted(targets)

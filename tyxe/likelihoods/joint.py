@@ -11,6 +11,7 @@ import torch
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
 
+from tyxe import check
 from tyxe.check import described
 from tyxe.data import Targets, filled, read_targets, trailing
 from tyxe.likelihoods.base import Latents, Likelihood, reduce_points
@@ -60,8 +61,7 @@ class Joint(Likelihood):
                 'Joint needs parts by name, none of them "joint": Joint(kind=Categorical(n), ...)'
             )
         for name, part in parts.items():
-            if not isinstance(part, Likelihood):
-                raise TypeError(f"{name} is {described(part)}; expected a likelihood")
+            check.one_of(name, part, Likelihood, "a likelihood")
             if getattr(part, "class_weights", None) is not None:
                 raise ValueError(f"the class_weights of {name} are no part of a Joint's fit")
         sizes = {name: part._dataset_size for name, part in parts.items()}
@@ -86,8 +86,7 @@ class Joint(Likelihood):
                 f"{', '.join(self.parts)}, or a tuple in this order"
             )
         for name in self.parts:
-            if not isinstance(given[name], Tensor):
-                raise TypeError(f"{what} have {described(given[name])} as {name}; expected tensors")
+            check.one_of(f"{name} of the {what}", given[name], Tensor, "a tensor")
         return {name: given[name] for name in self.parts}
 
     def from_net(self, outputs: Any) -> Tensor:

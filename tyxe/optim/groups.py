@@ -195,8 +195,7 @@ def _new(
         group_kinds, options = list(by_kind), arguments
     options = {**options, **_fused_option(constructor, parameters, options)}
     optimizer = constructor(groups, **options)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optim made a {type(optimizer).__name__}; expected a torch optimiser")
+    check.one_of("what optim makes", optimizer, Optimizer, "a torch optimiser")
     for group, kind in zip(optimizer.param_groups, group_kinds, strict=True):
         rate_of = "deterministic" if kind == "likelihood" else kind
         group["lr"] = group["lr"] * factors.get(rate_of, 1.0)

@@ -79,8 +79,7 @@ class IVON(Optimizer):
         points = objective.bnn.likelihood.dataset_size
 
         def particle(inputs: Any, targets: Tensor, beta: float) -> tuple[Any, ...]:
-            if not beta > 0:
-                raise ValueError(f"beta is {beta}; IVON needs a positive temperature")
+            check.number("beta", beta, above=0, hint=", the temperature of IVON")
             kl, values, deviations = self._draw(points / beta)
             data, count = objective.data_at(values, inputs, targets)
             (data * (-1.0 / (points * options.num_particles))).backward()

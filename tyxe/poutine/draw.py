@@ -325,18 +325,11 @@ def _getters(*names: str) -> list[Callable[..., Any]]:
     return [getattr(Tensor, name).__get__ for name in names]
 
 
+_MEASURING = "size dim ndimension numel nelement element_size is_floating_point is_complex __len__"
 METADATA = {
     *_getters("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta"),
     *_getters("is_sparse", "is_nested", "is_quantized"),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
+    *(getattr(Tensor, name) for name in _MEASURING.split()),
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,

@@ -19,21 +19,11 @@ _BY_MODE = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-_FUNCTIONS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-}
-# Those that these call, with other names.
-_OPERATORS = {
-    torch.dropout,
-    torch.feature_dropout,
-    torch.alpha_dropout,
-    torch.feature_alpha_dropout,
-}
+_NAMES = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
+_FUNCTIONS = {getattr(F, name) for name in _NAMES.split()}
+# Those that these call.
+_NAMES_BELOW = "dropout feature_dropout alpha_dropout feature_alpha_dropout"
+_OPERATORS = {getattr(torch, name) for name in _NAMES_BELOW.split()}
 
 
 class RandomDropout(TorchFunctionMode):

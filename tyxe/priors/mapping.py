@@ -106,13 +106,11 @@ class LambdaPrior(Prior):
         self, fn: Callable[[str, nn.Module, nn.Parameter], SitePrior], **rules: Any
     ) -> None:
         super().__init__(**rules)
-        expected = "expected a function of (name, module, param)"
-        if not callable(fn):
-            raise TypeError(f"fn is {fn!r}; {expected}")
         try:
             signature(fn).bind("", None, None)
         except TypeError:
-            raise TypeError(f"fn takes {signature(fn)}; {expected}") from None
+            given = f"takes {signature(fn)}" if callable(fn) else f"is {fn!r}"
+            raise TypeError(f"fn {given}; expected a function of (name, module, param)") from None
         self.fn = fn
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from torch import nn
 
+from tyxe import check
 from tyxe.check import described
 
 Place = tuple[nn.Module, str]
@@ -110,8 +111,7 @@ def _is_real(parameter: Parameter) -> bool:
 
 def _check_type(kind: str, rule: Any) -> None:
     if kind.endswith("_fn"):
-        if not callable(rule):
-            raise TypeError(f"{kind} is {rule!r}; expected a function of (module, name)")
+        check.one_of(kind, rule, Callable, "a function of (module, name)")
     elif isinstance(rule, str) or not isinstance(rule, Iterable):
         raise TypeError(f"{kind} is {described(rule)}; expected a list: {kind}=[...]")
     elif kind.endswith("module_types") and not all(isinstance(t, type) for t in rule):
