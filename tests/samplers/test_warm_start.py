@@ -96,33 +96,6 @@ def test_members_are_those_that_are_trained_alone(optim, validation):
         assert lengths == [30] * MEMBERS
 
 
-def test_members_have_orders_of_their_own():
-    same = starts()[:1].expand(MEMBERS, D).clone()
-    found = trained(same, optim=SGD, num_epochs=1, batch_size=8, validation=0.0)
-    assert len({tuple(row.tolist()) for row in found}) == MEMBERS
-    whole = trained(same, optim=SGD, num_epochs=1, batch_size=N, validation=0.0)
-    torch.testing.assert_close(whole, whole[:1].expand(MEMBERS, D))
-
-
-def test_a_member_whose_validation_never_falls_is_its_first_epoch():
-    """At a rate that makes every epoch worse than the one before."""
-    up = functools.partial(torch.optim.SGD, lr=0.01, maximize=True)
-    calls = []
-
-    class Counting(torch.optim.SGD):
-        def step(self, closure=None):
-            calls.append(1)
-            return super().step(closure)
-
-    rising = functools.partial(Counting, lr=0.01, maximize=True)
-    options = {"patience": 4, "batch_size": N, "validation": 0.3}
-    found = trained(starts(), optim=rising, num_epochs=50, **options)
-    once = trained(starts(), optim=up, num_epochs=1, **options)
-    torch.testing.assert_close(found, once)
-    # One step an epoch: the first, and as many as the patience.
-    assert len(calls) == 5
-
-
 def test_a_run_ends_when_the_last_member_has_stopped():
     lengths = alone(starts(), SGD, 200, 3, 8, 0.3)[1]
     generator = torch.Generator().manual_seed(5)
