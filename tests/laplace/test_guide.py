@@ -6,7 +6,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-import torch.nn as nn
 
 import tyxe
 from tests.oracles.laplace import classifier
@@ -79,19 +78,10 @@ def test_a_prior_that_the_structure_does_not_take_changes_nothing():
     with pytest.raises(ValueError, match=r"different prior precisions"):
         bnn.update_prior(tyxe.priors.DictPrior(priors))
     assert bnn.log_marginal_likelihood() == before
-
-
-def test_a_prior_that_the_structure_does_not_take_leaves_no_half_of_a_posterior():
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(3, 3))
-    priors = {
-        name: dist.Normal(0.0, 2.0 if name.endswith("bias") else 1.0).expand(p.shape).to_event()
-        for name, p in net.named_parameters()
-    }
-    bnn = tyxe.LaplaceBNN(net, tyxe.priors.DictPrior(priors), tyxe.likelihoods.Categorical(5))
+    fresh, x, y = classifier(prior=tyxe.priors.DictPrior(priors))
     with pytest.raises(ValueError, match=r"different prior precisions"):
-        bnn.fit_curvature([(torch.randn(5, 3), torch.zeros(5).long())])
-    assert bnn.net_guide.state is None
+        fresh.fit_curvature([(x, y)])
+    assert fresh.net_guide.state is None
 
 
 def test_priors_that_are_not_gaussian():
