@@ -118,7 +118,7 @@ def stepping(
     bnn = tyxe.MCMC_BNN(net, on_last(layer), likelihood, NUTS()).eval()
     with exclusive_unvalidated():
         one = Potential(bnn, x, y)
-        start = one.flatten(bnn.in_places()).expand(4, -1)
+        start = one.flatten(bnn._in_places()).expand(4, -1)
         potential = batched(one.at, start)
     kernel = NUTS(step_size=0.05, adapt_step_size=False, adapt_mass_matrix=False)
     steps = Run(

@@ -70,7 +70,7 @@ def modes(on):
 
 def laplace(structure, predictive, on):
     bnn = tyxe.LaplaceBNN(on.start, on.prior, on.problem.likelihood, structure=structure)
-    bnn.default_predictive = predictive
+    bnn._default_predictive = predictive
     bnn.fit_curvature(on.problem.loader, progress=False)
     return Fitted(bnn, on.s.draws)
 

@@ -38,10 +38,10 @@ def flat_labels(net, x, share):
 
 def retake_curvature(bnn, batches, share):
     """Take the curvature of a task again, by such labels in place of the net's own."""
-    labels, usual = flat_labels(bnn.to_module(), batches.x, share), bnn.curvature
-    bnn.curvature = "empirical"
+    labels, usual = flat_labels(bnn.to_module(), batches.x, share), bnn._curvature
+    bnn._curvature = "empirical"
     bnn.fit_curvature(common.Batches(batches.x, labels, batches.size), progress=False)
-    bnn.curvature = usual
+    bnn._curvature = usual
 
 
 @torch.no_grad()

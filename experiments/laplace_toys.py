@@ -147,7 +147,7 @@ def step_truth(x, y, at):
 
 def use_hessian_(bnn, x, y):
     """Put the Hessian of the log joint in the place of a posterior's GGN: Laplace's own method."""
-    values = bnn.mean_values()
+    values = bnn._mean_values()
     mode = torch.cat([values[f"net.linear.{name}"].flatten() for name in ("weight", "bias")])
     hessian = torch.autograd.functional.hessian(lambda w: -step_log_joint(w, x, y), mode)
     of_data = Dense((hessian + hessian.mT) / 2 - torch.eye(2))  # the prior is N(0, 1)

@@ -156,7 +156,7 @@ def predict(s, column, bnn, pair, x):
         return bnn.predict(x, num_predictions=0, predictive="bnn")
     if column.startswith("refine"):
         steps = {"num_steps": s.refinement_steps, "rate": 1e-2 if column == "refine" else 1e-3}
-        refined = bnn.refine([pair], "variational", structure=bnn.structure, **steps)
+        refined = bnn.refine([pair], "variational", structure=bnn.net_guide.structure, **steps)
         return refined.predict(x, **how)
     return bnn.predict(x, predictive=column[:3], **how)
 

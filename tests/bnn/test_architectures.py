@@ -72,7 +72,7 @@ def test_every_site_changes_the_output(name):
     bnn, inputs = make(build()), batch()
     bnn.eval()
     with torch.no_grad():
-        values = bnn.mean_values()
+        values = bnn._mean_values()
         reference = bnn.run_net(values, inputs)
         # Attention's bias of the keys cancels in the softmax, a third of in_proj_bias: it is
         # moved unevenly, so that the other thirds show.
@@ -114,7 +114,7 @@ def test_transformer_sees_its_draws_in_train_and_eval(training):
     bnn, x = make(Encoder(dropout=0.0)), wide_sequence()
     bnn.train(training)
     with torch.no_grad():
-        values = {n: v + 0.1 * torch.randn_like(v) for n, v in bnn.mean_values().items()}
+        values = {n: v + 0.1 * torch.randn_like(v) for n, v in bnn._mean_values().items()}
         found = bnn.run_net(values, x)
         plain = Encoder(dropout=0.0)
         plain.load_state_dict({n.removeprefix("net."): v for n, v in values.items()})
@@ -126,13 +126,13 @@ def test_transformer_sees_its_draws_in_train_and_eval(training):
 def test_recurrent_nets_see_their_draws(cell):
     bnn, x = make(Recurrent(cell)), sequence()
     with torch.no_grad():
-        values = {n: v + 0.1 * torch.randn_like(v) for n, v in bnn.mean_values().items()}
+        values = {n: v + 0.1 * torch.randn_like(v) for n, v in bnn._mean_values().items()}
         found = bnn.run_net(values, x)
         plain = Recurrent(cell)
         plain.load_state_dict({n.removeprefix("net."): v for n, v in values.items()})
         torch.testing.assert_close(found, plain(x))
         # The next run is at other values; nothing of the last one stays behind.
-        torch.testing.assert_close(bnn.run_net(bnn.mean_values(), x), bnn.to_module()(x))
+        torch.testing.assert_close(bnn.run_net(bnn._mean_values(), x), bnn.to_module()(x))
 
 
 def test_tied_weights_are_one_site_and_one_draw():

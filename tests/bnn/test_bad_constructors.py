@@ -35,7 +35,6 @@ def mcmc(kernel, prior=PRIOR, likelihood=LIKELIHOOD, module=None):
 
 LEARNT = HomoskedasticGaussian(N, scale=0.5, learn_scale=True)
 INFERRED = HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 1.0))
-PART = functools.partial(AutoNormal, init_scale=0.1)
 FEW = tyxe.priors.DictPrior({"0.weight": dist.Normal(0, 1).expand([4, 2])})
 MISSHAPEN = tyxe.priors.DictPrior(
     {"weight": dist.Normal(0, 1).expand([2, 1]), "bias": dist.Normal(0, 1).expand([1])}
@@ -91,11 +90,6 @@ CONSTRUCTORS = {
         TypeError,
         r"HMC is a kernel; use it with tyxe\.MCMC_BNN",
     ),
-    "a guide for a kernel": (
-        lambda: mcmc(PART),
-        TypeError,
-        r"AutoNormal is a guide; use it with tyxe\.VariationalBNN",
-    ),
     "values": (
         lambda: tyxe.guides.PretrainedInitializer(net()),
         TypeError,
@@ -104,7 +98,7 @@ CONSTRUCTORS = {
     "all hidden, with a guide, for PyTorch": (
         lambda: tyxe.PytorchBNN(net(), HIDE_ALL, AutoNormal),
         ValueError,
-        "the prior exposes no parameters, so the guide has nothing to do",
+        "the prior exposes no variables, so the guide_builder has nothing to do",
     ),
     "no guide for PyTorch": (
         lambda: tyxe.PytorchBNN(net(), PRIOR),
@@ -139,9 +133,9 @@ CONSTRUCTORS = {
     "kernel": (
         lambda: mcmc(3),
         TypeError,
-        "is a int; expected a kernel such as tyxe.samplers.",
+        "is 3; expected a kernel such as tyxe.samplers.",
     ),
-    "kernel, built": (lambda: mcmc(HMC(lambda: None)), TypeError, "is a HMC already built; pass"),
+    "kernel, built": (lambda: mcmc(HMC(lambda: None)), TypeError, "is a HMC; expected .* a class"),
     "event_dim": (lambda: Categorical(N, event_dim=-1), ValueError, "event_dim is -1; expected 0"),
     "rules": (lambda: iid(hide_all=True, expose=["0.*"]), ValueError, "=True contradicts expose"),
     "rule": (lambda: iid(hide_layers=["0"]), TypeError, "unknown rule 'hide_layers'; the rules ar"),

@@ -1,13 +1,15 @@
 """Mistakes in `fit`: one clear error each, with what was given and what mends it."""
 
+import copy
 import functools
 
 import pytest
 import torch
+from pyro.infer.mcmc import HMC
 from torch import nn
 
 import tyxe
-from tests.oracles.rejections import ADAM, LABELS, N, X, Y, make, rejects
+from tests.oracles.rejections import ADAM, LABELS, LIKELIHOOD, PRIOR, N, X, Y, make, net, rejects
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import (
     Bernoulli,
@@ -56,11 +58,11 @@ ARGUMENTS = {
 }
 OPTIONS = {
     "particles": ({"num_particles": 0}, ValueError, "num_particles is 0; expected 1 or more"),
-    "beta": ({"beta": -1}, ValueError, "beta is -1; expected 0 or more, or a function of the ep"),
-    "beta, NaN": ({"beta": float("nan")}, ValueError, "beta is nan; expected 0 or more"),
-    "beta, a word": ({"beta": "a"}, TypeError, "beta is 'a'; expected a number, or a function"),
-    "norm": ({"clip_norm": 0.0}, ValueError, "clip_norm is 0.0; expected a positive number"),
-    "norm, a word": ({"clip_norm": "1"}, TypeError, "clip_norm is '1'; expected a positive number"),
+    "beta": ({"beta": -1}, ValueError, "beta is -1; expected a number 0 or more, or a functi"),
+    "beta, NaN": ({"beta": float("nan")}, ValueError, "beta is nan; expected a number"),
+    "beta, a word": ({"beta": "a"}, TypeError, "beta is 'a'; expected a number 0 or more, or"),
+    "norm": ({"clip_norm": 0.0}, ValueError, "clip_norm is 0.0; expected a number above 0"),
+    "norm, a word": ({"clip_norm": "1"}, TypeError, "clip_norm is '1'; expected a number above 0"),
     "kind": ({"lr_multipliers": {"mean": 2.0}}, ValueError, "is 'mean'; expected one of 'loc', 's"),
     "rate": (
         {"lr_multipliers": {"scale": -2.0}},
@@ -203,3 +205,42 @@ def test_a_nets_own_errors_come_as_they_are():
 
     with pytest.raises(Refused):
         make(prior=tyxe.priors.LambdaPrior(lambda *parameter: prior))
+
+
+# --------------------------------------------------------------------------- chains
+
+
+def mcmc():
+    kernel = functools.partial(HMC, step_size=0.01, num_steps=2)
+    return tyxe.MCMC_BNN(net(), PRIOR, LIKELIHOOD, kernel)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda bnn: bnn.predict(X, num_predictions=0),
+        lambda bnn: bnn.evaluate(X, Y),
+        lambda bnn: bnn.get_samples(),
+    ],
+)
+def test_chains_that_have_not_run(call):
+    bnn, message = mcmc(), r"no samples yet; call fit\(data_loader, num_samples\)"
+    rejects(bnn, RuntimeError, message, lambda: call(bnn))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([(X, Y)], ADAM), {}, TypeError, r"num_samples is a partial.*: fit\(data_loader, num_sam"),
+        (([(X, Y)], 2), {"warmup_steps": 1.5}, TypeError, "warmup_steps is 1.5; expected an int"),
+        (([], 2), {}, ValueError, "loader is empty"),
+        (([(X, Y), (X, Y)], 2), {}, ValueError, "has 16 points.*dataset_size=8"),
+    ],
+)
+def test_fits_by_chains_reject(arguments, options, error, message):
+    bnn = mcmc()
+    rejects(bnn, error, message, lambda: bnn.fit(*arguments, progress=False, **options))
+    bnn.fit([(X, Y)], 2, warmup_steps=1, progress=False)
+    samples = copy.deepcopy(bnn.get_samples())
+    rejects(bnn, error, message, lambda: bnn.fit(*arguments, progress=False, **options))
+    assert all(torch.equal(bnn.get_samples()[n], v) for n, v in samples.items())

@@ -103,7 +103,7 @@ def test_chains_start_where_they_are_told() -> None:
     guided = tyxe.VariationalBNN(
         nn.Linear(1, 1).double(), PRIOR, HomoskedasticGaussian(N, scale=NOISE), AutoDelta
     )
-    values = torch.cat([v.flatten() for _, v in sorted(guided.mean_values().items())])
+    values = torch.cat([v.flatten() for _, v in sorted(guided._mean_values().items())])
     assert starts(bnn, init=guided, num_chains=2).tolist() == [values.tolist()] * 2
 
 

@@ -125,5 +125,5 @@ def test_swag_unpacks_batches_for_statistics_of_norms() -> None:
     bnn = tyxe.SWAG_BNN(net, PRIOR, Categorical(N), rank=2)
     batches = [{"inputs": X, "label": Y}]
     bnn.fit(batches, ADAM, 8, unpack=lambda batch: (batch["inputs"], batch["label"]))
-    assert bnn.averages_norms
+    assert bnn._averages_norms
     assert bnn.predict(X, num_predictions=2).isfinite().all()

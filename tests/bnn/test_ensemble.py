@@ -129,16 +129,6 @@ def test_samples_are_spread_by_weights():
     assert bool((lower < upper).all())
 
 
-def test_mixtures_of_laplace_use_their_own_predictive():
-    ensemble, _ = ensemble_of("laplace", "gaussian")
-    torch.manual_seed(1)
-    mean, scale = ensemble.predict(X)
-    parts = [member.predict(X) for member in ensemble.members]
-    second = sum(s**2 + m**2 for m, s in parts) / 2
-    torch.testing.assert_close(mean, sum(m for m, _ in parts) / 2)
-    torch.testing.assert_close(scale, (second - mean**2).sqrt())
-
-
 def test_chains_are_members():
     kernel = tyxe.samplers.HMC(step_size=0.05, num_steps=3)
 
@@ -173,14 +163,6 @@ def test_members_without_samples_have_none_after_an_error():
     with pytest.raises(RuntimeError, match="left as it was"):
         ensemble.load_state_dict(bad)
     assert not any(len(one.samples) for one in ensemble.members)
-
-
-def test_disagreement():
-    ensemble, _ = ensemble_of("ml", count=3)
-    probs = ensemble.predict(X, aggregate=False).softmax(-1)
-    parts = tyxe.predictive.entropy_decomposition(probs)
-    torch.testing.assert_close(parts.total, torch.special.entr(probs.mean(0)).sum(-1))
-    assert bool((parts.mutual_information > 0).all())
 
 
 @pytest.mark.parametrize("weights", [None, [0.9, 0.1]])
@@ -287,15 +269,21 @@ def test_state():
     broken = {**state, "members.1.net_guide.locs.2:bias": torch.zeros(7)}
     name = next(k for k in state if k.startswith("members.1.net_guide.locs"))
     infinite = {**state, name: torch.full_like(state[name], torch.inf)}
-    weighted = [{**state, "weights": torch.tensor(w)} for w in ([-1.0, 2.0], [0.0, torch.nan])]
+    weights = [-1.0, 2.0], [0.0, torch.nan], [1.0] * 7
+    weighted = [{**state, "weights": torch.tensor(w)} for w in weights]
     nan = {**state, name: torch.full_like(state[name], torch.nan)}
     for bad in (nan, infinite, *weighted, {}, broken):
         with pytest.raises(RuntimeError):
             fresh.load_state_dict(bad)
         for name, value in fresh.state_dict().items():
             assert torch.equal(value, before[name])
-    with pytest.raises(RuntimeError, match="no checkpoint of an ensemble"):
-        fresh.load_checkpoint(state)
+    for checkpoint in (state, [1]):
+        with pytest.raises(RuntimeError, match="no checkpoint of an ensemble"):
+            fresh.load_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match="num_epochs"):
+        fresh.fit([(X, torch.arange(N) % 3)], ADAM, -1)
+    with pytest.raises(RuntimeError, match="no fit to resume"):
+        fresh.fit([(X, torch.arange(N) % 3)], ADAM, 1, resume=True)
     fresh.load_state_dict(state)
     torch.testing.assert_close(fresh.predict(X, num_predictions=0), expected)
     assert ensemble.double().predict(X.double(), num_predictions=0).dtype == torch.float64
@@ -342,9 +330,9 @@ def test_bad_members():
         tyxe.EnsembleBNN(make("ml", *LIKELIHOODS["categorical"][:2]), 2)
     with pytest.raises(TypeError, match=r"make_member made .*Linear"):
         tyxe.EnsembleBNN(lambda _: nn.Linear(2, 1), 2)
-    kinds = ["gaussian", "poisson"]
-    with pytest.raises(ValueError, match="several kinds"):
-        tyxe.EnsembleBNN(lambda i: make("ml", *LIKELIHOODS[kinds[i]][:2]), 2)
+    for kinds in (["gaussian", "poisson"], ["categorical", "probabilities"]):
+        with pytest.raises(ValueError, match="several kinds"):
+            tyxe.EnsembleBNN(lambda i, kinds=kinds: make("ml", *LIKELIHOODS[kinds[i]][:2]), 2)
 
 
 class Sum(nn.Module):
@@ -379,15 +367,6 @@ def test_few_samples_are_of_every_member_at_times():
     assert (counts - 0.2).abs().max() < 4 * (0.2 * 0.8 / 400) ** 0.5
 
 
-def test_likelihoods_of_another_meaning():
-    def member(index):
-        likelihood = Categorical(N, logit_predictions=bool(index))
-        return tyxe.VariationalBNN(net_for(likelihood, 3), HIDDEN, likelihood)
-
-    with pytest.raises(ValueError, match=r"several kinds.*logit_predictions=False"):
-        tyxe.EnsembleBNN(member, 2)
-
-
 def test_chains_may_share_a_start():
     def member(_):
         torch.manual_seed(0)
@@ -396,20 +375,6 @@ def test_chains_may_share_a_start():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tyxe.EnsembleBNN(member, 2)
-
-
-def test_what_does_not_fit_changes_nothing():
-    ensemble, y = ensemble_of("ml")
-    weighted, _ = ensemble_of("ml", weights=[1, 3])
-    state = dict(weighted.state_dict()) | {"weights": torch.ones(7)}
-    with pytest.raises(RuntimeError, match="does not fit"):
-        weighted.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="no checkpoint of an ensemble"):
-        ensemble.load_checkpoint([1])
-    with pytest.raises(ValueError, match="num_epochs"):
-        ensemble.fit([(X, y)], ADAM, -1)
-    with pytest.raises(RuntimeError, match="no fit to resume"):
-        ensemble.fit([(X, y)], ADAM, 1, resume=True)
 
 
 def test_members_that_are_not_fitted_are_told_of():

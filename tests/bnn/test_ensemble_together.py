@@ -201,10 +201,10 @@ def test_held_out_scores_that_are_no_numbers_keep_what_was_trained(monkeypatch):
             "num_particles",
         ),
         (
-            lambda i: tyxe.SWAG_BNN(mlp(), NORMAL, Categorical(N)),
-            {"start": 0.5},
+            lambda i: tyxe.VariationalBNN(mlp(), HIDDEN, Categorical(N)),
+            {"process_group": 0},
             TypeError,
-            "and not start: leave vectorize out",
+            "vectorize=True fits in one process",
         ),
         (lambda i: tyxe.SWAG_BNN(mlp(), NORMAL, Categorical(N)), {}, TypeError, "not a SWAG_BNN"),
     ],
@@ -332,5 +332,5 @@ def test_an_epoch_of_another_size_is_warned_of():
 
 
 def test_a_positional_callback_is_refused():
-    with pytest.raises(TypeError, match="and not a function: leave vectorize out"):
+    with pytest.raises(TypeError, match="4 positional arguments but 5 were given"):
         ensemble_of().fit([(X, Y)], torch.optim.Adam, 1, lambda *_: None, vectorize=True)

@@ -108,22 +108,6 @@ def test_masked_points_are_left_out_of_the_metrics():
     torch.testing.assert_close(masked, dropped, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        ((inputs(),), {}, "needs targets"),
-        ((inputs(), torch.zeros(N).long()), {"reduction": "median"}, "reduction is 'median'"),
-        ((inputs(), torch.zeros(N, 1).long()), {}, "squeeze"),
-        ((inputs(), torch.zeros(N).long()), {"num_predictions": -2}, "num_predictions is -2"),
-    ],
-)
-def test_evaluate_rejects(args, options, message):
-    bnn = make()
-    with pytest.raises(ValueError, match=message):
-        bnn.evaluate(*args, **options)
-    assert bnn.training
-
-
 class Rounded(nn.Module):
     def __init__(self, dtype, then):
         super().__init__()

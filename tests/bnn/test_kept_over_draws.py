@@ -170,8 +170,8 @@ def test_potentials_are_bit_for_bit_those_without(monkeypatch) -> None:
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5)
     bnn = tyxe.MCMC_BNN(net, last(net.head), likelihood, NUTS()).eval()
     potential = Potential(bnn, x, y)
-    potential.look(potential.flatten(bnn.in_places())[None])
-    at = potential.flatten(bnn.in_places()).requires_grad_()
+    potential.look(potential.flatten(bnn._in_places())[None])
+    at = potential.flatten(bnn._in_places()).requires_grad_()
 
     def energies() -> list[Tensor]:
         with exclusive_unvalidated():
@@ -326,7 +326,7 @@ def test_every_linearised_wrapper_sees_a_derivative(name: str) -> None:
         bnn: Any = tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
         scales = [bnn.net_guide.get_scale(n).detach().flatten() for n in values]
         covariance = torch.diag(torch.cat(scales).square())
-        found = bnn.gaussian_predictives()["glm"](x)[1]
+        found = bnn._gaussian_predictives()["glm"](x)[1]
     else:
         bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=name)
         with tyxe.poutine.report() as report:

@@ -11,6 +11,8 @@ import tyxe
 from tests.oracles.laplace import STRUCTURES, classifier
 from tests.oracles.programs import NORMAL
 
+PRIOR = tyxe.priors.IIDPrior(NORMAL)
+
 pytestmark = pytest.mark.usefixtures("double")
 
 
@@ -34,7 +36,7 @@ def test_curvature_before_use():
     [
         ({"structure": "kfac"}, r"structure is 'kfac'; expected one of 'full', 'diag', 'kron'"),
         ({"curvature": "hessian"}, r"curvature is 'hessian'; expected one of 'ggn'"),
-        ({"temperature": 0.0}, r"temperature is 0.0; expected a number above 0"),
+        ({"temperature": 0.0}, "temperature is 0.0; expected a number above 0"),
     ],
 )
 def test_unknown_options(options, message):
@@ -47,7 +49,7 @@ def test_a_matrix_too_large_is_refused_before_it_is_made():
     with pytest.raises(ValueError, match=r"take 37.3 GiB, and the limit is 8 GiB: use \"kron\""):
         tyxe.LaplaceBNN(
             net,
-            tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
+            PRIOR,
             tyxe.likelihoods.Categorical(5),
             structure="full",
         )
@@ -66,8 +68,7 @@ def test_a_weight_that_is_not_finite_has_no_curvature(structure, site):
     """The last bias enters no curvature of a Gaussian likelihood."""
     net, rows = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.ones(5, 3)
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=1.0)
-    prior = tyxe.priors.IIDPrior(NORMAL)
-    bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
+    bnn = tyxe.LaplaceBNN(net, PRIOR, likelihood, structure=structure)
     bnn.fit_curvature([(rows, rows[:, :1])])
     before = bnn.state
     with torch.no_grad():
@@ -89,30 +90,58 @@ def test_a_likelihood_that_is_not_finite_has_no_evidence():
         bnn.fit_curvature([(rows, rows[:, :1])])
 
 
-def test_targets_and_noise_that_do_not_fit():
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda bnn, x, y: bnn.fit_curvature([(x, y + 3)]), ValueError, "targets lie outside"),
+        (
+            lambda bnn, x, y: bnn.fit_curvature((x, y)),
+            *(ValueError, r"a single batch is a list of one pair, \[\(x, y\)\]"),
+        ),
+        (
+            lambda bnn, x, y: bnn.fit_curvature([(x.repeat(2, 1), y.repeat(2))]),
+            *(ValueError, "batch has 30 points.*dataset_size=15"),
+        ),
+        (
+            lambda bnn, x, y: bnn.log_marginal_likelihood(noise=1.0),
+            *(ValueError, "noise is that of a HomoskedasticGaussian"),
+        ),
+        (
+            lambda bnn, x, y: bnn.optimize_prior_precision([(x, y)]),
+            *(ValueError, "method is a list; expected one of 'evidence', 'grid'"),
+        ),
+        (
+            lambda bnn, x, y: bnn.optimize_prior_precision("grid"),
+            *(ValueError, r"by held-out data: optimize_prior_precision\('grid', loader\)"),
+        ),
+        (
+            lambda bnn, x, y: bnn.functional_variance([x, x]),
+            *(TypeError, "a list is a loader, and functional_variance takes one batch"),
+        ),
+        (
+            lambda bnn, x, y: bnn.predict(x, predictive="gpp"),
+            *(ValueError, "predictive is 'gpp'; expected 'bnn' or 'glm' or 'gp'"),
+        ),
+        (
+            lambda bnn, x, y: bnn.evaluate(iter([x])),
+            *(ValueError, "yields no targets; evaluate needs"),
+        ),
+    ],
+)
+def test_what_a_fitted_one_refuses(call, error, message):
     bnn, x, y = classifier()
-    with pytest.raises(ValueError, match=r"targets lie outside"):
-        bnn.fit_curvature([(x, y + 3)])
     bnn.fit_curvature([(x, y)])
-    with pytest.raises(ValueError, match=r"noise is that of a HomoskedasticGaussian"):
-        bnn.log_marginal_likelihood(noise=1.0)
-    with pytest.raises(ValueError, match=r"method is 'cv'; expected 'evidence' or 'grid'"):
-        bnn.optimize_prior_precision("cv")
-    with pytest.raises(ValueError, match="num_steps is 0; expected 1 or more"):
-        bnn.optimize_prior_precision(num_steps=0)
-    with pytest.raises(ValueError, match=r"needs held-out data"):
-        bnn.optimize_prior_precision("grid")
-    with pytest.raises(ValueError, match=r"link is 'logit'"):
-        bnn.predict(x, link="logit")
-    with pytest.raises(ValueError, match=r"predictive is 'gpp'"):
-        bnn.predict(x, predictive="gpp")
+    state = bnn.state
+    with pytest.raises(error, match=message):
+        call(bnn, x, y)
+    assert bnn.state is state
 
 
 def test_a_likelihood_with_variables_or_without_a_hessian():
-    net, prior = nn.Linear(3, 1), tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    net = nn.Linear(3, 1)
     inferred = tyxe.likelihoods.HomoskedasticGaussian(4, scale=dist.LogNormal(0.0, 1.0))
     with pytest.raises(ValueError, match=r"without variables of its own"):
-        tyxe.LaplaceBNN(net, prior, inferred)
+        tyxe.LaplaceBNN(net, PRIOR, inferred)
 
     class Cauchy(tyxe.likelihoods.Likelihood):
         def predictive_distribution(self, predictions, latents=None):
@@ -124,48 +153,36 @@ def test_a_likelihood_with_variables_or_without_a_hessian():
         def aggregate_predictions(self, predictions, dim=0, latents=None):
             return predictions.median(dim).values
 
-    bnn = tyxe.LaplaceBNN(net, prior, Cauchy(4))
+    bnn = tyxe.LaplaceBNN(net, PRIOR, Cauchy(4))
     with pytest.raises(TypeError, match=r"no output Hessian is registered for Cauchy"):
         bnn.fit_curvature([(torch.randn(4, 3), torch.randn(4, 1))])
 
 
-def test_a_net_that_returns_no_tensor():
-    class Pair(nn.Linear):
-        def forward(self, x):
-            return super().forward(x), x
-
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.LaplaceBNN(Pair(3, 2), prior, tyxe.likelihoods.Categorical(4))
-    with pytest.raises(TypeError, match=r"the net returns a tuple; the likelihood needs a tensor"):
-        bnn.fit_curvature([(torch.randn(4, 3), torch.zeros(4).long())])
-    assert bnn.net_guide.state is None
-
-
-@pytest.mark.parametrize("change", [torch.flatten, lambda outputs: outputs[:3]])
-def test_outputs_of_another_number_of_points_are_told_of(change):
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (torch.flatten, ValueError, "targets of shape"),
+        (lambda outputs: outputs[:3], ValueError, "targets of shape"),
+        (lambda outputs: (outputs, 1), TypeError, "the net returns a tuple; the likelihood needs"),
+    ],
+)
+def test_outputs_that_do_not_fit(change, error, message):
     class Changes(nn.Linear):
         def forward(self, x):
             return change(super().forward(x))
 
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.LaplaceBNN(Changes(3, 2), prior, tyxe.likelihoods.Categorical(4))
-    with pytest.raises(ValueError, match=r"targets of shape"):
+    bnn = tyxe.LaplaceBNN(Changes(3, 2), PRIOR, tyxe.likelihoods.Categorical(4))
+    with pytest.raises(error, match=message):
         bnn.fit_curvature([(torch.randn(4, 3), torch.zeros(4).long())])
+    assert bnn.net_guide.state is None
 
 
 def test_a_warning_about_the_outputs_points_at_the_call():
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
     net = nn.Sequential(nn.Linear(3, 2), nn.Softmax(-1))
-    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(8))
+    bnn = tyxe.LaplaceBNN(net, PRIOR, tyxe.likelihoods.Categorical(8))
     with pytest.warns(tyxe.TyxeWarning, match="drop the net's softmax") as caught:
         bnn.fit_curvature([(torch.randn(8, 3), torch.zeros(8).long())])
     assert [w.filename for w in caught] == [__file__]
-
-
-def test_a_batch_larger_than_the_data_set():
-    bnn, x, y = classifier()
-    with pytest.raises(ValueError, match=r"batch has 30 points.*dataset_size=15"):
-        bnn.fit_curvature([(x.repeat(2, 1), y.repeat(2))])
 
 
 class Switches(nn.Module):
@@ -193,24 +210,10 @@ def test_a_loader_of_more_points_than_the_data_set_gives_a_warning():
         bnn.fit_curvature([*loader, *loader])
 
 
-def test_held_out_data_in_the_place_of_the_method_are_told_of():
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
-    with pytest.raises(ValueError, match=r"method is a list.*, and data as loader="):
-        bnn.optimize_prior_precision([(x, y)])
-
-
-def test_a_batch_in_the_place_of_a_loader_is_told_of():
-    bnn, x, y = classifier()
-    with pytest.raises(ValueError, match=r"a single batch is a list of one pair, \[\(x, y\)\]"):
-        bnn.fit_curvature((x, y))
-
-
 @pytest.mark.parametrize("structure", ["full", "kron", "diag"])
 def test_a_net_that_uses_its_sites_differently_is_refused(structure):
     x, y = torch.randn(12, 3), torch.randint(3, (12,))
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.LaplaceBNN(Switches(), prior, tyxe.likelihoods.Categorical(12), structure=structure)
+    bnn = tyxe.LaplaceBNN(Switches(), PRIOR, tyxe.likelihoods.Categorical(12), structure=structure)
     with pytest.raises(ValueError, match=r"in other ways than for another batch"):
         bnn.fit_curvature([(x[:6], y[:6]), (x[6:11], y[6:11])])
     bnn.fit_curvature([(x[:6], y[:6]), (x[6:], y[6:])])
@@ -224,8 +227,7 @@ def test_a_net_that_uses_its_sites_differently_is_refused(structure):
 
 
 def test_factors_too_large_are_refused_before_they_are_made():
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.LaplaceBNN(nn.Linear(100_000, 2), prior, tyxe.likelihoods.Categorical(2))
+    bnn = tyxe.LaplaceBNN(nn.Linear(100_000, 2), PRIOR, tyxe.likelihoods.Categorical(2))
     with pytest.raises(
         ValueError, match=r"of 'net.weight', with a side of 100,001, would take 37.3"
     ):
@@ -235,25 +237,15 @@ def test_factors_too_large_are_refused_before_they_are_made():
 def test_gradients_too_large_are_refused_before_they_are_made(monkeypatch):
     monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 1_000)
     net = nn.Sequential(nn.Embedding(100, 3), nn.Flatten(), nn.Linear(6, 2))
-    bnn = tyxe.LaplaceBNN(
-        net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), tyxe.likelihoods.Categorical(8)
-    )
+    bnn = tyxe.LaplaceBNN(net, PRIOR, tyxe.likelihoods.Categorical(8))
     batch = torch.randint(100, (8, 2)), torch.arange(8) % 2
     with pytest.raises(ValueError, match=r"gradients of 8 points in net.0.weight .*smaller batch"):
         bnn.fit_curvature([batch])
 
 
-def test_a_loader_without_targets_is_no_evaluation():
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
-    for predictive in ("glm", "bnn"):
-        with pytest.raises(ValueError, match=r"yields no targets; evaluate needs"):
-            bnn.evaluate(iter([x]), predictive=predictive)
-
-
 def test_a_noise_in_the_place_of_several_scales_says_so():
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=torch.tensor([0.3, 0.7]))
-    bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood)
+    bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), PRIOR, likelihood)
     bnn.fit_curvature([(torch.randn(4, 2), torch.randn(4, 2))])
     with pytest.raises(ValueError, match=r"scale has shape \(2,\).*noise= replaces one"):
         bnn.log_marginal_likelihood(noise=0.5)

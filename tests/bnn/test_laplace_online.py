@@ -1,6 +1,7 @@
 """`LaplaceBNN` from task to task: hand-overs, references by MCMC, state, bad input."""
 
 import copy
+import dataclasses
 import functools
 import io
 
@@ -39,10 +40,10 @@ def test_four_lines_leave_posterior_and_prior_the_same(structure, accumulate):
 def test_the_next_task_starts_at_the_means():
     bnn = classifier()
     bnn.fit([labels()], functools.partial(torch.optim.Adam, lr=0.1), 3, progress=False)
-    before = bnn.mean_values()
+    before = bnn._mean_values()
     four_lines(bnn)
     bnn.fit([labels(seed=1)], functools.partial(torch.optim.SGD, lr=0.0), 1, progress=False)
-    for name, value in bnn.mean_values().items():
+    for name, value in bnn._mean_values().items():
         assert torch.equal(value, before[name])
 
 
@@ -50,7 +51,7 @@ def test_a_multiplier_assigned_after_the_fit():
     bnn, other = classifier(), classifier(curvature_weight=7.0)
     for one in (bnn, other):
         one.fit_curvature([labels()])
-    bnn.curvature_weight = 7.0
+    bnn.options = tyxe.LaplaceOptions(curvature_weight=7.0)
     expected = other.net_guide.precision.to_dense()
     torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
 
@@ -188,8 +189,8 @@ def test_a_multiplier_has_to_be_positive(value):
         classifier(curvature_weight=value)
     bnn = classifier()
     with pytest.raises(ValueError, match=r"curvature_weight is .*expected a number above 0"):
-        bnn.curvature_weight = value
-    assert bnn.curvature_weight == 1.0
+        bnn.options = dataclasses.replace(bnn.options, curvature_weight=value)
+    assert bnn.options.curvature_weight == 1.0
 
 
 def test_unknown_accumulation():
@@ -251,7 +252,7 @@ def test_damping_does_not_load_the_prior_of_a_second_task():
         damped.load_state_dict(second.state_dict())
     assert damped.net_prior.joints() == []
     torch.testing.assert_close(damped.net_guide.precision.to_dense(), before)
-    damped.damping = False
+    damped.options = tyxe.LaplaceOptions()
     damped.load_state_dict(second.state_dict())
     torch.testing.assert_close(
         damped.net_guide.precision.to_dense(), second.net_guide.precision.to_dense()
@@ -294,8 +295,8 @@ def test_damping_is_for_a_first_task():
     bnn.fit_curvature([labels()])
     four_lines(bnn)
     with pytest.raises(ValueError, match="set damping=False"):
-        bnn.damping = True
-    assert bnn.damping is False
+        bnn.options = dataclasses.replace(bnn.options, damping=True)
+    assert bnn.options.damping is False
 
 
 def test_damping_with_a_joint_prior_is_refused_before_a_fit():
@@ -306,11 +307,11 @@ def test_damping_with_a_joint_prior_is_refused_before_a_fit():
     with pytest.raises(ValueError, match="set damping=False"):
         second.update_prior(posterior)
     assert not second.net_prior.joints()
-    second.damping = False
+    second.options = tyxe.LaplaceOptions()
     second.update_prior(posterior)
     with pytest.raises(ValueError, match="set damping=False"):
-        second.damping = True
-    assert second.damping is False
+        second.options = tyxe.LaplaceOptions(damping=True)
+    assert second.options.damping is False
 
 
 def test_a_temperature_without_a_posterior_is_not_kept():

@@ -118,7 +118,7 @@ def test_fit_finds_the_mode():
     likelihood = tyxe.likelihoods.Bernoulli(len(X), event_dim=1)
     bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure="full")
     bnn.fit([(X, Y)], functools.partial(torch.optim.Adam, lr=0.1), 250)
-    fitted = torch.cat([value.flatten() for value in bnn.mean_values().values()])
+    fitted = torch.cat([value.flatten() for value in bnn._mean_values().values()])
     torch.testing.assert_close(fitted, mode(), rtol=0, atol=1e-6)
 
 

@@ -74,7 +74,7 @@ def uncollected() -> Iterator[None]:
 def test_a_bnn_goes_when_it_is_let_go(make: Callable[[], Any], uncollected: None) -> None:
     bnn = make()
     bnn.predict(X, num_predictions=2)
-    held = [weakref.ref(bnn), *(weakref.ref(tensor) for tensor in bnn.in_places().values())]
+    held = [weakref.ref(bnn), *(weakref.ref(tensor) for tensor in bnn._in_places().values())]
     del bnn
     assert [reference() for reference in held] == [None] * len(held)
 

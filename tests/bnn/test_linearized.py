@@ -29,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("double")
 def test_glm_by_outputs_is_glm_by_weights():
     bnn, x, y = classifier("full")
     bnn.fit_curvature([(x, y)])
-    linear = bnn.linearize(x)
+    linear = bnn._linearize(x)
     rows, blocks = jacobian(linear), bnn.state.curvature.blocks
-    centre = blocks.flatten(bnn.mean_values())
+    centre = blocks.flatten(bnn._mean_values())
     count = 4_000
     deviations = bnn.net_guide.precision.sample((count,))
     outputs = linear.outputs.detach() + torch.einsum("ncp,sp->snc", rows, deviations)
@@ -76,9 +76,9 @@ def check_predictions(bnn, x, covariance):
 
 def test_the_linearised_predictive_of_a_mean_field_guide():
     bnn, x = small(tyxe.guides.AutoNormal)
-    linear = bnn.linearize(x)
+    linear = bnn._linearize(x)
     _, found = glm_outputs(bnn.net_guide, linear)
-    centre = bnn.mean_values()
+    centre = bnn._mean_values()
     draws = torch.stack(
         [
             linear.blocks.flatten({k: values[k] - v for k, v in centre.items()}).detach()
@@ -107,7 +107,7 @@ def test_the_linearised_predictive_of_a_normal_over_all_sites_has_its_covariance
     covariance = getattr(posterior, "covariance_matrix", None)
     if covariance is None:  # of an Independent
         covariance = posterior.variance.diag()
-    linear = bnn.linearize(x)
+    linear = bnn._linearize(x)
     places = torch.arange(len(covariance), dtype=covariance.dtype)
     unpacked = {site["name"]: part for site, part in guide._unpack_latent(places)}
     order = linear.blocks.flatten(unpacked).long()
@@ -136,13 +136,13 @@ JOINT = {
 def test_joint_draws_are_the_linearised_net_at_draws_of_the_weights(name):
     """At all points and for any batches the same draws, with their covariance over points."""
     bnn, x = JOINT[name]()
-    linear, how = bnn.linearize(x), {"num_predictions": 4_000, "predictive": "glm", "joint": True}
+    linear, how = bnn._linearize(x), {"num_predictions": 4_000, "predictive": "glm", "joint": True}
     seeded, count = torch.Generator().manual_seed(1).get_state(), how["num_predictions"]
     torch.set_rng_state(seeded)
     weights = torch.stack(
         [linear.blocks.flatten(v).detach() for v in ReplayedDraws().over(bnn.draws(count))]
     )
-    moved = weights - linear.blocks.flatten(bnn.mean_values()).detach()
+    moved = weights - linear.blocks.flatten(bnn._mean_values()).detach()
     expected = linear.outputs.detach() + torch.einsum("ncp,sp->snc", jacobian(linear), moved)
     for size in (None, 2):
         torch.set_rng_state(seeded)
@@ -166,7 +166,7 @@ def test_joint_draws_are_of_weights():
     bnn, x, y = classifier("full")
     bnn.fit_curvature([(x, y)])
     bnn.fit_gp([(x, y)])
-    for predictive in ("gp", bnn.gaussian_predictives()["glm"]):
+    for predictive in ("gp", bnn._gaussian_predictives()["glm"]):
         with pytest.raises(ValueError, match="outputs of each point alone"):
             bnn.predict(x, predictive=predictive, aggregate=False, joint=True)
     radial, x = small(tyxe.guides.AutoRadial)
@@ -195,7 +195,7 @@ class AutoDense(tyxe.guides.Guide):
 
 def test_the_linearised_predictive_of_a_joint_normal_of_ones_own():
     bnn, x = small(AutoDense)
-    guide, linear = bnn.net_guide, bnn.linearize(x)
+    guide, linear = bnn.net_guide, bnn._linearize(x)
     order = linear.blocks.flatten(guide.blocks.unflatten(torch.arange(len(guide.loc))))
     covariance = torch.linalg.inv(guide.precision.to_dense())[order][:, order]
     rows = jacobian(linear)

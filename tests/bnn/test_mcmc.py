@@ -1,7 +1,6 @@
 """HMC and NUTS over weights: exact moments, chains, thinning, ArviZ."""
 
 import functools
-import math
 
 import pyro
 import pyro.distributions as dist
@@ -89,15 +88,6 @@ def test_mean_and_exported_nets():
     )
     drawn = bnn.to_module(sample=True).weight.detach()
     assert (samples["net.weight"] == drawn).flatten(1).all(1).any()
-
-
-def test_evaluate_is_the_mixture_over_samples():
-    bnn, (x, y) = fitted(30), data()
-    outputs = bnn.predict(x, num_predictions=10, aggregate=False)
-    error, log_likelihood = bnn.evaluate(x, y, num_predictions=10)
-    each = dist.Normal(outputs, NOISE).log_prob(y).sum(-1)
-    torch.testing.assert_close(log_likelihood, (each.logsumexp(0) - math.log(10)).sum())
-    torch.testing.assert_close(error, (outputs.mean(0) - y).square().sum())
 
 
 def test_likelihoods_variables_are_sampled_and_used():
@@ -256,7 +246,7 @@ def test_a_checkpointed_net_meets_its_draws_in_pyros_potential():
     bnn = tyxe.MCMC_BNN(net, tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, HMC)
     data = torch.randn(4, 1), torch.randn(4, 1)
     trace = poutine.trace(bnn.model).get_trace(*data)
-    values = {name: trace.nodes[name]["value"].requires_grad_() for name in bnn.site_shapes()}
+    values = {name: trace.nodes[name]["value"].requires_grad_() for name in bnn._site_shapes()}
 
     def gradients():
         again = poutine.trace(poutine.condition(bnn.model, values)).get_trace(*data)

@@ -26,31 +26,12 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("aggregate", [True, False])
-@pytest.mark.parametrize("draws", [1, 5, 19])  # fewer and more than one chunk of vmap
-@pytest.mark.parametrize("how", HOW)
-def test_numbers_depend_on_the_seed_alone(how, draws, aggregate):
-    bnn, x = make(), inputs()
-    options = {"num_predictions": draws, "aggregate": aggregate}
-    expected = seeded(bnn.predict, x, **options)
-    found = seeded(bnn.predict, x, **options, **HOW[how])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-
-
 LOADERS = {
     "DataLoader of pairs": lambda x: DataLoader(TensorDataset(x, torch.zeros(N)), batch_size=4),
     "DataLoader of inputs": lambda x: DataLoader(x, batch_size=4),
     "generator": lambda x: ((part, None) for part in x.split(4)),
     "iterator of tensors": lambda x: iter(x.split(4)),
 }
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_a_loader_stands_in_for_inputs(loader):
-    bnn, x = make(), inputs()
-    expected = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
-    found = seeded(bnn.predict, LOADERS[loader](x), num_predictions=S, aggregate=False)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("guide", [AutoDelta, AutoLowRankMultivariateNormal])
@@ -89,20 +70,6 @@ def test_outputs_are_the_net_at_the_guides_draws():
         torch.testing.assert_close(output, by_hand, rtol=1e-12, atol=1e-14)
 
 
-def test_no_predictions_is_the_net_at_the_mean():
-    bnn, x = make(), inputs()
-    means = {name: bnn.net_guide.get_loc(name).detach() for name in bnn.net_prior.names()}
-    by_hand = torch.func.functional_call(net(), means, (x,))
-    raw = bnn.predict(x, num_predictions=0, aggregate=False)
-    torch.testing.assert_close(raw, by_hand[None])
-    torch.testing.assert_close(bnn.predict(x, num_predictions=0), by_hand.log_softmax(-1))
-
-
-def test_negative_number_of_draws():
-    with pytest.raises(ValueError, match="num_predictions is -1"):
-        make().predict(inputs(), num_predictions=-1)
-
-
 def test_empty_loader():
     bnn = make()
     with pytest.raises(ValueError, match="loader is empty"):
@@ -124,14 +91,6 @@ def test_handlers_are_active_in_predict():
         tyxe.poutine.local_reparameterization(),
     ):
         bnn.predict(x, vectorize=True)
-
-
-def test_no_gradient_and_no_graph():
-    bnn = make()
-    assert not bnn.predict(inputs()).requires_grad
-    error, log_likelihood = bnn.evaluate(inputs(), torch.zeros(N).long())
-    assert not error.requires_grad
-    assert not log_likelihood.requires_grad
 
 
 def norm_net():

@@ -28,15 +28,6 @@ def x():
     return torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
 
 
-def test_each_forward_is_a_new_draw():
-    bnn = make()
-    assert not torch.equal(bnn(x()), bnn(x()))
-    pyro.set_rng_seed(3)
-    first = bnn(x())
-    pyro.set_rng_seed(3)
-    assert torch.equal(first, bnn(x()))
-
-
 @pytest.mark.parametrize(
     "guide", [AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoDelta]
 )
@@ -279,16 +270,6 @@ def test_to_module_at_mean_and_draw():
     pyro.set_rng_seed(3)
     with torch.no_grad():
         torch.testing.assert_close(drawn(x()), bnn(x()))
-
-
-def test_as_a_layer_of_a_larger_net():
-    model = nn.Sequential(nn.Linear(2, 3), make(nn.Linear(3, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = model(x()).square().sum() + model[1].cached_kl_loss
-    loss.backward()
-    optimizer.step()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    assert len(pyro.get_param_store()) == 0
 
 
 def test_update_prior_moves_the_kl():

@@ -49,8 +49,8 @@ OPTIMISERS = {
 
 
 @pytest.mark.parametrize("optim", OPTIMISERS)
-@pytest.mark.parametrize("guide", ["AutoNormal", "AutoLowRankMultivariateNormal"])
-def test_a_resumed_run_is_the_uninterrupted_one(guide, optim):
+def test_a_resumed_run_is_the_uninterrupted_one(optim):
+    guide = "AutoLowRankMultivariateNormal"
     options = {"beta": lambda epoch: min(1.0, (epoch + 1) / 4), "lr_multipliers": {"scale": 3.0}}
     if optim == "torch instance":
         del options["lr_multipliers"]
@@ -77,27 +77,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(guide, optim):
     assert before.loss + after.loss == whole.loss
     left, right = (bnn.optimizer.state_dict() for bnn in (straight, resumed))
     assert left["param_groups"] == right["param_groups"]
-
-
-def test_a_checkpoint_from_within_the_callback_resumes_too():
-    def start():
-        pyro.set_rng_seed(2)
-        return make()
-
-    straight, saved = start(), {}
-
-    def callback(bnn, epoch, loss):
-        if epoch == 1:
-            saved.update(through_a_file(bnn.checkpoint()))
-
-    pyro.set_rng_seed(3)
-    straight.fit(shuffled(), ADAM, 4, callback)
-    resumed = make()
-    resumed.load_checkpoint(saved)
-    epochs = []
-    resumed.fit(shuffled(), ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
-    assert epochs == [2, 3]
-    assert_same_state(straight, resumed)
 
 
 def test_after_the_resumed_fit_the_next_starts_afresh():

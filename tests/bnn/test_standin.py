@@ -54,7 +54,7 @@ def plain(bnn: tyxe.PytorchBNN, values: dict[str, Tensor], inputs: Any) -> tuple
 def leaves(bnn: tyxe.PytorchBNN) -> dict[str, Tensor]:
     """Return a draw of each site, of which gradients can be asked."""
     torch.manual_seed(1)
-    drawn = {name: own + 0.3 * torch.randn_like(own) for name, own in bnn.in_places().items()}
+    drawn = {name: own + 0.3 * torch.randn_like(own) for name, own in bnn._in_places().items()}
     return {name: value.requires_grad_() for name, value in drawn.items()}
 
 
@@ -433,7 +433,7 @@ def test_forwards_leave_a_bnn_as_it_was(name: str, lazy: bool, train: bool) -> N
     torch.manual_seed(0)
     bnn, batch = wrapped(make(3)).train(train), inputs()
     values = {name: value.detach() for name, value in leaves(bnn).items()}
-    with bnn.predicting():
+    with bnn._predicting():
         bnn.run_net(values, batch)  # what a first forward sets stays
         before = snapshot(bnn)
         with tyxe.poutine.report() if lazy else nullcontext():

@@ -31,20 +31,9 @@ from tests.oracles.states import (
     through_a_file,
 )
 from tyxe.guides import AutoNormal, AutoRadial
-from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+from tyxe.likelihoods import HomoskedasticGaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-
-
-@pytest.mark.parametrize("guide", GUIDES)
-def test_state_dict_into_a_fresh_object(guide):
-    bnn = fitted(GUIDES[guide])
-    fresh = make(GUIDES[guide])
-    result = fresh.load_state_dict(through_a_file(bnn.state_dict()))
-    assert result.missing_keys == []
-    assert result.unexpected_keys == []
-    assert_same_state(bnn, fresh)
-    assert_same_predictions(bnn, fresh)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
@@ -187,31 +176,6 @@ def test_state_of_another_architecture_changes_nothing(wrong):
     bnn.fit([data()], ADAM, 1)  # still whole
 
 
-def test_samples_survive_the_state_dict():
-    bnn = mcmc()
-    bnn.fit([data()], num_samples=8, warmup_steps=2, disable_progbar=True)
-    fresh = mcmc()
-    fresh.load_state_dict(through_a_file(bnn.state_dict()))
-    assert_same_state(bnn, fresh)
-    for twin in (fresh, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
-        assert twin.get_samples().keys() == {"net.weight", "net.bias", "likelihood.scale"}
-        for name, value in bnn.get_samples().items():
-            assert torch.equal(twin.get_samples()[name], value)
-        assert_same_predictions(bnn, twin)
-    assert bnn.double().predict(data()[0].double())[0].dtype == torch.float64
-
-
-def test_failed_load_keeps_the_samples():
-    bnn = mcmc()
-    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
-    before = {name: value.clone() for name, value in bnn.get_samples().items()}
-    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
-        bnn.load_state_dict(make().state_dict())
-    assert bnn.get_samples().keys() == before.keys()
-    for name, value in before.items():
-        assert torch.equal(bnn.get_samples()[name], value)
-
-
 @pytest.mark.parametrize("guide", GUIDES)
 def test_pytorch_bnn_is_a_module_like_any_other(guide):
     def build():
@@ -248,11 +212,6 @@ def test_a_bnn_is_a_part_of_a_larger_module():
         fresh.load_state_dict({**model.state_dict(), "bayesian.net.weight": torch.zeros(5, 2)})
 
 
-def test_categorical_likelihood_has_no_state_to_lose():
-    bnn = tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, Categorical(N), AutoNormal)
-    assert not [name for name in bnn.state_dict() if name.startswith("likelihood")]
-
-
 def bad_entry(key):
     def spoil(bnn):
         state = {**fitted().state_dict()}
@@ -284,25 +243,25 @@ MISFITS = {
     "a string for the prior": (bad_entry("net_prior._entries.0.base_dist__loc"), "does not fit"),
     "NaN in a mean": (
         with_value("net_guide.locs.0.weight"),
-        "net_guide.locs.0.weight of the state dict has NaN in it; the BNN is as it was",
+        "net_guide.locs.0.weight of the state dict has NaN; the BNN is as it was",
     ),
     "an infinite mean": (
         with_value("net_guide.locs.0.weight", math.inf),
-        "net_guide.locs.0.weight of the state dict has infinities in it; the BNN is as it was",
+        "net_guide.locs.0.weight of the state dict has infinities; the BNN is as it was",
     ),
     "an infinite scale": (
         with_value("net_guide.unconstrained_scales.0.weight", -math.inf),
-        "has infinities in it",
+        "has infinities; ",
     ),
     "an infinite noise": (
         with_value("likelihood_guide.locs.scale", math.inf),
-        "has infinities in it",
+        "has infinities; ",
     ),
     "an infinite weight that is trained": (
         with_value("net.1.weight", math.inf),
         "net.1.weight of the state dict has infinities",
     ),
-    "NaN in a prior": (with_value("net_prior._entries.0.base_dist__loc"), "has NaN in it"),
+    "NaN in a prior": (with_value("net_prior._entries.0.base_dist__loc"), "has NaN; "),
     "a plain net": (
         lambda bnn: net().state_dict(),
         "of a plain module, not of a BNN; a net's goes into the net, before the BNN is built",
@@ -399,15 +358,6 @@ def test_the_mean_of_a_laplace_approximation_is_a_number(value):
         bnn.load_state_dict(state)
 
 
-def test_samples_of_a_wrong_kind_change_nothing():
-    bnn = mcmc()
-    bnn.fit([data()], num_samples=4, warmup_steps=1, disable_progbar=True)
-    before = copy.deepcopy(bnn)
-    with pytest.raises(RuntimeError, match="does not fit this MCMC_BNN"):
-        bnn.load_state_dict({**bnn.state_dict(), "samples.net.bias": "a string"})
-    assert_same_state(bnn, before)
-
-
 def sampled(bnn=None, num_samples=4):
     bnn = bnn or mcmc()
     bnn.fit([data()], num_samples=num_samples, warmup_steps=1, num_chains=1, disable_progbar=True)
@@ -451,6 +401,7 @@ OTHER_SAMPLES = {
     ),
     "none in each chain": with_samples(lambda name, value: value[:, :0]),
     "no chains": with_samples(lambda name, value: value[:0]),
+    "a string": lambda: {**without(), "samples.net.bias": "a string"},
     "a site is missing": lambda: without("net.bias"),
     "the noise is missing": lambda: without("likelihood.scale"),
     "all are missing": lambda: without("net.weight", "net.bias", "likelihood.scale"),

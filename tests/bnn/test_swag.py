@@ -86,7 +86,7 @@ def test_training_is_map():
     history = other.fit(loader(), SGD, 8)
     bnn = make(rank=2)
     assert bnn.fit(loader(), SGD, 8).loss == pytest.approx(history.loss, rel=1e-5)
-    torch.testing.assert_close(points(bnn), bnn.net_guide.blocks.flatten(other.mean_values()))
+    torch.testing.assert_close(points(bnn), bnn.net_guide.blocks.flatten(other._mean_values()))
 
 
 def test_a_second_fit_goes_on_collecting_and_reset_forgets():
@@ -130,7 +130,7 @@ def test_snapshots_of_a_loop_of_ones_own():
         optimizer.step()
         bnn.collect(torch_net)
         states.append(copy.deepcopy(torch_net.state_dict()))
-    for name, value in bnn.mean_values().items():
+    for name, value in bnn._mean_values().items():
         expected = torch.stack([state[name.removeprefix("net.")] for state in states]).mean(0)
         torch.testing.assert_close(value, expected)
     assert bnn.predict(data()[0], num_predictions=3, aggregate=False).shape == (3, N, 1)
@@ -224,7 +224,7 @@ def test_half_precision():
 # --------------------------------------------------------------------------- states
 
 
-@pytest.mark.parametrize("stop", [1, 4, 6])
+@pytest.mark.parametrize("stop", [1, 6])
 def test_a_resumed_training_is_the_uninterrupted_one(stop):
     def batches():
         return torch.utils.data.DataLoader(
@@ -248,7 +248,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(stop):
     assert before.loss + after.loss == whole.loss
 
 
-@pytest.mark.parametrize("count", [0, 2, 4, 6])
+@pytest.mark.parametrize("count", [2, 6])
 def test_copies_and_files(count, tmp_path):
     bnn, weights = make(), net()
     for index in range(count):
@@ -291,7 +291,7 @@ def test_a_state_of_another_rank_changes_nothing():
         (8, {}, "8 epochs with start=0.75 and every=1 make 2 snapshots, and there are 0"),
         (8, {"start": 0, "every": 3}, "make 2 snapshots.*rank=4.*lower rank, more epochs or an ea"),
         (0, {}, "make 0 snapshots"),
-        (8, {"start": 1.0}, "start is 1.0; expected a part of the epochs"),
+        (8, {"start": 1.0}, "start is 1.0; .* and below 1, a part of the epochs"),
         (8, {"start": -0.5}, "start is -0.5"),
         (8, {"every": 0}, "every is 0"),
     ],

@@ -50,7 +50,7 @@ def test_looking_does_not_change_the_fit():
     one, other = fit(plain, 6), fit(watched, 6, validation=HELD_OUT, restore_best=False)
     assert one.loss == other.loss
     assert one.validation == []
-    torch.testing.assert_close(plain.mean_values(), watched.mean_values(), rtol=0, atol=0)
+    torch.testing.assert_close(plain._mean_values(), watched._mean_values(), rtol=0, atol=0)
 
 
 def test_a_fit_stops_after_epochs_without_gain_and_goes_back_to_the_best():
@@ -80,7 +80,7 @@ def test_laplace_approximations_take_their_curvature_at_the_best_epoch():
     history = fit(bnn, 12, lr=0.3, validation=HELD_OUT)
     best = max(range(12), key=history.validation.__getitem__)
     fit(plain, best + 1, lr=0.3)
-    torch.testing.assert_close(bnn.mean_values(), plain.mean_values())
+    torch.testing.assert_close(bnn._mean_values(), plain._mean_values())
     torch.testing.assert_close(bnn.state.precision().to_dense(), plain.state.precision().to_dense())
 
 

@@ -27,8 +27,8 @@ class Elsewhere(tyxe.VariationalBNN):
 
 
 class Drawn(tyxe.VariationalBNN):
-    def mean_values(self):
-        return self.one_draw()
+    def _mean_values(self):
+        return self._one_draw()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tyxe
 from tests.oracles.tasks import WRAPPERS, N, assert_equal, data, laplace, variational
 from tyxe import continual
 from tyxe.continual import Heads, posterior_to_prior, restored
@@ -74,9 +75,9 @@ def test_restored_puts_what_belongs_to_the_wrapper_back():
     bnn.fit([data("first")], torch.optim.Adam, 2)
     before = copy.deepcopy(dict(bnn.state_dict()))
     with restored(bnn):
-        bnn.curvature_weight, bnn.temperature = 5.0, 0.5
+        bnn.options, bnn.temperature = tyxe.LaplaceOptions(curvature_weight=5.0), 0.5
         bnn.fit([data("second")], torch.optim.Adam, 2)
-    assert (bnn.curvature_weight, bnn.temperature) == (3.0, 1.0)
+    assert (bnn.options.curvature_weight, bnn.temperature) == (3.0, 1.0)
     assert_equal(dict(bnn.state_dict()), before)
 
 

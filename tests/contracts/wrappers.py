@@ -146,7 +146,7 @@ def _check_predictions(wrapper: Any, inputs: Any, targets: Tensor) -> None:
 
 def _draws_weights(wrapper: Any) -> bool:
     """Whether draws are of weights, and not of masks or Gaussian outputs of each row."""
-    kind = getattr(wrapper, "default_predictive", "bnn")
+    kind = getattr(wrapper, "_default_predictive", "bnn")
     return kind == "bnn" and not isinstance(wrapper, tyxe.DropoutBNN)
 
 
@@ -156,7 +156,7 @@ def _check_scores(wrapper: Any, inputs: Any, targets: Tensor) -> None:
     for name, reduce in (("sum", torch.sum), ("mean", torch.mean)):
         both = _seeded(lambda name=name: evaluate(reduction=name))  # type: ignore[misc]
         assert_close(torch.stack([*both]), torch.stack([reduce(error), reduce(found)]), name)
-    if getattr(wrapper, "default_predictive", "bnn") == "bnn":
+    if getattr(wrapper, "_default_predictive", "bnn") == "bnn":
         draws = _seeded(lambda: wrapper.predict(inputs, num_predictions=4, aggregate=False))
         picked = draws.log_softmax(-1).gather(-1, targets.expand(len(draws), -1)[..., None])
         mixture = picked[..., 0].exp().mean(0).log()

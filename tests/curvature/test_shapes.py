@@ -41,7 +41,7 @@ def fitted(structure):
 @pytest.mark.parametrize("looped", [False, True])
 def test_gradients_of_a_scalar(looped):
     bnn = laplace(Scaled(looped))
-    linear = bnn.linearize(X)
+    linear = bnn._linearize(X)
     found = linear.blocks.unflatten(jacobian(linear))
     expected = jacobian_of(bnn.to_module(), X, SITES)
     rows = torch.cat([found[f"net.{name}"].flatten(2) for name in SITES[1:]], 2)

@@ -42,18 +42,18 @@ class Conjugate(SupervisedBNN):
         for w in self.posterior.sample((num_predictions,)):
             yield {"net.weight": w[:1, None], "net.bias": w[1:]}
 
-    def one_draw(self):
+    def _one_draw(self):
         return next(self.draws(1))
 
-    def mean_values(self):
+    def _mean_values(self):
         w = self.posterior.mean
         return {"net.weight": w[:1, None], "net.bias": w[1:]}
 
-    def gaussian_predictives(self):
+    def _gaussian_predictives(self):
         return {"glm": self._glm, "gp": self._glm}
 
     def _glm(self, inputs):
-        linear = self.linearize(inputs)
+        linear = self._linearize(inputs)
         covariance = Dense(self.posterior.covariance_matrix)
         return linear.outputs.detach(), covariance_through(linear, covariance)
 
@@ -123,7 +123,7 @@ def test_laplace_of_a_linear_net_is_exact_and_mean_field_is_not():
         with torch.no_grad():
             net.weight.fill_(mode[0])
             net.bias.fill_(mode[1])
-        fitted = laplace(bnn.structure, net)
+        fitted = laplace(bnn.net_guide.structure, net)
         fitted.fit_curvature(data)
         return fitted
 

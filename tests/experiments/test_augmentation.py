@@ -34,7 +34,9 @@ def test_the_two_curvatures_are_of_other_images(structure, every_set, monkeypatc
     )
     kinds = augmentation.CHANGES
     plain, changed = (augmentation.run(settings, structure, kind, 0) for kind in kinds)
-    assert [(bnn.num_passes, bnn.options.damping) for bnn in made] == [(2, structure == "kron")] * 2
+    assert [(bnn.options.num_passes, bnn.options.damping) for bnn in made] == [
+        (2, structure == "kron")
+    ] * 2
     images = resnet_ood.prepared(settings, "ten classes")[0][0]
     rows = torch.cat(seen).flatten(1).sum(-1).sort().values
     expected = torch.cat([images] * 2).flatten(1).sum(-1).sort().values  # in each pass

@@ -203,7 +203,7 @@ def test_adapters_are_what_is_trained():
     p = evidence.adapted(evidence.experiment.at("smoke"), "lora", 0)
     first, second = p.make_net(), p.make_net()
     bnn = tyxe.LaplaceBNN(first, evidence.common.normal(**p.rules), p.likelihood)
-    sites = [*bnn.in_places()]
+    sites = [*bnn._in_places()]
     assert len(sites) == 2 * 2 * 2  # layers, maps, factors
     assert all("lora_" in name for name in sites)
     body = {n: w for n, w in first.named_parameters() if "lora_" not in n and "classif" not in n}

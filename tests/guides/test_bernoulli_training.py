@@ -92,7 +92,7 @@ def test_a_sampled_kl_is_refused():
 
 def test_everything_else_stays_deterministic_and_is_trained():
     bnn = make()
-    kinds = bnn.parameter_kinds()
+    kinds = bnn._parameter_kinds()
     assert {n for n, k in kinds.items() if k == "deterministic"} == {
         "net.0.bias",
         "net.1.weight",
@@ -179,7 +179,7 @@ def test_relaxed_training_needs_no_handler_and_predicts_two_values():
     assert all(map(math.isfinite, history.loss))
     assert not torch.equal(bnn.net_guide.get_logits("0.weight"), before["logits.0.weight"])
     with torch.no_grad():
-        for value in bnn.one_draw().values():
+        for value in bnn._one_draw().values():
             assert value.abs().unique().tolist() == [0.5]
     for q in bnn.net_guide.get_detached_distributions().values():
         assert type(q.base_dist) is SignedBernoulli

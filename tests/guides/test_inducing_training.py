@@ -57,7 +57,7 @@ def test_many_predictions_factorise_once(monkeypatch):
     assert len(calls) == 2, "one for the rows and one for the columns of the one layer"
     assert outputs.std(0).min() > 0
     # What a draw is made from is not kept next to it.
-    assert all(not name.startswith("joint(") for name in bnn.one_draw())
+    assert all(not name.startswith("joint(") for name in bnn._one_draw())
 
 
 def test_predictions_have_the_posteriors_moments():

@@ -110,7 +110,7 @@ def test_guides_that_couple_sites_in_their_own_way_are_trained(guide):
         lambda bnn: bnn.predict(torch.ones(3, 2), num_predictions=0),
         lambda bnn: bnn.evaluate(torch.ones(3, 2), torch.ones(3, 1), num_predictions=0),
         lambda bnn: bnn.to_module(),
-        lambda bnn: bnn.mean_values(),
+        lambda bnn: bnn._mean_values(),
     ],
 )
 def test_a_guide_without_a_median_has_no_centre(call):

@@ -41,7 +41,7 @@ def test_factors_are_sites_and_the_body_is_frozen(name):
     bnn = tyxe.VariationalBNN(
         adapted(name), LORA, likelihood(), tyxe.guides.AutoNormal, output="logits"
     )
-    sites = [*bnn.in_places()]
+    sites = [*bnn._in_places()]
     assert len(sites) == (8 if name == "bert" else 4)
     assert all("lora_" in site for site in sites)
     body = {n: p.clone() for n, p in bnn.net.named_parameters() if not p.requires_grad}

@@ -314,7 +314,7 @@ def found(m: Model, make: Callable[[Model], Any]) -> str:
         bnn.save(f"{folder}/bnn.pt")
         again = next(make(m))
         again.load(f"{folder}/bnn.pt")
-    if bnn.averages_norms:  # by a loader, which is not saved
+    if bnn._averages_norms:  # by a loader, which is not saved
         again.update_norm_statistics(tyxe.data.unpacked(m.loader, m.unpack))
     pairs = zip(tree_leaves(one), tree_leaves(predictions(m, again)), strict=True)
     for first, second in pairs:

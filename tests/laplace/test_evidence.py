@@ -148,7 +148,7 @@ def test_the_evidence_with_a_temperature_is_its_parts():
     bnn.fit_curvature([(x, y)])
     curvature = bnn.state.curvature
     dense = 2 * curvature.operator.to_dense() + torch.eye(curvature.operator.size)
-    weights = curvature.blocks.flatten(bnn.mean_values())
+    weights = curvature.blocks.flatten(bnn._mean_values())
     log_likelihood = bnn.evaluate(x, y, 0, predictive="bnn")[1]
     expected = 2 * log_likelihood - weights.square().sum() / 2 - torch.logdet(dense) / 2
     torch.testing.assert_close(bnn.log_marginal_likelihood(), expected, rtol=1e-9, atol=1e-9)

@@ -21,7 +21,7 @@ def test_draws_have_the_posteriors_covariance(structure, damping):
     bnn, x, y = classifier(structure, damping=damping)
     bnn.fit_curvature([(x, y)])
     blocks = bnn.state.curvature.blocks
-    centre = blocks.flatten(bnn.mean_values())
+    centre = blocks.flatten(bnn._mean_values())
     draws = torch.stack([blocks.flatten(v) - centre for v in bnn.draws(1000)])
     covariance = torch.linalg.inv(bnn.net_guide.precision.to_dense())
     # Whitened draws are standard normal.

@@ -117,7 +117,7 @@ def test_values_that_are_loaded_alone_are_the_mode():
     values = {n: v + 0.5 for n, v in bnn.state_dict().items() if n.startswith("net_guide.locs")}
     before = bnn.log_marginal_likelihood()
     bnn.load_state_dict(values, strict=False)
-    flat = bnn.state.blocks.flatten(bnn.mean_values())
+    flat = bnn.state.blocks.flatten(bnn._mean_values())
     torch.testing.assert_close(bnn.state.loc, flat)
     assert bnn.log_marginal_likelihood() != before
 

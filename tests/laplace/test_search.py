@@ -102,7 +102,7 @@ def test_a_search_over_a_grid_that_fails_leaves_the_prior_in_force():
     for grid, message in (([-1.0, 1.0], "of the grid is -1.0"), ([], "no precision of the grid")):
         with pytest.raises(ValueError, match=message):
             bnn.optimize_prior_precision("grid", [(x, y)], grid=grid)
-    with pytest.raises(ValueError, match=r"not per_site"):
+    with pytest.raises(ValueError, match=r"one precision for all weights"):
         bnn.optimize_prior_precision("grid", [(x, y)], per_site=True)
     before = bnn.net_guide.precision.to_dense()
     with pytest.raises(ValueError, match="targets of shape"):

@@ -73,7 +73,7 @@ def test_the_elbo_is_that_of_the_product(returns):
     bnn = variational(returns=returns)
     draw = {name: value.detach() for name, value in bnn.guide().items()}
     given = TARGETS if returns == "mapping" else tuple(TARGETS.values())
-    ((inputs, targets),) = bnn.to_fit([(X, given)])
+    ((inputs, targets),) = bnn._to_fit([(X, given)])
     conditioned = functools.partial(bnn.likelihood, bnn.run_net(draw, inputs), targets)
     terms = elbo_terms(conditioned, lambda: None)
     expected = 0.0
@@ -126,12 +126,12 @@ def test_the_curvature_is_the_sum_of_those_of_the_parts(structure):
     rules = {"expose_all": False, "expose_modules": ["body.0"]}
     shared = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), **rules)
     bnn = make(Net(), shared, joint())
-    batches = [*bnn.to_fit(loader())]
-    found = collect_curvature(bnn.linearize, bnn.likelihood, batches, "full").operator.to_dense()
+    batches = [*bnn._to_fit(loader())]
+    found = collect_curvature(bnn._linearize, bnn.likelihood, batches, "full").operator.to_dense()
     expected = 0.0
     for name, target in TARGETS.items():
         one = make(Net(name), shared, part(name))
-        each = collect_curvature(one.linearize, one.likelihood, [(X, target)], "full")
+        each = collect_curvature(one._linearize, one.likelihood, [(X, target)], "full")
         expected += each.operator.to_dense()
     torch.testing.assert_close(found, expected)
     bnn.fit_curvature(loader())
@@ -234,7 +234,7 @@ def test_labels_that_are_ignored_count_in_the_other_parts():
     kinds[2] = -100
     bnn = variational(likelihood)
     targets = {"kind": kinds, "size": SIZES}
-    ((_, packed),) = bnn.to_fit([(X, targets)])
+    ((_, packed),) = bnn._to_fit([(X, targets)])
     net = bnn.to_module()(X)
     expected = part("size").log_likelihood(net["size"], SIZES)
     each = part("kind").log_likelihood(net["kind"], KINDS)

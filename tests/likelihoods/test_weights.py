@@ -54,7 +54,7 @@ def variational(likelihood, init_scale=1e-3, seed=0):
 def fit(likelihood, loader):
     bnn = variational(likelihood)
     history = bnn.fit(loader, functools.partial(torch.optim.SGD, lr=0.1), 5)
-    return torch.tensor(history.loss), bnn.mean_values()
+    return torch.tensor(history.loss), bnn._mean_values()
 
 
 def evaluate(likelihood, loader, reduction="sum"):
@@ -77,7 +77,7 @@ def sample_by_mini_batches(likelihood, loader):
 def train_members(likelihood, loader):
     members = tyxe.EnsembleBNN(lambda i: variational(likelihood, seed=i), 2)
     members.fit(loader, torch.optim.SGD, 3, vectorize=True)
-    return members.members[1].mean_values()
+    return members.members[1]._mean_values()
 
 
 USES = [fit, evaluate, functools.partial(evaluate, reduction="mean"), sample]
@@ -105,7 +105,7 @@ def test_a_weight_counts_its_point_so_often_in_a_curvature(name, structure, curv
     bnn = tyxe.LaplaceBNN(net(), prior(), make(8), structure=structure)
     matrices = []
     for batch in ((data(), Targets(y, WEIGHTS)), (data()[REPEATED], y[REPEATED])):
-        found = collect_curvature(bnn.linearize, bnn.likelihood, [batch], structure, curvature)
+        found = collect_curvature(bnn._linearize, bnn.likelihood, [batch], structure, curvature)
         matrices.append(found.operator.to_dense())
         numbers = (found.log_likelihood, found.error, found.num_targets)
         matrices.append(torch.tensor(numbers))

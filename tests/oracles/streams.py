@@ -70,7 +70,7 @@ def batch_posterior(tasks):
 
 
 def mode(bnn):
-    return bnn.state.curvature.blocks.flatten(bnn.mean_values())
+    return bnn.state.curvature.blocks.flatten(bnn._mean_values())
 
 
 def classifier(structure="kron", net=None, **options):

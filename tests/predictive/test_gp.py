@@ -119,7 +119,7 @@ def made(net="mlp", prior="one", likelihood=None, **options):
 @pytest.mark.parametrize("net", NETS)
 def test_features_of_nets_are_those_of_the_jacobian(net, prior):
     bnn, x, _ = made(net, prior)
-    linear, other = bnn.linearize(x[:4]), bnn.linearize(x[4:])
+    linear, other = bnn._linearize(x[:4]), bnn._linearize(x[4:])
     _, precision = independent_terms(bnn._gaussian_prior(bnn.net_prior, linear.blocks))
     pieces = [output_features(part, precision) for part in (linear, other)]
     factored = sum(part.a is not None for part in pieces[0].parts)
@@ -168,7 +168,7 @@ def test_a_subset_scales_the_prior():
     bnn.fit_gp([(x, y)], num_points=2, factor=5.0)
     torch.manual_seed(3)
     chosen = torch.randperm(6)[:2]
-    linear, train = bnn.linearize(x), bnn.linearize(x[chosen])
+    linear, train = bnn._linearize(x), bnn._linearize(x[chosen])
     _, prior = independent_terms(bnn.state.prior)
     prior = prior * 3 * 5.0
     hessians = output_hessian(bnn.likelihood, train.outputs.detach())
@@ -189,7 +189,7 @@ def test_an_argument_without_rows_stays_whole_in_a_subset():
     bnn = tyxe.LaplaceBNN(Shifted(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood)
     bnn.fit_curvature([((x, shift), y)])
     bnn.fit_gp([((x, shift), y)], num_points=4)
-    assert [len(bnn.gp.inputs[0]), bnn.gp.inputs[1]] == [4, shift]
+    assert [len(bnn._gp_on_subset.inputs[0]), bnn._gp_on_subset.inputs[1]] == [4, shift]
     mean, scale = bnn.predict(x, shift, predictive="gp")
     assert mean.shape == scale.shape == y.shape
 
@@ -224,7 +224,7 @@ def test_outputs_are_sampled_on_request():
 def test_the_joint_covariance_of_outputs(net, structure):
     bnn, x, y = made(net, structure=structure)
     bnn.fit_curvature([(x, y)])
-    rows = jacobian(bnn.linearize(x)).flatten(0, 1)
+    rows = jacobian(bnn._linearize(x)).flatten(0, 1)
     dense = rows @ torch.linalg.inv(bnn.net_guide.precision.to_dense()) @ rows.mT
     found = bnn.functional_variance(x, joint=True)
     shape = bnn.to_module()(x).shape
@@ -246,7 +246,7 @@ def test_bad_input():
         bnn.predict(x, predictive="gp")
     with pytest.raises(ValueError, match=r"num_points is 7; expected 1 to 6"):
         bnn.fit_gp([(x, y)], 7)
-    with pytest.raises(ValueError, match=r"factor is -1.0; it multiplies a precision"):
+    with pytest.raises(ValueError, match=r"factor is -1.0; expected a number above 0"):
         bnn.fit_gp([(x, y)], factor=-1.0)
     with pytest.raises(RuntimeError, match=r"call fit_gp"):
         bnn.predict(x, predictive="gp")

@@ -242,9 +242,9 @@ def test_a_refined_bnn_predicts_with_its_gaussian(method, positions, structure):
     bnn, x, y = fitted("kron", positions)
     refined = bnn.refine([(x[:3], y[:3]), (x[3:], y[3:])], method, structure, num_steps=30)
     test = torch.randn(4, *positions, 3)
-    linear = bnn.linearize(test)
+    linear = bnn._linearize(test)
     rows, precision = jacobian(linear), refined.precision.to_dense()
-    start = linear.blocks.flatten(bnn.mean_values())
+    start = linear.blocks.flatten(bnn._mean_values())
     mean = linear.outputs + (rows @ (refined.mean - start)).view_as(linear.outputs)
     joint = rows @ torch.linalg.inv(precision) @ rows.mT
     blocks = [joint[:, i : i + 3, i : i + 3] for i in range(0, joint.shape[1], 3)]
@@ -306,10 +306,10 @@ def test_what_cannot_be_refined(monkeypatch):
         bnn.refine([(x, y)], "vi")
     with pytest.raises(ValueError, match=r"the loader is empty"):
         bnn.refine([])
-    bnn.curvature_weight = 3.0
+    bnn.options = tyxe.LaplaceOptions(curvature_weight=3.0)
     with pytest.raises(ValueError, match=r"curvature_weight is 3: .* no one objective to refine"):
         bnn.refine([(x, y)])
-    bnn.curvature_weight = 1.0
+    bnn.options = tyxe.LaplaceOptions()
     monkeypatch.setattr("tyxe.check.MEMORY_LIMIT", 1000)
     with pytest.raises(ValueError, match=r"the Jacobians of 10 points would take 0.0 GiB"):
         bnn.refine([(x, y)])

@@ -108,7 +108,7 @@ class Session:
         self.given = copy.deepcopy(self.net)
         self.inputs = self.used = self.make_inputs()
         self.bnn = self.build(self.net)
-        self.resting = {n: (t, t.detach().clone()) for n, t in self.bnn.in_places().items()}
+        self.resting = {n: (t, t.detach().clone()) for n, t in self.bnn._in_places().items()}
         self.modes = [part.training for part in self.bnn.net.modules()]
         self.outputs = self.plain(self.inputs)
         self.targets = self._choose_targets()
@@ -200,7 +200,7 @@ class Session:
         """Look for draws in the net, and for changes of its modes and of the given net."""
         if self.bnn is None or not hasattr(self, "modes"):
             return
-        for name, value in self.bnn.in_places().items():
+        for name, value in self.bnn._in_places().items():
             as_before = value is self.resting[name][0] and uses.equal(value, self.resting[name][1])
             self.expect(as_before, f"{name} is not as it was")
         modes = [part.training for part in self.bnn.net.modules()]

@@ -37,7 +37,7 @@ def _nan(bnn, found):
 
 
 def _draws_left(bnn, found):
-    for tensor in bnn.in_places().values():
+    for tensor in bnn._in_places().values():
         tensor.data.add_(1.0)
     return found
 

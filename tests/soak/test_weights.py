@@ -263,26 +263,26 @@ def _fit(example: Example, size: int, batches: list[Any], scale: float) -> list[
     guide = functools.partial(tyxe.guides.AutoNormal, init_scale=scale)
     bnn = tyxe.VariationalBNN(kind.net(), PRIOR, kind.make(size), guide)
     # In one step, as a batch's estimate is scaled by its own points.
-    batches = [collect(bnn.to_fit(batches))]
+    batches = [collect(bnn._to_fit(batches))]
     history = bnn.fit(batches, functools.partial(torch.optim.SGD, lr=0.01), 2, progress=False)
-    return [history.loss, *bnn.mean_values().values()]
+    return [history.loss, *bnn._mean_values().values()]
 
 
 def _potential(example: Example, size: int, batches: list[Any], estimate: bool) -> list[Any]:
     kind = KINDS[example.name]
     torch.manual_seed(example.seed)
     bnn = tyxe.MCMC_BNN(kind.net(), PRIOR, kind.make(size), tyxe.samplers.HMC)
-    data = collect(bnn.to_fit(batches))
+    data = collect(bnn._to_fit(batches))
     with torch.enable_grad():
         found = Potential(bnn, *data)
-        flat = found.flatten(bnn.in_places()).detach().requires_grad_()
+        flat = found.flatten(bnn._in_places()).detach().requires_grad_()
         value = found.estimate(flat, *data) if estimate else found.at(flat)
         return [value, torch.autograd.grad(value, flat)[0]]
 
 
 def _held_out(example: Example, size: int, batches: list[Any]) -> list[Any]:
     bnn = _plain(example, size)
-    train = [*batches_of(bnn.to_fit(example.by_hand))]
+    train = [*batches_of(bnn._to_fit(example.by_hand))]
     history = bnn.fit(
         train, functools.partial(torch.optim.SGD, lr=0.0), 1, validation=batches, progress=False
     )

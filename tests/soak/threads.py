@@ -66,7 +66,7 @@ class Subject:
     def state(self) -> dict[str, Any]:
         """Return what no call may change: tensors, modes, and what is in the sites' places."""
         tensors = {n: v for n, v in self.bnn.state_dict().items() if isinstance(v, Tensor)}
-        places = {name: id(value) for name, value in self.bnn.in_places().items()}
+        places = {name: id(value) for name, value in self.bnn._in_places().items()}
         modes = [part.training for part in self.bnn.modules()]
         return {"tensors": {n: v.clone() for n, v in tensors.items()}, "of": (places, modes)}
 

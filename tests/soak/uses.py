@@ -238,7 +238,7 @@ def evaluate(session: Session) -> None:
         found = session.bnn.evaluate(inputs, targets, reduction=reduction, **options)
     rows = int(_masks()[0].sum()) if _masks() else N
     points = (rows,) if reduction == "none" else ()
-    default = session.bnn.default_predictive
+    default = session.bnn._default_predictive
     gaussian = (options["predictive"] or default) != "bnn" and options["num_predictions"]
     draws = () if options["aggregate"] or gaussian else (max(options["num_predictions"], 1),)
     check_shape(session, found, draws + points, "evaluate")

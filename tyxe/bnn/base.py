@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Size, Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tyxe import check
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.runtime import Runtime
 from tyxe.bnn.standin import (
@@ -24,7 +24,6 @@ from tyxe.bnn.standin import (
     is_compiled,
     modes_of,
 )
-from tyxe.check import described
 from tyxe.data import Output, pick
 from tyxe.errors import warn
 from tyxe.poutine.draw import substitute_site
@@ -36,61 +35,13 @@ from tyxe.threads import as_before, exclusive
 from tyxe.util import NET, SITE_PRIORS, Inputs, outside_inference
 
 
-@contextmanager
-def fitting(bnn: BNN, train: bool) -> Iterator[None]:
-    """Run a BNN's net in train or eval mode, and refuse other threads' fits of it, until the end.
-
-    Gradients are recorded inside, also where the caller has turned them off.
-
-    A BNN of which some part is in train mode already is fitted in its own modes. Other threads may
-    predict with it meanwhile. Modes that a callback changes, and handlers that it leaves behind,
-    are set back at the end.
-
-    Raises:
-        RuntimeError: another thread fits this BNN.
-    """
-    runtime, own = bnn._runtime, threading.get_ident()
-    outer = runtime.fitted_by
-    before = [(part, part.training) for part in bnn.modules()]
-    try:
-        with exclusive():
-            if runtime.fitted_by not in (None, own):
-                raise RuntimeError(
-                    f"another thread is fitting this {type(bnn).__name__}; fit a copy.deepcopy of "
-                    "it, or wait for the other fit"
-                )
-            runtime.fitted_by = own
-        modes = bnn._fitted_modes() if train else bnn._modes(train=False)
-        with as_before(), outside_inference(gradients=True), in_modes(bnn, modes):
-            yield
-    finally:
-        if runtime.fitted_by == own:
-            runtime.fitted_by = outer
-        for part, mode in before:
-            part.training = mode
-
-
-@contextmanager
-def prior_fixed(bnn: BNN) -> Iterator[None]:
-    """Refuse updates of a BNN's prior inside, on which the objective depends."""
-    outer = bnn._runtime.prior_is_fixed
-    bnn._runtime.prior_is_fixed = True
-    try:
-        yield
-    finally:
-        bnn._runtime.prior_is_fixed = outer
-
-
 def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
     return {**dict(net.named_parameters()), **dict(net.named_buffers())}
 
 
 def _check_prior(prior: Any) -> None:
-    if not isinstance(prior, Prior):
-        raise TypeError(
-            f"prior is {described(prior)}; expected one from tyxe.priors, such as "
-            "tyxe.priors.IIDPrior(dist.Normal(0, 1))"
-        )
+    expected = "one from tyxe.priors, such as tyxe.priors.IIDPrior(dist.Normal(0, 1))"
+    check.one_of("prior", prior, Prior, expected)
 
 
 def _check_not_scripted(net: nn.Module, sites: Container[str]) -> None:
@@ -111,11 +62,6 @@ def _check_has_values(net: nn.Module) -> None:
                 f"{name!r} has no values yet: run the net on a batch before, or for the meta "
                 "device net.to_empty(device=...), and load its weights"
             )
-
-
-def _is_frozen(part: nn.Module, sites: set[int]) -> bool:
-    parameters = list(part.parameters())
-    return bool(parameters) and not any(p.requires_grad or id(p) in sites for p in parameters)
 
 
 def set_train_mode(bnn: BNN) -> None:
@@ -151,15 +97,13 @@ class BNN(Saved, nn.Module):
         self, net: nn.Module, prior: Prior, name: str = "", *, output: Output | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net is {described(net)}; expected a torch.nn.Module")
+        check.one_of("net", net, nn.Module, "a torch.nn.Module")
         _check_prior(prior)
         if next(net.parameters(), None) is None:
             raise ValueError(f"{type(net).__name__} has no parameters, so nothing can be inferred")
         _check_has_values(net)
         priors = prior.sites(net)
         _check_not_scripted(net, priors)
-        self.name = name
         self.prior = prior
         self.net = copy.deepcopy(net, detached_copies(net))
         pick(self.net, output)
@@ -172,7 +116,7 @@ class BNN(Saved, nn.Module):
             for parameter in parameters_of(self.net)
             if parameter.name in priors
         }
-        for own in self.in_places().values():
+        for own in self._in_places().values():
             own.requires_grad_(False)
         self.net_prior = SitePriors(priors, self.net, prefix)
         self.net.__dict__[SITE_PRIORS] = self.net_prior
@@ -195,19 +139,19 @@ class BNN(Saved, nn.Module):
         other.__setstate__(copy.deepcopy(self.__reduce_ex__(4)[2], memo))  # type: ignore[no-untyped-call]
         return other
 
-    def in_places(self) -> dict[str, Tensor]:
+    def _in_places(self) -> dict[str, Tensor]:
         """Return what is in the places of the sites now, by joint name."""
         owners = {name: slots[0] for name, slots in self._slots.items()}
         return {name: module._parameters[a] for name, (module, a) in owners.items()}  # type: ignore[misc]
 
     @property
-    def like(self) -> Tensor:
+    def _like(self) -> Tensor:
         """A tensor in the dtype of the sites, the widest, and on their device.
 
         Other parameters may be in half precision, complex or integers. Without sites it is a
         parameter of the net.
         """
-        sites = [*self.in_places().values()]
+        sites = [*self._in_places().values()]
         others = [p for p in self.net.parameters() if p.is_floating_point()]
         return max(sites or others or self.net.parameters(), key=Tensor.element_size)
 
@@ -227,9 +171,11 @@ class BNN(Saved, nn.Module):
         # A net's own `train` may keep some of its parts in eval mode.
         modes = StandIn(self.net, self._outline, {}, {}).modes_by(lambda net: net.train(train))
         if train:
-            sites = {id(own) for own in self.in_places().values()}
-            frozen = [part for part in self.net.modules() if _is_frozen(part, sites)]
-            modes |= {inner: inner.training for part in frozen for inner in part.modules()}
+            sites = {id(own) for own in self._in_places().values()}
+            for part in self.net.modules():
+                own = [*part.parameters()]
+                if own and not any(p.requires_grad or id(p) in sites for p in own):
+                    modes |= {inner: inner.training for inner in part.modules()}
         return modes
 
     def _fitted_modes(self) -> Modes:
@@ -245,15 +191,9 @@ class BNN(Saved, nn.Module):
         *,
         frozen: bool = False,
     ) -> StandIn:
-        """Return a stand-in of the net with values in the places of its sites.
+        """Return a stand-in of the net with values of its sites, and perhaps statistics of norms.
 
-        Args:
-            values: a value for each site, by joint name.
-            statistics: of norms, in the place of their own.
-            frozen: let no gradients be recorded for other parameters.
-
-        Raises:
-            ValueError: a site has no value.
+        With `frozen`, no gradients are recorded for other parameters.
         """
         tensors = self._tensors_at(values)
         if frozen:
@@ -275,7 +215,7 @@ class BNN(Saved, nn.Module):
         return tensors
 
     @contextmanager
-    def predicting(self, gradients: bool = False) -> Iterator[None]:
+    def _predicting(self, gradients: bool = False) -> Iterator[None]:
         """Run the net in eval mode until the end, and with or without gradients."""
         as_it_is = not any(part.training for part in self.net.modules())
         modes = None if as_it_is else self._modes(train=False)
@@ -332,32 +272,22 @@ class BNN(Saved, nn.Module):
     def _follow_prior(self, priors: SitePriors) -> None:
         """Recompute what depends on the sites' priors; an error leaves everything as it was."""
 
-    def site_shapes(self) -> dict[str, Size]:
+    def _site_shapes(self) -> dict[str, Size]:
         """Return the shapes of the net's sites, by joint name."""
-        owners = {name: slots[0] for name, slots in self._slots.items()}
-        return {n: module._parameters[a].shape for n, (module, a) in owners.items()}  # type: ignore[union-attr]
+        return {name: own.shape for name, own in self._in_places().items()}
 
-    def nets_at(self, draws: Iterable[tuple[Mapping[str, Tensor], Statistics]]) -> list[nn.Module]:
-        """Return a plain copy of the net for each of several draws, which share all other tensors.
-
-        Args:
-            draws: values of the sites, and statistics of norms in the place of the net's.
-
-        Raises:
-            ValueError: there are no draws.
-        """
-        sites = {id(own) for own in self.in_places().values()}
+    def _nets_at(self, draws: Iterable[tuple[Mapping[str, Tensor], Statistics]]) -> list[nn.Module]:
+        """Return a plain copy of the net for each draw; all of them share the other tensors."""
+        sites = {id(own) for own in self._in_places().values()}
         own = {n: t for n, t in _tensors_of(self.net).items() if id(t) not in sites}
         nets: list[nn.Module] = []
         for values, statistics in draws:
             first = _tensors_of(nets[0]) if nets else {}
             shared = {id(own[name]): tensor for name, tensor in first.items() if name in own}
-            nets.append(self.net_at(values, statistics, shared))
-        if not nets:
-            raise ValueError("there are no draws; expected one or more")
+            nets.append(self._net_at(values, statistics, shared))
         return nets
 
-    def net_at(
+    def _net_at(
         self,
         values: Mapping[str, Tensor],
         statistics: Statistics | None = None,
@@ -365,10 +295,7 @@ class BNN(Saved, nn.Module):
     ) -> nn.Module:
         """Return a plain copy of the net, in eval mode, with values of its sites as parameters.
 
-        Args:
-            values: a value for each site, by joint name.
-            statistics: of norms, in the place of the net's.
-            memo: copies of parts that are there already, as `copy.deepcopy` takes them.
+        `memo` has copies of parts that are there already, as `copy.deepcopy` takes them.
         """
         memo = {} if memo is None else memo
         memo.update({key: t for key, t in detached_copies(self.net).items() if key not in memo})
@@ -378,15 +305,14 @@ class BNN(Saved, nn.Module):
         for parameter in parameters_of(net):
             name = self.net_prior.prefix + parameter.name
             if name in values:
-                value = values[name].detach().to(parameter.tensor, copy=True)
-                own = nn.Parameter(value)
+                own = nn.Parameter(values[name].detach().to(parameter.tensor, copy=True))
                 for module, attribute in parameter.places:
                     module._parameters[attribute] = own
         return net
 
     def _sites_in_state(self, prefix: str) -> dict[str, Tensor]:
         """Return what is in the places of the sites, by its names in a state dict."""
-        sites = {id(own) for own in self.in_places().values()}
+        sites = {id(own) for own in self._in_places().values()}
         named = self.net.named_parameters(f"{prefix}net", remove_duplicate=False)
         return {name: held for name, held in named if id(held) in sites}
 
@@ -459,11 +385,9 @@ class BNN(Saved, nn.Module):
             is_finite = name in trained or str(name).startswith(parts)
             if bool((~value.isfinite() if is_finite else value.isnan()).any()):
                 what = "NaN" if bool(value.isnan().any()) else "infinities"
-                raise RuntimeError(
-                    f"{name} of the state dict has {what} in it; the BNN is as it was"
-                )
+                raise RuntimeError(f"{name} of the state dict has {what}; the BNN is as it was")
 
-    def parameter_kinds(self) -> dict[str, str]:
+    def _parameter_kinds(self) -> dict[str, str]:
         """Return the kind of each trainable parameter: `loc`, `scale` or `deterministic`."""
         kinds = {
             f"{part}.{name}": kind

@@ -396,6 +396,6 @@ def map_batches(
     if is_loader(given) and not isinstance(given, list):
         again.start()  # before the loader takes random numbers
     for rows, labels in batches_to_predict(given, targets, batch_size):
-        with bnn.predicting(gradients):
+        with bnn._predicting(gradients):
             found.append(function(rows, labels, again))
     return concatenated(found, dim)

@@ -208,7 +208,7 @@ class MCMCRun:
                     "out for a new one"
                 )
         ours, given = tree_leaves(self.data), tree_leaves(data)
-        like = self.potential.bnn.like
+        like = self.potential.bnn._like
         is_same = len(ours) == len(given) and all(map(_is_same, ours, given))
         if not is_same or like.dtype != self.run.starts.dtype:
             raise ValueError(

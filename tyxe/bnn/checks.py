@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributions as td
@@ -16,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from tyxe import check
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.reading import look_at_sites
-from tyxe.check import described
 from tyxe.curvature.linearize import check_is_tensor
 from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.errors import warn
@@ -51,28 +49,20 @@ def check_options(beta: Any, clip_norm: float | None) -> None:
     """Raise for a weight of the KL that is no number from 0, or a norm that is not positive."""
     if not callable(beta):
         check_beta(beta)
-    if clip_norm is not None and not isinstance(clip_norm, SupportsFloat):
-        raise TypeError(f"clip_norm is {described(clip_norm)}; expected a positive number")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm is {clip_norm}; expected a positive number")
+    if clip_norm is not None:
+        check.number("clip_norm", clip_norm, above=0)
 
 
 def check_beta(beta: Any, epoch: int | None = None) -> float:
     """Return the KL's weight, of an epoch where it is a function of that; raise if it is none."""
-    what, hint = (
-        ("beta", ", or a function of the epoch") if epoch is None else (f"beta({epoch})", "")
-    )
-    if not isinstance(beta, SupportsFloat):
-        raise TypeError(f"{what} is {described(beta)}; expected a number{hint}")
-    if not 0 <= float(beta) < math.inf:
-        raise ValueError(f"{what} is {beta}; expected 0 or more{hint}")
-    return float(beta)
+    if epoch is not None:
+        return check.number(f"beta({epoch})", beta, least=0)
+    return check.number("beta", beta, least=0, hint=", or a function of the epoch")
 
 
 def check_callback(callback: Any, name: str = "callback") -> None:
     """Raise a TypeError for what is called after epochs, or members, and is no function."""
-    if callback is not None and not callable(callback):
-        raise TypeError(f"{name} is {described(callback)}; expected a function, or None")
+    check.one_of(name, callback, Callable | None, "a function, or None")
 
 
 def check_one_batch(
@@ -83,7 +73,7 @@ def check_one_batch(
     The net runs once with a draw, in eval mode and without gradients, and the random generators are
     set back afterwards. Sites that it does not read are looked for.
     """
-    with torch_rng_kept(), bnn.predicting():
+    with torch_rng_kept(), bnn._predicting():
         predictions = bnn.run_net(draw(), inputs)
         check_is_tensor(predictions)
         bnn.likelihood.check_batch(predictions, targets)
@@ -98,7 +88,7 @@ def check_is_finite(inputs: Inputs) -> None:
 
 
 def warn_of_size(points: int, size: int) -> bool:
-    """Warn of an epoch with far fewer points than a data set, or more; say whether this is so."""
+    """Warn of an epoch with far fewer points than a data set, or more; return whether it is so."""
     if not points:
         warn("no point of an epoch counts, so that the prior is all: look for NaN in targets")
         return True
@@ -118,7 +108,7 @@ def refuse_nonfinite(
 ) -> None:
     """Raise for a step whose loss or gradient is not finite: targets that do not fit come first."""
     for inputs, targets in batches:
-        check_one_batch(bnn, bnn.one_draw, inputs, targets)
+        check_one_batch(bnn, bnn._one_draw, inputs, targets)
     raise RuntimeError(nonfinite_message(bnn, terms))
 
 
@@ -127,26 +117,23 @@ def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:
     name = bnn.likelihood.data_name
     if not bool(terms.data.isfinite()):
         where = f"the log-likelihood at site {name!r} is {terms.data.item()}"
-        broken = [
-            n for n, v in terms.values.items() if not bool(torch.as_tensor(v + 0).isfinite().all())
-        ]
-        if broken:
-            where += f", with non-finite draws of {', '.join(broken)}"
+        if broken := _not_finite({name: value + 0 for name, value in terms.values.items()}):
+            where += f", with non-finite draws of {broken}"
         else:
             where += ": look for inputs or targets that are not finite, or outputs that overflow"
     elif not bool(terms.kl.isfinite()):
         where = "the KL is not finite" + _bad_kl_sites(bnn)
     else:
-        bad = [
-            name
-            for name, p in bnn.named_parameters()
-            if p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
-        where = f"the gradient is not finite at {', '.join(bad)}"
+        gradients = {name: p.grad for name, p in bnn.named_parameters() if p.grad is not None}
+        where = f"the gradient is not finite at {_not_finite(gradients)}"
     return (
         f"training stopped: {where}. The parameters are those before this step; a smaller "
         "learning rate, clip_norm, or smaller initial scales usually help"
     )
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(name for name, tensor in tensors.items() if not tensor.isfinite().all())
 
 
 def _posterior_of(bnn: SupervisedBNN) -> dict[str, td.Distribution]:
@@ -157,15 +144,13 @@ def _posterior_of(bnn: SupervisedBNN) -> dict[str, td.Distribution]:
 
 def _bad_kl_sites(bnn: SupervisedBNN) -> str:
     priors = {bnn.net_prior.prefix + name: prior for name, prior in bnn.net_prior.priors()}
-    bad = []
+    densities = {}
     for name, q in _posterior_of(bnn).items():
         prior = priors.get(name)
         if isinstance(prior, td.Distribution) and not isinstance(prior, JointMarginal):
-            with torch.no_grad():
-                value = q.rsample() if q.has_rsample else q.sample()
-                if not bool(prior.log_prob(value).isfinite().all()):
-                    bad.append(name)
-    return f" at {', '.join(bad)}" if bad else ""
+            densities[name] = prior.log_prob(q.sample())
+    bad = _not_finite(densities)
+    return f" at {bad}" if bad else ""
 
 
 def warn_of_result(bnn: SupervisedBNN, history: History) -> None:
@@ -183,7 +168,7 @@ def warn_of_result(bnn: SupervisedBNN, history: History) -> None:
         warn(
             f"the weighted KL ({weighted:.3g} nats) dwarfs the data ({data:.3g} nats): the bound "
             "says more about the prior than about them. Check dataset_size; train on, with "
-            "lr_multipliers={'scale': 10} if scales started small; or weigh the KL by beta < 1",
+            "lr_multipliers={'scale': 10} if scales started small; or weigh the KL by beta < 1"
         )
     if not is_map:
         _warn_of_scales(bnn)

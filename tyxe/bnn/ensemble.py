@@ -12,32 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, map_batches
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.checks import check_callback
-from tyxe.bnn.intervals import Intervals
-from tyxe.bnn.laplace import LaplaceBNN
+from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.bnn.scoring import check_evaluation, reduced, weights_of
-from tyxe.bnn.stacked import fit_stacked
-from tyxe.bnn.training import bars_named
-from tyxe.bnn.variational import VariationalBNN
+from tyxe.bnn.scoring import Intervals, check_evaluation, evaluated
 from tyxe.check import described
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
 from tyxe.priors import Prior
-from tyxe.processes import all_or_none, shared
-from tyxe.rng import RandomStream
 from tyxe.util import Inputs, outside_inference
-
-# Arguments of a fit of all members in one tensor.
-_OF_STACKED = {
-    *("optim", "num_epochs", "device", "beta", "clip_norm", "progress", "unpack"),
-    *("validation", "patience", "restore_best"),
-}
 
 
 class EnsembleBNN(Intervals, Saved, nn.Module):
@@ -93,13 +80,10 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 "index to a new BNN, lambda index: tyxe.VariationalBNN(...)"
             )
         members = [make_member(index) for index in range(num_members)]
+        expected = "a BNN that predicts, such as tyxe.VariationalBNN(net, prior, likelihood)"
         for member in members:
-            if not isinstance(member, SupervisedBNN):
-                raise TypeError(
-                    f"make_member made {described(member)}; expected a BNN that predicts, such as "
-                    "tyxe.VariationalBNN(net, prior, likelihood)"
-                )
-        _check_apart(members)
+            check.one_of("what make_member made", member, SupervisedBNN, expected)
+        check_apart(members)
         self.members = nn.ModuleList(members)
         self.weights: Tensor | None
         self.register_buffer("weights", _checked_weights(weights, num_members))
@@ -107,13 +91,13 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         self._left: dict[int, int] = {}
 
     @property
+    def _bnns(self) -> list[SupervisedBNN]:
+        return list(self.members)  # type: ignore[arg-type]
+
+    @property
     def likelihood(self) -> Likelihood:  # type: ignore[override]
         """The first member's likelihood."""
         return self._bnns[0].likelihood
-
-    @property
-    def _bnns(self) -> list[SupervisedBNN]:
-        return list(self.members)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ fit
 
@@ -166,91 +150,28 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             seeds = torch.randint(2**62, (len(self.members),)).tolist()
             self._left = dict(enumerate(seeds))
         asked = len(self._left)
+        given = data_loader, *arguments
         try:
+            if vectorize and process_group is not None:
+                raise TypeError("vectorize=True fits in one process: leave one of them out")
             if vectorize:
-                options |= {} if process_group is None else {"process_group": process_group}
-                return self._fit_stacked(data_loader, arguments, options)
+                return fit_together(self, *given, **options)
             if process_group is not None:
-                given = member_callback, data_loader, *arguments
-                return self._fit_shares(process_group, *given, **options)
-            return self._fit_left(member_callback, data_loader, *arguments, **options)
+                return fit_shares(self, process_group, member_callback, *given, **options)
+            return fit_in_turn(self, member_callback, *given, **options)
         except (TypeError, ValueError):
             if len(self._left) == asked:  # nothing has begun
                 self._left = before
             raise
 
-    def _fit_left(self, member_callback: Any, *arguments: Any, **options: Any) -> list[Any]:
-        """Fit one after the other the members that are left."""
-        found = []
-        for index, seed in list(self._left.items()):
-            member: Any = self.members[index]
-            before = copy.deepcopy(member.state_dict())
-            try:
-                with RandomStream(seed), bars_named(f"member {index + 1}/{len(self.members)}"):
-                    found.append(member.fit(*arguments, **options))
-            except BaseException:
-                member.load_state_dict(before, strict=False)  # also to no samples
-                raise
-            del self._left[index]
-            if member_callback is not None:
-                member_callback(self, index)
-        return found
-
-    def _fit_shares(self, group: Any, *arguments: Any, **options: Any) -> list[Any]:
-        """Fit this process's share of the members that are left, and take the others'."""
-        rank, world = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-        left = shared(self._left, 0, group)
-        owners = {index: place % world for place, index in enumerate(left)}
-        self._left = {index: seed for index, seed in left.items() if owners[index] == rank}
-        own = list(self._left)
-        try:
-            with all_or_none(group):
-                histories = dict(zip(own, self._fit_left(*arguments, **options), strict=True))
-        finally:
-            self._left = left
-        found = []
-        for index, owner in owners.items():
-            member = self._bnns[index]
-            mine = (member.state_dict(), histories[index]) if owner == rank else None
-            state, history = shared(mine, owner, group)
-            if owner != rank:
-                member.load_state_dict(state)
-            found.append(history)
-        self._left = {}
-        return found
-
-    def _fit_stacked(
-        self, data_loader: Iterable[Any], arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> list[Any]:
-        """Fit the members that are left all at once."""
-        others = options.keys() - _OF_STACKED
-        if len(arguments) > 2 or others:
-            raise TypeError(
-                f"vectorize=True takes {', '.join(sorted(_OF_STACKED))}, from device on by name, "
-                f"and not {', '.join(others) or described(arguments[2])}: leave vectorize out"
-            )
-        members, seeds = [self._bnns[i] for i in self._left], [*self._left.values()]
-        with ExitStack() as stack:
-            for member in members:
-                if getattr(type(member), "fit", None) is not VariationalBNN.fit:
-                    raise TypeError(
-                        f"vectorize=True trains VariationalBNNs, and not a {type(member).__name__}:"
-                        " leave vectorize out"
-                    )
-                stack.enter_context(fitting(member, train=True))
-                stack.enter_context(prior_fixed(member))
-            found = fit_stacked(members, seeds, data_loader, *arguments, **options)
-        self._left = {}
-        return found
-
     # ------------------------------------------------------------------ predict
 
-    def to_evaluate(self, loader: Any, unpack: Unpack | None = None) -> Any:
+    def _to_evaluate(self, loader: Any, unpack: Unpack | None = None) -> Any:
         """Return a loader, or a list, of batches as evaluations take them."""
-        return self._bnns[0].to_evaluate(loader, unpack)
+        return self._bnns[0]._to_evaluate(loader, unpack)
 
     @contextmanager
-    def predicting(self, gradients: bool = False) -> Iterator[None]:
+    def _predicting(self, gradients: bool = False) -> Iterator[None]:
         """Run the members in eval mode, and with or without gradients."""
         if self._left:
             warn(
@@ -259,7 +180,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             )
         with ExitStack() as stack:
             for member in self._bnns:
-                stack.enter_context(member.predicting(gradients))
+                stack.enter_context(member._predicting(gradients))
             yield
 
     def predict(
@@ -343,37 +264,32 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
                 Gaussian outputs.
         """
         num_predictions = check.count("num_predictions", num_predictions, 0)
-        y = None if y is None else self.likelihood.from_loader(y)
-        check_evaluation(input_data, y, reduction, process_group)
-        scorers = [m.scorer(num_predictions, aggregate, **options) for m in self._bnns]
+        y = check_evaluation(self, input_data, y, reduction, process_group)
+        scorers = [m._scorer(num_predictions, aggregate, **options) for m in self._bnns]
         draws = DrawsOfEach()
 
-        def one(
-            inputs: Inputs, targets: Any, again: ReplayedDraws
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            weights = weights_of(self.likelihood, targets)
-            found = [score(inputs, targets, own) for score, own in draws.over(scorers, again)]
+        def score(inputs: Inputs, targets: Any, again: ReplayedDraws) -> tuple[Tensor, Tensor]:
+            found = [one(inputs, targets, own) for one, own in draws.over(scorers, again)]
             if not aggregate:
-                return (
-                    _of_draws([s.error for s in found]),
-                    _of_draws([s[1] for s in found]),
-                    weights,
-                )
-            logs = torch.stack([scores.log_likelihood for scores in found], -1)
-            together = (logs + self._shares().to(logs).log()).logsumexp(-1)
+                return _of_draws([s.error for s in found]), _of_draws([s[1] for s in found])
             predictions: list[Any] = [scores.prediction for scores in found]
             if predictions[0] is None:  # all points are masked
-                return *found[0][:2], weights
+                return found[0][:2]
+            logs = torch.stack([scores.log_likelihood for scores in found], -1)
+            together = (logs + self._shares().to(logs).log()).logsumexp(-1)
             prediction = mixed(self.likelihood, predictions, self.weights)
             kept, _ = self.likelihood.counted(targets)
-            return self.likelihood.errors(prediction, kept), together, weights
+            return self.likelihood.errors(prediction, kept), together
 
-        loader = self.to_evaluate(input_data, unpack)
-        with all_or_none(process_group):
-            found = map_batches(self, (loader,), batch_size, one, -1, y)
-        return reduced(self.likelihood, found, reduction, process_group)
+        how = reduction, batch_size, unpack, process_group
+        return evaluated(self, score, input_data, y, *how)
 
     def draw_weights(self, count: int) -> Tensor | None:
+        """Return how much each of so many draws counts, which sum to one; None for all alike.
+
+        They are those of `predict(..., aggregate=False)`, and of use to what takes stacked draws,
+        such as `tyxe.predictive.entropy_decomposition`.
+        """
         if self.weights is None:
             return None
         each = count // len(self.members)
@@ -384,8 +300,8 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         return torch.full([count], 1 / count) if self.weights is None else self.weights
 
     @property
-    def averages_norms(self) -> bool:
-        return any(member.averages_norms for member in self.members)
+    def _averages_norms(self) -> bool:
+        return any(member._averages_norms for member in self.members)
 
     def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
         """Average statistics of norms anew, see `SupervisedBNN.update_norm_statistics`."""
@@ -417,30 +333,29 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load a state dict into all members, or raise a RuntimeError and change nothing."""
-        parts: dict[str, dict[str, Any]] = {}
-        for name, value in state_dict.items():
-            start, _, rest = name.removeprefix("members.").partition(".")
-            parts.setdefault(start if name.startswith("members.") else "", {})[rest or name] = value
-        own = parts.pop("", {})
-        expected = {str(index) for index in range(len(self.members))}
-        weights = {} if self.weights is None else {"weights": self.weights.shape}
-        if parts.keys() != expected or {n: v.shape for n, v in own.items()} != weights:
+        prefixes = [f"members.{index}." for index in range(len(self.members))]
+        parts = [
+            {n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)}
+            for prefix in prefixes
+        ]
+        others = [name for name in state_dict if not name.startswith(tuple(prefixes))]
+        if others != ([] if self.weights is None else ["weights"]) or not all(parts):
             raise RuntimeError(
-                f"the state dict does not fit this ensemble of {len(expected)} members, which was "
-                f"left as it was: it has {len(parts)} members and {', '.join(own) or 'no weights'}"
+                f"the state dict does not fit this ensemble of {len(parts)} members, which was "
+                "left as it was: it is of another number, or one of the two has weights"
             )
         try:
-            _checked_weights(own.get("weights"), len(expected))
+            weights = _checked_weights(state_dict.get("weights"), len(parts))
         except ValueError as error:
             raise RuntimeError(f"{error} in the state dict; the ensemble is as it was") from None
         with ExitStack() as undone:
-            for index, member in enumerate(self._bnns):
+            for member, part in zip(self._bnns, parts, strict=True):
                 before = copy.deepcopy(member.state_dict())
                 undone.callback(member.load_state_dict, before, strict=False)
-                member.load_state_dict(parts[str(index)], strict, assign)
+                member.load_state_dict(part, strict, assign)
             undone.pop_all()
         if self.weights is not None:
-            self.weights = own["weights"].to(self.weights)
+            self.weights = weights.to(self.weights)  # type: ignore[union-attr]
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state, and which members the last fit has not finished, with their seeds."""
@@ -474,41 +389,3 @@ def _checked_weights(weights: Any, count: int) -> Tensor | None:
             f"weights are {found.tolist()}; expected {count} numbers, not negative and not all 0"
         )
     return found / found.sum()
-
-
-def _check_apart(members: list[SupervisedBNN]) -> None:
-    """Raise for members that are no mixture, and warn of ones that are all the same."""
-    kinds = {_meaning(member.likelihood): None for member in members}
-    if len(kinds) > 1:
-        raise ValueError(f"the members have likelihoods of several kinds: {', '.join(kinds)}")
-    owners: dict[int, int] = {}
-    for index, member in enumerate(members):
-        trained = {n: p for n, p in member.named_parameters() if p.requires_grad}
-        for name, tensor in {**trained, **member.in_places()}.items():
-            first = owners.setdefault(tensor.data_ptr() or id(tensor), index)
-            if first != index:
-                raise ValueError(
-                    f"members {first} and {index} share {name!r}: make_member has to make a BNN, "
-                    "with a copy of its own of all that is fitted, each time that it is called"
-                )
-    # Chains start at draws from their prior.
-    given = [m for m in members if isinstance(m, VariationalBNN | LaplaceBNN)]
-    starts = [{**dict(m.named_parameters()), **m.in_places()} for m in given]
-    if len(starts) > 1 and all(_same(starts[0], other) for other in starts[1:]):
-        warn(
-            "all members start at the same weights, so that they differ by the order of batches "
-            "alone: call tyxe.util.reset_parameters_(net), perhaps of its head, in make_member"
-        )
-
-
-def _meaning(likelihood: Likelihood) -> str:
-    """Say what predictions mean by a likelihood, whose noise and size may be others."""
-    names = [
-        n for n in ("logit_predictions", "positive_scale", "event_dim") if n in vars(likelihood)
-    ]
-    how = (f"{name}={getattr(likelihood, name)}" for name in names)
-    return f"{type(likelihood).__name__}({', '.join(how)})"
-
-
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.base import fitting
 from tyxe.bnn.batches import collect, split_rows, take_rows
 from tyxe.bnn.predict import SupervisedBNN
+from tyxe.bnn.runtime import fitting
 from tyxe.curvature import Linearization, jacobian
 from tyxe.curvature.collect import check_blocks
 from tyxe.laplace import LaplaceState
@@ -51,8 +51,7 @@ class GPOnSubset(nn.Module):
             raise ValueError(
                 f"num_points is {num_points}; expected 1 to {total}, the points that count"
             )
-        if not factor > 0:
-            raise ValueError(f"factor is {factor}; it multiplies a precision: expected above 0")
+        check.number("factor", factor, above=0)
         if self.num_points < total:
             chosen = torch.randperm(total)[: self.num_points]
             inputs, targets = take_rows(inputs, chosen), targets[chosen.to(targets.device)]
@@ -71,7 +70,7 @@ class GPOnSubset(nn.Module):
         # States are immutable, so identity tells them apart.
         if self._of is None or self._of[0] is not state or self._of[1] != size:
             self._of = state, size, self._process(bnn, state)
-        linear = bnn.linearize(inputs, torch.is_grad_enabled())
+        linear = bnn._linearize(inputs, torch.is_grad_enabled())
         outputs = linear.result(linear.outputs)
         covariance = outputs.new_zeros(0, *2 * [outputs.shape[1:].numel()])
         if linear.points:
@@ -85,7 +84,7 @@ class GPOnSubset(nn.Module):
         features, roots = [], []
         pieces = [inputs] if self.num_points <= POINTS else split_rows(inputs, POINTS)
         for piece, own in zip(pieces, self.targets.split(POINTS), strict=True):
-            linear = bnn.linearize(piece)
+            linear = bnn._linearize(piece)
             features.append(_features(linear, state))
             roots.append(hessian_root(bnn.likelihood, linear.outputs.detach(), own.to(device)))
         factor = self.factor * bnn.likelihood.dataset_size / self.weight
@@ -136,8 +135,8 @@ class RefinedPosterior:
         Raises:
             RuntimeError: the BNN's weights have changed since the refinement.
         """
-        linear = self.bnn.linearize(inputs, torch.is_grad_enabled())
-        now = linear.blocks.flatten(self.bnn.mean_values())
+        linear = self.bnn._linearize(inputs, torch.is_grad_enabled())
+        now = linear.blocks.flatten(self.bnn._mean_values())
         if not torch.equal(now, self.loc.to(now)):
             raise RuntimeError(
                 "the net's weights have changed since they were refined: call refine again"
@@ -170,8 +169,8 @@ def refined(
     if state.curvature_weight != 1:
         raise ValueError(
             f"curvature_weight is {state.curvature_weight:g}: it weighs the curvature and not the "
-            "fit, so that there is no one objective to refine; set bnn.curvature_weight = 1.0 for "
-            "the refinement"
+            "fit, so that there is no one objective to refine; set bnn.options = "
+            "dataclasses.replace(bnn.options, curvature_weight=1.0) for the refinement"
         )
     with fitting(bnn, train=False):
         model = linear_model(bnn, state, batches)
@@ -186,7 +185,7 @@ def linear_model(
     rows, outputs, targets = [], [], []
     points = 0
     for inputs, labels in batches:
-        linear = bnn.linearize(inputs)
+        linear = bnn._linearize(inputs)
         check_blocks(state.blocks, linear.blocks)
         bnn.likelihood.check_batch(linear.outputs.detach(), labels)
         if bnn.likelihood.observed(labels).counts() is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from pyro.infer.mcmc.api import MCMC
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from tyxe import check
-from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import OwnBatches, collect
 from tyxe.bnn.chains import (
     MCMCRun,
@@ -31,21 +28,19 @@ from tyxe.bnn.chains import (
 )
 from tyxe.bnn.checks import check_one_batch
 from tyxe.bnn.potential import BatchPotential, Potential, points_of, starts_of
-from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.bnn.runtime import fitting, prior_fixed
+from tyxe.bnn.sample_posterior import SamplePosterior
 from tyxe.data import Output, Targets, Unpack, masked_targets
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
-from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
-from tyxe.priors.sites import SitePriors
 from tyxe.processes import all_or_none, shared
 from tyxe.rng import RandomStream
 from tyxe.samplers import Kernel, WarmStart
-from tyxe.threads import exclusive
-from tyxe.util import Inputs, at_least_float32, outside_inference, unwrapped
+from tyxe.util import outside_inference, unwrapped
 
 
-class MCMC_BNN(SupervisedBNN):
+class MCMC_BNN(SamplePosterior):
     """Any net with posterior samples of its weights, from several chains at once.
 
     The net runs in eval mode, and in train mode for kernels that take mini-batches. The
@@ -88,26 +83,18 @@ class MCMC_BNN(SupervisedBNN):
         output: Output | None = None,
     ) -> None:
         super().__init__(net, prior, likelihood, name, output=output)
-        if not callable(kernel_builder) and not isinstance(kernel_builder, Kernel):
-            raise TypeError(
-                f"kernel_builder is a {type(kernel_builder).__name__}; expected a kernel such as "
-                "tyxe.samplers.NUTS(), or a class or functools.partial of one of pyro.infer.mcmc"
-            )
+        if not callable(kernel_builder) or isinstance(kernel_builder, MCMCKernel):
+            pyro = "or a class or functools.partial of one of pyro.infer.mcmc"
+            expected = f"a kernel such as tyxe.samplers.NUTS(), {pyro}"
+            check.one_of("kernel_builder", kernel_builder, Kernel, expected)
         if not len(self.net_prior) and not likelihood.latent_priors():
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
         kind, _ = unwrapped(kernel_builder)
-        if isinstance(kind, type) and issubclass(kind, nn.Module):
-            raise TypeError(f"{kind.__name__} is a guide; use it with tyxe.VariationalBNN")
         trained = [name for name, p in self.likelihood.named_parameters() if p.requires_grad]
         if trained:
             raise ValueError(
                 f"MCMC trains no parameters, and the likelihood has {', '.join(trained)}: pass its "
                 "scale as a number, or as a distribution, which is sampled"
-            )
-        if isinstance(kind, MCMCKernel):
-            raise TypeError(
-                f"kernel_builder is a {type(kind).__name__} already built; pass its class, or a "
-                "functools.partial of it: the BNN builds it on its own model"
             )
         self.kernel: Kernel | None = None
         if isinstance(kernel_builder, Kernel):
@@ -116,10 +103,10 @@ class MCMC_BNN(SupervisedBNN):
             self.kernel = built(kernel_builder, kind)
         of_class = kind if isinstance(kind, type) else type(kind)
         if issubclass(of_class, Kernel | HMC):
-            check_continuous(of_class.__name__, likelihood, self.net_prior, self.in_places())
+            check_continuous(of_class.__name__, likelihood, self.net_prior, self._in_places())
         self.kernel_builder = kernel_builder
-        self._chains: MCMCRun | None = None
         self.samples = Samples({})
+        self._chains = None
 
     def fit(
         self,
@@ -189,7 +176,7 @@ class MCMC_BNN(SupervisedBNN):
             check.count("warmup_steps", warmup_steps, 0)
         if num_chains is not None:
             check.count("num_chains", num_chains)
-        loader = self.to_fit([data_loader] if batch_data else data_loader, unpack)
+        loader = self._to_fit([data_loader] if batch_data else data_loader, unpack)
         by_batch = self.kernel is not None and self.kernel.takes_batches
         data = collect(loader, device) if not by_batch else OwnBatches(loader, device, 0).take()
         targets = Targets.of(data[1])
@@ -200,13 +187,6 @@ class MCMC_BNN(SupervisedBNN):
             check_one_batch(self, self.net_prior, *data)
             points = None if by_batch else points_of(self, data[1])
             self._warn_of_setting(points, is_masked)
-            known = [field.name for field in dataclasses.fields(RunOptions)]
-            wrong = [name for name in options if (name in known) == (self.kernel is None)]
-            if wrong:
-                usual = "warmup_steps, num_chains, progress"
-                ours = f"tyxe.samplers; expected {', '.join([usual, *known])}"
-                whose = ours if self.kernel else "Pyro; expected those of pyro.infer.MCMC"
-                raise TypeError(f"fit has no option {', '.join(wrong)} for kernels of {whose}")
             if self.kernel is None:
                 given = {"warmup_steps": warmup_steps, "num_chains": num_chains, **options}
                 given = {name: value for name, value in given.items() if value is not None}
@@ -287,8 +267,7 @@ class MCMC_BNN(SupervisedBNN):
         potential = Potential(copy.copy(self), *data, kernel.temperature)
         starts = starts_of(potential, init, num_chains, data[1], progress)
         estimates = None if batches is None else BatchPotential(potential, starts, *batches)
-        short = kernel.check(num_warmup)
-        if short is not None:
+        if (short := kernel.check(num_warmup)) is not None:
             warn(short)
         run = make_run(kernel, potential, starts, num_samples, num_warmup, options, estimates)
         file = SampleFile.of(run.kept.positions)
@@ -336,7 +315,7 @@ class MCMC_BNN(SupervisedBNN):
             ValueError: a number of starts that is not `num_chains`; a start of a site that is
                 missing, of another shape, not finite, or without density.
         """
-        data = collect(self.to_fit(data_loader), None)
+        data = collect(self._to_fit(data_loader), None)
         with fitting(self, train=False):
             check_one_batch(self, self.net_prior, *data)
             potential = Potential(self, *data)
@@ -346,20 +325,13 @@ class MCMC_BNN(SupervisedBNN):
     def _fit_by_pyro(
         self, data: tuple[Any, Tensor], num_samples: int, options: dict[str, Any]
     ) -> MCMC:
+        expected = "a kernel of Pyro's MCMC, such as pyro.infer.mcmc.NUTS(model)"
         kernel = self.kernel_builder(self.model)
-        if not isinstance(kernel, MCMCKernel):
-            raise TypeError(
-                f"kernel_builder made a {type(kernel).__name__}; expected a kernel of Pyro's "
-                "MCMC, such as pyro.infer.mcmc.NUTS(model)"
-            )
+        check.one_of("what kernel_builder made", kernel, MCMCKernel, expected)
         mcmc = MCMC(kernel, num_samples, **options)
         mcmc.run(*data)
         self._take(mcmc.get_samples(group_by_chain=True))
         return mcmc
-
-    def _take(self, samples: dict[str, Tensor], file: SampleFile | None = None) -> None:
-        with exclusive():
-            self.samples.replace(samples, file)
 
     def _warn_of_setting(self, points: float | None, is_masked: bool) -> None:
         if am_i_wrapped() and not is_masked:
@@ -368,157 +340,8 @@ class MCMC_BNN(SupervisedBNN):
         if points not in (None, size):
             warn(
                 f"the likelihood was built with dataset_size={size}, but there are {points:g} "
-                f"points: each counts {size / points:.3g} times",
+                f"points: each counts {size / points:.3g} times"
             )
-        hidden = [name for name, p in self.net.named_parameters() if p.requires_grad]
+        hidden = ", ".join(n for n, p in self.net.named_parameters() if p.requires_grad)
         if hidden:
-            warn(
-                f"MCMC does not fit {', '.join(hidden)}, which the prior hides; they stay as "
-                "they came with the net",
-            )
-
-    def get_samples(self) -> dict[str, Tensor]:
-        """Return the samples of all chains together, `(chains * samples, ...)`, by joint name.
-
-        Raises:
-            RuntimeError: there are no samples yet; all methods that need them raise this as well.
-        """
-        if not len(self.samples):
-            raise RuntimeError(
-                "there are no samples yet; call fit(data_loader, num_samples), or load a state "
-                "dict that has some"
-            )
-        return {name: value.flatten(0, 1) for name, value in self.samples.items()}
-
-    def draws(self, num_predictions: int) -> Iterator[Values]:
-        """Return samples that are spread evenly over all chains."""
-        samples = self.get_samples()
-        total = len(next(iter(samples.values())))
-        middles = (2 * index + 1 for index in range(num_predictions))
-        positions = (middle * total // (2 * num_predictions) % total for middle in middles)
-        return (self.for_net({n: value[p] for n, value in samples.items()}) for p in positions)
-
-    def one_draw(self) -> Values:
-        samples = self.get_samples()
-        position = int(torch.randint(len(next(iter(samples.values()))), ()))
-        return self.for_net({name: value[position] for name, value in samples.items()})
-
-    def mean_values(self) -> Values:
-        """Return the mean of the samples."""
-        samples = self.get_samples().items()
-        return self.for_net({name: at_least_float32(value).mean(0) for name, value in samples})
-
-    def gaussian_predictives(self) -> Mapping[str, Outputs]:
-        """Return none, because samples are not Gaussian."""
-        return {}
-
-    def _follow_prior(self, priors: SitePriors) -> None:
-        """Keep the samples, and forget the run, whose target has changed."""
-        self._chains = None
-
-    @outside_inference()
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state dict and its samples, or raise an error and change nothing.
-
-        Args:
-            state_dict: that of such a BNN.
-            strict: refuse a state without samples where there are some, which are lost else.
-            assign: as in `torch.nn.Module`.
-
-        Raises:
-            RuntimeError: the state dict, or its samples, do not fit this BNN; NaN in it.
-        """
-        with exclusive():
-            samples, file, chains = dict(self.samples.items()), self.samples.file, self._chains
-            try:
-                found = super().load_state_dict(state_dict, strict, assign)
-            except RuntimeError:
-                self.samples.replace(samples, file)
-                self._chains = chains
-                raise
-            if not any(name.startswith("samples.") for name in state_dict):
-                self.samples.replace({})
-            return found
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        start = f"{prefix}samples."
-        given = {n.removeprefix(start): v for n, v in state_dict.items() if n.startswith(start)}
-        if given:
-            unexpected += [start + name for name in self._check_samples(given)]
-        rest = metadata, strict, missing, unexpected, errors
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def _check_samples(self, given: Mapping[str, Any]) -> set[str]:
-        """Raise a RuntimeError for samples of another BNN; return names that are not known."""
-        latents = self.likelihood.latent_priors().items()
-        expected = {name: [*shape] for name, shape in self.site_shapes().items()} | {
-            f"{self.likelihood.prefix}.{name}": [*prior.batch_shape, *prior.event_shape]
-            for name, prior in latents
-        }
-        shapes = {n: [*value.shape] for n, value in given.items() if isinstance(value, Tensor)}
-        wrong = given.keys() - shapes.keys()
-        wrong |= {n for n, shape in expected.items() if shapes.get(n, [None])[2:] != shape}
-        wrong |= expected.keys() - shapes.keys()
-        counts = {tuple(shape[:2]) for shape in shapes.values()}
-        if wrong or len(counts) > 1 or any(len(one) < 2 or 0 in one for one in counts):
-            raise RuntimeError(
-                f"its samples are those of another BNN: {', '.join(sorted(wrong))} in "
-                f"{sorted(counts)} chains and samples"
-            )
-        if not all(isinstance(prior, Distribution) for _, prior in self.net_prior.priors()):
-            return set()  # hierarchical priors have variables of their own
-        return given.keys() - expected.keys() - set(self.samples)
-
-    def to_arviz(self, inputs: Inputs | None = None) -> Any:
-        """Return samples as ArviZ's `InferenceData`, for `az.summary` (R-hat, ESS) and plots.
-
-        Args:
-            inputs: the predictions for these, the net's outputs, in place of the samples. Nets have
-                many equivalent sets of weights, so that chains that agree show it in these only.
-
-        Raises:
-            ImportError: ArviZ is not installed.
-        """
-        try:
-            import arviz
-        except ImportError:
-            raise ImportError('to_arviz needs ArviZ: pip install -e ".[mcmc]"') from None
-        self.get_samples()
-        if inputs is None:
-            posterior = {name: value.cpu().numpy() for name, value in self.samples.items()}
-        else:
-            chains, count = next(iter(self.samples.items()))[1].shape[:2]
-            outputs = self.predict(inputs, num_predictions=chains * count, aggregate=False)
-            posterior = {"predictions": outputs.unflatten(0, (chains, count)).cpu().numpy()}
-        return arviz.from_dict(posterior=posterior)
-
-    def summary(self, inputs: Inputs | None = None) -> Any:
-        """Return a table of means, rank-normalised R-hat, and bulk and tail ESS (of ArviZ).
-
-        Its rows are predictions for inputs, or the weights where there are none.
-
-        Raises:
-            ImportError: ArviZ is not installed.
-
-        Reference:
-            Vehtari et al. 2021.
-        """
-        found = self.to_arviz(inputs)
-        import arviz
-
-        return arviz.summary(found)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Without the run, whose programs and generator belong to this object.
-        return {**self.__dict__, "_chains": None}
+            warn(f"MCMC does not fit {hidden}, which the prior hides; they stay as they were")

@@ -90,7 +90,7 @@ class Potential:
 
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the vector `(d,)` of sites' values."""
-        like = self.bnn.like
+        like = self.bnn._like
         found = {n: self.transforms[n](v) if n in self.transforms else v for n, v in values.items()}
         return self.blocks.flatten({n: v.to(like) for n, v in found.items()})
 
@@ -177,7 +177,7 @@ class Potential:
     def _prepare_likelihood(self, targets: Tensor) -> None:
         """Check the targets at the net's own values, and compute what is the same in each call."""
         likelihood, means = self.bnn.likelihood, self.bnn.likelihood.prior_means()
-        predictions = at_least_float32(self._net(self.bnn.in_places()))
+        predictions = at_least_float32(self._net(self.bnn._in_places()))
         with unvalidated():  # only shapes matter at the net's own values
             likelihood.log_likelihood(predictions, targets, "sum", means)
             support = likelihood.predictive_distribution(predictions, means).support
@@ -199,7 +199,7 @@ class Potential:
 
     def _prepare_normals(self, shapes: Mapping[str, Size]) -> None:
         """Prepare `sum_i precision_i (w_i - loc_i)^2 + constant`; other sites have precision 0."""
-        like = self.bnn.like
+        like = self.bnn._like
         locs, precisions = {}, {}
         self._constant = like.new_zeros(())
         for name, shape in shapes.items():
@@ -400,7 +400,7 @@ def _from_prior(potential: Potential) -> dict[str, Tensor]:
 
 
 def _from_net(bnn: SupervisedBNN) -> dict[str, Tensor]:
-    means, found = bnn.likelihood.prior_means(), bnn.in_places()
+    means, found = bnn.likelihood.prior_means(), bnn._in_places()
     for name, prior in bnn.likelihood.latent_priors().items():
         # Some have no mean.
         value = means[name] if bool(means[name].isfinite().all()) else prior.sample()

@@ -19,8 +19,8 @@ from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, copied
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
 from tyxe.bnn.reading import look_at_sites
+from tyxe.bnn.variational import build_guide, values_of
 from tyxe.data import Output
-from tyxe.guides import PyroGuide
 from tyxe.poutine import Draw
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.priors import Prior
@@ -92,16 +92,8 @@ class PytorchBNN(BNN):
         output: Output | None = None,
     ) -> None:
         super().__init__(net, prior, name, output=output)
-        if (guide_builder is None) != (len(self.net_prior) == 0):
-            raise ValueError(
-                "the prior exposes parameters, but there is no guide_builder: pass "
-                "tyxe.guides.AutoNormal"
-                if guide_builder is None
-                else "the prior exposes no parameters, so the guide has nothing to do: leave it out"
-            )
-        self.net_guide = (
-            None if guide_builder is None else PyroGuide.build(guide_builder, self.net_prior)
-        )
+        has_sites = len(self.net_prior) > 0
+        self.net_guide = build_guide("guide_builder", guide_builder, self.net_prior, has_sites)
         self.closed_form_kl = closed_form_kl
         self._kl, self._latest_kl = _OfThread(), torch.zeros(())
         # By entries of `hold_sample`.
@@ -243,7 +235,7 @@ class PytorchBNN(BNN):
         batches = [copied(batch) for batch, _ in batches_to_predict(given, None, None)]
         if num_predictions:
             look_at_sites(self, batches[0], needs_gradients=False, keywords=kwargs)
-        with self.predicting():
+        with self._predicting():
             outputs = []
             net = self._stand_in(self._weights() if num_predictions else self._median())
             for index in range(max(num_predictions, 1)):
@@ -260,7 +252,7 @@ class PytorchBNN(BNN):
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net at the posterior's centre, or with `sample` at one draw."""
         with torch.no_grad():
-            return self.net_at(self._weights() if sample else self._median())
+            return self._net_at(self._weights() if sample else self._median())
 
     @outside_inference()
     def to_ensemble(self, num_draws: int) -> Ensemble:
@@ -272,14 +264,14 @@ class PytorchBNN(BNN):
             ValueError: fewer than one draw.
         """
         num_draws = check.count("num_draws", num_draws)
-        return Ensemble(self.nets_at((self._weights(), {}) for _ in range(num_draws)))
+        return Ensemble(self._nets_at((self._weights(), {}) for _ in range(num_draws)))
 
     def _weights(self) -> dict[str, Tensor]:
         if self.net_guide is None:
             return {}
         with exclusive(), torch.no_grad():
             trace = poutine.trace(self.guide).get_trace()
-        return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+        return values_of(trace)
 
     def _follow_prior(self, priors: SitePriors) -> None:
         """Do nothing, because only the KL depends on the prior."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyro.poutine as poutine
@@ -67,7 +67,7 @@ def look_at_sites(
         except Exception:  # of the net or of the batch, which the forward itself is to raise
             return
         left = left and left - look.reached(train=True)
-        lost = {*look.moving([*left])}
+        lost = {name for name in left if look.changes({name})} if look.changes(left) else set()
         lost_here = lost - look.with_gradients(lost) if needs_gradients else set()
     if lost_here:
         raise RuntimeError(
@@ -96,7 +96,7 @@ class _Look:
 
     def __init__(self, bnn: BNN, inputs: Inputs, keywords: Mapping[str, Any]) -> None:
         self._bnn, self._inputs, self._keywords = bnn, inputs, keywords
-        self._values = outside_of_inference({n: p.detach() for n, p in bnn.in_places().items()})
+        self._values = outside_of_inference({n: p.detach() for n, p in bnn._in_places().items()})
 
     def _run(self, values: Values, train: bool) -> Any:
         bnn = self._bnn
@@ -127,23 +127,17 @@ class _Look:
         variables = _variables_of(outputs)
         return {name for name, leaf in leaves.items() if id(leaf) in variables}
 
-    def moving(self, names: list[str]) -> Iterator[str]:
-        """Yield those of some sites whose values change the outputs."""
-        if not names or not any(self._changes({*names}, train) for train in (False, True)):
-            return
-        if len(names) == 1:
-            yield names[0]
-            return
-        half = len(names) // 2
-        yield from self.moving(names[:half])
-        yield from self.moving(names[half:])
-
-    def _changes(self, names: set[str], train: bool) -> bool:
+    def changes(self, names: set[str]) -> bool:
+        """Whether other values of some sites change the outputs."""
         moved = {n: _moved(v) if n in names else v for n, v in self._values.items()}
-        with torch.no_grad():
-            pair = [_again(lambda at=at: self._run(at, train)) for at in (self._values, moved)]  # type: ignore[misc]
-        one, other = map(_tensors_in, pair)
-        return len(one) != len(other) or not all(map(_is_equal, one, other))
+        for train in (False, True) if names else ():
+            outputs = []
+            for values in (self._values, moved):
+                with torch_rng_kept(), torch.no_grad():  # the same random numbers each time
+                    outputs.append(_tensors_in(self._run(values, train)))
+            if len(outputs[0]) != len(outputs[1]) or not all(map(_is_equal, *outputs)):
+                return True
+        return False
 
     def with_gradients(self, names: set[str]) -> set[str]:
         """Return those of some sites that a backward reaches, as through a reentrant checkpoint."""
@@ -162,12 +156,6 @@ def _forgotten(tensor: Tensor) -> None:
 
 def _missing(_: None) -> Tensor:
     raise RuntimeError("a backward inside of the forward")
-
-
-def _again(call: Callable[[], Any]) -> Any:
-    """Call a function with the same random numbers each time."""
-    with torch_rng_kept():
-        return call()
 
 
 def _moved(value: Tensor) -> Tensor:

@@ -1,45 +1,92 @@
-"""What a BNN remembers while it is used."""
+"""What a BNN remembers while it is used, and how one thread has it for a fit."""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import field
 from typing import Any
 
-from tyxe.bnn.standin import Outline
+from tyxe.bnn.standin import Outline, in_modes
 from tyxe.curvature.linearize import Linearized
+from tyxe.threads import as_before, exclusive
+from tyxe.util import outside_inference
 
 
+@dataclasses.dataclass(eq=False)
 class Runtime:
-    """What a BNN remembers while it is used, which is not copied, pickled or saved with it.
+    """What a BNN remembers while it is used, which is not copied, pickled or saved with it."""
 
-    Attributes:
-        fitted_by: the thread that fits it, or None.
-        prior_is_fixed: whether its prior must not change.
-        outline: of its net.
-        norms: a loader for statistics of norms at each draw, and these norms.
-        keeps_prefix: whether what no site reaches is kept over draws.
-        compared: kinds of batches for which that was compared with passes of the whole net.
-        met: sites that were looked for in a forward.
-        read: those of them whose gradients were looked for as well.
-        linearized: what is known of the net's gradients for each point.
-        prior_version: how often the prior has been replaced.
-        steps: the compiled steps of the last fit.
-    """
-
-    def __init__(self) -> None:
-        self.fitted_by: int | None = None
-        self.prior_is_fixed = False
-        self.outline: Outline | None = None
-        self.norms: tuple[Any, list[Any]] | None = None
-        self.keeps_prefix = True
-        self.compared: set[Any] = set()
-        self.met: set[str] = set()
-        self.read: set[str] = set()
-        self.linearized = Linearized()
-        self.prior_version = 0
-        self.steps: Any = None
+    # The thread that fits it, and whether its prior must not change.
+    fitted_by: int | None = None
+    prior_is_fixed: bool = False
+    # Of its net.
+    outline: Outline | None = None
+    # A loader for statistics of norms at each draw, and these norms.
+    norms: tuple[Any, list[Any]] | None = None
+    # Whether what no site reaches is kept over draws, and the kinds of batches for which that was
+    # compared with passes of the whole net.
+    keeps_prefix: bool = True
+    compared: set[Any] = field(default_factory=set)
+    # Sites that were looked for in a forward, and those of which gradients were looked for as well.
+    met: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
+    # What is known of the net's gradients for each point.
+    linearized: Linearized = field(default_factory=Linearized)
+    # How often the prior has been replaced.
+    prior_version: int = 0
+    # The compiled steps of the last fit.
+    steps: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return Runtime()
 
     def __reduce__(self) -> tuple[type[Runtime], tuple[()]]:
         return Runtime, ()
+
+
+@contextmanager
+def fitting(bnn: Any, train: bool) -> Iterator[None]:
+    """Run a BNN's net in train or eval mode, and refuse other threads' fits of it, until the end.
+
+    Gradients are recorded inside, also where the caller has turned them off.
+
+    A BNN of which some part is in train mode already is fitted in its own modes. Other threads may
+    predict with it meanwhile. Modes that a callback changes, and handlers that it leaves behind,
+    are set back at the end.
+
+    Raises:
+        RuntimeError: another thread fits this BNN.
+    """
+    runtime, own = bnn._runtime, threading.get_ident()
+    outer = runtime.fitted_by
+    before = [(part, part.training) for part in bnn.modules()]
+    try:
+        with exclusive():
+            if runtime.fitted_by not in (None, own):
+                raise RuntimeError(
+                    f"another thread is fitting this {type(bnn).__name__}; fit a copy.deepcopy of "
+                    "it, or wait for the other fit"
+                )
+            runtime.fitted_by = own
+        modes = bnn._fitted_modes() if train else bnn._modes(train=False)
+        with as_before(), outside_inference(gradients=True), in_modes(bnn, modes):
+            yield
+    finally:
+        if runtime.fitted_by == own:
+            runtime.fitted_by = outer
+        for part, mode in before:
+            part.training = mode
+
+
+@contextmanager
+def prior_fixed(bnn: Any, is_fixed: bool = True) -> Iterator[None]:
+    """Refuse updates of a BNN's prior inside, on which the objective depends."""
+    outer = bnn._runtime.prior_is_fixed
+    bnn._runtime.prior_is_fixed = is_fixed
+    try:
+        yield
+    finally:
+        bnn._runtime.prior_is_fixed = outer

@@ -1,10 +1,12 @@
-"""Scores of points: what `evaluate` takes, which rows count, and how they are reduced.
+"""What is computed of predictions: scores of points, and intervals.
 
 `predicted` is the one way to predictions beside their targets, for all that compares them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tyxe.bnn.batches import check_has_targets, is_loader
-from tyxe.data import Targets, concatenate_targets
+from tyxe import check
+from tyxe.bnn.batches import ReplayedDraws, check_has_targets, is_loader, map_batches
+from tyxe.data import Targets, Unpack, concatenate_targets
 from tyxe.likelihoods import Bernoulli, Categorical, Likelihood
 from tyxe.likelihoods.base import reduce_points
-from tyxe.processes import total
+from tyxe.processes import all_or_none, total
 from tyxe.util import Inputs
 
 
 def check_evaluation(
-    input_data: Inputs, y: Tensor | None, reduction: str, group: Any = None
-) -> None:
-    """Raise where data for `evaluate` have no targets or two, or there is no such reduction."""
+    bnn: Any, input_data: Inputs, y: Tensor | None, reduction: str, group: Any
+) -> Tensor | None:
+    """Return targets as a BNN takes them; raise where `evaluate` has none, or has them twice."""
     if group is not None and reduction == "none":
         raise ValueError("reduction='none' is of one process: leave process_group out")
     if (y is None) != is_loader(input_data):
@@ -32,8 +35,31 @@ def check_evaluation(
             "loader or list of pairs; several arguments of the net are a tuple"
         )
     if y is not None:
+        y = bnn.likelihood.from_loader(y)
         check_has_targets(y)
     reduce_points(torch.zeros(1), reduction)
+    return y
+
+
+def evaluated(
+    bnn: Any,
+    score: Callable[[Inputs, Any, ReplayedDraws], Sequence[Any]],
+    input_data: Inputs,
+    y: Tensor | None,
+    reduction: str,
+    batch_size: int | None,
+    unpack: Unpack | None,
+    group: Any,
+) -> Any:
+    """Return error and log-likelihood, the first two scores of each batch, reduced over points."""
+
+    def one(inputs: Inputs, targets: Any, again: ReplayedDraws) -> tuple[Any, ...]:
+        return *score(inputs, targets, again)[:2], weights_of(bnn.likelihood, targets)
+
+    loader = bnn._to_evaluate(input_data, unpack)
+    with all_or_none(group):
+        found = map_batches(bnn, (loader,), batch_size, one, -1, y)
+    return reduced(bnn.likelihood, found, reduction, group)
 
 
 def rows_of(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
@@ -123,3 +149,51 @@ def reduced(
     given = None if bool((weights == 1).all()) else weights
     dim = -2 if reduction == "none" else -1
     return tuple(likelihood.named(reduce_points(s, reduction, given), dim) for s in scores)
+
+
+class Intervals:
+    """What follows from samples of the predictive distribution."""
+
+    likelihood: Likelihood
+    sample_predictive: Callable[..., Tensor]
+
+    def interval(
+        self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ends of intervals that hold targets with a probability, `(n, ...)` each.
+
+        As many samples lie below as above; each number of a target has an interval of its own.
+        Between two of `S` sorted samples another one lies with a probability of their distance over
+        `S + 1`.
+
+        Args:
+            level: the probability, between 0 and 1.
+            num_samples: number of samples of `sample_predictive`, which takes the other options; at
+                least those whose range holds another with the probability, 19 for `level=0.9`.
+
+        Raises:
+            TypeError: the targets are classes, which have no order.
+            ValueError: a level that is no probability.
+
+        Example:
+            >>> import torch, pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     torch.nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> lower, upper = bnn.interval(torch.zeros(5, 2), level=0.5)
+            >>> bool((lower < upper).all())
+            True
+        """
+        level = check.number("level", level, above=0, below=1)
+        if not self.likelihood.has_order:
+            raise TypeError(
+                f"the targets of {type(self.likelihood).__name__} are classes, which have no order "
+                "and so no interval: use predict(...).softmax(-1), or sample_predictive"
+            )
+        tail = (1 - level) / 2
+        fewest = math.ceil(1 / tail - 1e-9) - 1
+        num_samples = max(check.count("num_samples", num_samples), fewest)
+        samples = self.sample_predictive(*inputs, num_samples=num_samples, **options).sort(0)[0]
+        # A product such as 0.05 * 100 is rounded.
+        rank = math.floor(tail * (num_samples + 1) + 1e-9)
+        return samples[rank - 1], samples[-rank]

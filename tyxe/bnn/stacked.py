@@ -57,12 +57,12 @@ def fit_stacked(
             f"data_loader is {described(data_loader)}, which can be used once only, and "
             "vectorize=True goes through it once for each member: pass a list or a DataLoader"
         )
-    data_loader = first.to_fit(data_loader, unpack)
+    data_loader = first._to_fit(data_loader, unpack)
     batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
     one = OwnBatches(data_loader, device, seeds[0]).take()
-    check_one_batch(first, first.one_draw, *one)
+    check_one_batch(first, first._one_draw, *one)
     stacked = StackedObjectives(members, one)
-    optimizer = make_optimizer(optim, stacked.parameters, first.parameter_kinds())
+    optimizer = make_optimizer(optim, stacked.parameters, first._parameter_kinds())
     if isinstance(optimizer, ParticleOptimizer):
         raise TypeError(
             f"vectorize=True takes optimisers of gradients, and {type(optimizer).__name__} "
@@ -113,7 +113,7 @@ def fit_stacked(
 
 
 def _refuse(members: list[Any], bad: list[int], rows: Sequence[Batch]) -> None:
-    check_one_batch(members[bad[0]], members[bad[0]].one_draw, *rows[bad[0]])
+    check_one_batch(members[bad[0]], members[bad[0]]._one_draw, *rows[bad[0]])
     raise RuntimeError(
         f"training stopped: the loss or the gradient of members {bad} is not finite. All are "
         "as they were before; a smaller learning rate, or clip_norm, helps"

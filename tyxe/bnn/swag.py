@@ -13,7 +13,7 @@ from torch import nn
 from tyxe import check
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments
-from tyxe.bnn.predict import Values
+from tyxe.bnn.outputs import Values
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Output, unpacked
 from tyxe.guides.swag import SWAGGuide
@@ -68,11 +68,11 @@ class SWAG_BNN(VariationalBNN):
         super().__init__(net, prior, likelihood, guide, own, name, output=output)
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
-        return map(self.for_net, super().draws(num_predictions))
+        return map(self._for_net, super().draws(num_predictions))
 
-    def mean_values(self) -> Values:
+    def _mean_values(self) -> Values:
         """Return the mean of the snapshots, and inside of `fit` the weights that move."""
-        return self.for_net(super().mean_values())
+        return self._for_net(super()._mean_values())
 
     def collect(self, net: nn.Module) -> None:
         """Take a snapshot of a net that you train yourself, and its hidden parameters and buffers.
@@ -136,9 +136,8 @@ class SWAG_BNN(VariationalBNN):
             raise ValueError("restore_best would undo the snapshots: leave it out")
         num_epochs, _ = check_fit_arguments(optim, num_epochs)
         every = check.count("every", every)
-        if not 0 <= start < 1:
-            raise ValueError(f"start is {start}; expected a part of the epochs, from 0 to below 1")
-        done, guide = 0 if self._pending is None else self._pending.epoch, self.net_guide
+        check.number("start", start, least=0, below=1, hint=", a part of the epochs")
+        done, guide = 0 if self._pending is None else self._pending["epoch"], self.net_guide
         first = math.ceil(start * (done + num_epochs) - 1e-9)
         due = range(first + every, done + num_epochs + 1, every)
         there, new = 0 if guide.ended else int(guide.count), sum(epoch > done for epoch in due)

@@ -101,7 +101,7 @@ class Trainable(Objective):
         self.unpack, self.handler = unpack, handler
         self.beta = check_beta(getattr(bnn, "temperature", 1.0) if beta is None else beta)
         if num_predictions is None:
-            num_predictions = 8 if "scale" in bnn.parameter_kinds().values() else 0
+            num_predictions = 8 if "scale" in bnn._parameter_kinds().values() else 0
         self.num_predictions = num_predictions
         self._is_checked, self._statistics = False, statistics_of(bnn.net)
 
@@ -119,7 +119,7 @@ class Trainable(Objective):
         Raises:
             ValueError: a batch that `fit` refuses, or one of which all targets are NaN.
         """
-        ((inputs, targets),) = batches_of(self.bnn.to_fit([batch], self.unpack))
+        ((inputs, targets),) = batches_of(self.bnn._to_fit([batch], self.unpack))
         if isinstance(targets, Targets) and bool(targets.values.isnan().all()):
             raise ValueError(
                 "all targets of the batch are NaN, which stands for one that is missing: leave the "
@@ -127,12 +127,12 @@ class Trainable(Objective):
             )
         with exclusive():
             if not self._is_checked:
-                check_one_batch(self.bnn, self.bnn.mean_values, inputs, targets)
+                check_one_batch(self.bnn, self.bnn._mean_values, inputs, targets)
             if len(targets) > self.bnn.likelihood.dataset_size:
                 self.bnn.likelihood.check_size(targets)
             beta = check_beta(self.beta)
             # In the first step only, to save the time; the loss of each is checked.
-            self.bnn.before_step()
+            self.bnn._before_step()
             with statistics_kept(self._statistics), unvalidated(self._is_checked), self.handler():
                 loss = super().forward(inputs, targets, beta)
                 terms = self.take_terms()
@@ -144,10 +144,10 @@ class Trainable(Objective):
 
     def score_batch(self, batch: Any, reduction: str = "none") -> Scored:
         """Predict a batch of held-out data, and score it, point by point or with their `"sum"`."""
-        ((inputs, targets),) = batches_of(self.bnn.to_evaluate([batch], self.unpack))
+        ((inputs, targets),) = batches_of(self.bnn._to_evaluate([batch], self.unpack))
         likelihood = self.bnn.likelihood
-        with self.bnn.predicting():
-            outputs, latents = self.bnn.stacked_outputs(inputs, self.num_predictions)
+        with self.bnn._predicting():
+            outputs, latents = self.bnn._stacked_outputs(inputs, self.num_predictions)
         kept, rows = likelihood.counted(targets)
         found = mixture_scores(likelihood, rows_of(outputs, rows, 1), latents, kept)
         predictions = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)

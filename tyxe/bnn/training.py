@@ -191,9 +191,9 @@ def held_out_sums(bnn: Any, loader: Iterable[Any], device: Any) -> tuple[float, 
 
     It is by 8 draws, the same in each call, or at the centre of what has no spread.
     """
-    draws = 8 if "scale" in bnn.parameter_kinds().values() else 0
+    draws = 8 if "scale" in bnn._parameter_kinds().values() else 0
     total = points = 0.0
-    for inputs, targets in batches_of(bnn.to_evaluate(loader), device):
+    for inputs, targets in batches_of(bnn._to_evaluate(loader), device):
         with RandomStream(seed=0):
             found = bnn.evaluate(inputs, targets, draws)[1]
         total += float(found if isinstance(found, Tensor) else found["joint"])
@@ -237,7 +237,7 @@ class Trainer:
         self.parameters = {n: p for n, p in bnn.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("nothing to fit: no parameter of the BNN requires a gradient")
-        kinds = bnn.parameter_kinds()
+        kinds = bnn._parameter_kinds()
         self.optimizer = make_optimizer(optim, self.parameters, kinds, options.lr_multipliers)
         self.scheduler = scheduler_of(optim, self.parameters)
         self._pyro_clip = pyro_clipping(optim)
@@ -321,7 +321,7 @@ class Trainer:
             with exclusive():
                 if not self._checked:
                     with self.processes.all_or_none():
-                        check_one_batch(self.bnn, self.bnn.one_draw, *group[0])
+                        check_one_batch(self.bnn, self.bnn._one_draw, *group[0])
                 for _, targets in group:
                     if len(targets) > self.bnn.likelihood.dataset_size:
                         self.bnn.likelihood.check_size(targets)

@@ -12,13 +12,13 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.base import fitting, prior_fixed
 from tyxe.bnn.batches import ReplayedDraws
-from tyxe.bnn.checkpoint import History, Resumable
+from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
-from tyxe.bnn.predict import SupervisedBNN, Values
+from tyxe.bnn.outputs import Values
 from tyxe.bnn.standin import in_modes, modes_of
-from tyxe.bnn.training import EpochEnd, FitOptions, Trainer, Validation
+from tyxe.bnn.trained import TrainedBNN
+from tyxe.bnn.training import FitOptions, Validation
 from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
 from tyxe.data import Output, Unpack, unpacked
@@ -39,7 +39,7 @@ from tyxe.util import Inputs, outside_inference
 GuideBuilder = Callable[[Callable[..., Any]], Any]
 
 
-class VariationalBNN(Resumable, SupervisedBNN):
+class VariationalBNN(TrainedBNN):
     """Any net with a variational posterior over its weights.
 
     Arguments that are not listed are those of `BNN` and `SupervisedBNN`.
@@ -84,10 +84,10 @@ class VariationalBNN(Resumable, SupervisedBNN):
         output: Output | None = None,
     ) -> None:
         super().__init__(net, prior, likelihood, name, output=output)
-        self.net_guide = _build(
+        self.net_guide = build_guide(
             "net_guide_builder", net_guide_builder, self.net_prior, len(self.net_prior) > 0
         )
-        self.likelihood_guide = _build(
+        self.likelihood_guide = build_guide(
             "likelihood_guide_builder",
             likelihood_guide_builder,
             _LikelihoodProgram(self.likelihood),
@@ -107,7 +107,7 @@ class VariationalBNN(Resumable, SupervisedBNN):
         """Return the net's output for one draw of the guide, or for the values of its trace."""
         with exclusive():  # other threads set the generators back for a while
             trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
-        return self.run_net(_values_of(trace), inputs)
+        return self.run_net(values_of(trace), inputs)
 
     def draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is computed once for all of them."""
@@ -120,24 +120,24 @@ class VariationalBNN(Resumable, SupervisedBNN):
             with poutine.trace() as trace:
                 for program in programs:
                     program()
-            yield _values_of(trace.trace)
+            yield values_of(trace.trace)
 
-    def one_draw(self) -> Values:
+    def _one_draw(self) -> Values:
         return next(iter(self.draws(1)))
 
-    def mean_values(self) -> Values:
+    def _mean_values(self) -> Values:
         """Return the guide's median, which for Normal posteriors is the mean."""
         return {name: value for part in self._guides() for name, value in part.median().items()}
 
-    def gaussian_predictives(self) -> Mapping[str, Outputs]:
+    def _gaussian_predictives(self) -> Mapping[str, Outputs]:
         """Return `"glm"`, which needs a Normal guide; maximum likelihood has none."""
         if self.net_guide is None:
             return {}
         # Raises for others at once, and for joint draws as well.
-        weight_covariance(self.net_guide, ParamBlocks.of_sites(self.site_shapes()))
+        weight_covariance(self.net_guide, ParamBlocks.of_sites(self._site_shapes()))
 
         def glm(inputs: Inputs) -> tuple[Tensor, Tensor]:
-            linear = self.linearize(inputs, torch.is_grad_enabled())
+            linear = self._linearize(inputs, torch.is_grad_enabled())
             return glm_outputs(self.net_guide, linear)
 
         return {"glm": glm}
@@ -239,19 +239,10 @@ class VariationalBNN(Resumable, SupervisedBNN):
             compile,
             nan_check,
         )
-        data_loader = self.to_fit(data_loader, unpack)
+        loader = self._to_fit(data_loader, unpack)
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)
-        with fitting(self, train=True), prior_fixed(self):
-            trainer = Trainer(self, optim, options)
-            epoch_end = EpochEnd(self, callback, held_out, device, trainer.processes)
-            history = History()
-            with self._resumed(trainer, epoch_end) as first:
-                left = epoch_end.epochs_left(num_epochs)
-                for epoch in trainer.epochs(first, left, progress):
-                    trainer.run_epoch(data_loader, epoch, device, history, callback)
-                    if epoch_end.ends(epoch, history):
-                        break
-            epoch_end.restore_best()
+        given = loader, optim, num_epochs, callback, device, progress
+        history = self._train(*given, options, held_out)
         warn_of_result(self, history)
         return history
 
@@ -301,7 +292,7 @@ class DropoutBNN(VariationalBNN):
         with self._dropping():
             return super().forward(*inputs, **kwargs)
 
-    def stacked_outputs(
+    def _stacked_outputs(
         self,
         inputs: Inputs,
         num_predictions: int,
@@ -309,7 +300,7 @@ class DropoutBNN(VariationalBNN):
         again: ReplayedDraws | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._dropping() if num_predictions else nullcontext():
-            return super().stacked_outputs(inputs, num_predictions, vectorize, again)
+            return super()._stacked_outputs(inputs, num_predictions, vectorize, again)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
@@ -368,10 +359,15 @@ class _LikelihoodProgram:
         return self.likelihood.sample_latents()
 
 
-def _build(
+def build_guide(
     argument: str, builder: GuideBuilder | None, program: Callable[..., Any], has_sites: bool
 ) -> AnyGuide | None:
-    what = "the prior exposes" if argument == "net_guide_builder" else "the likelihood has"
+    """Build a guide, which has to be there where its program has sites.
+
+    Raises:
+        ValueError: a guide without sites, or sites without a guide.
+    """
+    what = "the likelihood has" if argument.startswith("likelihood") else "the prior exposes"
     if builder is None:
         if has_sites:
             raise ValueError(
@@ -384,7 +380,7 @@ def _build(
     return PyroGuide.build(builder, program)
 
 
-def _values_of(trace: Any) -> Values:
-    # Without auxiliary variables of the guide, whose memory every draw would keep.
+def values_of(trace: Any) -> Values:
+    """Return a trace's draws, without auxiliary variables, whose memory each would keep."""
     nodes = ((name, trace.nodes[name]) for name in trace.stochastic_nodes)
     return {name: node["value"] for name, node in nodes if not node["infer"].get("is_auxiliary")}

@@ -73,14 +73,14 @@ class Calibrator(ABC):
             >>> sets.predict(torch.zeros(5, 2)).shape
             torch.Size([5, 3])
         """
-        if not hasattr(bnn, "to_evaluate"):
+        if not hasattr(bnn, "_to_evaluate"):
             raise TypeError(
                 f"wrap takes a BNN, and got {described(bnn)}: for a plain net call "
                 "fit(predictions, y), or wrap a VariationalBNN with a prior that hides all"
             )
         if isinstance(bnn.likelihood, Joint):
             raise TypeError("the BNN has several outputs: calibrate the predictions of each apart")
-        batches = all_batches(bnn.to_evaluate(loader, unpack))
+        batches = all_batches(bnn._to_evaluate(loader, unpack))
         judged = predicted(bnn, batches, **options)
         self.fit(self.of(judged.predictions, bnn.likelihood), judged.targets)
         return Calibrated(bnn, self, options)

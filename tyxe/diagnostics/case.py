@@ -60,7 +60,7 @@ class Case:
         data, unseen = ([*map(copied, unpacked(own, unpack))] for own in (train, held_out))
         evaluated, fitted, seen = (
             all_batches(loader, device)
-            for loader in (bnn.to_evaluate(data), one.to_fit(data), bnn.to_evaluate(unseen))
+            for loader in (bnn._to_evaluate(data), one._to_fit(data), bnn._to_evaluate(unseen))
         )
         # Evaluations of all training data would be what takes the time.
         spaced = evaluated[:: max(len(evaluated) // max(len(seen), 1), 1)]

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn import LaplaceBNN, VariationalBNN
-from tyxe.bnn.base import fitting
 from tyxe.bnn.checks import KL_DWARFS, relative_scale
 from tyxe.bnn.elbo import Objective
+from tyxe.bnn.runtime import fitting
 from tyxe.diagnostics.case import Case, spared
 from tyxe.diagnostics.mixing import chains
 from tyxe.diagnostics.psis import pareto_k
@@ -158,7 +158,7 @@ def fit(case: Case) -> Iterator[Line]:
             "the bound is about the prior: check dataset_size, narrow the prior, take weights of a "
             "trained net as means, or weigh the KL by beta < 1",
         )
-    kinds = bnn.parameter_kinds()
+    kinds = bnn._parameter_kinds()
     for kind in ("loc", "scale", "deterministic"):
         names = [name for name in found.mean if kinds.get(name, "deterministic") == kind]
         if names and not math.isnan(distance := found.distance(names)):
@@ -298,7 +298,7 @@ def tails(case: Case) -> Iterator[Line]:
     """Take k-hat of each part of the posterior that is small enough, others at their centre."""
     bnn = case.bnn
     guide = getattr(bnn, "net_guide", None)
-    size = sum(shape.numel() for shape in bnn.site_shapes().values())
+    size = sum(shape.numel() for shape in bnn._site_shapes().values())
     if guide is None or bnn.likelihood.latent_priors():
         return
     prefix = bnn.net_prior.prefix
@@ -336,7 +336,7 @@ def _parts(bnn: Any) -> dict[str, td.Distribution]:
 @torch.no_grad()
 def _log_ratios(case: Case, name: str, q: td.Distribution, priors: Mapping[str, Any]) -> Tensor:
     """Return `log p(D, w) - log q(w)` at draws of a part, up to a constant, in nats."""
-    centre, ratios = case.bnn.mean_values(), []
+    centre, ratios = case.bnn._mean_values(), []
     for _ in range(NUM_RATIOS):
         drawn = q.sample()
         values = q.unflatten(drawn) if isinstance(q, JointDistribution) else {name: drawn}
@@ -350,7 +350,7 @@ def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:
     """Return the log-likelihood of the training data at weights, in nats."""
     bnn, total = case.bnn, 0.0
     factor = 1 / getattr(bnn, "temperature", 1.0)
-    with bnn.predicting():
+    with bnn._predicting():
         for inputs, targets in case.to_fit:
             outputs = bnn.run_net(values, inputs)
             total += float(bnn.likelihood.log_likelihood(outputs, targets, reduction="sum"))

@@ -11,7 +11,7 @@ from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 
 from tyxe import check, files
-from tyxe.bnn import MCMC_BNN
+from tyxe.bnn import MCMC_BNN, EnsembleBNN
 from tyxe.diagnostics.case import members_of
 from tyxe.likelihoods import Categorical
 from tyxe.likelihoods.base import mean_over
@@ -146,7 +146,8 @@ class Reference:
             )
         arguments = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
         draws = bnn.predict(*arguments, num_predictions=num_predictions, aggregate=False, **options)
-        own, theirs = bnn.draw_weights(len(draws)), self.outputs.to(draws)
+        own = bnn.draw_weights(len(draws)) if isinstance(bnn, EnsembleBNN) else None
+        theirs = self.outputs.to(draws)
         if not isinstance(bnn.likelihood, Categorical):
             return {"wasserstein2": float(wasserstein2(draws, theirs, own))}
         mine, theirs = (

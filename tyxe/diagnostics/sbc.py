@@ -250,12 +250,12 @@ def _simulate(
     """Return the ranks of one simulation."""
     with torch_rng_kept(seed + index):
         bnn = make_bnn().eval()
-        bnn.drawing(predictive or "bnn")  # raises before a fit
+        bnn._drawing(predictive or "bnn")  # raises before a fit
         true, outputs, targets = _from_prior(bnn, inputs)
         fitted = fit(bnn, [(inputs, targets)])
         bnn = bnn if fitted is None else fitted
-        with bnn.predicting():
-            drawn, latents = bnn.drawing(predictive or "bnn")(inputs, num_draws)
+        with bnn._predicting():
+            drawn, latents = bnn._drawing(predictive or "bnn")(inputs, num_draws)
 
         def values(f: Tensor, own: Mapping[str, Tensor]) -> list[float]:
             found = [float(function(f, targets)) for function in functions.values()]

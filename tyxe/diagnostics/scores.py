@@ -52,7 +52,7 @@ def scores(
         >>> list(scores(bnn, [(torch.randn(50, 2), torch.arange(50) % 3)]))[:3]
         ['log-likelihood', 'error', 'Brier score']
     """
-    batches = all_batches(bnn.to_evaluate(loader, unpack))
+    batches = all_batches(bnn._to_evaluate(loader, unpack))
     options = {"num_predictions": num_predictions, **options}
     state = torch_rng()
     error, log_likelihood = bnn.evaluate(batches, reduction="mean", **options)

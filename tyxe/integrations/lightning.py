@@ -71,7 +71,7 @@ class LightningBNN(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         named = {n: p for n, p in self.bnn.named_parameters() if p.requires_grad}
-        kinds = self.bnn.parameter_kinds()
+        kinds = self.bnn._parameter_kinds()
         optimizer = make_optimizer(self._optim, named, kinds, self._lr_multipliers)
         if isinstance(optimizer, ParticleOptimizer):
             raise TypeError(

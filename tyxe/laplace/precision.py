@@ -26,7 +26,7 @@ KNOWN: dict[str, Any] = {"rule": check.choice, "known": ACCUMULATE}
 
 @dataclass(frozen=True)
 class LaplaceOptions:
-    """Options of a `LaplaceBNN` besides the model; each is an attribute of the BNN as well.
+    """Options of a `LaplaceBNN` besides the model, which are read at `bnn.options`.
 
     Attributes:
         num_passes: number of passes of `fit_curvature` through its loader, for augmented data.

@@ -1,0 +1,333 @@
+"""The net at draws from a posterior: its outputs, and statistics of norms at each draw."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tyxe import check
+from tyxe.bnn.base import BNN
+from tyxe.bnn.batches import ReplayedDraws, batches_to_predict, is_loader
+from tyxe.bnn.passes import NetOnBatch
+from tyxe.bnn.reading import look_at_sites
+from tyxe.check import described
+from tyxe.curvature import Linearization
+from tyxe.curvature.output_covariance import jacobian_products
+from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
+from tyxe.likelihoods import Likelihood
+from tyxe.poutine.draw import Draw, draws_are_lazy
+from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link
+from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
+from tyxe.priors import Prior
+from tyxe.rng import RandomStream, drawing_from
+from tyxe.threads import exclusive
+from tyxe.util import Inputs, outside_inference, tree_map_tensors
+
+Values = dict[str, Tensor]
+
+# Draws at a time under torch.vmap, which is slower than a loop on CPUs except for small nets.
+VMAP_CHUNK = 8
+# Smallest number of samples of Gaussian outputs, which are cheap.
+FEWEST_SAMPLES = 100
+
+
+class PosteriorBNN(BNN):
+    """A BNN with a likelihood, and its net at draws from a posterior.
+
+    A subclass implements `draws`, `_one_draw`, `_mean_values` and `_gaussian_predictives`.
+    """
+
+    @outside_inference()
+    def __init__(
+        self,
+        net: nn.Module,
+        prior: Prior,
+        likelihood: Likelihood,
+        name: str = "",
+        *,
+        output: Output | None = None,
+    ) -> None:
+        expected = "one from tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
+        check.one_of("likelihood", likelihood, Likelihood, expected)
+        super().__init__(net, prior, name, output=output)
+        self.likelihood = copy.deepcopy(likelihood).to(next(net.parameters()).device)
+        if self.likelihood.prepares_outputs:
+            pick(self.net, self.likelihood.from_net, keep=True)
+
+    def _to_fit(self, loader: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Any]:
+        """Return a loader of batches as fits take them."""
+        loader = unpacked(loader, unpack)
+        return Unpacked(loader, self._prepared) if self.likelihood.prepares_targets else loader
+
+    def _to_evaluate(self, loader: Any, unpack: Unpack | None = None) -> Any:
+        """Return a loader, or a list, of batches as evaluations take them."""
+        loader = unpacked(loader, unpack)
+        prepares = self.likelihood.prepares_targets and is_loader(loader)
+        return unpacked(loader, self._read) if prepares else loader
+
+    def _read(self, batch: Any) -> Any:
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+            return batch  # what takes it says what is wrong
+        inputs, targets, *weights = batch
+        targets = self.likelihood.from_loader(targets)
+        return inputs, weighted(targets, *weights) if weights else targets
+
+    def _prepared(self, batch: Any) -> Any:
+        read = self._read(batch)
+        return read if read is batch else (read[0], self.likelihood.to_fit(read[1]))
+
+    def _before_step(self) -> None:
+        """Forget what was made of the parameters, which a step in another loop is to move."""
+
+    # ------------------------------------------------------------------ draws
+
+    @abstractmethod
+    def draws(self, num_predictions: int) -> Iterator[Values]:
+        """Yield draws from the posterior: a value for each site, by joint name.
+
+        The tensors of one draw may be overwritten by the next.
+        """
+
+    @abstractmethod
+    def _mean_values(self) -> Values:
+        """Return the posterior's centre, such as its mean: a value for each site, by joint name."""
+
+    @abstractmethod
+    def _one_draw(self) -> Values:
+        """Return a single draw from the posterior."""
+
+    def _for_net(self, values: Values) -> Values:
+        """Return values where the net is and in its dtype, which need not be the posterior's."""
+        places = self._in_places()
+        like = next(iter(places.values()), None)
+        return {
+            name: value if like is None else value.to(places.get(name, like))
+            for name, value in values.items()
+        }
+
+    def _latents(self, draws: list[Values]) -> dict[str, Tensor]:
+        """Return the likelihood's own variables, stacked over draws, by their own names."""
+        prefix, names = self.likelihood.prefix, self.likelihood.latent_priors()
+        return {n: torch.stack([values[f"{prefix}.{n}"] for values in draws]) for n in names}
+
+    def _only_latents(self, values: Values) -> Values:
+        return {name: v for name, v in values.items() if name not in self._slots}
+
+    def _stacked_outputs(
+        self,
+        inputs: Inputs,
+        num_predictions: int,
+        vectorize: bool | None = None,
+        again: ReplayedDraws | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return outputs of all draws, `(S, n, ...)`, and the likelihood's variables.
+
+        The draws are those of `again`, if it is given.
+        """
+        again = ReplayedDraws() if again is None else again
+        if num_predictions:
+            look_at_sites(self, inputs, needs_gradients=False)
+        draws = self._draws_or_mean(num_predictions, again)
+        net = NetOnBatch(self, inputs, keeps=num_predictions > 1 and not self._averages_norms)
+        if vectorize and self._slots:
+            return self._vmapped_outputs(draws, net)
+        outputs, kept = [], []
+        for index, values in enumerate(draws):
+            if index == len(again.statistics):
+                again.statistics.append(self._norm_statistics(values) if num_predictions else {})
+            outputs.append(net(values, again.statistics[index]))
+            kept.append(self._only_latents(values))
+        return torch.stack(outputs), self._latents(kept)
+
+    def _draws_or_mean(self, num_predictions: int, again: ReplayedDraws) -> Iterator[Values]:
+        """Return the draws of a call, or the mean, which takes no random numbers, for none."""
+        if not num_predictions:
+            return iter([self._mean_values()])
+        return again.over(self.draws(num_predictions))
+
+    def _linearized_outputs(
+        self, inputs: Inputs, num_predictions: int, again: ReplayedDraws | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what `_stacked_outputs` does, of the net linearised about the posterior's centre.
+
+        Draws `w` have the outputs `f(m) + J (w - m)` at all points.
+        """
+        again = ReplayedDraws() if again is None else again
+        linear, vectors, kept = self._linearize(inputs, torch.is_grad_enabled()), [], []
+        for values in self._draws_or_mean(num_predictions, again):
+            plain = {n: v.value() if isinstance(v, Draw) else v for n, v in values.items()}
+            vectors.append(linear.blocks.flatten(plain).detach())
+            kept.append(self._only_latents(values))
+        moved = torch.stack(vectors) - linear.blocks.flatten(self._mean_values()).detach()
+        outputs = linear.result(linear.outputs) + jacobian_products(linear, moved)
+        return outputs, self._latents(kept)
+
+    def _drawing(
+        self, predictive: str | Outputs | None = None, vectorize: bool | None = None
+    ) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+        """Return `_stacked_outputs` or `_linearized_outputs`: one function of the inputs a draw.
+
+        Raises:
+            ValueError: a predictive that has the outputs of each point alone.
+        """
+        if self._gaussian(predictive, 1, "mc") is None:
+            return partial(self._stacked_outputs, vectorize=vectorize)
+        if (predictive or self._default_predictive) != "glm":
+            raise ValueError(
+                f"predictive is {described(predictive)}, which has the outputs of each point alone:"
+                " draws that are joint are those of weights, by predictive='glm' or 'bnn'"
+            )
+        return self._linearized_outputs
+
+    def _vmapped_outputs(
+        self, draws: Iterator[Values], net: NetOnBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs: list[Tensor] = []
+        kept: list[Values] = []
+        while chunk := [*itertools.islice(draws, VMAP_CHUNK)]:
+            if draws_are_lazy() or self._averages_norms:
+                raise ValueError(
+                    "vectorize=True needs drawn weights and the same statistics of norms, but a "
+                    "handler such as local_reparameterization samples inside the net, or "
+                    "update_norm_statistics has been called: leave vectorize out"
+                )
+            if not outputs:
+                net.look(chunk)
+            stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
+            outputs.append(self._under_vmap(net, stacked))
+            kept += [self._only_latents(values) for values in chunk]
+        return torch.cat(outputs), self._latents(kept)
+
+    def _under_vmap(self, net: NetOnBatch, stacked: Values) -> Tensor:
+        try:
+            return torch.vmap(net)(stacked)
+        except RuntimeError as error:
+            # For a net that fails without vmap as well, its own error says more.
+            net({name: values[0] for name, values in stacked.items()})
+            raise ValueError(
+                "vectorize=True needs a net that runs under torch.vmap, but "
+                f"{type(self.net).__name__} does not: {error}; leave vectorize out"
+            ) from error
+
+    # ------------------------------------------------------------------ the linearised net
+
+    _default_predictive = "bnn"
+
+    @abstractmethod
+    def _gaussian_predictives(self) -> Mapping[str, Outputs]:
+        """Return the posterior's predictives with Gaussian outputs, such as `"glm"`, by name."""
+
+    def _linearize(self, inputs: Inputs, differentiable: bool = False) -> Linearization:
+        """Linearise the net about the posterior's centre, on one batch.
+
+        With `differentiable`, outputs and gradients can be differentiated in the inputs.
+        """
+        look_at_sites(self, inputs, needs_gradients=True)
+        return Linearization(
+            self._run_frozen,
+            self._mean_values(),
+            inputs,
+            self._site_shapes(),
+            self._runtime.linearized,
+            differentiable,
+        )
+
+    def _gaussian(self, predictive: str | Outputs | None, count: int, link: str) -> Outputs | None:
+        """Return a function from inputs to Gaussian outputs, or None to run the net itself."""
+        chosen = self._default_predictive if predictive is None else predictive
+        check_link(link)
+        if chosen == "bnn":
+            return None
+        if callable(chosen):
+            return chosen
+        known = self._gaussian_predictives()
+        expected = " or ".join(map(repr, ("bnn", *known)))
+        if chosen == "glm" and not known:
+            raise TypeError(
+                f"{type(self).__name__} has no Gaussian posterior to linearise about: predict with "
+                "predictive='bnn', or use tyxe.LaplaceBNN or a Normal guide"
+            )
+        if chosen not in known:
+            raise ValueError(
+                f"predictive is {described(chosen)}; expected {expected}, or a function from "
+                "inputs to mean and covariance"
+            )
+        # A prediction at the centre needs no covariance.
+        return known[chosen] if count else None
+
+    def _link_options(self, gaussian: Outputs | None, link: str, count: int) -> LinkOptions:
+        """Return the options of predictions by Gaussian outputs, if these are such."""
+        if gaussian is None:
+            return LinkOptions(link, count, {})
+        latents: dict[str, Tensor] = {}
+        if self.likelihood.latent_priors():
+            with exclusive(), torch.no_grad():
+                draws = self.draws(count) if count else iter([self._mean_values()])
+                latents = self._latents([self._only_latents(values) for values in draws])
+        return LinkOptions(link, max(count, FEWEST_SAMPLES) if count else 0, latents)
+
+    # ------------------------------------------------------------------ statistics of norms
+
+    @property
+    def _averages_norms(self) -> bool:
+        return self._runtime.norms is not None
+
+    def update_norm_statistics(self, data_loader: Iterable[Any] | None) -> None:
+        """Average the statistics of normalising layers anew: at the centre now, then at each draw.
+
+        The averages over batches are the net's own at the posterior's centre. `predict` and its
+        like, `to_ensemble` and `to_module` then go through the loader for each draw, once a call.
+        Only layers whose statistics `fit` changes take part; without any, nothing happens. The
+        loader is neither copied nor saved with the BNN.
+
+        Args:
+            data_loader: yields `(inputs, targets)` or inputs; None: draws take the net's own again.
+
+        Raises:
+            TypeError: no loader.
+            ValueError: an empty one; also in a prediction, such as a generator that is used up.
+
+        Reference:
+            Izmailov et al. 2018; for each draw, Maddox et al. 2019.
+        """
+        modes = self._fitted_modes()
+        norms = [norm for norm in norms_of(self.net) if modes[norm]]
+        self._runtime.norms = None
+        if data_loader is None or not norms:
+            return
+        if not is_loader(data_loader):
+            what = described(data_loader)
+            raise TypeError(f"data_loader is {what}; expected a loader, or a list of batches")
+        put_statistics(self._norm_statistics(self._mean_values(), (data_loader, norms)))
+        if self._slots:  # without sites all draws are at the centre
+            self._runtime.norms = data_loader, norms
+
+    def _norm_statistics(
+        self, values: Values, given: tuple[Any, list[Any]] | None = None
+    ) -> Statistics:
+        """Return the statistics of norms at a draw, or none where it takes the net's own."""
+        loader, norms = given or self._runtime.norms or ((), [])
+        if not norms:
+            return {}
+        own = {norm: {n: b.clone() for n, b in norm.named_buffers()} for norm in norms}
+        with self._predicting():
+            stand_in = self._stand_in(values, own)
+        device = next(self.net.parameters()).device
+
+        def run(batch: tuple[Any, Any]) -> None:
+            with torch.no_grad():
+                stand_in(tree_map_tensors(lambda t: t.to(device), batch[0]))
+
+        copies = {norm: stand_in.part(norm) for norm in norms}
+        # A loader's numbers are its own, and the draws those without it. It runs as where it was
+        # given, which is not within a prediction.
+        batches = drawing_from(RandomStream(), batches_to_predict(loader, None, None))
+        with torch.enable_grad():
+            return averaged_statistics(copies, run, batches)
