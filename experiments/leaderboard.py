@@ -156,7 +156,7 @@ def choose(s, found, name, method):
 def cells(s, found):
     """Yield for each set what chooses a row's settings, then other seeds."""
     needed = {"ML"} | {
-        n for method in s.methods for n in (METHODS[method].start, METHODS[method]._like)
+        n for method in s.methods for n in (METHODS[method].start, METHODS[method].like)
     }
     rows = [method for method in METHODS if method in {*needed, *s.methods}]
     seeds = dict.fromkeys([s.chosen_on, *s.seeds])

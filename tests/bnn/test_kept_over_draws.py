@@ -15,7 +15,7 @@ import tyxe
 from tests.oracles import front_nets
 from tests.oracles.front_nets import Drops, Net, Residual
 from tests.oracles.predictions import seeded
-from tyxe.bnn import laplace
+from tyxe.bnn import laplace_posterior
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.potential import Potential, exclusive_unvalidated
 from tyxe.predictive.prefix import SiteFreePrefix
@@ -429,7 +429,7 @@ def test_a_linearised_prediction_of_many_outputs_tells_what_it_takes(monkeypatch
     bnn = tyxe.LaplaceBNN(Dense(), prior, tyxe.likelihoods.Categorical(2))
     bnn.fit_curvature([(x, torch.randint(3, (2, 10, 10)))])
     expected = seeded(bnn.predict, x, num_predictions=4)
-    monkeypatch.setattr(laplace, "SLOW", 0.0)
+    monkeypatch.setattr(laplace_posterior, "SLOW", 0.0)
     with pytest.warns(tyxe.TyxeWarning, match=r"300 backward passes .* s: predictive='bnn'"):
         found = seeded(bnn.predict, x, num_predictions=4)
     assert torch.equal(found, expected)

@@ -170,7 +170,7 @@ def test_a_method_of_ones_own_gets_net_prior_and_likelihood():
     ends = {"0.weight": 5, "0.bias": 5, "2.weight": 5, "2.bias": 5}
     assert scales == pytest.approx({name: 3 / n**0.5 for name, n in ends.items()})
     assert given[1] == len(x)
-    assert model.bnn_.structure == "diag"
+    assert model.bnn_.net_guide.structure == "diag"
     assert model.n_iter_ == 40
 
 

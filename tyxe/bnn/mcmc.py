@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -176,6 +177,12 @@ class MCMC_BNN(SamplePosterior):
             check.count("warmup_steps", warmup_steps, 0)
         if num_chains is not None:
             check.count("num_chains", num_chains)
+        known = [field.name for field in dataclasses.fields(RunOptions)]
+        if wrong := [name for name in options if (name in known) == (self.kernel is None)]:
+            usual = "warmup_steps, num_chains, progress"
+            ours = f"tyxe.samplers; expected {', '.join([usual, *known])}"
+            whose = ours if self.kernel else "Pyro; expected those of pyro.infer.MCMC"
+            raise TypeError(f"fit has no option {', '.join(wrong)} for kernels of {whose}")
         loader = self._to_fit([data_loader] if batch_data else data_loader, unpack)
         by_batch = self.kernel is not None and self.kernel.takes_batches
         data = collect(loader, device) if not by_batch else OwnBatches(loader, device, 0).take()
