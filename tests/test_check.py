@@ -57,7 +57,7 @@ REFUSED = {
     "on the bound": (lambda: check.number("x", 0, above=0), "x is 0; expected a number above 0"),
     "too large": (
         lambda: check.number("x", 2, least=0, most=1, hint=": pass x=1"),
-        "x is 2; expected a number 0 or more and at most 1: pass x=1",
+        "x is 2; expected a number of 0 or more and at most 1: pass x=1",
     ),
     "an open end": (lambda: check.number("x", 1, above=0, below=1), "a number above 0 and below 1"),
     "unknown": (lambda: check.choice("x", "c", ("a", "b")), "x is 'c'; expected one of 'a', 'b'"),

@@ -76,7 +76,7 @@ def number(
     """
     bounds = [
         *([] if above is None else [f"above {above:g}"]),
-        *([] if least is None else [f"{least:g} or more"]),
+        *([] if least is None else [f"of {least:g} or more"]),
         *([] if below == math.inf else [f"below {below:g}"]),
         *([] if most is None else [f"at most {most:g}"]),
     ]

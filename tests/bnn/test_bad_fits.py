@@ -58,9 +58,9 @@ ARGUMENTS = {
 }
 OPTIONS = {
     "particles": ({"num_particles": 0}, ValueError, "num_particles is 0; expected 1 or more"),
-    "beta": ({"beta": -1}, ValueError, "beta is -1; expected a number 0 or more, or a functi"),
+    "beta": ({"beta": -1}, ValueError, "beta is -1; expected a number of 0 or more, or a functi"),
     "beta, NaN": ({"beta": float("nan")}, ValueError, "beta is nan; expected a number"),
-    "beta, a word": ({"beta": "a"}, TypeError, "beta is 'a'; expected a number 0 or more, or"),
+    "beta, a word": ({"beta": "a"}, TypeError, "beta is 'a'; expected a number of 0 or more, or"),
     "norm": ({"clip_norm": 0.0}, ValueError, "clip_norm is 0.0; expected a number above 0"),
     "norm, a word": ({"clip_norm": "1"}, TypeError, "clip_norm is '1'; expected a number above 0"),
     "kind": ({"lr_multipliers": {"mean": 2.0}}, ValueError, "is 'mean'; expected one of 'loc', 's"),

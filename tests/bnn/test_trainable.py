@@ -234,7 +234,7 @@ def test_inputs_and_sizes_of_later_batches_are_looked_at():
 
 @pytest.mark.parametrize("beta", [-1.0, float("nan"), float("inf")])
 def test_a_weight_of_the_kl_is_a_number_from_0(beta):
-    with pytest.raises(ValueError, match=r"beta is .*; expected a number 0 or more"):
+    with pytest.raises(ValueError, match=r"beta is .*; expected a number of 0 or more"):
         tyxe.Trainable(variational(), beta=beta)
     module = tyxe.Trainable(variational())
     module.beta = beta
