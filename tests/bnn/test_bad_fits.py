@@ -67,7 +67,7 @@ OPTIONS = {
     "rate": (
         {"lr_multipliers": {"scale": -2.0}},
         ValueError,
-        r"\['scale'\] is -2.0; expected a number 0",
+        r"\['scale'\] is -2.0; expected a number of 0",
     ),
 }
 
