@@ -90,6 +90,16 @@ CONSTRUCTORS = {
         TypeError,
         r"HMC is a kernel; use it with tyxe\.MCMC_BNN",
     ),
+    "a guide for a kernel": (
+        lambda: mcmc(AutoDiagonalNormal),
+        TypeError,
+        r"AutoDiagonalNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
+    "a partial of a guide for a kernel": (
+        lambda: mcmc(functools.partial(AutoNormal, init_scale=0.1)),
+        TypeError,
+        r"AutoNormal is a guide; use it with tyxe\.VariationalBNN",
+    ),
     "values": (
         lambda: tyxe.guides.PretrainedInitializer(net()),
         TypeError,

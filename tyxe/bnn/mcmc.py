@@ -91,6 +91,8 @@ class MCMC_BNN(SamplePosterior):
         if not len(self.net_prior) and not likelihood.latent_priors():
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
         kind, _ = unwrapped(kernel_builder)
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            raise TypeError(f"{kind.__name__} is a guide; use it with tyxe.VariationalBNN")
         trained = [name for name, p in self.likelihood.named_parameters() if p.requires_grad]
         if trained:
             raise ValueError(
