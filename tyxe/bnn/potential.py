@@ -254,10 +254,9 @@ class BatchPotential:
         A batch that is too large, or whose inputs or targets make these infinite, is a ValueError.
         """
         batches = self._ready or [own.take() for own in self._loaders]
-        self._ready, likelihood = None, self._bnn.likelihood
+        self._ready = None
         for _, targets in batches:
-            if len(targets) > likelihood.dataset_size:
-                likelihood.check_size(targets)
+            self._bnn.likelihood.check_rows(targets)
         batches = alike_batches(batches)
         if tree_structure(batches[0]) != self._place:  # the first with something missing, or none
             self._look(batches, position)
@@ -268,7 +267,7 @@ class BatchPotential:
                 check_one_batch(self._bnn, self._bnn.net_prior, *batch)
         points = self._loaders[0].in_epoch
         if points is not None and not self._has_warned:
-            self._has_warned = warn_of_size(points, likelihood.dataset_size)
+            self._has_warned = warn_of_size(points, self._bnn.likelihood.dataset_size)
         return value, gradient
 
     def _look(self, batches: list[Any], position: Tensor) -> None:

@@ -129,8 +129,7 @@ class _Sums:
 
     def add(self, rows: Sequence[Batch], terms: tuple[Tensor, Tensor]) -> Tensor:
         """Add a batch of each member, and return what is finite where its loss is."""
-        if len(rows[0][1]) > self._likelihood.dataset_size:
-            self._likelihood.check_size(rows[0][1])
+        self._likelihood.check_rows(rows[0][1])
         both = torch.stack([*terms])
         counts = torch.tensor([float(self._likelihood.count(own)) for _, own in rows])
         self._terms = self._terms.to(both) + counts.to(both) * both

@@ -128,8 +128,7 @@ class Trainable(Objective):
         with exclusive():
             if not self._is_checked:
                 check_one_batch(self.bnn, self.bnn._mean_values, inputs, targets)
-            if len(targets) > self.bnn.likelihood.dataset_size:
-                self.bnn.likelihood.check_size(targets)
+            self.bnn.likelihood.check_rows(targets)
             beta = check_beta(self.beta)
             # In the first step only, to save the time; the loss of each is checked.
             self.bnn._before_step()

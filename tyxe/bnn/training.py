@@ -323,8 +323,7 @@ class Trainer:
                     with self.processes.all_or_none():
                         check_one_batch(self.bnn, self.bnn._one_draw, *group[0])
                 for _, targets in group:
-                    if len(targets) > self.bnn.likelihood.dataset_size:
-                        self.bnn.likelihood.check_size(targets)
+                    self.bnn.likelihood.check_rows(targets)
                 # In the first step only, to save the time; the loss of each is checked.
                 with unvalidated(self._checked):
                     terms = self.step(group, beta)

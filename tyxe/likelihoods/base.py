@@ -259,6 +259,14 @@ class Likelihood(nn.Module, ABC):
         if len(found) and bool(predictions.isfinite().all()):
             self.check_targets(predictions, found)
 
+    def check_rows(self, targets: Any) -> None:
+        """Check the size of a batch with more rows than the data set has points.
+
+        It costs no more than to look at the number of rows, so that each step of a fit can do it.
+        """
+        if len(targets) > self.dataset_size:
+            self.check_size(targets)
+
     def check_size(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
         """Return what `counted` does, or raise for more than `dataset_size`."""
         values = Targets.of(targets).values
