@@ -221,6 +221,9 @@ def test_options_of_wrong_kinds():
     for name, value in {"damping": "yes", "num_passes": 2.5}.items():
         with pytest.raises(TypeError, match=name):
             dataclasses.replace(bnn.options, **{name: value})
+    for name in ("damping", "num_passes", "curvature_weight", "accumulate", "reduce"):
+        with pytest.raises(AttributeError, match=rf"set bnn\.options = .*, {name}=\.\.\."):
+            setattr(bnn, name, getattr(bnn.options, name))
     with pytest.raises(ValueError, match="temperature is inf"):
         bnn.temperature = float("inf")
     with pytest.raises(TypeError, match="LaplaceOptions"):

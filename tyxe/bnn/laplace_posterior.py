@@ -122,6 +122,14 @@ class LaplacePosterior(SupervisedBNN):
     def options(self, options: LaplaceOptions) -> None:
         self._set(self._temperature, options)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in LaplaceOptions.__dataclass_fields__:
+            raise AttributeError(
+                f"{name} is an option: set bnn.options = dataclasses.replace(bnn.options, "
+                f"{name}=...), since an attribute of this name would do nothing"
+            )
+        super().__setattr__(name, value)
+
     @outside_inference()
     def _set(self, temperature: float, options: LaplaceOptions) -> None:
         _check_settings(temperature, options)
