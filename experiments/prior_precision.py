@@ -13,6 +13,7 @@ notes on the paper say what its figures show, and not for which set and net.
 """
 
 import copy
+import dataclasses
 import math
 
 import common
@@ -39,8 +40,9 @@ def run(s, name, kind, precision, seed):
     at_map = image_laplace.fit_map(s, net, likelihood, loader, precision, seed)
     kron = tyxe.LaplaceBNN(at_map.to_module(), at_map.prior, likelihood, structure="kron")
     kron.fit_curvature(loader, progress=False)
-    posteriors = {"kron": kron, "kron damped": copy.deepcopy(kron)}  # of one curvature
-    posteriors["kron damped"].damping = True
+    damped = copy.deepcopy(kron)  # of the same curvature
+    damped.options = dataclasses.replace(damped.options, damping=True)
+    posteriors = {"kron": kron, "kron damped": damped}
     rows, entropies = {}, {}
     for row, (posterior, predictive) in ROWS.items():
         torch.manual_seed(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,6 +38,25 @@ def alarm(seconds: float, error: type[BaseException]) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def swallowed() -> Iterator[None]:
+    """Allow that Python drops an alarm, as it does with an error of what the collector calls.
+
+    Such are the callbacks of other packages in `gc.callbacks`. All else is still reported.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type not in (KeyboardInterrupt, Alarm):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def is_free() -> bool:
@@ -89,7 +109,7 @@ def run(count: int, seed: int = 0) -> dict[str, Any]:
     chance, found, stopped = random.Random(seed), list[str](), 0
     # tqdm's own lock, in Python, may not be left free by a signal.
     before, tqdm._lock = getattr(tqdm, "_lock", None), threading.RLock()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), swallowed():
         warnings.simplefilter("ignore")
         works = _works()
         for work in works.values():
