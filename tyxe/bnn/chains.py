@@ -302,7 +302,7 @@ def make_run(
     elif options.compile:
         raise ValueError("a kernel of mini-batches is not compiled: leave compile out")
     positions = _room(kernel, starts, Length(num_warmup, num_samples, options.thinning), options)
-    seed = int(torch.randint(2**62, ()))
+    seed = int(torch.randint(2**62, (), device="cpu"))
     return Run(
         kernel,
         every,

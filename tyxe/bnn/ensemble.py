@@ -147,7 +147,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             )
         before = self._left
         if not resume:
-            seeds = torch.randint(2**62, (len(self.members),)).tolist()
+            seeds = torch.randint(2**62, (len(self.members),), device="cpu").tolist()
             self._left = dict(enumerate(seeds))
         asked = len(self._left)
         given = data_loader, *arguments
@@ -226,7 +226,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         num_samples = check.count("num_samples", num_samples)
         shares = self._shares().cumsum(0)[:-1]
         # From a place of chance, so that few samples are of every member at times.
-        place = torch.rand(()) if len(shares) else 0.0
+        place = torch.rand((), device="cpu") if len(shares) else 0.0
         ends = [0, *(num_samples * shares + place).long().tolist(), num_samples]
         counts = [end - start for start, end in itertools.pairwise(ends)]
         asked = [(m, count) for m, count in zip(self._bnns, counts, strict=True) if count]
@@ -297,7 +297,9 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
 
     def _shares(self) -> Tensor:
         count = len(self.members)
-        return torch.full([count], 1 / count) if self.weights is None else self.weights
+        return (
+            torch.full([count], 1 / count, device="cpu") if self.weights is None else self.weights
+        )
 
     @property
     def _averages_norms(self) -> bool:

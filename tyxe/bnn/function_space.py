@@ -53,7 +53,7 @@ class GPOnSubset(nn.Module):
             )
         check.number("factor", factor, above=0)
         if self.num_points < total:
-            chosen = torch.randperm(total)[: self.num_points]
+            chosen = torch.randperm(total, device="cpu")[: self.num_points]
             inputs, targets = take_rows(inputs, chosen), targets[chosen.to(targets.device)]
         self.inputs, self.targets, self.factor = inputs, targets, factor
         self.weight = float(likelihood.count(targets))

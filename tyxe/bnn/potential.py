@@ -226,7 +226,7 @@ class BatchPotential:
     def __init__(
         self, potential: Potential, starts: Tensor, loader: Iterable[Any], device: Any
     ) -> None:
-        seeds = torch.randint(2**62, (len(starts),)).tolist()
+        seeds = torch.randint(2**62, (len(starts),), device="cpu").tolist()
         self._loaders = [OwnBatches(loader, device, seed) for seed in seeds]
         self._bnn, self._has_warned, self._step = potential.bnn, False, 0
         self._potential = potential
@@ -344,7 +344,9 @@ def _trained(
     potential: Potential, init: WarmStart, count: int, targets: Tensor, progress: bool | None
 ) -> Tensor:
     members = _stacked(potential, _reinitialised(potential.bnn, count))
-    generator = torch.Generator(members.device).manual_seed(int(torch.randint(2**62, ())))
+    generator = torch.Generator(members.device).manual_seed(
+        int(torch.randint(2**62, (), device="cpu"))
+    )
 
     def loss(flat: Tensor, rows: Tensor) -> Tensor:
         inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)

@@ -95,7 +95,7 @@ class PytorchBNN(BNN):
         has_sites = len(self.net_prior) > 0
         self.net_guide = build_guide("guide_builder", guide_builder, self.net_prior, has_sites)
         self.closed_form_kl = closed_form_kl
-        self._kl, self._latest_kl = _OfThread(), torch.zeros(())
+        self._kl, self._latest_kl = _OfThread(), torch.zeros((), device="cpu")
         # By entries of `hold_sample`.
         self._held: dict[int, _Held | None] = {}
         self._checked = False

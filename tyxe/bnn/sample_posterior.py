@@ -51,7 +51,7 @@ class SamplePosterior(SupervisedBNN):
 
     def _one_draw(self) -> Values:
         samples = self.get_samples()
-        position = int(torch.randint(len(next(iter(samples.values()))), ()))
+        position = int(torch.randint(len(next(iter(samples.values()))), (), device="cpu"))
         return self._for_net({name: value[position] for name, value in samples.items()})
 
     def _mean_values(self) -> Values:

@@ -37,7 +37,7 @@ def check_evaluation(
     if y is not None:
         y = bnn.likelihood.from_loader(y)
         check_has_targets(y)
-    reduce_points(torch.zeros(1), reduction)
+    reduce_points(torch.zeros(1, device="cpu"), reduction)
     return y
 
 

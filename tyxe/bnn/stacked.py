@@ -125,13 +125,16 @@ class _Sums:
 
     def __init__(self, likelihood: Any, count: int) -> None:
         self._likelihood = likelihood
-        self._terms, self.points = torch.zeros(2, count), torch.zeros(count)
+        self._terms, self.points = (
+            torch.zeros(2, count, device="cpu"),
+            torch.zeros(count, device="cpu"),
+        )
 
     def add(self, rows: Sequence[Batch], terms: tuple[Tensor, Tensor]) -> Tensor:
         """Add a batch of each member, and return what is finite where its loss is."""
         self._likelihood.check_rows(rows[0][1])
         both = torch.stack([*terms])
-        counts = torch.tensor([float(self._likelihood.count(own)) for _, own in rows])
+        counts = torch.tensor([float(self._likelihood.count(own)) for _, own in rows], device="cpu")
         self._terms = self._terms.to(both) + counts.to(both) * both
         self.points = self.points + counts
         return both.sum(0)
@@ -239,7 +242,7 @@ class StackedObjectives:
         found = [total / points if points else math.nan for total, points in sums]
         for history, score in zip(histories, found, strict=True):
             history.validation.append(score)
-        return torch.tensor(found)
+        return torch.tensor(found, device="cpu")
 
     @torch.no_grad()
     def hand_over(self, tensors: Mapping[str, Tensor]) -> None:

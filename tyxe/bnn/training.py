@@ -368,7 +368,9 @@ class Trainer:
             parameters = self.parameters.values()
             checks, clip_norm = self.options.nan_check == "step", self.options.clip_norm
             norm = (
-                torch.zeros(()) if clip_norm is None and not checks else gradient_norm(parameters)
+                torch.zeros((), device="cpu")
+                if clip_norm is None and not checks
+                else gradient_norm(parameters)
             )
             if checks and not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
                 # Targets of other batches than the first are looked at when the loss tells of them.
@@ -507,7 +509,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
         # Twice as fast as norms on a CPU; on other devices all norms are one kernel.
         wide = [g.view(-1) for g in wide]
         squares = [torch.dot(g, g) for g in wide]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device="cpu")
     norm: Tensor = torch.nn.utils.get_total_norm(wide)
     return norm
 

@@ -110,7 +110,7 @@ class SplitConformal(Calibrator):
         if kind == "lac":
             return 1 - probs
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        share = torch.rand(len(probs), 1).to(probs) if self.randomized else 1.0
+        share = torch.rand(len(probs), 1, device=probs.device).to(probs) if self.randomized else 1.0
         scores = ordered.cumsum(-1) - ordered + share * ordered
         return torch.empty_like(probs).scatter(-1, order, scores)
 

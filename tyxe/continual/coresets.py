@@ -30,7 +30,7 @@ def k_center(inputs: Tensor, size: int) -> Tensor:
     points = inputs.reshape(len(inputs), -1)
     # Differences of unsigned bytes would wrap around.
     points = points if points.is_floating_point() else points.float()
-    chosen = [int(torch.randint(len(points), ()))]
+    chosen = [int(torch.randint(len(points), (), device="cpu"))]
     nearest = points.new_full((len(points),), torch.inf)
     while len(chosen) < size:
         nearest = nearest.minimum((points - points[chosen[-1]]).square().sum(-1))

@@ -139,7 +139,7 @@ class TaskLoop:
         self.parts = dict(parts or {})
         self.done = 0
         self._steps_done = 0  # of the present task
-        self.accuracy = torch.full((len(self.tasks),) * 2, math.nan)
+        self.accuracy = torch.full((len(self.tasks),) * 2, math.nan, device="cpu")
 
     def run(
         self,

@@ -114,7 +114,7 @@ def collect_curvature(
     if not points:
         raise ValueError("no point of the loader counts, so there is no curvature")
     scale = likelihood.dataset_size / points
-    scaled = scale * torch.tensor(others, dtype=torch.float64)
+    scaled = scale * torch.tensor(others, dtype=torch.float64, device="cpu")
     key = _key_of(accumulator, scaled)
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
@@ -135,7 +135,7 @@ def _sums(
     options = {"reduce": reduce} if structure == "kron" else {}
     accumulator: Accumulator | None = None
     dims: list[BatchDims | None] | None = None
-    numbers = torch.zeros(4, dtype=torch.float64)
+    numbers = torch.zeros(4, dtype=torch.float64, device="cpu")
     for inputs, given in batches:
         targets, linear = likelihood.observed(given), linearize(inputs)
         outputs = linear.outputs.detach()
@@ -190,7 +190,7 @@ def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets) -> Tenso
         likelihood.error(outputs, targets, "sum"),
         targets.values.numel() if counts is None else counts.double().sum(),
     )
-    return torch.tensor([float(number) for number in found], dtype=torch.float64)
+    return torch.tensor([float(number) for number in found], dtype=torch.float64, device="cpu")
 
 
 def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:

@@ -140,7 +140,9 @@ class Linearization:
         `numbers` are the states of the generators in which the net ran.
         """
         generator = torch.Generator().manual_seed(0)
-        cotangent = torch.randn(self.outputs.shape, generator=generator).to(self.outputs)
+        cotangent = torch.randn(
+            self.outputs.shape, generator=generator, device=generator.device
+        ).to(self.outputs)
         expected = self._gradients_by_autograd(cotangent, numbers)
         if not all(bool(gradient.isfinite().all()) for gradient in expected.values()):
             return

@@ -38,7 +38,7 @@ def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Te
     outputs = linear.outputs
     _check_covariances(outputs, outputs.shape[1])
     with full_precision(outputs):  # each output has itself as gradient
-        identity = torch.eye(outputs.shape[1]).to(last[0])
+        identity = torch.eye(outputs.shape[1], device=last[0].device).to(last[0])
         return blocks[0].inverse_quadratic_factored(last[0].unsqueeze(1), identity.unsqueeze(1))
 
 

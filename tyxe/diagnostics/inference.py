@@ -126,7 +126,7 @@ def _dealt(case: Case) -> list[Any]:
             return []  # such as the edges of a graph
         count = math.ceil(rows / math.ceil(rows * len(batches) / PARTS))
         count = min(count, max(rows // fewest, 1))
-        for some in torch.randperm(rows).tensor_split(count):
+        for some in torch.randperm(rows, device="cpu").tensor_split(count):
             parts.append(tree_map(partial(_at, some), batch))
     return parts
 
@@ -343,7 +343,7 @@ def _log_ratios(case: Case, name: str, q: td.Distribution, priors: Mapping[str, 
         prior = sum(float(priors[n].log_prob(v).sum()) for n, v in values.items())
         ratio = _log_likelihood(case, {**centre, **values}) + prior
         ratios.append(ratio - float(q.log_prob(drawn).sum()))
-    return torch.tensor(ratios, dtype=drawn.dtype)
+    return torch.tensor(ratios, dtype=drawn.dtype, device="cpu")
 
 
 def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:

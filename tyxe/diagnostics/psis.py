@@ -65,7 +65,7 @@ def _shape(excess: Tensor) -> float:
     """
     count = len(excess)
     points = 30 + int(count**0.5)
-    grid = torch.arange(1, points + 1, dtype=torch.float64)
+    grid = torch.arange(1, points + 1, dtype=torch.float64, device=excess.device)
     quartile = excess[(count + 2) // 4 - 1]
     theta = 1 + (1 - (points / (grid - 0.5)).sqrt()) / (3 * quartile)
     shapes = torch.log1p(-theta[:, None] * excess).mean(1)

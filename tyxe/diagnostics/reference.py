@@ -67,9 +67,11 @@ def wasserstein2(samples: Tensor, reference: Tensor, weights: Tensor | None = No
     """
     one, two = check_real("samples", samples), check_real("reference", reference)
     check.shape("reference", two, ("R", *one.shape[1:]), ", as the samples (S, n, ...)")
-    each = torch.ones(len(one)) if weights is None else check_weights(weights, one)
+    each = (
+        torch.ones(len(one), device=one.device) if weights is None else check_weights(weights, one)
+    )
     one, one_ends = _quantiles(one, each)
-    two, two_ends = _quantiles(two, torch.ones(len(two)))
+    two, two_ends = _quantiles(two, torch.ones(len(two), device=one.device))
     # Between these levels both quantile functions are constant.
     levels = torch.cat([one_ends, two_ends], 1).sort(1).values
     widths = levels.diff(dim=1, prepend=torch.zeros_like(levels[:, :1]))

@@ -65,7 +65,7 @@ class SBC:
         law = _law(*self._sizes)
         gamma = law.simulated.quantile(1 - level)
         inside = 2 * torch.minimum(law.below, law.above) >= gamma
-        counts = torch.arange(law.size + 1, dtype=torch.float64)
+        counts = torch.arange(law.size + 1, dtype=torch.float64, device="cpu")
         lowest = inside.double().argmax(1)
         highest = law.size - inside.flip(1).double().argmax(1)
         return law.levels, counts[lowest] / law.size, counts[highest] / law.size
@@ -93,15 +93,15 @@ class _Binomials:
 
     def __init__(self, size: int, draws: int) -> None:
         self.size = size
-        self.levels = torch.arange(1, draws + 1, dtype=torch.float64) / (draws + 1)
-        counts = torch.arange(self.size + 1, dtype=torch.float64)
-        choose = torch.tensor(self.size + 1.0, dtype=torch.float64).lgamma()
+        self.levels = torch.arange(1, draws + 1, dtype=torch.float64, device="cpu") / (draws + 1)
+        counts = torch.arange(self.size + 1, dtype=torch.float64, device="cpu")
+        choose = torch.tensor(self.size + 1.0, dtype=torch.float64, device="cpu").lgamma()
         choose = choose - (counts + 1).lgamma() - (self.size - counts + 1).lgamma()
         p = self.levels[:, None]
         each = (choose + counts * p.log() + (self.size - counts) * (1 - p).log()).exp()
         self.below, self.above = each.cumsum(1), each.flip(1).cumsum(1).flip(1)
         uniform = torch.Generator().manual_seed(0)
-        ranks = torch.randint(draws + 1, (SIMULATED, self.size), generator=uniform)
+        ranks = torch.randint(draws + 1, (SIMULATED, self.size), generator=uniform, device="cpu")
         self.simulated = torch.cat([self.statistic(part) for part in ranks.split(100)])
 
     def statistic(self, ranks: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ _law = lru_cache(8)(_Binomials)
 
 def _below(ranks: Tensor, draws: int) -> Tensor:
     """Return the numbers of ranks below 1, ..., `draws` in each row."""
-    counts = torch.zeros(len(ranks), draws + 1, dtype=torch.long)
+    counts = torch.zeros(len(ranks), draws + 1, dtype=torch.long, device="cpu")
     counts.scatter_add_(1, ranks, torch.ones_like(ranks))
     return counts.cumsum(1)[:, :-1]
 
@@ -194,7 +194,7 @@ def sbc(
             if path is not None:
                 files.write(path, {**told, "ranks": done})
             bar.update()
-    rows = torch.tensor([done[index] for index in range(num_simulations)])
+    rows = torch.tensor([done[index] for index in range(num_simulations)], device="cpu")
     return SBC(dict(zip(names, rows.unbind(1), strict=True)), num_draws)
 
 
@@ -262,12 +262,16 @@ def _simulate(
             each = bnn.likelihood.mixture_log_likelihood(f[None], targets, own)
             return [*found, float(each.double().sum())]
 
-        truth = torch.tensor(values(outputs, true), dtype=torch.float64)
+        truth = torch.tensor(values(outputs, true), dtype=torch.float64, device="cpu")
         every = torch.tensor(
             [values(f, {n: v[s : s + 1] for n, v in latents.items()}) for s, f in enumerate(drawn)],
             dtype=torch.float64,
+            device="cpu",
         )
-        ties = ((every == truth) & (torch.rand(len(every), 1) < torch.rand(1))).sum(0)
+        ties = (
+            (every == truth)
+            & (torch.rand(len(every), 1, device="cpu") < torch.rand(1, device="cpu"))
+        ).sum(0)
         return ((every < truth).sum(0) + ties).tolist()
 
 

@@ -283,9 +283,11 @@ class Gaussian(JointDistribution):
         """Return a Gaussian of zeros with the structure of an `outline`, to load a state into."""
         blocks, terms = of_state(ParamBlocks, {"blocks": outline["blocks"]}), []
         for shapes in outline["terms"]:
-            zeros = {key: torch.zeros(()).expand(shape) for key, shape in shapes.items()}
+            zeros = {
+                key: torch.zeros((), device="cpu").expand(shape) for key, shape in shapes.items()
+            }
             operator = of_state(Operator, zeros)
-            terms.append((torch.zeros(operator.size), operator))
+            terms.append((torch.zeros(operator.size, device="cpu"), operator))
         return cls(blocks, *terms[0]).with_terms(blocks, terms)
 
 

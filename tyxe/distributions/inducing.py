@@ -206,7 +206,8 @@ class InducingWeights(JointDistribution):
             scale = isotropic_scale(prior)
             # The prior may have been moved to another dtype, which rounds its scale.
             return (
-                scale is not None and scale == torch.tensor(expected, dtype=prior.mean.dtype).item()
+                scale is not None
+                and scale == torch.tensor(expected, dtype=prior.mean.dtype, device="cpu").item()
             )
 
         return all(map(has, self.names, self.layer.scales))
@@ -249,7 +250,7 @@ class InducingWeights(JointDistribution):
         others[which] = 0.0
         mean = b_r @ means.unflatten(-1, (b_r.shape[1], -1)) @ own.mT
         deviation = (precise(value).unsqueeze(-3) / scales - mean) / scale
-        row_gram, identity = b_r.mT @ b_r, torch.eye(len(h_c)).to(h_c)
+        row_gram, identity = b_r.mT @ b_r, torch.eye(len(h_c), device=h_c.device).to(h_c)
         # I - B^T B = (I - B_r^T B_r) x I + B_r^T B_r x (I - B_o^T B_o), with B_o of these columns.
         unexplained = torch.kron(h_r @ h_r.mT, identity) + torch.kron(
             row_gram, h_c @ h_c.mT + others.mT @ others

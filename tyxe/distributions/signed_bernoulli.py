@@ -198,7 +198,7 @@ class SignedBetaBernoulli(SignedBernoulli):
     def __init__(self, delta: float, scale: float = 1.0, validate_args: bool | None = None) -> None:
         delta = check.number("delta", delta, least=0)
         # A tensor, so that a module that holds the distribution saves and loads it.
-        self.delta = torch.tensor(delta, dtype=torch.float64)
+        self.delta = torch.tensor(delta, dtype=torch.float64, device="cpu")
         super().__init__(0.0, scale, validate_args)
 
 

@@ -155,14 +155,16 @@ class AutoInducing(Guide):
             for side, m, d in zip(
                 maps, (layer.rows, layer.columns), layer.prior.shape, strict=True
             ):
-                side[layer.name] = torch.randn(m, d).to(layer.like) / math.sqrt(m)
+                side[layer.name] = torch.randn(m, d, device=layer.like.device).to(
+                    layer.like
+                ) / math.sqrt(m)
         log_d = math.log(options.init_residual)
         logs = [{n: torch.full_like(z[:, 0], log_d) for n, z in side.items()} for side in maps]
         self.row_maps, self.column_maps = (SiteTensors(side) for side in maps)
         self.row_scales, self.column_scales = (SiteTensors(side) for side in logs)
         lambdas = {}
         if options.max_lambda != 0:
-            start = torch.tensor(options.init_lambda, dtype=torch.float64)
+            start = torch.tensor(options.init_lambda, dtype=torch.float64, device="cpu")
             unconstrained = uncapped(start, options.max_lambda, ("init_lambda", "max_lambda"))
             lambdas = {layer.name: unconstrained.to(layer.like) for layer in layers}
         self.conditional_scales = SiteTensors(lambdas)
@@ -171,7 +173,7 @@ class AutoInducing(Guide):
 
     def _start(self, layer: InducingLayer) -> Tensor:
         """Return the start of the mean of `q(U)`: a draw from the prior."""
-        start = torch.randn(layer.rows, layer.columns).to(layer.like)
+        start = torch.randn(layer.rows, layer.columns, device=layer.like.device).to(layer.like)
         if self.options.whitened:
             return start
         with torch.no_grad():
@@ -203,7 +205,7 @@ class AutoInducing(Guide):
             ValueError: the site has no inducing weights, or is a bias.
         """
         found = self._lambda(resolve_site_name(site_name, self.row_maps))
-        return torch.zeros(()) if found is None else found
+        return torch.zeros((), device="cpu") if found is None else found
 
     def _lambda(self, name: str) -> Tensor | None:
         if self.options.max_lambda == 0:

@@ -61,7 +61,10 @@ class InducingOptions:
 
     def start_of_scale(self, like: Tensor, power: float = 1.0) -> Tensor:
         """Return unconstrained starts, of `like`'s shape, of scales of `U` to a power."""
-        start, cap = torch.tensor(self.init_scale_u).double() ** power, self._cap(power)
+        start, cap = (
+            torch.tensor(self.init_scale_u, device=like.device).double() ** power,
+            self._cap(power),
+        )
         unconstrained = uncapped(start, cap, ("init_scale_u", "max_scale_u"))
         return unconstrained.to(like).expand_as(like)
 
@@ -253,7 +256,7 @@ class Turn:
     @property
     def first(self) -> int:
         if self._first is None:
-            self._first = int(torch.randint(self.size, ()))
+            self._first = int(torch.randint(self.size, (), device="cpu"))
         return self._first
 
 

@@ -210,7 +210,7 @@ def scale_below_prior(log_ratio: float = -3.0) -> Callable[[Message], Tensor]:
         try:
             variance: Tensor = site["fn"].variance
         except NotImplementedError:
-            variance = torch.tensor(math.nan)
+            variance = torch.tensor(math.nan, device="cpu")
         if not bool((variance.isfinite() & (variance > 0)).all()):
             raise ValueError(
                 f"the prior of {site['name']!r} has no finite standard deviation to start below: "

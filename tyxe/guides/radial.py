@@ -67,7 +67,9 @@ class Radial(OneEvent):
 
     def entropy(self) -> Tensor:
         count = self.loc.numel()
-        mean_log_radius = (torch.digamma(torch.tensor(0.5)).item() + math.log(2.0)) / 2
+        mean_log_radius = (
+            torch.digamma(torch.tensor(0.5, device="cpu")).item() + math.log(2.0)
+        ) / 2
         constant = (
             0.5 * math.log(math.pi * math.e / 2) + _log_area(count) + (count - 1) * mean_log_radius
         )

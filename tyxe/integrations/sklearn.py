@@ -183,7 +183,9 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         columns = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
         mean, scale = self._moments(columns)
-        likelihood = HomoskedasticGaussian(len(y), scale=torch.ones(len(mean)), learn_scale=True)
+        likelihood = HomoskedasticGaussian(
+            len(y), scale=torch.ones(len(mean), device="cpu"), learn_scale=True
+        )
         fitted = {"_y": (mean, scale), "_y_shape": y.shape[1:]}
         return X, torch.as_tensor((columns - mean) / scale), likelihood, fitted
 

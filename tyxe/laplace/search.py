@@ -151,7 +151,7 @@ def spectrum(operator: Operator) -> Tensor:
 
 def best_of_grid(grid: Iterable[float] | None, score: Callable[[float], float]) -> float:
     """Return the precision of the largest finite score; the default grid is 21 from 1e-4 to 1e4."""
-    given = torch.logspace(-4, 4, 21).tolist() if grid is None else grid
+    given = torch.logspace(-4, 4, 21, device="cpu").tolist() if grid is None else grid
     candidates = [check.number("a precision of the grid", each, above=0) for each in given]
     scores = {precision: score(precision) for precision in candidates}
     finite = {p: found for p, found in scores.items() if math.isfinite(found)}

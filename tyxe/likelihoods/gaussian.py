@@ -103,7 +103,7 @@ class HomoskedasticGaussian(Likelihood):
             ValueError: the noise is inferred, and has no value.
         """
         if self._number is not None:
-            like = torch.empty(()) if like is None else like
+            like = torch.empty((), device="cpu") if like is None else like
             noise = torch.full((), self._number, dtype=like.dtype, device=like.device)
         elif self.noise is not None:
             noise = self.noise

@@ -111,7 +111,7 @@ def check_regression(mean: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def check_scale(scale: Tensor | float, mean: Tensor) -> Tensor:
     """Return standard deviations if they are positive and fit the means."""
     if isinstance(scale, int | float):
-        scale = torch.tensor(float(scale), dtype=mean.dtype)
+        scale = torch.tensor(float(scale), dtype=mean.dtype, device=mean.device)
     scale = check_real("scale", scale)
     if scale.dim() > 0:
         _check_shape("scale", scale, mean)

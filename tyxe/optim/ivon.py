@@ -96,7 +96,7 @@ class IVON(Optimizer):
 
     @torch.no_grad()
     def _draw(self, size: float) -> tuple[Any, dict[str, Tensor], dict[Tensor, Tensor]]:
-        kl, values, deviations = torch.zeros(()), {}, {}
+        kl, values, deviations = torch.zeros((), device="cpu"), {}, {}
         for loc, (name, own, prior, _, precision) in self._sites.items():
             log_scale = own.log_scale.detach()
             if self._written != size:

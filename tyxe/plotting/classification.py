@@ -98,7 +98,7 @@ def entropy_ecdf(
     steps = flat("entropy", entropy).sort().values
     start = steps[:1].clamp(max=0)
     end = steps[-1:] if max_entropy is None else steps[-1:].clamp(min=max_entropy)
-    heights = torch.arange(len(steps) + 1) / len(steps)
+    heights = torch.arange(len(steps) + 1, device="cpu") / len(steps)
     ax = axes(ax)
     ax.plot(
         torch.cat([start, steps, end]),

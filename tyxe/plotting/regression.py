@@ -45,7 +45,7 @@ def predictive_band(
     """
     x, order = flat("x", x).sort()
     mean = flat("mean", mean, x)[order]
-    scale = scale if isinstance(scale, Tensor) else torch.tensor(float(scale))
+    scale = scale if isinstance(scale, Tensor) else torch.tensor(float(scale), device="cpu")
     sigma = flat("scale", scale.expand(len(x)) if scale.dim() == 0 else scale, x)[order]
     values = None if true_function is None else flat("true_function", true_function, x)[order]
     points = []
@@ -100,7 +100,9 @@ def qq(pit: Tensor, ax: "Axes | None" = None, *, label: str = "") -> "Axes":
         2
     """
     values = flat("pit", pit.reshape(-1)).sort().values
-    levels = (torch.arange(1, len(values) + 1, dtype=torch.float64) - 0.5) / len(values)
+    levels = (torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu") - 0.5) / len(
+        values
+    )
     found, expected = torch.special.ndtri(values), torch.special.ndtri(levels)
     inside = found.isfinite()
     ax = axes(ax)

@@ -113,11 +113,13 @@ def _over_tasks(name: str, accuracy: Tensor) -> Tensor:
             f"the accuracies of {name!r} are all NaN after the first task: leave {name!r} out "
             "until each of its runs has finished a task"
         )
-    return check_real(label, lower[:, :tasks, :tasks]).sum(-1) / torch.arange(1, tasks + 1)
+    return check_real(label, lower[:, :tasks, :tasks]).sum(-1) / torch.arange(
+        1, tasks + 1, device="cpu"
+    )
 
 
 def _finished(lower: Tensor) -> int:
     """Return how many tasks all runs have finished; rows of later ones are all NaN."""
     tasks = lower.shape[-1]
-    to_come = (lower.isnan().sum(-1) == torch.arange(1, tasks + 1)).any(0)
+    to_come = (lower.isnan().sum(-1) == torch.arange(1, tasks + 1, device="cpu")).any(0)
     return tasks - int(to_come.flip(0).int().cumprod(0).sum())

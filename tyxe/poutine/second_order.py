@@ -106,7 +106,7 @@ def _diagonal(gradient: Tensor, loc: Tensor) -> Tensor:
     for start in range(0, size, HESSIAN_CHUNK):
         rows = torch.arange(start, min(start + HESSIAN_CHUNK, size), device=loc.device)
         basis = torch.zeros(len(rows), size, dtype=gradient.dtype, device=loc.device)
-        basis[torch.arange(len(rows)), rows] = 1.0
+        basis[torch.arange(len(rows), device=loc.device), rows] = 1.0
         (columns,) = torch.autograd.grad(
             gradient,
             loc,

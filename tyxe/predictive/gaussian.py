@@ -32,7 +32,9 @@ class LinkOptions(NamedTuple):
 
     def latents_of(self, num_draws: int) -> dict[str, Tensor]:
         """Return values of the likelihood's own variables for so many draws of the outputs."""
-        return {n: v[torch.arange(num_draws) % len(v)] for n, v in self.latents.items()}
+        return {
+            n: v[torch.arange(num_draws, device=v.device) % len(v)] for n, v in self.latents.items()
+        }
 
 
 class GaussianOutputs(NamedTuple):

@@ -119,7 +119,7 @@ class BinaryPrior(Prior):
             weight = layer_weight(module, name.rpartition(".")[2])
             scale = calculate_prior_std(scale, weight, module)
         if self.delta is None:
-            return SignedBernoulli(torch.zeros(()), scale)
+            return SignedBernoulli(torch.zeros((), device="cpu"), scale)
         return SignedBetaBernoulli(self.delta, scale)
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:

@@ -98,8 +98,8 @@ def windows(num_steps: int) -> tuple[Tensor, Tensor]:
     if num_steps < first + window + last:
         first, last = int(0.15 * num_steps), int(0.1 * num_steps)
         window = num_steps - first - last
-    collects = torch.zeros(num_steps, dtype=torch.bool)
-    ends = torch.zeros(num_steps, dtype=torch.bool)
+    collects = torch.zeros(num_steps, dtype=torch.bool, device="cpu")
+    ends = torch.zeros(num_steps, dtype=torch.bool, device="cpu")
     # Of fewer than 50 the last part is too short to find a step size for another mass.
     if num_steps >= 50:
         stop = num_steps - last

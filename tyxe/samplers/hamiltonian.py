@@ -84,7 +84,7 @@ class Hamiltonian(Kernel):
     def plan(self, length: Length) -> Tensor:
         """Return whether a transition adds to the mass matrix, ends a window, and is the last."""
         collects, ends = windows(length.num_warmup)
-        last = torch.arange(length.num_warmup) == length.num_warmup - 1
+        last = torch.arange(length.num_warmup, device="cpu") == length.num_warmup - 1
         return torch.stack([collects, ends, last], -1)
 
     def adapt(

@@ -126,7 +126,9 @@ class Kernel(ABC):
 
     def kept(self, length: Length) -> Tensor:
         """Return the counts of the transitions whose positions are samples, `(num_samples,)`."""
-        return length.num_warmup + length.thinning * torch.arange(1, length.num_samples + 1)
+        return length.num_warmup + length.thinning * torch.arange(
+            1, length.num_samples + 1, device="cpu"
+        )
 
     @abstractmethod
     def adapt(

@@ -133,7 +133,7 @@ class MCLMC(Kernel):
     def plan(self, length: Length) -> Tensor:
         """Return the wanted variance, whether moments are taken, and which step is the last."""
         num_steps, (first, last) = length.num_warmup, self._variances()
-        steps = torch.arange(num_steps, dtype=torch.double)
+        steps = torch.arange(num_steps, dtype=torch.double, device="cpu")
         share = (steps / max(0.9 * num_steps, 1)).clamp(max=1)
         rows = [first + (last - first) * share, steps >= 0.9 * num_steps, steps == num_steps - 1]
         return torch.stack([row.to(steps.dtype) for row in rows], -1)

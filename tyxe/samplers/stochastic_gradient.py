@@ -135,7 +135,7 @@ class SGLD(Kernel):
 
     def plan(self, length: Length) -> Tensor:
         """Return the factor of the rate and whether there is noise, for the steps that follow."""
-        steps = torch.arange(1, length.total + 1, dtype=torch.double)
+        steps = torch.arange(1, length.total + 1, dtype=torch.double, device="cpu")
         if self.schedule == "cyclical":
             share = (steps * self.num_cycles / length.total) % 1  # of its cycle, before each
             has_noise = (share >= self.exploration).to(share)
@@ -189,7 +189,7 @@ class SGLD(Kernel):
             # The last cycles have one more, where they cannot have as many.
             count = (length.num_samples + cycle) // self.num_cycles
             found += [end - length.thinning * back for back in reversed(range(count))]
-        return torch.tensor(found)
+        return torch.tensor(found, device="cpu")
 
     def stops(self, transition: Transition, settings: Any, kept: Tensor) -> tuple[str, int] | None:
         """Return what is to be said where a chain is not finite, or `LEFT` above its start.

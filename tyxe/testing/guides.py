@@ -122,7 +122,8 @@ def _check_draws_differentiable(guide: AnyGuide) -> None:
 
     def objective(*moved: Tensor) -> Any:  # the guide's own parameters, in place
         draws = [
-            d * torch.linspace(1, 2, d.numel()).to(d).view_as(d) for d in _draw(guide).values()
+            d * torch.linspace(1, 2, d.numel(), device="cpu").to(d).view_as(d)
+            for d in _draw(guide).values()
         ]
         return sum(map(torch.sum, draws)) + 0 * sum(map(torch.sum, moved))
 

@@ -58,7 +58,7 @@ def _example() -> tuple[VariationalBNN, Tensor]:
     with torch.no_grad():
         for parameter in bnn.parameters():
             parameter.add_(torch.randn_like(parameter))
-    return bnn, torch.randn(4, 2, dtype=torch.float64)
+    return bnn, torch.randn(4, 2, dtype=torch.float64, device="cpu")
 
 
 def _outputs(bnn: VariationalBNN, inputs: Tensor, count: int = 1) -> Tensor:

@@ -57,7 +57,7 @@ LIKELIHOODS: dict[str, LikelihoodCase] = {
     "Categorical, pixels": LikelihoodCase(Categorical, (2, 3, 4), (2, 3)),
     "HomoskedasticGaussian": _noisy(2, scale=0.3),
     "HomoskedasticGaussian, flat": _noisy(precision=4.0),
-    "HomoskedasticGaussian, scale each": _noisy(3, 2, scale=torch.tensor([0.1, 2.0])),
+    "HomoskedasticGaussian, scale each": _noisy(3, 2, scale=torch.tensor([0.1, 2.0], device="cpu")),
     "HomoskedasticGaussian, learned": _noisy(1, scale=0.5, learn_scale=True),
     "HomoskedasticGaussian, inferred": _noisy(1, scale=dist.LogNormal(0.0, 0.5)),
     "HomoskedasticGaussian, inferred precision": _noisy(1, precision=dist.Gamma(2.0, 2.0)),
@@ -80,7 +80,9 @@ def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int =
         >>> check_likelihood(LikelihoodCase(Categorical, output_shape=(3,)))
     """
     likelihood = case.build(3 * num_points).double()
-    predictions = torch.randn(num_draws, num_points, *case.output_shape, dtype=torch.float64)
+    predictions = torch.randn(
+        num_draws, num_points, *case.output_shape, dtype=torch.float64, device="cpu"
+    )
     targets = likelihood.sample(predictions[0], latents=likelihood.prior_means())
     expected = (num_points, *case.target_shape)
     assert targets.shape == expected, f"sample has shape {targets.shape}, expected {expected}"

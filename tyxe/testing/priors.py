@@ -36,8 +36,11 @@ def _by_name() -> Prior:
 def _joint_normal() -> Prior:
     shapes = {f"net.{name}": p.shape for name, p in example_net().named_parameters()}
     blocks = ParamBlocks.of_sites(shapes)
-    precision = LowRank(torch.ones(blocks.size), torch.ones(blocks.size, 1) / blocks.size)
-    joint = Gaussian(blocks, torch.zeros(blocks.size), precision)
+    precision = LowRank(
+        torch.ones(blocks.size, device="cpu"),
+        torch.ones(blocks.size, 1, device="cpu") / blocks.size,
+    )
+    joint = Gaussian(blocks, torch.zeros(blocks.size, device="cpu"), precision)
     return DictPrior({name: joint.marginal(name) for name in joint.names}, expose=["*"])
 
 
