@@ -12,6 +12,7 @@ installed, on top. Every import counts, those for type checking too: a name that
 down is known all the same.
 """
 
+import ast
 import graphlib
 import re
 import subprocess
@@ -86,6 +87,36 @@ def test_every_module_is_imported_with_the_package() -> None:
 
 def test_the_picture_of_the_floors_is_that_of_the_imports() -> None:
     assert PICTURE.read_text() == picture(), "run python docs/floors.py"
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+FACTORIES = {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint"}
+FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+
+
+def without_device(source: str) -> list[int]:
+    """Return the lines on which a function of torch makes a tensor on no device that is named."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [
+        call.lineno
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "torch"
+        and call.func.attr in FACTORIES
+        and not {keyword.arg for keyword in call.keywords} & {"device", None}
+    ]
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
+    found = {path.name: without_device(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_a_tensor_without_a_device_is_found() -> None:
+    named = 'torch.zeros(2, device="cpu")\ntorch.ones(2, **like)\nx.new_zeros(2)'
+    assert without_device(f"{named}\ntorch.zeros(2)") == [4]
 
 
 # --- a step's walk ------------------------------------------------------------------------------

@@ -365,3 +365,49 @@ def test_samples_go_to_a_file_of_the_host(tmp_path: Path) -> None:
         bnn.fit(batches, 5, warmup_steps=1, file=tmp_path / "samples", progress=False)
         assert bnn.samples["net.0.weight"].device.type == "cpu"
         assert bnn.predict(x, num_predictions=4)[0].device == DEVICE
+
+
+def _host_batches(likely: parts.Data) -> list[Pair]:
+    return [(x.cpu(), y.cpu()) for x, y in _batches(likely)]
+
+
+def _bnn_there(wrapper: str, likely: parts.Data) -> Any:
+    def variational(_: int = 0) -> tyxe.VariationalBNN:
+        net = _net(likely.width).to(DEVICE)
+        return tyxe.VariationalBNN(net, NORMAL, likely.likelihood(N), tyxe.guides.AutoNormal)
+
+    if wrapper == "VariationalBNN":
+        return variational()
+    if wrapper == "EnsembleBNN":
+        return tyxe.EnsembleBNN(variational, 2)
+    net = _net(likely.width).to(DEVICE)
+    if wrapper == "MCMC_BNN":
+        return tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS["samplers HMC"])
+    return tyxe.LaplaceBNN(net, NORMAL, likely.likelihood(N), structure="kron")
+
+
+@pytest.mark.parametrize("wrapper", ["VariationalBNN", "LaplaceBNN", "MCMC_BNN", "EnsembleBNN"])
+def test_batches_of_the_host_go_to_the_device(wrapper: str) -> None:
+    likely = parts.LIKELIHOODS["classes"]
+    with pretend():
+        bnn, batches = _bnn_there(wrapper, likely), _host_batches(likely)
+        (x, y), *_ = batches
+        if wrapper == "MCMC_BNN":
+            bnn.fit(batches, 4, warmup_steps=1, progress=False)
+        else:
+            bnn.fit(batches, ADAM, 1, validation=batches)
+        _on_device(bnn.predict(x, num_predictions=2))
+        _on_device(bnn.predict(batches, num_predictions=2))
+        _on_device(bnn.evaluate(x, y, num_predictions=2))
+        _on_device(bnn.evaluate(batches, num_predictions=2))
+        assert "error" in tyxe.diagnostics.scores(bnn, batches, num_predictions=2)
+        sets = tyxe.calibration.SplitConformal(level=0.5).wrap(bnn, batches, num_predictions=2)
+        _on_device(sets.predict(x))
+        assert str(tyxe.diagnostics.diagnose(bnn, batches, batches, num_predictions=2))
+        if wrapper == "LaplaceBNN":
+            bnn.fit_curvature(batches)
+            bnn.optimize_prior_precision("grid", batches, grid=[0.5, 2.0])
+            _on_device(bnn.functional_variance(x))
+            _on_device(bnn.predict(x, predictive="glm"))
+            bnn.fit_gp(batches)
+            _on_device(bnn.predict(x, predictive="gp"))

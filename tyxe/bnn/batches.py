@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,29 @@ def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any,
         yield _checked(batch, device)
 
 
+def device_for(bnn: Any, given: Any = None) -> Any:
+    """Return where a BNN's batches go: to a device that is given, or to that of its parameters.
+
+    Those of a BNN whose parameters are on several devices stay where they are, which is None.
+    """
+    if given is not None:
+        return given
+    devices = {parameter.device for parameter in bnn.parameters()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _moved(leaf: Any, device: Any) -> Any:
+    """Return a tensor or a graph on a device, without a wait where its memory is pinned."""
+    if not isinstance(leaf, Tensor):
+        return leaf.to(device)
+    return leaf.to(device, non_blocking=leaf.device.type == "cpu" and leaf.is_pinned())
+
+
+def on_device(tree: Any, device: Any) -> Any:
+    """Return what a batch holds on a device; as it is where that is None."""
+    return tree if device is None else tree_map_tensors(partial(_moved, device=device), tree)
+
+
 def length_of(loader: Any) -> int | None:
     """Return how many batches a loader says that it has, or None."""
     try:
@@ -125,9 +149,7 @@ def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
             f"the loader yields a batch without points, of targets {tuple(shape)}; leave it out"
         )
     targets = read_targets(targets, *weights)
-    if device is not None:
-        inputs, targets = tree_map_tensors(lambda t: t.to(device), (inputs, targets))
-    return outside_of_inference((inputs, targets))
+    return outside_of_inference(on_device((inputs, targets), device))
 
 
 class OwnBatches:
@@ -389,13 +411,15 @@ def map_batches(
 ) -> Any:
     """Return a function's values on batches, concatenated along `dim`.
 
-    It runs in eval mode, and with or without gradients.
+    It runs on the BNN's device, in eval mode, and with or without gradients.
     """
+    device = device_for(bnn)
     given = inputs[0] if len(inputs) == 1 else inputs
     again, found = _DRAWS.get() or ReplayedDraws(), []
     if is_loader(given) and not isinstance(given, list):
         again.start()  # before the loader takes random numbers
     for rows, labels in batches_to_predict(given, targets, batch_size):
+        rows, labels = on_device((rows, labels), device)
         with bnn._predicting(gradients):
             found.append(function(rows, labels, again))
     return concatenated(found, dim)

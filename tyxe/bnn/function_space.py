@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.batches import collect, split_rows, take_rows
+from tyxe.bnn.batches import collect, device_for, on_device, split_rows, take_rows
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting
 from tyxe.curvature import Linearization, jacobian
@@ -79,14 +79,16 @@ class GPOnSubset(nn.Module):
 
     def _process(self, bnn: SupervisedBNN, state: LaplaceState) -> GPPredictive:
         _check_holds_data(state)
-        device = next(bnn.parameters()).device
-        inputs = tree_map_tensors(lambda t: t.to(device), self.inputs)
+        device = device_for(bnn)
+        inputs = on_device(self.inputs, device)
         features, roots = [], []
         pieces = [inputs] if self.num_points <= POINTS else split_rows(inputs, POINTS)
         for piece, own in zip(pieces, self.targets.split(POINTS), strict=True):
             linear = bnn._linearize(piece)
             features.append(_features(linear, state))
-            roots.append(hessian_root(bnn.likelihood, linear.outputs.detach(), own.to(device)))
+            roots.append(
+                hessian_root(bnn.likelihood, linear.outputs.detach(), on_device(own, device))
+            )
         factor = self.factor * bnn.likelihood.dataset_size / self.weight
         root = torch.cat(roots) * math.sqrt(state.weight)
         return GPPredictive(Features.cat(features), root, factor)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.bnn.batches import all_batches, batches_of
+from tyxe.bnn.batches import all_batches, batches_of, device_for
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_size
 from tyxe.bnn.laplace_posterior import LaplacePosterior
@@ -161,7 +161,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 
         Args:
             data_loader: yields `(inputs, targets)`, or `(inputs, targets, weights)`.
-            device: device that batches are moved to.
+            device: where batches are moved to; by default where the parameters are.
             progress: show a bar for several passes; by default on a terminal only.
             unpack: from what the loader yields to one of these.
             process_group: processes of `torch.distributed`, such as `group.WORLD`, each with the
@@ -191,6 +191,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         bad = [name for name, value in weights if not bool(value.isfinite().all())]
         if bad:
             raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
+        device = device_for(self, device)
         passes = progress_bar(range(self.options.num_passes), "curvature", "pass", progress)
         with fitting(self, train=False):
             found = collect_curvature(
@@ -306,7 +307,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
     def _held_out(self, precision: float, batches: list[Any]) -> float:
         """Return the log-likelihood of held-out data, with the same random numbers each time."""
         number = {"": self.state.loc.new_tensor(precision)}
-        device = next(self.parameters()).device
+        device = device_for(self)
         with RandomStream(seed=0):
             try:
                 bnn = self._under(self.state.replace(prior=with_numbers(self.state, number)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.batches import batches_of, copied, is_loader
+from tyxe.bnn.batches import batches_of, copied, device_for, is_loader, on_device
 from tyxe.bnn.function_space import GPOnSubset, RefinedPosterior, refined
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.predict import SupervisedBNN
@@ -240,7 +240,7 @@ class LaplacePosterior(SupervisedBNN):
             )
         covariance = joint_covariance if joint else functional_covariance
         with self._predicting(enable_grad):
-            linear = self._linearized_as_fitted(given)
+            linear = self._linearized_as_fitted(on_device(given, device_for(self)))
             return linear.result(covariance(linear, self.state.precision()))
 
     def fit_gp(
@@ -282,7 +282,7 @@ class LaplacePosterior(SupervisedBNN):
             data_loader: yields `(inputs, targets)`, without augmentation.
             method: `"laplace"`, about the linearised net's own mode, or `"variational"`.
             structure: structure of the precision, `"full"` or `"diag"`.
-            device: device that batches are moved to.
+            device: where batches are moved to; by default where the parameters are.
             options: options of `tyxe.predictive.refine_laplace` or `refine_variational`, such as
                 `num_steps`, `rate` and `num_draws`.
 
@@ -293,7 +293,8 @@ class LaplacePosterior(SupervisedBNN):
                 that holds the data already, or couples weights; targets that do not fit the
                 likelihood; Jacobians that do not fit into memory.
         """
-        batches = map(copied, batches_of(self._to_fit(data_loader), device))
+        loader = self._to_fit(data_loader)
+        batches = map(copied, batches_of(loader, device_for(self, device)))
         return refined(self, self.state, batches, method, structure, options)
 
 

@@ -17,7 +17,7 @@ from pyro.poutine.runtime import am_i_wrapped
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.batches import OwnBatches, collect
+from tyxe.bnn.batches import OwnBatches, collect, device_for
 from tyxe.bnn.chains import (
     MCMCRun,
     RunOptions,
@@ -131,7 +131,7 @@ class MCMC_BNN(SamplePosterior):
             data_loader: yields `(inputs, targets)`, or with weights. All batches are concatenated;
                 or, for `SGLD` and `SGHMC`, a transition is a step on one of them.
             num_samples: number of samples that are kept of each chain.
-            device: device that the data are moved to.
+            device: where the data are moved to; by default where the parameters are.
             batch_data: whether `data_loader` is one batch itself, the pair `(inputs, targets)`.
             warmup_steps: transitions before, in which the kernel adapts; by default as many as
                 after.
@@ -186,6 +186,7 @@ class MCMC_BNN(SamplePosterior):
             whose = ours if self.kernel else "Pyro; expected those of pyro.infer.MCMC"
             raise TypeError(f"fit has no option {', '.join(wrong)} for kernels of {whose}")
         loader = self._to_fit([data_loader] if batch_data else data_loader, unpack)
+        device = device_for(self, device)
         by_batch = self.kernel is not None and self.kernel.takes_batches
         data = collect(loader, device) if not by_batch else OwnBatches(loader, device, 0).take()
         targets = Targets.of(data[1])
@@ -324,7 +325,7 @@ class MCMC_BNN(SamplePosterior):
             ValueError: a number of starts that is not `num_chains`; a start of a site that is
                 missing, of another shape, not finite, or without density.
         """
-        data = collect(self._to_fit(data_loader), None)
+        data = collect(self._to_fit(data_loader), device_for(self))
         with fitting(self, train=False):
             check_one_batch(self, self.net_prior, *data)
             potential = Potential(self, *data)

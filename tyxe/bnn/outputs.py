@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tyxe import check
 from tyxe.bnn.base import BNN
-from tyxe.bnn.batches import ReplayedDraws, batches_to_predict, is_loader
+from tyxe.bnn.batches import ReplayedDraws, batches_to_predict, device_for, is_loader, on_device
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.reading import look_at_sites
 from tyxe.check import described
@@ -28,7 +28,7 @@ from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put
 from tyxe.priors import Prior
 from tyxe.rng import RandomStream, drawing_from
 from tyxe.threads import exclusive
-from tyxe.util import Inputs, outside_inference, tree_map_tensors
+from tyxe.util import Inputs, outside_inference
 
 Values = dict[str, Tensor]
 
@@ -319,11 +319,11 @@ class PosteriorBNN(BNN):
         own = {norm: {n: b.clone() for n, b in norm.named_buffers()} for norm in norms}
         with self._predicting():
             stand_in = self._stand_in(values, own)
-        device = next(self.net.parameters()).device
+        device = device_for(self)
 
         def run(batch: tuple[Any, Any]) -> None:
             with torch.no_grad():
-                stand_in(tree_map_tensors(lambda t: t.to(device), batch[0]))
+                stand_in(on_device(batch[0], device))
 
         copies = {norm: stand_in.part(norm) for norm in norms}
         # A loader's numbers are its own, and the draws those without it. It runs as where it was

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tyxe.bnn.batches import OwnBatches
+from tyxe.bnn.batches import OwnBatches, device_for
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
@@ -57,7 +57,7 @@ def fit_stacked(
             f"data_loader is {described(data_loader)}, which can be used once only, and "
             "vectorize=True goes through it once for each member: pass a list or a DataLoader"
         )
-    data_loader = first._to_fit(data_loader, unpack)
+    data_loader, device = first._to_fit(data_loader, unpack), device_for(first, device)
     batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
     one = OwnBatches(data_loader, device, seeds[0]).take()
     check_one_batch(first, first._one_draw, *one)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tyxe.bnn.base import set_train_mode
-from tyxe.bnn.batches import batches_of
+from tyxe.bnn.batches import batches_of, device_for
 from tyxe.bnn.checks import (
     check_beta,
     check_one_batch,
@@ -119,7 +119,8 @@ class Trainable(Objective):
         Raises:
             ValueError: a batch that `fit` refuses, or one of which all targets are NaN.
         """
-        ((inputs, targets),) = batches_of(self.bnn._to_fit([batch], self.unpack))
+        loader = self.bnn._to_fit([batch], self.unpack)
+        ((inputs, targets),) = batches_of(loader, device_for(self.bnn))
         if isinstance(targets, Targets) and bool(targets.values.isnan().all()):
             raise ValueError(
                 "all targets of the batch are NaN, which stands for one that is missing: leave the "
@@ -143,7 +144,8 @@ class Trainable(Objective):
 
     def score_batch(self, batch: Any, reduction: str = "none") -> Scored:
         """Predict a batch of held-out data, and score it, point by point or with their `"sum"`."""
-        ((inputs, targets),) = batches_of(self.bnn._to_evaluate([batch], self.unpack))
+        loader = self.bnn._to_evaluate([batch], self.unpack)
+        ((inputs, targets),) = batches_of(loader, device_for(self.bnn))
         likelihood = self.bnn.likelihood
         with self.bnn._predicting():
             outputs, latents = self.bnn._stacked_outputs(inputs, self.num_predictions)

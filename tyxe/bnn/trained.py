@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from tyxe.bnn.batches import device_for
 from tyxe.bnn.checkpoint import (
     BestEpoch,
     Checkpoint,
@@ -45,7 +46,7 @@ class TrainedBNN(SupervisedBNN):
         after_epoch: Callable[[int], None] | None = None,
     ) -> History:
         """Fit by epochs, after each of which a function may update the prior."""
-        history = History()
+        history, device = History(), device_for(self, device)
         with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)
             epoch_end = EpochEnd(self, callback, held_out, device, trainer.processes)

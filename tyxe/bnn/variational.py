@@ -189,7 +189,7 @@ class VariationalBNN(TrainedBNN):
                 it returns True. A `tyxe.Callback` sees batches as well.
             num_particles: number of draws that are averaged in a step.
             closed_form_kl: use closed forms of the KL where they exist.
-            device: device that batches are moved to.
+            device: where batches are moved to; by default where the parameters are.
             beta: weight of the KL, or a function of the epoch that returns it.
             clip_norm: largest norm of the gradient, above which it is scaled down.
             lr_multipliers: factors of the learning rate by kind of parameter, such as

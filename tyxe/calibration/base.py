@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tyxe import files
-from tyxe.bnn.batches import all_batches
+from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.scoring import predicted
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
@@ -80,7 +80,7 @@ class Calibrator(ABC):
             )
         if isinstance(bnn.likelihood, Joint):
             raise TypeError("the BNN has several outputs: calibrate the predictions of each apart")
-        batches = all_batches(bnn._to_evaluate(loader, unpack))
+        batches = all_batches(bnn._to_evaluate(loader, unpack), device_for(bnn))
         judged = predicted(bnn, batches, **options)
         self.fit(self.of(judged.predictions, bnn.likelihood), judged.targets)
         return Calibrated(bnn, self, options)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tyxe.bnn import EnsembleBNN
-from tyxe.bnn.batches import all_batches, check_iterable, copied
+from tyxe.bnn.batches import all_batches, check_iterable, copied, device_for
 from tyxe.bnn.scoring import Predicted, predicted, weights_of
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import TyxeWarning
@@ -53,7 +53,7 @@ class Case:
         beta: float,
     ) -> Case:
         """Read loaders once, onto the BNN's device."""
-        device = next(bnn.parameters()).device
+        device = device_for(bnn)
         one = members_of(bnn)[0]
         for loader in (train, held_out):
             check_iterable(loader)

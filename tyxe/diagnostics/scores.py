@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tyxe import metrics
-from tyxe.bnn.batches import all_batches
+from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.scoring import predicted
 from tyxe.data import Unpack
 from tyxe.rng import set_torch_rng, torch_rng
@@ -52,7 +52,7 @@ def scores(
         >>> list(scores(bnn, [(torch.randn(50, 2), torch.arange(50) % 3)]))[:3]
         ['log-likelihood', 'error', 'Brier score']
     """
-    batches = all_batches(bnn._to_evaluate(loader, unpack))
+    batches = all_batches(bnn._to_evaluate(loader, unpack), device_for(bnn))
     options = {"num_predictions": num_predictions, **options}
     state = torch_rng()
     error, log_likelihood = bnn.evaluate(batches, reduction="mean", **options)
