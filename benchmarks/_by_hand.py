@@ -78,7 +78,7 @@ class MeanField:
         scale_grads = [p.grad for p in rhos]
         torch._foreach_add_(scale_grads, variances, alpha=weight)
         torch._foreach_add_(scale_grads, -weight)
-        total = torch.zeros(())
+        total = torch.zeros((), device=locs[0].device)
         for loc, rho, variance in zip(locs, rhos, variances, strict=True):
             squares = torch.dot(loc.view(-1), loc.view(-1)) + variance.sum() - loc.numel()
             total += 0.5 * squares - rho.sum()
@@ -133,7 +133,7 @@ class _FlippedLayer(_Layer):
 def _signs(like: Tensor) -> Tensor:
     """Return random signs per point and channel."""
     shape = [*like.shape[:2], *[1] * (like.dim() - 2)]
-    return torch.randint(0, 2, shape, dtype=like.dtype).mul_(2).sub_(1)
+    return torch.randint(0, 2, shape, dtype=like.dtype, device=like.device).mul_(2).sub_(1)
 
 
 class Layerwise(MeanField):

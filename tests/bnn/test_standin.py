@@ -194,6 +194,27 @@ class Tied(Body):
         self.last.weight = self.first.weight
 
 
+def test_recurrent_parts_in_eval_mode_keep_what_a_backward_needs(monkeypatch) -> None:
+    # On a GPU cuDNN keeps it in train mode alone, in which the dropout has to be left out.
+    found = []
+    own = torch._VF.lstm
+
+    def noted(*args: Any) -> Any:
+        found.append(args[5:7])  # its rate, and whether it trains
+        return own(*args)
+
+    net = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+    bnn, x = wrapped(net), torch.randn(5, 2, 3)
+    expected = copy.deepcopy(net).eval()(x)[0]
+    monkeypatch.setattr(torch._VF, "lstm", noted)
+    bnn.eval()
+    assert torch.equal(bnn.run_net(bnn._in_places(), x)[0], expected)
+    assert net.dropout == 0.5
+    bnn.train()
+    bnn.run_net(bnn._in_places(), x)
+    assert found == [(0.0, True), (0.5, True)]
+
+
 class Checkpointed(Body):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.first, x, use_reentrant=False).tanh())

@@ -236,6 +236,7 @@ class StandIn:
         self._twins: dict[nn.Module, nn.Module] = {}
         self._scripted: dict[nn.Module, nn.Module] = {}
         self._statistics: Statistics = {}
+        self._recurrent: list[nn.Module] = []
         self.net = self._twin_of(net)
         self._finish(statistics)
         self._release = _Release(self._twins.values()) if outline.is_cyclic else None
@@ -291,6 +292,7 @@ class StandIn:
 
     def call_apart(self, inputs: Inputs, **keywords: Any) -> Any:
         """Return the net's output on a batch, and leave nothing of the forward to the net."""
+        self._prepare_backward()
         output = call_with(partial(self.net, **keywords), inputs)
         self._leave_contents()
         return output
@@ -299,7 +301,17 @@ class StandIn:
         """Return the net's output for its arguments."""
         return self._run(lambda: self.net(*inputs, **kwargs))
 
+    def _prepare_backward(self) -> None:
+        """Let recurrent parts in eval mode be in train mode without dropout, which is the same.
+
+        On a GPU cuDNN keeps nothing for a backward in eval mode.
+        """
+        for twin in self._recurrent:
+            if not twin.training:
+                twin.__dict__.update(training=True, dropout=0.0)
+
     def _run(self, forward: Callable[[], Any]) -> Any:
+        self._prepare_backward()
         before = [tuple(map(dict, _state_of(twin))) for twin in self._twins.values()]
         lazy, mode = draws_are_lazy(), self.net.training
         modes = tuple(twin.training for twin in self._twins.values())
@@ -346,6 +358,8 @@ class StandIn:
         if is_compiled(part):
             attributes["forward"] = attributes["_modules"]["_orig_mod"]
         object.__setattr__(twin, "__dict__", attributes)
+        if isinstance(twin, nn.RNNBase):
+            self._recurrent.append(twin)
         return twin
 
     def _in_mode(self, part: nn.Module) -> nn.Module:
