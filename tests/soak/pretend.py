@@ -195,11 +195,13 @@ class Host(TorchDispatchMode):
     """Makes tensors on the device where they are asked for, and counts what the host reads.
 
     Attributes:
+        device: where they are.
         reads: how often each line of the package asked for numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.device = DEVICE
         self.reads: collections.Counter[str] = collections.Counter()
 
     def __torch_dispatch__(

@@ -61,11 +61,8 @@ class InducingOptions:
 
     def start_of_scale(self, like: Tensor, power: float = 1.0) -> Tensor:
         """Return unconstrained starts, of `like`'s shape, of scales of `U` to a power."""
-        start, cap = (
-            torch.tensor(self.init_scale_u, device=like.device).double() ** power,
-            self._cap(power),
-        )
-        unconstrained = uncapped(start, cap, ("init_scale_u", "max_scale_u"))
+        start = torch.tensor(self.init_scale_u, device="cpu").double() ** power
+        unconstrained = uncapped(start, self._cap(power), ("init_scale_u", "max_scale_u"))
         return unconstrained.to(like).expand_as(like)
 
     def log_scale(self, unconstrained: Tensor, power: float = 1.0) -> Tensor:

@@ -1,0 +1,160 @@
+"""What runs on a processor, on a GPU: every flow, the numbers, memory, files and captures.
+
+`TYXE_GPU=cpu` runs them without one, which shows that the tests are right.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tyxe
+from tests.soak.flows import FLOWS, Device, Flow, batches_of_the_host
+
+DEVICE = torch.device(os.environ.get("TYXE_GPU", "cuda:0"))
+IS_GPU = DEVICE.type == "cuda"
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+
+pytestmark = [
+    pytest.mark.skipif(IS_GPU and not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning"),
+]
+
+
+@pytest.fixture
+def full_precision() -> Iterator[None]:
+    """Let products in float32 be of float32, and not of TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return torch.randn(24, 3, dtype=dtype), torch.randn(24, 2, dtype=dtype)
+
+
+def laplace(net: nn.Module, structure: str, num_points: int = 24) -> tyxe.LaplaceBNN:
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(num_points, scale=0.5)
+    return tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure)
+
+
+@pytest.mark.parametrize("flow", FLOWS, ids=str)
+def test_flows(flow: Flow) -> None:
+    flow(Device(DEVICE))
+
+
+@pytest.mark.parametrize("wrapper", ["VariationalBNN", "LaplaceBNN", "MCMC_BNN", "EnsembleBNN"])
+def test_batches_of_the_host(wrapper: str) -> None:
+    batches_of_the_host(wrapper, Device(DEVICE))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_laplace_has_the_numbers_of_the_processor(structure: str) -> None:
+    x, y = data()
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    found = []
+    for device in ("cpu", DEVICE):
+        bnn = laplace(copy.deepcopy(net).to(device), structure)
+        bnn.fit_curvature([(x, y)])
+        prediction = bnn.predict(x, predictive="glm")
+        evidence = bnn.log_marginal_likelihood()
+        found.append([evidence, bnn.functional_variance(x), *prediction])
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(there.cpu(), here, rtol=1e-9, atol=1e-12)
+
+
+def test_elbo_terms_have_the_numbers_of_the_processor() -> None:
+    x, y = data()
+    net, found = nn.Linear(3, 2).double(), []
+    for device in ("cpu", DEVICE):
+        guide = partial(tyxe.guides.AutoNormal, init_scale=1e-12)
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(24, scale=0.5)
+        own = copy.deepcopy(net).to(device)
+        bnn = tyxe.VariationalBNN(own, NORMAL, likelihood, guide)
+        found.append(bnn.fit([(x, y)], ADAM, 3).loss)
+    assert found[1] == pytest.approx(found[0], rel=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap on a processor
+def test_recurrent_nets_have_a_curvature(full_precision: None) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    x, y, found = torch.randn(6, 5, 3), torch.randn(6, 2), []
+    net = Last()
+    for device in ("cpu", DEVICE):
+        bnn = laplace(copy.deepcopy(net).to(device), "full", 6)
+        bnn.fit_curvature([(x, y)])
+        found.append(bnn.functional_variance(x).cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
+def test_vectorized_ensembles() -> None:
+    x, y = data(torch.float32)
+
+    def member(_: int) -> tyxe.VariationalBNN:
+        likelihood = tyxe.likelihoods.HomoskedasticGaussian(24, scale=0.5)
+        own = nn.Linear(3, 2).to(DEVICE)
+        return tyxe.VariationalBNN(own, NORMAL, likelihood, tyxe.guides.AutoNormal)
+
+    ensemble = tyxe.EnsembleBNN(member, 3)
+    histories = ensemble.fit([(x, y)], ADAM, 5, vectorize=True, validation=[(x, y)])
+    assert all(history.loss[-1] < history.loss[0] for history in histories)
+    assert ensemble.predict(x)[0].device == DEVICE
+
+
+def test_files_of_one_device_load_on_the_other(tmp_path: Path) -> None:
+    x, y = data(torch.float32)
+    for one, other in (("cpu", DEVICE), (DEVICE, "cpu")):
+        bnn = laplace(nn.Linear(3, 2).to(one), "kron")
+        bnn.fit_curvature([(x, y)])
+        bnn.save(tmp_path / "bnn.tyxe")
+        loaded = laplace(nn.Linear(3, 2).to(other), "kron")
+        loaded.load(tmp_path / "bnn.tyxe")
+        for here, there in zip(bnn.predict(x), loaded.predict(x), strict=True):
+            torch.testing.assert_close(there.cpu(), here.cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not IS_GPU, reason="the memory of a processor is not counted")
+def test_predictions_take_the_memory_of_one_draw() -> None:
+    net = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).to(DEVICE)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(24, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
+    x, peaks = torch.randn(64, 512, device=DEVICE), []
+    for count in (2, 64):
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        bnn.predict(x, num_predictions=count)
+        peaks.append(torch.cuda.max_memory_allocated(DEVICE))
+    outputs = 64 * 64 * 512 * 4
+    assert peaks[1] < peaks[0] + 4 * outputs
+
+
+def compiled_fit(x: Tensor, y: Tensor, compile: bool) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).to(DEVICE)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(24, scale=0.5)
+    bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
+    history: Any = bnn.fit([(x, y)], ADAM, 4, compile=compile)
+    return history.loss
+
+
+def test_compiled_steps_have_the_numbers_of_eager_ones(full_precision: None) -> None:
+    x, y = data(torch.float32)
+    assert compiled_fit(x, y, True) == pytest.approx(compiled_fit(x, y, False), rel=1e-3)

@@ -1,0 +1,297 @@
+"""Each part on a device: fits, predictions, curvature, samples and states, by small flows."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import autoguide
+from torch import Tensor, nn
+
+import tyxe
+from tests.oracles.architectures import N
+from tests.soak import parts
+from tyxe import poutine, priors
+from tyxe.guides import AutoInducing
+
+ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
+NORMAL = priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
+SIZES = {"inducing_rows": 2, "inducing_cols": 2, "everywhere": True}
+INDUCING = functools.partial(AutoInducing, **SIZES)
+GUIDES = parts.GUIDES | {
+    "AutoInducing, matrix": functools.partial(
+        INDUCING, q_inducing="matrix", max_lambda=0.5, max_scale_u=0.5
+    ),
+    "AutoInducing, not whitened": functools.partial(
+        INDUCING, q_inducing="diagonal", whitened=False
+    ),
+    "AutoInducing, hierarchical": functools.partial(
+        INDUCING, q_inducing="full", hierarchical=(2, 2)
+    ),
+}
+Pair = tuple[Tensor, Tensor]
+
+
+class Place(Protocol):
+    """Where a flow runs, and how often the host has read a number there, by line of the package."""
+
+    device: torch.device
+    reads: collections.Counter[str]
+
+
+class Device:
+    """A device of which no reads are counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.reads = device, collections.Counter[str]()
+
+
+class Flow(NamedTuple):
+    """What is combined, by names. A call runs it, and returns what a step has read."""
+
+    wrapper: str
+    guide: str
+    handler: str
+    likelihood: str
+
+    def __call__(self, place: Place) -> collections.Counter[str]:
+        return WRAPPERS[self.wrapper](self, place)
+
+
+def _handler(name: str, place: Place) -> Any:
+    if name == "mask":
+        mask = torch.arange(N // 2, device=place.device) > 0
+        return poutine.selective_mask(mask=mask, expose=parts.DATA)
+    return parts.HANDLERS[name]()
+
+
+def make_net(outputs: int) -> nn.Module:
+    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, outputs)
+    return nn.Sequential(*layers)
+
+
+def make_batches(likely: parts.Data, place: Place) -> list[Pair]:
+    x, outputs = torch.randn(N, 3, device=place.device), torch.Size([N, likely.width])
+    y = likely.targets(outputs).to(place.device)
+    return list(zip(x.split(N // 2), y.split(N // 2), strict=True))
+
+
+class _Steps:
+    """A loader that notes what is read in the step on its third batch, in the first pass."""
+
+    def __init__(self, batches: list[Pair], place: Place) -> None:
+        self.batches, self._place = batches, place
+        self.reads: collections.Counter[str] = collections.Counter()
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Pair]:
+        self._passes += 1
+        for i, batch in enumerate(self.batches * 3):
+            before = self._place.reads.copy()
+            yield batch
+            if (self._passes, i) == (1, 2):
+                self.reads = self._place.reads - before
+
+
+# --------------------------------------------------------------------------- flows
+
+
+def assert_there(values: Any, place: Place) -> None:
+    for value in values if isinstance(values, tuple) else (values,):
+        assert value.device == place.device, f"the result is on {value.device}"
+
+
+def _predict(bnn: Any, x: Tensor, y: Tensor, lazy: bool, place: Place) -> None:
+    assert_there(bnn.predict(x, num_predictions=3), place)
+    assert_there(bnn.predict(x, num_predictions=0), place)
+    assert_there(bnn.evaluate(x, y, num_predictions=2), place)
+    assert_there(bnn.sample_predictive(x, num_samples=2), place)
+    if lazy:
+        return
+    pyro.set_rng_seed(0)
+    whole = bnn.predict(x, num_predictions=3, aggregate=False)
+    for options in ({"batch_size": 2}, {"vectorize": True}):
+        pyro.set_rng_seed(0)
+        again = bnn.predict(x, num_predictions=3, aggregate=False, **options)
+        torch.testing.assert_close(again.cpu(), whole.cpu(), rtol=1e-4, atol=1e-5)
+
+
+def _reload(bnn: Any, make: Callable[[], Any], x: Tensor, place: Place) -> None:
+    """Assert that a state goes to the host and back."""
+    state = {
+        name: value.cpu() if isinstance(value, Tensor) else value
+        for name, value in bnn.state_dict().items()
+    }
+    other = make()
+    other.load_state_dict(state)
+    assert_there(other(x), place)
+    bnn.to("cpu")
+    bnn.to(place.device)
+    assert_there(bnn(x), place)
+
+
+def _variational(flow: Flow, place: Place) -> collections.Counter[str]:
+    likely = parts.LIKELIHOODS[flow.likelihood]
+    binary = flow.guide.startswith("AutoBernoulli")
+    prior = priors.BinaryPrior(hide_module_types=[nn.BatchNorm1d]) if binary else NORMAL
+
+    def make() -> tyxe.VariationalBNN:
+        net = make_net(likely.width).to(place.device)
+        own = autoguide.AutoNormal if "inferred" in flow.likelihood else None
+        return tyxe.VariationalBNN(net, prior, likely.likelihood(N), GUIDES[flow.guide], own)
+
+    bnn, loader = make(), _Steps(make_batches(likely, place), place)
+    with _handler(flow.handler, place):
+        bnn.fit(loader, ADAM, 1)
+        bnn.fit(loader.batches, pyro.optim.Adam({"lr": 1e-3}), 1, num_particles=2, clip_norm=1.0)
+    lazy = flow.handler in ("local reparameterisation", "flipout")
+    x, y = loader.batches[0]
+    with _handler(flow.handler, place) if lazy else nullcontext():
+        _predict(bnn, x, y, lazy, place)
+    if flow.guide == "AutoNormal":
+        assert_there(bnn.predict(x, num_predictions=3, predictive="glm"), place)
+        bnn.update_prior(priors.DictPrior(bnn.net_guide.get_detached_distributions()))
+    other = make()
+    other.load_checkpoint(bnn.checkpoint())
+    with _handler(flow.handler, place):
+        other.fit(loader.batches, pyro.optim.Adam({"lr": 1e-3}), 1)
+    assert_there(bnn.to_module()(x), place)
+    _reload(bnn, make, x, place)
+    return loader.reads
+
+
+def _laplace(flow: Flow, place: Place) -> collections.Counter[str]:
+    likely = parts.LIKELIHOODS[flow.likelihood]
+    structure, curvature = flow.guide.split()
+
+    def make() -> tyxe.LaplaceBNN:
+        return tyxe.LaplaceBNN(
+            make_net(likely.width).to(place.device),
+            NORMAL,
+            likely.likelihood(N),
+            structure=structure,
+            curvature=curvature,
+        )
+
+    bnn, loader = make(), _Steps(make_batches(likely, place), place)
+    bnn.fit(loader, ADAM, 1)
+    bnn.fit_curvature(loader.batches)
+    assert_there(bnn.log_marginal_likelihood(), place)
+    bnn.optimize_prior_precision(num_steps=3)
+    bnn.optimize_prior_precision("grid", loader.batches, grid=[0.5, 2.0])
+    x, y = loader.batches[0]
+    for predictive in ("glm", "bnn"):
+        assert_there(bnn.predict(x, num_predictions=3, predictive=predictive), place)
+        assert_there(bnn.evaluate(x, y, num_predictions=3, predictive=predictive), place)
+    assert_there(bnn.functional_variance(x), place)
+    bnn.fit_gp(loader.batches)
+    assert_there(bnn.predict(x, predictive="gp"), place)
+    _reload(bnn, make, x, place)
+    return loader.reads
+
+
+def _pytorch(flow: Flow, place: Place) -> collections.Counter[str]:
+    likely = parts.LIKELIHOODS[flow.likelihood]
+
+    def make() -> tyxe.PytorchBNN:
+        return tyxe.PytorchBNN(make_net(likely.width).to(place.device), NORMAL, GUIDES[flow.guide])
+
+    bnn, loader = make(), _Steps(make_batches(likely, place), place)
+    optimizer = ADAM([p for p in bnn.parameters() if p.requires_grad])
+    for x, _ in loader:
+        optimizer.zero_grad()
+        with _handler(flow.handler, place):
+            (bnn(x).square().sum() + bnn.cached_kl_loss).backward()
+        optimizer.step()
+    with bnn.hold_sample():
+        assert_there(bnn(x), place)
+    assert_there(bnn.predict(x, num_predictions=2), place)
+    _reload(bnn, make, x, place)
+    return loader.reads
+
+
+def _mcmc(flow: Flow, place: Place) -> collections.Counter[str]:
+    likely = parts.LIKELIHOODS[flow.likelihood]
+    net = make_net(likely.width).to(place.device)
+    bnn = tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS[flow.guide])
+    batches = make_batches(likely, place)
+    bnn.fit(batches, num_samples=3, warmup_steps=2, progress=False)
+    _predict(bnn, *batches[0], False, place)
+    return collections.Counter()
+
+
+def _bnn_there(wrapper: str, likely: parts.Data, place: Place) -> Any:
+    def variational(_: int = 0) -> tyxe.VariationalBNN:
+        net = make_net(likely.width).to(place.device)
+        return tyxe.VariationalBNN(net, NORMAL, likely.likelihood(N), tyxe.guides.AutoNormal)
+
+    if wrapper == "VariationalBNN":
+        return variational()
+    if wrapper == "EnsembleBNN":
+        return tyxe.EnsembleBNN(variational, 2)
+    net = make_net(likely.width).to(place.device)
+    if wrapper == "MCMC_BNN":
+        return tyxe.MCMC_BNN(net, NORMAL, likely.likelihood(N), parts.KERNELS["samplers HMC"])
+    return tyxe.LaplaceBNN(net, NORMAL, likely.likelihood(N), structure="kron")
+
+
+def batches_of_the_host(wrapper: str, place: Place) -> None:
+    """Fit, predict, score, calibrate and diagnose a BNN that is there by batches that are not."""
+    likely = parts.LIKELIHOODS["classes"]
+    bnn = _bnn_there(wrapper, likely, place)
+    (x, y), *_ = batches = make_batches(likely, Device(torch.device("cpu")))
+    if wrapper == "MCMC_BNN":
+        bnn.fit(batches, 4, warmup_steps=1, progress=False)
+    else:
+        bnn.fit(batches, ADAM, 1, validation=batches)
+    assert_there(bnn.predict(x, num_predictions=2), place)
+    assert_there(bnn.predict(batches, num_predictions=2), place)
+    assert_there(bnn.evaluate(x, y, num_predictions=2), place)
+    assert_there(bnn.evaluate(batches, num_predictions=2), place)
+    assert "error" in tyxe.diagnostics.scores(bnn, batches, num_predictions=2)
+    sets = tyxe.calibration.SplitConformal(level=0.5).wrap(bnn, batches, num_predictions=2)
+    assert_there(sets.predict(x), place)
+    assert str(tyxe.diagnostics.diagnose(bnn, batches, batches, num_predictions=2))
+    if wrapper == "LaplaceBNN":
+        bnn.fit_curvature(batches)
+        bnn.optimize_prior_precision("grid", batches, grid=[0.5, 2.0])
+        assert_there(bnn.functional_variance(x), place)
+        assert_there(bnn.predict(x, predictive="glm"), place)
+        bnn.fit_gp(batches)
+        assert_there(bnn.predict(x, predictive="gp"), place)
+
+
+WRAPPERS: dict[str, Callable[[Flow, Place], collections.Counter[str]]] = {
+    "VariationalBNN": _variational,
+    "LaplaceBNN": _laplace,
+    "PytorchBNN": _pytorch,
+    "MCMC_BNN": _mcmc,
+}
+
+
+# Of every part at least one.
+ALONE = ["AutoNormal", "AutoNormal, capped", "AutoRadial", *(n for n in GUIDES if "Inducing" in n)]
+ALONE += ["AutoBernoulli, relaxed", "pyro AutoDelta", "pyro AutoNormal", "pyro AutoDiagonalNormal"]
+ALONE += ["pyro AutoMultivariateNormal", "pyro low rank"]
+FLOWS = [
+    *(Flow("VariationalBNN", guide, "none", "classes") for guide in ALONE),
+    Flow("VariationalBNN", "AutoBernoulli", "local reparameterisation", "Gaussian"),
+    Flow("VariationalBNN", "AutoNormal", "flipout", "Gaussian, inferred"),
+    Flow("VariationalBNN", "AutoNormal", "mask", "counts"),
+    Flow("VariationalBNN", "AutoNormal", "scale", "heteroskedastic"),
+    Flow("VariationalBNN", "AutoNormal", "variational Laplace", "binary, event"),
+    Flow("VariationalBNN", "AutoInducing, full", "local reparameterisation", "Gaussian, learned"),
+    Flow("PytorchBNN", "pyro low rank", "none", "Gaussian"),
+    Flow("LaplaceBNN", "kron ggn", "none", "classes"),
+    Flow("LaplaceBNN", "full empirical", "none", "heteroskedastic"),
+    Flow("LaplaceBNN", "diag fisher", "none", "counts"),
+    Flow("MCMC_BNN", "HMC", "none", "Gaussian, inferred"),
+    Flow("MCMC_BNN", "samplers NUTS", "none", "Gaussian, inferred"),
+    Flow("MCMC_BNN", "samplers MCLMC", "none", "classes"),
+]
