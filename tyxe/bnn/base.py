@@ -6,6 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -130,6 +131,29 @@ class BNN(Saved, nn.Module):
             )
         # A trained net comes in eval mode; a fresh module is in train mode.
         set_train_mode(self)
+
+    # Whether there is a posterior yet, in words. Copies keep it, and states have nothing of it.
+    _stage = "not fitted"
+
+    def __repr__(self) -> str:
+        """Say what the BNN is made of, how many weights are random, and whether it is fitted."""
+        described = self._described()
+        described["state"] = described.pop("state")  # the last line
+        parts = "".join(f"  {name}: {part}\n" for name, part in described.items())
+        return f"{type(self).__name__}(\n{parts}{indent(f'(net): {self.net}', '  ')}\n)"
+
+    def _described(self) -> dict[str, Any]:
+        """Return the lines of `repr` by name."""
+        sites = [shape.numel() for shape in self._site_shapes().values()]
+        total = sum(tensor.numel() for tensor in self.net.parameters())
+        guides = {"guide": "net_guide", "likelihood guide": "likelihood_guide"}
+        found = {name: self._modules.get(part) for name, part in guides.items()}
+        return {
+            "prior": self.prior,
+            "random weights": f"{sum(sites):,} of {total:,}, in {len(sites)} sites",
+            **{name: type(guide).__name__ for name, guide in found.items() if guide is not None},
+            "state": self._stage,
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BNN:
         """Copy the BNN; of tensors with a graph that its net keeps, the numbers."""
@@ -350,6 +374,7 @@ class BNN(Saved, nn.Module):
         try:
             found = super().load_state_dict(state_dict, strict, assign)
             self._follow_prior(self.net_prior)
+            self._stage = "loaded"
             return found
         except BaseException as error:
             self.net_prior.restore(priors)

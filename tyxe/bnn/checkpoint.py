@@ -48,6 +48,11 @@ class History:
         self.kl.append(kl)
 
 
+def fitted_words(num_epochs: int) -> str:
+    """Say that a fit went through some epochs."""
+    return f"fitted, {num_epochs} epoch{'' if num_epochs == 1 else 's'}"
+
+
 @dataclass
 class BestEpoch:
     """The best epoch so far, by the log-likelihood of held-out data per point.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -89,6 +91,13 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         self.register_buffer("weights", _checked_weights(weights, num_members))
         # What the last fit has still to do: the members' seeds, without those that are done.
         self._left: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        """Say how many members there are, what they have been fitted to, and what the first is."""
+        states = Counter(member._described()["state"] for member in self._bnns)
+        counted = "; ".join(f"{count} x {state}" for state, count in states.items())
+        first = indent(f"(members[0]): {self._bnns[0]}", "  ")
+        return f"EnsembleBNN(\n  members: {len(self._bnns)}\n  state: {counted}\n{first}\n)"
 
     @property
     def _bnns(self) -> list[SupervisedBNN]:
@@ -353,6 +362,7 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
         with ExitStack() as undone:
             for member, part in zip(self._bnns, parts, strict=True):
                 before = copy.deepcopy(member.state_dict())
+                undone.callback(setattr, member, "_stage", member._stage)
                 undone.callback(member.load_state_dict, before, strict=False)
                 member.load_state_dict(part, strict, assign)
             undone.pop_all()

@@ -30,7 +30,8 @@ _PLAIN = (
     types.ModuleType,
 )
 # Of objects of this package: past fits, and what is made anew of what a program is given.
-_LEFT_OUT = {"optimizer", "_scheduler", "_pending", "_epochs_done", "_runtime", "prior", "terms"}
+_OF_FITS = {"optimizer", "_scheduler", "_pending", "_epochs_done", "_stage"}
+_LEFT_OUT = {*_OF_FITS, "_runtime", "prior", "terms"}
 _LEFT_OUT |= {"_built"}
 
 

@@ -78,6 +78,16 @@ class LaplacePosterior(SupervisedBNN):
         self.register_load_state_dict_post_hook(_take_loaded)  # type: ignore[no-untyped-call]
         self._gp_on_subset: GPOnSubset | None = None
 
+    def _described(self) -> dict[str, Any]:
+        guide = self.net_guide
+        has_curvature = guide.state is not None or guide.loaded is not None
+        state = "fitted, with its curvature" if has_curvature else f"{self._stage}, no curvature"
+        return {
+            **super()._described(),
+            "guide": f"a Gaussian about the mode, structure={guide.structure!r}",
+            "state": state,
+        }
+
     @property
     def state(self) -> LaplaceState:
         """The approximation: mode, curvature and prior.

@@ -72,6 +72,13 @@ class MCMC_BNN(SamplePosterior):
         torch.Size([40, 1, 1])
     """
 
+    def _described(self) -> dict[str, Any]:
+        builder = self.kernel if self.kernel is not None else unwrapped(self.kernel_builder)[0]
+        shapes = [samples.shape for _, samples in self.samples.items()]
+        found = f"{shapes[0][0]} chains of {shapes[0][1]} samples" if shapes else self._stage
+        kernel = builder.__name__ if isinstance(builder, type) else type(builder).__name__
+        return super()._described() | {"kernel": kernel, "state": found}
+
     @outside_inference()
     def __init__(
         self,

@@ -27,12 +27,13 @@ def fit_in_turn(ensemble: Any, member_callback: Any, *arguments: Any, **options:
     found = []
     for index, seed in list(ensemble._left.items()):
         member: Any = ensemble.members[index]
-        before = copy.deepcopy(member.state_dict())
+        before, stage = copy.deepcopy(member.state_dict()), member._stage
         try:
             with RandomStream(seed), bars_named(f"member {index + 1}/{len(ensemble.members)}"):
                 found.append(member.fit(*arguments, **options))
         except BaseException:
             member.load_state_dict(before, strict=False)  # also to no samples
+            member._stage = stage
             raise
         del ensemble._left[index]
         if member_callback is not None:

@@ -32,6 +32,10 @@ class SupervisedBNN(Intervals, PosteriorBNN):
         TypeError: not a likelihood.
     """
 
+    def _described(self) -> dict[str, Any]:
+        likelihood = f"{type(self.likelihood).__name__}({self.likelihood.extra_repr()})"
+        return {"prior": self.prior, "likelihood": likelihood, **super()._described()}
+
     @as_before()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the net's output for one draw from the posterior, in its present mode."""

@@ -80,6 +80,8 @@ class PytorchBNN(BNN):
         >>> optimizer.step()
     """
 
+    _stage = "trained in your own loop"
+
     @outside_inference()
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn.batches import OwnBatches, device_for
-from tyxe.bnn.checkpoint import History
+from tyxe.bnn.checkpoint import History, fitted_words
 from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import Objective
@@ -109,6 +109,8 @@ def fit_stacked(
     except BaseException:
         stacked.hand_over(stacked.starts)  # held-out data were scored by the members themselves
         raise
+    for member, history in zip(members, histories, strict=True):
+        member._stage = fitted_words(len(history.loss))
     return histories
 
 

@@ -67,6 +67,11 @@ class SWAG_BNN(VariationalBNN):
         own = AutoDelta if has_own else None
         super().__init__(net, prior, likelihood, guide, own, name, output=output)
 
+    def _described(self) -> dict[str, Any]:
+        guide = self.net_guide
+        state = f"{int(guide.count)} snapshots, rank {guide.rank}" if guide.count else self._stage
+        return {**super()._described(), "state": state}
+
     def draws(self, num_predictions: int) -> Iterator[Values]:
         return map(self._for_net, super().draws(num_predictions))
 

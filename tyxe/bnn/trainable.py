@@ -138,7 +138,7 @@ class Trainable(Objective):
                 terms = self.take_terms()
                 if not bool(loss.detach().isfinite()):
                     refuse_nonfinite(self.bnn, terms, [(inputs, targets)])
-            self._is_checked = True
+            self._is_checked, self.bnn._stage = True, "trained in your own loop"
             self.terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach(), values={})
         return loss
 

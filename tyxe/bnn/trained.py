@@ -15,6 +15,7 @@ from tyxe.bnn.checkpoint import (
     History,
     check_checkpoint,
     checkpoint_of,
+    fitted_words,
     restore,
 )
 from tyxe.bnn.predict import SupervisedBNN
@@ -73,6 +74,7 @@ class TrainedBNN(SupervisedBNN):
 
     def _end_epoch(self, epoch: int) -> None:
         self._epochs_done, self._pending = epoch + 1, None
+        self._stage = fitted_words(epoch + 1)
 
     def checkpoint(self) -> dict[str, Any]:
         """Return copies of what a fit needs to continue, as containers of tensors and numbers.

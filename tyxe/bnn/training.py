@@ -181,7 +181,9 @@ class EpochEnd:
             return
         is_over = self._is_over
         if best.state is not None:
+            stage = self._bnn._stage
             self._bnn.load_state_dict(best.state)
+            self._bnn._stage = f"{stage}, weights of the best"
         if is_over or best.state is not None:
             best.waited, self._bnn._pending = 0, None
 

@@ -76,6 +76,10 @@ class Likelihood(nn.Module, ABC):
         self.event_dim = check.count("event_dim", event_dim, 0)
         self.prefix = name
 
+    def extra_repr(self) -> str:
+        """Return the line of `repr` about its numbers."""
+        return f"dataset_size={self._dataset_size}"
+
     @property
     def dataset_size(self) -> int:
         """The number `N` of data points in an epoch; a ValueError where it is not known yet."""

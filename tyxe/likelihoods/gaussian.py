@@ -77,6 +77,16 @@ class HomoskedasticGaussian(Likelihood):
         fixed = given.detach().clone() if isinstance(given, Tensor) and not learn else None
         self.register_buffer("noise", fixed)
 
+    def extra_repr(self) -> str:
+        noise: Any = self._number
+        if self.noise_prior is not None:
+            noise = self.noise_prior.distribution
+        elif self.log_noise is not None:
+            noise = f"{tuple(self.log_noise.shape)} parameter"
+        elif self.noise is not None:
+            noise = f"{tuple(self.noise.shape)} tensor"
+        return f"{super().extra_repr()}, {self.parameter}={noise}"
+
     def latent_priors(self) -> dict[str, td.Distribution]:
         if self.noise_prior is None:
             return {}

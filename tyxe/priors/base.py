@@ -43,6 +43,13 @@ class Prior(ABC):
     def __init__(self, expose_all: bool = True, hide_all: bool = False, **rules: Any) -> None:
         self.selection = Selection(expose_all, hide_all, **rules)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._arguments()})"
+
+    def _arguments(self) -> str:
+        """Return the arguments in `repr`, but for the rules."""
+        return ""
+
     @abstractmethod
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:
         """Return the prior of one parameter.

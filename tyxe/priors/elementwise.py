@@ -45,6 +45,9 @@ class IIDPrior(Prior):
             )
         self.distribution = distribution
 
+    def _arguments(self) -> str:
+        return str(self.distribution)
+
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
         return self.distribution.expand(param.shape)
 
@@ -76,6 +79,9 @@ class LayerwiseNormalPrior(Prior):
         super().__init__(**rules)
         calculate_prior_std(method, nn.Linear(1, 1).weight, nonlinearity=nonlinearity)
         self.method, self.nonlinearity = method, nonlinearity
+
+    def _arguments(self) -> str:
+        return repr(self.method)
 
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
         weight = layer_weight(module, name.rpartition(".")[2])
@@ -112,6 +118,9 @@ class BinaryPrior(Prior):
         super().__init__(**rules)
         self.delta, self.scale = delta, scale
         self._of_weight("weight", nn.Linear(1, 1))
+
+    def _arguments(self) -> str:
+        return f"delta={self.delta}, scale={self.scale!r}"
 
     def _of_weight(self, name: str, module: nn.Module) -> SignedBernoulli:
         scale = self.scale

@@ -41,6 +41,9 @@ class DictPrior(Prior):
         check.one_of("dist_dict", dist_dict, Mapping, "distributions by name")
         self.dist_dict = dict(dist_dict)
 
+    def _arguments(self) -> str:
+        return f"{len(self.dist_dict)} distributions"
+
     def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> td.Distribution:
         try:
             return self.dist_dict[resolve_site_name(name, self.dist_dict)]
