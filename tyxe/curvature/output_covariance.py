@@ -13,7 +13,7 @@ from tyxe.curvature.gradients import BUDGET, OuterProductGradients, PointGradien
 from tyxe.curvature.linearize import Linearization
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 
-# Elements of Jacobians that are held at a time, so that they fit the processor's cache.
+# Elements of Jacobians that are held at a time on a processor, so that they fit its cache.
 CACHED_ROWS = 2**20
 # Structures that do not form the Jacobian of a map that is used at one position.
 FORMS_NO_ROWS = (Kronecker, Diagonal, Dense)
@@ -146,7 +146,8 @@ def _covariance(rows: list[Gradients], precision: BlockDiagonal) -> Tensor:
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
     """Return a block's part of the covariance, from as many points at a time as fit."""
-    points, held = len(rows[0]), BUDGET if isinstance(block, Dense) else CACHED_ROWS
+    cached = block.device.type == "cpu" and not isinstance(block, Dense)
+    points, held = len(rows[0]), CACHED_ROWS if cached else BUDGET
     chunk = max(1, held // (block.size * len(rows)))
     products = [row for row in rows if isinstance(row, OuterProductGradients)]
     factored = bool(products) and products[0].a.shape[2] == 1
