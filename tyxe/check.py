@@ -11,7 +11,8 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -148,6 +149,20 @@ def memory(what: str, needed: int, instead: str, device: torch.device | None = N
             f"{what} would take {needed / 2**30:,.1f} GiB, and the limit{of} is "
             f"{limit / 2**30:,.3g} GiB: {instead}"
         )
+
+
+@contextmanager
+def memory_remedy(what: str, remedy: str) -> Iterator[None]:
+    """Say what to do where a device runs out of memory inside.
+
+    Raises:
+        torch.OutOfMemoryError: it does, with the remedy.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise torch.OutOfMemoryError(f"no memory for {what}: {remedy} ({reason})") from error
 
 
 def _memory_of(device: torch.device) -> int | None:

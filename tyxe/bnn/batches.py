@@ -83,9 +83,20 @@ def device_for(bnn: Any, given: Any = None) -> Any:
     Those of a BNN whose parameters are on several devices stay where they are, which is None.
     """
     if given is not None:
-        return given
+        return _available(given)
     devices = {parameter.device for parameter in bnn.parameters()}
     return devices.pop() if len(devices) == 1 else None
+
+
+def _available(given: Any) -> torch.device:
+    try:
+        return torch.empty(0, device=given).device
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device is {given!r}, which is not there: {reason}; leave device out, and batches go "
+            "where the parameters are"
+        ) from error
 
 
 def _moved(leaf: Any, device: Any) -> Any:
@@ -400,6 +411,9 @@ class DrawsOfEach:
                 _DRAWS.reset(token)
 
 
+_SMALLER = "pass a smaller batch_size, and leave vectorize out"
+
+
 def map_batches(
     bnn: Any,
     inputs: tuple[Any, ...],
@@ -420,6 +434,6 @@ def map_batches(
         again.start()  # before the loader takes random numbers
     for rows, labels in batches_to_predict(given, targets, batch_size):
         rows, labels = on_device((rows, labels), device)
-        with bnn._predicting(gradients):
+        with bnn._predicting(gradients), check.memory_remedy("a batch's predictions", _SMALLER):
             found.append(function(rows, labels, again))
     return concatenated(found, dim)

@@ -193,7 +193,8 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
         device = device_for(self, device)
         passes = progress_bar(range(self.options.num_passes), "curvature", "pass", progress)
-        with fitting(self, train=False):
+        remedy = "take smaller batches, or another structure"
+        with fitting(self, train=False), check.memory_remedy("the curvature", remedy):
             found = collect_curvature(
                 self._linearize,
                 self.likelihood,

@@ -285,6 +285,12 @@ class Trainer:
         callback: Any = None,
     ) -> None:
         """Make a step for each batch, and append the epoch's averages to the history."""
+        now = next(p.device for p in self.bnn.parameters() if p.requires_grad)
+        if now != self._device:
+            raise RuntimeError(
+                f"the BNN was on {self._device} when the fit began, and is on {now}: call "
+                "bnn.to(device) before the fit"
+            )
         beta = self.options.beta_at(epoch)
         size, groups = self.bnn.likelihood.dataset_size, self.optimizer.param_groups
         rates = [{n: v for n, v in group.items() if n != "params"} for group in groups]
@@ -297,7 +303,8 @@ class Trainer:
         self._batches = 0
         before = self._snapshot() if self.options.nan_check == "epoch" else None
         batches = self.processes.equal_batches(batches_of(loader, device))
-        with self._epoch_kept(before):
+        remedy = "take smaller batches, of which accumulate_steps makes one step"
+        with self._epoch_kept(before), check.memory_remedy("a step", remedy):
             data, kl, points = self._run_steps(batches, epoch, beta, callback)
         sums = self.processes.total([float(data), float(kl), float(points)])
         if before is not None:
