@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from _harness import Case, Contestant, run
@@ -18,10 +19,11 @@ THREADS = (1, 2, 8)
 Request = Callable[[], object]
 
 
-def servants(net: nn.Module, x: Tensor, compiled: bool) -> dict[str, Request]:
+def servants(net: nn.Module, x: Tensor, compiled: bool, **rules: Any) -> dict[str, Request]:
     """Return ways to answer one request."""
-    bnn = make_bnn(net.eval(), num_points=60_000)
+    bnn = make_bnn(net.eval(), num_points=60_000, **rules)
     ensemble = bnn.to_ensemble(NUM_DRAWS)
+    ensemble(x)  # which finds out whether all draws may be one pass
 
     def of(module: Callable[[Tensor], object]) -> Request:
         def request() -> object:
@@ -45,22 +47,36 @@ def who(way: str) -> str:
     return "plain" if "plain" in way else "ours"
 
 
+def repeated(request: Request, count: int) -> Callable[[], int]:
+    """Return so many requests, one after the other."""
+
+    def work() -> int:
+        for _ in range(count):
+            request()
+        return count
+
+    return work
+
+
 def latency_case(name: str, title: str, make: Callable[[bool], nn.Module], smoke: bool) -> Case:
     """Return the case of one request at a time."""
     x = vectors(1, smoke)[0] if name == "mlp" else images(1, smoke)[0]
     requests = servants(make(smoke), x, name == "mlp" and not smoke)
     count = 2 if smoke else 20 if name == "mlp" else 1
 
-    def times(request: Request) -> Callable[[], int]:
-        def work() -> int:
-            for _ in range(count):
-                request()
-            return count
-
-        return work
-
-    found = [Contestant(way, times(request), who(way)) for way, request in requests.items()]
+    found = [Contestant(way, repeated(r, count), who(way)) for way, r in requests.items()]
     return Case(name, f"{title}, one request at a time, {NUM_DRAWS} draws", "request", 15, found)
+
+
+def last_layer_case(smoke: bool) -> Case:
+    """Return the case of a posterior over the last layer, whose body all draws share."""
+    x, _ = images(2 if smoke else 64, smoke)
+    net = resnet18(smoke)
+    *_, head = (part for part in net.modules() if isinstance(part, nn.Linear))
+    requests = servants(net, x, compiled=False, expose_modules=[head])
+    found = [Contestant(way, repeated(r, 1), who(way)) for way, r in requests.items()]
+    title = f"Last layer of ResNet-18, a request of {len(x)} images, {NUM_DRAWS} draws"
+    return Case("last_layer", title, "request", 5, found)
 
 
 def threads_case(smoke: bool) -> Case:
@@ -92,6 +108,7 @@ if __name__ == "__main__":
         {
             "mlp": functools.partial(latency_case, "mlp", "MLP 784-400-400-10", mlp),
             "resnet18": functools.partial(latency_case, "resnet18", "ResNet-18", resnet18),
+            "last_layer": last_layer_case,
             "threads": threads_case,
         },
     )

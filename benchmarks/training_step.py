@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -49,13 +50,17 @@ def hand_step(method: MeanField, x: Tensor, y: Tensor) -> Callable[[], None]:
     return step
 
 
-def make_bnn(net: nn.Module, num_points: int) -> tyxe.VariationalBNN:
-    """Return the net with a mean-field posterior about its values; BatchNorm stays as it is."""
+def make_bnn(net: nn.Module, num_points: int, **rules: Any) -> tyxe.VariationalBNN:
+    """Return the net with a mean-field posterior about its values; BatchNorm stays as it is.
+
+    `rules` of the prior say of which other parts.
+    """
     guide = functools.partial(
         tyxe.guides.AutoNormal,
         init_scale=SCALE,
     )
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm2d])
+    rules = rules or {"hide_module_types": [nn.BatchNorm2d]}
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), **rules)
     return tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(num_points), guide)
 
 

@@ -32,7 +32,7 @@ CASES = {
     "variational_laplace_step": ["mlp", "resnet18"],
     "inducing": ["step", "predict"],
     "revisions": ["training", "prediction", "laplace", "inducing", "binary", "sampling"],
-    "serving": ["mlp", "resnet18", "threads"],
+    "serving": ["mlp", "resnet18", "last_layer", "threads"],
     "last_layer": ["draws", "nuts"],
     "baselines": [
         *("ivon-mlp", "ivon-resnet18", "sghmc-mlp", "sghmc-resnet18"),

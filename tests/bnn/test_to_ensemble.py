@@ -117,6 +117,84 @@ def test_what_has_no_posterior_is_there_once():
     assert len(set(buffers)) == len(list(net.buffers()))
 
 
+class Counted(nn.Linear):
+    """A body that counts its forwards."""
+
+    count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x).tanh()
+
+
+class Twice(nn.Module):
+    """A net whose head takes one row at a time in Python, which torch.vmap does not take."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Counted(4, 40), nn.Linear(40, 3)
+
+    def forward(self, x):
+        out = self.head(self.body(x))
+        return out if float(out.sum()) < 1e9 else -out
+
+
+def last_layer(net, head):
+    prior = IIDPrior(dist.Normal(0, 1), expose_modules=[head])
+    bnn = tyxe.VariationalBNN(net, prior, Categorical(30), partial(AutoNormal, init_scale=0.3))
+    pyro.set_rng_seed(3)
+    ensemble = bnn.to_ensemble(6)
+    pyro.set_rng_seed(3)
+    return ensemble, bnn.predict(X, num_predictions=6)
+
+
+def test_a_shared_body_runs_once_for_all_draws():
+    net = nn.Sequential(Counted(4, 40), nn.Linear(40, 3))
+    ensemble, expected = last_layer(net, net[1])
+    torch.testing.assert_close(ensemble(X), expected)
+    for member in ensemble.members:
+        member[0].count = 0
+    first = ensemble(X)
+    assert sum(member[0].count for member in ensemble.members) == 1
+    assert torch.equal(ensemble(X), first)
+    program = torch.export.export(ensemble, (X,)).module()
+    torch.testing.assert_close(program(X), expected)
+    assert torch.equal(copy.deepcopy(ensemble)(X), first)
+
+
+def test_a_net_that_vmap_does_not_take_runs_draw_by_draw():
+    net = Twice()
+    ensemble, expected = last_layer(net, net.head)
+    assert torch.equal(ensemble(X), expected)
+    assert ensemble._is_one_pass is False
+    assert torch.equal(ensemble(X), expected)
+
+
+def test_an_export_before_the_first_call_runs_draw_by_draw():
+    net = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 3))
+    ensemble, expected = last_layer(net, net[2])
+    program = torch.export.export(ensemble, (X,)).module()
+    assert ensemble._is_one_pass is None
+    torch.testing.assert_close(program(X), expected)
+
+
+def test_weights_that_a_pass_would_not_meet_run_draw_by_draw():
+    # Parts of a recurrent layer hold its weights a second time, beside its parameters.
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.lstm = nn.Linear(4, 90), nn.LSTM(90, 3, batch_first=True)
+            self.wide = nn.Linear(90, 90)
+
+        def forward(self, x):
+            return self.lstm(self.wide(self.body(x).tanh())[:, None])[0][:, 0]
+
+    net = Recurrent()
+    ensemble, expected = last_layer(net, net.lstm)
+    assert torch.equal(ensemble(X), expected)
+    assert torch.equal(ensemble(X), expected)
+
+
 def test_an_ensemble_is_independent_of_the_bnn():
     bnn = variational()
     ensemble = bnn.to_ensemble(3)

@@ -19,6 +19,10 @@ class Ensemble(nn.Module):
     It runs neither Pyro nor a lock, so that threads may call it in parallel; it is made by
     `bnn.to_ensemble(num_draws)`, and works under `torch.export`, `torch.compile` and ONNX export.
 
+    Where draws differ in linear maps alone, such as a last layer or adapters, all nets run in one
+    pass, and what they share runs once. The first call compares this with the nets one by one; call
+    it once before an export, which cannot compare.
+
     Args:
         members: the nets, in eval mode. They may share parts.
         likelihood: aggregates their outputs; None returns them stacked, `(S, ...)`.
@@ -39,6 +43,8 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = nn.ModuleList(members)
         self.likelihood = likelihood
+        self._differing = _differing(self.members)
+        self._is_one_pass: bool | None = None if self._differing else False
         self._latents = list(latents or {})
         for name, values in (latents or {}).items():
             self.register_buffer(_buffer(name), values)
@@ -50,11 +56,56 @@ class Ensemble(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the prediction for a batch: what the BNN's `predict` does for these draws."""
-        outputs = torch.stack([member(*inputs, **kwargs) for member in self.members])
+        outputs = self._outputs(inputs, kwargs)
         if self.likelihood is None:
             return outputs
         latents = {name: getattr(self, _buffer(name)) for name in self._latents}
         return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
+
+    def _outputs(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the nets' outputs, `(S, ...)`, in one pass where this is known to be right."""
+        if self._is_one_pass:
+            return self._in_one_pass(inputs, kwargs)
+        outputs = torch.stack([member(*inputs, **kwargs) for member in self.members])
+        if self._is_one_pass is None and not torch.compiler.is_compiling():
+            try:
+                found = self._in_one_pass(inputs, kwargs)
+            except RuntimeError:  # torch.vmap does not take such a net
+                self._is_one_pass = False
+            else:
+                tolerance = torch.finfo(outputs.dtype).eps ** 0.5
+                error = (found - outputs).norm()
+                self._is_one_pass = bool(error <= tolerance * outputs.norm())
+                outputs = found if self._is_one_pass else outputs
+        return outputs
+
+    def _in_one_pass(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        of_each = [_tensors_of(member) for member in self.members]
+        draws = {name: torch.stack([own[name] for own in of_each]) for name in self._differing}
+
+        def one(values: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(self.members[0], values, inputs, dict(kwargs))
+
+        return torch.vmap(one)(draws)
+
+
+def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
+    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
+def _differing(nets: Iterable[nn.Module]) -> list[str]:
+    """Return the names of what nets do not share, or none where one pass would not pay.
+
+    It pays where most is shared, and the rest are linear maps. Convolutions at several draws are
+    one with groups, which takes longer than one by one.
+    """
+    members = [*nets]
+    first, *others = map(_tensors_of, members)
+    parameters = dict(members[0].named_parameters())
+    differing = [n for n, one in first.items() if any(own[n] is not one for own in others)]
+    is_linear = all(n in parameters and first[n].dim() <= 2 for n in differing)
+    size = sum(first[n].numel() for n in differing)
+    return differing if is_linear and 2 * size < sum(t.numel() for t in first.values()) else []
 
 
 def _buffer(name: str) -> str:
