@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tyxe import files
 from tyxe.bnn.batches import all_batches, device_for
@@ -23,7 +24,13 @@ class Calibrator(ABC):
     """Base of calibrators: `fit` to predictions with targets, then `predict` others.
 
     A subclass implements `fit`, which returns itself, and `predict`; what it fits is in attributes.
+
+    Attributes:
+        replaces: whether what `predict` returns are predictions again, and not something beside
+            them, such as sets.
     """
+
+    replaces = True
 
     @abstractmethod
     def fit(self, predictions: Any, y: Tensor | Targets) -> Any:
@@ -87,7 +94,10 @@ class Calibrator(ABC):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what was fitted to a file; an OSError leaves an earlier one."""
-        files.write(path, {"calibrator": type(self).__name__, "state": dict(self.__dict__)})
+        files.write(path, self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {"calibrator": type(self).__name__, "state": dict(self.__dict__)}
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Read what `save` has written, and return itself.
@@ -95,12 +105,15 @@ class Calibrator(ABC):
         Raises:
             ValueError: a damaged file, or one of another calibrator; nothing is changed.
         """
-        saved = files.read(path)
+        self.__dict__.update(self._state_in(files.read(path), path))
+        return self
+
+    def _state_in(self, saved: Any, path: Any) -> dict[str, Any]:
         name = saved.get("calibrator") if isinstance(saved, dict) else None
         if name != type(self).__name__:
             raise ValueError(f"{path} is of a {name}; expected a {type(self).__name__}")
-        self.__dict__.update(saved["state"])
-        return self
+        found: dict[str, Any] = saved["state"]
+        return found
 
     def _fitted(self, name: str) -> Any:
         found = getattr(self, name)
@@ -112,20 +125,104 @@ class Calibrator(ABC):
 class Calibrated:
     """A BNN whose predictions go through a calibrator, as `Calibrator.wrap` makes it.
 
-    Attributes:
+    Args:
         bnn: the BNN.
-        calibrator: what was fitted.
+        calibrator: what is fitted, or is to be loaded.
+        options: of `predict`, such as `num_predictions`; those of a file that is loaded.
     """
 
-    def __init__(self, bnn: Any, calibrator: Calibrator, options: Mapping[str, Any]) -> None:
-        self.bnn, self.calibrator, self._options = bnn, calibrator, dict(options)
+    def __init__(
+        self, bnn: Any, calibrator: Calibrator, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.bnn, self.calibrator, self._options = bnn, calibrator, dict(options or {})
 
     def predict(self, *inputs: Any, **options: Any) -> Any:
         """Return calibrated predictions, sets or intervals; arguments are those of the BNN's."""
         found = self.bnn.predict(*inputs, **(self._options | options))
-        likelihood = self.bnn.likelihood
-        given = self.calibrator.of(found, likelihood)
-        return self.calibrator.back(self.calibrator.predict(given), likelihood)
+        return _through(self.calibrator, found, self.bnn.likelihood)
+
+    def to_ensemble(self, num_draws: int) -> CalibratedEnsemble:
+        """Return draws of the BNN and the calibrator as one plain module, for export and servers.
+
+        Its forward returns calibrated predictions. Where the calibrator makes sets or intervals of
+        them, it returns the BNN's predictions and these, as a pair.
+
+        Args:
+            num_draws: number of draws, as of the BNN's own `to_ensemble`. Predictions of another
+                number of draws than was calibrated are as sure as these only on average.
+
+        Raises:
+            RuntimeError: the calibrator is not fitted.
+            ValueError: what was calibrated are predictions without draws, such as `"glm"`.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     torch.nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.Categorical(50), tyxe.guides.AutoNormal)
+            >>> held_out = [(torch.randn(50, 2), torch.arange(50) % 3)]
+            >>> sets = tyxe.calibration.SplitConformal(level=0.8).wrap(bnn, held_out)
+            >>> logits, found = sets.to_ensemble(8)(torch.zeros(5, 2))
+            >>> found.dtype
+            torch.bool
+        """
+        for one in getattr(self.bnn, "members", [self.bnn]):
+            predictive = self._options.get("predictive") or one._default_predictive
+            if predictive != "bnn":
+                raise ValueError(
+                    f"predictions by predictive={predictive!r} were calibrated, and an ensemble "
+                    "has draws: wrap(bnn, loader, predictive='bnn'), and export that"
+                )
+        return CalibratedEnsemble(
+            self.bnn.to_ensemble(num_draws), self.calibrator, self.bnn.likelihood
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write BNN, calibrator and options to one file; an OSError leaves an earlier one."""
+        own = {"bnn": dict(self.bnn.state_dict()), "options": self._options}
+        files.write(path, {**self.calibrator._content(), **own})
+
+    def load(self, path: str | os.PathLike[str]) -> Calibrated:
+        """Read what `save` has written, and return itself.
+
+        Raises:
+            RuntimeError: the state is of another BNN; nothing is changed.
+            ValueError: a damaged file, or one of another calibrator; nothing is changed.
+        """
+        saved = files.read(path)
+        state = self.calibrator._state_in(saved, path)
+        if "bnn" not in saved:
+            raise ValueError(f"{path} is of a calibrator alone: load it by calibrator.load(path)")
+        self.bnn.load_state_dict(saved["bnn"])
+        self.calibrator.__dict__.update(state)
+        self._options = saved["options"]
+        return self
+
+
+class CalibratedEnsemble(nn.Module):
+    """Draws of a posterior and what was calibrated for them, as `Calibrated.to_ensemble` makes it.
+
+    Args:
+        ensemble: what returns predictions.
+        calibrator: what was fitted.
+        likelihood: of the predictions.
+    """
+
+    def __init__(self, ensemble: nn.Module, calibrator: Calibrator, likelihood: Likelihood) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+        self.calibrator, self._likelihood = copy.deepcopy(calibrator), copy.deepcopy(likelihood)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return calibrated predictions, or predictions and what the calibrator makes of them."""
+        found = self.ensemble(*inputs, **kwargs)
+        made = _through(self.calibrator, found, self._likelihood)
+        return made if self.calibrator.replaces else (found, made)
+
+
+def _through(calibrator: Calibrator, predictions: Any, likelihood: Likelihood) -> Any:
+    made = calibrator.predict(calibrator.of(predictions, likelihood))
+    return calibrator.back(made, likelihood)
 
 
 def check_logits(values: Any) -> Tensor:

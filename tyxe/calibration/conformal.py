@@ -58,6 +58,8 @@ class SplitConformal(Calibrator):
         tensor([[ True,  True, False]])
     """
 
+    replaces = False
+
     def __init__(
         self, score: str | None = None, level: float = 0.9, randomized: bool = True
     ) -> None:

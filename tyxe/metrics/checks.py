@@ -6,6 +6,11 @@ from torch import Tensor
 from tyxe import check
 
 
+def reads_numbers() -> bool:
+    """Whether numbers may be read to check them, which an exported or compiled graph cannot do."""
+    return not torch.compiler.is_compiling()
+
+
 def check_real(name: str, value: Tensor) -> Tensor:
     """Return the tensor in float32 at least, if it is floating point, not empty, without NaNs."""
     check.one_of(name, value, Tensor, f"a tensor: pass torch.as_tensor({name})")
@@ -16,7 +21,7 @@ def check_real(name: str, value: Tensor) -> Tensor:
             f"{name} is empty, of shape {tuple(value.shape)}; expected at least one point: "
             "collect the batches with torch.cat(batches)"
         )
-    if value.isnan().any():
+    if reads_numbers() and value.isnan().any():
         raise ValueError(
             f"{name} has {int(value.isnan().sum())} NaN entries; expected none: "
             f"find them with {name}.isnan().nonzero()"
@@ -33,6 +38,8 @@ def check_probs(probs: Tensor) -> Tensor:
             "probs.mean(0) for stacked draws, torch.stack([1 - p, p], -1) for probabilities `p` "
             "of one class"
         )
+    if not reads_numbers():
+        return checked
     sums = checked.sum(-1)
     # rounding to half precision alone moves a sum by up to eps / 2
     tolerance = max(1e-3, 4 * torch.finfo(probs.dtype).eps)

@@ -1,0 +1,129 @@
+"""Calibrated posteriors as plain modules and as files."""
+
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+import tyxe
+from tyxe.calibration import (
+    Calibrated,
+    CalibratedEnsemble,
+    ScaleFactor,
+    SplitConformal,
+    TemperatureScaling,
+)
+from tyxe.guides import AutoNormal
+
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+DRAWS = torch.Generator().manual_seed(0)
+X, NOISE = torch.randn(60, 2, generator=DRAWS), torch.randn(60, 1, generator=DRAWS)
+CLASSES = [(X, (X[:, 0] + NOISE[:, 0] > 0).long())]
+NUMBERS = [(X, X[:, :1] + NOISE)]
+
+
+def net(outputs):
+    found = nn.Linear(2, outputs)
+    found.weight.data[:, 0] = torch.linspace(-1, 1, outputs)  # better than by chance
+    return found
+
+
+def bnn(likelihood, outputs):
+    guide = partial(AutoNormal, init_scale=0.1)
+    return tyxe.VariationalBNN(net(outputs), PRIOR, likelihood, guide)
+
+
+def classifier():
+    return bnn(tyxe.likelihoods.Categorical(60), 2)
+
+
+def regression():
+    return bnn(tyxe.likelihoods.HomoskedasticGaussian(60, scale=0.5), 1)
+
+
+CASES = {
+    "temperature": (TemperatureScaling, classifier, CLASSES),
+    "sets": (partial(SplitConformal, "aps", 0.8, False), classifier, CLASSES),
+    "factor": (ScaleFactor, regression, NUMBERS),
+    "intervals": (partial(SplitConformal, level=0.8), regression, NUMBERS),
+}
+
+
+def leaves(found):
+    return [found] if isinstance(found, torch.Tensor) else [t for one in found for t in leaves(one)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_ensemble_is_calibrated_as_the_bnn_is(name):
+    make, model, data = CASES[name]
+    wrapped = make().wrap(model(), data, num_predictions=16)
+    pyro.set_rng_seed(1)
+    ensemble = wrapped.to_ensemble(5)
+    found = ensemble(X)
+    pyro.set_rng_seed(1)
+    expected = wrapped.predict(X, num_predictions=5)
+    if not wrapped.calibrator.replaces:
+        plain, found = found
+        pyro.set_rng_seed(1)
+        own = leaves(wrapped.bnn.predict(X, num_predictions=5))
+        for one, other in zip(leaves(plain), own, strict=True):
+            torch.testing.assert_close(one, other)
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_calibrated_ensemble_is_exported(name):
+    make, model, data = CASES[name]
+    ensemble = make().wrap(model(), data, num_predictions=16).to_ensemble(5)
+    program = torch.export.export(ensemble, (X,)).module()
+    for one, other in zip(leaves(program(X + 1)), leaves(ensemble(X + 1)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_wrapped_deep_ensemble_is_exported():
+    ensemble = tyxe.EnsembleBNN(lambda _: classifier(), 2)
+    wrapped = TemperatureScaling().wrap(ensemble, CLASSES, num_predictions=4)
+    assert isinstance(wrapped.to_ensemble(3), CalibratedEnsemble)
+    assert wrapped.to_ensemble(3)(X).shape == (60, 2)
+
+
+def test_what_was_calibrated_without_draws_is_not_exported():
+    laplace = tyxe.LaplaceBNN(net(2), PRIOR, tyxe.likelihoods.Categorical(60))
+    laplace.fit_curvature(CLASSES)
+    wrapped = TemperatureScaling().wrap(laplace, CLASSES)
+    with pytest.raises(ValueError, match=r"predictive='glm' were calibrated.*predictive='bnn'"):
+        wrapped.to_ensemble(4)
+    draws = TemperatureScaling().wrap(laplace, CLASSES, predictive="bnn", num_predictions=4)
+    assert draws.to_ensemble(4)(X).shape == (60, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_file_holds_both(name, tmp_path):
+    make, model, data = CASES[name]
+    wrapped = make().wrap(model(), data, num_predictions=0)
+    wrapped.save(tmp_path / "both.tyxe")
+    loaded = Calibrated(model(), make()).load(tmp_path / "both.tyxe")
+    for one, other in zip(leaves(loaded.predict(X)), leaves(wrapped.predict(X)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_files_of_others_change_nothing(tmp_path):
+    wrapped = TemperatureScaling().wrap(classifier(), CLASSES, num_predictions=0)
+    path = tmp_path / "one.tyxe"
+    wrapped.save(path)
+    for fresh, error, match in (
+        (Calibrated(classifier(), ScaleFactor()), ValueError, "of a TemperatureScaling; expected"),
+        (Calibrated(regression(), TemperatureScaling()), RuntimeError, "state"),
+    ):
+        before = [p.clone() for p in fresh.bnn.parameters()]
+        with pytest.raises(error, match=match):
+            fresh.load(path)
+        assert all(map(torch.equal, before, fresh.bnn.parameters()))
+        assert not any(v for n, v in vars(fresh.calibrator).items() if n == "temperature")
+    wrapped.calibrator.save(path)
+    with pytest.raises(ValueError, match="of a calibrator alone"):
+        Calibrated(classifier(), TemperatureScaling()).load(path)
