@@ -241,11 +241,3 @@ def test_gradients_too_large_are_refused_before_they_are_made(monkeypatch):
     batch = torch.randint(100, (8, 2)), torch.arange(8) % 2
     with pytest.raises(ValueError, match=r"gradients of 8 points in net.0.weight .*smaller batch"):
         bnn.fit_curvature([batch])
-
-
-def test_a_noise_in_the_place_of_several_scales_says_so():
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=torch.tensor([0.3, 0.7]))
-    bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), PRIOR, likelihood)
-    bnn.fit_curvature([(torch.randn(4, 2), torch.randn(4, 2))])
-    with pytest.raises(ValueError, match=r"scale has shape \(2,\).*noise= replaces one"):
-        bnn.log_marginal_likelihood(noise=0.5)

@@ -167,8 +167,7 @@ def test_one_number_for_each_kronecker_block():
 def test_numbers_that_must_be_positive():
     bnn, x, y, *_ = regression("full")
     bnn.fit_curvature([(x, y)])
-    for noise in (-0.3, torch.ones(2)):
-        with pytest.raises((TypeError, ValueError), match=r"noise is .*; expected a"):
-            bnn.log_marginal_likelihood(noise=noise)
+    with pytest.raises(ValueError, match=r"noise is -0.3; expected a number above 0"):
+        bnn.log_marginal_likelihood(noise=-0.3)
     with pytest.raises(ValueError, match=r"num_passes is 0"):
         classifier(num_passes=0)

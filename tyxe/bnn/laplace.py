@@ -224,10 +224,15 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         Args:
             prior_precision: precision instead of the prior's: a number for all weights, or a number
                 or a tensor of the site's shape for each site, by its name.
-            noise: standard deviation of a homoskedastic Gaussian instead of the likelihood's.
+            noise: standard deviation of a homoskedastic Gaussian instead of the likelihood's: a
+                number, or where the likelihood's `scale` has several, such as one for each output,
+                a tensor of its shape. Derivatives in several are first ones for `"kron"`, whose
+                output factor is a sum over outputs, as in a net with these noises.
 
         Raises:
-            ValueError: `noise` for another likelihood; a site missing in `prior_precision`.
+            ValueError: `noise` for another likelihood, or of another shape; several with
+                `curvature="fisher"` or `"empirical"`, which couple outputs, or whose curvatures do
+                not fit into memory; a site missing in `prior_precision`.
 
         Reference:
             [LA]; [T] 3.1.

@@ -24,25 +24,35 @@ Gradients = Mapping[str, PointGradients]
 class Accumulator(ABC):
     """Sums up a curvature from the gradients of all cotangents of all batches.
 
-    The sums have the device of `like`, and its dtype if that is float32 at least.
+    The sums have the device of `like`, and its dtype if that is float32 at least. Those of outputs
+    with different noises are kept apart.
     """
 
-    def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
+    def __init__(self, blocks: ParamBlocks, like: Tensor, noises: int = 1) -> None:
         self.blocks = blocks
         self.like = at_least_float32(like.new_zeros(()))
+        self.noises = noises
+
+    @staticmethod
+    @abstractmethod
+    def size_of_noise(blocks: ParamBlocks) -> int:
+        """Return how many numbers are kept for each noise."""
 
     @abstractmethod
-    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
+    def add(
+        self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
+    ) -> None:
         """Add the gradients of one cotangent; `first` marks the first one of a batch.
 
-        `targets` say how often each point counts, which the gradients' squares know already.
+        `targets` say how often each point counts, which the gradients' squares know already, and
+        `noise` which one the outputs have that the cotangent is of.
         """
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
         """Add the GGN of a batch in the only block, a map whose outputs are the net's, if possible.
 
-        `inputs`, `(n, columns)`, are the map's. Where this returns False, the gradients are to be
-        added.
+        It is for one noise. `inputs`, `(n, columns)`, are the map's. Where this returns False, the
+        gradients are to be added.
         """
         return False
 
@@ -54,17 +64,32 @@ class Accumulator(ABC):
     def operator(self, points: float) -> Operator:
         """Return the sum over all `points` points that were added; nothing is added afterwards."""
 
+    @abstractmethod
+    def parts(self, points: float, scale: float) -> dict[str, Tensor]:
+        """Return what `operator(points).scaled(scale)` has of each noise, by its blocks' names.
+
+        These are matrices, diagonals, and of Kronecker products output factors, `(noises, groups,
+        outputs, outputs)`, since the other factor and the scale are those of all. It is called
+        once, after `operator`.
+        """
+
 
 class DiagonalAccumulator(Accumulator):
     """Sums the exact diagonal."""
 
-    def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
-        super().__init__(blocks, like)
-        self._totals = {block.name: self.like.new_zeros(block.size) for block in blocks}
+    def __init__(self, blocks: ParamBlocks, like: Tensor, noises: int = 1) -> None:
+        super().__init__(blocks, like, noises)
+        self._totals = {block.name: self.like.new_zeros(noises, block.size) for block in blocks}
 
-    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
+    @staticmethod
+    def size_of_noise(blocks: ParamBlocks) -> int:
+        return blocks.size
+
+    def add(
+        self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
+    ) -> None:
         for name, each in gradients.items():
-            self._totals[name] += each.squared_sum()
+            self._totals[name][noise] += each.squared_sum()
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
         self._totals[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
@@ -74,22 +99,34 @@ class DiagonalAccumulator(Accumulator):
         yield from self._totals.items()
 
     def operator(self, points: float) -> Operator:
-        return BlockDiagonal({name: Diagonal(total) for name, total in self._totals.items()})
+        return BlockDiagonal({name: Diagonal(each.sum(0)) for name, each in self._totals.items()})
+
+    def parts(self, points: float, scale: float) -> dict[str, Tensor]:
+        return {name: scale * total for name, total in self._totals.items()}
 
 
 class FullAccumulator(Accumulator):
     """Sums the full matrix."""
 
-    def __init__(self, blocks: ParamBlocks, like: Tensor) -> None:
-        super().__init__(blocks, like)
-        # Only the lower triangle is correct until `operator` mirrors it.
-        self._matrix = self.like.new_zeros(blocks.size, blocks.size)
+    def __init__(self, blocks: ParamBlocks, like: Tensor, noises: int = 1) -> None:
+        super().__init__(blocks, like, noises)
+        # Only the lower triangles are correct until `operator` mirrors them.
+        self._matrices = self.like.new_zeros(noises, blocks.size, blocks.size)
+        self._matrix = self._matrices[0]  # that of the cotangents which are being added
         # The gradients of cotangents that are added together, block by block.
         self._held: list[list[OuterProductGradients]] = []
 
-    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
-        if first or sum(each.g.numel() for held in self._held for each in held) > BUDGET:
+    @staticmethod
+    def size_of_noise(blocks: ParamBlocks) -> int:
+        return blocks.size**2
+
+    def add(
+        self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
+    ) -> None:
+        held = sum(each.g.numel() for held in self._held for each in held)
+        if first or self.noises > 1 or held > BUDGET:
             self._flush()
+        self._matrix = self._matrices[noise]
         outer = [g for g in gradients.values() if isinstance(g, OuterProductGradients)]
         if len(outer) == len(gradients) and all(each.is_single for each in outer):
             self._held.append(outer)
@@ -117,14 +154,20 @@ class FullAccumulator(Accumulator):
 
     def totals(self) -> Iterator[tuple[str, Tensor]]:
         self._flush()
-        yield from zip(self.blocks.names, self._matrix.split(self.blocks.sizes), strict=True)
+        for matrix in self._matrices:
+            yield from zip(self.blocks.names, matrix.split(self.blocks.sizes), strict=True)
 
     def operator(self, points: float) -> Operator:
         self._flush()
         # In place, because the matrix may take most of the memory.
-        matrix = self._matrix.tril_()
-        matrix += matrix.tril(-1).mT
-        return BlockDiagonal({"all": Dense(matrix)})
+        for matrix in self._matrices:
+            matrix.tril_()
+            matrix += matrix.tril(-1).mT
+        one = self._matrices[0] if self.noises == 1 else self._matrices.sum(0)
+        return BlockDiagonal({"all": Dense(one)})
+
+    def parts(self, points: float, scale: float) -> dict[str, Tensor]:
+        return {"all": self._matrices.mul_(scale)}  # in place, as above
 
 
 def _outer_factors(cotangents: Sequence[OuterProductGradients]) -> tuple[Tensor, Tensor]:
@@ -156,8 +199,10 @@ class KroneckerAccumulator(Accumulator):
     before the products; otherwise each position counts as a data point.
     """
 
-    def __init__(self, blocks: ParamBlocks, like: Tensor, reduce: bool = False) -> None:
-        super().__init__(blocks, like)
+    def __init__(
+        self, blocks: ParamBlocks, like: Tensor, noises: int = 1, reduce: bool = False
+    ) -> None:
+        super().__init__(blocks, like, noises)
         self._reduce = reduce
         linear = [block for block in blocks if isinstance(block, LinearBlock)]
         sides = [(b, side) for b in linear for side in (b.columns, b.outputs)]
@@ -175,21 +220,29 @@ class KroneckerAccumulator(Accumulator):
         )
         zeros = self.like.new_zeros
         self._inputs = {b.name: zeros(b.groups, b.columns, b.columns) for b in linear}
-        self._gradients = {b.name: zeros(b.groups, b.outputs, b.outputs) for b in linear}
+        self._gradients = {b.name: zeros(noises, b.groups, b.outputs, b.outputs) for b in linear}
         # Numbers of positions that the averages of inputs are over.
         self._positions = {block.name: precise(zeros(())) for block in linear}
-        self._rest = {b.name: zeros(b.size) for b in blocks if b.name not in self._inputs}
+        self._rest = {b.name: zeros(noises, b.size) for b in blocks if b.name not in self._inputs}
 
-    def add(self, gradients: Gradients, first: bool, targets: Targets | None = None) -> None:
+    @staticmethod
+    def size_of_noise(blocks: ParamBlocks) -> int:
+        linear = [block for block in blocks if isinstance(block, LinearBlock)]
+        factors = sum(block.groups * block.outputs**2 for block in linear)
+        return factors + blocks.size - sum(block.size for block in linear)
+
+    def add(
+        self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
+    ) -> None:
         for name, each in gradients.items():
             if not isinstance(each, OuterProductGradients):
-                self._rest[name] += each.squared_sum()
+                self._rest[name][noise] += each.squared_sum()
                 continue
             a, g = each.a, each.g
             counts = None if targets is None else _of_positions(targets, a)
             if self._reduce:
                 (a, counts), g = _reduced(a, counts), g.sum(1, keepdim=True)
-            self._gradients[name] += _second_moment(g)
+            self._gradients[name][noise] += _second_moment(g)
             if first:
                 self._add_inputs(name, a, counts)
 
@@ -210,10 +263,13 @@ class KroneckerAccumulator(Accumulator):
             yield from sums.items()
 
     def operator(self, points: float) -> Operator:
-        operators: dict[str, Operator] = {name: Diagonal(each) for name, each in self._rest.items()}
+        operators: dict[str, Operator] = {
+            n: Diagonal(rest.sum(0)) for n, rest in self._rest.items()
+        }
         for name, inputs in self._inputs.items():
             # Damping is defined for averages as factors and the number of points as scale [T 3.41].
-            averages = self._gradients[name] / points, inputs / float(self._positions[name])
+            gradients = self._gradients[name].sum(0) / points
+            averages = gradients, inputs / float(self._positions[name])
             products: list[Operator] = [
                 Kronecker.from_factors(*factors, scale=points)
                 for factors in zip(*averages, strict=True)
@@ -221,6 +277,10 @@ class KroneckerAccumulator(Accumulator):
             named = {str(i): product for i, product in enumerate(products)}
             operators[name] = products[0] if len(products) == 1 else BlockDiagonal(named)
         return BlockDiagonal({name: operators[name] for name in self.blocks.names})
+
+    def parts(self, points: float, scale: float) -> dict[str, Tensor]:
+        factors = {name: each / points for name, each in self._gradients.items()}
+        return factors | {name: scale * rest for name, rest in self._rest.items()}
 
 
 def _of_positions(targets: Targets, a: Tensor) -> Tensor | None:

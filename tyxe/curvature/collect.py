@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable
@@ -12,21 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.autocast import full_precision
 from tyxe.curvature.accumulators import ACCUMULATORS, Accumulator
 from tyxe.curvature.layer_calls import BatchDims
 from tyxe.curvature.linearize import Linearization
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
-from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.likelihoods.output_hessian import (
     OutputHessians,
+    output_hessian,
     output_hessian_sqrt,
     sampled_gradient,
     true_gradient,
 )
-from tyxe.linalg import BlockDiagonal
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.processes import all_or_none, total
+
+
+@dataclass(frozen=True, eq=False)
+class ByNoise:
+    """What a curvature has of the outputs of each noise, where a Gaussian has several.
+
+    They are in the order of the likelihood's `scale.flatten()`.
+
+    Attributes:
+        parts: those of the operator, by the names of its blocks, see `Accumulator.parts`.
+        errors: sums of squared residuals.
+        num_targets: numbers of elements of targets.
+    """
+
+    parts: dict[str, Tensor]
+    errors: tuple[float, ...]
+    num_targets: tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +62,7 @@ class Curvature:
         num_targets: number of elements of all targets.
         key: identifies this curvature in posteriors that hold it, as their `absorbed`.
         points: number of points that were summed, before the sum was scaled; 0 if not known.
+        by_noise: the same of each noise, where there are several and they fit into memory.
     """
 
     operator: BlockDiagonal
@@ -51,6 +72,7 @@ class Curvature:
     num_targets: float
     key: int
     points: float = 0.0
+    by_noise: ByNoise | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -64,7 +86,45 @@ class Curvature:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Curvature:
         """Return the curvature with a function of each of its operator's tensors."""
-        return replace(self, operator=self.operator.map(function))
+        found = replace(self, operator=self.operator.map(function))
+        if self.by_noise is None:
+            return found
+        parts = {name: function(part) for name, part in self.by_noise.parts.items()}
+        return replace(found, by_noise=replace(self.by_noise, parts=parts))
+
+    def at_noise(self, factors: Tensor) -> BlockDiagonal:
+        """Return `sum_d c_d G_d`, `c` being a factor of each noise, `(noises,)`, or of one for all.
+
+        It is differentiable in the factors, once.
+        """
+        if self.by_noise is None:
+            found = _scaled(self.operator, factors[0])
+        else:
+            parts = self.by_noise.parts.items()
+            totals = {name: torch.tensordot(factors, part, 1) for name, part in parts}
+            blocks = self.operator.blocks.items()
+            found = BlockDiagonal({name: _of_numbers(each, totals[name]) for name, each in blocks})
+        assert isinstance(found, BlockDiagonal)
+        return found
+
+
+def _scaled(operator: Operator, factor: Tensor) -> Operator:
+    """Return a curvature times a factor, of products their output factor, as of other gradients."""
+    if isinstance(operator, BlockDiagonal):
+        return BlockDiagonal({n: _scaled(part, factor) for n, part in operator.blocks.items()})
+    if isinstance(operator, Kronecker):
+        return replace(operator, out_eigenvalues=factor * operator.out_eigenvalues)
+    return operator.scaled(factor)
+
+
+def _of_numbers(like: Operator, numbers: Tensor) -> Operator:
+    """Return a block of the structure of another, of one of `Accumulator.parts`."""
+    if isinstance(like, BlockDiagonal):  # the groups of a convolution
+        pairs = zip(like.blocks.items(), numbers, strict=True)
+        return BlockDiagonal({name: _of_numbers(block, each) for (name, block), each in pairs})
+    if isinstance(like, Kronecker):
+        return like.with_out_factor(numbers.view_as(like.out_basis))
+    return Dense(numbers) if isinstance(like, Dense) else Diagonal(numbers)
 
 
 # From a likelihood, outputs and targets to the cotangents whose gradients are squared.
@@ -118,9 +178,12 @@ def collect_curvature(
     key = _key_of(accumulator, scaled)
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
-    log_likelihood, error, num_targets = scaled.tolist()
-    blocks = accumulator.blocks
-    return Curvature(operator, blocks, log_likelihood, error, num_targets, key, points)
+    log_likelihood, error, num_targets, *apart = scaled.tolist()
+    found = Curvature(operator, accumulator.blocks, log_likelihood, error, num_targets, key, points)
+    if accumulator.noises == 1:
+        return found
+    by_noise = ByNoise(accumulator.parts(points, scale), tuple(apart[::2]), tuple(apart[1::2]))
+    return replace(found, by_noise=by_noise)
 
 
 def _sums(
@@ -131,26 +194,49 @@ def _sums(
     curvature: str,
     reduce: bool,
 ) -> tuple[Accumulator, Tensor]:
-    """Return the sums over batches; points, log-likelihood, error and number of targets, `(4,)`."""
-    options = {"reduce": reduce} if structure == "kron" else {}
+    """Return the sums over batches, of the curvature and of `_numbers`."""
+    options: dict[str, Any] = {"reduce": reduce} if structure == "kron" else {}
     accumulator: Accumulator | None = None
     dims: list[BatchDims | None] | None = None
-    numbers = torch.zeros(4, dtype=torch.float64, device="cpu")
+    numbers: list[Tensor] = []
     for inputs, given in batches:
         targets, linear = likelihood.observed(given), linearize(inputs)
         outputs = linear.outputs.detach()
         likelihood.check_batch(outputs, given)
         if accumulator is None:
-            accumulator = ACCUMULATORS[structure](linear.blocks, outputs, **options)
+            kind = ACCUMULATORS[structure]
+            if curvature == "ggn":  # gradients of labels couple the outputs
+                size = kind.size_of_noise(linear.blocks)
+                options["noises"] = _num_noises(likelihood, outputs, size)
+            accumulator = kind(linear.blocks, outputs, **options)
         dims = linear.find_batch_dims(dims)
         check_blocks(accumulator.blocks, linear.blocks)
         with full_precision(outputs):
-            if curvature != "ggn" or not _add_last(accumulator, linear, likelihood, targets):
+            is_plain = curvature == "ggn" and accumulator.noises == 1
+            if not (is_plain and _add_last(accumulator, linear, likelihood, targets)):
                 _add(accumulator, linear, likelihood, targets, curvature)
-        numbers += _numbers(likelihood, outputs, targets)
+        numbers.append(_numbers(likelihood, outputs, targets, accumulator.noises))
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
-    return accumulator, numbers
+    return accumulator, torch.stack(numbers).sum(0)
+
+
+def _num_noises(likelihood: Likelihood, outputs: Tensor, size: int) -> int:
+    """Return the number of a Gaussian's noises, or 1 where as many sums of a size do not fit."""
+    plain = output_hessian.dispatch(HomoskedasticGaussian)
+    has_own = output_hessian.dispatch(type(likelihood)) is not plain
+    if has_own or not isinstance(likelihood, HomoskedasticGaussian):
+        return 1
+    scale = likelihood.scale_of(like=outputs)
+    needed = (1 + scale.numel()) * size * scale.element_size()
+    return scale.numel() if scale.dim() < outputs.dim() and needed <= check.MEMORY_LIMIT else 1
+
+
+def _noises_of(likelihood: Likelihood, outputs: Tensor) -> Tensor:
+    """Return which of several noises each of a point's outputs has, of their shape."""
+    assert isinstance(likelihood, HomoskedasticGaussian)
+    shape = likelihood.scale_of(like=outputs).shape
+    return torch.arange(shape.numel(), device=outputs.device).view(shape).expand(outputs.shape[1:])
 
 
 @torch.no_grad()
@@ -175,21 +261,29 @@ def _add(
     counts = likelihood.output_counts(targets, outputs)
     roots = None if counts is None else counts.to(outputs).sqrt()
     once = replace(targets, weights=None, mask=None if targets.mask is None else targets.mask > 0)
-    for index, column in enumerate(CURVATURES[curvature](likelihood, outputs, once)):
+    several = accumulator.noises > 1  # and then each output has a column of its own
+    noises = _noises_of(likelihood, outputs).flatten().tolist() if several else itertools.repeat(0)
+    columns = enumerate(CURVATURES[curvature](likelihood, outputs, once))
+    for noise, (index, column) in zip(noises, columns, strict=False):
         column = column.detach() if roots is None else column.detach() * roots
-        accumulator.add(linear.gradients(column), index == 0, targets)
+        accumulator.add(linear.gradients(column), index == 0, targets, noise)
 
 
 @torch.no_grad()
-def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets) -> Tensor:
-    """Return points, log-likelihood, error and number of targets of a batch, `(4,)`."""
-    counts = targets.counts_within()
-    found = (
-        likelihood.count(targets),
-        likelihood.log_likelihood(outputs, targets, "sum"),
-        likelihood.error(outputs, targets, "sum"),
-        targets.values.numel() if counts is None else counts.double().sum(),
-    )
+def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets, noises: int) -> Tensor:
+    """Return points, log-likelihood, error and number of targets of a batch, `(4,)`.
+
+    Of several noises, error and number of targets follow for each.
+    """
+    found = [likelihood.count(targets), likelihood.log_likelihood(outputs, targets, "sum")]
+    parts = [targets]
+    if noises > 1:
+        own = _noises_of(likelihood, outputs).expand(outputs.shape)
+        parts += [targets.masked(own == noise) for noise in range(noises)]
+    for part in parts:
+        counts = part.counts_within()
+        found.append(likelihood.error(outputs, part, "sum"))
+        found.append(part.values.numel() if counts is None else counts.double().sum())
     return torch.tensor([float(number) for number in found], dtype=torch.float64, device="cpu")
 
 
@@ -221,5 +315,5 @@ def _key_of(accumulator: Accumulator, numbers: Tensor) -> int:
             "the log-likelihood or error of these data is not finite: look for NaN and infinity in "
             "the inputs, and in weights"
         )
-    digest.update(struct.pack("3d", *numbers.tolist()))
+    digest.update(struct.pack(f"{len(numbers)}d", *numbers.tolist()))
     return int.from_bytes(digest.digest(), "big")

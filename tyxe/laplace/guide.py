@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributions as td
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tyxe.curvature import Curvature
 from tyxe.distributions import ParamBlocks
@@ -112,6 +113,7 @@ class LaplaceGuide(AnyGuide):
             "curvature": numbers.pop("operator"),
             **numbers.pop("blocks"),
             "numbers": {name: numbers[name] for name in _NUMBERS},
+            "by_noise": numbers["by_noise"],
         }
         return as_bytes(found)
 
@@ -138,6 +140,7 @@ class LaplaceGuide(AnyGuide):
                 f"{min(own)!r} and others: give it the same net and name"
             )
         like = at_least_float32(next(iter(self.parameters())))
-        operator = {name: tensor.to(like) for name, tensor in saved["curvature"].items()}
-        whole = {"operator": operator, "blocks": layout, **saved["numbers"]}
-        self.loaded = of_state(Curvature, whole)
+        # States of earlier versions have nothing by noise.
+        given = {"operator": saved["curvature"], "by_noise": saved.get("by_noise")}
+        given = tree_map(lambda leaf: leaf.to(like) if isinstance(leaf, Tensor) else leaf, given)
+        self.loaded = of_state(Curvature, {**given, "blocks": layout, **saved["numbers"]})

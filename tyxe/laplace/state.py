@@ -190,22 +190,51 @@ def with_noise(
     """Return the curvature and its log-likelihood under another noise, a standard deviation.
 
     Where it is that of the true labels, `is_empirical`, it is proportional to `noise^-4`, otherwise
-    to `noise^-2`. Another likelihood is a ValueError.
+    to `noise^-2`. Where the likelihood has several noises, it is a sum over them, and `noise` is
+    one number or one for each.
+
+    Raises:
+        ValueError: another likelihood; noises that are not positive, or of another shape; several
+            where the curvature of each is not known.
     """
     if not isinstance(likelihood, HomoskedasticGaussian):
         raise ValueError(
             f"noise is that of a HomoskedasticGaussian, not of a {type(likelihood).__name__}"
         )
-    operator = curvature.operator
-    scale = torch.as_tensor(noise, dtype=operator.dtype, device=operator.device)
-    check.number("noise", scale.detach(), above=0)
-    hint = ": noise= replaces one number; build the likelihood with the scales to be tried"
-    own = check.shape("the likelihood's scale", likelihood.scale_of(like=scale), (), hint)
-    ratio = (own / scale).square()
+    like, apart = curvature.operator, curvature.by_noise
+    given = torch.as_tensor(noise, dtype=like.dtype, device=like.device)
+    own = likelihood.scale_of(like=given).detach().to(given)
+    scales = _for_each(given, own).flatten()
+    if len(scales) > 1 and apart is None and not curvature.is_empty:
+        raise ValueError(
+            f"the curvature of each of {len(scales)} noises is not known: it is kept with "
+            f"curvature='ggn' where {1 + len(scales)} times its size fit into memory; take "
+            "structure='kron' or 'diag', or build the likelihood with the scales to be tried"
+        )
+    ratios = (own.flatten() / scales).square()
     # A homoskedastic Gaussian's error is the sum of squared residuals.
-    constants = curvature.num_targets * (2 * scale.log() + math.log(2 * math.pi))
+    known = (curvature.error, curvature.num_targets)
+    errors, counts = map(scales.new_tensor, (apart.errors, apart.num_targets) if apart else known)
+    constants = counts * (2 * scales.log() + math.log(2 * math.pi))
     return dataclasses.replace(
         curvature,
-        operator=operator.scaled(ratio.square() if is_empirical else ratio),
-        log_likelihood=-0.5 * (curvature.error / scale.square() + constants),
+        operator=curvature.at_noise(ratios.square() if is_empirical else ratios),
+        log_likelihood=-0.5 * (errors / scales.square() + constants).sum(),
+        by_noise=None,
     )
+
+
+def _for_each(noise: Tensor, own: Tensor) -> Tensor:
+    """Return a noise for each of the likelihood's own, or raise where they do not fit."""
+    for each in noise.detach().flatten():
+        check.number("noise", each, above=0)
+    if noise.dim() and noise.shape != own.shape:
+        shape = tuple(noise.shape)
+        wanted = f"one number, or {tuple(own.shape)}, as the likelihood's scale"
+        if not own.dim():
+            wanted = (
+                "one number, as the likelihood's scale; for one of each output build it with "
+                f"several, HomoskedasticGaussian(..., scale=torch.full({shape}, 1.0))"
+            )
+        raise ValueError(f"noise has shape {shape}; expected {wanted}")
+    return noise.expand(own.shape)

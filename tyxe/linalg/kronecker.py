@@ -152,6 +152,21 @@ class Kronecker(Operator):
             shift=torch.zeros_like(shift),
         )
 
+    def with_out_factor(self, out_factor: Tensor) -> Kronecker:
+        """Return the product with another `G`, `(out, out)`, of which it has a first derivative.
+
+        Example:
+            >>> product = Kronecker.from_factors(torch.eye(1), torch.eye(2), scale=10.0)
+            >>> product.with_out_factor(torch.tensor([[3.0]])).diagonal()
+            tensor([30., 30.])
+        """
+        check_symmetric(out_factor, "the output factor")
+        with torch.no_grad():
+            values, basis = clipped_eigh(out_factor, "the output factor")
+        # Where eigenvalues repeat, any basis gives the derivatives of their symmetric functions.
+        slopes = (basis * (out_factor @ basis)).sum(0)
+        return self._like(out_basis=basis, out_eigenvalues=values + slopes - slopes.detach())
+
     def averaged(self, other: Kronecker) -> Kronecker:
         """Return one product that approximates the sum of two, without a gradient [T 3.60].
 
