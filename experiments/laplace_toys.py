@@ -172,7 +172,7 @@ def step(s, seed):
     names, curves = ("net.linear.weight", "net.linear.bias"), {}
     for title, bnn in posteriors.items():
         with torch.no_grad():
-            draws = [*bnn.draws(s.hmc_samples if title == "HMC" else 10 * s.draws)]
+            draws = [*bnn._draws(s.hmc_samples if title == "HMC" else 10 * s.draws)]
         weights = torch.stack([torch.cat([w[name].flatten() for name in names]) for w in draws])
         rows[title] = {"P(w1 < 0)": (weights[:, 0] < 0).float().mean().item()}
         curves[title] = {"weights": [*map(tables.rounded, weights[:400].T)]}

@@ -78,7 +78,7 @@ def run(s, model, method, seed):
     *_, mean, scale = problem(model)
     bnn = fitted(s, model, method)
     count = len(bnn.get_samples()["net.weight"]) if isinstance(bnn, tyxe.MCMC_BNN) else s.draws
-    draws = [torch.cat([d["net.weight"][0], d["net.bias"]]).clone() for d in bnn.draws(count)]
+    draws = [torch.cat([d["net.weight"][0], d["net.bias"]]).clone() for d in bnn._draws(count)]
     found = torch.stack(draws).detach()
     error = (found.mean(0) - mean) / scale
     return {"error": error.tolist(), "ratio": (found.std(0) / scale).tolist()}

@@ -87,7 +87,7 @@ def test_inferred_noise_is_drawn_with_the_weights():
     bnn = make(net(1), likelihood, likelihood_guide=GUIDE)
     x, y = inputs(), torch.arange(1.0 * N)[:, None].double() / N
     raw = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
-    draws = seeded(lambda: [*ReplayedDraws().over(bnn.draws(S))])
+    draws = seeded(lambda: [*ReplayedDraws().over(bnn._draws(S))])
     scales = torch.stack([values["likelihood.scale"] for values in draws]).detach()
     assert len(set(scales.tolist())) == S
     mean, scale = seeded(bnn.predict, x, num_predictions=S, batch_size=4)

@@ -129,7 +129,7 @@ def test_the_ggn_puts_mass_on_functions_that_fall():
     falling = 0.5 * math.erfc(float(mode()[0]) / scale / math.sqrt(2))
     # .14 in the notes of this experiment, which was found by sampling.
     assert falling == pytest.approx(0.134, abs=5e-4)
-    draws = [values["net.linear.weight"] for values in at_the_mode().draws(4_000)]
+    draws = [values["net.linear.weight"] for values in at_the_mode()._draws(4_000)]
     share = float((torch.stack(draws) < 0).double().mean())
     assert abs(share - falling) < 4 * math.sqrt(falling * (1 - falling) / 4_000)
 

@@ -82,7 +82,7 @@ def test_the_linearised_predictive_of_a_mean_field_guide():
     draws = torch.stack(
         [
             linear.blocks.flatten({k: values[k] - v for k, v in centre.items()}).detach()
-            for values in bnn.draws(4_000)
+            for values in bnn._draws(4_000)
         ]
     )
     sampled = torch.einsum("ncp,sp->snc", jacobian(linear), draws)
@@ -140,7 +140,7 @@ def test_joint_draws_are_the_linearised_net_at_draws_of_the_weights(name):
     seeded, count = torch.Generator().manual_seed(1).get_state(), how["num_predictions"]
     torch.set_rng_state(seeded)
     weights = torch.stack(
-        [linear.blocks.flatten(v).detach() for v in ReplayedDraws().over(bnn.draws(count))]
+        [linear.blocks.flatten(v).detach() for v in ReplayedDraws().over(bnn._draws(count))]
     )
     moved = weights - linear.blocks.flatten(bnn._mean_values()).detach()
     expected = linear.outputs.detach() + torch.einsum("ncp,sp->snc", jacobian(linear), moved)

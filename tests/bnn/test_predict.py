@@ -63,7 +63,7 @@ def test_draws_are_shared_by_rows_and_differ_among_predictions():
 def test_outputs_are_the_net_at_the_guides_draws():
     bnn, x, plain = make(), inputs(), net()
     outputs = seeded(bnn.predict, x, num_predictions=S, aggregate=False)
-    draws = seeded(lambda: [*ReplayedDraws().over(bnn.draws(S))])
+    draws = seeded(lambda: [*ReplayedDraws().over(bnn._draws(S))])
     for output, values in zip(outputs, draws, strict=True):
         own = {name.removeprefix("net."): value for name, value in values.items()}
         by_hand = torch.func.functional_call(plain, own, (x,))

@@ -207,7 +207,7 @@ def test_draws_are_of_one_normal_over_all_sites():
 def test_inferred_noise_is_a_point():
     bnn = make(scale=dist.LogNormal(-1.0, 0.5))
     bnn.fit(loader(), SGD, 8, start=0.5)
-    first, second = bnn.draws(2)
+    first, second = bnn._draws(2)
     assert first["likelihood.scale"] == second["likelihood.scale"]
     assert not torch.equal(first["net.0.weight"], second["net.0.weight"])
 

@@ -38,12 +38,12 @@ class Conjugate(SupervisedBNN):
         covariance = self.factor * precision.inverse()
         self.posterior = torch.distributions.MultivariateNormal(mean, covariance)
 
-    def draws(self, num_predictions):
+    def _draws(self, num_predictions):
         for w in self.posterior.sample((num_predictions,)):
             yield {"net.weight": w[:1, None], "net.bias": w[1:]}
 
     def _one_draw(self):
-        return next(self.draws(1))
+        return next(self._draws(1))
 
     def _mean_values(self):
         w = self.posterior.mean

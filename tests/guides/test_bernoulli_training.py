@@ -193,7 +193,7 @@ def test_predictions_outside_the_handler_use_the_two_values():
     torch.manual_seed(1)
     outputs = bnn.predict(x, num_predictions=3, aggregate=False)
     torch.manual_seed(1)
-    draws = list(ReplayedDraws().over(bnn.draws(3)))
+    draws = list(ReplayedDraws().over(bnn._draws(3)))
     bnn.eval()
     with torch.no_grad():
         for output, values in zip(outputs, draws, strict=True):

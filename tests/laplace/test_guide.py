@@ -22,7 +22,7 @@ def test_draws_have_the_posteriors_covariance(structure, damping):
     bnn.fit_curvature([(x, y)])
     blocks = bnn.state.curvature.blocks
     centre = blocks.flatten(bnn._mean_values())
-    draws = torch.stack([blocks.flatten(v) - centre for v in bnn.draws(1000)])
+    draws = torch.stack([blocks.flatten(v) - centre for v in bnn._draws(1000)])
     covariance = torch.linalg.inv(bnn.net_guide.precision.to_dense())
     # Whitened draws are standard normal.
     white = torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), draws.mT, upper=False)
@@ -47,7 +47,7 @@ def test_damping_adds_the_cross_terms():
 def test_a_draw_is_a_pyro_program():
     bnn, x, y = classifier()
     bnn.fit_curvature([(x, y)])
-    trace = pyro.poutine.trace(bnn.guide).get_trace()
+    trace = pyro.poutine.trace(bnn.net_guide).get_trace()
     assert {"net.0.weight", "net.2.bias"} <= set(trace.nodes)
     assert bnn(x).shape == (15, 3)
     assert bnn.predict(x, predictive="bnn", num_predictions=4, aggregate=False).shape == (4, 15, 3)

@@ -97,8 +97,8 @@ def elbo_terms(
 class Objective(nn.Module):
     """The loss of one draw, `(beta KL - data) / N / num_particles`, as a module to be wrapped.
 
-    `bnn` is a `SupervisedBNN` with a `guide` program. `terms` are those of the latest forward, with
-    their graph, until `take_terms` removes them.
+    `bnn` is a `SupervisedBNN` with a `_guide` program. `terms` are those of the latest forward,
+    with their graph, until `take_terms` removes them.
     """
 
     def __init__(self, bnn: Any, closed_form_kl: bool, num_particles: int) -> None:
@@ -109,7 +109,7 @@ class Objective(nn.Module):
 
     def forward(self, inputs: Inputs, targets: Tensor, beta: float) -> Tensor:
         """Return one draw's part of the loss, in nats per data point."""
-        own = self.bnn.model, self.bnn.guide
+        own = self.bnn.model, self.bnn._guide
         self.terms = terms = elbo_terms(*own, inputs, targets, closed_form_kl=self.closed_form_kl)
         scale = 1.0 / (self.bnn.likelihood.dataset_size * self.num_particles)
         return (beta * terms.kl - terms.data) * scale

@@ -19,7 +19,7 @@ from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.checks import check_callback
 from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.bnn.scoring import Intervals, check_evaluation, evaluated
+from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
 from tyxe.check import described
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import warn
@@ -29,7 +29,7 @@ from tyxe.priors import Prior
 from tyxe.util import Inputs, outside_inference
 
 
-class EnsembleBNN(Intervals, Saved, nn.Module):
+class EnsembleBNN(Derived, Saved, nn.Module):
     """A mixture of BNNs of any kind, such as nets trained from different starts.
 
     Members of maximum likelihood are a deep ensemble; of SWAG, Multi-SWAG; of Laplace, a mixture of
@@ -303,6 +303,8 @@ class EnsembleBNN(Intervals, Saved, nn.Module):
             return None
         each = count // len(self.members)
         return self.weights.repeat_interleave(each) / each
+
+    _weights_of = draw_weights
 
     def _shares(self) -> Tensor:
         count = len(self.members)

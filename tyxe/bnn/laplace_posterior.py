@@ -188,12 +188,12 @@ class LaplacePosterior(SupervisedBNN):
     def _before_step(self) -> None:
         self.net_guide.state = None
 
-    def guide(self, inputs: Inputs = None, obs: Tensor | None = None) -> Values:
+    @property
+    def _guide(self) -> LaplaceGuide:
         """The posterior (a Pyro program); a delta as long as there is no curvature."""
-        values: Values = self.net_guide()
-        return values
+        return self.net_guide
 
-    def draws(self, num_predictions: int) -> Iterator[Values]:
+    def _draws(self, num_predictions: int) -> Iterator[Values]:
         _ = self.state
         for _ in range(num_predictions):
             yield self.net_guide.draw()

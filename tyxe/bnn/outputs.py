@@ -41,7 +41,7 @@ FEWEST_SAMPLES = 100
 class PosteriorBNN(BNN):
     """A BNN with a likelihood, and its net at draws from a posterior.
 
-    A subclass implements `draws`, `_one_draw`, `_mean_values` and `_gaussian_predictives`.
+    A subclass implements `_draws`, `_one_draw`, `_mean_values` and `_gaussian_predictives`.
     """
 
     @outside_inference()
@@ -89,7 +89,7 @@ class PosteriorBNN(BNN):
     # ------------------------------------------------------------------ draws
 
     @abstractmethod
-    def draws(self, num_predictions: int) -> Iterator[Values]:
+    def _draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws from the posterior: a value for each site, by joint name.
 
         The tensors of one draw may be overwritten by the next.
@@ -150,7 +150,7 @@ class PosteriorBNN(BNN):
         """Return the draws of a call, or the mean, which takes no random numbers, for none."""
         if not num_predictions:
             return iter([self._mean_values()])
-        return again.over(self.draws(num_predictions))
+        return again.over(self._draws(num_predictions))
 
     def _linearized_outputs(
         self, inputs: Inputs, num_predictions: int, again: ReplayedDraws | None = None
@@ -269,7 +269,7 @@ class PosteriorBNN(BNN):
         latents: dict[str, Tensor] = {}
         if self.likelihood.latent_priors():
             with exclusive(), torch.no_grad():
-                draws = self.draws(count) if count else iter([self._mean_values()])
+                draws = self._draws(count) if count else iter([self._mean_values()])
                 latents = self._latents([self._only_latents(values) for values in draws])
         return LinkOptions(link, max(count, FEWEST_SAMPLES) if count else 0, latents)
 

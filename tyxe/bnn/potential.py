@@ -329,7 +329,7 @@ def starts_of(
     if isinstance(init, WarmStart):
         return _trained(potential, init, count, targets, progress)
     if isinstance(init, SupervisedBNN):
-        return _stacked(potential, init.draws(count))
+        return _stacked(potential, init._draws(count))
     if not isinstance(init, str) or init not in ("net", "prior"):
         raise TypeError(
             f'init is {described(init)}; expected "prior", "net", a fitted BNN, '

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.bnn.batches import ReplayedDraws, check_has_targets, map_batches
 from tyxe.bnn.outputs import PosteriorBNN
-from tyxe.bnn.scoring import Intervals, check_evaluation, evaluated, rows_of
+from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
 from tyxe.data import Unpack, pick, unpacked
 from tyxe.predictive.ensemble import Ensemble
+from tyxe.predictive.evaluation import Scores, gaussian_scores, mixture_scores
 from tyxe.predictive.gaussian import Outputs, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
-from tyxe.predictive.scores import Scores, gaussian_scores, mixture_scores
 from tyxe.threads import as_before, exclusive
 from tyxe.util import Inputs, at_least_float32, outside_inference
 
 
-class SupervisedBNN(Intervals, PosteriorBNN):
+class SupervisedBNN(Derived, PosteriorBNN):
     """Base of BNNs with a likelihood, which predict and evaluate.
 
     Args:
@@ -35,6 +35,9 @@ class SupervisedBNN(Intervals, PosteriorBNN):
     def _described(self) -> dict[str, Any]:
         likelihood = f"{type(self.likelihood).__name__}({self.likelihood.extra_repr()})"
         return {"prior": self.prior, "likelihood": likelihood, **super()._described()}
+
+    def _weights_of(self, count: int) -> None:
+        """Return None, because all draws count alike."""
 
     @as_before()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -81,7 +84,7 @@ class SupervisedBNN(Intervals, PosteriorBNN):
         """
         num_draws = check.count("num_draws", num_draws)
         with torch.no_grad():
-            draws = [*ReplayedDraws().over(self.draws(num_draws))]
+            draws = [*ReplayedDraws().over(self._draws(num_draws))]
             nets = self._nets_at((values, self._norm_statistics(values)) for values in draws)
         return Ensemble(nets, copy.deepcopy(self.likelihood), self._latents(draws))
 

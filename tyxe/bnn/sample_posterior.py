@@ -41,7 +41,7 @@ class SamplePosterior(SupervisedBNN):
             )
         return {name: value.flatten(0, 1) for name, value in self.samples.items()}
 
-    def draws(self, num_predictions: int) -> Iterator[Values]:
+    def _draws(self, num_predictions: int) -> Iterator[Values]:
         """Return samples that are spread evenly over all chains."""
         samples = self.get_samples()
         total = len(next(iter(samples.values())))

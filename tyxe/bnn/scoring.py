@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_map
 from tyxe import check
 from tyxe.bnn.batches import ReplayedDraws, check_has_targets, is_loader, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
-from tyxe.likelihoods import Bernoulli, Categorical, Likelihood
+from tyxe.likelihoods import Bernoulli, Categorical, Joint, Likelihood
 from tyxe.likelihoods.base import reduce_points
+from tyxe.predictive.scores import SCORES
 from tyxe.processes import all_or_none, total
 from tyxe.util import Inputs
 
@@ -151,11 +152,13 @@ def reduced(
     return tuple(likelihood.named(reduce_points(s, reduction, given), dim) for s in scores)
 
 
-class Intervals:
-    """What follows from samples of the predictive distribution."""
+class Derived:
+    """What follows from predictions and samples of any wrapper with a likelihood."""
 
     likelihood: Likelihood
+    predict: Callable[..., Any]
     sample_predictive: Callable[..., Tensor]
+    _weights_of: Callable[[int], Tensor | None]  # of so many draws, None for equal ones
 
     def interval(
         self, *inputs: Any, level: float = 0.9, num_samples: int = 1000, **options: Any
@@ -197,3 +200,39 @@ class Intervals:
         # A product such as 0.05 * 100 is rounded.
         rank = math.floor(tail * (num_samples + 1) + 1e-9)
         return samples[rank - 1], samples[-rank]
+
+    def ood_score(
+        self, inputs: Inputs, score: str = "mutual_information", **options: Any
+    ) -> Tensor:
+        """Return how unfamiliar inputs are, higher for more, a number for each target `(n, ...)`.
+
+        Args:
+            inputs: a batch, in which several arguments of the net are a tuple, or a loader.
+            score: a function of `tyxe.predictive.scores` by name: of classes
+                `"mutual_information"`, which asks whether draws disagree, `"predictive_entropy"`,
+                or `"max_probability"`, of which this is one minus; of classes or numbers
+                `"expected_variance"`, the variance of draws.
+            options: of `predict`; by default there are 32 draws.
+
+        Raises:
+            TypeError: a score of classes for other targets; a likelihood of several outputs.
+            ValueError: an unknown score.
+
+        Example:
+            >>> import torch, pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     torch.nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.Categorical(10), tyxe.guides.AutoNormal)
+            >>> known, unknown = bnn.ood_score(torch.zeros(5, 2)), bnn.ood_score(torch.ones(9, 2))
+            >>> tyxe.metrics.ood_auroc(-known, -unknown).shape  # there higher is more familiar
+            torch.Size([])
+        """
+        check.choice("score", score, SCORES)
+        if isinstance(self.likelihood, Joint):
+            raise TypeError(
+                "the BNN has several outputs: score the draws of each, which predict(..., "
+                "aggregate=False) returns by name, by a function of tyxe.predictive.scores"
+            )
+        draws = self.predict(inputs, **{"num_predictions": 32, **options, "aggregate": False})
+        found = SCORES[score](draws, self._weights_of(len(draws)), self.likelihood)
+        return 1 - found if score == "max_probability" else found

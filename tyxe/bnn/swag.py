@@ -72,8 +72,8 @@ class SWAG_BNN(VariationalBNN):
         state = f"{int(guide.count)} snapshots, rank {guide.rank}" if guide.count else self._stage
         return {**super()._described(), "state": state}
 
-    def draws(self, num_predictions: int) -> Iterator[Values]:
-        return map(self._for_net, super().draws(num_predictions))
+    def _draws(self, num_predictions: int) -> Iterator[Values]:
+        return map(self._for_net, super()._draws(num_predictions))
 
     def _mean_values(self) -> Values:
         """Return the mean of the snapshots, and inside of `fit` the weights that move."""

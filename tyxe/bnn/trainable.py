@@ -21,7 +21,7 @@ from tyxe.bnn.scoring import reduced, rows_of, weights_of
 from tyxe.bnn.training import statistics_kept, statistics_of
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
-from tyxe.predictive.scores import mixture_scores
+from tyxe.predictive.evaluation import mixture_scores
 from tyxe.threads import exclusive, unvalidated
 from tyxe.util import at_least_float32
 

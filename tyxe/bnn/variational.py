@@ -100,6 +100,11 @@ class VariationalBNN(TrainedBNN):
         """The posterior (a Pyro program): a draw for each site; the batch is not used."""
         return {name: value for part in self._guides() for name, value in part().items()}
 
+    @property
+    def _guide(self) -> Callable[..., Values]:
+        """The program that fits run."""
+        return self.guide
+
     def _guides(self) -> list[AnyGuide]:
         return [part for part in (self.net_guide, self.likelihood_guide) if part is not None]
 
@@ -109,7 +114,7 @@ class VariationalBNN(TrainedBNN):
             trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
         return self.run_net(values_of(trace), inputs)
 
-    def draws(self, num_predictions: int) -> Iterator[Values]:
+    def _draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is computed once for all of them."""
         programs = []
         for part in self._guides():
@@ -123,7 +128,7 @@ class VariationalBNN(TrainedBNN):
             yield values_of(trace.trace)
 
     def _one_draw(self) -> Values:
-        return next(iter(self.draws(1)))
+        return next(iter(self._draws(1)))
 
     def _mean_values(self) -> Values:
         """Return the guide's median, which for Normal posteriors is the mean."""

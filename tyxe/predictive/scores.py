@@ -1,187 +1,178 @@
-"""Error and log-likelihood of targets: under a mixture over draws, or under Gaussian outputs."""
+"""Scores of how unfamiliar an input is, from the outputs of several draws, and what to label next.
+
+Each function takes what `bnn.predict(x, aggregate=False)` returns:
+
+- `draws`: outputs of `S` draws. Without a likelihood they are logits of classes, `(S, n, ..., C)`.
+- `weights`: of the draws, `(S,)`, which sum to one, such as `bnn.draw_weights(S)` of an ensemble;
+  equal by default.
+- `likelihood`: whose predictions the draws are, for probabilities, binary labels and numbers.
+
+It returns a number for each target, `(n, ...)`, and raises what the likelihood does where its
+targets are no classes, a `TypeError`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import singledispatch
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tyxe.data import Targets, trailing
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
-from tyxe.likelihoods.base import Predictions
-from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions, predict_from_gaussian
+from tyxe import check
+from tyxe.likelihoods import Categorical, Likelihood
+from tyxe.likelihoods.base import mean_over
+from tyxe.predictive.decomposition import (
+    EntropyDecomposition,
+    entropy_decomposition,
+    regression_decomposition,
+)
 from tyxe.util import at_least_float32
 
-
-class Scores(NamedTuple):
-    """Error and log-likelihood of each point, in nats, and the prediction that the error is of."""
-
-    error: Tensor
-    log_likelihood: Tensor
-    prediction: Predictions | None = None
+# What draws are of without a likelihood.
+LOGITS = Categorical()
 
 
-def mixture_scores(
-    likelihood: Likelihood,
-    outputs: Tensor,
-    latents: Mapping[str, Tensor],
-    targets: Tensor | Targets,
-    aggregate: bool = True,
-) -> Scores:
-    """Return error and log-likelihood of each point, in nats, for draws of outputs `(S, n, ...)`.
+def mutual_information(
+    draws: Tensor, weights: Tensor | None = None, likelihood: Likelihood | None = None
+) -> Tensor:
+    """Return the information that a label would bring about the weights, in nats.
 
-    They are of the mixture over draws, or without `aggregate` of each, `(S, n)`. `latents` are
-    draws of the likelihood's own variables, stacked. Targets that do not fit, and scores that are
-    not a number, are a ValueError.
+    `H[E p] - E H[p]`: 0 where all draws agree, however uncertain they are. It is the score to tell
+    unfamiliar inputs from ambiguous ones.
+
+    Reference:
+        Houlsby et al. (2011), Bayesian active learning for classification and preference learning.
+
+    Example:
+        >>> at_odds = torch.tensor([[[50.0, 0.0]], [[0.0, 50.0]]])  # two draws, one point
+        >>> mutual_information(at_odds), mutual_information(torch.zeros(2, 1, 2))
+        (tensor([0.6931]), tensor([0.]))
     """
-    if not len(targets):  # all points are masked
-        none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
-        return Scores(none, none)
-    likelihood.check_targets(outputs[0], targets)
-    if aggregate:
-        combined = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
-        found = likelihood.mixture_log_likelihood(outputs, targets, latents)
-        return _numbers(likelihood.errors(combined, targets), found, combined)
-    errors = torch.stack([likelihood.errors(one, targets) for one in outputs])
-    each = []
-    for s in range(len(outputs)):
-        own = {name: values[s : s + 1] for name, values in latents.items()}
-        each.append(likelihood.mixture_log_likelihood(outputs[s : s + 1], targets, own))
-    return _numbers(errors, torch.stack(each))
+    return _entropies(draws, weights, likelihood).mutual_information
 
 
-def gaussian_scores(
-    likelihood: Likelihood, mean: Tensor, covariance: Tensor, targets: Any, options: LinkOptions
-) -> Scores:
-    """Return error and log-likelihood of each point, in nats, for Gaussian outputs.
+# The name that active learning has for it.
+bald = mutual_information
 
-    The log-likelihood is that of the mixture over outputs; for classes by the links `"probit"` and
-    `"bridge"`, that of the probabilities which they approximate.
+
+def predictive_entropy(
+    draws: Tensor, weights: Tensor | None = None, likelihood: Likelihood | None = None
+) -> Tensor:
+    """Return the entropy of the averaged prediction, in nats: disagreement and noise together.
+
+    Example:
+        >>> predictive_entropy(torch.zeros(2, 1, 2))
+        tensor([0.6931])
     """
-    if not len(targets):
-        none = mean.new_zeros(0)
-        return Scores(none, none)
-    likelihood.check_targets(mean, targets)
-    prediction = predict_from_gaussian(likelihood, mean, covariance, **options._asdict())
-    outputs = GaussianOutputs(mean, covariance, options)
-    found = gaussian_log_likelihood(likelihood, outputs, targets, prediction)
-    return _numbers(likelihood.errors(prediction, targets), found, prediction)
+    return _entropies(draws, weights, likelihood).total
 
 
-def _numbers(errors: Tensor, log_likelihoods: Tensor, prediction: Any = None) -> Scores:
-    bad = log_likelihoods.isnan()
-    if bool(bad.any()):
+def max_probability(
+    draws: Tensor, weights: Tensor | None = None, likelihood: Likelihood | None = None
+) -> Tensor:
+    """Return the probability of the most probable class: higher for more familiar inputs.
+
+    Reference:
+        Hendrycks and Gimpel (2017), A baseline for detecting misclassified and out-of-distribution
+        examples.
+
+    Example:
+        >>> max_probability(torch.tensor([[[50.0, 0.0]], [[0.0, 0.0]]]))
+        tensor([0.7500])
+    """
+    return mean_over(_class_probs(draws, likelihood), 0, weights).amax(-1)
+
+
+def expected_variance(
+    draws: Tensor, weights: Tensor | None = None, likelihood: Likelihood | None = None
+) -> Tensor:
+    """Return the variance over draws of the target's mean; of classes, its mean over them.
+
+    The mean of a class is its probability. The variance of numbers is in their squared units.
+
+    Reference:
+        Smith and Gal (2018), Understanding measures of uncertainty for adversarial example
+        detection.
+
+    Example:
+        >>> expected_variance(torch.tensor([[[50.0, 0.0]], [[0.0, 50.0]]]))
+        tensor([0.2500])
+        >>> from tyxe.likelihoods import HomoskedasticGaussian
+        >>> noise = HomoskedasticGaussian(10, scale=0.1)
+        >>> expected_variance(torch.tensor([[[1.0]], [[3.0]]]), likelihood=noise)
+        tensor([[1.]])
+    """
+    return _expected_variance(likelihood or LOGITS, at_least_float32(draws), weights)
+
+
+def batch(scores: Tensor, size: int, power: float = 1.0) -> Tensor:
+    """Choose points to label together, at random in proportion to `score^power`.
+
+    The points of highest score are often alike, so that labels of all of them say little more than
+    one. Points are drawn without replacement; `scores.topk(size)` is the limit of a high power.
+
+    Args:
+        scores: of the points without a label, such as by `bald`, `(n,)`, not negative.
+        size: number of points.
+        power: 0 chooses any points alike.
+
+    Returns:
+        The points' indices, `(size,)`; those of score 0 come after all others.
+
+    Raises:
+        ValueError: scores that are negative or NaN; a size above the number of points.
+
+    Reference:
+        Kirsch et al. (2023), Stochastic batch acquisition, where this is PowerBALD.
+
+    Example:
+        >>> batch(torch.tensor([0.0, 0.5, 0.0, 0.1]), 2).sort().values
+        tensor([1, 3])
+    """
+    check.shape("scores", scores, ("n",))
+    size = check.count("size", size)
+    if size > len(scores) or not bool((scores >= 0).all()):
         raise ValueError(
-            f"the log-likelihood of {int(bad.sum())} of {bad.numel()} points is not a number: look "
-            "for NaN in the inputs, or in the weights"
+            f"there are {len(scores)} scores from {scores.min():.4g} on, and size is {size}; "
+            "expected as many scores or more, not negative"
         )
-    return Scores(errors, log_likelihoods, prediction)
+    power = check.number("power", power, least=0)
+    # The highest of logarithms with Gumbel noise are a draw without replacement.
+    noise = -torch.empty_like(scores).exponential_().log()
+    logs = power * scores.log() if power else torch.zeros_like(scores)
+    return (logs + noise).topk(size).indices
 
 
-# --------------------------------------------------------------------------- closed forms
+# By the names that `bnn.ood_score` takes.
+SCORES = {
+    "mutual_information": mutual_information,
+    "bald": bald,
+    "predictive_entropy": predictive_entropy,
+    "max_probability": max_probability,
+    "expected_variance": expected_variance,
+}
+
+
+def _class_probs(draws: Tensor, likelihood: Likelihood | None) -> Tensor:
+    return (likelihood or LOGITS).class_logits(draws).softmax(-1)
+
+
+def _entropies(
+    draws: Tensor, weights: Tensor | None, likelihood: Likelihood | None
+) -> EntropyDecomposition:
+    return entropy_decomposition(_class_probs(draws, likelihood), weights)
+
+
+def _variance(means: Tensor, weights: Tensor | None) -> Tensor:
+    return regression_decomposition(means, 0.0, weights).epistemic
 
 
 @singledispatch
-def gaussian_log_likelihood(
-    likelihood: Likelihood, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
-) -> Tensor:
-    """Return `log E p(y | f)` for Gaussian outputs `f`, `(n,)`, in nats.
-
-    The expectation is the mean over samples of the outputs, which are independent between
-    positions. `prediction` is what `predict_from_gaussian` returned. Register a likelihood that has
-    a closed form.
-    """
-    samples, shape = outputs.samples(), outputs.mean.shape
-    latents = outputs.options.latents_of(len(samples))
-    rows = shape[:-1] if len(shape) > 1 else shape
-    if not latents and len(rows) > 1:
-        counted = likelihood.observed(targets)
-        if counted.values.shape[: len(rows)] == rows:
-            # The product over positions of their mixtures, which varies less than their mixture.
-            samples = samples.flatten(1, len(rows))
-            mask = None if counted.mask is None else trailing(counted.mask, len(rows)).expand(rows)
-            within = replace(counted, weights=None, mask=mask)
-            targets = within.map(lambda part: part.flatten(0, len(rows) - 1))
-    each = likelihood.mixture_log_likelihood(samples, targets, latents)
-    return each.view(shape[0], -1).sum(1)
+def _expected_variance(likelihood: Likelihood, draws: Tensor, weights: Tensor | None) -> Tensor:
+    found = likelihood.predictive_distribution(draws, likelihood.prior_means())
+    return _variance(found.mean, weights)
 
 
-@gaussian_log_likelihood.register
-def _(
-    likelihood: Joint, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
-) -> Tensor:
-    # Of each part and of all together, `(parts + 1, n)`.
-    samples = outputs.samples()
-    latents = outputs.options.latents_of(len(samples))
-    return likelihood.mixture_log_likelihood(samples, targets, latents)
-
-
-@gaussian_log_likelihood.register
-def _(
-    likelihood: Categorical, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
-) -> Tensor:
-    # The mean of the probabilities is the likelihood of the mixture.
-    return likelihood.log_likelihood(prediction, targets)
-
-
-@gaussian_log_likelihood.register
-def _(
-    likelihood: Bernoulli, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
-) -> Tensor:
-    coupled = outputs.covariance.shape[-1] > 1 and outputs.options.link == "mc"
-    if coupled and outputs.options.num_samples:
-        general = gaussian_log_likelihood.dispatch(Likelihood)
-        each: Tensor = general(likelihood, outputs, targets, prediction)
-        return each
-    return likelihood.log_likelihood(prediction, targets)
-
-
-@gaussian_log_likelihood.register
-def _(
-    likelihood: HomoskedasticGaussian,
-    outputs: GaussianOutputs,
-    targets: Tensor | Targets,
-    prediction: Any,
-) -> Tensor:
-    mean, covariance, options = outputs
-    counted = likelihood.observed(targets)
-    residual = at_least_float32(counted.values.to(mean.dtype) - mean)
-    once = replace(counted, weights=None).counts_within()
-    kept = torch.ones_like(residual) if once is None else once.to(residual)
-    residual = residual * kept
-    by_point = kept.view(*kept.shape[:1], 1) if kept.dim() == 1 else kept
-    covariance = at_least_float32(covariance) * by_point.unsqueeze(-1) * by_point.unsqueeze(-2)
-    if not options.num_samples:
-        covariance = torch.zeros_like(covariance)
-    draws = max((len(v) for v in options.latents.values()), default=1)
-    each = []
-    for s in range(draws):
-        noise = likelihood.scale_of({n: v[s] for n, v in options.latents.items()}, residual)
-        each.append(_joint_normal(residual, covariance, noise.to(residual.dtype), by_point))
-    return torch.stack(each).logsumexp(0) - math.log(draws)
-
-
-def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
-    """Return `log N(r; 0, C + diag(noise^2))`, summed over positions, `(n,)`.
-
-    Where `kept` is 0 residual and covariance are too, and the dimension is left out.
-    """
-    scale = noise.expand_as(residual)
-    white = residual / scale
-    if residual.dim() == 1:
-        white, scale = white[:, None], scale[:, None]
-    relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-    # Where noise is small, the eigenvalues span more than single precision has.
-    exact = relative.dtype if relative.device.type == "mps" else torch.float64
-    values, vectors = torch.linalg.eigh(relative.to(exact))
-    # Those of I + C' are at least 1, whatever rounding has left of C'.
-    values = 1 + values.clamp_min(0)
-    turned = (vectors.mT @ white.unsqueeze(-1).to(exact)).squeeze(-1)
-    constants = (2 * scale.log() + math.log(2 * math.pi)) * kept
-    terms = turned.square() / values + values.log() + constants
-    return -0.5 * terms.flatten(1).sum(1).to(residual.dtype)
+@_expected_variance.register
+def _(likelihood: Categorical, draws: Tensor, weights: Tensor | None) -> Tensor:
+    return _variance(_class_probs(draws, likelihood), weights).mean(-1)

@@ -1,0 +1,187 @@
+"""Error and log-likelihood of targets: under a mixture over draws, or under Gaussian outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tyxe.data import Targets, trailing
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
+from tyxe.likelihoods.base import Predictions
+from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions, predict_from_gaussian
+from tyxe.util import at_least_float32
+
+
+class Scores(NamedTuple):
+    """Error and log-likelihood of each point, in nats, and the prediction that the error is of."""
+
+    error: Tensor
+    log_likelihood: Tensor
+    prediction: Predictions | None = None
+
+
+def mixture_scores(
+    likelihood: Likelihood,
+    outputs: Tensor,
+    latents: Mapping[str, Tensor],
+    targets: Tensor | Targets,
+    aggregate: bool = True,
+) -> Scores:
+    """Return error and log-likelihood of each point, in nats, for draws of outputs `(S, n, ...)`.
+
+    They are of the mixture over draws, or without `aggregate` of each, `(S, n)`. `latents` are
+    draws of the likelihood's own variables, stacked. Targets that do not fit, and scores that are
+    not a number, are a ValueError.
+    """
+    if not len(targets):  # all points are masked
+        none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))
+        return Scores(none, none)
+    likelihood.check_targets(outputs[0], targets)
+    if aggregate:
+        combined = likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
+        found = likelihood.mixture_log_likelihood(outputs, targets, latents)
+        return _numbers(likelihood.errors(combined, targets), found, combined)
+    errors = torch.stack([likelihood.errors(one, targets) for one in outputs])
+    each = []
+    for s in range(len(outputs)):
+        own = {name: values[s : s + 1] for name, values in latents.items()}
+        each.append(likelihood.mixture_log_likelihood(outputs[s : s + 1], targets, own))
+    return _numbers(errors, torch.stack(each))
+
+
+def gaussian_scores(
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor, targets: Any, options: LinkOptions
+) -> Scores:
+    """Return error and log-likelihood of each point, in nats, for Gaussian outputs.
+
+    The log-likelihood is that of the mixture over outputs; for classes by the links `"probit"` and
+    `"bridge"`, that of the probabilities which they approximate.
+    """
+    if not len(targets):
+        none = mean.new_zeros(0)
+        return Scores(none, none)
+    likelihood.check_targets(mean, targets)
+    prediction = predict_from_gaussian(likelihood, mean, covariance, **options._asdict())
+    outputs = GaussianOutputs(mean, covariance, options)
+    found = gaussian_log_likelihood(likelihood, outputs, targets, prediction)
+    return _numbers(likelihood.errors(prediction, targets), found, prediction)
+
+
+def _numbers(errors: Tensor, log_likelihoods: Tensor, prediction: Any = None) -> Scores:
+    bad = log_likelihoods.isnan()
+    if bool(bad.any()):
+        raise ValueError(
+            f"the log-likelihood of {int(bad.sum())} of {bad.numel()} points is not a number: look "
+            "for NaN in the inputs, or in the weights"
+        )
+    return Scores(errors, log_likelihoods, prediction)
+
+
+# --------------------------------------------------------------------------- closed forms
+
+
+@singledispatch
+def gaussian_log_likelihood(
+    likelihood: Likelihood, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
+) -> Tensor:
+    """Return `log E p(y | f)` for Gaussian outputs `f`, `(n,)`, in nats.
+
+    The expectation is the mean over samples of the outputs, which are independent between
+    positions. `prediction` is what `predict_from_gaussian` returned. Register a likelihood that has
+    a closed form.
+    """
+    samples, shape = outputs.samples(), outputs.mean.shape
+    latents = outputs.options.latents_of(len(samples))
+    rows = shape[:-1] if len(shape) > 1 else shape
+    if not latents and len(rows) > 1:
+        counted = likelihood.observed(targets)
+        if counted.values.shape[: len(rows)] == rows:
+            # The product over positions of their mixtures, which varies less than their mixture.
+            samples = samples.flatten(1, len(rows))
+            mask = None if counted.mask is None else trailing(counted.mask, len(rows)).expand(rows)
+            within = replace(counted, weights=None, mask=mask)
+            targets = within.map(lambda part: part.flatten(0, len(rows) - 1))
+    each = likelihood.mixture_log_likelihood(samples, targets, latents)
+    return each.view(shape[0], -1).sum(1)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: Joint, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
+) -> Tensor:
+    # Of each part and of all together, `(parts + 1, n)`.
+    samples = outputs.samples()
+    latents = outputs.options.latents_of(len(samples))
+    return likelihood.mixture_log_likelihood(samples, targets, latents)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: Categorical, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
+) -> Tensor:
+    # The mean of the probabilities is the likelihood of the mixture.
+    return likelihood.log_likelihood(prediction, targets)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: Bernoulli, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
+) -> Tensor:
+    coupled = outputs.covariance.shape[-1] > 1 and outputs.options.link == "mc"
+    if coupled and outputs.options.num_samples:
+        general = gaussian_log_likelihood.dispatch(Likelihood)
+        each: Tensor = general(likelihood, outputs, targets, prediction)
+        return each
+    return likelihood.log_likelihood(prediction, targets)
+
+
+@gaussian_log_likelihood.register
+def _(
+    likelihood: HomoskedasticGaussian,
+    outputs: GaussianOutputs,
+    targets: Tensor | Targets,
+    prediction: Any,
+) -> Tensor:
+    mean, covariance, options = outputs
+    counted = likelihood.observed(targets)
+    residual = at_least_float32(counted.values.to(mean.dtype) - mean)
+    once = replace(counted, weights=None).counts_within()
+    kept = torch.ones_like(residual) if once is None else once.to(residual)
+    residual = residual * kept
+    by_point = kept.view(*kept.shape[:1], 1) if kept.dim() == 1 else kept
+    covariance = at_least_float32(covariance) * by_point.unsqueeze(-1) * by_point.unsqueeze(-2)
+    if not options.num_samples:
+        covariance = torch.zeros_like(covariance)
+    draws = max((len(v) for v in options.latents.values()), default=1)
+    each = []
+    for s in range(draws):
+        noise = likelihood.scale_of({n: v[s] for n, v in options.latents.items()}, residual)
+        each.append(_joint_normal(residual, covariance, noise.to(residual.dtype), by_point))
+    return torch.stack(each).logsumexp(0) - math.log(draws)
+
+
+def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Tensor) -> Tensor:
+    """Return `log N(r; 0, C + diag(noise^2))`, summed over positions, `(n,)`.
+
+    Where `kept` is 0 residual and covariance are too, and the dimension is left out.
+    """
+    scale = noise.expand_as(residual)
+    white = residual / scale
+    if residual.dim() == 1:
+        white, scale = white[:, None], scale[:, None]
+    relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    # Where noise is small, the eigenvalues span more than single precision has.
+    exact = relative.dtype if relative.device.type == "mps" else torch.float64
+    values, vectors = torch.linalg.eigh(relative.to(exact))
+    # Those of I + C' are at least 1, whatever rounding has left of C'.
+    values = 1 + values.clamp_min(0)
+    turned = (vectors.mT @ white.unsqueeze(-1).to(exact)).squeeze(-1)
+    constants = (2 * scale.log() + math.log(2 * math.pi)) * kept
+    terms = turned.square() / values + values.log() + constants
+    return -0.5 * terms.flatten(1).sum(1).to(residual.dtype)
