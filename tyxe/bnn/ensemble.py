@@ -24,7 +24,7 @@ from tyxe.check import described
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
-from tyxe.predictive.ensemble import Ensemble, Mixture, mixed
+from tyxe.predictive.ensemble import Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.util import Inputs, outside_inference
 
@@ -324,7 +324,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
     @outside_inference()
     def to_ensemble(self, num_draws: int = 1) -> Mixture:
         """Return draws of all members as one plain module, see `SupervisedBNN.to_ensemble`."""
-        parts: list[Ensemble] = [member.to_ensemble(num_draws) for member in self._bnns]
+        parts: list[Any] = [member.to_ensemble(num_draws) for member in self._bnns]
         return Mixture(parts, self.weights)
 
     # ------------------------------------------------------------------ priors and state

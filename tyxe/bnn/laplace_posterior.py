@@ -26,6 +26,7 @@ from tyxe.laplace import LaplaceGuide, LaplaceOptions, LaplaceState
 from tyxe.laplace.gaussian_prior import gaussian_prior
 from tyxe.laplace.precision import check_damping
 from tyxe.likelihoods import Likelihood
+from tyxe.linalg import Operator
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
@@ -205,6 +206,12 @@ class LaplacePosterior(SupervisedBNN):
     def _mean_values(self) -> Values:
         """Return the fitted weights."""
         return self.net_guide.median()
+
+    def _layer_precision(self, block: LinearBlock) -> Operator:
+        precision = self.state.precision()
+        check_blocks(self.state.blocks, ParamBlocks((block,)))
+        (found,) = precision.blocks.values()
+        return found
 
     def _gaussian_predictives(self) -> Mapping[str, Outputs]:
         """Return `"glm"` and `"gp"`."""

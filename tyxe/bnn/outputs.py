@@ -21,7 +21,9 @@ from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
 from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
+from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
+from tyxe.linalg import Operator
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
@@ -261,6 +263,13 @@ class PosteriorBNN(BNN):
             )
         # A prediction at the centre needs no covariance.
         return known[chosen] if count else None
+
+    def _layer_precision(self, block: LinearBlock) -> Operator:
+        """Return the precision of a posterior that is a Gaussian over one layer alone."""
+        raise TypeError(
+            f"the posterior of a {type(self).__name__} has no closed form: leave closed_form out, "
+            "for draws"
+        )
 
     def _link_options(self, gaussian: Outputs | None, link: str, count: int) -> LinkOptions:
         """Return the options of predictions by Gaussian outputs, if these are such."""

@@ -14,6 +14,8 @@ from tyxe.bnn.batches import ReplayedDraws, check_has_targets, map_batches
 from tyxe.bnn.outputs import PosteriorBNN
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
 from tyxe.data import Unpack, pick, unpacked
+from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.predictive.closed_form import ClosedForm
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.evaluation import Scores, gaussian_scores, mixture_scores
 from tyxe.predictive.gaussian import Outputs, predict_from_gaussian
@@ -61,7 +63,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
 
     @as_before()
     @outside_inference()
-    def to_ensemble(self, num_draws: int) -> Ensemble:
+    def to_ensemble(
+        self, num_draws: int | None = None, *, closed_form: bool = False, link: str = "probit"
+    ) -> Ensemble | ClosedForm:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
 
         It returns what `predict` aggregates for these draws (those of `predictive="bnn"`), and is
@@ -69,8 +73,12 @@ class SupervisedBNN(Derived, PosteriorBNN):
 
         Args:
             num_draws: number of draws, each with a copy of the weights that have a posterior.
+            closed_form: return no draws, but a net whose outputs are Gaussian, for a posterior of
+                Normals over the last layer: what `predict` returns by `predictive="glm"`.
+            link: `"probit"` or `"bridge"`, of classes and binary labels in closed form.
 
         Raises:
+            TypeError: `closed_form` for another posterior or likelihood, or with `num_draws`.
             ValueError: fewer than one draw.
 
         Example:
@@ -82,11 +90,36 @@ class SupervisedBNN(Derived, PosteriorBNN):
             >>> program.module()(torch.ones(5, 2)).softmax(-1).shape
             torch.Size([5, 3])
         """
+        if closed_form:
+            if num_draws is not None:
+                raise TypeError("closed_form=True takes no draws: leave num_draws out")
+            return self._in_closed_form(link)
         num_draws = check.count("num_draws", num_draws)
         with torch.no_grad():
             draws = [*ReplayedDraws().over(self._draws(num_draws))]
             nets = self._nets_at((values, self._norm_statistics(values)) for values in draws)
         return Ensemble(nets, copy.deepcopy(self.likelihood), self._latents(draws))
+
+    def _in_closed_form(self, link: str) -> ClosedForm:
+        """Return the net with a Gaussian posterior over its last layer as a plain module."""
+        names = {part: name for name, part in self.net.named_modules()}
+        places = [place for slots in self._slots.values() for place in slots]
+        layers = {part for part, _ in places}
+        sites = {attribute: site for site, ((_, attribute), *_) in self._slots.items()}
+        layer = next(iter(layers), None)
+        if len(layers) != 1 or not isinstance(layer, nn.Linear):
+            raise TypeError(
+                f"the posterior is over {len(self._slots)} parameters of {len(layers)} modules; "
+                "closed forms are for one over the last linear layer: expose that alone, or leave "
+                "closed_form out, for draws"
+            )
+        block = LinearBlock(sites.get("weight"), sites.get("bias"), layer.weight.shape)
+        with torch.no_grad():
+            precision = self._layer_precision(block).detach()
+            options = self._link_options(self._gaussian("glm", 100, link), link, 100)
+        has = "weight" in sites, "bias" in sites
+        net, likelihood = self.to_module(), copy.deepcopy(self.likelihood)
+        return ClosedForm(net, names[layer], *has, precision, likelihood, options)
 
     def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
         """The joint model (a Pyro program): weights from the prior, the net, the likelihood.

@@ -23,12 +23,12 @@ from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
 from tyxe.data import Output, Unpack, unpacked
 from tyxe.distributions import ParamBlocks
+from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.guides import Guide, PyroGuide
 from tyxe.guides.base import AnyGuide, weight_covariance
 from tyxe.likelihoods import Likelihood
-from tyxe.linalg import BlockDiagonal, Diagonal
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Inverse, Operator
 from tyxe.poutine.dropout import RandomDropout, dropping_parts
-from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.gaussian import Outputs
 from tyxe.priors import IIDPrior, Prior
 from tyxe.priors.sites import SitePriors
@@ -146,6 +146,13 @@ class VariationalBNN(TrainedBNN):
             return glm_outputs(self.net_guide, linear)
 
         return {"glm": glm}
+
+    def _layer_precision(self, block: LinearBlock) -> Operator:
+        assert self.net_guide is not None  # there are sites
+        covariance = weight_covariance(self.net_guide, ParamBlocks((block,)))
+        if isinstance(covariance, Diagonal):
+            return Diagonal(covariance.inverse_diagonal())
+        return Inverse(Dense(covariance.to_dense()))
 
     def _follow_prior(self, priors: SitePriors) -> None:
         """Do nothing, because only the objective depends on the prior."""
@@ -323,7 +330,7 @@ class DropoutBNN(VariationalBNN):
         """Return a plain net without dropout; a `sample` is a TypeError, see `to_ensemble`."""
         return self.to_ensemble(1) if sample else super().to_module()
 
-    def to_ensemble(self, num_draws: int) -> Ensemble:
+    def to_ensemble(self, num_draws: int | None = None, **options: Any) -> Any:
         """Raise a TypeError: masks are of forwards, so that there are no weights to take along."""
         raise TypeError(
             "dropout draws masks in every forward, and there are no draws of weights to take "

@@ -1,5 +1,6 @@
 """From a Gaussian posterior to predictions: links, and the parts of their uncertainty."""
 
+from tyxe.predictive.closed_form import ClosedForm
 from tyxe.predictive.decomposition import (
     EntropyDecomposition,
     VarianceDecomposition,
@@ -13,6 +14,7 @@ from tyxe.predictive.linear_model import LinearModel, refine_laplace
 from tyxe.predictive.natural_gradient import refine_variational
 
 __all__ = [
+    "ClosedForm",
     "Ensemble",
     "EntropyDecomposition",
     "LinearModel",

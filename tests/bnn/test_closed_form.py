@@ -1,0 +1,133 @@
+"""A last layer's Gaussian posterior as one plain module, without draws."""
+
+import copy
+import io
+from functools import partial
+
+import onnxruntime
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe.guides import AutoNormal
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
+
+DRAWS = torch.Generator().manual_seed(0)
+X = torch.randn(30, 4, generator=DRAWS)
+TARGETS = {
+    "classes": (Categorical(30), 3, torch.randint(3, (30,), generator=DRAWS)),
+    "labels": (Bernoulli(30, event_dim=1), 1, (X[:, :1] > 0).float()),
+    "numbers": (HomoskedasticGaussian(30, scale=0.3), 2, X[:, :2].sin()),
+}
+
+
+def last_layer(outputs, **rules):
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs))
+    rules = rules or {"expose_modules": [net[2]]}
+    return net, tyxe.priors.IIDPrior(dist.Normal(0, 1), **rules)
+
+
+def laplace(kind, structure="full", **rules):
+    likelihood, outputs, y = TARGETS[kind]
+    bnn = tyxe.LaplaceBNN(*last_layer(outputs, **rules), likelihood, structure=structure)
+    bnn.fit_curvature([(X, y)])
+    return bnn
+
+
+def variational(kind, guide=AutoNormal):
+    likelihood, outputs, _ = TARGETS[kind]
+    return tyxe.VariationalBNN(*last_layer(outputs), likelihood, partial(guide, init_scale=0.3))
+
+
+def parts(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def assert_is_glm(bnn, link="probit"):
+    module = bnn.to_ensemble(closed_form=True, link=link)
+    expected = bnn.predict(X, predictive="glm", link=link, num_predictions=100)
+    for found, one in zip(parts(module(X)), parts(expected), strict=True):
+        torch.testing.assert_close(found, one)
+    return module
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_laplace(kind, structure):
+    assert_is_glm(laplace(kind, structure))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("guide", [AutoNormal, AutoMultivariateNormal])
+def test_variational(kind, guide):
+    assert_is_glm(variational(kind, guide))
+
+
+@pytest.mark.parametrize("hidden", ["weight", "bias"])
+def test_a_weight_or_a_bias_alone(hidden):
+    rules = {"hide_modules": ["0"], "hide_parameters": [hidden]}
+    assert_is_glm(laplace("classes", **rules))
+
+
+def test_the_bridge():
+    assert_is_glm(laplace("classes"), link="bridge")
+
+
+EXPORTED = [partial(laplace, "classes", "kron"), partial(variational, "numbers")]
+
+
+@pytest.mark.parametrize("make", EXPORTED)
+def test_exports(make):
+    module = assert_is_glm(make())
+    program = torch.export.export(module, (X,)).module()
+    compiled = torch.compile(module, backend="eager")
+    for other in (program, compiled, copy.deepcopy(module), module.double().float()):
+        for found, one in zip(parts(other(X + 1)), parts(module(X + 1)), strict=True):
+            torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+
+
+def test_onnx():
+    module = assert_is_glm(laplace("classes", "kron"))
+    program = torch.onnx.export(module, (X,), dynamo=True, verbose=False)
+    file = io.BytesIO()
+    program.save(file)
+    session = onnxruntime.InferenceSession(file.getvalue())
+    (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), module(X), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_last_is_refused_at_the_first_call():
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3), nn.LogSoftmax(-1))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_modules=[net[1]])
+    module = tyxe.VariationalBNN(net, prior, Categorical(30), AutoNormal).to_ensemble(
+        closed_form=True
+    )
+    with pytest.raises(RuntimeError, match="call the module once before an export"):
+        torch.export.export(module, (X,))
+    with pytest.raises(RuntimeError, match="not the last operation"):
+        module(X)
+
+
+def test_what_has_no_closed_form():
+    whole = tyxe.VariationalBNN(
+        nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
+        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+        Categorical(30),
+        AutoNormal,
+    )
+    with pytest.raises(TypeError, match="over 4 parameters of 2 modules; closed forms are for"):
+        whole.to_ensemble(closed_form=True)
+    poisson = tyxe.VariationalBNN(*last_layer(1), Poisson(30), AutoNormal)
+    with pytest.raises(TypeError, match="Poisson has no prediction in closed form"):
+        poisson.to_ensemble(closed_form=True)
+    bnn = variational("classes")
+    with pytest.raises(TypeError, match="leave num_draws out"):
+        bnn.to_ensemble(4, closed_form=True)
+    with pytest.raises(ValueError, match="link='mc' draws"):
+        bnn.to_ensemble(closed_form=True, link="mc")
+    chains = tyxe.MCMC_BNN(*last_layer(3), Categorical(30), tyxe.samplers.HMC)
+    with pytest.raises((TypeError, ValueError), match=r"closed form|predictive"):
+        chains.to_ensemble(closed_form=True)
