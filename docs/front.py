@@ -24,21 +24,21 @@ BEGIN, END = (
 # By what training costs: the page, and when to take it.
 METHODS = {
     "ML": ("which_method.md", "the plain net, to compare with"),
-    "ML, temperature": ("calibrate.md", "a trained classifier whose probabilities are to be right"),
-    "Laplace, last layer": ("laplace.md", "a trained net that is to know what it has not seen"),
+    "ML, temperature": ("calibrate.md", "calibrated probabilities of a trained classifier"),
+    "Laplace, last layer": ("laplace.md", "a trained net that should know what it has not seen"),
     "MC dropout": ("ensembles.md#dropout", "one line in a training that you do anyway"),
     "SWAG": ("ensembles.md#swag", "snapshots of a training that you do anyway"),
     "IVON": ("guides.md#ivon", "mean field at the price of Adam"),
     "mean field, local reparam.": (
         "guides.md",
-        "a posterior of all weights, the prior of what follows",
+        "a posterior of all weights, the prior of a next task",
     ),
     "variational Laplace": (
         "variational_laplace.md",
         "mean field, predicted in one or two forwards",
     ),
-    "ensemble": ("ensembles.md", "five trainings can be paid"),
-    "MCLMC ensemble": ("mile.md", "small nets, little data, hours: samples"),
+    "ensemble": ("ensembles.md", "you can train five times"),
+    "MCLMC ensemble": ("mile.md", "a small net, little data, and hours to spare"),
 }
 
 
@@ -87,14 +87,16 @@ def table(folder):
         numbers = [images[name][column] or ranked.get(column, "") for column in columns]
         numbers.append(ranked.get("mean rank, NLL", ""))
         numbers = " | ".join(number or "-" for number in numbers)
-        lines.append(f"| [{name}]({folder}{page}) | {use} | {numbers} |")
+        shown = "maximum likelihood (ML)" if name == "ML" else name
+        lines.append(f"| [{shown}]({folder}{page}) | {use} | {numbers} |")
     source = (
-        "Train, predict and file are multiples of ML's times and file (the row with a\n"
-        "temperature was timed beside other work: it takes ML's). NLL, ECE and AUROC are of nets\n"
-        "trained on 5,000 images of FashionMNIST; the AUROC tells notMNIST from it, where 0.5 is\n"
-        f"a guess. The rank, from 1, the best, to {len(regression)}, is the mean by NLL over six\n"
-        "sets of regression; MCLMC ran on four of these, and its costs are theirs. Laplace's file\n"
-        'has a matrix of its last layer, hence its size; `structure="diag"` keeps it small.\n'
+        "Train, predict and file are multiples of ML's times and file. (The row with a\n"
+        "temperature was timed beside other work; its times are ML's.) NLL, ECE and AUROC are\n"
+        "of nets trained on 5,000 images of FashionMNIST. The AUROC is that of telling notMNIST\n"
+        "from it; 0.5 is a guess. The rank is the mean rank by NLL over six sets of regression,\n"
+        f"from 1, the best, to {len(regression)}. MCLMC ran on four of these, and its costs are\n"
+        "theirs. Laplace's file is large because it has a matrix of the last layer;\n"
+        '`structure="diag"` keeps it small.\n'
         f"[Which method]({folder}which_method.md) has the other rows and sets, standard errors,\n"
         "and the commands."
     )

@@ -18,12 +18,14 @@ INDEX = (ROOT / "docs" / "index.md").read_text()
 DIAGNOSE = (ROOT / "docs" / "diagnose.md").read_text()
 CAME_OUT = (ROOT / "experiments" / "pages" / "what_came_out.md").read_text()
 EXPERIMENTS = (ROOT / "experiments" / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+WHOLE = re.DOTALL | re.MULTILINE
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, WHOLE)
+RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 TEXTS = sorted(
     path
     for pattern in (
         *("*.md", "*.toml", "Makefile", ".ci/*", "docs/*.md", "docs/*.py", "notebooks/*.py"),
-        *("experiments/README.md", "experiments/pages/*.md"),
+        *("docs/recipes/*.md", "experiments/README.md", "experiments/pages/*.md"),
         *(f"{folder}/**/*.py" for folder in ("tyxe", "examples", "experiments", "benchmarks")),
     )
     for path in ROOT.glob(pattern)
@@ -37,7 +39,7 @@ def test_readme_has_its_examples() -> None:
 
 
 def test_front_page_has_the_lines_of_the_readme() -> None:
-    (code,) = re.findall(r"^```{testcode}\n(.*?)^```$", INDEX, re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^```{testcode}\n(.*?)^```$", INDEX, WHOLE)
     assert code == BLOCKS[0]
 
 
@@ -58,7 +60,7 @@ def test_readme_block_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> 
 
 
 def test_page_shows_the_report_that_its_block_prints() -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", DIAGNOSE, re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", DIAGNOSE, WHOLE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -82,11 +84,23 @@ def test_readme_block_may_be_pasted_at_a_prompt(code: str) -> None:
     assert not any(pending)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_begins_with_its_code(recipe: Path) -> None:
+    begin = re.match(r"# .*\n\n```{testcode}\n(.*?)^```$(.*)", recipe.read_text(), WHOLE)
+    assert begin is not None
+    code, rest = begin.groups()
+    assert 15 <= sum(bool(line) for line in code.splitlines()) <= 30
+    assert "](../" in rest, "where there is more on the job"
+
+
 def test_readme_lists_every_page() -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
     # pages that hold another file, and the lists themselves
     others = {"index", "changelog", "contributing"}
     assert {page for page in pages - others if f"(docs/{page}.md)" not in README} == set()
+    recipes = {path.name for path in RECIPES}
+    assert recipes == set(re.findall(r"\(docs/recipes/(\w+\.md)\)", README))
+    assert recipes == set(re.findall(r"\(recipes/(\w+\.md)\)", INDEX))
     links = set(re.findall(r"\]\(pages/(\w+)\.md", EXPERIMENTS))
     assert {path.stem for path in (ROOT / "experiments/pages").glob("*.md")} == links
 
