@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import pickle
 
 import pyro
@@ -259,3 +260,59 @@ def test_a_scheduler_of_pytorch_goes_on_where_it_was(name):
         resumed.load_checkpoint(first.checkpoint())
         with pytest.warns(tyxe.TyxeWarning, match="pass the scheduler as optim"):
             fit(resumed, 1, given="optimiser")
+
+
+BY_BATCH = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=24)
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "by batch"])
+def test_a_scheduler_of_the_fit_goes_on_where_it_was(name):
+    schedule, by = (BY_BATCH, "batch") if name == "by batch" else (SCHEDULES[name], "epoch")
+    loader = [data(), data()]
+    rates = []
+
+    def callback(bnn, epoch, loss):
+        rates.append(bnn.optimizer.param_groups[0]["lr"])
+
+    def fit(bnn, epochs):
+        optim = functools.partial(torch.optim.SGD, lr=0.05)
+        pyro.set_rng_seed(3)
+        bnn.fit(loader, optim, epochs, callback, scheduler=schedule, schedule_by=by)
+
+    def start():
+        pyro.set_rng_seed(2)
+        return make()
+
+    whole, killed, resumed = start(), start(), start()
+    fit(whole, 6)
+    expected = rates.copy()
+    rates.clear()
+    assert whole.epochs_done == 6
+    if name != "plateau":
+        assert len(set(expected)) > 1
+    if name == "cosine":
+        cosines = [math.cos(n * math.pi / 6) for n in range(1, 7)]
+        assert expected == pytest.approx([0.025 * (1 + cosine) for cosine in cosines])
+    fit(killed, 3)
+    resumed.load_checkpoint(through_a_file(killed.checkpoint()))
+    fit(resumed, 3)
+    assert resumed.epochs_done == 6
+    assert rates == expected
+    assert_same_state(resumed, whole)
+
+
+def test_what_is_no_scheduler():
+    bnn = make()
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    of_another = torch.optim.lr_scheduler.StepLR(other, 1)
+    before = [p.clone() for p in bnn.parameters()]
+    for wrong, error, match in (
+        (of_another, ValueError, "of another optimiser than the fit's"),
+        (0.5, TypeError, r"scheduler is 0\.5; expected a class of torch\.optim\.lr_scheduler"),
+        (lambda optim: None, TypeError, "what scheduler returns is None"),
+    ):
+        with pytest.raises(error, match=match):
+            bnn.fit([data()], torch.optim.Adam, 1, scheduler=wrong)
+    with pytest.raises(ValueError, match="schedule_by is 'step'"):
+        bnn.fit([data()], torch.optim.Adam, 1, scheduler=BY_BATCH, schedule_by="step")
+    assert all(map(torch.equal, before, bnn.parameters()))

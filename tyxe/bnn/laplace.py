@@ -98,6 +98,8 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         autocast: torch.dtype | None = None,
         compile: bool = False,
         nan_check: str = "step",
+        scheduler: Any = None,
+        schedule_by: str = "epoch",
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -128,6 +130,8 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             autocast=autocast,
             compile=compile,
             nan_check=nan_check,
+            scheduler=scheduler,
+            schedule_by=schedule_by,
         )
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)
 

@@ -72,6 +72,11 @@ class TrainedBNN(SupervisedBNN):
             epoch_end.restore_best()
         return history
 
+    @property
+    def epochs_done(self) -> int:
+        """Number of epochs fitted, with those before a checkpoint that the last fit took up."""
+        return self._epochs_done
+
     def _end_epoch(self, epoch: int) -> None:
         self._epochs_done, self._pending = epoch + 1, None
         self._stage = fitted_words(epoch + 1)

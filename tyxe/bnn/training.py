@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
@@ -30,7 +31,7 @@ from tyxe.bnn.compiled import CompiledSteps, compiled_steps
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.errors import warn
 from tyxe.optim import ParticleOptimizer
-from tyxe.optim.groups import make_optimizer, pyro_clipping, scheduler_of
+from tyxe.optim.groups import make_optimizer, make_scheduler, pyro_clipping, scheduler_of
 from tyxe.poutine.variational_laplace import announce_epoch
 from tyxe.predictive.norms import norms_of
 from tyxe.processes import Parallel, Processes, checksum, shuffle_anew
@@ -53,6 +54,8 @@ class FitOptions:
     autocast: torch.dtype | None = None
     compile: bool = False
     nan_check: str = check.field("step", check.choice, known=("step", "epoch"))
+    scheduler: Any = None
+    schedule_by: str = check.field("epoch", check.choice, known=("epoch", "batch"))
 
     def __post_init__(self) -> None:
         check.fields(self)
@@ -242,6 +245,8 @@ class Trainer:
         kinds = bnn._parameter_kinds()
         self.optimizer = make_optimizer(optim, self.parameters, kinds, options.lr_multipliers)
         self.scheduler = scheduler_of(optim, self.parameters)
+        if options.scheduler is not None:
+            self.scheduler = make_scheduler(options.scheduler, self.optimizer)
         self._pyro_clip = pyro_clipping(optim)
         self.objective = Objective(bnn, options.closed_form_kl, options.num_particles)
         own = self.optimizer if isinstance(self.optimizer, ParticleOptimizer) else None
@@ -264,7 +269,8 @@ class Trainer:
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
         """Yield `count` epochs from the first, with a bar of batches in the reporting process."""
         shown = progress if self.processes.first else False
-        options = {n: v for n, v in vars(self.options).items() if n not in ("parallel", "beta")}
+        apart = {"parallel", "beta", "scheduler"}
+        options = {n: v for n, v in vars(self.options).items() if n not in apart}
         state = (*self.bnn.state_dict().values(), *tree_leaves(self.optimizer.state_dict()))
         self.processes.check_same(
             **{"first epoch": first, "num_epochs": count, "options": options},
@@ -315,6 +321,7 @@ class Trainer:
         log_likelihood, divergence = sums[0] * weight, sums[1] * weight
         loss = beta * divergence - log_likelihood
         history.append(loss=loss, log_likelihood=log_likelihood, kl=divergence)
+        self._schedule("epoch", loss)
         self._show(epoch, log_likelihood, divergence, beta)
 
     def _run_steps(
@@ -337,6 +344,7 @@ class Trainer:
                 with unvalidated(self._checked):
                     terms = self.step(group, beta)
                 self._checked = True
+                self._schedule("batch")
             terms = terms._replace(data=terms.data.detach(), kl=terms.kl.detach())
             data = data + terms.data * terms.points
             kl = kl + terms.kl * terms.points
@@ -347,6 +355,15 @@ class Trainer:
                 callback.on_batch(self.bnn, epoch, self._batches, terms)
             self._batches += len(group)
         return data, kl, points
+
+    def _schedule(self, after: str, loss: float = math.nan) -> None:
+        """Let the fit's own scheduler set the rate, after a batch or an epoch."""
+        if self.options.scheduler is None or self.options.schedule_by != after:
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        else:
+            self.scheduler.step()
 
     def _show(self, epoch: int, data: Any, kl: Any, beta: float, refresh: bool = False) -> None:
         """Let the bar say the numbers of a batch or an epoch."""

@@ -179,6 +179,8 @@ class VariationalBNN(TrainedBNN):
         autocast: torch.dtype | None = None,
         compile: bool = False,
         nan_check: str = "step",
+        scheduler: Any = None,
+        schedule_by: str = "epoch",
         validation: Iterable[Any] | None = None,
         patience: int | None = None,
         restore_best: bool = True,
@@ -193,8 +195,8 @@ class VariationalBNN(TrainedBNN):
                 or a mapping of keyword arguments; or `(inputs, targets, weights)`, where a weight
                 of 2 is the point twice, and `dataset_size` the sum of all weights.
             optim: a Pyro optimiser or scheduler, a torch optimiser class or partial, or an instance
-                over `bnn.parameters()`, or a torch scheduler of one. Schedulers have to be stepped
-                in `callback`. A class's `weight_decay` is for parameters that the prior hides, not
+                over `bnn.parameters()`, or a torch scheduler of one, which has to be stepped in
+                `callback`. A class's `weight_decay` is for parameters that the prior hides, not
                 for those of guides.
             num_epochs: number of passes through the loader.
             callback: called as `callback(bnn, epoch, loss)` after each epoch; training stops when
@@ -221,6 +223,10 @@ class VariationalBNN(TrainedBNN):
             nan_check: `"step"` looks at each loss and gradient before it is used; `"epoch"` once at
                 the end, for which it keeps a copy of parameters and optimiser, so that an
                 accelerator is never waited for.
+            scheduler: a class of `torch.optim.lr_scheduler`, a `functools.partial` of one, or a
+                scheduler of the optimiser that is given as `optim`. Checkpoints have its state.
+            schedule_by: whether it makes a step after each `"epoch"` or each `"batch"`. By epochs
+                `ReduceLROnPlateau` sees the loss.
             validation: held-out data, as in `data_loader`, whose log-likelihood per point is taken
                 after each epoch.
             patience: stop after so many epochs in which it is not higher than before.
@@ -250,6 +256,8 @@ class VariationalBNN(TrainedBNN):
             autocast,
             compile,
             nan_check,
+            scheduler,
+            schedule_by,
         )
         loader = self._to_fit(data_loader, unpack)
         held_out = Validation(unpacked(validation, unpack), patience, restore_best)

@@ -220,6 +220,25 @@ def scheduler_of(optim: Any, parameters: Named) -> Any:
     return optim if isinstance(optim, LRScheduler) else None
 
 
+def make_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
+    """Return a torch scheduler of an optimiser, from its class, a partial of it, or itself.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a scheduler of another optimiser.
+    """
+    if isinstance(scheduler, LRScheduler):
+        if scheduler.optimizer is not optimizer:
+            raise ValueError(
+                "scheduler is of another optimiser than the fit's: pass its class or a "
+                "functools.partial, or pass its optimiser as optim too"
+            )
+        return scheduler
+    expected = "a class of torch.optim.lr_scheduler or a functools.partial of one"
+    found = check.one_of("scheduler", scheduler, Callable, expected)(optimizer)
+    return check.one_of("what scheduler returns", found, LRScheduler, "a torch scheduler")
+
+
 def pyro_clipping(optim: Any) -> Callable[[Iterable[Tensor]], None] | None:
     """Return the gradient clipping that a Pyro optimiser asks for, parameter by parameter."""
     options = optim.pt_clip_args if isinstance(optim, PyroOptim) else None
