@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 import torch.distributions as td
 from pyro.infer.autoguide import AutoDelta
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +20,7 @@ from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.errors import warn
 from tyxe.guides.base import AnyGuide
 from tyxe.guides.swag import SWAGGuide
+from tyxe.predictive.norms import norms_of
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs, is_discrete
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 KL_DWARFS = 100.0
 # Elements of a site whose scales are looked at.
 LOOKED_AT = 10_000
+# Distance of inputs from standard ones, see `distance_from_standard`, from which on fits suffer.
+UNLIKE = 20.0
 # Scales outside of these multiples of the prior's are not plausible for a posterior.
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
@@ -85,6 +88,34 @@ def check_is_finite(inputs: Inputs) -> None:
     tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     if not all(bool(tensor.sum().isfinite()) for tensor in tensors):
         raise ValueError("a batch has inputs that are not finite: drop points by torch.isfinite(x)")
+
+
+def distance_from_standard(net: nn.Module, inputs: Inputs) -> float:
+    """Return how far the columns of inputs are from mean 0 and standard deviation 1, from 1 up.
+
+    It is the largest root mean square of a column over the smallest, where that is below 1: about
+    150 for bytes, and 1 for standardised columns, whatever part of their rows is given. Columns of
+    which half is one number, such as codes and the borders of images, are left out. It is 1 where
+    there is nothing to say: fewer than ten rows, no real numbers, or a net that begins with a norm.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 600.0], [1.0, 700.0]]).repeat(5, 1)
+        >>> distance_from_standard(nn.Linear(2, 1), x + torch.rand(10, 2)) > 100
+        True
+    """
+    first = next((part for part in net.modules() if not any(part.children())), None)
+    if first in norms_of(net):
+        return 1.0
+    found = 1.0
+    for leaf in tree_leaves(inputs):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
+            continue
+        x = leaf.detach().flatten(1).float()
+        x = x[:, (x == x.median(0).values).float().mean(0) < 0.5] if len(x) >= 10 else x[:, :0]
+        if x.numel():
+            sizes = x.square().mean(0).sqrt()
+            found = max(found, float(sizes.max() / sizes.min().clamp(max=1.0)))
+    return found
 
 
 def warn_of_size(points: int, size: int) -> bool:
