@@ -19,22 +19,15 @@ from tyxe.likelihoods import (
     Poisson,
 )
 
+NINE = [(torch.randn(9, 2), torch.randn(9, 1))]
 OF_ANOTHER_NET = torch.optim.Adam(nn.Linear(2, 1).parameters())
 ARGUMENTS = {
     "swapped": (([(X, Y)], 10, ADAM), TypeError, r"num_epochs is a partial.*fit\(data_loader, op"),
     "swapped, an instance": (([(X, Y)], 10, OF_ANOTHER_NET), TypeError, "num_epochs is a Adam"),
     "num_epochs": (([(X, Y)], ADAM, -1), ValueError, "num_epochs is -1"),
     "a string": (([(X, Y)], "adam", 1), TypeError, "optim is a str; expected a Pyro optimiser"),
-    "no optimiser": (
-        ([(X, Y)], lambda _: 3, 1),
-        TypeError,
-        "what optim makes is 3; expected a torch",
-    ),
-    "of another net": (
-        ([(X, Y)], OF_ANOTHER_NET, 1),
-        ValueError,
-        r"build it on bnn.parameters\(\)",
-    ),
+    "no optimiser": (([(X, Y)], lambda _: 3, 1), TypeError, "what optim makes is 3; expected"),
+    "another net": (([(X, Y)], OF_ANOTHER_NET, 1), ValueError, r"it on bnn.parameters\(\)"),
     "no loader": ((3, ADAM, 1), TypeError, r"data_loader is 3; expected an iterable of \(in"),
     "empty": (([], ADAM, 1), ValueError, "loader is empty: it yields no batch"),
     "a tensor": ((X, ADAM, 1), ValueError, "the loader yields a Tensor; expected "),
@@ -42,16 +35,8 @@ ARGUMENTS = {
     "no targets": (([(X,)], ADAM, 1), ValueError, "yields a tuple of 1 elements; expected "),
     "not grouped": (([(X, X, Y)], ADAM, 1), ValueError, r"weights, has shape .* \(\(x1, x2\), y\)"),
     "a list": (([(X, Y.tolist())], ADAM, 1), ValueError, "targets of type list; expected "),
-    "large": (
-        ([(torch.randn(9, 2), torch.randn(9, 1))], ADAM, 1),
-        ValueError,
-        r"batch has 9 points, but the likelihood was built with dataset_size=8; pass the number",
-    ),
-    "broadcast": (
-        ([(X, Y.squeeze(-1))], ADAM, 1),
-        ValueError,
-        r"targets of shape \(8,\) for predictions of shape \(8, 1\); pass targets.unsqueeze\(-1\)",
-    ),
+    "large": ((NINE, ADAM, 1), ValueError, "9 points, but .* dataset_size=8; pass the number"),
+    "flat": (([(X, Y[:, 0])], ADAM, 1), ValueError, r"\(8, 1\); pass targets.unsqueeze\(-1\)"),
     "no points": (([(X[:0], Y[:0])], ADAM, 1), ValueError, r"batch without points.*leave it out"),
     "fewer": (([(X, Y[:5])], ADAM, 1), ValueError, r"targets of shape \(5, 1\).*shape \(8, 1\)"),
     "closure": (([(X, Y)], torch.optim.LBFGS, 1), TypeError, "LBFGS.*closure"),
@@ -64,11 +49,7 @@ OPTIONS = {
     "norm": ({"clip_norm": 0.0}, ValueError, "clip_norm is 0.0; expected a number above 0"),
     "norm, a word": ({"clip_norm": "1"}, TypeError, "clip_norm is '1'; expected a number above 0"),
     "kind": ({"lr_multipliers": {"mean": 2.0}}, ValueError, "is 'mean'; expected one of 'loc', 's"),
-    "rate": (
-        {"lr_multipliers": {"scale": -2.0}},
-        ValueError,
-        r"\['scale'\] is -2.0; expected a number of 0",
-    ),
+    "rate": ({"lr_multipliers": {"scale": -2.0}}, ValueError, r"\['scale'\] is -2.0; expected"),
 }
 
 
@@ -101,39 +82,23 @@ def test_optimisers_of_this_bnn_that_do_not_fit():
     rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], ADAM, 1))
 
 
+THREE_SCALES = HomoskedasticGaussian(N, scale=torch.ones(3))
 TARGETS = {
-    "dimensions": (
-        Categorical(N, event_dim=2),
-        3,
-        LABELS,
-        ValueError,
-        r"predictions of shape \(8, 3\); expected \(n, ..., C\) with event_dim=2 dimensions",
-    ),
-    "a class": (Categorical(N), 3, LABELS + 1, ValueError, "support of Categorical.* 1 to 3"),
-    "one-hot": (Categorical(N), 3, torch.eye(3)[LABELS].long(), ValueError, r"shape \(8, 3\)"),
-    "minus one": (Bernoulli(N), 1, 2.0 * (Y > 0) - 1, ValueError, "outside the support"),
-    "a number": (Poisson(N), 1, torch.tensor(3.0), ValueError, "targets are one number; expected"),
-    "complex": (HomoskedasticGaussian(N, 1.0), 1, Y.cfloat(), TypeError, "pass targets.real"),
-    "a noise of another width": (
-        HomoskedasticGaussian(N, scale=torch.ones(3)),
-        2,
-        Y.expand(N, 2),
-        ValueError,
-        r"the noise has shape \(3,\) and predictions have shape \(8, 2\); give one number",
-    ),
-    "an odd number of outputs": (
-        HeteroskedasticGaussian(N),
-        3,
-        Y,
-        ValueError,
-        r"shape \(8, 3\); expected \(n, ..., 2 d\)",
-    ),
+    "dimensions": (Categorical(N, event_dim=2), 3, LABELS, r"expected \(n, ..., C\) with event_d"),
+    "a class": (Categorical(N), 3, LABELS + 1, "support of Categorical.* 1 to 3"),
+    "one-hot": (Categorical(N), 3, torch.eye(3)[LABELS].long(), r"shape \(8, 3\)"),
+    "minus one": (Bernoulli(N), 1, 2.0 * (Y > 0) - 1, "outside the support"),
+    "a number": (Poisson(N), 1, torch.tensor(3.0), "targets are one number; expected"),
+    "complex": (HomoskedasticGaussian(N, 1.0), 1, Y.cfloat(), "pass targets.real"),
+    "another width": (THREE_SCALES, 2, Y.expand(N, 2), r"\(3,\) and .* \(8, 2\); give one number"),
+    "an odd number": (HeteroskedasticGaussian(N), 3, Y, r"\(8, 3\); expected \(n, ..., 2 d\)"),
 }
 
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_fit_rejects_targets(case):
-    likelihood, outputs, targets, error, message = TARGETS[case]
+    likelihood, outputs, targets, message = TARGETS[case]
+    error = TypeError if case == "complex" else ValueError
     bnn = make(nn.Linear(2, outputs), likelihood=likelihood)
     rejects(bnn, error, message, lambda: bnn.fit([(X, targets)], ADAM, 1))
 

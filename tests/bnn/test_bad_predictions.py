@@ -9,20 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import tyxe
-from tests.oracles.rejections import (
-    ADAM,
-    LABELS,
-    LIKELIHOOD,
-    PRIOR,
-    N,
-    X,
-    Y,
-    assert_unchanged,
-    make,
-    net,
-    rejects,
-    snapshot,
-)
+from tests.oracles import rejections
+from tests.oracles.rejections import ADAM, LABELS, LIKELIHOOD, PRIOR, N, X, Y, make, net, rejects
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Bernoulli, Categorical
 
@@ -37,12 +25,12 @@ EVALUATIONS = [
 @pytest.mark.parametrize(("arguments", "options", "message"), EVALUATIONS)
 def test_evaluate_rejects(arguments, options, message):
     bnn = make()
-    before = snapshot(bnn)
+    before = rejections.snapshot(bnn)
     with pytest.raises(ValueError, match=message) as caught:
         bnn.evaluate(*arguments, **options)
     assert caught.value.__cause__ is caught.value.__context__ is None
     # A DataLoader draws a seed when it is iterated over, so the generator may have gone on.
-    assert_unchanged(bnn, (*before[:3], torch.get_rng_state()))
+    rejections.assert_unchanged(bnn, (*before[:3], torch.get_rng_state()))
 
 
 def logits_or_probabilities(likelihood, outputs, softmax):
@@ -50,9 +38,8 @@ def logits_or_probabilities(likelihood, outputs, softmax):
     with torch.no_grad():
         module[0].weight.mul_(5.0)
     centre = tyxe.guides.PretrainedInitializer.from_net(module)
-    return make(
-        module, likelihood=likelihood, guide=functools.partial(AutoNormal, init_loc_fn=centre)
-    )
+    guide = functools.partial(AutoNormal, init_loc_fn=centre)
+    return make(module, likelihood=likelihood, guide=guide)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +78,7 @@ def test_each_kind_of_prediction_where_it_belongs_is_silent():
     ],
 )
 def test_options_that_went_to_the_net_are_told_of_their_names(call):
-    message = (
-        "forward.. takes 2 positional arguments but 3 were given; each of the 2 is an argument of "
-        "the net: options go by name, such as num_predictions=32, and targets to evaluate"
-    )
+    message = "options go by name, such as num_predictions=32, and targets to evaluate"
     with pytest.raises(TypeError, match=message):
         call(make())
 
@@ -102,9 +86,7 @@ def test_options_that_went_to_the_net_are_told_of_their_names(call):
 def test_maximum_likelihood_has_no_posterior_to_linearise_about():
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
     bnn = make(prior=prior, guide=None)
-    message = (
-        "VariationalBNN has no Gaussian posterior to linearise about: predict with predictive='b"
-    )
+    message = "no Gaussian posterior to linearise about: predict with predictive='bnn'"
     rejects(bnn, TypeError, message, lambda: bnn.predict(X, predictive="glm"))
 
 
@@ -148,9 +130,7 @@ def test_targets_of_numpy(options):
 )
 def test_inputs_of_another_type_than_the_net(call):
     for dtype in (torch.float64, torch.long):
-        message = (
-            f"must have the same dtype, .*; the inputs are {dtype}, and the net is torch.float32"
-        )
+        message = f"the inputs are {dtype}, and the net is torch.float32"
         with pytest.raises(RuntimeError, match=message):
             call(make(), X.to(dtype))
 
@@ -163,10 +143,8 @@ def test_a_net_that_converts_its_inputs_has_its_own_errors():
     with pytest.raises(RuntimeError) as caught:
         make(Converts(2, 1)).predict(X.double())
     assert "the inputs are" not in str(caught.value)
-    assert make(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))).predict(LABELS)[0].shape == (
-        N,
-        1,
-    )
+    embedded = make(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1)))
+    assert embedded.predict(LABELS)[0].shape == (N, 1)
 
 
 @pytest.mark.parametrize(

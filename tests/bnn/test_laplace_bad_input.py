@@ -31,28 +31,23 @@ def test_curvature_before_use():
         bnn.net_guide.get_detached_distributions()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"structure": "kfac"}, r"structure is 'kfac'; expected one of 'full', 'diag', 'kron'"),
-        ({"curvature": "hessian"}, r"curvature is 'hessian'; expected one of 'ggn'"),
-        ({"temperature": 0.0}, "temperature is 0.0; expected a number above 0"),
-    ],
-)
+OPTIONS = [
+    ({"structure": "kfac"}, r"structure is 'kfac'; expected one of 'full', 'diag', 'kron'"),
+    ({"curvature": "hessian"}, r"curvature is 'hessian'; expected one of 'ggn'"),
+    ({"temperature": 0.0}, "temperature is 0.0; expected a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS)
 def test_unknown_options(options, message):
     with pytest.raises(ValueError, match=message):
         classifier(**{"structure": "kron", **options})
 
 
 def test_a_matrix_too_large_is_refused_before_it_is_made():
-    net = nn.Linear(10_000, 10)
+    net, likelihood = nn.Linear(10_000, 10), tyxe.likelihoods.Categorical(5)
     with pytest.raises(ValueError, match=r"take 37.3 GiB, and the limit is 8 GiB: use \"kron\""):
-        tyxe.LaplaceBNN(
-            net,
-            PRIOR,
-            tyxe.likelihoods.Categorical(5),
-            structure="full",
-        )
+        tyxe.LaplaceBNN(net, PRIOR, likelihood, structure="full")
 
 
 def test_a_curvature_that_is_not_finite_names_the_site():
@@ -90,49 +85,32 @@ def test_a_likelihood_that_is_not_finite_has_no_evidence():
         bnn.fit_curvature([(rows, rows[:, :1])])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda bnn, x, y: bnn.fit_curvature([(x, y + 3)]), ValueError, "targets lie outside"),
-        (
-            lambda bnn, x, y: bnn.fit_curvature((x, y)),
-            *(ValueError, r"a single batch is a list of one pair, \[\(x, y\)\]"),
-        ),
-        (
-            lambda bnn, x, y: bnn.fit_curvature([(x.repeat(2, 1), y.repeat(2))]),
-            *(ValueError, "batch has 30 points.*dataset_size=15"),
-        ),
-        (
-            lambda bnn, x, y: bnn.log_marginal_likelihood(noise=1.0),
-            *(ValueError, "noise is that of a HomoskedasticGaussian"),
-        ),
-        (
-            lambda bnn, x, y: bnn.optimize_prior_precision([(x, y)]),
-            *(ValueError, "method is a list; expected one of 'evidence', 'grid'"),
-        ),
-        (
-            lambda bnn, x, y: bnn.optimize_prior_precision("grid"),
-            *(ValueError, r"by held-out data: optimize_prior_precision\('grid', loader\)"),
-        ),
-        (
-            lambda bnn, x, y: bnn.functional_variance([x, x]),
-            *(TypeError, "a list is a loader, and functional_variance takes one batch"),
-        ),
-        (
-            lambda bnn, x, y: bnn.predict(x, predictive="gpp"),
-            *(ValueError, "predictive is 'gpp'; expected 'bnn' or 'glm' or 'gp'"),
-        ),
-        (
-            lambda bnn, x, y: bnn.evaluate(iter([x])),
-            *(ValueError, "yields no targets; evaluate needs"),
-        ),
-    ],
-)
-def test_what_a_fitted_one_refuses(call, error, message):
+ROWS = torch.arange(15).repeat(2)
+REFUSED = [
+    (lambda bnn, x, y: bnn.fit_curvature([(x, y + 3)]), "targets lie outside"),
+    (lambda bnn, x, y: bnn.fit_curvature((x, y)), r"a list of one pair, \[\(x, y\)\]"),
+    (lambda bnn, x, y: bnn.fit_curvature([(x[ROWS], y[ROWS])]), "30 points.*dataset_size=15"),
+    (lambda bnn, x, y: bnn.log_marginal_likelihood(noise=1.0), "that of a HomoskedasticGaussian"),
+    (
+        lambda bnn, x, y: bnn.optimize_prior_precision([(x, y)]),
+        "expected one of 'evidence', 'grid'",
+    ),
+    (
+        lambda bnn, x, y: bnn.optimize_prior_precision("grid"),
+        r"held-out data: .*\('grid', loader\)",
+    ),
+    (lambda bnn, x, y: bnn.functional_variance([x, x]), "functional_variance takes one batch"),
+    (lambda bnn, x, y: bnn.predict(x, predictive="gpp"), "expected 'bnn' or 'glm' or 'gp'"),
+    (lambda bnn, x, y: bnn.evaluate(iter([x])), "yields no targets; evaluate needs"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_a_fitted_one_refuses(call, message):
     bnn, x, y = classifier()
     bnn.fit_curvature([(x, y)])
     state = bnn.state
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(bnn, x, y)
     assert bnn.state is state
 
@@ -158,14 +136,14 @@ def test_a_likelihood_with_variables_or_without_a_hessian():
         bnn.fit_curvature([(torch.randn(4, 3), torch.randn(4, 1))])
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (torch.flatten, ValueError, "targets of shape"),
-        (lambda outputs: outputs[:3], ValueError, "targets of shape"),
-        (lambda outputs: (outputs, 1), TypeError, "the net returns a tuple; the likelihood needs"),
-    ],
-)
+MISFITS = [
+    (torch.flatten, ValueError, "targets of shape"),
+    (lambda outputs: outputs[:3], ValueError, "targets of shape"),
+    (lambda outputs: (outputs, 1), TypeError, "the net returns a tuple; the likelihood needs"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), MISFITS)
 def test_outputs_that_do_not_fit(change, error, message):
     class Changes(nn.Linear):
         def forward(self, x):
@@ -228,9 +206,7 @@ def test_a_net_that_uses_its_sites_differently_is_refused(structure):
 
 def test_factors_too_large_are_refused_before_they_are_made():
     bnn = tyxe.LaplaceBNN(nn.Linear(100_000, 2), PRIOR, tyxe.likelihoods.Categorical(2))
-    with pytest.raises(
-        ValueError, match=r"of 'net.weight', with a side of 100,001, would take 37.3"
-    ):
+    with pytest.raises(ValueError, match="with a side of 100,001, would take 37"):
         bnn.fit_curvature([(torch.zeros(2, 100_000), torch.zeros(2).long())])
 
 

@@ -12,13 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tyxe
 from tests.oracles.rejections import PRIOR, N, X, Y, make, rejects
-from tyxe.guides import AutoNormal, AutoRadial
+from tyxe.guides import AutoNormal, AutoRadial, init_to_median
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.optim import IVON
+from tyxe.priors import IIDPrior
 
 # A mask that no site has met, because the fit has not begun.
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 OPTIM = functools.partial(IVON, lr=0.1)
+PARTS = nn.Linear(2, 1), PRIOR, HomoskedasticGaussian(N, scale=0.5)
 
 
 def pruned():
@@ -33,10 +35,8 @@ def own_likelihood():
 
 
 def likelihood_only():
-    likelihood = HomoskedasticGaussian(N, scale=0.5)
-    return tyxe.VariationalBNN(
-        nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True), likelihood
-    )
+    net, _, likelihood = PARTS
+    return tyxe.VariationalBNN(net, IIDPrior(dist.Normal(0, 1), hide_all=True), likelihood)
 
 
 def hierarchical():
@@ -56,32 +56,26 @@ def joint():
     return make(prior=tyxe.priors.DictPrior(prior))
 
 
+def of_normal(prior=PRIOR, **options):
+    return make(prior=prior, guide=functools.partial(AutoNormal, **options))
+
+
+POSITIVE = IIDPrior(dist.LogNormal(0.0, 1.0), expose=["2.bias"])
+LAPLACE = IIDPrior(dist.Laplace(0, 1))
 BNNS = {
     "another guide": (lambda: make(guide=AutoRadial), "AutoRadial"),
     "Pyro's guide": (lambda: make(guide=AutoDiagonalNormal), "the guide a PyroGuide"),
     "no guide": (likelihood_only, "the guide None"),
-    "another wrapper": (
-        lambda: tyxe.LaplaceBNN(nn.Linear(2, 1), PRIOR, HomoskedasticGaussian(N, scale=0.5)),
-        "the guide a LaplaceGuide",
-    ),
-    "a cap": (lambda: make(guide=functools.partial(AutoNormal, max_guide_scale=1.0)), "0.weight"),
-    "fixed means": (lambda: make(guide=functools.partial(AutoNormal, train_loc=False)), "0.weight"),
-    "fixed scales": (
-        lambda: make(guide=functools.partial(AutoNormal, train_scale=False)),
-        "0.weight",
-    ),
+    "another wrapper": (lambda: tyxe.LaplaceBNN(*PARTS), "the guide a LaplaceGuide"),
+    "a cap": (lambda: of_normal(max_guide_scale=1.0), "0.weight"),
+    "fixed means": (lambda: of_normal(train_loc=False), "0.weight"),
+    "fixed scales": (lambda: of_normal(train_scale=False), "0.weight"),
     "pruned weights": (pruned, "net.0.weight' with the posterior a PrunedNormal"),
     "a constrained support": (
-        lambda: make(
-            prior=tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0), expose=["2.bias"]),
-            guide=functools.partial(AutoNormal, init_loc_fn=tyxe.guides.init_to_median),
-        ),
+        lambda: of_normal(POSITIVE, init_loc_fn=init_to_median),
         "net.2.bias",
     ),
-    "another prior": (
-        lambda: make(prior=tyxe.priors.IIDPrior(dist.Laplace(0, 1))),
-        "net.0.weight.* and the prior a Laplace",
-    ),
+    "another prior": (lambda: make(prior=LAPLACE), "net.0.weight.* and the prior a Laplace"),
     "a hierarchical prior": (hierarchical, "net.0.weight"),
     "half precision": (lambda: make().bfloat16(), "0.weight"),
     "a guide of the likelihood": (own_likelihood, "a guide of the likelihood"),
@@ -92,15 +86,14 @@ BNNS = {
 def test_what_is_not_served_is_named(case):
     make_bnn, message = BNNS[case]
     bnn = make_bnn()
-    rejects(
-        bnn, ValueError, f"IVON does not serve .*{message}.*", lambda: bnn.fit([(X, Y)], OPTIM, 1)
-    )
+    message = f"IVON does not serve .*{message}.*"
+    rejects(bnn, ValueError, message, lambda: bnn.fit([(X, Y)], OPTIM, 1))
 
 
-@pytest.mark.parametrize(
-    "handler",
-    [tyxe.poutine.local_reparameterization, lambda: pyro.poutine.scale(scale=2.0)],
-)
+SCALED = functools.partial(pyro.poutine.scale, scale=2.0)
+
+
+@pytest.mark.parametrize("handler", [tyxe.poutine.local_reparameterization, SCALED])
 def test_handlers_are_refused(handler):
     bnn = make()
     with handler():
@@ -134,9 +127,8 @@ def test_groups_may_have_curvatures_of_their_own():
     rest = [p for p in bnn.parameters() if p is not first]
     groups = [{"params": [first], "hess_init": 1e4}, {"params": rest}]
     bnn.fit([(X, Y)], IVON(groups, lr=1e-9, hess_init=1.0), 1)
-    assert guide.get_scale("0.weight").detach().numpy() == pytest.approx(
-        (bnn.likelihood.dataset_size * 1e4) ** -0.5, rel=1e-2
-    )
+    expected = pytest.approx((bnn.likelihood.dataset_size * 1e4) ** -0.5, rel=1e-2)
+    assert guide.get_scale("0.weight").detach().numpy() == expected
     assert (guide.get_scale("0.bias") > 10 * guide.get_scale("0.weight").max()).all()
 
 
@@ -146,10 +138,10 @@ def test_an_instance_has_to_hold_all_of_the_guide():
     rejects(bnn, ValueError, "net.0.weight", lambda: bnn.fit([(X, Y)], optimizer, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("lr", 0.0), ("lr", "fast"), ("hess_init", -1.0), ("betas", (0.9, 1.0))],
-)
+BAD = [("lr", 0.0), ("lr", "fast"), ("hess_init", -1.0), ("betas", (0.9, 1.0))]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
 def test_arguments_are_checked(name, value):
     with pytest.raises((TypeError, ValueError), match=f"{name} is "):
         IVON([torch.zeros(1)], **{"lr": 0.1, name: value})

@@ -57,53 +57,27 @@ def test_dict_priors_take_both_spellings(spelled):
 
 
 WEIGHT = dist.Normal(0.0, 1.0).expand([1, 2])
-REFUSED = {
-    "no distribution": (lambda: IIDPrior(1.0), TypeError, "distribution is 1.0; expected one such"),
-    "a vector": (
-        lambda: IIDPrior(dist.Normal(torch.zeros(2), 1.0)),
-        ValueError,
-        r"shape \(2,\); IIDPrior takes one over scalars.*use DictPrior or LambdaPrior",
-    ),
-    "no entry": (
-        lambda: DictPrior({"weight": WEIGHT}).sites(nn.Linear(2, 1)),
-        ValueError,
-        r"no entry for 'bias'; it has weight. Add one, or hide",
-    ),
-    "another shape": (
-        lambda: DictPrior({"weight": WEIGHT}, hide=["bias"]).sites(nn.Linear(3, 1)),
-        ValueError,
-        r"prior of 'weight' has shape \(1, 2\), but the parameter has",
-    ),
-    "no entries": (
-        lambda: DictPrior([WEIGHT]),
-        TypeError,
-        "a list; expected distributions by name",
-    ),
-    "no function": (lambda: LambdaPrior(3), TypeError, "fn is 3; expected a function of"),
-    "of two arguments": (
-        lambda: LambdaPrior(lambda name, module: WEIGHT),
-        TypeError,
-        r"fn takes \(name, module\); expected a function of \(name, module, param\)",
-    ),
-    "a function of nothing": (
-        lambda: LambdaPrior(lambda *_: None).sites(nn.Linear(2, 1)),
-        TypeError,
-        "the prior of 'weight' is None; expected a distribution",
-    ),
-    "a scalar": (
-        lambda: LambdaPrior(lambda *_: NORMAL).sites(nn.Linear(2, 1)),
-        ValueError,
-        "expand the distribution to that shape",
-    ),
-    "method": (
-        lambda: LayerwiseNormalPrior("he"),
-        ValueError,
-        "method is 'he'; expected one of 'radford', 'xavier', 'kaiming'",
-    ),
-}
+VECTOR = dist.Normal(torch.zeros(2), 1.0)
+ENTRIES = {"weight": WEIGHT}
+REFUSED = [
+    (lambda: IIDPrior(1.0), TypeError, "distribution is 1.0; expected one such"),
+    (lambda: IIDPrior(VECTOR), ValueError, r"shape \(2,\); .*use DictPrior or LambdaPrior"),
+    (lambda: of(DictPrior(ENTRIES)), ValueError, "no entry for 'bias'; .* Add one, or hide"),
+    (lambda: of(DictPrior(ENTRIES), 3), ValueError, r"'weight' has shape \(1, 2\), but"),
+    (lambda: DictPrior([WEIGHT]), TypeError, "a list; expected distributions by name"),
+    (lambda: LambdaPrior(3), TypeError, "fn is 3; expected a function of"),
+    (lambda: LambdaPrior(lambda a, b: 1), TypeError, r"function of \(name, module, param\)"),
+    (lambda: of(LambdaPrior(lambda *_: None)), TypeError, "prior of 'weight' is None; expected"),
+    (lambda: of(LambdaPrior(lambda *_: NORMAL)), ValueError, "expand the distribution to that"),
+    (lambda: LayerwiseNormalPrior("he"), ValueError, "expected one of 'radford', 'xavier', 'ka"),
+]
 
 
-@pytest.mark.parametrize(("call", "error", "match"), REFUSED.values(), ids=REFUSED)
+def of(prior, inputs=2):
+    return prior.sites(nn.Linear(inputs, 1))
+
+
+@pytest.mark.parametrize(("call", "error", "match"), REFUSED)
 def test_what_is_no_prior_is_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
