@@ -262,46 +262,6 @@ def test_mini_batches_average_to_the_full_data_term():
     torch.testing.assert_close(average, data_term(slice(None)), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("likelihood_size", [N, 5 * N])
-def test_masking_equals_dropping_rows(likelihood_size):
-    bnn = make(OURS["AutoNormal"], likelihood=HomoskedasticGaussian(likelihood_size, scale=0.5))
-    x, y = data()
-    mask = torch.arange(N) % 3 == 0
-    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
-        masked = ours(bnn, x, y, True)
-    assert_same(masked, ours(bnn, x[mask], y[mask], True))
-
-
-def test_a_batch_in_which_nothing_counts_has_no_data_term():
-    bnn = make(OURS["AutoNormal"])
-    x, y = data()
-    nothing = torch.zeros(N, dtype=torch.bool)
-    with tyxe.poutine.selective_mask(mask=nothing, expose=["likelihood.data"]):
-        terms = elbo_terms(bnn.model, bnn.guide, x, y)
-    assert terms.data == 0
-    assert terms.points == 0
-    assert terms.kl > 0
-
-
-def test_selective_scale_multiplies_a_sites_terms():
-    bnn = make(OURS["AutoNormal"])
-    x, y = data()
-    pyro.set_rng_seed(3)
-    plain = elbo_terms(bnn.model, bnn.guide, x, y)
-    pyro.set_rng_seed(3)
-    with tyxe.poutine.selective_scale(scale=0.25, expose=["likelihood.data"]):
-        scaled = elbo_terms(bnn.model, bnn.guide, x, y)
-    torch.testing.assert_close(scaled.data, 0.25 * plain.data, rtol=1e-12, atol=0)
-    torch.testing.assert_close(scaled.kl, plain.kl, rtol=0, atol=0)
-
-    names = bnn.net_prior.names()
-    pyro.set_rng_seed(3)
-    with tyxe.poutine.selective_scale(scale=0.25, expose=names):
-        scaled = elbo_terms(bnn.model, bnn.guide, x, y)
-    torch.testing.assert_close(scaled.kl, 0.25 * plain.kl, rtol=1e-12, atol=0)
-    torch.testing.assert_close(scaled.data, plain.data, rtol=1e-12, atol=0)
-
-
 def test_a_latent_that_the_guide_forgets_is_an_error():
     bnn = make(OURS["AutoNormal"])
     x, y = data()

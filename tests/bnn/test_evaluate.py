@@ -99,15 +99,6 @@ def test_inferred_noise_is_drawn_with_the_weights():
     torch.testing.assert_close(log_likelihood, log_mean_exp(each))
 
 
-def test_masked_points_are_left_out_of_the_metrics():
-    bnn, x, y = make(), inputs(), torch.arange(N) % 3
-    mask = torch.arange(N) % 2 == 0
-    with tyxe.poutine.selective_mask(mask=mask, expose=["likelihood.data"]):
-        masked = seeded(bnn.evaluate, x, y, num_predictions=S, reduction="mean")
-    dropped = seeded(bnn.evaluate, x[mask], y[mask], num_predictions=S, reduction="mean")
-    torch.testing.assert_close(masked, dropped, rtol=1e-12, atol=0)
-
-
 class Rounded(nn.Module):
     def __init__(self, dtype, then):
         super().__init__()

@@ -375,11 +375,6 @@ def test_priors_that_it_cannot_serve(prior, match):
         make(prior=prior)
 
 
-def test_rank_below_two():
-    with pytest.raises(ValueError, match="rank is 1"):
-        make(rank=1)
-
-
 # --------------------------------------------------------------------------- norms
 
 
