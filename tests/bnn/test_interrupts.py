@@ -1,87 +1,18 @@
-"""Ctrl-C and alarms at any moment: a BNN is as it was, or goes on, and nothing stays locked."""
+"""Ctrl-C at chosen moments: a BNN is as it was, and nothing stays; the soak has random ones."""
 
-import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 
 import pyro
 import pytest
 import torch
-from tqdm.auto import tqdm
 
 from tests.oracles.states import ADAM, assert_same_state, data, fitted, make, mcmc
-from tests.soak.alarms import Alarm, alarm, is_free
 from tyxe.errors import UNREAD
 from tyxe.poutine import flipout, local_reparameterization, selective_mask, variational_laplace
 from tyxe.threads import handlers
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::tyxe.TyxeWarning",
-    "ignore::pytest.PytestUnraisableExceptionWarning",  # of a half-made bar's `__del__`
-)
-
-
-@pytest.fixture(autouse=True)
-def lock_of_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tqdm have a lock that an interrupt leaves free, which its own, in Python, may not be."""
-    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)
-
-
-def stopped(work: Callable[[], object], times: int, error: type[BaseException]) -> int:
-    """Stop a piece of work at so many random moments, and return how often it was stopped."""
-    chance, count = random.Random(0), 0
-    settings = pyro.settings.get()
-    for _ in range(times):
-        try:
-            with alarm(chance.uniform(2e-4, 8e-3), error):
-                work()
-        except error:
-            count += 1
-        assert pyro.settings.get() == settings
-        assert not torch._C._len_torch_dispatch_stack()  # no stream of random numbers
-        assert not UNREAD.get()  # numbers are checked
-    return count
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Alarm])
-def test_a_fit_that_is_stopped_many_times_goes_on(error: type[BaseException]) -> None:
-    bnn = make().eval()
-    optimizer = torch.optim.Adam([p for p in bnn.parameters() if p.requires_grad], lr=1e-3)
-
-    def work() -> None:
-        bnn.fit([data()] * 4, optimizer, 2, progress=False)
-
-    modes = [part.training for part in bnn.modules()]
-    with local_reparameterization() as handler:
-        work()
-        assert stopped(work, 500, error) > 50
-        assert handlers() == [handler]
-    assert is_free()
-    assert [part.training for part in bnn.modules()] == modes
-    assert all(parameter.isfinite().all() for parameter in bnn.parameters())
-    assert not torch.equal(torch.rand(4), torch.rand(4))
-    found = []
-    other = threading.Thread(target=lambda: found.append(bnn.fit([data()], optimizer, 1)))
-    other.start()
-    other.join(60)
-    assert len(found[0].loss) == 1
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Alarm])
-def test_predictions_that_are_stopped_change_nothing(error: type[BaseException]) -> None:
-    bnn = fitted()
-    state = {name: value.clone() for name, value in bnn.state_dict().items()}
-    expected = bnn.predict(data()[0], num_predictions=0)
-
-    def work() -> None:
-        bnn.predict(data()[0], num_predictions=64, batch_size=2)
-
-    assert stopped(work, 200, error) > 20
-    assert is_free()
-    assert all(torch.equal(value, state[name]) for name, value in bnn.state_dict().items())
-    again = bnn.predict(data()[0], num_predictions=0)
-    assert all(map(torch.equal, again, expected))
+pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
 
 def interrupt() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +16,9 @@ import pyro
 import torch
 from tqdm.auto import tqdm
 
-from tests.soak.subjects import ADAM, BATCHES, SUBJECTS, X
+from tests.soak.subjects import ADAM, BATCHES, SUBJECTS, X, digest
 from tyxe.errors import UNREAD
+from tyxe.poutine import local_reparameterization
 from tyxe.threads import exclusive, handlers
 
 
@@ -86,16 +88,19 @@ def left_behind(settings: dict[str, Any]) -> list[str]:
     return [what for what, is_so in wrong.items() if is_so]
 
 
-def _works() -> dict[str, Callable[[], Any]]:
-    torch.manual_seed(0)
-    bnns = {name: make() for name, make in SUBJECTS.items() if name != "MCMC_BNN"}
+def _works(bnns: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     laplace, variational = bnns["LaplaceBNN"], bnns["VariationalBNN"]
     laplace.fit_curvature(BATCHES)
     other = SUBJECTS["LaplaceBNN"]()  # a fit that is stopped has no curvature
     trained = [p for p in variational.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=1e-3)
+
+    def fit() -> None:
+        with local_reparameterization():
+            variational.fit(BATCHES, optimizer, 2, progress=False)
+
     return {
-        "fit": lambda: variational.fit(BATCHES, optimizer, 2, progress=False),
+        "fit": fit,
         "fit anew": lambda: other.fit(BATCHES, ADAM, 1, progress=False),
         "curvature": lambda: laplace.fit_curvature(BATCHES),
         "predict": lambda: variational.predict(X, num_predictions=32, batch_size=2),
@@ -104,28 +109,52 @@ def _works() -> dict[str, Callable[[], Any]]:
     }
 
 
+def _states(bnns: dict[str, Any]) -> dict[str, Any]:
+    """Return each BNN's weights and modes."""
+    return {
+        name: (digest(bnn.state_dict()), [part.training for part in bnn.modules()])
+        for name, bnn in bnns.items()
+    }
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any], fits: bool) -> list[str]:
+    """Say which BNNs are in other modes, or have other weights although nothing was fitted."""
+    found = [f"other modes of {name}" for name in before if before[name][1] != after[name][1]]
+    if not fits:
+        found += [f"other weights of {n}" for n in before if before[n][0] != after[n][0]]
+    return found
+
+
 def run(count: int, seed: int = 0) -> dict[str, Any]:
     """Stop pieces of work at random moments, and return how often, and what was left behind."""
     chance, found, stopped = random.Random(seed), list[str](), 0
     # tqdm's own lock, in Python, may not be left free by a signal.
-    before, tqdm._lock = getattr(tqdm, "_lock", None), threading.RLock()
+    bars, tqdm._lock = getattr(tqdm, "_lock", None), threading.RLock()
     with warnings.catch_warnings(), swallowed():
         warnings.simplefilter("ignore")
-        works = _works()
+        torch.manual_seed(seed)
+        bnns = {name: make().eval() for name, make in SUBJECTS.items() if name != "MCMC_BNN"}
+        works = _works(bnns)
         for work in works.values():
             work()
         settings = pyro.settings.get()
         for index in range(count):
             name, error = chance.choice([*works]), chance.choice([KeyboardInterrupt, Alarm])
+            before = _states(bnns)
             try:
                 with alarm(chance.uniform(2e-4, 8e-3), error):
                     works[name]()
             except error:
                 stopped += 1
-            found += [f"{index}, {name}: {what}" for what in left_behind(settings)]
+            left = left_behind(settings)
+            left += _changed(before, _states(bnns), name in ("fit", "fit anew", "curvature"))
+            found += [f"{index}, {name}: {what}" for what in left]
         if not is_free():
             found.append("the lock is never free again")
-        for work in works.values():  # which has to go on
-            work()
-    tqdm._lock = before
+        with ThreadPoolExecutor(1) as pool:  # all has to go on, in another thread as well
+            for work in works.values():
+                pool.submit(work).result(60)
+        if not all(p.isfinite().all() for bnn in bnns.values() for p in bnn.parameters()):
+            found.append("weights that are not finite")
+    tqdm._lock = bars
     return {"seed": seed, "alarms": count, "stopped": stopped, "left": len(found), "found": found}

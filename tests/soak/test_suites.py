@@ -1,0 +1,122 @@
+"""A slice of the suites of arguments, threads, damage and alarms, and that each finds faults."""
+
+import gc
+import io
+import random
+import signal
+
+import pyro
+import pytest
+import torch
+
+import tyxe
+from tests.soak import alarms, corruption, threads
+from tests.soak.arguments import BAD, Call, attempt, is_obscure
+from tests.soak.corruption import DAMAGES, SEAL, damaged
+from tyxe import check
+from tyxe.metrics import nll
+from tyxe.poutine import flipout
+from tyxe.threads import exclusive
+
+
+def error_of(function):
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        function()
+    return caught.value
+
+
+def test_an_error_helps_by_the_argument_or_by_what_was_expected():
+    assert not is_obscure(error_of(lambda: check.count("rank", "two")), "rank")
+    assert not is_obscure(error_of(lambda: check.count("its size", "two")), "rank")
+    assert is_obscure(error_of(lambda: "a" + 1), "rank")
+    # PyTorch's arguments are others.
+    assert is_obscure(error_of(lambda: torch.nn.functional.linear("a", "b")), "x")
+    assert is_obscure(ValueError("ranks are wrong"), "rank")
+
+
+def test_a_call_is_made_again_with_each_bad_value():
+    given = {"probs": torch.tensor([[0.5, 0.5]]), "targets": torch.tensor([0])}
+    call = Call("nll", nll, given, {})
+    assert float(call.again("targets", torch.tensor([1]))) == pytest.approx(0.6931, abs=1e-3)
+    assert {attempt(call, "targets", bad)[0] for bad in BAD} <= {"clear", "obscure"}
+    assert attempt(call, "targets", "another shape")[0] == "clear"
+
+
+def test_sixteen_threads_get_the_numbers_of_one():
+    found = threads.run(3, seed=0)
+    assert found["calls"] == 3 * 16 * 4
+    assert found["found"] == []
+
+
+def test_a_wrong_number_is_found():
+    subject = threads.Subject("VariationalBNN")
+    subject.expected["centre"] = tuple(part + 1e-6 for part in subject.expected["centre"])
+    subject.expected["forward"] = subject.expected["forward"][:-1]
+    assert subject.call("centre") == "differs from that of one thread"
+    assert "has shapes" in subject.call("forward")
+    assert subject.call("module") is None
+    assert subject.left_behind() == []
+
+
+def test_what_threads_have_left_behind_is_found():
+    subject = threads.Subject("LaplaceBNN")
+    with torch.no_grad():
+        subject.bnn.net[1].running_mean.add_(1)
+    subject.bnn.net.train()
+    assert subject.left_behind() == [
+        "LaplaceBNN: changed net.1.running_mean",
+        "LaplaceBNN: changed places or modes",
+    ]
+
+
+def test_damaged_files_are_refused_and_change_nothing() -> None:
+    found = corruption.run(count=44, seed=1)
+    assert found == {"accepted": 0, "damaged files": 44}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("size", [53, 600, 5000])
+def test_damage_is_damage(name: str, size: int) -> None:
+    chance = random.Random(size)
+    content = chance.randbytes(size)
+    found = {damaged(content, name, chance) for _ in range(20)}
+    assert content not in found
+
+
+def test_a_load_without_a_check_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(path):
+        return torch.load(io.BytesIO(path.read_bytes()[:-SEAL]), weights_only=True)
+
+    monkeypatch.setattr(tyxe.files, "read", unchecked)
+    assert corruption.run(count=22, seed=1)["accepted"] > 0
+
+
+def test_alarms_leave_nothing_behind():
+    found = alarms.run(150, seed=0)
+    assert found["stopped"] > 30
+    assert found["found"] == []
+
+
+def test_an_alarm_in_a_callback_of_the_collector_is_dropped():
+    found = []
+
+    def callback(phase, info):
+        found.append(phase)
+        signal.raise_signal(signal.SIGALRM)
+
+    with alarms.swallowed(), alarms.alarm(10, alarms.Alarm):
+        gc.callbacks.append(callback)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(callback)
+    assert found == ["start", "stop"]
+
+
+def test_what_a_signal_has_left_behind_is_found():
+    settings = pyro.settings.get()
+    assert alarms.left_behind(settings) == []
+    with exclusive(), flipout(), torch.no_grad():
+        found = alarms.left_behind({**settings, "validate_infer": None})
+    expected = ["the lock is held", "a handler is active", "other settings of Pyro's"]
+    assert found == [*expected, "gradients are not recorded"]
