@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tyxe
+from tests.oracles.nets import ReadLast
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -52,16 +53,8 @@ class Functional(nn.Module):
         return self.layer(self.drop(x, training=self.training, **self.options))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, cell):
-        super().__init__()
-        self.cell, self.head = (
-            cell(1, 5, num_layers=2, dropout=0.5, batch_first=True),
-            nn.Linear(5, 3),
-        )
-
-    def forward(self, x):
-        return self.head(self.cell(x[..., None])[0][:, -1])
+def recurrent(cell):
+    return ReadLast(cell, 1, 5, 3, num_layers=2, dropout=0.5)
 
 
 class Transformer(nn.Module):
@@ -92,8 +85,8 @@ RANDOM = {
         Functional, lambda x, training: torch.alpha_dropout(x, p=0.3, train=training)
     ),
     "alpha module": lambda: nn.Sequential(nn.AlphaDropout(0.3), nn.Linear(4, 3)),
-    "LSTM": functools.partial(Recurrent, nn.LSTM),
-    "GRU": functools.partial(Recurrent, nn.GRU),
+    "LSTM": functools.partial(recurrent, nn.LSTM),
+    "GRU": functools.partial(recurrent, nn.GRU),
     "transformer": Transformer,
     "attention": Attention,
 }

@@ -14,6 +14,7 @@ from torchvision.models.resnet import BasicBlock, ResNet
 import tyxe
 from tests.oracles import front_nets
 from tests.oracles.front_nets import Drops, Net, Residual
+from tests.oracles.nets import ReadLast
 from tests.oracles.predictions import seeded
 from tyxe.bnn import laplace_posterior
 from tyxe.bnn.passes import NetOnBatch
@@ -35,15 +36,7 @@ class Counted(nn.Conv2d):
         return super().forward(x)
 
 
-class Recurrent(nn.Module):
-    """An LSTM and a head on its last output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+Recurrent = functools.partial(ReadLast, nn.LSTM, 3, 5, 1)
 
 
 class Attends(nn.Module):
@@ -135,12 +128,12 @@ def test_a_fit_trains_the_front_beside_the_sites() -> None:
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5)
     bnn = tyxe.VariationalBNN(net, last(net.head), likelihood, tyxe.guides.AutoNormal)
     x, y = torch.randn(N, 7, 3), torch.randn(N, 1)
-    before = bnn.net.lstm.weight_ih_l0.detach().clone()
+    before = bnn.net.cell.weight_ih_l0.detach().clone()
     for _ in range(2):
         bnn.predict(x, num_predictions=3)
         bnn.fit([(x, y)], torch.optim.Adam, 2)
-        assert not torch.equal(before, bnn.net.lstm.weight_ih_l0)
-        before = bnn.net.lstm.weight_ih_l0.detach().clone()
+        assert not torch.equal(before, bnn.net.cell.weight_ih_l0)
+        before = bnn.net.cell.weight_ih_l0.detach().clone()
         centre = bnn.predict(x, num_predictions=0)[0]
         with torch.no_grad():
             torch.testing.assert_close(centre, bnn.to_module()(x))
@@ -150,7 +143,7 @@ def test_a_fit_trains_the_front_beside_the_sites() -> None:
 def test_chains_on_a_last_layer_are_those_on_its_features(kernel) -> None:
     net, x, y = Recurrent(), torch.randn(20, 7, 3), torch.randn(20, 1)
     with torch.no_grad():
-        features = net.lstm(x)[0][:, -1]
+        features = net.cell(x)[0][:, -1]
     found = {}
     for name, part, layer, inputs in (
         ("net.head", net, net.head, x),

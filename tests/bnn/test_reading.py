@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tyxe
+from tests.oracles.nets import ReadLast
 from tyxe.bnn.reading import look_at_sites
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import HomoskedasticGaussian
@@ -228,21 +229,13 @@ class Dead(Two):
         return self.head(torch.relu(self.body(x) - 100)) + 0 * x[:, :1]
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.recurrent, self.head = nn.LSTM(1, 2, batch_first=True), nn.Linear(2, 1)
-
-    def forward(self, x):
-        return self.head(self.recurrent(x[..., None])[0][:, -1])
-
-
 class Dictionary(Two):
     def forward(self, x):
         return {"logits": super().forward(x), "name": "a word"}
 
 
-READ = [Two, Auxiliary, Checkpointed, Slope, SlopeByFunc, Dead, Recurrent]
+RECURRENT = functools.partial(ReadLast, nn.LSTM, 1, 2, 1)
+READ = [Two, Auxiliary, Checkpointed, Slope, SlopeByFunc, Dead, RECURRENT]
 
 
 def looked_at(net):

@@ -166,18 +166,19 @@ def test_a_loss_of_ones_own_has_the_gradients_of_one_run(how: str, run: Callable
     assert_same(gradients(variational(how), run), gradients(variational("plain"), run))
 
 
-def fitted(how: str, optim: Any) -> list[torch.Tensor]:
+def fitted(how: str, optim: Any, **options: Any) -> list[torch.Tensor]:
     bnn = variational(how)
     pyro.set_rng_seed(1)
-    bnn.fit([(X, Y)], optim, 3)
+    bnn.fit([(X, Y)], optim, 3, **options)
     return [p.detach() for p in bnn.parameters() if p.requires_grad]
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+@pytest.mark.parametrize("num_particles", [1, 2])
 @pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
-def test_a_fit_is_that_of_one_run(how: str):
-    adam = partial(torch.optim.Adam, lr=1e-2)
-    assert_same(fitted(how, adam), fitted("plain", adam), 1e-3, 1e-4)
+def test_a_fit_is_that_of_one_run(how: str, num_particles: int):
+    options = {"optim": partial(torch.optim.Adam, lr=1e-2), "num_particles": num_particles}
+    assert_same(fitted(how, **options), fitted("plain", **options), 1e-3, 1e-4)
 
 
 def test_a_checkpoint_around_the_bnn_draws_the_same_again():

@@ -9,13 +9,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import (
-    AutoDelta,
-    AutoDiagonalNormal,
-)
+from pyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from torch import nn
 
 import tyxe
+from tests.oracles.nets import ReadLast
 from tests.oracles.states import (
     ADAM,
     GUIDES,
@@ -34,6 +32,7 @@ from tyxe.guides import AutoNormal, AutoRadial
 from tyxe.likelihoods import HomoskedasticGaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
+PLAIN = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
@@ -97,22 +96,9 @@ def test_two_bnns_of_one_net_never_meet():
     assert len(pyro.get_param_store()) == 0
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
-
-
 def test_recurrent_nets_copy_after_training():
-    bnn = tyxe.VariationalBNN(
-        Recurrent(),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        HomoskedasticGaussian(N, scale=0.5),
-        AutoNormal,
-    )
+    likelihood = HomoskedasticGaussian(N, scale=0.5)
+    bnn = tyxe.VariationalBNN(ReadLast(nn.LSTM, 1, 3, 1), PLAIN, likelihood, AutoNormal)
     bnn.fit([data()], ADAM, 2)
     for twin in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
         assert_same_predictions(bnn, twin)
@@ -146,20 +132,15 @@ def test_another_kind_of_prior_is_an_error():
     assert_same_state(bnn, before)
 
 
+FIXED = HomoskedasticGaussian(N, scale=0.1)
+NOISE = HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
+ONE_LAYER = nn.Linear(2, 1), PLAIN, NOISE
 WRONG = {
     "other sizes": lambda: make(hidden=5),
     "another guide": lambda: make(AutoDelta),
-    "another selection": lambda: make(prior=tyxe.priors.IIDPrior(dist.Normal(0, 1))),
-    "no inferred noise": lambda: tyxe.VariationalBNN(
-        net(), NORMAL, HomoskedasticGaussian(N, scale=0.1), AutoNormal
-    ),
-    "another net": lambda: tyxe.VariationalBNN(
-        nn.Linear(2, 1),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
-        AutoNormal,
-        AutoNormal,
-    ),
+    "another selection": lambda: make(prior=PLAIN),
+    "no inferred noise": lambda: tyxe.VariationalBNN(net(), NORMAL, FIXED, AutoNormal),
+    "another net": lambda: tyxe.VariationalBNN(*ONE_LAYER, AutoNormal, AutoNormal),
 }
 
 
@@ -194,9 +175,7 @@ def test_a_bnn_is_a_part_of_a_larger_module():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.bayesian = tyxe.PytorchBNN(
-                nn.Linear(2, 3), tyxe.priors.IIDPrior(dist.Normal(0, 1)), AutoNormal
-            )
+            self.bayesian = tyxe.PytorchBNN(nn.Linear(2, 3), PLAIN, AutoNormal)
             self.head = nn.Linear(3, 1)
 
         def forward(self, x):
@@ -232,57 +211,29 @@ def with_value(key, value=math.nan):
 
 
 def laplace_state(bnn):
-    bnn = tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1))
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, FIXED)
     bnn.fit([data()], ADAM, 1)
     return bnn.state_dict()
 
 
+MEAN, SCALE = "net_guide.locs.0.weight", "net_guide.unconstrained_scales.0.weight"
+CAPPED = functools.partial(AutoNormal, max_guide_scale=0.3)
 MISFITS = {
     "a string for a weight": (bad_entry("net.1.weight"), "does not fit this VariationalBNN"),
-    "a string for a mean": (bad_entry("net_guide.locs.0.weight"), "does not fit this Variatio"),
+    "a string for a mean": (bad_entry(MEAN), "does not fit this Variatio"),
     "a string for the prior": (bad_entry("net_prior._entries.0.base_dist__loc"), "does not fit"),
-    "NaN in a mean": (
-        with_value("net_guide.locs.0.weight"),
-        "net_guide.locs.0.weight of the state dict has NaN; the BNN is as it was",
-    ),
-    "an infinite mean": (
-        with_value("net_guide.locs.0.weight", math.inf),
-        "net_guide.locs.0.weight of the state dict has infinities; the BNN is as it was",
-    ),
-    "an infinite scale": (
-        with_value("net_guide.unconstrained_scales.0.weight", -math.inf),
-        "has infinities; ",
-    ),
-    "an infinite noise": (
-        with_value("likelihood_guide.locs.scale", math.inf),
-        "has infinities; ",
-    ),
-    "an infinite weight that is trained": (
-        with_value("net.1.weight", math.inf),
-        "net.1.weight of the state dict has infinities",
-    ),
+    "NaN in a mean": (with_value(MEAN), f"{MEAN} of the state dict has NaN; the BNN is as it was"),
+    "an infinite mean": (with_value(MEAN, math.inf), "locs.0.weight of .* has infinities; the BNN"),
+    "an infinite scale": (with_value(SCALE, -math.inf), "has infinities; "),
+    "an infinite noise": (with_value("likelihood_guide.locs.scale", math.inf), "has infinities; "),
+    "an infinite weight": (with_value("net.1.weight", math.inf), "net.1.weight .* has infinities"),
     "NaN in a prior": (with_value("net_prior._entries.0.base_dist__loc"), "has NaN; "),
-    "a plain net": (
-        lambda bnn: net().state_dict(),
-        "of a plain module, not of a BNN; a net's goes into the net, before the BNN is built",
-    ),
-    "an ensemble": (
-        lambda bnn: bnn.to_ensemble(2).state_dict(),
-        "of a plain module, not of a BNN; .* an ensemble's into what to_ensemble returns",
-    ),
+    "a plain net": (lambda bnn: net().state_dict(), "goes into the net, before the BNN is built"),
+    "an ensemble": (lambda bnn: bnn.to_ensemble(2).state_dict(), "into what to_ensemble returns"),
     "a checkpoint": (lambda bnn: fitted().checkpoint(), "a checkpoint; pass it to load_checkpoint"),
-    "another cap": (
-        lambda bnn: fitted(functools.partial(AutoNormal, max_guide_scale=0.3)).state_dict(),
-        r"AutoNormal\(max_guide_scale=None\) here and AutoNormal\(max_guide_scale=0\.3\)",
-    ),
-    "a Laplace approximation": (
-        laplace_state,
-        r"the guide is AutoNormal\(.*\) here and that of another kind of BNN in the state dict",
-    ),
-    "another mean-field guide": (
-        lambda bnn: fitted(AutoRadial).state_dict(),
-        r"the guide is AutoNormal\(.*\) here and AutoRadial\(",
-    ),
+    "another cap": (lambda bnn: fitted(CAPPED).state_dict(), r"None\) here and .*_scale=0\.3\)"),
+    "a Laplace approximation": (laplace_state, r"\) here and that of another kind of BNN"),
+    "another guide": (lambda bnn: fitted(AutoRadial).state_dict(), r"\) here and AutoRadial\("),
 }
 
 
@@ -305,8 +256,7 @@ def test_a_nets_own_buffers_may_hold_nan():
             super().__init__(2, 1)
             self.register_buffer("seen", torch.tensor([math.nan]))
 
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-    one, other = (tyxe.PytorchBNN(Marked(), prior, AutoNormal) for _ in range(2))
+    one, other = (tyxe.PytorchBNN(Marked(), PLAIN, AutoNormal) for _ in range(2))
     one.load_state_dict(other.state_dict())
     assert torch.equal(one.net_guide.get_loc("weight"), other.net_guide.get_loc("weight"))
 
@@ -322,17 +272,9 @@ def test_what_is_given_may_be_infinite():
 
     parts = dist.Categorical(logits=torch.tensor([0.0, -math.inf]))
     mixture = dist.MixtureSameFamily(parts, dist.Normal(torch.zeros(2), torch.ones(2)))
-    hide = {"hide_parameters": ["frozen"]}
-    for prior in (mixture, dist.Normal(0.0, math.inf)):
-        one, other = (
-            tyxe.MCMC_BNN(
-                Masked(),
-                tyxe.priors.IIDPrior(prior, **hide),
-                HomoskedasticGaussian(N, scale=0.1),
-                tyxe.samplers.HMC,
-            )
-            for _ in range(2)
-        )
+    for distribution in (mixture, dist.Normal(0.0, math.inf)):
+        prior = tyxe.priors.IIDPrior(distribution, hide_parameters=["frozen"])
+        one, other = (tyxe.MCMC_BNN(Masked(), prior, FIXED, tyxe.samplers.HMC) for _ in range(2))
         state = one.state_dict()
         assert sum(not bool(value.isfinite().all()) for value in state.values()) >= 3
         other.load_state_dict(state)
@@ -351,10 +293,10 @@ def test_samples_are_numbers(value):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_mean_of_a_laplace_approximation_is_a_number(value):
-    bnn = tyxe.LaplaceBNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1))
+    bnn = tyxe.LaplaceBNN(net(), NORMAL, FIXED)
     state = laplace_state(bnn)
-    state["net_guide.locs.0.weight"][0, 0] = value
-    with pytest.raises(RuntimeError, match=r"net_guide.locs.0.weight of the state dict has"):
+    state[MEAN][0, 0] = value
+    with pytest.raises(RuntimeError, match=f"{MEAN} of the state dict has"):
         bnn.load_state_dict(state)
 
 
@@ -364,43 +306,30 @@ def sampled(bnn=None, num_samples=4):
     return bnn
 
 
-def with_samples(change):
+def with_samples(change, sites=("net.weight", "net.bias", "likelihood.scale")):
     def spoil():
         state = sampled().state_dict()
-        changed = {
-            name: change(name.removeprefix("samples."), value)
-            for name, value in state.items()
-            if name.startswith("samples.")
-        }
-        return {**state, **changed}
+        return state | {f"samples.{site}": change(state[f"samples.{site}"]) for site in sites}
 
     return spoil
 
 
 def without(*names):
     state = sampled().state_dict()
-    return {
-        name: value for name, value in state.items() if name.removeprefix("samples.") not in names
-    }
+    return {n: value for n, value in state.items() if n.removeprefix("samples.") not in names}
 
 
 OTHER_SAMPLES = {
-    "of a wider net": with_samples(
-        lambda name, value: value.repeat(1, 1, 1, 2) if name == "net.weight" else value
-    ),
+    "of a wider net": with_samples(lambda value: value.repeat(1, 1, 1, 2), ["net.weight"]),
     "of more outputs": with_samples(
-        lambda name, value: value.repeat_interleave(3, 2) if value.dim() > 2 else value
+        lambda value: value.repeat_interleave(3, 2), ["net.weight", "net.bias"]
     ),
-    "of a noise for each output": with_samples(
-        lambda name, value: value[..., None] if name == "likelihood.scale" else value
-    ),
-    "without chains": with_samples(lambda name, value: value[0]),
-    "as many numbers, not stacked": with_samples(lambda name, value: value[0, 0]),
-    "of fewer for one site": with_samples(
-        lambda name, value: value[:, :2] if name == "net.bias" else value
-    ),
-    "none in each chain": with_samples(lambda name, value: value[:, :0]),
-    "no chains": with_samples(lambda name, value: value[:0]),
+    "of a noise for each output": with_samples(lambda v: v[..., None], ["likelihood.scale"]),
+    "without chains": with_samples(lambda value: value[0]),
+    "as many numbers, not stacked": with_samples(lambda value: value[0, 0]),
+    "of fewer for one site": with_samples(lambda value: value[:, :2], ["net.bias"]),
+    "none in each chain": with_samples(lambda value: value[:, :0]),
+    "no chains": with_samples(lambda value: value[:0]),
     "a string": lambda: {**without(), "samples.net.bias": "a string"},
     "a site is missing": lambda: without("net.bias"),
     "the noise is missing": lambda: without("likelihood.scale"),
@@ -451,9 +380,7 @@ def test_a_state_without_samples_takes_them_away_if_asked_for():
 
 
 def test_a_run_that_can_be_gone_on_with_survives_a_failed_load():
-    bnn = tyxe.MCMC_BNN(
-        nn.Linear(2, 1), NORMAL, HomoskedasticGaussian(N, scale=0.3), tyxe.samplers.HMC
-    )
+    bnn = tyxe.MCMC_BNN(nn.Linear(2, 1), NORMAL, FIXED, tyxe.samplers.HMC)
     with pytest.warns(tyxe.TyxeWarning):
         bnn.fit([data()], 4, warmup_steps=2, num_chains=1)
     with pytest.raises(RuntimeError):

@@ -1,10 +1,23 @@
-"""BNNs whose posteriors are not at their starting point, for the tests of handlers."""
+"""Nets that several tests use, and BNNs whose posteriors are not at their starting point."""
 
 import pyro.distributions as dist
 import torch
 from torch import nn
 
 import tyxe
+
+
+class ReadLast(nn.Module):
+    """A recurrent layer and a head on its last output, for `(n, T)` numbers or `(n, T, D)`."""
+
+    def __init__(self, cell, inputs, hidden, outputs, **options):
+        super().__init__()
+        self.cell = cell(inputs, hidden, batch_first=True, **options)
+        self.head = nn.Linear(hidden, outputs)
+
+    def forward(self, x):
+        x = x[..., None] if x.dim() < 3 else x
+        return self.head(self.cell(x)[0][:, -1])
 
 
 class KindAndSize(nn.Linear):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import tyxe
 from tests.oracles.events import Events
 from tests.oracles.maps import MAPS
-from tests.oracles.nets import bnn_of, posterior_moments
+from tests.oracles.nets import ReadLast, bnn_of, posterior_moments
 from tyxe.poutine import flipout, local_reparameterization, report
 
 SAMPLED_PLAINLY = "ignore:.* sampled plainly:tyxe.TyxeWarning"
@@ -53,17 +53,6 @@ def test_reads_of_a_report_do_not_change_the_numbers():
 # --- what falls back ----------------------------------------------------------------------------
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer with a linear head."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.cell, self.head = kind(3, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.cell(x)[0][:, -1])
-
-
 class Embedded(nn.Module):
     """An embedding with a norm and a linear head."""
 
@@ -76,9 +65,13 @@ class Embedded(nn.Module):
         return self.head(self.norm(self.embedding(tokens)))
 
 
+def recurrent(kind):
+    return ReadLast(kind, 3, 4, 2)
+
+
 FALLBACKS = {
-    "lstm": (lambda: Recurrent(nn.LSTM), (3, 5, 3), ["cell.weight_ih_l0", "cell.bias_hh_l0"]),
-    "gru": (lambda: Recurrent(nn.GRU), (3, 5, 3), ["cell.weight_hh_l0", "cell.bias_ih_l0"]),
+    "lstm": (lambda: recurrent(nn.LSTM), (3, 5, 3), ["cell.weight_ih_l0", "cell.bias_hh_l0"]),
+    "gru": (lambda: recurrent(nn.GRU), (3, 5, 3), ["cell.weight_hh_l0", "cell.bias_ih_l0"]),
     "embedding": (Embedded, None, ["embedding.weight", "norm.weight", "norm.bias"]),
 }
 
