@@ -9,14 +9,6 @@ import numpy as np
 import torch
 
 import tyxe
-from tyxe.rng import (
-    RandomStream,
-    drawing_from,
-    random_state,
-    set_random_state,
-    set_torch_rng,
-    torch_rng,
-)
 
 
 def numbers():
@@ -27,37 +19,40 @@ def numbers():
 
 def test_numbers_are_the_same_after_a_state_is_put_back():
     numbers()
-    state = random_state()
+    state = tyxe.rng.random_state()
     expected = [numbers(), numbers()]
-    set_random_state(state)
+    tyxe.rng.set_random_state(state)
     assert [numbers(), numbers()] == expected
 
 
 def test_a_state_is_loaded_with_weights_only():
     numbers()
-    torch.save(random_state(), file := io.BytesIO())
+    torch.save(tyxe.rng.random_state(), file := io.BytesIO())
     expected = numbers()
     file.seek(0)
-    set_random_state(torch.load(file, weights_only=True))
+    tyxe.rng.set_random_state(torch.load(file, weights_only=True))
     assert numbers() == expected
 
 
 def test_a_state_is_a_copy_that_draws_do_not_change():
-    state = random_state()
+    state = tyxe.rng.random_state()
     first = numbers()
     assert numbers() != first
-    set_random_state(state)
+    tyxe.rng.set_random_state(state)
     assert numbers() == first
 
 
 def test_a_state_of_pytorch_alone_leaves_the_other_generators():
-    state, rest = {"rng": torch_rng()}, (np.random.get_state()[1].copy(), random.getstate())
+    state, rest = (
+        {"rng": tyxe.rng.torch_rng()},
+        (np.random.get_state()[1].copy(), random.getstate()),
+    )
     expected = torch.rand(3)
-    set_random_state(state)
+    tyxe.rng.set_random_state(state)
     assert torch.equal(torch.rand(3), expected)
     assert np.array_equal(np.random.get_state()[1], rest[0])
     assert random.getstate() == rest[1]
-    set_torch_rng(state["rng"])
+    tyxe.rng.set_torch_rng(state["rng"])
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -84,33 +79,33 @@ def test_each_of_several_devices_has_its_own_state(monkeypatch):
     module = Several()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
-    states = torch_rng()
+    states = tyxe.rng.torch_rng()
     assert [len(states), *states[1:]] == [3, *module.states]
-    set_torch_rng([states[0], states[2], states[1]])
+    tyxe.rng.set_torch_rng([states[0], states[2], states[1]])
     assert module.states == [states[2], states[1]]
 
 
 def test_a_stream_has_numbers_of_its_own():
-    before = torch_rng()
+    before = tyxe.rng.torch_rng()
     drawn = []
     for _ in range(2):
-        stream = RandomStream(seed=3)
+        stream = tyxe.rng.RandomStream(seed=3)
         with stream:
             first = torch.rand(4)
         torch.rand(4)
         with stream:
             drawn.append(torch.cat([first, torch.randn(4)]))
-        set_torch_rng(before)
+        tyxe.rng.set_torch_rng(before)
     assert torch.equal(*drawn)
-    with RandomStream(seed=4):
+    with tyxe.rng.RandomStream(seed=4):
         other = torch.rand(4)
     assert not torch.equal(other, drawn[0][:4])
-    assert all(map(torch.equal, before, torch_rng()))
+    assert all(map(torch.equal, before, tyxe.rng.torch_rng()))
 
 
 def test_a_stream_without_a_seed_starts_where_the_generators_are():
     torch.manual_seed(0)
-    stream = RandomStream()
+    stream = tyxe.rng.RandomStream()
     expected = [torch.rand(3), torch.randperm(5), torch.bernoulli(torch.full((8,), 0.5))]
     with stream:
         found = [torch.rand(3), torch.randperm(5), torch.bernoulli(torch.full((8,), 0.5))]
@@ -125,9 +120,9 @@ def test_items_are_made_with_the_numbers_of_a_stream_and_used_without():
     torch.manual_seed(0)
     expected = [torch.rand(()).item() for _ in range(3)]
     torch.manual_seed(0)
-    before = torch_rng()
+    before = tyxe.rng.torch_rng()
     found = []
-    for item in drawing_from(RandomStream(), items()):
+    for item in tyxe.rng.drawing_from(tyxe.rng.RandomStream(), items()):
         found.append(item.item())
         assert torch.equal(before[0], torch.get_rng_state())
     assert found == expected
@@ -156,11 +151,11 @@ def test_a_branch_of_a_stream_goes_on_from_it_and_leaves_the_process_alone() -> 
     before = torch.get_rng_state()
     found = []
     for _ in range(2):
-        with RandomStream(seed=3):
-            expected = torch_rng()[0]
-            branch = RandomStream.branch()
+        with tyxe.rng.RandomStream(seed=3):
+            expected = tyxe.rng.torch_rng()[0]
+            branch = tyxe.rng.RandomStream.branch()
             with branch:
-                assert torch.equal(torch_rng()[0], expected)
+                assert torch.equal(tyxe.rng.torch_rng()[0], expected)
                 found.append(torch.rand(3))
             assert not torch.equal(torch.rand(3), found[-1])
     assert torch.equal(*found)

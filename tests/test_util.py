@@ -14,20 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tyxe
-from tyxe.util import (
-    SiteTensors,
-    calculate_prior_std,
-    call_with,
-    fan_in_fan_out,
-    last_layer,
-    layer_weight,
-    named_pyro_samples,
-    pyro_sample_sites,
-    replace_activations_,
-    resolve_site_name,
-    to_pyro_module_,
-    tree_map_tensors,
-)
 
 # --- fans ---------------------------------------------------------------------------------------
 
@@ -65,7 +51,7 @@ FANS = {
 
 @pytest.mark.parametrize(("layer", "shape"), FANS.values(), ids=FANS.keys())
 def test_fans_are_what_the_layer_connects(layer, shape):
-    assert fan_in_fan_out(layer.weight, layer) == counted_fans(layer, shape)
+    assert tyxe.util.fan_in_fan_out(layer.weight, layer) == counted_fans(layer, shape)
 
 
 STRIDED = {
@@ -95,7 +81,7 @@ def test_fans_of_strided_transposed_layers_are_means_over_positions(layer, size)
     outputs = layer(x)
     jacobian = torch.autograd.functional.jacobian(layer, x)
     counts = jacobian.reshape(outputs.numel(), x.numel())
-    fan_in, fan_out = fan_in_fan_out(layer.weight, layer)
+    fan_in, fan_out = tyxe.util.fan_in_fan_out(layer.weight, layer)
     assert fan_in == pytest.approx(in_the_middle(counts.sum(1), outputs.shape[1:], strides))
     assert fan_out == pytest.approx(in_the_middle(counts.sum(0), x.shape[1:], strides))
 
@@ -115,10 +101,10 @@ def test_outputs_of_a_radford_prior_have_unit_variance(kernel, stride):
 
 
 def test_fans_without_a_module_are_those_of_the_shape():
-    assert fan_in_fan_out(torch.zeros(3, 5)) == (5.0, 3.0)
-    assert fan_in_fan_out(torch.zeros(3, 5, 2, 2)) == (20.0, 12.0)
-    assert fan_in_fan_out(torch.zeros(7)) == (1.0, 1.0)
-    assert fan_in_fan_out(torch.zeros(())) == (1.0, 1.0)
+    assert tyxe.util.fan_in_fan_out(torch.zeros(3, 5)) == (5.0, 3.0)
+    assert tyxe.util.fan_in_fan_out(torch.zeros(3, 5, 2, 2)) == (20.0, 12.0)
+    assert tyxe.util.fan_in_fan_out(torch.zeros(7)) == (1.0, 1.0)
+    assert tyxe.util.fan_in_fan_out(torch.zeros(())) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +136,7 @@ def test_fans_without_a_module_are_those_of_the_shape():
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_fans_of_stacked_and_other_parameters(layer, name, expected):
-    assert fan_in_fan_out(getattr(layer, name), layer) == expected
+    assert tyxe.util.fan_in_fan_out(getattr(layer, name), layer) == expected
 
 
 @pytest.mark.parametrize(
@@ -165,8 +151,8 @@ def test_fans_of_stacked_and_other_parameters(layer, name, expected):
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_bias_takes_its_layers_weight(layer, bias, weight):
-    assert layer_weight(layer, bias) is getattr(layer, weight)
-    assert layer_weight(layer, weight) is getattr(layer, weight)
+    assert tyxe.util.layer_weight(layer, bias) is getattr(layer, weight)
+    assert tyxe.util.layer_weight(layer, weight) is getattr(layer, weight)
 
 
 def test_a_bias_without_a_weight_stands_for_itself():
@@ -177,7 +163,7 @@ def test_a_bias_without_a_weight_stands_for_itself():
             super().__init__()
             self.bias = nn.Parameter(torch.zeros(3))
 
-    assert fan_in_fan_out(layer_weight(Shift(), "bias")) == (1.0, 1.0)
+    assert tyxe.util.fan_in_fan_out(tyxe.util.layer_weight(Shift(), "bias")) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -185,16 +171,16 @@ def test_a_bias_without_a_weight_stands_for_itself():
     [("radford", 20**-0.5), ("xavier", math.sqrt(2 / 30)), ("kaiming", math.sqrt(2 / 20))],
 )
 def test_layerwise_standard_deviations(method, expected):
-    assert calculate_prior_std(method, torch.zeros(10, 20)) == pytest.approx(expected)
+    assert tyxe.util.calculate_prior_std(method, torch.zeros(10, 20)) == pytest.approx(expected)
 
 
 def test_kaiming_takes_the_gain_of_the_nonlinearity():
-    std = calculate_prior_std("kaiming", torch.zeros(10, 20), nonlinearity="linear")
+    std = tyxe.util.calculate_prior_std("kaiming", torch.zeros(10, 20), nonlinearity="linear")
     assert std == pytest.approx(20**-0.5)
     with pytest.raises(
         ValueError, match="method is 'lecun'; expected one of 'radford', 'xavier', 'kaiming'"
     ):
-        calculate_prior_std("lecun", torch.zeros(2, 2))
+        tyxe.util.calculate_prior_std("lecun", torch.zeros(2, 2))
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -202,32 +188,32 @@ def test_kaiming_takes_the_gain_of_the_nonlinearity():
 
 @given(st.sampled_from(["0.weight", "net.0.weight"]))
 def test_names_resolve_in_either_spelling(name):
-    assert resolve_site_name(name, ["0.weight", "0.bias"]) == "0.weight"
-    assert resolve_site_name(name, ["net.0.weight", "net.0.bias"]) == "net.0.weight"
+    assert tyxe.util.resolve_site_name(name, ["0.weight", "0.bias"]) == "0.weight"
+    assert tyxe.util.resolve_site_name(name, ["net.0.weight", "net.0.bias"]) == "net.0.weight"
 
 
 def test_a_name_that_is_there_is_taken_as_it_is():
     # A net whose own child is called `net`.
-    assert resolve_site_name("net.weight", ["weight", "net.weight"]) == "net.weight"
+    assert tyxe.util.resolve_site_name("net.weight", ["weight", "net.weight"]) == "net.weight"
     with pytest.raises(ValueError, match=r"no site 'c'; the sites are a, b"):
-        resolve_site_name("c", ["a", "b"])
+        tyxe.util.resolve_site_name("c", ["a", "b"])
     with pytest.raises(ValueError, match="the sites are none"):
-        resolve_site_name("c", [])
+        tyxe.util.resolve_site_name("c", [])
 
 
 def test_sites_of_a_net():
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert pyro_sample_sites(net) == []
+    assert tyxe.util.pyro_sample_sites(net) == []
     tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_modules=["1"]).apply_(net)
-    assert pyro_sample_sites(net) == ["0.weight", "0.bias"]
-    assert all(prior.mean.sum() == 0 for _, prior in named_pyro_samples(net))
+    assert tyxe.util.pyro_sample_sites(net) == ["0.weight", "0.bias"]
+    assert all(prior.mean.sum() == 0 for _, prior in tyxe.util.named_pyro_samples(net))
 
 
 def test_sites_of_a_net_written_for_pyro():
     net = nn.Sequential(nn.Linear(2, 1))
-    to_pyro_module_(net)
+    tyxe.util.to_pyro_module_(net)
     net[0].weight = pyro.nn.PyroSample(dist.Normal(0.0, 1.0).expand([1, 2]).to_event(2))
-    assert pyro_sample_sites(net) == ["0.weight"]
+    assert tyxe.util.pyro_sample_sites(net) == ["0.weight"]
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -235,14 +221,14 @@ def test_sites_of_a_net_written_for_pyro():
 
 def test_activations_are_replaced_at_any_depth():
     net = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Tanh())
-    assert replace_activations_(net, nn.ReLU, nn.Softplus) is net
+    assert tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus) is net
     kinds = collections.Counter(type(module) for module in net.modules())
     assert kinds[nn.Softplus] == 2
     assert kinds[nn.ReLU] == 0
     assert kinds[nn.Tanh] == 1
     assert net[0] is not net[1][1]
     with pytest.raises(ValueError, match="no submodule of type ReLU; a functional call"):
-        replace_activations_(net, nn.ReLU, nn.Softplus)
+        tyxe.util.replace_activations_(net, nn.ReLU, nn.Softplus)
 
 
 # --- containers -----------------------------------------------------------------------------------
@@ -254,15 +240,15 @@ def test_inputs_are_passed_by_position_or_keyword():
     def function(a, b=0):
         return a, b
 
-    assert call_with(function, 1) == (1, 0)
-    assert call_with(function, (1, 2)) == call_with(function, [1, 2]) == (1, 2)
-    assert call_with(function, {"b": 2, "a": 1}) == (1, 2)
+    assert tyxe.util.call_with(function, 1) == (1, 0)
+    assert tyxe.util.call_with(function, (1, 2)) == tyxe.util.call_with(function, [1, 2]) == (1, 2)
+    assert tyxe.util.call_with(function, {"b": 2, "a": 1}) == (1, 2)
 
 
 def test_trees_keep_their_structure():
     one = torch.ones(1)
     tree = {"a": (one, 3), "b": [one, "text"], "c": Pair(one, None)}
-    doubled = tree_map_tensors(lambda t: 2 * t, tree)
+    doubled = tyxe.util.tree_map_tensors(lambda t: 2 * t, tree)
     assert doubled["a"] == (2.0, 3)
     assert doubled["b"] == [2.0, "text"]
     assert isinstance(doubled["c"], Pair)
@@ -275,7 +261,7 @@ SHAPES = {"0.weight": (2, 1), "0.bias": (2,), "1.inner.weight": (1, 2), "scale":
 @pytest.mark.parametrize("trainable", [True, False, None])
 def test_site_tensors_hold_their_tensors_under_dotted_names(trainable):
     tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    held = SiteTensors(tensors, trainable)
+    held = tyxe.util.SiteTensors(tensors, trainable)
     assert list(held) == list(SHAPES)
     assert len(held) == 4
     assert set(held.state_dict()) == set(SHAPES)
@@ -297,10 +283,10 @@ def test_site_tensors_hold_their_tensors_under_dotted_names(trainable):
 
 def test_the_last_layer():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3), nn.LayerNorm(3))
-    assert last_layer(net) is net[2]
-    assert last_layer(net[2]) is net[2]
+    assert tyxe.util.last_layer(net) is net[2]
+    assert tyxe.util.last_layer(net[2]) is net[2]
     with pytest.raises(ValueError, match=r"ReLU has no layer with a matrix"):
-        last_layer(nn.ReLU())
+        tyxe.util.last_layer(nn.ReLU())
 
 
 @pytest.mark.parametrize("name", ["", "first"])
@@ -308,9 +294,13 @@ def test_sites_of_a_bnn_are_those_of_its_net(name):
     prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_parameters=["bias"])
     bnn = tyxe.PytorchBNN(nn.Sequential(nn.Linear(2, 1)), prior, tyxe.guides.AutoNormal, name)
     for one in (bnn, copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
-        assert pyro_sample_sites(one) == pyro_sample_sites(one.net) == ["0.weight"]
+        assert (
+            tyxe.util.pyro_sample_sites(one) == tyxe.util.pyro_sample_sites(one.net) == ["0.weight"]
+        )
         one.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, 3.0)))
-        assert [float(prior.stddev.max()) for _, prior in named_pyro_samples(one)] == [3.0]
+        assert [float(prior.stddev.max()) for _, prior in tyxe.util.named_pyro_samples(one)] == [
+            3.0
+        ]
 
 
 def test_a_net_starts_anew_in_every_part() -> None:

@@ -12,21 +12,7 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
 from torch import nn
 
 import tyxe
-from tests.oracles.conjugate import (
-    JOINT_SITE,
-    MEAN_FIELD_SITES,
-    NOISE,
-    PRIOR_STD,
-    D,
-    N,
-    SigmaPoints,
-    exact_elbo,
-    linear_bnn,
-    maximise,
-    noise_elbo,
-    precision_and_mean,
-    regression,
-)
+from tests.oracles import conjugate
 from tyxe.bnn import elbo_terms
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
@@ -44,34 +30,36 @@ def assert_is_the_mean_field_optimum(bnn, precision, mean, tolerance):
 def test_fit_finds_the_mean_field_optimum():
     # Through `fit` itself: its num_particles average over exactly one round of the points, so
     # that it descends on the exact objective. Momentum 0.85 contracts by sqrt(0.85) a step.
-    x, y = regression()
-    precision, mean = precision_and_mean(x, y)
-    bnn = linear_bnn(AutoNormal)
+    x, y = conjugate.regression()
+    precision, mean = conjugate.precision_and_mean(x, y)
+    bnn = conjugate.linear_bnn(AutoNormal)
     optim = pyro.optim.SGD({"lr": 0.3, "momentum": 0.85})
-    points = SigmaPoints(MEAN_FIELD_SITES)
+    points = conjugate.SigmaPoints(conjugate.MEAN_FIELD_SITES)
     with points:
         history = bnn.fit([(x, y)], optim, 220, num_particles=2 * points.total)
-        elbo = exact_elbo(bnn, points, x, y).item()
+        elbo = conjugate.exact_elbo(bnn, points, x, y).item()
     assert_is_the_mean_field_optimum(bnn, precision, mean, 1e-5)
     assert history.loss[-1] == pytest.approx(-elbo, rel=1e-6)
 
 
 def test_mini_batches_have_the_full_optimum():
     # The average gradient over the batches, weighted by S / N, vanishes at the full optimum.
-    x, y = regression()
-    precision, mean = precision_and_mean(x, y)
-    bnn = linear_bnn(AutoNormal)
+    x, y = conjugate.regression()
+    precision, mean = conjugate.precision_and_mean(x, y)
+    bnn = conjugate.linear_bnn(AutoNormal)
     with torch.no_grad():
-        bnn.net_guide.locs["weight"].copy_(mean[:D].reshape(1, D))
-        bnn.net_guide.locs["bias"].copy_(mean[D:])
+        bnn.net_guide.locs["weight"].copy_(mean[: conjugate.D].reshape(1, conjugate.D))
+        bnn.net_guide.locs["bias"].copy_(mean[conjugate.D :])
         scale = precision.diagonal().rsqrt()
-        bnn.net_guide.unconstrained_scales["weight"].copy_(scale[:D].log().reshape(1, D))
-        bnn.net_guide.unconstrained_scales["bias"].copy_(scale[D:].log())
-    points = SigmaPoints(MEAN_FIELD_SITES)
+        bnn.net_guide.unconstrained_scales["weight"].copy_(
+            scale[: conjugate.D].log().reshape(1, conjugate.D)
+        )
+        bnn.net_guide.unconstrained_scales["bias"].copy_(scale[conjugate.D :].log())
+    points = conjugate.SigmaPoints(conjugate.MEAN_FIELD_SITES)
     with points:
         for rows in (slice(0, 7), slice(7, 12)):
-            weight = len(x[rows]) / N
-            (-weight * exact_elbo(bnn, points, x[rows], y[rows])).backward()
+            weight = len(x[rows]) / conjugate.N
+            (-weight * conjugate.exact_elbo(bnn, points, x[rows], y[rows])).backward()
             if rows.start == 0:
                 assert max(p.grad.abs().max() for p in bnn.parameters() if p.requires_grad) > 1e-3
     for name, parameter in bnn.named_parameters():
@@ -82,31 +70,32 @@ def test_mini_batches_have_the_full_optimum():
 
 
 def test_multivariate_guide_is_the_exact_posterior():
-    x, y = regression()
-    precision, mean = precision_and_mean(x, y)
-    bnn = linear_bnn(AutoMultivariateNormal)
-    points = SigmaPoints(JOINT_SITE)
-    maximise(bnn, points, x, y)
+    x, y = conjugate.regression()
+    precision, mean = conjugate.precision_and_mean(x, y)
+    bnn = conjugate.linear_bnn(AutoMultivariateNormal)
+    points = conjugate.SigmaPoints(conjugate.JOINT_SITE)
+    conjugate.maximise(bnn, points, x, y)
     posterior = bnn.net_guide.guide.get_posterior()
     torch.testing.assert_close(posterior.mean.detach(), mean, rtol=0, atol=1e-6)
     covariance = posterior.covariance_matrix.detach()
     torch.testing.assert_close(covariance, torch.linalg.inv(precision), rtol=1e-5, atol=1e-8)
     # The bound is tight: it is the evidence itself.
-    design = torch.cat([x, torch.ones(N, 1).double()], 1)
+    design = torch.cat([x, torch.ones(conjugate.N, 1).double()], 1)
     marginal = torch.distributions.MultivariateNormal(
-        torch.zeros(N).double(),
-        NOISE**2 * torch.eye(N).double() + PRIOR_STD**2 * design @ design.T,
+        torch.zeros(conjugate.N).double(),
+        conjugate.NOISE**2 * torch.eye(conjugate.N).double()
+        + conjugate.PRIOR_STD**2 * design @ design.T,
     )
     with points:
-        elbo = exact_elbo(bnn, points, x, y).item()
+        elbo = conjugate.exact_elbo(bnn, points, x, y).item()
     assert elbo == pytest.approx(marginal.log_prob(y.squeeze(-1)).item(), abs=1e-6)
 
 
 def test_predictive_moments_are_those_of_the_posterior():
-    x, y = regression()
-    bnn = linear_bnn(AutoNormal)
-    maximise(bnn, SigmaPoints(MEAN_FIELD_SITES), x, y)
-    guide, new = bnn.net_guide, torch.randn(5, D).double()
+    x, y = conjugate.regression()
+    bnn = conjugate.linear_bnn(AutoNormal)
+    conjugate.maximise(bnn, conjugate.SigmaPoints(conjugate.MEAN_FIELD_SITES), x, y)
+    guide, new = bnn.net_guide, torch.randn(5, conjugate.D).double()
     weight_var = guide.get_scale("weight").detach().square()
     variance = new.square() @ weight_var.T + guide.get_scale("bias").detach().square()
     expected = new @ guide.get_loc("weight").detach().T + guide.get_loc("bias").detach()
@@ -115,37 +104,42 @@ def test_predictive_moments_are_those_of_the_posterior():
     error = (variance / draws).sqrt()
     assert bool(((mean - expected).abs() < 4 * error).all())
     # A variance estimate from S Gaussian draws has relative standard error sqrt(2 / S).
-    total = variance + NOISE**2
+    total = variance + conjugate.NOISE**2
     assert bool(((scale**2 - total).abs() < 4 * variance * math.sqrt(2 / draws)).all())
     torch.testing.assert_close(bnn.predict(new, num_predictions=0)[0], expected)
 
 
 def test_inferred_noise_scale_has_the_optimum_of_the_closed_form():
-    x, y = regression()
-    free = [torch.zeros(D + 1), torch.full((D + 1,), -2.0), torch.tensor(-1.0), torch.tensor(-2.0)]
+    x, y = conjugate.regression()
+    free = [
+        torch.zeros(conjugate.D + 1),
+        torch.full((conjugate.D + 1,), -2.0),
+        torch.tensor(-1.0),
+        torch.tensor(-2.0),
+    ]
     free = [value.double().requires_grad_() for value in free]
     optimizer = torch.optim.LBFGS(free, max_iter=300, line_search_fn="strong_wolfe")
 
     def closure():
         optimizer.zero_grad()
-        loss = -noise_elbo(*free, x, y)
+        loss = -conjugate.noise_elbo(*free, x, y)
         loss.backward()
         return loss
 
     optimizer.step(closure)
     m_w, r_w, m_s, r_s = (value.detach() for value in free)
 
-    bnn = linear_bnn(
+    bnn = conjugate.linear_bnn(
         AutoNormal,
-        likelihood=HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5)),
+        likelihood=HomoskedasticGaussian(conjugate.N, scale=dist.LogNormal(-1.0, 0.5)),
         likelihood_guide=AutoNormal,
     )
     with torch.no_grad():
         for guide, loc, log_scale in (
             (
                 bnn.net_guide,
-                {"weight": m_w[:D], "bias": m_w[D:]},
-                {"weight": r_w[:D], "bias": r_w[D:]},
+                {"weight": m_w[: conjugate.D], "bias": m_w[conjugate.D :]},
+                {"weight": r_w[: conjugate.D], "bias": r_w[conjugate.D :]},
             ),
             (bnn.likelihood_guide, {"scale": m_s}, {"scale": r_s}),
         ):
@@ -163,7 +157,7 @@ def test_inferred_noise_scale_has_the_optimum_of_the_closed_form():
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, trainable)]))
     elbos, gradients = torch.stack(elbos), torch.stack(gradients)
     error = elbos.std() / math.sqrt(len(elbos))
-    assert abs(elbos.mean() - noise_elbo(*(v.detach() for v in free), x, y)) < 4 * error
+    assert abs(elbos.mean() - conjugate.noise_elbo(*(v.detach() for v in free), x, y)) < 4 * error
     errors = gradients.std(0) / math.sqrt(len(gradients))
     assert bool((gradients.mean(0).abs() < 4 * errors).all())
     # The test can fail: away from the optimum the mean gradient is many standard errors.
@@ -177,9 +171,9 @@ def test_inferred_noise_scale_has_the_optimum_of_the_closed_form():
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 def test_fit_infers_the_noise_scale():
-    x = torch.randn(200, D).double()
+    x = torch.randn(200, conjugate.D).double()
     y = x.sum(-1, keepdim=True) + 0.2 * torch.randn(200, 1).double()
-    bnn = linear_bnn(
+    bnn = conjugate.linear_bnn(
         AutoNormal,
         likelihood=HomoskedasticGaussian(200, scale=dist.LogNormal(0.0, 1.0)),
         likelihood_guide=AutoNormal,

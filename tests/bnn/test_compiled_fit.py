@@ -6,13 +6,7 @@ import warnings
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import (
-    AutoDelta,
-    AutoDiagonalNormal,
-    AutoIAFNormal,
-    AutoLowRankMultivariateNormal,
-    AutoMultivariateNormal,
-)
+from pyro.infer import autoguide
 from torch import nn
 
 import tyxe
@@ -31,11 +25,11 @@ GUIDES = {
     "AutoRadial": tyxe.guides.AutoRadial,
     "AutoInducing": functools.partial(tyxe.guides.AutoInducing, inducing_rows=3, inducing_cols=2),
     "AutoBernoulli": functools.partial(tyxe.guides.AutoBernoulli, relaxed=0.5),
-    "AutoDelta": AutoDelta,
-    "AutoDiagonalNormal": AutoDiagonalNormal,
-    "AutoIAFNormal": AutoIAFNormal,
-    "AutoMultivariateNormal": AutoMultivariateNormal,
-    "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
+    "AutoDelta": autoguide.AutoDelta,
+    "AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
+    "AutoIAFNormal": autoguide.AutoIAFNormal,
+    "AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
+    "AutoLowRankMultivariateNormal": autoguide.AutoLowRankMultivariateNormal,
 }
 
 

@@ -14,17 +14,7 @@ from pyro.infer.mcmc import NUTS
 from pyro.infer.mcmc.util import initialize_model
 
 import tyxe
-from tests.oracles.joints import (
-    EXACT,
-    INDUCING,
-    NOISE,
-    SPREAD,
-    four_lines,
-    joint_prior,
-    normal_prior,
-    small_net,
-    vcl,
-)
+from tests.oracles import joints
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.bnn.potential import Potential
 from tyxe.distributions import (
@@ -42,18 +32,20 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_the_program_samples_sites_one_by_one_from_one_draw():
-    net = small_net()
-    joint, prior = joint_prior(net)
+    net = joints.small_net()
+    joint, prior = joints.joint_prior(net)
     program = SitePriors(prior.sites(net), net)
     trace = poutine.trace(program).get_trace()
     values = {name: trace.nodes[name]["value"] for name in joint.names}
     assert all(isinstance(trace.nodes[name]["fn"], JointSite) for name in joint.names)
-    torch.testing.assert_close(trace.log_prob_sum(), joint.log_prob(joint.flatten(values)), **EXACT)
+    torch.testing.assert_close(
+        trace.log_prob_sum(), joint.log_prob(joint.flatten(values)), **joints.EXACT
+    )
     # Conditioning and replay put other values in: the density is that of those.
     other = joint.unflatten(torch.randn(joint.event_shape))
     conditioned = poutine.trace(poutine.condition(program, other)).get_trace()
     expected = joint.log_prob(joint.flatten(other))
-    torch.testing.assert_close(conditioned.log_prob_sum(), expected, **EXACT)
+    torch.testing.assert_close(conditioned.log_prob_sum(), expected, **joints.EXACT)
     draws = torch.stack([joint.flatten(program()) for _ in range(4000)])
     covariance = torch.linalg.inv(joint.precision.to_dense())
     error = torch.cov(draws.T) - covariance
@@ -66,22 +58,22 @@ def test_the_program_samples_sites_one_by_one_from_one_draw():
     "guide", ["AutoNormal", "AutoRadial", "pyro AutoNormal", "pyro AutoMultivariateNormal"]
 )
 def test_the_elbo_without_closed_forms_is_pyros(guide):
-    net = small_net()
-    bnn = vcl(GUIDES[guide], net)
-    bnn.update_prior(joint_prior(net)[1])
+    net = joints.small_net()
+    bnn = joints.vcl(GUIDES[guide], net)
+    bnn.update_prior(joints.joint_prior(net)[1])
     x, y = torch.randn(5, 2), torch.randn(5, 1)
     torch.manual_seed(3)
     terms = elbo_terms(bnn.model, bnn.guide, x, y, closed_form_kl=False)
     torch.manual_seed(3)
     expected = Trace_ELBO().differentiable_loss(bnn.model, bnn.guide, x, y)
-    torch.testing.assert_close(terms.kl - terms.data, expected, **EXACT)
+    torch.testing.assert_close(terms.kl - terms.data, expected, **joints.EXACT)
 
 
 @pytest.mark.parametrize("guide", ["AutoNormal", "pyro AutoMultivariateNormal"])
 def test_closed_forms_are_what_draws_average_to(guide):
-    net = small_net()
-    bnn = vcl(GUIDES[guide], net)
-    bnn.update_prior(joint_prior(net)[1])
+    net = joints.small_net()
+    bnn = joints.vcl(GUIDES[guide], net)
+    bnn.update_prior(joints.joint_prior(net)[1])
     with torch.no_grad():
         exact = [float(elbo_terms(bnn.net_prior, bnn.net_guide).kl) for _ in range(2)]
         kls = torch.stack(
@@ -94,8 +86,8 @@ def test_closed_forms_are_what_draws_average_to(guide):
 def test_a_posterior_per_layer_with_a_prior_over_all_layers():
     # Of several joint posteriors under one joint prior the KL is estimated at the draw.
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4))
-    bnn = vcl(INDUCING["AutoInducing, diagonal"], net)
-    joint, prior = joint_prior(net)
+    bnn = joints.vcl(joints.INDUCING["AutoInducing, diagonal"], net)
+    joint, prior = joints.joint_prior(net)
     bnn.update_prior(prior)
     torch.manual_seed(3)
     kl = elbo_terms(bnn.net_prior, bnn.net_guide).kl
@@ -103,13 +95,13 @@ def test_a_posterior_per_layer_with_a_prior_over_all_layers():
     trace = poutine.trace(bnn.net_guide).get_trace()
     values = {name: trace.nodes[name]["value"] for name in joint.names}
     expected = trace.log_prob_sum() - joint.log_prob(joint.flatten(values))
-    torch.testing.assert_close(kl, expected, **EXACT)
+    torch.testing.assert_close(kl, expected, **joints.EXACT)
 
 
 def test_no_weight_is_drawn_where_the_kl_has_a_closed_form():
-    net = small_net()
-    bnn = vcl(GUIDES["AutoNormal"], net)
-    bnn.update_prior(joint_prior(net)[1])
+    net = joints.small_net()
+    bnn = joints.vcl(GUIDES["AutoNormal"], net)
+    bnn.update_prior(joints.joint_prior(net)[1])
     with tyxe.poutine.local_reparameterization():
         terms = elbo_terms(bnn.model, bnn.guide, torch.randn(5, 2), torch.randn(5, 1))
         assert not any(draw.was_drawn for draw in terms.values.values())
@@ -120,23 +112,23 @@ def test_no_weight_is_drawn_where_the_kl_has_a_closed_form():
 
 
 def test_the_potential_of_mcmc_is_that_of_the_model():
-    net = small_net()
-    joint, prior = joint_prior(net)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    net = joints.small_net()
+    joint, prior = joints.joint_prior(net)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
     bnn = tyxe.MCMC_BNN(net, prior, likelihood, NUTS)
     data = torch.randn(5, 2), torch.randn(5, 1)
     values = joint.unflatten(torch.randn(joint.event_shape))
     _, expected, _, _ = initialize_model(bnn.model, data)
     potential = Potential(bnn, *data)
     found = potential.at(potential.flatten(values))
-    torch.testing.assert_close(found, expected(values), **EXACT)
+    torch.testing.assert_close(found, expected(values), **joints.EXACT)
     bnn.fit([data], 3, warmup_steps=2, disable_progbar=True)
 
 
 def test_a_new_bnn_may_start_with_a_joint_prior():
-    net = small_net()
-    joint, prior = joint_prior(net)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    net = joints.small_net()
+    joint, prior = joints.joint_prior(net)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
     below = tyxe.guides.scale_below_prior(0.0)
     median = tyxe.guides.init_to_median
     builder = functools.partial(tyxe.guides.AutoNormal, init_loc_fn=median, init_scale=below)
@@ -153,15 +145,15 @@ def test_a_new_bnn_may_start_with_a_joint_prior():
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_every_guide_may_be_built_on_a_joint_prior(guide):
-    net = small_net()
-    _, prior = joint_prior(net)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    net = joints.small_net()
+    _, prior = joints.joint_prior(net)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
     data = [(torch.randn(5, 2), torch.randn(5, 1))]
     bnn = tyxe.VariationalBNN(net, prior, likelihood, GUIDES[guide])
     history = bnn.fit(data, torch.optim.Adam, 1, progress=False)
     assert torch.isfinite(torch.tensor(history.loss[0]))
-    if guide in SPREAD:
-        four_lines(bnn)
+    if guide in joints.SPREAD:
+        joints.four_lines(bnn)
 
 
 def rejects(bnn, prior, error, match):
@@ -174,9 +166,9 @@ def rejects(bnn, prior, error, match):
 
 
 def test_some_sites_of_a_joint_prior_name_the_missing_ones():
-    net = small_net()
-    bnn = vcl(GUIDES["AutoNormal"], net)
-    joint, prior = joint_prior(net)
+    net = joints.small_net()
+    bnn = joints.vcl(GUIDES["AutoNormal"], net)
+    joint, prior = joints.joint_prior(net)
     some = {**prior.dist_dict, "net.2.bias": dist.Normal(0.0, 1.0).expand([1])}
     rejects(bnn, DictPrior(some), ValueError, r"2\.weight have it, and net\.2\.bias not")
     larger = Gaussian(
@@ -193,22 +185,22 @@ def test_some_sites_of_a_joint_prior_name_the_missing_ones():
 
 
 def test_joint_posteriors_of_other_sites_or_shapes_are_refused():
-    bnn = vcl(GUIDES["AutoNormal"], small_net())
-    other = vcl(net=nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
+    bnn = joints.vcl(GUIDES["AutoNormal"], joints.small_net())
+    other = joints.vcl(net=nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)))
     posterior = other.net_guide.get_detached_distributions()
     rejects(bnn, DictPrior(posterior), ValueError, r"'0\.weight' has shape \(4, 2\), but the param")
-    one = vcl(net=nn.Linear(2, 1)).net_guide.get_detached_distributions()
+    one = joints.vcl(net=nn.Linear(2, 1)).net_guide.get_detached_distributions()
     rejects(bnn, DictPrior(one), ValueError, r"no entry for '0\.weight'; it has weight, bias")
-    joint, prior = joint_prior(small_net())
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    joint, prior = joints.joint_prior(joints.small_net())
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
     named = tyxe.VariationalBNN(
-        small_net(), normal_prior(), likelihood, tyxe.guides.AutoNormal, name="a"
+        joints.small_net(), joints.normal_prior(), likelihood, tyxe.guides.AutoNormal, name="a"
     )
     by_own_name = {n.removeprefix("net."): joint.marginal(n) for n in joint.names}
     rejects(named, DictPrior(by_own_name), ValueError, r"'a\.net\.0\.weight' is that of 'net\.0")
     swapped = {n.removeprefix("net."): q for n, q in prior.dist_dict.items()}
-    square = vcl(GUIDES["AutoNormal"], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    joint, _ = joint_prior(square.net)
+    square = joints.vcl(GUIDES["AutoNormal"], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    joint, _ = joints.joint_prior(square.net)
     swapped = {n.removeprefix("net."): joint.marginal(n) for n in joint.names}
     swapped["0.weight"], swapped["1.weight"] = swapped["1.weight"], swapped["0.weight"]
     rejects(square, DictPrior(swapped), ValueError, "give the marginals by their own names")
@@ -216,36 +208,36 @@ def test_joint_posteriors_of_other_sites_or_shapes_are_refused():
 
 @pytest.mark.parametrize("kind", ["variational", "laplace"])
 def test_no_prior_update_within_a_fit(kind):
-    net, data = small_net(), [(torch.randn(5, 2), torch.randn(5, 1))]
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=NOISE)
+    net, data = joints.small_net(), [(torch.randn(5, 2), torch.randn(5, 1))]
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
     if kind == "laplace":
-        bnn = tyxe.LaplaceBNN(net, normal_prior(), likelihood)
+        bnn = tyxe.LaplaceBNN(net, joints.normal_prior(), likelihood)
     else:
-        bnn = tyxe.VariationalBNN(net, normal_prior(), likelihood, tyxe.guides.AutoNormal)
+        bnn = tyxe.VariationalBNN(net, joints.normal_prior(), likelihood, tyxe.guides.AutoNormal)
     copies = []
 
     def callback(bnn, epoch, loss):
         copies.append(copy.deepcopy(bnn))
-        rejects(bnn, normal_prior(), RuntimeError, "cannot be updated within a fit")
+        rejects(bnn, joints.normal_prior(), RuntimeError, "cannot be updated within a fit")
 
     bnn.fit(data, torch.optim.Adam, 2, callback=callback, progress=False)
     assert len(copies) == 2
     # After it, and in a copy that a callback made, it can.
     for one in (bnn, *copies):
-        one.update_prior(normal_prior())
+        one.update_prior(joints.normal_prior())
 
     def fails(bnn, epoch, loss):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         bnn.fit(data, torch.optim.Adam, 2, callback=fails, progress=False)
-    bnn.update_prior(normal_prior())
+    bnn.update_prior(joints.normal_prior())
 
 
 def test_one_site_of_a_joint_prior_cannot_be_scaled():
-    net = small_net()
-    bnn = vcl(GUIDES["AutoNormal"], net)
-    bnn.update_prior(joint_prior(net)[1])
+    net = joints.small_net()
+    bnn = joints.vcl(GUIDES["AutoNormal"], net)
+    bnn.update_prior(joints.joint_prior(net)[1])
     with (
         pytest.raises(ValueError, match="cannot be scaled one by one: expose all of them"),
         tyxe.poutine.selective_scale(scale=0.5, expose=["0.weight"]),

@@ -9,11 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn as nn
-from pyro.infer.autoguide import (
-    AutoDiagonalNormal,
-    AutoLowRankMultivariateNormal,
-    AutoMultivariateNormal,
-)
+from pyro.infer import autoguide
 
 import tyxe
 from tests.oracles.laplace import ADAM, classifier
@@ -93,9 +89,9 @@ def test_the_linearised_predictive_of_a_mean_field_guide():
 
 
 PYROS = {
-    "diagonal": AutoDiagonalNormal,
-    "low rank": functools.partial(AutoLowRankMultivariateNormal, rank=2),
-    "full": AutoMultivariateNormal,
+    "diagonal": autoguide.AutoDiagonalNormal,
+    "low rank": functools.partial(autoguide.AutoLowRankMultivariateNormal, rank=2),
+    "full": autoguide.AutoMultivariateNormal,
 }
 
 
@@ -204,7 +200,7 @@ def test_the_linearised_predictive_of_a_joint_normal_of_ones_own():
     check_predictions(bnn, x, found)
 
 
-@pytest.mark.parametrize("guide", [AutoDiagonalNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize("guide", [autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal])
 def test_a_transformed_normal_is_no_normal(guide):
     prior = tyxe.priors.IIDPrior(dist.LogNormal(0.0, 1.0))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)

@@ -11,37 +11,27 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
-from tests.oracles.states import (
-    ADAM,
-    GUIDES,
-    NORMAL,
-    assert_same_state,
-    data,
-    fitted,
-    make,
-    net,
-    through_a_file,
-)
+from tests.oracles import states
 
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
 
 
 def test_checkpoint_of_another_architecture_changes_nothing():
-    bnn = fitted()
+    bnn = states.fitted()
     before = copy.deepcopy(bnn)
     with pytest.raises(RuntimeError, match="does not fit this VariationalBNN"):
-        bnn.load_checkpoint(make(hidden=5).checkpoint())
-    assert_same_state(bnn, before)
-    bnn.fit([data()], ADAM, 1)
+        bnn.load_checkpoint(states.make(hidden=5).checkpoint())
+    states.assert_same_state(bnn, before)
+    bnn.fit([states.data()], states.ADAM, 1)
     assert {state["step"].item() for state in bnn.optimizer.state.values()} == {1}
 
 
 def shuffled():
-    return DataLoader(TensorDataset(*data()), batch_size=5, shuffle=True)
+    return DataLoader(TensorDataset(*states.data()), batch_size=5, shuffle=True)
 
 
 OPTIMISERS = {
-    "torch class": lambda bnn: ADAM,
+    "torch class": lambda bnn: states.ADAM,
     "torch instance": lambda bnn: torch.optim.Adam(bnn.parameters(), lr=0.01),
     "SGD with momentum": lambda bnn: functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
     "pyro": lambda bnn: pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.99}),
@@ -58,7 +48,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(optim):
 
     def start():
         pyro.set_rng_seed(2)
-        return make(GUIDES[guide])
+        return states.make(states.GUIDES[guide])
 
     straight = start()
     pyro.set_rng_seed(3)
@@ -67,26 +57,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(optim):
     first = start()
     pyro.set_rng_seed(3)
     before = first.fit(shuffled(), OPTIMISERS[optim](first), 2, **options)
-    checkpoint = through_a_file(first.checkpoint())
+    checkpoint = states.through_a_file(first.checkpoint())
 
     pyro.set_rng_seed(99)  # another process
-    resumed = make(GUIDES[guide])
+    resumed = states.make(states.GUIDES[guide])
     resumed.load_checkpoint(checkpoint)
     torch.rand(7)
     after = resumed.fit(shuffled(), OPTIMISERS[optim](resumed), 3, **options)
-    assert_same_state(straight, resumed)
+    states.assert_same_state(straight, resumed)
     assert before.loss + after.loss == whole.loss
     left, right = (bnn.optimizer.state_dict() for bnn in (straight, resumed))
     assert left["param_groups"] == right["param_groups"]
 
 
 def test_after_the_resumed_fit_the_next_starts_afresh():
-    bnn = fitted(epochs=2)
-    resumed = make()
+    bnn = states.fitted(epochs=2)
+    resumed = states.make()
     resumed.load_checkpoint(bnn.checkpoint())
     epochs = []
     for _ in range(2):
-        resumed.fit([data()], ADAM, 1, lambda bnn, epoch, loss: epochs.append(epoch))
+        resumed.fit([states.data()], states.ADAM, 1, lambda bnn, epoch, loss: epochs.append(epoch))
     assert epochs == [2, 0]
 
 
@@ -99,22 +89,22 @@ OTHERS = [
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_resuming_with_another_optimiser_is_an_error(other):
-    bnn = fitted()
-    resumed = make()
+    bnn = states.fitted()
+    resumed = states.make()
     resumed.load_checkpoint(bnn.checkpoint())
     with pytest.raises(ValueError, match=r"optimiser Adam with groups of .* go on with an optim"):
-        resumed.fit([data()], other, 1)
-    assert_same_state(resumed, bnn)
-    resumed.fit([data()], ADAM, 1)  # the checkpoint still waits
+        resumed.fit([states.data()], other, 1)
+    states.assert_same_state(resumed, bnn)
+    resumed.fit([states.data()], states.ADAM, 1)  # the checkpoint still waits
     assert {state["step"].item() for state in resumed.optimizer.state.values()} == {4}
 
 
 def test_a_state_dict_is_no_checkpoint():
-    bnn = make()
+    bnn = states.make()
     before = copy.deepcopy(bnn)
     with pytest.raises(RuntimeError, match=r"no checkpoint: it has no bnn.*load_state_dict"):
-        bnn.load_checkpoint(fitted().state_dict())
-    assert_same_state(bnn, before)
+        bnn.load_checkpoint(states.fitted().state_dict())
+    states.assert_same_state(bnn, before)
 
 
 def test_resuming_under_an_exponential_schedule():
@@ -128,10 +118,10 @@ def test_resuming_under_an_exponential_schedule():
             rates.append(bnn.optimizer.param_groups[0]["lr"])
             optim.step()
 
-        bnn.fit([data()], optim, epochs, callback)
+        bnn.fit([states.data()], optim, epochs, callback)
         return rates
 
-    first, resumed = make(), make()
+    first, resumed = states.make(), states.make()
     rates = run(first, 2)
     resumed.load_checkpoint(first.checkpoint())
     assert rates + run(resumed, 2) == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
@@ -148,49 +138,49 @@ def same(left, right):
 
 
 def test_a_loaded_checkpoint_is_what_checkpoint_returns():
-    taken = through_a_file(fitted().checkpoint())
-    resumed = make()
+    taken = states.through_a_file(states.fitted().checkpoint())
+    resumed = states.make()
     resumed.load_checkpoint(taken)
     torch.rand(3)  # the generator's state is the saved one, not the present one
     assert same(resumed.checkpoint(), taken)
 
 
 def test_a_loaded_checkpoint_waits_for_a_fit_that_works():
-    bnn = fitted()
-    taken = through_a_file(bnn.checkpoint())
-    whole = make()
+    bnn = states.fitted()
+    taken = states.through_a_file(bnn.checkpoint())
+    whole = states.make()
     whole.load_checkpoint(taken)
-    whole.fit([data()], ADAM, 2)
-    resumed, epochs = make(), []
+    whole.fit([states.data()], states.ADAM, 2)
+    resumed, epochs = states.make(), []
     resumed.load_checkpoint(taken)
     with pytest.raises(ValueError, match="the loader is empty"):
-        resumed.fit([], ADAM, 1)
-    resumed.fit([data()], ADAM, 0)
-    resumed.fit([data()], ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
+        resumed.fit([], states.ADAM, 1)
+    resumed.fit([states.data()], states.ADAM, 0)
+    resumed.fit([states.data()], states.ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
     assert epochs == [3, 4]
-    assert_same_state(resumed, whole)
+    states.assert_same_state(resumed, whole)
     assert resumed.checkpoint()["epoch"] == 5
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda bnn: pickle.loads(pickle.dumps(bnn))])
 def test_a_copy_starts_a_training_of_its_own(copied):
-    bnn = fitted()
+    bnn = states.fitted()
     checkpoint = copied(bnn).checkpoint()
     assert checkpoint["epoch"] == 0
     assert checkpoint["optimizer"] is None
     assert checkpoint["scheduler"] is None
     assert bnn.checkpoint()["epoch"] == 3
     assert bnn.checkpoint()["optimizer"] is not None
-    fresh = make()
+    fresh = states.make()
     fresh.load_checkpoint(checkpoint)
     epochs = []
-    fresh.fit([data()], torch.optim.SGD, 1, lambda bnn, epoch, loss: epochs.append(epoch))
+    fresh.fit([states.data()], torch.optim.SGD, 1, lambda bnn, epoch, loss: epochs.append(epoch))
     assert epochs == [0]
 
 
 def held_out():
     """Points that a fit by steep steps finds worse after some epochs, and then better again."""
-    x, y = data()
+    x, y = states.data()
     return [(x[:2] + 0.1, y[:2]), (x[2:4], -y[2:4])]
 
 
@@ -204,14 +194,14 @@ def test_a_resumed_fit_knows_the_best_epoch_and_how_long_it_has_waited(
         pyro.set_rng_seed(2)
         if guide == "laplace":
             likelihood = tyxe.likelihoods.HomoskedasticGaussian(12, scale=0.5)
-            return tyxe.LaplaceBNN(net(), NORMAL, likelihood, structure="diag")
-        return make(GUIDES[guide])
+            return tyxe.LaplaceBNN(states.net(), states.NORMAL, likelihood, structure="diag")
+        return states.make(states.GUIDES[guide])
 
     def fit(bnn, epochs, callback=None):
         optim = functools.partial(torch.optim.Adam, lr=0.3)
         options = {"validation": held_out(), "patience": patience, "restore_best": restore_best}
         pyro.set_rng_seed(3)
-        return bnn.fit([data()], optim, epochs, callback, **options)
+        return bnn.fit([states.data()], optim, epochs, callback, **options)
 
     saved = []
     whole = start()
@@ -219,12 +209,12 @@ def test_a_resumed_fit_knows_the_best_epoch_and_how_long_it_has_waited(
     assert len(saved) == len(history.validation)
     for done in {1, 4, len(saved)}:
         resumed = start()
-        resumed.load_checkpoint(through_a_file(saved[done - 1]))
+        resumed.load_checkpoint(states.through_a_file(saved[done - 1]))
         after = fit(resumed, 12 - done)
         assert after.validation == history.validation[done:]
-        assert_same_state(resumed, whole)
+        states.assert_same_state(resumed, whole)
     finished = start()
-    finished.load_checkpoint(through_a_file(whole.checkpoint()))
+    finished.load_checkpoint(states.through_a_file(whole.checkpoint()))
     assert len(fit(finished, 1).loss) == 1  # a fit that has ended is no reason to train no more
 
 
@@ -247,14 +237,14 @@ def test_a_scheduler_of_pytorch_goes_on_where_it_was(name):
             schedule.step(*[loss] * (name == "plateau"))
 
         pyro.set_rng_seed(3)
-        bnn.fit([data()], schedule if given == "scheduler" else optim, epochs, callback)
+        bnn.fit([states.data()], schedule if given == "scheduler" else optim, epochs, callback)
         return rates
 
-    whole, first, resumed = make(), make(), make()
+    whole, first, resumed = states.make(), states.make(), states.make()
     rates = fit(whole, 6)
     assert len(set(rates)) > 1
     found = fit(first, 3)
-    resumed.load_checkpoint(through_a_file(first.checkpoint()))
+    resumed.load_checkpoint(states.through_a_file(first.checkpoint()))
     assert found + fit(resumed, 3) == rates
     if name != "plateau":  # which leaves no trace in the optimiser
         resumed.load_checkpoint(first.checkpoint())
@@ -268,7 +258,7 @@ BY_BATCH = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, to
 @pytest.mark.parametrize("name", [*SCHEDULES, "by batch"])
 def test_a_scheduler_of_the_fit_goes_on_where_it_was(name):
     schedule, by = (BY_BATCH, "batch") if name == "by batch" else (SCHEDULES[name], "epoch")
-    loader = [data(), data()]
+    loader = [states.data(), states.data()]
     rates = []
 
     def callback(bnn, epoch, loss):
@@ -281,7 +271,7 @@ def test_a_scheduler_of_the_fit_goes_on_where_it_was(name):
 
     def start():
         pyro.set_rng_seed(2)
-        return make()
+        return states.make()
 
     whole, killed, resumed = start(), start(), start()
     fit(whole, 6)
@@ -294,15 +284,15 @@ def test_a_scheduler_of_the_fit_goes_on_where_it_was(name):
         cosines = [math.cos(n * math.pi / 6) for n in range(1, 7)]
         assert expected == pytest.approx([0.025 * (1 + cosine) for cosine in cosines])
     fit(killed, 3)
-    resumed.load_checkpoint(through_a_file(killed.checkpoint()))
+    resumed.load_checkpoint(states.through_a_file(killed.checkpoint()))
     fit(resumed, 3)
     assert resumed.epochs_done == 6
     assert rates == expected
-    assert_same_state(resumed, whole)
+    states.assert_same_state(resumed, whole)
 
 
 def test_what_is_no_scheduler():
-    bnn = make()
+    bnn = states.make()
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     of_another = torch.optim.lr_scheduler.StepLR(other, 1)
     before = [p.clone() for p in bnn.parameters()]
@@ -312,7 +302,7 @@ def test_what_is_no_scheduler():
         (lambda optim: None, TypeError, "what scheduler returns is None"),
     ):
         with pytest.raises(error, match=match):
-            bnn.fit([data()], torch.optim.Adam, 1, scheduler=wrong)
+            bnn.fit([states.data()], torch.optim.Adam, 1, scheduler=wrong)
     with pytest.raises(ValueError, match="schedule_by is 'step'"):
-        bnn.fit([data()], torch.optim.Adam, 1, scheduler=BY_BATCH, schedule_by="step")
+        bnn.fit([states.data()], torch.optim.Adam, 1, scheduler=BY_BATCH, schedule_by="step")
     assert all(map(torch.equal, before, bnn.parameters()))

@@ -10,11 +10,6 @@ import torch.nn.functional as F
 import tyxe
 from tests.oracles.architectures import Recurrent, TiedLanguageModel
 from tests.oracles.curvature import curvature_of, dense_jacobian, linearizing
-from tyxe.curvature import (
-    collect_curvature,
-    functional_covariance,
-    jacobian,
-)
 from tyxe.distributions.param_blocks import LinearBlock, SiteBlock
 
 
@@ -111,7 +106,7 @@ def test_jacobian_full_matrix_and_diagonal_are_those_of_the_loop(name):
     bnn, values, x, linearize = made(name)
     linear = linearize(x)
     rows = dense_jacobian(bnn, values, x, linear.blocks)
-    torch.testing.assert_close(jacobian(linear), rows, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(tyxe.curvature.jacobian(linear), rows, rtol=1e-9, atol=1e-10)
     back = linear.blocks.unflatten(linear.blocks.flatten(values))
     assert dict.fromkeys(values, True) == {s: torch.equal(back[s], values[s]) for s in back}
     rows = rows.flatten(0, 1)
@@ -255,9 +250,9 @@ def test_batches_add_up_and_scale_to_the_data_set(structure):
     bnn, _, x, linearize = made("mlp")
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.5)
     targets = torch.zeros(5, 2).double()
-    whole = collect_curvature(linearize, likelihood, [(x, targets)], structure)
+    whole = tyxe.curvature.collect_curvature(linearize, likelihood, [(x, targets)], structure)
     parts = [(x[:2], targets[:2]), (x[2:], targets[2:])]
-    split = collect_curvature(linearize, likelihood, parts, structure)
+    split = tyxe.curvature.collect_curvature(linearize, likelihood, parts, structure)
     torch.testing.assert_close(
         split.operator.to_dense(), whole.operator.to_dense(), rtol=1e-8, atol=1e-9
     )
@@ -271,13 +266,13 @@ def test_functional_covariance_is_the_dense_product(name, structure):
     bnn, _, x, linearize = made(name)
     linear = linearize(x)
     precision = curvature_of(bnn, linearize, x, structure).operator.add_diagonal(0.7)
-    rows = jacobian(linear)
+    rows = tyxe.curvature.jacobian(linear)
     outputs = linear.outputs
     classes = outputs.shape[-1]
     dense = rows @ torch.linalg.inv(precision.to_dense()) @ rows.mT
     blocks = dense.unflatten(1, (-1, classes)).unflatten(3, (-1, classes))
     expected = torch.diagonal(blocks, dim1=1, dim2=3).movedim(-1, 1)
-    found = functional_covariance(linear, precision)
+    found = tyxe.curvature.functional_covariance(linear, precision)
     assert found.shape == (*outputs.shape, classes)
     torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=1e-7, atol=1e-9)
 

@@ -12,19 +12,7 @@ from pyro.infer import autoguide
 from scipy import stats
 
 from tests.oracles.programs import program
-from tyxe.guides import (
-    AutoNormal,
-    AutoRadial,
-    PretrainedInitializer,
-    PyroGuide,
-    init_to_constant,
-    init_to_normal,
-    init_to_normal_kaiming,
-    init_to_normal_radford,
-    init_to_normal_xavier,
-    init_to_sample,
-    init_to_zero,
-)
+from tyxe import guides
 from tyxe.guides.init import init_to_median
 from tyxe.util import fan_in_fan_out
 
@@ -36,22 +24,22 @@ LARGE = nn.Sequential(nn.Conv2d(16, 24, 5, groups=2), nn.Linear(100, 120))
 @pytest.mark.parametrize(
     ("initializer", "std_of"),
     [
-        (init_to_normal_radford, lambda fan_in, fan_out: fan_in**-0.5),
-        (init_to_normal_xavier, lambda fan_in, fan_out: (2 / (fan_in + fan_out)) ** 0.5),
-        (init_to_normal_kaiming, lambda fan_in, fan_out: (2 / fan_in) ** 0.5),
+        (guides.init_to_normal_radford, lambda fan_in, fan_out: fan_in**-0.5),
+        (guides.init_to_normal_xavier, lambda fan_in, fan_out: (2 / (fan_in + fan_out)) ** 0.5),
+        (guides.init_to_normal_kaiming, lambda fan_in, fan_out: (2 / fan_in) ** 0.5),
         (
-            init_to_normal_kaiming(nonlinearity="tanh"),
+            guides.init_to_normal_kaiming(nonlinearity="tanh"),
             lambda fan_in, fan_out: nn.init.calculate_gain("tanh") * fan_in**-0.5,
         ),
-        (init_to_normal(std=0.3), lambda fan_in, fan_out: 0.3),
-        (init_to_normal(), lambda fan_in, fan_out: 1.0),
-        (init_to_sample, lambda fan_in, fan_out: 1.0),
-        (init_to_sample(), lambda fan_in, fan_out: 1.0),
+        (guides.init_to_normal(std=0.3), lambda fan_in, fan_out: 0.3),
+        (guides.init_to_normal(), lambda fan_in, fan_out: 1.0),
+        (guides.init_to_sample, lambda fan_in, fan_out: 1.0),
+        (guides.init_to_sample(), lambda fan_in, fan_out: 1.0),
     ],
 )
 @pytest.mark.parametrize("index", [0, 1])
 def test_initial_draws_have_their_standard_deviation(initializer, std_of, index):
-    guide = AutoNormal(program(LARGE), init_loc_fn=initializer)
+    guide = guides.AutoNormal(program(LARGE), init_loc_fn=initializer)
     loc = guide.get_loc(f"{index}.weight").detach()
     expected = std_of(*fan_in_fan_out(LARGE[index].weight, LARGE[index]))
     n = loc.numel()
@@ -64,13 +52,16 @@ def test_initial_draws_have_their_standard_deviation(initializer, std_of, index)
 
 def test_fixed_initial_values():
     for initializer, value in (
-        (init_to_zero, 0.0),
-        (init_to_zero(), 0.0),
-        (init_to_constant(constant=2.0), 2.0),
+        (guides.init_to_zero, 0.0),
+        (guides.init_to_zero(), 0.0),
+        (guides.init_to_constant(constant=2.0), 2.0),
     ):
-        guide = AutoNormal(program(), init_loc_fn=initializer)
+        guide = guides.AutoNormal(program(), init_loc_fn=initializer)
         assert guide.get_loc("weight").unique().tolist() == [value]
-    assert AutoNormal(program(), init_loc_fn=init_to_constant).get_loc("bias").unique() == 0.0
+    assert (
+        guides.AutoNormal(program(), init_loc_fn=guides.init_to_constant).get_loc("bias").unique()
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,14 +77,14 @@ def test_fixed_initial_values():
     ],
 )
 def test_medians_in_closed_form(prior, median):
-    guide = AutoNormal(program(prior=prior), init_loc_fn=init_to_median)
+    guide = guides.AutoNormal(program(prior=prior), init_loc_fn=init_to_median)
     torch.testing.assert_close(
         guide.median()["net.weight"], torch.full((2, 3), median), rtol=1e-5, atol=1e-6
     )
 
 
 def test_medians_of_samples_where_there_is_no_closed_form():
-    guide = AutoNormal(
+    guide = guides.AutoNormal(
         program(prior=dist.Gamma(4.0, 2.0)), init_loc_fn=init_to_median(num_samples=4000)
     )
     reference = stats.gamma(4.0, scale=0.5)
@@ -116,8 +107,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), Tied])
 def test_pretrained_values_in_either_spelling(prefix, make):
     net = make()
-    start = PretrainedInitializer.from_net(net, prefix=prefix)
-    guide = AutoNormal(program(make()), init_loc_fn=start)
+    start = guides.PretrainedInitializer.from_net(net, prefix=prefix)
+    guide = guides.AutoNormal(program(make()), init_loc_fn=start)
     for name, parameter in net.named_parameters():
         assert torch.equal(guide.get_loc(name), parameter)
         assert guide.get_loc(name).data_ptr() != parameter.data_ptr()
@@ -125,19 +116,19 @@ def test_pretrained_values_in_either_spelling(prefix, make):
 
 def test_pretrained_values_follow_the_site_and_not_the_net():
     net = nn.Linear(3, 2)
-    start = PretrainedInitializer.from_net(net.double())
+    start = guides.PretrainedInitializer.from_net(net.double())
     before = start.values["net.weight"].clone()
     with torch.no_grad():
         net.weight.zero_()
-    guide = AutoNormal(program(nn.Linear(3, 2)), init_loc_fn=start)
+    guide = guides.AutoNormal(program(nn.Linear(3, 2)), init_loc_fn=start)
     assert guide.get_loc("weight").dtype == torch.float32
     torch.testing.assert_close(guide.get_loc("weight").double(), before, rtol=1e-6, atol=1e-7)
 
 
 def test_pretrained_values_of_constrained_sites_are_values():
     value = torch.rand(2, 3) + 0.5
-    start = PretrainedInitializer({"weight": value})
-    guide = AutoNormal(
+    start = guides.PretrainedInitializer({"weight": value})
+    guide = guides.AutoNormal(
         program(nn.Linear(3, 2, bias=False), dist.Gamma(1.0, 1.0)), init_loc_fn=start
     )
     torch.testing.assert_close(guide.median()["net.weight"], value)
@@ -149,8 +140,8 @@ def test_pretrained_values_of_constrained_sites_are_values():
 @pytest.mark.parametrize(
     "builder",
     [
-        AutoNormal,
-        AutoRadial,
+        guides.AutoNormal,
+        guides.AutoRadial,
         autoguide.AutoDelta,
         autoguide.AutoLowRankMultivariateNormal,
         functools.partial(autoguide.AutoNormal, init_scale=0.2),
@@ -158,7 +149,7 @@ def test_pretrained_values_of_constrained_sites_are_values():
 )
 def test_guides_start_at_the_net(builder):
     net = nn.Linear(3, 2)
-    guide = PyroGuide.build(builder, program(net))
+    guide = guides.PyroGuide.build(builder, program(net))
     for name, value in net.named_parameters():
         torch.testing.assert_close(guide.median()[f"net.{name}"], value.detach())
 
@@ -168,10 +159,10 @@ def test_what_the_net_has_no_allowed_value_for_starts_at_the_median():
     with torch.no_grad():
         net.weight[0].fill_(0.3)
         net.weight[1].fill_(-0.3)
-    guide = AutoNormal(program(net, dist.HalfCauchy(1.0)))
+    guide = guides.AutoNormal(program(net, dist.HalfCauchy(1.0)))
     expected = torch.tensor([[0.3], [1.0]]).expand(2, 3)
     torch.testing.assert_close(guide.median()["net.weight"], expected)
-    precision = AutoNormal(lambda: pyro.sample("precision", dist.LogNormal(0.7, 1.0)))
+    precision = guides.AutoNormal(lambda: pyro.sample("precision", dist.LogNormal(0.7, 1.0)))
     assert precision.median()["precision"].item() == pytest.approx(math.exp(0.7))
     assert precision.get_scale("precision").item() == pytest.approx(0.1)
 
@@ -182,7 +173,7 @@ def test_scales_start_below_the_weights():
         net[1].weight.mul_(0.1)
         net[1].bias.zero_()
         net[2].weight.fill_(0.02)
-    guide = AutoNormal(program(net))
+    guide = guides.AutoNormal(program(net))
     expected = {
         "0.weight": 0.05 * net[0].weight.square().mean().sqrt().item(),
         "1.weight": 0.05 * net[1].weight.square().mean().sqrt().item(),
@@ -192,7 +183,7 @@ def test_scales_start_below_the_weights():
     for name, scale in expected.items():
         found = guide.get_scale(name).detach()
         torch.testing.assert_close(found, torch.full_like(found, scale))
-    capped = AutoNormal(program(net), max_guide_scale=1e-3)
+    capped = guides.AutoNormal(program(net), max_guide_scale=1e-3)
     torch.testing.assert_close(capped.get_scale("1.bias").detach(), torch.full((5,), 5e-4))
 
 

@@ -10,27 +10,20 @@ from torch import nn
 
 import tyxe
 from tests.oracles.inducing import data, make, program, wide_net
-from tyxe.guides import (
-    AutoInducing,
-    AutoNormal,
-    parameter_count,
-    prune_,
-    prune_inducing_,
-)
 from tyxe.testing import check_guide
 
 
 def test_pruned_maps_stay_pruned():
     x, y = data(inputs=20, outputs=2)
-    builder = functools.partial(AutoInducing, inducing_rows=4, inducing_cols=5)
+    builder = functools.partial(tyxe.guides.AutoInducing, inducing_rows=4, inducing_cols=5)
     bnn = make(builder, wide_net().double())
     guide = bnn.net_guide
-    before, size = parameter_count(guide), 4 * 30 + 5 * 21
+    before, size = tyxe.guides.parameter_count(guide), 4 * 30 + 5 * 21
     entries = torch.cat(
         [guide.row_maps["0.weight"].flatten(), guide.column_maps["0.weight"].flatten()]
     )
-    prune_inducing_(guide, keep=0.4)
-    assert before - parameter_count(guide) == size - round(0.4 * size)
+    tyxe.guides.prune_inducing_(guide, keep=0.4)
+    assert before - tyxe.guides.parameter_count(guide) == size - round(0.4 * size)
     kept = torch.cat(
         [guide.kept_rows["0.weight"].flatten(), guide.kept_columns["0.weight"].flatten()]
     )
@@ -41,30 +34,30 @@ def test_pruned_maps_stay_pruned():
         assert bool((guide.map("0.weight", side)[~mask] == 0).all())
         assert bool((guide.map("0.weight", side)[mask] != 0).all())
     other = make(builder, wide_net().double())
-    prune_inducing_(other.net_guide, keep=1.0)
+    tyxe.guides.prune_inducing_(other.net_guide, keep=1.0)
     other.load_state_dict(bnn.state_dict())
     torch.manual_seed(0)
     left = bnn.predict(x, num_predictions=2, aggregate=False)
     torch.manual_seed(0)
     assert torch.equal(other.predict(x, num_predictions=2, aggregate=False), left)
-    prune_inducing_(guide, keep=0.2)
-    assert before - parameter_count(guide) == size - round(0.2 * size)
+    tyxe.guides.prune_inducing_(guide, keep=0.2)
+    assert before - tyxe.guides.parameter_count(guide) == size - round(0.2 * size)
     with pytest.raises(ValueError, match="and no more than are left"):
-        prune_inducing_(guide, keep=0.3)
+        tyxe.guides.prune_inducing_(guide, keep=0.3)
 
 
 def test_rows_of_which_nothing_is_left():
-    guide = AutoInducing(program(wide_net()), 4, 5)
+    guide = tyxe.guides.AutoInducing(program(wide_net()), 4, 5)
     with torch.no_grad():
         guide.row_maps["0.weight"][1] = 1e-9
-    prune_inducing_(guide, keep=0.8)
+    tyxe.guides.prune_inducing_(guide, keep=0.8)
     assert not guide.kept_rows["0.weight"][1].any()
     assert bool(guide()["net.0.weight"].isfinite().all())
 
 
 def test_pruned_mean_fields():
     x, y = data(inputs=20, outputs=2)
-    bnn = make(functools.partial(AutoNormal, init_scale=0.1), wide_net().double())
+    bnn = make(functools.partial(tyxe.guides.AutoNormal, init_scale=0.1), wide_net().double())
     guide = bnn.net_guide
     with torch.no_grad():
         for parameter in guide.parameters():
@@ -72,9 +65,9 @@ def test_pruned_mean_fields():
     ratios = torch.cat(
         [(guide.get_loc(n).abs() / guide.get_scale(n)).flatten() for n in ("0.weight", "2.weight")]
     )
-    before = parameter_count(guide)
-    prune_(guide, keep=0.1)
-    assert before - parameter_count(guide) == 2 * (660 - 66)
+    before = tyxe.guides.parameter_count(guide)
+    tyxe.guides.prune_(guide, keep=0.1)
+    assert before - tyxe.guides.parameter_count(guide) == 2 * (660 - 66)
     kept = torch.cat([guide.kept[n].flatten() for n in ("0.weight", "2.weight")])
     assert ratios[kept].min() >= ratios[~kept].max()
     assert "0.bias" not in guide.kept
@@ -98,11 +91,11 @@ def test_a_pruned_net_linearised():
 
 
 def pruned_mean_field(module):
-    guide = AutoNormal(module)
+    guide = tyxe.guides.AutoNormal(module)
     with torch.no_grad():
         for _, loc in guide.locs.items():
             loc.add_(torch.linspace(1, 2, loc.numel()).to(loc).view(loc.shape))
-    prune_(guide, keep=0.5)
+    tyxe.guides.prune_(guide, keep=0.5)
     return guide
 
 
@@ -111,9 +104,9 @@ def test_copies_are_pruned_and_fitted_on(copied):
     """A copy's supports are other objects; and a site of which nothing is left has not exploded."""
     net = nn.Sequential(nn.Linear(20, 3, bias=False), nn.Linear(3, 1, bias=False)).double()
     x, y = data(inputs=20)
-    bnn = copied(make(functools.partial(AutoNormal, init_scale=0.1), net))
+    bnn = copied(make(functools.partial(tyxe.guides.AutoNormal, init_scale=0.1), net))
     with torch.no_grad():
         bnn.net_guide.locs["0.weight"].fill_(1.0)
-    prune_(bnn.net_guide, keep=0.5)
+    tyxe.guides.prune_(bnn.net_guide, keep=0.5)
     assert not bool(bnn.net_guide.kept["1.weight"].any())
     bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-3), 2)

@@ -9,42 +9,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.oracles.scores import (
-    CLASSIFICATION,
-    GAUSSIAN,
-    OOD,
-    assert_scalar,
-    classified,
-    gaussians,
-    scored,
-    seeds,
-    sizes,
-)
+from tests.oracles import scores
 from tyxe import metrics
 
 
 class TestProperties:
-    @pytest.mark.parametrize("metric", CLASSIFICATION)
-    @given(seed=seeds, num_points=sizes)
+    @pytest.mark.parametrize("metric", scores.CLASSIFICATION)
+    @given(seed=scores.seeds, num_points=scores.sizes)
     @settings(max_examples=20, deadline=None)
     def test_order_of_points_does_not_matter(
         self, metric: Callable[..., Tensor], seed: int, num_points: int
     ) -> None:
-        probs, targets = classified(seed, num_points)
+        probs, targets = scores.classified(seed, num_points)
         order = torch.randperm(num_points, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(metric(probs[order], targets[order]), metric(probs, targets))
 
-    @pytest.mark.parametrize("metric", CLASSIFICATION)
+    @pytest.mark.parametrize("metric", scores.CLASSIFICATION)
     def test_order_of_classes_does_not_matter(self, metric: Callable[..., Tensor]) -> None:
-        probs, targets = classified(8)
+        probs, targets = scores.classified(8)
         order = torch.tensor([2, 0, 3, 1])
         permuted = metric(probs[:, order], order.argsort()[targets])
         torch.testing.assert_close(permuted, metric(probs, targets))
 
-    @given(seed=seeds, num_points=sizes, num_classes=st.integers(2, 6))
+    @given(seed=scores.seeds, num_points=scores.sizes, num_classes=st.integers(2, 6))
     @settings(max_examples=50, deadline=None)
     def test_ranges(self, seed: int, num_points: int, num_classes: int) -> None:
-        probs, targets = classified(seed, num_points, num_classes)
+        probs, targets = scores.classified(seed, num_points, num_classes)
         assert metrics.nll(probs, targets) >= 0
         assert 0 <= metrics.accuracy(probs, targets) <= 1
         assert 0 <= metrics.brier_score(probs, targets) <= 2
@@ -54,10 +44,10 @@ class TestProperties:
         assert (entropy >= 0).all()
         assert (entropy <= math.log(num_classes) + 1e-12).all()
 
-    @given(seed=seeds, num_points=sizes, num_bins=st.integers(1, 20))
+    @given(seed=scores.seeds, num_points=scores.sizes, num_bins=st.integers(1, 20))
     @settings(max_examples=50, deadline=None)
     def test_the_curve_keeps_every_point(self, seed: int, num_points: int, num_bins: int) -> None:
-        probs, targets = classified(seed, num_points)
+        probs, targets = scores.classified(seed, num_points)
         curve = metrics.calibration_curve(probs, targets, num_bins)
         assert len(curve.counts) <= num_bins
         assert (curve.counts > 0).all()
@@ -75,33 +65,33 @@ class TestProperties:
         first = torch.tensor(tenths).repeat_interleave(10).double() / 10
         targets = torch.cat([(torch.arange(10) >= k).long() for k in tenths])
         probs = torch.stack([first, 1 - first], -1)
-        assert_scalar(metrics.expected_calibration_error(probs, targets, num_bins), 0)
+        scores.assert_scalar(metrics.expected_calibration_error(probs, targets, num_bins), 0)
 
-    @given(seeds, sizes, sizes)
+    @given(scores.seeds, scores.sizes, scores.sizes)
     @settings(max_examples=50, deadline=None)
     def test_auroc_of_the_swapped_sets_is_the_complement(
         self, seed: int, num_in: int, num_out: int
     ) -> None:
-        pair = scored(seed, num_in, num_out)
-        assert_scalar(metrics.ood_auroc(*pair) + metrics.ood_auroc(*pair[::-1]), 1)
+        pair = scores.scored(seed, num_in, num_out)
+        scores.assert_scalar(metrics.ood_auroc(*pair) + metrics.ood_auroc(*pair[::-1]), 1)
 
-    @pytest.mark.parametrize("metric", OOD)
-    @given(seed=seeds)
+    @pytest.mark.parametrize("metric", scores.OOD)
+    @given(seed=scores.seeds)
     @settings(max_examples=20, deadline=None)
     def test_only_the_order_of_scores_matters(
         self, metric: Callable[..., Tensor], seed: int
     ) -> None:
-        in_scores, out_scores = scored(seed)
+        in_scores, out_scores = scores.scored(seed)
         value = metric(in_scores, out_scores)
         assert 0 <= value <= 1
         monotone = metric((3 * in_scores).exp(), (3 * out_scores).exp())
         torch.testing.assert_close(monotone, value)
         torch.testing.assert_close(metric(in_scores.flip(0), out_scores.flip(0)), value)
 
-    @given(seed=seeds, factor=st.floats(0.01, 100), shift=st.floats(-100, 100))
+    @given(seed=scores.seeds, factor=st.floats(0.01, 100), shift=st.floats(-100, 100))
     @settings(max_examples=50, deadline=None)
     def test_change_of_units(self, seed: int, factor: float, shift: float) -> None:
-        mean, scale, targets = gaussians(seed)
+        mean, scale, targets = scores.gaussians(seed)
         moved = (factor * mean + shift, factor * scale, factor * targets + shift)
         crps = metrics.crps_gaussian(mean, scale, targets)
         torch.testing.assert_close(metrics.crps_gaussian(*moved), factor * crps)
@@ -111,7 +101,7 @@ class TestProperties:
         torch.testing.assert_close(metrics.rmse(moved[0], moved[2]), factor * rmse)
 
     def test_crps_of_a_narrow_prediction_is_the_absolute_error(self) -> None:
-        mean, _, targets = gaussians(9)
+        mean, _, targets = scores.gaussians(9)
         expected = (targets - mean).abs().mean()
         torch.testing.assert_close(metrics.crps_gaussian(mean, 1e-12, targets), expected)
 
@@ -122,14 +112,14 @@ class TestProperties:
         standard_error = math.sqrt(level * (1 - level) / num_points)
         assert abs(value - level) < 4 * standard_error
 
-    @pytest.mark.parametrize("metric", GAUSSIAN)
+    @pytest.mark.parametrize("metric", scores.GAUSSIAN)
     def test_one_scale_stands_for_all(self, metric: Callable[..., Tensor]) -> None:
-        mean, _, targets = gaussians(10)
+        mean, _, targets = scores.gaussians(10)
         expected = metric(mean, torch.full_like(mean, 0.5), targets)
         torch.testing.assert_close(metric(mean, 0.5, targets), expected)
         torch.testing.assert_close(metric(mean, torch.tensor(0.5), targets), expected)
 
-    @pytest.mark.parametrize("metric", GAUSSIAN)
+    @pytest.mark.parametrize("metric", scores.GAUSSIAN)
     def test_outputs_are_averaged_like_points(self, metric: Callable[..., Tensor]) -> None:
-        matrices = [v.reshape(10, 2) for v in gaussians(11)]
-        torch.testing.assert_close(metric(*matrices), metric(*gaussians(11)))
+        matrices = [v.reshape(10, 2) for v in scores.gaussians(11)]
+        torch.testing.assert_close(metric(*matrices), metric(*scores.gaussians(11)))

@@ -7,36 +7,33 @@ import torch
 import torch.nn as nn
 
 import tyxe
-from tyxe.likelihoods import (
-    Bernoulli,
-    Categorical,
-    HeteroskedasticGaussian,
-    HomoskedasticGaussian,
-    Poisson,
-)
 from tyxe.poutine import selective_mask
 
 EXPOSE = ["likelihood.data"]
 ROWS = 6
 LIKELIHOODS = {
-    "Bernoulli": (lambda n: Bernoulli(n), 1, lambda: torch.ones(ROWS, 1)),
-    "Categorical": (lambda n: Categorical(n), 3, lambda: torch.randint(0, 3, (ROWS,))),
+    "Bernoulli": (lambda n: tyxe.likelihoods.Bernoulli(n), 1, lambda: torch.ones(ROWS, 1)),
+    "Categorical": (
+        lambda n: tyxe.likelihoods.Categorical(n),
+        3,
+        lambda: torch.randint(0, 3, (ROWS,)),
+    ),
     "HomoskedasticGaussian": (
-        lambda n: HomoskedasticGaussian(n, scale=0.5),
+        lambda n: tyxe.likelihoods.HomoskedasticGaussian(n, scale=0.5),
         2,
         lambda: torch.randn(ROWS, 2),
     ),
     "HomoskedasticGaussian, inferred": (
-        lambda n: HomoskedasticGaussian(n, scale=dist.LogNormal(0.0, 1.0)),
+        lambda n: tyxe.likelihoods.HomoskedasticGaussian(n, scale=dist.LogNormal(0.0, 1.0)),
         1,
         lambda: torch.randn(ROWS, 1),
     ),
     "HeteroskedasticGaussian": (
-        lambda n: HeteroskedasticGaussian(n),
+        lambda n: tyxe.likelihoods.HeteroskedasticGaussian(n),
         2,
         lambda: torch.randn(ROWS, 1),
     ),
-    "Poisson": (lambda n: Poisson(n), 1, lambda: torch.arange(ROWS)[:, None]),
+    "Poisson": (lambda n: tyxe.likelihoods.Poisson(n), 1, lambda: torch.arange(ROWS)[:, None]),
 }
 
 

@@ -10,13 +10,6 @@ from torch import nn
 
 import tyxe
 from tyxe.guides import AutoNormal
-from tyxe.likelihoods import (
-    Bernoulli,
-    Categorical,
-    HeteroskedasticGaussian,
-    HomoskedasticGaussian,
-    Poisson,
-)
 
 N, S = 11, 5
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -30,7 +23,11 @@ def net(outputs=3):
 def make(module=None, likelihood=None, guide=GUIDE, prior=NORMAL, likelihood_guide=None):
     pyro.set_rng_seed(0)
     return tyxe.VariationalBNN(
-        module or net(), prior, likelihood or Categorical(N), guide, likelihood_guide
+        module or net(),
+        prior,
+        likelihood or tyxe.likelihoods.Categorical(N),
+        guide,
+        likelihood_guide,
     ).double()
 
 
@@ -77,21 +74,21 @@ def poisson(outputs, y):
 
 
 LIKELIHOODS = {
-    "Categorical": (Categorical(N), 3, torch.arange(N) % 3, categorical),
-    "Bernoulli": (Bernoulli(N), 1, torch.arange(N)[:, None] % 2, bernoulli),
+    "Categorical": (tyxe.likelihoods.Categorical(N), 3, torch.arange(N) % 3, categorical),
+    "Bernoulli": (tyxe.likelihoods.Bernoulli(N), 1, torch.arange(N)[:, None] % 2, bernoulli),
     "HomoskedasticGaussian": (
-        HomoskedasticGaussian(N, scale=0.4),
+        tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.4),
         2,
         torch.arange(2.0 * N).reshape(N, 2) / N,
         homoskedastic,
     ),
     "HeteroskedasticGaussian": (
-        HeteroskedasticGaussian(N),
+        tyxe.likelihoods.HeteroskedasticGaussian(N),
         2,
         torch.arange(1.0 * N)[:, None] / N,
         heteroskedastic,
     ),
-    "Poisson": (Poisson(N), 1, torch.arange(N)[:, None], poisson),
+    "Poisson": (tyxe.likelihoods.Poisson(N), 1, torch.arange(N)[:, None], poisson),
 }
 
 

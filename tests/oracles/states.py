@@ -6,12 +6,7 @@ import io
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer.autoguide import (
-    AutoDelta,
-    AutoDiagonalNormal,
-    AutoLowRankMultivariateNormal,
-    AutoMultivariateNormal,
-)
+from pyro.infer import autoguide
 from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
 from pyro.infer.mcmc import HMC
 from torch import nn
@@ -28,10 +23,10 @@ GUIDES = {
     "AutoNormal, capped": functools.partial(AutoNormal, init_scale=0.01, max_guide_scale=0.1),
     "AutoRadial": AutoRadial,
     "pyro.AutoNormal": PyroAutoNormal,
-    "AutoDiagonalNormal": AutoDiagonalNormal,
-    "AutoMultivariateNormal": AutoMultivariateNormal,
-    "AutoLowRankMultivariateNormal": AutoLowRankMultivariateNormal,
-    "AutoDelta": AutoDelta,
+    "AutoDiagonalNormal": autoguide.AutoDiagonalNormal,
+    "AutoMultivariateNormal": autoguide.AutoMultivariateNormal,
+    "AutoLowRankMultivariateNormal": autoguide.AutoLowRankMultivariateNormal,
+    "AutoDelta": autoguide.AutoDelta,
 }
 
 

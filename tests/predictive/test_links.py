@@ -7,28 +7,18 @@ import torch
 
 from tests.oracles.links import MEANS, VARIANCES, covariances, expected_sigmoid
 from tyxe.errors import TyxeWarning
-from tyxe.predictive.links import (
-    BINARY_LINKS,
-    CLASS_LINKS,
-    bridge_log_concentration,
-    log_bridge,
-    log_mc,
-    log_probit,
-    logit_mc,
-    logit_probit,
-    sample_outputs,
-)
+from tyxe.predictive import links
 
 
 def probabilities(link):
     return lambda *gaussian: link(*gaussian).exp()
 
 
-mc, probit, bridge = map(probabilities, (log_mc, log_probit, log_bridge))
+mc, probit, bridge = map(probabilities, (links.log_mc, links.log_probit, links.log_bridge))
 
 
 def mc_binary(*gaussian):
-    return logit_mc(*gaussian).sigmoid()
+    return links.logit_mc(*gaussian).sigmoid()
 
 
 # --- mc -----------------------------------------------------------------------------------------
@@ -69,7 +59,7 @@ def test_samples_have_the_mean_and_the_covariance():
     mean = torch.randn(3, 4).double()
     covariance = torch.stack([covariances(4), covariances(4, rank=2), torch.zeros(4, 4).double()])
     num_samples = 50_000
-    samples = sample_outputs(mean, covariance, num_samples)
+    samples = links.sample_outputs(mean, covariance, num_samples)
     assert samples.shape == (num_samples, 3, 4)
     variances = covariance.diagonal(dim1=-2, dim2=-1)
     error = (variances / num_samples).sqrt()
@@ -85,10 +75,10 @@ def test_singular_covariances_leave_no_variance_in_their_null_space():
     # Exactly singular for a softmax's functional covariance: it has none along the ones.
     centring = torch.eye(5).double() - 1 / 5
     covariance = centring @ covariances(7, 5) @ centring
-    samples = sample_outputs(torch.zeros(7, 5).double(), covariance, 200)
+    samples = links.sample_outputs(torch.zeros(7, 5).double(), covariance, 200)
     assert samples.sum(-1).abs().max() < 1e-6
     singular = covariances(7, 5, rank=1)
-    samples = sample_outputs(torch.zeros(7, 5).double(), singular, 200)
+    samples = links.sample_outputs(torch.zeros(7, 5).double(), singular, 200)
     eigenvalues = torch.linalg.eigvalsh(torch.einsum("sni,snj->nij", samples, samples))
     assert bool((eigenvalues[:, :-1].abs() < 1e-6 * eigenvalues[:, -1:]).all())
 
@@ -96,7 +86,7 @@ def test_singular_covariances_leave_no_variance_in_their_null_space():
 def test_a_covariance_that_is_none_warns():
     indefinite = torch.diag(torch.tensor([1.0, -0.5])).unsqueeze(0)
     with pytest.warns(TyxeWarning, match=r"eigenvalue -0\.5"):
-        samples = sample_outputs(torch.zeros(1, 2), indefinite, 10)
+        samples = links.sample_outputs(torch.zeros(1, 2), indefinite, 10)
     # No variance at all rather than the negative one's size.
     assert bool((samples[..., 1] == 0).all())
     assert bool((samples[..., 0] != 0).all())
@@ -109,7 +99,7 @@ def test_mc_in_chunks_is_one_average(monkeypatch):
     chunked = mc(mean, covariance, 7)
     binary = mc_binary(mean, mean.square(), 7)
     torch.manual_seed(3)
-    parts = [sample_outputs(mean, covariance, size).softmax(-1) for size in (2, 2, 2, 1)]
+    parts = [links.sample_outputs(mean, covariance, size).softmax(-1) for size in (2, 2, 2, 1)]
     torch.testing.assert_close(chunked, torch.cat(parts).mean(0))
     noise = torch.cat([torch.empty(size, 3, 4).double().normal_() for size in (2, 2, 2, 1)])
     torch.testing.assert_close(binary, (mean + mean.abs() * noise).sigmoid().mean(0))
@@ -128,7 +118,7 @@ def test_probit_is_its_formula():
     torch.testing.assert_close(probit(mean, covariance), expected, rtol=1e-12, atol=0)
     variance = mean.square()
     by_hand = mean / (1 + math.pi / 8 * variance).sqrt()
-    torch.testing.assert_close(logit_probit(mean, variance), by_hand, rtol=1e-12, atol=0)
+    torch.testing.assert_close(links.logit_probit(mean, variance), by_hand, rtol=1e-12, atol=0)
 
 
 def test_binary_probit_is_within_its_bound_of_the_integral():
@@ -138,7 +128,7 @@ def test_binary_probit_is_within_its_bound_of_the_integral():
     d = (x.sigmoid() - torch.special.ndtr(math.sqrt(math.pi / 8) * x)).abs().max()
     assert d.item() == pytest.approx(0.0177, abs=5e-5)
     mean, variance = torch.meshgrid(MEANS, VARIANCES, indexing="ij")
-    gap = (logit_probit(mean, variance).sigmoid() - expected_sigmoid(mean, variance)).abs()
+    gap = (links.logit_probit(mean, variance).sigmoid() - expected_sigmoid(mean, variance)).abs()
     assert bool((gap <= 2 * d).all())
 
 
@@ -165,7 +155,7 @@ def test_bridge_is_its_formula(num_classes):
     expected = torch.tensor(
         [bridge_by_hand(m, c) for m, c in zip(mean, covariance, strict=True)], dtype=torch.float64
     )
-    log_alpha = bridge_log_concentration(mean, covariance)
+    log_alpha = links.bridge_log_concentration(mean, covariance)
     torch.testing.assert_close(log_alpha, expected, rtol=1e-9, atol=1e-10)
     dirichlet = torch.distributions.Dirichlet(log_alpha.exp())
     torch.testing.assert_close(bridge(mean, covariance), dirichlet.mean)
@@ -180,7 +170,7 @@ def test_bridge_inverts_the_map_from_dirichlets_to_logits():
     pairs = (inverse.unsqueeze(-1) + inverse.unsqueeze(-2)) / 4
     covariance = torch.diag_embed(inverse) - pairs + inverse.sum(-1)[:, None, None] / 16
     mean = alpha.log() - alpha.log().mean(-1, keepdim=True)
-    actual = bridge_log_concentration(mean, covariance).exp()
+    actual = links.bridge_log_concentration(mean, covariance).exp()
     torch.testing.assert_close(actual, alpha, rtol=1e-10, atol=0)
     # There the sum has no variance, so a constant on all logits is only centred away.
     torch.testing.assert_close(
@@ -203,10 +193,10 @@ def test_bridge_ignores_a_constant_where_rows_have_equal_sums():
 
 def test_small_covariances_make_concentrations_large():
     mean, covariance = torch.randn(5, 3).double(), covariances(5, 3)
-    log_alpha = bridge_log_concentration(mean, covariance)
+    log_alpha = links.bridge_log_concentration(mean, covariance)
     for factor in (1e-3, 1e-6, 1e-12):
         torch.testing.assert_close(
-            bridge_log_concentration(mean, factor * covariance), log_alpha - math.log(factor)
+            links.bridge_log_concentration(mean, factor * covariance), log_alpha - math.log(factor)
         )
         torch.testing.assert_close(bridge(mean, factor * covariance), bridge(mean, covariance))
     certain = bridge(mean, torch.zeros(5, 3, 3).double())
@@ -221,7 +211,7 @@ def test_bridge_is_finite_for_logits_far_apart():
 
 
 def test_binary_bridge_is_the_probit_formula_because_the_bridge_forgets_the_variance():
-    assert BINARY_LINKS["bridge"] is logit_probit
+    assert links.BINARY_LINKS["bridge"] is links.logit_probit
     mean, variance = MEANS, VARIANCES.clamp_min(0.1)
     logits = torch.stack([mean, -mean], -1) / 2
     matrix = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
@@ -232,14 +222,14 @@ def test_binary_bridge_is_the_probit_formula_because_the_bridge_forgets_the_vari
 # --- every link ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CLASS_LINKS)
+@pytest.mark.parametrize("name", links.CLASS_LINKS)
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 2, 5, 3), (0, 3)])
 def test_class_links_keep_shapes_and_sum_to_one(name, shape):
     mean, covariance = torch.randn(shape), torch.diag_embed(torch.rand(shape))
-    probs = CLASS_LINKS[name](mean, covariance, 5).exp()
+    probs = links.CLASS_LINKS[name](mean, covariance, 5).exp()
     assert probs.shape == shape
     torch.testing.assert_close(probs.sum(-1), torch.ones(shape[:-1]))
-    logits = BINARY_LINKS[name](mean, mean.square(), 5)
+    logits = links.BINARY_LINKS[name](mean, mean.square(), 5)
     assert logits.shape == shape
     assert bool(logits.isfinite().all())
 
@@ -247,17 +237,17 @@ def test_class_links_keep_shapes_and_sum_to_one(name, shape):
 @pytest.mark.parametrize("name", ["probit", "bridge"])
 def test_positions_do_not_meet(name):
     mean, covariance = torch.randn(2, 3, 4).double(), covariances(2, 3, 4)
-    each = [CLASS_LINKS[name](mean[:, i], covariance[:, i], 0) for i in range(3)]
-    torch.testing.assert_close(CLASS_LINKS[name](mean, covariance, 0), torch.stack(each, 1))
+    each = [links.CLASS_LINKS[name](mean[:, i], covariance[:, i], 0) for i in range(3)]
+    torch.testing.assert_close(links.CLASS_LINKS[name](mean, covariance, 0), torch.stack(each, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_links_promote_half_precision(dtype):
     expected = torch.promote_types(dtype, torch.float32)
     mean, variance = torch.randn(4, 3).to(dtype), torch.rand(4, 3).to(dtype)
-    for link in CLASS_LINKS.values():
+    for link in links.CLASS_LINKS.values():
         assert link(mean, torch.diag_embed(variance), 5).dtype == expected
-    for link in BINARY_LINKS.values():
+    for link in links.BINARY_LINKS.values():
         assert link(mean, variance, 5).dtype == expected
     assert probit(mean, torch.diag_embed(variance).double()).dtype == torch.float64
 
@@ -267,21 +257,21 @@ def test_links_without_uncertainty_are_softmax_and_sigmoid():
     certain = torch.zeros(4, 3, 3).double()
     torch.testing.assert_close(mc(mean, certain, 3), mean.softmax(-1))
     torch.testing.assert_close(probit(mean, certain), mean.softmax(-1))
-    for link in BINARY_LINKS.values():
+    for link in links.BINARY_LINKS.values():
         torch.testing.assert_close(link(mean, torch.zeros(4, 3).double(), 3), mean)
 
 
 REFUSED = {
     **{
         f"variances, {name}": (lambda link=link: link(torch.zeros(4, 3), torch.ones(4, 3), 5))
-        for name, link in CLASS_LINKS.items()
+        for name, link in links.CLASS_LINKS.items()
     },
     **{
         f"covariances, {name}": (lambda link=link: link(torch.zeros(4, 3), torch.ones(4, 3, 3), 5))
-        for name, link in BINARY_LINKS.items()
+        for name, link in links.BINARY_LINKS.items()
     },
     "no sample": lambda: mc(torch.zeros(4, 3), torch.eye(3).expand(4, 3, 3), 0),
-    "no sample of outputs": lambda: sample_outputs(torch.zeros(4, 3), torch.ones(4, 3, 3), 0),
+    "no sample of outputs": lambda: links.sample_outputs(torch.zeros(4, 3), torch.ones(4, 3, 3), 0),
     "no binary sample": lambda: mc_binary(torch.zeros(4), torch.ones(4), 0),
 }
 MESSAGES = {

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 import tyxe
-from tests.oracles.linear_models import (
-    LIKELIHOODS,
-    in_single_precision,
-    made,
-    natural_gradient,
-)
+from tests.oracles import linear_models
 from tyxe.linalg import Dense, Diagonal, LowRank
 from tyxe.predictive import refine_variational
 from tyxe.predictive.natural_gradient import OutputIterate, WeightIterate, started
@@ -46,11 +41,11 @@ def after_some_steps(model):
 
 @pytest.mark.parametrize("draws", [at_the_mean, around_the_mean])
 @pytest.mark.parametrize("weights", [5, 80])
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("name", linear_models.LIKELIHOODS)
 def test_fifty_steps_are_those_of_the_formula(name, weights, draws):
-    model = made(name, weights, weight=2.5)
+    model = linear_models.made(name, weights, weight=2.5)
     mean, precision = refine_variational(model, rate=0.1, num_steps=50, expectation=draws)
-    expected_mean, expected_precision = natural_gradient(model, draws, 0.1, 50)
+    expected_mean, expected_precision = linear_models.natural_gradient(model, draws, 0.1, 50)
     assert isinstance(precision, LowRank if weights == 80 else Dense)
     torch.testing.assert_close(mean, expected_mean, **TIGHT)
     torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
@@ -64,7 +59,7 @@ def test_fifty_steps_are_those_of_the_formula(name, weights, draws):
 
 @pytest.mark.parametrize(("weights", "kind"), [(36, WeightIterate), (37, OutputIterate)])
 def test_outputs_are_chosen_where_they_are_fewer(weights, kind):
-    model = made("categorical", weights)
+    model = linear_models.made("categorical", weights)
     assert isinstance(started(model, "full"), kind)
     assert isinstance(started(model, "diag"), WeightIterate)
     assert isinstance(refine_variational(model, "diag", num_steps=1)[1], Diagonal)
@@ -79,7 +74,7 @@ def test_outputs_are_chosen_where_they_are_fewer(weights, kind):
 @pytest.mark.parametrize("weights", [5, 80])
 @pytest.mark.parametrize("name", ["categorical", "pixels", "bernoulli"])
 def test_draws_have_the_moments_of_the_posterior(name, weights):
-    model = made(name, weights, weight=2.5)
+    model = linear_models.made(name, weights, weight=2.5)
     iterate = after_some_steps(model)
     mean, precision = iterate.posterior()
     rows = model.jacobian.flatten(0, 1)
@@ -106,7 +101,7 @@ def test_draws_have_the_moments_of_the_posterior(name, weights):
 
 
 def test_mirrored_draws_come_in_pairs():
-    iterate = after_some_steps(made("categorical", 80))
+    iterate = after_some_steps(linear_models.made("categorical", 80))
     outputs, center = list(iterate.joint_draws(3)), iterate._center()
     assert len(outputs) == 3
     torch.testing.assert_close(outputs[0] + outputs[1], 2 * center, **TIGHT)
@@ -130,7 +125,7 @@ def test_what_classes_leave_open_costs_nothing(probabilities):
 
 
 def test_data_that_say_nothing_leave_the_prior():
-    model = made("categorical", 80)
+    model = linear_models.made("categorical", 80)
     saturated = torch.tensor([2000.0, 0.0, -2000.0]).expand(12, 3)
     model = dataclasses.replace(model, outputs=saturated, targets=torch.zeros(12).long())
     mean, precision = refine_variational(model, rate=1.0, num_steps=1, expectation=at_the_mean)
@@ -139,10 +134,10 @@ def test_data_that_say_nothing_leave_the_prior():
     assert len(list(started(model, "full").pointwise_draws(2))) == 2
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("name", linear_models.LIKELIHOODS)
 def test_points_that_are_given_twice(name):
     # Their kernel is singular, and nothing takes a root of it.
-    model = made(name, 80)
+    model = linear_models.made(name, 80)
     first = torch.arange(12) % 6
     model = dataclasses.replace(
         model,
@@ -151,7 +146,9 @@ def test_points_that_are_given_twice(name):
         targets=model.targets[first],
     )
     mean, precision = refine_variational(model, rate=0.1, num_steps=50, expectation=around_the_mean)
-    expected_mean, expected_precision = natural_gradient(model, around_the_mean, 0.1, 50)
+    expected_mean, expected_precision = linear_models.natural_gradient(
+        model, around_the_mean, 0.1, 50
+    )
     torch.testing.assert_close(mean, expected_mean, **TIGHT)
     torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
     assert bool(torch.stack(list(started(model, "full").pointwise_draws(2))).isfinite().all())
@@ -161,8 +158,8 @@ def test_points_that_are_given_twice(name):
 
 
 def test_single_precision_stays_close():
-    model = made("categorical", 80)
-    single = in_single_precision(model)
+    model = linear_models.made("categorical", 80)
+    single = linear_models.in_single_precision(model)
     mean, precision = refine_variational(single, num_steps=50, expectation=around_the_mean)
     assert mean.dtype == precision.dtype == torch.float32
     assert precision.factor.shape == (80, 36)
@@ -178,7 +175,7 @@ def test_single_precision_stays_close():
 
 
 def test_pieces_of_the_jacobian_add_up(monkeypatch):
-    model = made("pixels", 80)
+    model = linear_models.made("pixels", 80)
     whole = refine_variational(model, num_steps=3, expectation=at_the_mean)
     monkeypatch.setattr("tyxe.predictive.natural_gradient.CHUNK", 7 * 72)
     mean, precision = refine_variational(model, num_steps=3, expectation=at_the_mean)
@@ -188,7 +185,7 @@ def test_pieces_of_the_jacobian_add_up(monkeypatch):
 
 def test_divergence_is_told():
     # Where exp(f) is far too small for the counts, a full step goes far too high.
-    model = made("poisson", 80)
+    model = linear_models.made("poisson", 80)
     far = dataclasses.replace(model, outputs=model.outputs - 12.0)
     assert isinstance(started(far, "full"), OutputIterate)
     with pytest.raises(RuntimeError, match=r"diverged at step \d+ of 20 with rate=1.0: use a"):
@@ -198,7 +195,7 @@ def test_divergence_is_told():
 
 
 def test_what_is_not_finite_at_the_start():
-    model = made("poisson", 80)
+    model = linear_models.made("poisson", 80)
     with pytest.raises(ValueError, match=r"the output Hessian has 12 elements that are not finite"):
         refine_variational(dataclasses.replace(model, outputs=model.outputs + 1000.0))
     model.jacobian[3, 0, 7] = torch.nan

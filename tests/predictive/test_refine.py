@@ -9,16 +9,7 @@ import pytest
 import torch
 
 import tyxe
-from tests.oracles.linear_models import (
-    LIKELIHOODS,
-    NODES,
-    WEIGHTS,
-    best_gaussian,
-    conjugate,
-    dense_precision,
-    in_single_precision,
-    made,
-)
+from tests.oracles import linear_models
 from tyxe.curvature import jacobian
 from tyxe.linalg import Dense, Diagonal
 from tyxe.predictive import refine_laplace, refine_variational
@@ -42,12 +33,12 @@ def slope(model, w):
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.5])
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("name", linear_models.LIKELIHOODS)
 def test_laplace_is_at_the_mode_with_the_curvature_there(name, weight):
-    model = made(name, weight=weight)
+    model = linear_models.made(name, weight=weight)
     mode, full = refine_laplace(model, tolerance=1e-24)
     assert float(slope(model, mode).abs().max()) < 1e-8
-    expected = dense_precision(model, model.predict(mode))
+    expected = linear_models.dense_precision(model, model.predict(mode))
     torch.testing.assert_close(full.to_dense(), expected, **TIGHT)
     same, diagonal = refine_laplace(model, "diag", tolerance=1e-24)
     assert isinstance(full, Dense)
@@ -56,10 +47,10 @@ def test_laplace_is_at_the_mode_with_the_curvature_there(name, weight):
     torch.testing.assert_close(diagonal.diagonal(), expected.diagonal(), **TIGHT)
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("name", linear_models.LIKELIHOODS)
 def test_the_curvature_is_the_hessian_of_the_log_joint(name):
     # In natural parameters a linear model's generalised Gauss-Newton matrix is exact.
-    model = made(name, weight=1.7)
+    model = linear_models.made(name, weight=1.7)
     w = torch.randn(5)
     hessian = -torch.autograd.functional.hessian(model.log_joint, w)
     residuals, blocks = model.local(model.predict(w))
@@ -70,7 +61,7 @@ def test_the_curvature_is_the_hessian_of_the_log_joint(name):
 
 
 def test_pieces_of_the_data_add_up(monkeypatch):
-    model = made("pixels")
+    model = linear_models.made("pixels")
     _, blocks = model.local(model.outputs)
     whole = [model.curvature(blocks, kind) for kind in ("full", "diag")]
     covariance = model.output_covariance(Dense(whole[0]))
@@ -84,10 +75,12 @@ def test_pieces_of_the_data_add_up(monkeypatch):
 
 def test_far_from_the_mode_newton_takes_shorter_steps():
     # Where exp(f) is far too small for the counts, a full step goes far too high.
-    model = made("poisson")
+    model = linear_models.made("poisson")
     far = LinearModel(**{**vars(model), "outputs": model.outputs - 12.0})
     start = slope(far, far.loc)
-    full = far.loc + torch.linalg.solve(dense_precision(far, far.predict(far.loc)), start)
+    full = far.loc + torch.linalg.solve(
+        linear_models.dense_precision(far, far.predict(far.loc)), start
+    )
     assert float(far.log_joint(full)) < float(far.log_joint(far.loc))
     mode, precision = refine_laplace(far)
     left = slope(far, mode)
@@ -95,15 +88,15 @@ def test_far_from_the_mode_newton_takes_shorter_steps():
 
 
 def test_more_weights_than_data():
-    model = made("categorical", weights=80)
+    model = linear_models.made("categorical", weights=80)
     mode, precision = refine_laplace(model, tolerance=1e-24)
     assert float(slope(model, mode).abs().max()) < 1e-8
     assert precision.size == 80
 
 
 def test_single_precision_converges():
-    model = made("categorical", weights=40)
-    single = in_single_precision(model)
+    model = linear_models.made("categorical", weights=40)
+    single = linear_models.in_single_precision(model)
     mode, precision = refine_laplace(single)
     assert mode.dtype == precision.dtype == torch.float32
     expected, _ = refine_laplace(model)
@@ -112,7 +105,7 @@ def test_single_precision_converges():
 
 def test_too_few_steps_are_told():
     with pytest.warns(tyxe.TyxeWarning, match=r"not converged in num_steps=1"):
-        refine_laplace(made("categorical"), num_steps=1)
+        refine_laplace(linear_models.made("categorical"), num_steps=1)
 
 
 # ------------------------------------------------------------------ variational
@@ -123,9 +116,9 @@ def test_too_few_steps_are_told():
 @pytest.mark.parametrize("weight", [1.0, 2.5])
 @pytest.mark.parametrize("expectation", ["weights", "outputs"])
 def test_one_natural_step_solves_linear_regression(expectation, weight, weights):
-    model = made("gaussian", weights, weight)
+    model = linear_models.made("gaussian", weights, weight)
     mean, precision = refine_variational(model, rate=1.0, num_steps=1, expectation=expectation)
-    expected_mean, expected_precision = conjugate(model)
+    expected_mean, expected_precision = linear_models.conjugate(model)
     torch.testing.assert_close(mean, expected_mean, **TIGHT)
     torch.testing.assert_close(precision.to_dense(), expected_precision, **TIGHT)
     mode, laplace = refine_laplace(model, tolerance=1e-24)
@@ -135,9 +128,9 @@ def test_one_natural_step_solves_linear_regression(expectation, weight, weights)
 
 def test_the_diagonal_of_linear_regression():
     # The best factorised Gaussian has the exact mean, and one over the precision's diagonal.
-    model = made("gaussian")
+    model = linear_models.made("gaussian")
     mean, precision = refine_variational(model, "diag", rate=0.3, num_steps=300)
-    expected_mean, expected_precision = conjugate(model)
+    expected_mean, expected_precision = linear_models.conjugate(model)
     assert isinstance(precision, Diagonal)
     torch.testing.assert_close(mean, expected_mean, rtol=1e-7, atol=1e-7)
     torch.testing.assert_close(precision.diagonal(), expected_precision.diagonal(), **TIGHT)
@@ -160,14 +153,14 @@ GAUSSIANS = [("full", 3), ("full", 20), ("diag", 3)]
 
 @pytest.mark.parametrize(("structure", "weights"), GAUSSIANS)
 def test_it_finds_the_optimum_of_the_elbo(structure, weights):
-    model, mean, precision = best_gaussian(structure, weights)
+    model, mean, precision = linear_models.best_gaussian(structure, weights)
     found, operator = refine_variational(
         model, structure, rate=0.7, num_steps=15, expectation=by_quantiles
     )
     # What is left is the quantiles' error in E[r] and E[H]: here of two parts in a thousand.
-    z = 0.5 + 1.5 * QUANTILES, 0.5 + 1.5 * NODES
+    z = 0.5 + 1.5 * QUANTILES, 0.5 + 1.5 * linear_models.NODES
     for function in (torch.sigmoid, lambda f: f.sigmoid() * (-f).sigmoid()):
-        exact = float(WEIGHTS @ function(z[1]))
+        exact = float(linear_models.WEIGHTS @ function(z[1]))
         assert float(function(z[0]).mean()) == pytest.approx(exact, rel=2e-3)
     torch.testing.assert_close(found, mean, rtol=5e-3, atol=5e-3)
     torch.testing.assert_close(operator.to_dense(), precision, rtol=5e-3, atol=5e-3)
@@ -182,7 +175,7 @@ def test_it_finds_the_optimum_of_the_elbo(structure, weights):
 )
 @pytest.mark.parametrize("expectation", ["weights", "outputs"])
 def test_draws_lead_close_to_the_optimum(structure, weights, expectation, num_draws):
-    model, mean, precision = best_gaussian(structure, weights)
+    model, mean, precision = linear_models.best_gaussian(structure, weights)
     rate = 0.05
     found, operator = refine_variational(
         model,
@@ -208,7 +201,7 @@ def test_draws_lead_close_to_the_optimum(structure, weights, expectation, num_dr
 
 @pytest.mark.parametrize("weights", [5, 80])
 def test_a_seed_gives_the_same_numbers(weights):
-    model = made("categorical", weights)
+    model = linear_models.made("categorical", weights)
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -334,15 +327,17 @@ def test_what_cannot_be_refined(monkeypatch):
 )
 def test_options_that_do_not_exist(options, message):
     with pytest.raises(ValueError, match=message):
-        refine_variational(made("gaussian"), **options)
+        refine_variational(linear_models.made("gaussian"), **options)
     if "structure" in options:
         with pytest.raises(ValueError, match=message):
-            refine_laplace(made("gaussian"), **options)
+            refine_laplace(linear_models.made("gaussian"), **options)
 
 
 def test_divergence_is_told():
     # A rate of 1 with a diagonal, on inputs that are all alike.
-    model = made("gaussian", jacobian=torch.ones(12, 2, 5) + 0.01 * torch.randn(12, 2, 5))
+    model = linear_models.made(
+        "gaussian", jacobian=torch.ones(12, 2, 5) + 0.01 * torch.randn(12, 2, 5)
+    )
     with pytest.raises(RuntimeError, match=r"diverged at step \d+ of 2000 with rate=1.0: use a"):
         refine_variational(model, "diag", rate=1.0, num_steps=2000)
     mean, _ = refine_variational(model, "diag", rate=0.02, num_steps=50)

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.oracles.densities import (
-    cells_p_value,
-    correlated_gaussian,
-    funnel,
-    mixture,
-    scaled_gaussian,
-)
+from tests.oracles import densities
 from tyxe.samplers import HMC, NUTS, Randomness, Run
 from tyxe.samplers.hamiltonian import Settings
 from tyxe.samplers.integrators import Point
@@ -21,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 def test_a_transition_is_that_of_a_plain_loop():
     chains, d, steps = 200, 2, 4
-    density = correlated_gaussian()
+    density = densities.correlated_gaussian()
     kernel = HMC(num_steps=steps)
     start, noise, uniforms = density.draw(chains), torch.randn(chains, d), torch.rand(3, chains)
     step_size, inverse_mass = 0.2 + 1.2 * torch.rand(chains), 0.5 + torch.rand(chains, d)
@@ -61,12 +55,12 @@ def test_a_transition_is_that_of_a_plain_loop():
 @pytest.mark.parametrize(
     ("kernel", "make", "num_samples"),
     [
-        (HMC(0.7, False, num_steps=5), correlated_gaussian, 5),
-        (HMC(0.4, False, num_steps=5), funnel, 5),
-        (HMC(0.5, False, num_steps=5), mixture, 5),
-        (NUTS(0.7, False, max_tree_depth=5), correlated_gaussian, 3),
-        (NUTS(0.3, False, max_tree_depth=5), funnel, 3),
-        (NUTS(0.4, False, max_tree_depth=5), mixture, 3),
+        (HMC(0.7, False, num_steps=5), densities.correlated_gaussian, 5),
+        (HMC(0.4, False, num_steps=5), densities.funnel, 5),
+        (HMC(0.5, False, num_steps=5), densities.mixture, 5),
+        (NUTS(0.7, False, max_tree_depth=5), densities.correlated_gaussian, 3),
+        (NUTS(0.3, False, max_tree_depth=5), densities.funnel, 3),
+        (NUTS(0.4, False, max_tree_depth=5), densities.mixture, 3),
     ],
 )
 def test_exact_draws_stay_exact(kernel, make, num_samples):
@@ -76,7 +70,7 @@ def test_exact_draws_stay_exact(kernel, make, num_samples):
     list(run.steps())
     assert 0.3 < float(run.kept.statistics[..., 0].mean()) < 0.99
     moved = run.kept.positions[:, -1]
-    assert cells_p_value(density.uniform(moved)) > 1e-3
+    assert densities.cells_p_value(density.uniform(moved)) > 1e-3
     # And they have moved.
     u, v = density.uniform(starts)[:, -1], density.uniform(moved)[:, -1]
     assert abs(float(torch.corrcoef(torch.stack([u, v]))[0, 1])) < 0.5
@@ -90,16 +84,16 @@ def test_the_test_of_cells_sees_a_chain_that_accepts_everything():
             uniforms = torch.zeros_like(random.uniforms)
             return super().step(potential, state, settings, random._replace(uniforms=uniforms))
 
-    density = correlated_gaussian()
+    density = densities.correlated_gaussian()
     kernel = Always(0.7, False, num_steps=5)
     run = Run(kernel, density.potential, density.draw(10_000), num_samples=5, seed=1)
     list(run.steps())
-    assert cells_p_value(density.uniform(run.kept.positions[:, -1])) <= 1e-3
+    assert densities.cells_p_value(density.uniform(run.kept.positions[:, -1])) <= 1e-3
 
 
 def test_a_transition_into_nothing_is_rejected():
     def walled(w):
-        value, gradient = scaled_gaussian(torch.ones(2))(w)
+        value, gradient = densities.scaled_gaussian(torch.ones(2))(w)
         return torch.where(w[:, 0] > 1, torch.nan, value), gradient
 
     # Beyond the wall the gradient is as before: only the potential says that there is nothing.
