@@ -278,8 +278,7 @@ class BatchPotential:
         estimate = weakly(self._potential.estimate)
 
         def one(flat: Tensor, *leaves: Any) -> Tensor:
-            found: Tensor = estimate(flat, *tree_unflatten(leaves, place))
-            return found
+            return estimate(flat, *tree_unflatten(leaves, place))
 
         self._every = in_turn(one)
         # One chain has nothing to be stacked with, and graphs cannot be.

@@ -536,8 +536,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
         wide = [g.view(-1) for g in wide]
         squares = [torch.dot(g, g) for g in wide]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device="cpu")
-    norm: Tensor = torch.nn.utils.get_total_norm(wide)
-    return norm
+    return torch.nn.utils.get_total_norm(wide)
 
 
 def _mean(particles: list[ElboTerms], shares: list[float]) -> ElboTerms:

@@ -48,8 +48,7 @@ def quadratic(operator: Operator, x: Tensor) -> Tensor:
     """Return `x^T A x` for vectors `x`, `(..., P)`; its gradient takes no further product."""
     plain = torch.is_grad_enabled() and not in_function_transform()
     if plain and x.requires_grad and not operator.requires_grad:
-        value: Tensor = _Quadratic.apply(x, operator)
-        return value
+        return _Quadratic.apply(x, operator)
     return operator.quadratic(x)
 
 

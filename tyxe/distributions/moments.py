@@ -35,8 +35,7 @@ def independent_moments(distribution: td.Distribution) -> tuple[Tensor, Tensor] 
 
 @independent_moments.register(td.Independent)
 def _(distribution: td.Independent[td.Distribution]) -> tuple[Tensor, Tensor] | None:
-    moments: tuple[Tensor, Tensor] | None = independent_moments(distribution.base_dist)
-    return moments
+    return independent_moments(distribution.base_dist)
 
 
 @independent_moments.register
@@ -62,8 +61,7 @@ def center(distribution: td.Distribution) -> Tensor | None:
 
 @center.register(td.Independent)
 def _(distribution: td.Independent[td.Distribution]) -> Tensor | None:
-    middle: Tensor | None = center(distribution.base_dist)
-    return middle
+    return center(distribution.base_dist)
 
 
 @center.register(td.Normal)
@@ -71,14 +69,12 @@ def _(distribution: td.Independent[td.Distribution]) -> Tensor | None:
 @center.register(td.StudentT)
 @center.register(td.Cauchy)
 def _(distribution: td.Normal | td.Laplace | td.StudentT | td.Cauchy) -> Tensor:
-    loc: Tensor = distribution.loc
-    return loc
+    return distribution.loc
 
 
 @center.register
 def _(distribution: td.Uniform) -> Tensor:
-    middle: Tensor = (distribution.low + distribution.high) / 2
-    return middle
+    return (distribution.low + distribution.high) / 2
 
 
 @singledispatch

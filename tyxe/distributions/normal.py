@@ -153,8 +153,7 @@ class Point(dist.Delta):
         super().__init__(v, event_dim=v.dim())
 
     def rsample(self, sample_shape: torch.Size | tuple[int, ...] = ()) -> Tensor:
-        drawn: Tensor = super().rsample(torch.Size(sample_shape)) if sample_shape else self.v
-        return drawn
+        return super().rsample(torch.Size(sample_shape)) if sample_shape else self.v
 
     def expand(self, batch_shape: torch.Size, _instance: object = None) -> dist.Delta:
         return dist.Delta(self.v, event_dim=self.event_dim).expand(batch_shape)

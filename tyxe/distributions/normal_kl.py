@@ -71,8 +71,7 @@ def _value(terms: Sequence[tuple[ToOneNormal, bool]], tensors: Sequence[Tensor])
         squares[p.scale] = square + squares.get(p.scale, 0.0)
     for scale, square in squares.items():
         rest = torch.add(torch.as_tensor(rest), square, alpha=0.5 / scale**2)
-    kl: Tensor = rest + constant
-    return kl
+    return rest + constant
 
 
 class _FusedKL(torch.autograd.Function):
@@ -200,8 +199,7 @@ def fused_kl(pairs: Sequence[tuple[FactorizedNormal, ToOneNormal]]) -> Tensor:
     spreads, have_variances = zip(*(q.scale_or_variance() for q, _ in pairs), strict=True)
     terms = [(p, has) for (_, p), has in zip(pairs, have_variances, strict=True)]
     locs, log_scales = [q.loc for q, _ in pairs], [q.log_scale for q, _ in pairs]
-    kl: Tensor = _FusedKL.apply(terms, *locs, *log_scales, *spreads)
-    return kl
+    return _FusedKL.apply(terms, *locs, *log_scales, *spreads)
 
 
 def factorized_normal_kl(

@@ -74,8 +74,7 @@ def _as_one_node(*tensors: Tensor) -> bool:
 def two_value_moments(phi: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return mean and variance of weights `-s` and `s` with logits `phi`, in float32 at least."""
     if _as_one_node(phi):
-        moments: tuple[Tensor, Tensor] = _Moments.apply(phi, scale)
-        return moments
+        return _Moments.apply(phi, scale)
     positive, negative = torch.sigmoid(phi), torch.sigmoid(-phi)
     return scale * (positive - negative), positive * negative * (4 * scale**2)
 
@@ -88,8 +87,7 @@ def two_value_kl(phi: Tensor, phi0: Tensor) -> Tensor:
     """
     fits = torch.broadcast_shapes(phi.shape, phi0.shape) == phi.shape and phi.dtype == phi0.dtype
     if fits and not phi0.requires_grad and _as_one_node(phi, phi0):
-        kl: Tensor = _KL.apply(phi, phi0)
-        return kl
+        return _KL.apply(phi, phi0)
     # With sp(x) = x + sp(-x) this is sp(-phi0) - sp(-phi) - sigmoid(-phi) (phi - phi0), which takes
     # half of the passes. Nothing cancels if phi > 0, so that both signs are turned if phi < 0.
     sign = torch.copysign(torch.ones_like(phi), phi.detach())

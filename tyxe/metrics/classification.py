@@ -169,8 +169,7 @@ def predictive_entropy(probs: Tensor) -> Tensor:
         >>> predictive_entropy(torch.tensor([[0.5, 0.5], [0.0, 1.0]]))
         tensor([0.6931, 0.0000])
     """
-    entropy: Tensor = torch.special.entr(check_probs(probs)).sum(-1)
-    return entropy
+    return torch.special.entr(check_probs(probs)).sum(-1)
 
 
 def _equal_width_sums(confidence: Tensor, each: Tensor, num_bins: int) -> Tensor:

@@ -171,8 +171,7 @@ def _from_pyro(
         if isinstance(optim, PyroLRScheduler):
             held = optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
         optim.optim_objs[key] = held
-    found: Optimizer = optimizer
-    return found
+    return optimizer
 
 
 def _new(

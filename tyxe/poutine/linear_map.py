@@ -171,8 +171,7 @@ def _map_rule(
         return NotImplemented
 
     def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = func(x, weight, bias, *args, **kwargs)
-        return result
+        return func(x, weight, bias, *args, **kwargs)
 
     x = use_values(input, func)
     inside = _ATTENTION.get()

@@ -149,8 +149,7 @@ class Shifted(dist.TorchDistribution):
         return self.base_dist.rsample(torch.Size(sample_shape))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        log_prob: Tensor = self.base_dist.log_prob(value) + self.shift
-        return log_prob
+        return self.base_dist.log_prob(value) + self.shift
 
 
 # --------------------------------------------------------------------------- smoothness

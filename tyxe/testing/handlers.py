@@ -62,8 +62,7 @@ def _example() -> tuple[VariationalBNN, Tensor]:
 
 
 def _outputs(bnn: VariationalBNN, inputs: Tensor, count: int = 1) -> Tensor:
-    outputs: Tensor = bnn.predict(inputs, num_predictions=count, aggregate=False)
-    return outputs
+    return bnn.predict(inputs, num_predictions=count, aggregate=False)
 
 
 def _check_stack(factory: Callable[[], Any], bnn: VariationalBNN, inputs: Tensor) -> None:

@@ -172,8 +172,7 @@ def _aggregated(likelihood: Likelihood, predictions: Tensor, dim: int = 0) -> An
 
 def _elementwise(likelihood: Likelihood, predictions: Any) -> td.Distribution:
     means = likelihood.prior_means()
-    found: td.Distribution = without_events(likelihood.predictive_distribution(predictions, means))
-    return found
+    return without_events(likelihood.predictive_distribution(predictions, means))
 
 
 def _probabilities(distribution: td.Distribution) -> Tensor:
