@@ -128,9 +128,9 @@ class Processes:
 
         Different sizes or numbers of batches are a ValueError in all processes, before the step.
         """
-        return batches if self._group is None else self._compared(batches)
-
-    def _compared(self, batches: Iterator[tuple[Any, Tensor]]) -> Iterator[tuple[Any, Tensor]]:
+        if self._group is None:
+            yield from batches
+            return
         while True:
             with self.all_or_none():
                 batch = next(batches, None)

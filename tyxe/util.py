@@ -125,10 +125,6 @@ def resolve_site_name(name: str, known: Iterable[str], prefix: str = "net.") -> 
 # --------------------------------------------------------------------------- fans
 
 
-def _is_transposed(module: nn.Module | None) -> bool:
-    return bool(getattr(module, "transposed", False))
-
-
 def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[float, float]:
     """Return how many inputs feed one output of a weight, and how many outputs one input feeds.
 
@@ -158,7 +154,7 @@ def fan_in_fan_out(weight: Tensor, module: nn.Module | None = None) -> tuple[flo
         return 1.0, float(weight.shape[-1]) if weight.dim() > 1 else 1.0
     groups = int(getattr(module, "groups", 1))
     kernel = math.prod(weight.shape[2:])
-    if _is_transposed(module):
+    if getattr(module, "transposed", False):
         strides = math.prod(getattr(module, "stride", (1,)))
         fan_in, fan_out = weight.shape[0] / groups / strides, float(weight.shape[1])
     else:
@@ -361,12 +357,13 @@ def is_constant(argument: Any) -> bool:
 def kind_of_batch(inputs: Inputs) -> Any:
     """Return the structure of a batch, and the layout of its tensors, or the types of others."""
     leaves, place = tree_flatten(inputs)
-    return str(place), *map(_kind_of, leaves)
-
-
-def _kind_of(leaf: Any) -> Any:
-    is_tensor = isinstance(leaf, Tensor)
-    return (leaf.shape, leaf.dtype, leaf.device, leaf.stride()) if is_tensor else type(leaf)
+    kinds = (
+        (leaf.shape, leaf.dtype, leaf.device, leaf.stride())
+        if isinstance(leaf, Tensor)
+        else type(leaf)
+        for leaf in leaves
+    )
+    return str(place), *kinds
 
 
 def tree_map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -458,9 +455,10 @@ class SiteTensors(nn.Module):
         super().__init__()
         self._places: dict[str, tuple[nn.Module, str]] = {}
         for name, tensor in tensors.items():
-            self._put(name, tensor.detach().clone(), trainable)
+            self.put(name, tensor.detach().clone(), trainable)
 
-    def _put(self, name: str, value: Tensor, trainable: bool | None) -> None:
+    def put(self, name: str, value: Tensor, trainable: bool | None = None) -> None:
+        """Add or replace a tensor, by default a buffer, as in the constructor."""
         *path, leaf = name.split(".")
         owner: nn.Module = self
         # Without `register_parameter` and its like, which refuse names that a module already has:
@@ -481,10 +479,6 @@ class SiteTensors(nn.Module):
         found = owner._buffers[leaf] if tensor is None else tensor
         assert found is not None
         return found
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Add or replace a buffer."""
-        self._put(name, tensor, None)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places

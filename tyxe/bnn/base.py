@@ -288,7 +288,7 @@ class BNN(Saved, nn.Module):
         with exclusive():
             priors = prior.replacing(self.net_prior, self.net)
             self._follow_prior(priors)
-            self.net_prior.adopt(priors)
+            self.net_prior.restore(priors.snapshot())
             self.prior = prior
             self._runtime.prior_version += 1
 

@@ -102,7 +102,7 @@ class Samples(SiteTensors):
         self._places = {}
         self.file = file
         for name, tensor in samples.items():
-            self._put(name, tensor.detach(), trainable=None)
+            self.put(name, tensor.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Samples:
         self.check()

@@ -119,7 +119,7 @@ def _program(
 ) -> Program:
     """Return a step as a program of parameters, other tensors, a batch and the KL's weight."""
     own = (*trained.values(), *others.values())
-    watched = [n for n, p in trained.items() if p._backward_hooks or _hooks_after_gradient(p)]
+    watched = [n for n, p in trained.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if watched:
         raise RuntimeError(f"hooks of the gradients of {', '.join(watched)} would not run")
     if broken := [t for t in own if not is_dense(t)]:
@@ -137,10 +137,6 @@ def _program(
 
     with torch_rng_kept(), unvalidated():
         return Program(step, *given, how="compiled", draws=True)
-
-
-def _hooks_after_gradient(parameter: Tensor) -> Any:
-    return parameter._post_accumulate_grad_hooks
 
 
 def _compare(program: Program, objective: Objective, trained: list[Tensor], given: Any) -> None:

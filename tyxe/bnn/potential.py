@@ -26,6 +26,7 @@ from tyxe.bnn.training import progress_bar
 from tyxe.check import described
 from tyxe.data import alike_batches
 from tyxe.distributions import ParamBlocks, as_gaussian
+from tyxe.distributions.gaussian import LOG_SQRT_2PI
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers.potential import gradients, in_turn
 from tyxe.samplers.warm_start import WarmStart
@@ -33,7 +34,6 @@ from tyxe.threads import exclusive, unvalidated
 from tyxe.util import Inputs, at_least_float32, is_real, reset_parameters_, tree_map_tensors
 
 TINY = torch.finfo(torch.float32).tiny
-LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def points_of(bnn: SupervisedBNN, targets: Any) -> float:

@@ -117,7 +117,7 @@ class _Look:
         """Return the sites that are in the graph of the outputs; all for outputs of no tensors."""
         leaves = self._leaves()
         try:
-            with saved_tensors_hooks(_forgotten, _missing):
+            with saved_tensors_hooks(lambda _: None, _missing):
                 outputs = _tensors_in(self._run(leaves, train))
         except RuntimeError:
             # A net that differentiates in its forward needs what it saves. Its own errors return.
@@ -148,10 +148,6 @@ class _Look:
         if outputs:
             torch.autograd.backward(outputs, [*map(torch.ones_like, outputs)])
         return {name for name in names if leaves[name].grad is not None}
-
-
-def _forgotten(tensor: Tensor) -> None:
-    """Keep nothing of a tensor for a backward."""
 
 
 def _missing(_: None) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,19 +49,6 @@ def quadratic(operator: Operator, x: Tensor) -> Tensor:
     if plain and x.requires_grad and not operator.requires_grad:
         return _Quadratic.apply(x, operator)
     return operator.quadratic(x)
-
-
-# The determinant of a prior's precision is the same in every step.
-_LOGDETS: weakref.WeakKeyDictionary[Operator, Tensor] = weakref.WeakKeyDictionary()
-
-
-def _logdet(operator: Operator) -> Tensor:
-    if operator.requires_grad:
-        return operator.logdet()
-    if operator not in _LOGDETS:
-        with torch.no_grad():
-            _LOGDETS[operator] = operator.logdet()
-    return _LOGDETS[operator]
 
 
 # A factor of a Gaussian: its mean `(P,)` and its precision.
@@ -196,7 +182,9 @@ class Gaussian(JointDistribution):
         loc, precision = self.terms[0]
         if len(self.terms) > 1 or not invertible(precision):
             return loc.new_zeros(())
-        return _logdet(precision) / 2 - loc.numel() * LOG_SQRT_2PI
+        # That of a prior is the same in every step.
+        logdet = precision.logdet() if precision.requires_grad else precision.known_logdet
+        return logdet / 2 - loc.numel() * LOG_SQRT_2PI
 
     @property
     def mean(self) -> Tensor:

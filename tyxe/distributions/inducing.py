@@ -17,6 +17,7 @@ from tyxe.distributions.inducing_formulas import (
     DensityBlock,
     Side,
     conditional_divergence,
+    identity,
     matheron,
     mixture_log_density,
 )
@@ -250,9 +251,9 @@ class InducingWeights(JointDistribution):
         others[which] = 0.0
         mean = b_r @ means.unflatten(-1, (b_r.shape[1], -1)) @ own.mT
         deviation = (precise(value).unsqueeze(-3) / scales - mean) / scale
-        row_gram, identity = b_r.mT @ b_r, torch.eye(len(h_c), device=h_c.device).to(h_c)
+        row_gram, one = b_r.mT @ b_r, identity(len(h_c), h_c)
         # I - B^T B = (I - B_r^T B_r) x I + B_r^T B_r x (I - B_o^T B_o), with B_o of these columns.
-        unexplained = torch.kron(h_r @ h_r.mT, identity) + torch.kron(
+        unexplained = torch.kron(h_r @ h_r.mT, one) + torch.kron(
             row_gram, h_c @ h_c.mT + others.mT @ others
         )
         log_scale = (scale * scales).log().sum() + len(own) * math.log(2 * math.pi) / 2
@@ -283,17 +284,13 @@ def isotropic_scale(prior: Any) -> float | None:
 # --------------------------------------------------------------------------- stacks [T 4.2.2.3]
 
 
-def _identity(size: int, like: Tensor) -> Tensor:
-    return torch.diag(like.new_ones(size))
-
-
 def _stack_components(stack: InducingWeights) -> tuple[Tensor, Tensor]:
     """Return means `(K, n)` and covariance of all elements of a stack, row by row."""
     means, covariance = stack.u.components()
     basis = torch.kron(stack.row_basis, stack.column_basis)
     total = basis @ covariance @ basis.mT
     if stack.conditional_scale is not None:
-        unexplained = _identity(len(basis), basis) - basis @ basis.mT
+        unexplained = identity(len(basis), basis) - basis @ basis.mT
         total = total + stack.conditional_scale.square() * unexplained
     return means @ basis.mT, total
 
@@ -314,8 +311,8 @@ class StackedU(InducingU):
 
     def variance_through(self, rows: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
         own, basis = self.stack.row_basis[self.start : self.stop], self.stack.column_basis
-        rows = _identity(len(own), own) if rows is None else rows
-        columns = _identity(len(basis), basis) if columns is None else columns
+        rows = identity(len(own), own) if rows is None else rows
+        columns = identity(len(basis), basis) if columns is None else columns
         total = torch.outer(rows.square().sum(1), columns.square().sum(1))
         return self.stack.variance_of(rows @ own, columns @ basis, total)
 

@@ -26,6 +26,11 @@ class Side(NamedTuple):
     tril: Tensor
 
 
+def identity(size: int, like: Tensor) -> Tensor:
+    """Return an identity matrix."""
+    return torch.diag(like.new_ones(size))
+
+
 def inducing_side(z: Tensor, log_d: Tensor) -> Side:
     """Factorise `Psi = Z Z^T + D^2` [T 4.21] from `Z`, `(M, d)`, and the logarithms of `D`, `(M,)`.
 

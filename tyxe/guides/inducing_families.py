@@ -13,6 +13,7 @@ from torch import Size, Tensor
 
 from tyxe import check
 from tyxe.distributions.inducing import InducingU, SampleShape
+from tyxe.distributions.inducing_formulas import identity
 from tyxe.files import as_bytes, of_bytes
 from tyxe.guides.normal import AutoNormal, capped_log, uncapped
 from tyxe.util import SiteTensors
@@ -82,10 +83,6 @@ Starts = dict[str, Tensor]
 Found = Callable[[str], Tensor]
 
 
-def _identity(size: int, like: Tensor) -> Tensor:
-    return torch.diag(like.new_ones(size))
-
-
 def _start_of_tril(part: str, like: Tensor, options: InducingOptions, power: float) -> Starts:
     """Return the parameters of a Cholesky factor, from a tensor of its scales' shape."""
     size = like.numel()
@@ -99,7 +96,7 @@ def _tril(part: str, found: Found, options: InducingOptions, power: float) -> Te
     scale = options.log_scale(found("scales.{}" + part), power).exp().reshape(-1, 1)
     below, size = found("scale_factors.{}" + part), len(scale)
     rows, columns = torch.tril_indices(size, size, -1, device=below.device)
-    factor = _identity(size, below).index_put((rows, columns), below)
+    factor = identity(size, below).index_put((rows, columns), below)
     return scale * (factor / factor.norm(dim=1, keepdim=True))
 
 
@@ -148,8 +145,8 @@ class GaussianU(FamilyU):
         return self.loc + self.root(self.loc.new_empty((*sample_shape, *self.loc.shape)).normal_())
 
     def components(self) -> tuple[Tensor, Tensor]:
-        identity = _identity(self.loc.numel(), self.loc).unflatten(-1, self.loc.shape)
-        root = self.root(identity).flatten(1)
+        noise = identity(self.loc.numel(), self.loc).unflatten(-1, self.loc.shape)
+        root = self.root(noise).flatten(1)
         return self.loc.reshape(1, -1), root.mT @ root
 
 
@@ -314,7 +311,7 @@ class WhitenedU(InducingU):
 
     def _inverses(self) -> tuple[Tensor, Tensor]:
         row, column = (
-            torch.linalg.solve_triangular(tril, _identity(len(tril), tril), upper=False)
+            torch.linalg.solve_triangular(tril, identity(len(tril), tril), upper=False)
             for tril in (self.row_tril, self.column_tril)
         )
         return row, column

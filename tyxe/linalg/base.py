@@ -116,6 +116,11 @@ class Operator(ABC):
             ValueError: `A` is not positive definite; so do all methods from here to `sample`.
         """
 
+    @factorization
+    def known_logdet(self) -> Tensor:
+        """`logdet()`, computed once, for use where no tensor inside has a gradient."""
+        return self.logdet()
+
     @abstractmethod
     def inverse_diagonal(self) -> Tensor:
         """Return the diagonal of `A^-1`, `(P,)`: the marginal variances under precision `A`."""

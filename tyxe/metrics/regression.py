@@ -55,10 +55,7 @@ def crps_gaussian(
         tensor(0.2337)
     """
     z, scale = _standardize(mean, scale, targets)
-    density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    # 2 Phi(z) - 1 without cancellation at small z
-    central = torch.erf(z / math.sqrt(2))
-    return average(scale * (z * central + 2 * density - 1 / math.sqrt(math.pi)), weights)
+    return average(scale * (_mean_absolute(z, 1.0) - 1 / math.sqrt(math.pi)), weights)
 
 
 def interval_coverage(
@@ -154,17 +151,18 @@ def crps_mixture(
     """
     means, targets = _stacked("means", means, targets)
     variance = check_scale(scales, means).square().expand_as(means)
-    first = _mean_absolute(means - targets, variance).mean(0)
+    first = _mean_absolute(means - targets, variance.sqrt()).mean(0)
     spread = torch.zeros_like(first)
     for mean, own in zip(means, variance, strict=True):  # S^2 terms of n numbers, S at a time
-        spread += _mean_absolute(means - mean, variance + own).mean(0)
+        spread += _mean_absolute(means - mean, (variance + own).sqrt()).mean(0)
     return average(first - 0.5 * spread / len(means), weights)
 
 
-def _mean_absolute(mean: Tensor, variance: Tensor) -> Tensor:
-    scale = variance.sqrt()
+def _mean_absolute(mean: Tensor, scale: Tensor | float) -> Tensor:
+    """Return `E|N(m, s^2)|`."""
     z = mean / scale
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
+    # 2 Phi(z) - 1 without cancellation at small z
     return mean * torch.erf(z / math.sqrt(2)) + 2 * scale * density
 
 

@@ -117,7 +117,7 @@ class Prior(ABC):
         recorded: SitePriors | None = net.__dict__.get(SITE_PRIORS)
         if recorded is None:
             raise ValueError("the net has no sites; call prior.apply_(net) first")
-        recorded.adopt(self.replacing(recorded, net))
+        recorded.restore(self.replacing(recorded, net).snapshot())
 
     def replacing(self, recorded: SitePriors, net: nn.Module) -> SitePriors:
         """Return the priors that `update_` gives to the recorded sites of a net.

@@ -81,20 +81,18 @@ class SitePriors(nn.Module):
             whole = joints.get(name, prior)
             if name not in joints or id(whole) not in numbers:
                 numbers[id(whole)] = len(entries)
-                entries.append(_store(whole, like[name]))
+                is_fixed = isinstance(whole, td.Distribution)
+                kept = BufferedDistribution(whole, like[name]) if is_fixed else _Hierarchical(whole)
+                entries.append(kept)
             units.append((name, numbers[id(whole)]))
         self._units, self._entries = units, nn.ModuleList(entries)
 
-    def adopt(self, other: SitePriors) -> None:
-        """Take the priors that another object has for the same sites."""
-        self.restore(other.snapshot())
-
     def snapshot(self) -> Any:
-        """Return what `restore` takes to undo a change."""
+        """Return what `restore` takes to undo a change, or to take the priors of another object."""
         return self._units, self._entries
 
     def restore(self, snapshot: Any) -> None:
-        """Undo every change since a `snapshot`."""
+        """Take the priors of a `snapshot`, which is of the same sites."""
         self._units, self._entries = snapshot
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -188,9 +186,3 @@ def _joints_of(priors: Mapping[str, SitePrior], prefix: str) -> dict[str, JointD
                 "of them: get_detached_distributions(tyxe.util.pyro_sample_sites(bnn.net))"
             )
     return found
-
-
-def _store(prior: SitePrior, like: Tensor) -> nn.Module:
-    if isinstance(prior, td.Distribution):
-        return BufferedDistribution(prior, like)
-    return _Hierarchical(prior)
