@@ -38,22 +38,11 @@ UNLIKE = 20.0
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
 
-def check_fit_arguments(optim: Any, num_epochs: Any, num_particles: Any = 1) -> tuple[int, int]:
-    """Return the numbers of epochs and particles; raise if they are swapped or out of range."""
+def check_num_epochs(optim: Any, num_epochs: Any) -> int:
+    """Return the number of epochs; raise if it is swapped with the optimiser, or out of range."""
     swapped = isinstance(optim, SupportsIndex | float) or isinstance(num_epochs, Optimizer)
     hint = "; the order is fit(data_loader, optim, num_epochs)" if swapped else ""
-    return (
-        check.count("num_epochs", num_epochs, 0, hint),
-        check.count("num_particles", num_particles),
-    )
-
-
-def check_options(beta: Any, clip_norm: float | None) -> None:
-    """Raise for a weight of the KL that is no number from 0, or a norm that is not positive."""
-    if not callable(beta):
-        check_beta(beta)
-    if clip_norm is not None:
-        check.number("clip_norm", clip_norm, above=0)
+    return check.count("num_epochs", num_epochs, 0, hint)
 
 
 def check_beta(beta: Any, epoch: int | None = None) -> float:

@@ -14,11 +14,11 @@ from torch import Tensor
 from tyxe import check
 from tyxe.bnn.batches import all_batches, batches_of, device_for
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_size
+from tyxe.bnn.checks import check_num_epochs, warn_of_size
 from tyxe.bnn.laplace_posterior import LaplacePosterior
 from tyxe.bnn.runtime import fitting
 from tyxe.bnn.trained import TrainedBNN
-from tyxe.bnn.training import FitOptions, Validation, progress_bar
+from tyxe.bnn.training import FitOptions, progress_bar
 from tyxe.curvature import Curvature, collect_curvature
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import warn
@@ -116,12 +116,10 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         Raises:
             ValueError: for `evidence_every`, the weights of a site have different precisions.
         """
-        num_epochs, _ = check_fit_arguments(optim, num_epochs)
+        num_epochs = check_num_epochs(optim, num_epochs)
         evidence_every = check.count("evidence_every", evidence_every, 0)
-        check_options(1.0, clip_norm)
         if evidence_every:
             check_one_number(self._gaussian_prior(self.net_prior))
-        batches = self._to_fit(data_loader, unpack)
         options = FitOptions(
             self.temperature,  # the mode is that of log p(D|w) / T + log p(w)
             clip_norm,
@@ -132,8 +130,11 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             nan_check=nan_check,
             scheduler=scheduler,
             schedule_by=schedule_by,
+            validation=unpacked(validation, unpack),
+            patience=patience,
+            restore_best=restore_best,
         )
-        held_out = Validation(unpacked(validation, unpack), patience, restore_best)
+        batches = self._to_fit(data_loader, unpack)
 
         def after_epoch(epoch: int) -> None:
             if evidence_every and (epoch + 1) % evidence_every == 0:
@@ -144,7 +145,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         before, self.net_guide.state = self.net_guide.state, None
         try:
             given = batches, optim, num_epochs, callback, device, progress
-            history = self._train(*given, options, held_out, after_epoch)
+            history = self._train(*given, options, after_epoch)
         except BaseException:
             if before is not None and torch.equal(self._mode(before.curvature), before.loc):
                 self.net_guide.state = before  # no step was made

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn.batches import OwnBatches, device_for
 from tyxe.bnn.checkpoint import History, fitted_words
-from tyxe.bnn.checks import check_fit_arguments, check_one_batch, check_options, warn_of_size
+from tyxe.bnn.checks import check_num_epochs, check_one_batch, warn_of_size
 from tyxe.bnn.compiled import ObjectiveFunction, tensors_of
 from tyxe.bnn.elbo import Objective
-from tyxe.bnn.training import FitOptions, Validation, held_out_sums, progress_bar
+from tyxe.bnn.training import FitOptions, held_out_sums, progress_bar
 from tyxe.check import described
 from tyxe.data import Unpack, alike_batches, unpacked
 from tyxe.optim import ParticleOptimizer
@@ -46,12 +46,12 @@ def fit_stacked(
     restore_best: bool = True,
 ) -> list[History]:
     """Train BNNs in stacked tensors, each on the batches that it would meet alone from its seed."""
-    num_epochs, _ = check_fit_arguments(optim, num_epochs)
+    num_epochs = check_num_epochs(optim, num_epochs)
     if pyro_clipping(optim) is not None:
         raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
-    check_options(beta, clip_norm)
-    held_out = Validation(unpacked(validation, unpack), patience, restore_best)
-    options, first = FitOptions(beta, clip_norm), members[0]
+    validation, first = unpacked(validation, unpack), members[0]
+    held_out = {"validation": validation, "patience": patience, "restore_best": restore_best}
+    options = FitOptions(beta, clip_norm, **held_out)
     if isinstance(data_loader, Iterator):
         raise TypeError(
             f"data_loader is {described(data_loader)}, which can be used once only, and "
@@ -70,10 +70,10 @@ def fit_stacked(
         )
     histories, sums = [History() for _ in members], _Sums(first.likelihood, len(members))
     stopping = None
-    if held_out.loader is not None:
+    if validation is not None:
         stopping = EarlyStopping(
             stacked.tensors,
-            lambda: stacked.scores(held_out.loader, device, histories),
+            lambda: stacked.scores(validation, device, histories),
             patience,
             restore_best,
         )

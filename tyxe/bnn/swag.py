@@ -12,7 +12,7 @@ from torch import nn
 
 from tyxe import check
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.checks import check_fit_arguments
+from tyxe.bnn.checks import check_num_epochs
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.variational import VariationalBNN
 from tyxe.data import Output, unpacked
@@ -139,7 +139,7 @@ class SWAG_BNN(VariationalBNN):
         """
         if options.setdefault("restore_best", False):
             raise ValueError("restore_best would undo the snapshots: leave it out")
-        num_epochs, _ = check_fit_arguments(optim, num_epochs)
+        num_epochs = check_num_epochs(optim, num_epochs)
         every = check.count("every", every)
         check.number("start", start, least=0, below=1, hint=", a part of the epochs")
         done, guide = 0 if self._pending is None else self._pending["epoch"], self.net_guide

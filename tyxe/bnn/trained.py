@@ -20,7 +20,7 @@ from tyxe.bnn.checkpoint import (
 )
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
-from tyxe.bnn.training import EpochEnd, FitOptions, Trainer, Validation
+from tyxe.bnn.training import EpochEnd, FitOptions, Trainer
 from tyxe.threads import exclusive
 from tyxe.util import outside_inference
 
@@ -43,14 +43,13 @@ class TrainedBNN(SupervisedBNN):
         device: Any,
         progress: bool | None,
         options: FitOptions,
-        held_out: Validation,
         after_epoch: Callable[[int], None] | None = None,
     ) -> History:
         """Fit by epochs, after each of which a function may update the prior."""
         history, device = History(), device_for(self, device)
         with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)
-            epoch_end = EpochEnd(self, callback, held_out, device, trainer.processes)
+            epoch_end = EpochEnd(self, callback, options, device, trainer.processes)
             self.optimizer, self._scheduler = own = trainer.optimizer, trainer.scheduler
             first = 0
             with trainer.processes.all_or_none():

@@ -42,12 +42,12 @@ from tyxe.util import Inputs
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The arguments of `VariationalBNN.fit` of the same names."""
+    """The arguments of `VariationalBNN.fit` of the same names; `validation` is unpacked."""
 
     beta: float | Callable[[int], float] = 1.0
-    clip_norm: float | None = None
+    clip_norm: float | None = check.field(None, check.number, above=0)
     lr_multipliers: Mapping[str, float] | None = None
-    num_particles: int = 1
+    num_particles: int = check.field(1, check.count)
     closed_form_kl: bool = True
     parallel: Parallel | None = None
     accumulate_steps: int = check.field(1, check.count)
@@ -56,9 +56,16 @@ class FitOptions:
     nan_check: str = check.field("step", check.choice, known=("step", "epoch"))
     scheduler: Any = None
     schedule_by: str = check.field("epoch", check.choice, known=("epoch", "batch"))
+    validation: Iterable[Any] | None = None
+    patience: int | None = check.field(None, check.count)
+    restore_best: bool = True
 
     def __post_init__(self) -> None:
         check.fields(self)
+        if not callable(self.beta):
+            check_beta(self.beta)
+        if self.patience is not None and self.validation is None:
+            raise ValueError("patience is for the log-likelihood of held-out data: pass validation")
         if self.compile and self.parallel is not None:
             raise ValueError("compile=True takes one process: leave it out, or parallel")
         if self.autocast not in (None, torch.bfloat16):
@@ -101,25 +108,6 @@ class Callback:
         """See a BNN after a step, with data term and KL in nats for the whole data set."""
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The arguments of `VariationalBNN.fit` of held-out data.
-
-    Raises:
-        TypeError: no iterable of batches.
-        ValueError: `patience` without data, or below 1.
-    """
-
-    loader: Iterable[Any] | None = None
-    patience: int | None = check.field(None, check.count)
-    restore_best: bool = True
-
-    def __post_init__(self) -> None:
-        check.fields(self)
-        if self.patience is not None and self.loader is None:
-            raise ValueError("patience is for the log-likelihood of held-out data: pass validation")
-
-
 class EpochEnd:
     """What happens after each epoch: a callback, and held-out data that may end the fit.
 
@@ -131,19 +119,19 @@ class EpochEnd:
     """
 
     def __init__(
-        self, bnn: Any, callback: Any, held_out: Validation, device: Any, processes: Processes
+        self, bnn: Any, callback: Any, options: FitOptions, device: Any, processes: Processes
     ) -> None:
         check_callback(callback)
-        self._bnn, self._callback, self._held_out = bnn, callback, held_out
+        self._bnn, self._callback, self._options = bnn, callback, options
         self._device, self._processes = device, processes
-        validates = held_out.loader is not None
-        found = processes.total([validates, validates and held_out.restore_best])
+        validates = options.validation is not None
+        found = processes.total([validates, validates and options.restore_best])
         self.best = BestEpoch() if found[0] else None
         self._restores = bool(found[1])
 
     @property
     def _is_over(self) -> bool:
-        patience = self._held_out.patience
+        patience = self._options.patience
         return None not in (self.best, patience) and self.best.waited >= patience  # type: ignore[union-attr,operator]
 
     def go_on_from(self, best: BestEpoch | None) -> None:
@@ -166,7 +154,7 @@ class EpochEnd:
         return self._processes.total([stops or self._is_over])[0] > 0
 
     def _look(self, best: BestEpoch, history: History) -> None:
-        loader = self._held_out.loader
+        loader = self._options.validation
         with self._processes.all_or_none():
             own = (0.0, 0.0) if loader is None else held_out_sums(self._bnn, loader, self._device)
         total, points = self._processes.total([*own])
@@ -227,6 +215,8 @@ def progress_bar(items: range | None, what: str, unit: str, progress: bool | Non
     return tqdm(items, desc=what, unit=unit, disable=disable, leave=not _BAR_OF.get())
 
 
+# Options that are looked at in each epoch, or that processes may have of their own.
+_OF_A_PROCESS = ("beta", "parallel", "scheduler", "validation", "patience", "restore_best")
 # Copies of what an epoch changes, and the state of the optimiser.
 Snapshot = tuple[list[Tensor], dict[str, Any]]
 
@@ -269,8 +259,7 @@ class Trainer:
     def epochs(self, first: int, count: int, progress: bool | None) -> Iterator[int]:
         """Yield `count` epochs from the first, with a bar of batches in the reporting process."""
         shown = progress if self.processes.first else False
-        apart = {"parallel", "beta", "scheduler"}
-        options = {n: v for n, v in vars(self.options).items() if n not in apart}
+        options = {n: v for n, v in vars(self.options).items() if n not in _OF_A_PROCESS}
         state = (*self.bnn.state_dict().values(), *tree_leaves(self.optimizer.state_dict()))
         self.processes.check_same(
             **{"first epoch": first, "num_epochs": count, "options": options},

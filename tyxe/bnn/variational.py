@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from tyxe.bnn.batches import ReplayedDraws
 from tyxe.bnn.checkpoint import History
-from tyxe.bnn.checks import check_fit_arguments, check_options, warn_of_result
+from tyxe.bnn.checks import check_num_epochs, warn_of_result
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.standin import in_modes, modes_of
 from tyxe.bnn.trained import TrainedBNN
-from tyxe.bnn.training import FitOptions, Validation
+from tyxe.bnn.training import FitOptions
 from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
 from tyxe.data import Output, Unpack, unpacked
@@ -243,8 +243,7 @@ class VariationalBNN(TrainedBNN):
             RuntimeError: the loss or its gradient is not finite; the parameters are those before
                 the step, or before the epoch.
         """
-        num_epochs, num_particles = check_fit_arguments(optim, num_epochs, num_particles)
-        check_options(beta, clip_norm)
+        num_epochs = check_num_epochs(optim, num_epochs)
         options = FitOptions(
             beta,
             clip_norm,
@@ -258,11 +257,12 @@ class VariationalBNN(TrainedBNN):
             nan_check,
             scheduler,
             schedule_by,
+            unpacked(validation, unpack),
+            patience,
+            restore_best,
         )
         loader = self._to_fit(data_loader, unpack)
-        held_out = Validation(unpacked(validation, unpack), patience, restore_best)
-        given = loader, optim, num_epochs, callback, device, progress
-        history = self._train(*given, options, held_out)
+        history = self._train(loader, optim, num_epochs, callback, device, progress, options)
         warn_of_result(self, history)
         return history
 
