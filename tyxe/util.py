@@ -424,6 +424,28 @@ def outside_of_inference(tree: Any) -> Any:
         return tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, tree)
 
 
+def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield each node once of the graph by which tensors were computed."""
+    seen: set[Any] = {None}
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [parent for parent, _ in node.next_functions]
+
+
+def same_numbers(one: Any, other: Any) -> bool:
+    """Whether nested containers are of one structure, and have the same tensors, NaN included."""
+    (leaves, place), (others, other_place) = tree_flatten(one), tree_flatten(other)
+    return place == other_place and all(
+        a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True)
+        for a, b in zip(leaves, others, strict=True)
+        if isinstance(a, Tensor)
+    )
+
+
 def in_function_transform() -> bool:
     """Whether a `torch.func` transform is active, which custom autograd nodes do not take."""
     # PyTorch has no public name for it.

@@ -2,6 +2,7 @@
 
 from tyxe.bnn.base import BNN
 from tyxe.bnn.checkpoint import History
+from tyxe.bnn.dropout import DropoutBNN
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
 from tyxe.bnn.ensemble import EnsembleBNN
 from tyxe.bnn.laplace import LaplaceBNN
@@ -10,7 +11,7 @@ from tyxe.bnn.pytorch import PytorchBNN
 from tyxe.bnn.swag import SWAG_BNN
 from tyxe.bnn.trainable import Trainable
 from tyxe.bnn.training import Callback
-from tyxe.bnn.variational import DropoutBNN, VariationalBNN
+from tyxe.bnn.variational import VariationalBNN
 
 __all__ = [
     "BNN",

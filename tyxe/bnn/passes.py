@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from tyxe.bnn.base import BNN
 from tyxe.bnn.standin import StandIn
@@ -16,7 +15,7 @@ from tyxe.predictive.norms import Statistics
 from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import exclusive
-from tyxe.util import Inputs, in_function_transform, kind_of_batch
+from tyxe.util import Inputs, in_function_transform, kind_of_batch, same_numbers
 
 
 class NetOnBatch:
@@ -79,9 +78,9 @@ class NetOnBatch:
             output = stand_in(self._inputs, prefix)
             set_torch_rng(numbers)
             whole = stand_in(self._inputs)
-        if not _is_same(output, whole):
+        if not same_numbers(output, whole):
             self._prefix, runtime.keeps_prefix = None, False
-        elif not _is_same(self._first, whole):  # or the two draws are one, and nothing is known
+        elif not same_numbers(self._first, whole):  # or the two draws are one, and nothing is known
             runtime.compared.add(kind)
             self._first = None
         return whole
@@ -96,10 +95,3 @@ class NetOnBatch:
             return None
         owners = {stand_in.part(part) for slots in self._bnn._slots.values() for part, _ in slots}
         return SiteFreePrefix(stand_in.net, owners, self._inputs)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    (leaves, place), (others, other_place) = tree_flatten(one), tree_flatten(other)
-    pairs = zip(leaves, others, strict=False)
-    same = (torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs if isinstance(a, Tensor))
-    return place == other_place and all(same)

@@ -19,9 +19,11 @@ from tyxe.rng import torch_rng_kept
 from tyxe.threads import only_handlers
 from tyxe.util import (
     Inputs,
+    graph_nodes,
     in_function_transform,
     outside_inference,
     outside_of_inference,
+    same_numbers,
 )
 
 if TYPE_CHECKING:
@@ -124,7 +126,8 @@ class _Look:
             outputs = _tensors_in(self._run(leaves, train))
         if not outputs:
             return {*leaves}
-        variables = _variables_of(outputs)
+        variables = {id(getattr(node, "variable", None)) for node in graph_nodes(outputs)}
+        variables |= {*map(id, outputs)}
         return {name for name, leaf in leaves.items() if id(leaf) in variables}
 
     def changes(self, names: set[str]) -> bool:
@@ -135,7 +138,7 @@ class _Look:
             for values in (self._values, moved):
                 with torch_rng_kept(), torch.no_grad():  # the same random numbers each time
                     outputs.append(_tensors_in(self._run(values, train)))
-            if len(outputs[0]) != len(outputs[1]) or not all(map(_is_equal, *outputs)):
+            if not same_numbers(*outputs):
                 return True
         return False
 
@@ -163,20 +166,3 @@ def _moved(value: Tensor) -> Tensor:
 def _tensors_in(outputs: Any) -> list[Tensor]:
     leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, 0, 0, equal_nan=True)
-
-
-def _variables_of(outputs: Iterable[Tensor]) -> set[int]:
-    """Return the leaves of a graph by their `id`."""
-    found, seen = {id(output) for output in outputs}, set()
-    waiting: list[Any] = [output.grad_fn for output in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
-            waiting += [other for other, _ in node.next_functions]
-    return found

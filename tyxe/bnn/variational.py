@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from torch import Tensor, nn
 
-from tyxe.bnn.batches import ReplayedDraws
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_num_epochs, warn_of_result
 from tyxe.bnn.outputs import Values
-from tyxe.bnn.standin import in_modes, modes_of
 from tyxe.bnn.trained import TrainedBNN
 from tyxe.bnn.training import FitOptions
 from tyxe.curvature import Linearization, functional_covariance
@@ -28,9 +24,8 @@ from tyxe.guides import Guide, PyroGuide
 from tyxe.guides.base import AnyGuide, weight_covariance
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Inverse, Operator
-from tyxe.poutine.dropout import RandomDropout, dropping_parts
 from tyxe.predictive.gaussian import Outputs
-from tyxe.priors import IIDPrior, Prior
+from tyxe.priors import Prior
 from tyxe.priors.sites import SitePriors
 from tyxe.processes import Parallel
 from tyxe.threads import exclusive
@@ -265,85 +260,6 @@ class VariationalBNN(TrainedBNN):
         history = self._train(loader, optim, num_epochs, callback, device, progress, options)
         warn_of_result(self, history)
         return history
-
-
-class DropoutBNN(VariationalBNN):
-    """A net whose dropout stays random when it predicts: Monte Carlo dropout.
-
-    A forward draws masks for every row; `num_predictions` forwards are as many draws. `fit` is
-    maximum likelihood with dropout, where the optimiser's `weight_decay` stands for the prior.
-    Random are modules of dropout, those inside of attention and recurrent layers, and functional
-    dropout; everything else is in eval mode. Arguments are those of `SupervisedBNN`, without prior.
-
-    Raises:
-        ValueError: at the first forward, a net in which nothing drops.
-
-    Reference:
-        Gal, Ghahramani 2016.
-
-    Example:
-        >>> import torch, tyxe
-        >>> net = nn.Sequential(nn.Linear(2, 50), nn.ReLU(), nn.Dropout(0.1), nn.Linear(50, 3))
-        >>> bnn = DropoutBNN(net, tyxe.likelihoods.Categorical(10))
-        >>> bnn.predict(torch.zeros(5, 2), num_predictions=8).shape
-        torch.Size([5, 3])
-    """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        likelihood: Likelihood,
-        name: str = "",
-        *,
-        output: Output | None = None,
-    ) -> None:
-        prior = IIDPrior(dist.Normal(0, 1), hide_all=True)
-        super().__init__(net, prior, likelihood, name=name, output=output)
-
-    _drops = False  # whether a forward of a fit has met dropout
-
-    def model(self, inputs: Inputs, obs: Tensor | None = None) -> Any:
-        with nullcontext() if self._drops else self._dropping():
-            predictions = super().model(inputs, obs)
-        self._drops = True
-        return predictions
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._dropping():
-            return super().forward(*inputs, **kwargs)
-
-    def _stacked_outputs(
-        self,
-        inputs: Inputs,
-        num_predictions: int,
-        vectorize: bool | None = None,
-        again: ReplayedDraws | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        with self._dropping() if num_predictions else nullcontext():
-            return super()._stacked_outputs(inputs, num_predictions, vectorize, again)
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        modes = modes_of(self) or {part: part.training for part in self.net.modules()}
-        modes = {**modes, **dict.fromkeys(dropping_parts(self.net), True)}
-        with in_modes(self, modes), RandomDropout(self.net) as dropout:
-            yield
-        if not dropout.met:
-            raise ValueError(
-                f"nothing drops in this {type(self.net).__name__}, so that all draws are one: give "
-                "it nn.Dropout layers with p above 0, or take tyxe.EnsembleBNN or tyxe.LaplaceBNN"
-            )
-
-    def to_module(self, sample: bool = False) -> nn.Module:
-        """Return a plain net without dropout; a `sample` is a TypeError, see `to_ensemble`."""
-        return self.to_ensemble(1) if sample else super().to_module()
-
-    def to_ensemble(self, num_draws: int | None = None, **options: Any) -> Any:
-        """Raise a TypeError: masks are of forwards, so that there are no weights to take along."""
-        raise TypeError(
-            "dropout draws masks in every forward, and there are no draws of weights to take "
-            "along: call predict, or to_module() for the net without dropout"
-        )
 
 
 def glm_outputs(guide: Any, linear: Linearization) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from tyxe import check
 from tyxe.bnn import BNN
 from tyxe.errors import warn
+from tyxe.priors.selection import named_by
 from tyxe.util import pyro_sample_sites
 
 Task = str | int
@@ -185,14 +185,8 @@ def _names_in(modules: Iterable[str]) -> list[str]:
 
 def _places_of(bnn: BNN, globs: list[str]) -> dict[str, tuple[nn.Module, str]]:
     """Return the owners of all parameters and buffers of the named parts, by name in the net."""
-    parts = {name for name, _ in bnn.net.named_modules() if name}
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in parts):
-            raise ValueError(
-                f"modules names {glob!r}, which the net does not have; it has "
-                f"{', '.join(sorted(parts)) or 'no parts'}"
-            )
-    heads = [name for name in parts if any(fnmatchcase(name, glob) for glob in globs)]
+    parts = [(name, name) for name, _ in bnn.net.named_modules() if name]
+    heads = [name for glob in globs for name in named_by("modules", glob, parts)]
     named = [
         *bnn.net.named_parameters(remove_duplicate=False),
         *bnn.net.named_buffers(remove_duplicate=False),

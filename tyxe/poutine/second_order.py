@@ -12,6 +12,8 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from tyxe.util import graph_nodes
+
 CURVATURES = ("fisher", "hessian", "empirical")
 # Weights up to which the Hessian's exact diagonal is computed, with a backward pass for each.
 HESSIAN_LIMIT = 20_000
@@ -185,7 +187,8 @@ def functions_of(
     """
     modules = [] if net is None else list(net.named_modules())
     found = []
-    for kind in kinds.keys() & _operations(result):
+    nodes = (node.name().split("Backward")[0].split("With")[0] for node in graph_nodes([result]))
+    for kind in kinds.keys() & {name.removesuffix("Kernel") for name in nodes}:
         made = [
             f"{name or 'the net'} ({type(module).__name__})"
             for name, module in modules
@@ -193,16 +196,3 @@ def functions_of(
         ]
         found += made or [f"{kind} (called as a function)"]
     return sorted(found)
-
-
-def _operations(result: Tensor) -> set[str]:
-    """Return the names of all operations by which a result was computed."""
-    seen: set[Any] = {None}
-    left: list[Any] = [result.grad_fn]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            left += [parent for parent, _ in node.next_functions]
-    names = [node.name().split("Backward")[0].split("With")[0] for node in seen if node]
-    return {name.removesuffix("Kernel") for name in names}

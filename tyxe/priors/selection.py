@@ -130,18 +130,18 @@ def _named(kind: str, rule: Any, net: nn.Module, parameters: Sequence[Parameter]
         return {own for own, module, _, name in places if rule(module, name)}
     if what in ("", "parameters"):
         known = [(attribute if what else name, own) for own, _, attribute, name in places]
-        return {own for item in rule for own in _of(kind, item, known)}
+        return {own for item in rule for own in named_by(kind, item, known)}
     if what == "modules":
         modules = list(net.named_modules())
-        outer = [module for item in rule for module in _of(kind, item, modules)]
+        outer = [module for item in rule for module in named_by(kind, item, modules)]
     else:  # which may be written for other nets as well
         outer = [module for module in net.modules() if isinstance(module, tuple(rule))]
     inside = {id(inner) for module in outer for inner in module.modules()}
     return {own for own, module, *_ in places if id(module) in inside}
 
 
-def _of(kind: str, item: Any, known: Iterable[tuple[str, T]]) -> list[T]:
-    """Return what one item of a rule names: a glob, or a thing itself."""
+def named_by(kind: str, item: Any, known: Iterable[tuple[str, T]]) -> list[T]:
+    """Return what one item of a rule names: a glob, or a thing itself; raise if there is none."""
     if isinstance(item, str):
         found = [thing for name, thing in known if fnmatchcase(name, item)]
     else:
