@@ -19,7 +19,8 @@ from training_step import make_bnn
 import tyxe
 from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.chains import RunOptions, make_run
-from tyxe.bnn.potential import BatchPotential, Potential, starts_of
+from tyxe.bnn.potential import BatchPotential, Potential
+from tyxe.bnn.starts import starts_of
 from tyxe.bnn.training import FitOptions, Trainer
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)

@@ -28,9 +28,10 @@ from tyxe.bnn.chains import (
     make_run,
 )
 from tyxe.bnn.checks import check_one_batch
-from tyxe.bnn.potential import BatchPotential, Potential, points_of, starts_of
+from tyxe.bnn.potential import BatchPotential, Potential, points_of
 from tyxe.bnn.runtime import fitting, prior_fixed
 from tyxe.bnn.sample_posterior import SamplePosterior
+from tyxe.bnn.starts import starts_of
 from tyxe.data import Output, Targets, Unpack, masked_targets
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood

@@ -1,4 +1,4 @@
-"""The negative log joint as a plain function of one vector, and where chains start on it."""
+"""The negative log joint as a plain function of one vector, of all data or of batches."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ from torch import Size, Tensor
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from tyxe import check
 from tyxe.bnn.batches import OwnBatches
 from tyxe.bnn.checks import check_is_finite, check_one_batch, warn_of_size
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.predict import SupervisedBNN
-from tyxe.bnn.standin import detached_copies
-from tyxe.bnn.training import progress_bar
-from tyxe.check import described
 from tyxe.data import alike_batches
 from tyxe.distributions import ParamBlocks, as_gaussian
 from tyxe.distributions.gaussian import LOG_SQRT_2PI
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.samplers.potential import gradients, in_turn
-from tyxe.samplers.warm_start import WarmStart
 from tyxe.threads import exclusive, unvalidated
-from tyxe.util import Inputs, at_least_float32, is_real, reset_parameters_, tree_map_tensors
+from tyxe.util import Inputs, at_least_float32, is_real
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -308,126 +303,8 @@ def _unvalidated(distribution: Any) -> Any:
     return distribution
 
 
-# --------------------------------------------------------------------------- starts
-
-
 @contextmanager
 def exclusive_unvalidated() -> Iterator[None]:
     """Let no other thread draw numbers, and nothing validate, which is control flow on values."""
     with exclusive(), unvalidated():
         yield
-
-
-def starts_of(
-    potential: Potential, init: Any, num_chains: int | None, targets: Tensor, progress: bool | None
-) -> Tensor:
-    """Return the chains' starts, unconstrained, `(chains, d)`, see `MCMC_BNN.starts`."""
-    if isinstance(init, Mapping):
-        return _given(potential, init, num_chains)
-    count = 4 if num_chains is None else num_chains
-    if isinstance(init, WarmStart):
-        return _trained(potential, init, count, targets, progress)
-    if isinstance(init, SupervisedBNN):
-        return _stacked(potential, init._draws(count))
-    if not isinstance(init, str) or init not in ("net", "prior"):
-        raise TypeError(
-            f'init is {described(init)}; expected "prior", "net", a fitted BNN, '
-            "tyxe.samplers.warm_start(...), or a mapping of joint names to values (chains, ...)"
-        )
-    if init == "net":
-        return _stacked(potential, (_from_net(potential.bnn) for _ in range(count)))
-    return _stacked(potential, (_from_prior(potential) for _ in range(count)))
-
-
-def _trained(
-    potential: Potential, init: WarmStart, count: int, targets: Tensor, progress: bool | None
-) -> Tensor:
-    members = _stacked(potential, _reinitialised(potential.bnn, count))
-    generator = torch.Generator(members.device).manual_seed(
-        int(torch.randint(2**62, (), device="cpu"))
-    )
-
-    def loss(flat: Tensor, rows: Tensor) -> Tensor:
-        inputs = tree_map_tensors(lambda x: x[rows], potential.inputs)
-        return potential.mean_loss(potential.unflatten(flat), inputs, targets[rows])
-
-    epochs = init.train(loss, members, len(targets), generator)
-    with progress_bar(range(init.num_epochs), "train members", "epoch", progress) as bar:
-        while True:
-            with exclusive_unvalidated():
-                found = next(epochs, None)
-            if found is None:
-                return members
-            members = found
-            bar.update()
-
-
-def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Tensor:
-    rows = []
-    for draw in draws:
-        missing = [name for name in potential.blocks.sites if name not in draw]
-        if missing:
-            raise ValueError(f"the starts have no values for {', '.join(missing)}")
-        for name in potential.blocks.sites:
-            hint = ", and in a mapping (num_chains, ...)"
-            shape = potential.priors[name].shape()
-            check.shape(f"a start of {name!r}", draw[name], shape, hint)
-            # Before it is unconstrained, which would move it to the support's edge.
-            if not bool(potential.priors[name].support.check(draw[name]).all()):
-                raise ValueError(
-                    f"a start of {name!r} is not finite, or not in its prior's support"
-                )
-        rows.append(potential.flatten({n: draw[n].detach() for n in potential.blocks.sites}))
-    found = torch.stack(rows)
-    for name, value in potential.unflatten(found).items():
-        with unvalidated():
-            density = [torch.as_tensor(potential.priors[name].log_prob(v)).sum() for v in value]
-        if not bool(torch.stack(density).isfinite().all()):
-            raise ValueError(f"a start of {name!r} has no density under its prior")
-    return found
-
-
-def _from_prior(potential: Potential) -> dict[str, Tensor]:
-    """Return a draw from the prior, from which a chain can move if one of a hundred is so."""
-    bnn = potential.bnn
-    latents = bnn.likelihood.latent_priors().items()
-    for _ in range(100):
-        found = bnn.net_prior() | {f"{bnn.likelihood.prefix}.{n}": p.sample() for n, p in latents}
-        with exclusive_unvalidated(), torch.no_grad():
-            if bool(potential.at(potential.flatten(found)).isfinite()):
-                break
-    return found
-
-
-def _from_net(bnn: SupervisedBNN) -> dict[str, Tensor]:
-    means, found = bnn.likelihood.prior_means(), bnn._in_places()
-    for name, prior in bnn.likelihood.latent_priors().items():
-        # Some have no mean.
-        value = means[name] if bool(means[name].isfinite().all()) else prior.sample()
-        found[f"{bnn.likelihood.prefix}.{name}"] = value
-    return found
-
-
-def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the values of nets that are initialised anew, each from the next random numbers."""
-    names = bnn.net_prior.names()
-    for _ in range(count):
-        net = copy.deepcopy(bnn.net, detached_copies(bnn.net))
-        reset_parameters_(net, names)
-        parameters = dict(net.named_parameters())
-        yield _from_net(bnn) | {bnn.net_prior.prefix + name: parameters[name] for name in names}
-
-
-def _given(potential: Potential, init: Mapping[str, Tensor], num_chains: int | None) -> Tensor:
-    for name in init:
-        check.choice("site", name, potential.blocks.sites)
-    values = {name: torch.as_tensor(value) for name, value in init.items()}
-    counts = {name: len(value) if value.dim() else 0 for name, value in values.items()}
-    count = num_chains or next(iter(counts.values()), 1)
-    for name, number in counts.items():
-        if number != count:
-            raise ValueError(
-                f"there are {number} starts of {name!r} for {count} chains; expected tensors "
-                "(num_chains, ...)"
-            )
-    return _stacked(potential, ({n: v[i] for n, v in values.items()} for i in range(count)))
