@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from pyro.poutine.runtime import effectful
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    register_pytree_node,
-    tree_leaves,
-    tree_structure,
-    tree_unflatten,
-)
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_structure, tree_unflatten
 
 from tyxe import check
 from tyxe.check import described

@@ -52,11 +52,6 @@ def check_beta(beta: Any, epoch: int | None = None) -> float:
     return check.number("beta", beta, least=0, hint=", or a function of the epoch")
 
 
-def check_callback(callback: Any, name: str = "callback") -> None:
-    """Raise a TypeError for what is called after epochs, or members, and is no function."""
-    check.one_of(name, callback, Callable | None, "a function, or None")
-
-
 def check_one_batch(
     bnn: SupervisedBNN, draw: Callable[[], Mapping[str, Tensor]], inputs: Inputs, targets: Tensor
 ) -> None:

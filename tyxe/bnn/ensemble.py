@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, map_batches
 from tyxe.bnn.checkpoint import Saved
-from tyxe.bnn.checks import check_callback
 from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
@@ -148,7 +147,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             RuntimeError: `resume`, and there is nothing left; another process has failed. Errors
                 and interrupts leave a member as it was before its fit, and the earlier ones fitted.
         """
-        check_callback(member_callback, "member_callback")
+        check.one_of("member_callback", member_callback, Callable | None, "a function, or None")
         if resume and not self._left:
             raise RuntimeError(
                 "there is no fit to resume: load what save(path, training=True) has written while "

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.batches import batches_of, device_for
-from tyxe.bnn.checks import (
-    check_beta,
-    check_one_batch,
-    refuse_nonfinite,
-)
+from tyxe.bnn.checks import check_beta, check_one_batch, refuse_nonfinite
 from tyxe.bnn.elbo import ElboTerms, Objective
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of, weights_of

@@ -18,9 +18,10 @@ from tyxe.bnn.checkpoint import (
     fitted_words,
     restore,
 )
+from tyxe.bnn.epoch_end import EpochEnd
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.runtime import fitting, prior_fixed
-from tyxe.bnn.training import EpochEnd, FitOptions, Trainer
+from tyxe.bnn.training import FitOptions, Trainer
 from tyxe.threads import exclusive
 from tyxe.util import outside_inference
 
