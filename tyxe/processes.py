@@ -128,9 +128,9 @@ class Processes:
 
         Different sizes or numbers of batches are a ValueError in all processes, before the step.
         """
-        if self._group is None:
-            yield from batches
-            return
+        return batches if self._group is None else self._compared(batches)
+
+    def _compared(self, batches: Iterator[tuple[Any, Tensor]]) -> Iterator[tuple[Any, Tensor]]:
         while True:
             with self.all_or_none():
                 batch = next(batches, None)

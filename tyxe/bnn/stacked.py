@@ -51,8 +51,7 @@ def fit_stacked(
     if pyro_clipping(optim) is not None:
         raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
     validation, first = unpacked(validation, unpack), members[0]
-    held_out = {"validation": validation, "patience": patience, "restore_best": restore_best}
-    options = FitOptions(beta, clip_norm, **held_out)
+    options = FitOptions(beta, clip_norm, validation=validation, patience=patience)
     if isinstance(data_loader, Iterator):
         raise TypeError(
             f"data_loader is {described(data_loader)}, which can be used once only, and "

@@ -81,9 +81,10 @@ class SitePriors(nn.Module):
             whole = joints.get(name, prior)
             if name not in joints or id(whole) not in numbers:
                 numbers[id(whole)] = len(entries)
-                is_fixed = isinstance(whole, td.Distribution)
-                kept = BufferedDistribution(whole, like[name]) if is_fixed else _Hierarchical(whole)
-                entries.append(kept)
+                if isinstance(whole, td.Distribution):
+                    entries.append(BufferedDistribution(whole, like[name]))
+                else:
+                    entries.append(_Hierarchical(whole))
             units.append((name, numbers[id(whole)]))
         self._units, self._entries = units, nn.ModuleList(entries)
 
