@@ -170,3 +170,14 @@ def test_a_loop_of_ones_own_is_said():
     plain = tyxe.PytorchBNN(nn.Linear(2, 3), NORMAL, tyxe.guides.AutoNormal)
     assert lines(plain)["state"] == "trained in your own loop"
     assert "likelihood" not in lines(plain)
+
+
+def test_a_calibrated_bnn_says_its_calibrator():
+    temperature = tyxe.calibration.TemperatureScaling()
+    assert repr(temperature) == "TemperatureScaling(temperature=None)"
+    temperature.temperature = 1.5
+    calibrated = tyxe.calibration.Calibrated(variational(), temperature, {"num_predictions": 8})
+    assert repr(calibrated).startswith(
+        "Calibrated(\n  calibrator: TemperatureScaling(temperature=1.5)\n"
+        "  predict: num_predictions=8\n  (bnn): VariationalBNN(\n    prior: IIDPrior"
+    )

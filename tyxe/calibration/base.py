@@ -6,6 +6,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ class Calibrator(ABC):
     """
 
     replaces = True
+
+    def __repr__(self) -> str:
+        """Say the options, and the numbers that were fitted; None before `fit`."""
+        known = (f"{n}={v!r}" for n, v in vars(self).items() if not isinstance(v, Tensor))
+        return f"{type(self).__name__}({', '.join(known)})"
 
     @abstractmethod
     def fit(self, predictions: Any, y: Tensor | Targets) -> Any:
@@ -135,6 +141,14 @@ class Calibrated:
         self, bnn: Any, calibrator: Calibrator, options: Mapping[str, Any] | None = None
     ) -> None:
         self.bnn, self.calibrator, self._options = bnn, calibrator, dict(options or {})
+
+    def __repr__(self) -> str:
+        """Say the calibrator, the options of predictions, and what the BNN is."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options.items())
+        parts = (
+            f"calibrator: {self.calibrator}\npredict: {options or 'as the BNN'}\n(bnn): {self.bnn}"
+        )
+        return f"Calibrated(\n{indent(parts, '  ')}\n)"
 
     def predict(self, *inputs: Any, **options: Any) -> Any:
         """Return calibrated predictions, sets or intervals; arguments are those of the BNN's."""
