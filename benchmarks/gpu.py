@@ -256,7 +256,7 @@ def plain_forward(make_net: Nets, x: Tensor) -> Step:
 def drawn_forward(make_net: Nets, x: Tensor) -> Step:
     """Return one forward with a draw of all weights."""
     bnn = make_bnn(make_net().to(device()), NUM_POINTS).eval()
-    return torch.no_grad()(lambda: bnn.run_net(bnn._one_draw(), x))
+    return torch.no_grad()(lambda: bnn._run_net(bnn._one_draw(), x))
 
 
 def repeated(build: Callable[..., Step], capture: bool, count: int, *arguments: Any) -> Step:

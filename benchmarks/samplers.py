@@ -198,7 +198,7 @@ class Ours:
         with exclusive_unvalidated(), torch.no_grad():
             flat = again.kept.positions.flatten(0, 1)
             one = Potential(self.bnn, *self.data)
-            net = torch.func.vmap(lambda w: self.bnn.run_net(one.unflatten(w), PROBES))
+            net = torch.func.vmap(lambda w: self.bnn._run_net(one.unflatten(w), PROBES))
             return net(flat).reshape(4, -1, len(PROBES)).numpy()
 
 

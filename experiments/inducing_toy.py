@@ -123,7 +123,7 @@ class Elbo(nn.Module):
             q = guide.site_distribution(site)
             values[site.name] = q.rsample((self.draws,))
             kl = kl + td.kl_divergence(q, priors[site.name])
-        outputs = torch.vmap(self.bnn.run_net, in_dims=(0, None))(values, self.x)
+        outputs = torch.vmap(self.bnn._run_net, in_dims=(0, None))(values, self.x)
         targets = self.y.repeat(self.draws, 1)
         total = self.bnn.likelihood.log_likelihood(outputs.flatten(0, 1), targets, "sum")
         return total / self.draws, kl
@@ -185,7 +185,7 @@ def where_it_is(bnn, draws=400):
     kinds = {"all weights": tuple(qs)} | {name.removeprefix("net."): (name,) for name in qs}
     for kind, names in kinds.items():
         values = means | {name: drawn[name] for name in names}
-        outputs = torch.vmap(bnn.run_net, in_dims=(0, None))(values, middle)
+        outputs = torch.vmap(bnn._run_net, in_dims=(0, None))(values, middle)
         found[kind] = outputs.std(0).mean().item()
     last = qs["net.2.weight"]
     in_use = (last.mean.abs() > last.stddev).sum().item()

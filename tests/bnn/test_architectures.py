@@ -101,7 +101,7 @@ def test_tied_weights_are_one_site_and_one_draw():
     seen = []
     for part in (bnn.net.embedding, bnn.net.head):
         part.register_forward_pre_hook(lambda module, args: seen.append(module.weight))
-    bnn.run_net(values, tokens())
+    bnn._run_net(values, tokens())
     assert len(seen) == 2
     assert all(weight is values["net.embedding.weight"] for weight in seen)
     exported = bnn.to_module()

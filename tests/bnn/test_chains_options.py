@@ -234,7 +234,7 @@ def test_starts_are_members_that_fits_take() -> None:
     design = torch.cat([x, torch.ones_like(x)], 1)
     line = (design @ torch.linalg.lstsq(design, y).solution - y).square().mean()
     for index in range(3):
-        fitted = bnn.run_net({name: value[index] for name, value in starts.items()}, x)
+        fitted = bnn._run_net({name: value[index] for name, value in starts.items()}, x)
         assert float((fitted - y).square().mean()) < line
     run = bnn.fit([PAIR], 2, warmup_steps=0, init=starts)
     torch.testing.assert_close(run.potential.unflatten(run.run.starts), starts)

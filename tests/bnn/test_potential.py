@@ -112,7 +112,7 @@ def test_the_mean_loss_is_the_likelihoods():
     flat = torch.randn(potential.blocks.size, dtype=torch.float64)
     values = potential.unflatten(flat)
     scale = next(v for name, v in values.items() if name.startswith(bnn.likelihood.prefix))
-    predictions = bnn.run_net(values, x[:4])
+    predictions = bnn._run_net(values, x[:4])
     expected = -dist.Normal(predictions, scale).log_prob(y[:4]).mean()
     torch.testing.assert_close(
         potential.mean_loss(potential.unflatten(flat), x[:4], y[:4]), expected

@@ -65,12 +65,12 @@ def assert_is_the_net_at_its_draws(net: nn.Module, inputs: Any, tolerance: float
     torch.manual_seed(2)
     expected, gradients = plain(bnn, values, inputs)
     # At other values before, of which nothing stays behind; in a fused layer, if it has one.
-    bnn.run_net(bnn._in_places(), inputs)
+    bnn._run_net(bnn._in_places(), inputs)
     with torch.no_grad():
         torch.manual_seed(2)
-        quick = bnn.run_net(values, inputs)
+        quick = bnn._run_net(values, inputs)
     torch.manual_seed(2)
-    output = bnn.run_net(values, inputs)
+    output = bnn._run_net(values, inputs)
     found = torch.autograd.grad(output.sin().sum(), [*values.values()], allow_unused=True)
     for one in (output, quick):
         torch.testing.assert_close(one, expected, rtol=tolerance, atol=tolerance)
@@ -209,10 +209,10 @@ def test_recurrent_parts_in_eval_mode_keep_what_a_backward_needs(monkeypatch) ->
     expected = copy.deepcopy(net).eval()(x)[0]
     monkeypatch.setattr(torch._VF, "lstm", noted)
     bnn.eval()
-    assert torch.equal(bnn.run_net(bnn._in_places(), x)[0], expected)
+    assert torch.equal(bnn._run_net(bnn._in_places(), x)[0], expected)
     assert net.dropout == 0.5
     bnn.train()
-    bnn.run_net(bnn._in_places(), x)
+    bnn._run_net(bnn._in_places(), x)
     assert found == [(0.0, True), (0.5, True)]
 
 
@@ -256,7 +256,7 @@ def test_compiled_parts_run_uncompiled_after_one_warning() -> None:
         bnn = tyxe.PytorchBNN(net, PRIOR, AutoNormal)
     values = leaves(bnn)
     w, b, v, c = values.values()
-    found = bnn.run_net(values, (X,))
+    found = bnn._run_net(values, (X,))
     torch.testing.assert_close(found, torch.tanh(X @ w.T + b) @ v.T + c)
 
 
@@ -297,7 +297,7 @@ def test_an_adjoint_solver_meets_the_draws_of_its_forward() -> None:
     torch.manual_seed(0)
     x, bnn = X.double(), wrapped(Flow().double())
     values = leaves(bnn)
-    first, second = bnn.run_net(values, x), bnn(x)  # the backward comes after another forward
+    first, second = bnn._run_net(values, x), bnn(x)  # the backward comes after another forward
     found = torch.autograd.grad(first.sin().sum(), [*values.values()])
     for one, other in zip(found, plain(bnn, values, x)[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
@@ -350,7 +350,7 @@ def test_hooks_stay_the_users_objects() -> None:
     handle = bnn.net.last.register_forward_hook(recorder)
     later = bnn.net.first.register_forward_hook(bnn.net.shift)  # bound to a part, after the look
     values = leaves(bnn)
-    found = bnn.run_net(values, (X,))
+    found = bnn._run_net(values, (X,))
     assert torch.equal(recorder.outputs[0], found)
     w, b, v, c = values.values()
     expected = torch.tanh(X @ w.T + b + 2 * c.sin()) @ v.T + c
@@ -395,7 +395,7 @@ def test_what_a_forward_sets_is_the_nets() -> None:
     assert bnn.net.order == [bnn.net.layer, bnn.net.made]
     values = leaves(bnn)
     w, b = values.values()
-    torch.testing.assert_close(bnn.run_net(values, X), bnn.net.made(X @ w.T + b))
+    torch.testing.assert_close(bnn._run_net(values, X), bnn.net.made(X @ w.T + b))
 
 
 class Fails(Body):
@@ -432,10 +432,10 @@ def test_forwards_leave_a_bnn_as_it_was(name: str, lazy: bool, train: bool) -> N
     bnn, batch = wrapped(make(3)).train(train), inputs()
     values = {name: value.detach() for name, value in leaves(bnn).items()}
     with bnn._predicting():
-        bnn.run_net(values, batch)  # what a first forward sets stays
+        bnn._run_net(values, batch)  # what a first forward sets stays
         before = snapshot(bnn)
         with tyxe.poutine.report() if lazy else nullcontext():
-            bnn.run_net(values, batch)
+            bnn._run_net(values, batch)
     assert_equal(snapshot(bnn), before)
 
 
@@ -445,7 +445,7 @@ def test_exceptions_and_interrupts_leave_a_bnn_as_it_was(scale: float) -> None:
     values, before = leaves(bnn), snapshot(bnn)
     before = (*before[:-1], torch.get_rng_state())
     with pytest.raises(KeyboardInterrupt if scale > 1 else ValueError):
-        bnn.run_net(values, (scale * X.abs(),))
+        bnn._run_net(values, (scale * X.abs(),))
     assert_equal(snapshot(bnn), before)
 
 
@@ -467,7 +467,7 @@ class BoundAndCheckpointed(Bound):
 def test_copies_stay_as_long_as_the_graph_of_an_output_of_any_kind() -> None:
     bnn = wrapped(BoundAndCheckpointed())
     values = leaves(bnn)
-    bnn.run_net(values, (X,)).logits.sum().backward()
+    bnn._run_net(values, (X,)).logits.sum().backward()
     assert all(value.grad is not None for value in values.values())
 
 
@@ -477,7 +477,7 @@ def test_a_container_that_the_user_fills_later_is_followed() -> None:
     bnn.net.order += [bnn.net.first, bnn.net.last]
     values = leaves(bnn)
     moved = {name: value + 1 for name, value in values.items()}
-    assert not torch.equal(bnn.run_net(values, (X,)), bnn.run_net(moved, (X,)))
+    assert not torch.equal(bnn._run_net(values, (X,)), bnn._run_net(moved, (X,)))
     assert bnn.net.order[0] is bnn.net.first
 
 
@@ -491,7 +491,7 @@ def test_draws_go_with_the_graph_and_need_no_garbage_collector(kind: type[nn.Mod
         drawn = []
         for _ in range(4):
             values = leaves(bnn)
-            loss = bnn.run_net(values, (X,)).sum()
+            loss = bnn._run_net(values, (X,)).sum()
             loss.backward()
             drawn += [weakref.ref(value) for value in values.values()]
             del values, loss
@@ -499,7 +499,7 @@ def test_draws_go_with_the_graph_and_need_no_garbage_collector(kind: type[nn.Mod
         for _ in range(4):  # without a graph as well
             values = {name: value.detach() for name, value in leaves(bnn).items()}
             with torch.no_grad():
-                bnn.run_net(values, (X,))
+                bnn._run_net(values, (X,))
             drawn += [weakref.ref(value) for value in values.values()]
             del values
         assert all(one() is None for one in drawn)

@@ -79,7 +79,7 @@ def test_to_module_is_a_plain_net_of_the_class_that_came_in():
 def test_to_module_at_a_draw():
     bnn, x = make(), inputs()
     sample = seeded(bnn.to_module, sample=True)
-    output = seeded(lambda: bnn.run_net(bnn._one_draw(), x))
+    output = seeded(lambda: bnn._run_net(bnn._one_draw(), x))
     torch.testing.assert_close(sample(x), output)
     assert not torch.equal(sample[0].weight, bnn.to_module(sample=True)[0].weight)
 

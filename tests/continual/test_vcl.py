@@ -33,7 +33,7 @@ def maximize_elbo(bnn, x, y):
         root = q.precision.inverse_sqrt(torch.eye(3)) * 3**0.5
         data = 0.0
         for point in torch.cat([q.loc + root, q.loc - root]):
-            output = bnn.run_net(q.unflatten(point), x)
+            output = bnn._run_net(q.unflatten(point), x)
             data = data + bnn.likelihood.log_likelihood(output, y, "sum") / 6
         return kl - data
 

@@ -39,7 +39,7 @@ def enumerated(bnn, x):
             name: part.reshape(q.event_shape) * q.base_dist.scale
             for part, (name, q) in zip(parts, posterior.items(), strict=True)
         }
-        outputs.append(bnn.run_net(values, x))
+        outputs.append(bnn._run_net(values, x))
         log_probs.append(sum(q.log_prob(values[name]) for name, q in posterior.items()))
     probs = torch.stack(log_probs).exp()
     return torch.stack(outputs), probs

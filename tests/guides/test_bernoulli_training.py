@@ -113,7 +113,7 @@ def test_the_objective_without_gradients_may_draw():
     with torch.no_grad():
         terms = elbo_terms(bnn.model, bnn.guide, x, y)
         assert {float(v) for value in terms.values.values() for v in value.flatten()} == {-1.0, 1.0}
-        expected = bnn.likelihood.log_likelihood(bnn.run_net(terms.values, x), y, "sum")
+        expected = bnn.likelihood.log_likelihood(bnn._run_net(terms.values, x), y, "sum")
     torch.testing.assert_close(terms.data, expected, **EXACT)
 
 
@@ -198,7 +198,7 @@ def test_predictions_outside_the_handler_use_the_two_values():
     with torch.no_grad():
         for output, values in zip(outputs, draws, strict=True):
             assert values["net.0.weight"].abs().unique().tolist() == [4**-0.5]
-            torch.testing.assert_close(output, bnn.run_net(values, x), **EXACT)
+            torch.testing.assert_close(output, bnn._run_net(values, x), **EXACT)
     with local_reparameterization():
         assert bnn.predict(x, num_predictions=3, aggregate=False).shape == (3, 30, 3)
     torch.manual_seed(1)
@@ -245,7 +245,7 @@ def test_packed_samples_are_draws_at_a_bit_each():
         assert all(torch.equal(value, expected[name][s]) for name, value in values.items())
     bnn.eval()
     with torch.no_grad():
-        outputs = torch.stack([bnn.run_net(values, x) for values in packed])
+        outputs = torch.stack([bnn._run_net(values, x) for values in packed])
     assert outputs.shape == (9, 30, 3)
     again = pickle.loads(pickle.dumps(packed))
     assert torch.equal(again[8]["net.0.weight"], expected["net.0.weight"][8])

@@ -74,12 +74,12 @@ def test_the_elbo_is_that_of_the_product(returns):
     draw = {name: value.detach() for name, value in bnn.guide().items()}
     given = TARGETS if returns == "mapping" else tuple(TARGETS.values())
     ((inputs, targets),) = bnn._to_fit([(X, given)])
-    conditioned = functools.partial(bnn.likelihood, bnn.run_net(draw, inputs), targets)
+    conditioned = functools.partial(bnn.likelihood, bnn._run_net(draw, inputs), targets)
     terms = elbo_terms(conditioned, lambda: None)
     expected = 0.0
     for name, target in TARGETS.items():
         one = variational(part(name), name)
-        expected += one.likelihood.log_likelihood(one.run_net(draw, X), target, "sum")
+        expected += one.likelihood.log_likelihood(one._run_net(draw, X), target, "sum")
     torch.testing.assert_close(terms.data, expected)
     assert terms.points == 6
 

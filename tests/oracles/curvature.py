@@ -52,7 +52,7 @@ def dense_jacobian(bnn, values, x, blocks):
     rows = []
     for n in range(len(x)):
         at = {name: value.clone().requires_grad_() for name, value in values.items()}
-        outputs = bnn.run_net(at, x[n : n + 1]).flatten()
+        outputs = bnn._run_net(at, x[n : n + 1]).flatten()
         each = []
         for output in outputs:
             grads = torch.autograd.grad(output, list(at.values()), retain_graph=True)

@@ -150,7 +150,7 @@ def test_the_transformer_sees_the_drawn_weights(training, norm_first):
     x = torch.randn(3, 5, 4).double()
     with torch.no_grad():
         values = bnn.guide()
-        output = bnn.run_net(values, x)
+        output = bnn._run_net(values, x)
         named = {name.removeprefix("net."): value for name, value in values.items()}
         expected = by_hand(bnn.net, named, x)
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
@@ -169,9 +169,9 @@ def test_the_fast_path_sees_the_drawn_weights_also_under_a_report():
     with torch.no_grad():
         values = bnn.guide()
         named = {name.removeprefix("net."): value for name, value in values.items()}
-        outputs = [bnn.run_net(values, batch)]
+        outputs = [bnn._run_net(values, batch)]
         with report():
-            outputs.append(bnn.run_net(values, batch))
+            outputs.append(bnn._run_net(values, batch))
         expected = by_hand(bnn.net, named, x, mask)
     for output in outputs:
         torch.testing.assert_close(output[~mask], expected[~mask], rtol=1e-10, atol=1e-10)

@@ -334,10 +334,10 @@ def test_functional_transforms_meet_draws():
     x = torch.randn(3).double()
     with torch.no_grad():
         values = bnn.guide()
-    jacobian = torch.func.jacrev(lambda x: bnn.run_net(values, x))(x)
+    jacobian = torch.func.jacrev(lambda x: bnn._run_net(values, x))(x)
     assert jacobian.shape == (2, 3)
     with flipout():
         values = bnn.guide()
-        lazily = torch.func.jacrev(lambda x: bnn.run_net(values, x))(x)
+        lazily = torch.func.jacrev(lambda x: bnn._run_net(values, x))(x)
     assert lazily.shape == (2, 3)
     assert bool(lazily.isfinite().all())

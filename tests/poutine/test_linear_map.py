@@ -30,13 +30,13 @@ def test_every_map_raises_an_event_of_its_kind_and_without_an_answer_is_that_at_
         with report(), local_reparameterization():
             values = bnn.guide()
         with Events() as recorded:
-            output = bnn.run_net(values, x)
+            output = bnn._run_net(values, x)
         kind = name.split(",")[0].replace("matmul", "linear").replace("split weight", "linear")
         spatial = int(kind[-2]) if "conv" in kind else 0
         found = {(event.kind, event.spatial_dims) for event, _ in recorded.events}
         assert found == {(kind, spatial)}
         plain = {name: value.value() for name, value in values.items()}
-        torch.testing.assert_close(output, bnn.run_net(plain, x), rtol=0, atol=0)
+        torch.testing.assert_close(output, bnn._run_net(plain, x), rtol=0, atol=0)
 
 
 def test_reads_of_a_report_do_not_change_the_numbers():
@@ -104,7 +104,7 @@ def test_recurrent_layers_use_the_draw(name):
     for handler in (contextlib.nullcontext, local_reparameterization):
         with torch.no_grad(), handler():
             values = bnn.guide()
-            output = bnn.run_net(values, x)
+            output = bnn._run_net(values, x)
         named = {n.removeprefix("net."): v + 0 for n, v in values.items()}
         expected = torch.func.functional_call(bnn.net, named, (x,))
         torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
@@ -131,7 +131,7 @@ def test_a_weight_tied_to_an_embedding_is_one_draw_in_both_places(handler):
     tokens = torch.tensor([0, 3, 3])
     with report() as rows, torch.no_grad(), handler():
         values = bnn.guide()
-        logits, again, hidden = bnn.run_net(values, tokens)
+        logits, again, hidden = bnn._run_net(values, tokens)
     weight = values["net.embedding.weight"].value()
     assert torch.equal(hidden, weight[tokens])
     assert torch.equal(again, hidden)
@@ -169,7 +169,7 @@ def test_a_scaled_weight_is_the_scaled_draw():
     @local_reparameterization()
     def forward():
         values = bnn.guide()
-        return bnn.run_net(values, x), values["net.weight"].value()
+        return bnn._run_net(values, x), values["net.weight"].value()
 
     with report() as rows, pytest.warns(tyxe.TyxeWarning, match=r"net.weight \(used by mul\)"):
         output, weight = forward()

@@ -41,10 +41,10 @@ def test_a_product_has_the_value_of_its_draws(name):
     with torch.no_grad():
         with report(), pytest.warns(tyxe.TyxeWarning, match="no effect"):
             values = local_reparameterization()(written.guide)()
-        lazy = written.run_net(values, x)
+        lazy = written._run_net(values, x)
         plain = {site: value.value() for site, value in values.items()}
-        torch.testing.assert_close(lazy, linear.run_net(plain, x), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lazy, written.run_net(plain, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lazy, linear._run_net(plain, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lazy, written._run_net(plain, x), rtol=1e-12, atol=1e-12)
 
 
 # Maps of more rows than points, which have noise of their own.
@@ -134,7 +134,7 @@ H = torch.ones(4, 2).double()
 
 def run(bnn, x):
     values = bnn.guide()
-    return values, bnn.run_net(values, x)
+    return values, bnn._run_net(values, x)
 
 
 @pytest.mark.parametrize("handler", [local_reparameterization, flipout])

@@ -60,7 +60,7 @@ def test_any_mask_is_dropping_rows(flags):
     with masked(mask):
         trace = poutine.trace(conditioned).get_trace(x, y)
     data = trace.log_prob_sum(lambda name, site: name == EXPOSE[0])
-    each = bnn.likelihood.log_likelihood(bnn.run_net(values, x), y, "none")
+    each = bnn.likelihood.log_likelihood(bnn._run_net(values, x), y, "none")
     count = int(mask.sum())
     expected = 20 / count * each[mask].sum() if count else torch.zeros(()).double()
     torch.testing.assert_close(torch.as_tensor(data).double(), expected, rtol=1e-10, atol=1e-10)

@@ -246,7 +246,7 @@ class BNN(Saved, nn.Module):
         with as_before(), outside_inference(gradients), in_modes(self, modes):
             yield
 
-    def run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
+    def _run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
         """Return the net's output with values in the places of its sites.
 
         Args:
@@ -256,7 +256,7 @@ class BNN(Saved, nn.Module):
         return self._stand_in(values)(inputs)
 
     def _run_frozen(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
-        """Return what `run_net` does, without gradients in other parameters."""
+        """Return what `_run_net` does, without gradients in other parameters."""
         return self._stand_in(values, frozen=True)(inputs)
 
     @outside_inference()

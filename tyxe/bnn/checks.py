@@ -61,7 +61,7 @@ def check_one_batch(
     set back afterwards. Sites that it does not read are looked for.
     """
     with torch_rng_kept(), bnn._predicting():
-        predictions = bnn.run_net(draw(), inputs)
+        predictions = bnn._run_net(draw(), inputs)
         check_is_tensor(predictions)
         bnn.likelihood.check_batch(predictions, targets)
     look_at_sites(bnn, inputs, needs_gradients=True)

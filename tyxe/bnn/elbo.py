@@ -117,7 +117,7 @@ class Objective(nn.Module):
     def data_at(self, values: Any, inputs: Inputs, targets: Any) -> tuple[Tensor, Any]:
         """Return the log-likelihood, scaled to the data set, at sites' values; and the points."""
         with poutine.trace() as messenger:
-            self.bnn.likelihood(self.bnn.run_net(values, inputs), targets)
+            self.bnn.likelihood(self.bnn._run_net(values, inputs), targets)
         return data_term(messenger.trace)
 
     def take_terms(self) -> ElboTerms:

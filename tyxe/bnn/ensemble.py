@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.batches import DrawsOfEach, ReplayedDraws, concatenated, map_batches
+from tyxe.bnn.batches import (
+    DrawsOfEach,
+    ReplayedDraws,
+    concatenated,
+    copied,
+    is_loader,
+    map_batches,
+)
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
 from tyxe.bnn.predict import SupervisedBNN
@@ -23,6 +30,7 @@ from tyxe.check import described
 from tyxe.data import Unpack, unpacked
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
+from tyxe.predictive.distributions import mixture
 from tyxe.predictive.ensemble import Mixture, mixed
 from tyxe.priors import Prior
 from tyxe.util import Inputs, outside_inference
@@ -221,6 +229,20 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
         dim = 0 if aggregate else 1
         return map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
+
+    def predictive(self, *inputs: Any, unpack: Unpack | None = None, **options: Any) -> Any:
+        """Return the mixture of the members' predictive distributions.
+
+        Args:
+            inputs, unpack, options: those of the members' `predictive`; batches of a loader are
+                kept in memory.
+        """
+        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
+        if is_loader(inputs[0]):
+            inputs = ([*map(copied, inputs[0])],)
+        with self._predicting(options.get("enable_grad", False)):
+            found = [member.predictive(*inputs, **options) for member in self._bnns]
+        return mixture(found, self.weights)
 
     def sample_predictive(
         self, *inputs: Any, num_samples: int = 100, batch_size: int | None = None, **options: Any

@@ -97,7 +97,7 @@ class Potential:
     def mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
         """Return the negative log-likelihood of some points at sites' values, in nats per point."""
         latents = {name: values[joint] for name, joint in self._latents.items()}
-        predictions = at_least_float32(self.bnn.run_net(values, inputs))
+        predictions = at_least_float32(self.bnn._run_net(values, inputs))
         likelihood = self.bnn.likelihood
         found = likelihood.log_likelihood(predictions, targets, "sum", latents)
         if self._is_bounded:  # a target is found to be wrong where the potential is looked at

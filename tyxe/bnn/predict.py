@@ -16,9 +16,10 @@ from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
 from tyxe.data import Unpack, pick, unpacked
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.predictive.closed_form import ClosedForm
+from tyxe.predictive.distributions import distribution_at_draws, gaussian_distribution
 from tyxe.predictive.ensemble import Ensemble
 from tyxe.predictive.evaluation import Scores, gaussian_scores, mixture_scores
-from tyxe.predictive.gaussian import Outputs, predict_from_gaussian
+from tyxe.predictive.gaussian import GaussianOutputs, Outputs, predict_from_gaussian
 from tyxe.predictive.links import sample_outputs
 from tyxe.threads import as_before, exclusive
 from tyxe.util import Inputs, at_least_float32, outside_inference
@@ -131,7 +132,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         Returns:
             The net's output.
         """
-        predictions = self.run_net(self.net_prior(), inputs)
+        predictions = self._run_net(self.net_prior(), inputs)
         self.likelihood(predictions, obs)
         return predictions
 
@@ -217,6 +218,58 @@ class SupervisedBNN(Derived, PosteriorBNN):
         inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
         dim = 0 if aggregate else 1
         return map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
+
+    @as_before()
+    def predictive(
+        self,
+        *inputs: Any,
+        num_predictions: int = 32,
+        vectorize: bool | None = None,
+        batch_size: int | None = None,
+        predictive: str | Outputs | None = None,
+        link: str = "mc",
+        unpack: Unpack | None = None,
+        enable_grad: bool = False,
+    ) -> Any:
+        """Return the predictive distribution of targets, whose batch shape is that of points.
+
+        It is a `torch.distributions` object with `mean`, `stddev`, `sample` and `log_prob`, which
+        is the log-likelihood of `evaluate`: a mixture over draws; of one label a point a
+        Categorical or Bernoulli; for Gaussian outputs and noise a Normal. Arguments and errors are
+        those of `predict`.
+
+        Returns:
+            The distribution, of a `Joint` one for each part by name. Mean and standard deviation of
+            a Categorical are NaN, as in PyTorch; it has `probs`.
+
+        Example:
+            >>> import pyro.distributions as dist, tyxe
+            >>> bnn = tyxe.VariationalBNN(
+            ...     nn.Linear(2, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)),
+            ...     tyxe.likelihoods.HomoskedasticGaussian(10, scale=0.1), tyxe.guides.AutoNormal)
+            >>> found = bnn.predictive(torch.zeros(5, 2))
+            >>> found.mean.shape, found.stddev.shape, found.log_prob(torch.zeros(5, 1)).shape
+            (torch.Size([5, 1]), torch.Size([5, 1]), torch.Size([5]))
+        """
+        num_predictions = check.count("num_predictions", num_predictions, 0)
+        gaussian = self._gaussian(predictive, num_predictions, link)
+        options = self._link_options(gaussian, link, num_predictions)
+        latents: dict[str, Tensor] = {}
+
+        def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
+            if gaussian is not None:
+                return gaussian(inputs)
+            outputs, own = self._stacked_outputs(inputs, num_predictions, vectorize, again)
+            latents.update(own)  # the same for all batches
+            return outputs
+
+        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
+        dim = 1 if gaussian is None else 0
+        found = map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
+        if gaussian is None:
+            return distribution_at_draws(self.likelihood, at_least_float32(found), latents)
+        mean, covariance = found
+        return gaussian_distribution(self.likelihood, GaussianOutputs(mean, covariance, options))
 
     @as_before()
     def sample_predictive(

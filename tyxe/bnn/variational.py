@@ -107,7 +107,7 @@ class VariationalBNN(TrainedBNN):
         """Return the net's output for one draw of the guide, or for the values of its trace."""
         with exclusive():  # other threads set the generators back for a while
             trace = poutine.trace(self.guide).get_trace(inputs) if guide_tr is None else guide_tr
-        return self.run_net(values_of(trace), inputs)
+        return self._run_net(values_of(trace), inputs)
 
     def _draws(self, num_predictions: int) -> Iterator[Values]:
         """Yield draws of the guide, whose posterior is computed once for all of them."""

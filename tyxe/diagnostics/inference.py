@@ -352,7 +352,7 @@ def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:
     factor = 1 / getattr(bnn, "temperature", 1.0)
     with bnn._predicting():
         for inputs, targets in case.to_fit:
-            outputs = bnn.run_net(values, inputs)
+            outputs = bnn._run_net(values, inputs)
             total += float(bnn.likelihood.log_likelihood(outputs, targets, reduction="sum"))
     return factor * total
 

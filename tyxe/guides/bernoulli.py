@@ -111,7 +111,8 @@ class AutoBernoulli(Guide):
         """Draw samples and store them with one bit per weight.
 
         Returns:
-            The samples; iterating over them yields values by site, for `bnn.run_net(values, x)`.
+            The samples; iterating over them yields values by site. Without the prefix `net.` of the
+            names, `torch.func.functional_call` puts them into the net.
 
         Raises:
             ValueError: `num_samples` is less than one.

@@ -133,8 +133,7 @@ def _(
 def _(
     likelihood: Bernoulli, outputs: GaussianOutputs, targets: Tensor | Targets, prediction: Any
 ) -> Tensor:
-    coupled = outputs.covariance.shape[-1] > 1 and outputs.options.link == "mc"
-    if coupled and outputs.options.num_samples:
+    if needs_samples(outputs):
         general = gaussian_log_likelihood.dispatch(Likelihood)
         each: Tensor = general(likelihood, outputs, targets, prediction)
         return each
@@ -175,13 +174,24 @@ def _joint_normal(residual: Tensor, covariance: Tensor, noise: Tensor, kept: Ten
     white = residual / scale
     if residual.dim() == 1:
         white, scale = white[:, None], scale[:, None]
+    values, vectors = whitened(covariance, scale)
+    turned = (vectors.mT @ white.unsqueeze(-1).to(vectors)).squeeze(-1)
+    constants = (2 * scale.log() + math.log(2 * math.pi)) * kept
+    terms = turned.square() / values + values.log() + constants
+    return -0.5 * terms.flatten(1).sum(1).to(residual.dtype)
+
+
+def whitened(covariance: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of `I + C / (scale scale^T)`, in double precision."""
     relative = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
     # Where noise is small, the eigenvalues span more than single precision has.
     exact = relative.dtype if relative.device.type == "mps" else torch.float64
     values, vectors = torch.linalg.eigh(relative.to(exact))
     # Those of I + C' are at least 1, whatever rounding has left of C'.
-    values = 1 + values.clamp_min(0)
-    turned = (vectors.mT @ white.unsqueeze(-1).to(exact)).squeeze(-1)
-    constants = (2 * scale.log() + math.log(2 * math.pi)) * kept
-    terms = turned.square() / values + values.log() + constants
-    return -0.5 * terms.flatten(1).sum(1).to(residual.dtype)
+    return 1 + values.clamp_min(0), vectors
+
+
+def needs_samples(outputs: GaussianOutputs) -> bool:
+    """Whether binary labels of a point are tied, so that a product of marginals is not theirs."""
+    tied = outputs.covariance.shape[-1] > 1 and outputs.options.link == "mc"
+    return tied and bool(outputs.options.num_samples)

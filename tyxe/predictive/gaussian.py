@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import singledispatch
 from typing import Any, NamedTuple
 
@@ -135,20 +135,25 @@ def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> tuple[Tens
 
 @gaussian_prediction.register
 def _(likelihood: Joint, outputs: GaussianOutputs) -> dict[str, Any]:
+    parts = gaussian_parts(likelihood, outputs)
+    return {name: gaussian_prediction(likelihood._part(name), own) for name, own in parts}
+
+
+def gaussian_parts(
+    likelihood: Joint, outputs: GaussianOutputs
+) -> Iterator[tuple[str, GaussianOutputs]]:
+    """Yield the Gaussian outputs of each part, whose positions are independent of each other."""
     mean, covariance, options = outputs
-    found, place = {}, 0
+    place = 0
     for name, loc in likelihood.outputs_of(mean).items():
-        # Positions of a part are independent of each other in its predictions.
         size, classes = loc[0].numel(), loc.shape[-1] if loc.dim() > 1 else 1
         block = covariance[:, place : place + size, place : place + size]
         rows = range(0, size, classes)
         blocks = torch.stack([block[:, r : r + classes, r : r + classes] for r in rows], 1)
         blocks = blocks.reshape(*(loc.shape[:-1] if loc.dim() > 1 else loc.shape), classes, classes)
         own = options._replace(latents=of_part(options.latents, name))
-        part = GaussianOutputs(loc, blocks, own)
-        found[name] = gaussian_prediction(likelihood._part(name), part)
+        yield name, GaussianOutputs(loc, blocks, own)
         place += size
-    return found
 
 
 def _check_logits(likelihood: Categorical | Bernoulli) -> None:

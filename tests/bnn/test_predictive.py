@@ -1,0 +1,289 @@
+"""`bnn.predictive` is the distribution that `evaluate` scores and `predict` has the moments of."""
+
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributions as td
+from torch import nn
+
+import tyxe
+from tyxe.predictive.distributions import PredictiveMixture, mixture
+from tyxe.predictive.evaluation import gaussian_log_likelihood
+from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions
+
+N = 6
+X = torch.linspace(-2, 2, 2 * N, dtype=torch.float64).view(N, 2)
+NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+LABELS = torch.arange(N) % 3
+NUMBERS = torch.stack([X.sum(-1).sin(), X[:, 0]], -1)
+SCALES = torch.tensor([0.3, 1.0], dtype=torch.float64)
+WIDE = {"init_scale": 0.5}
+
+# Of each, the number of outputs, how they are shaped, and targets.
+CASES = {
+    "Categorical": (tyxe.likelihoods.Categorical(N), 3, (3,), LABELS),
+    "probabilities": (tyxe.likelihoods.Categorical(N, logit_predictions=False), 3, None, LABELS),
+    "Categorical of positions": (
+        tyxe.likelihoods.Categorical(N),
+        6,
+        (2, 3),
+        torch.stack([LABELS, LABELS.flip(0)], -1),
+    ),
+    "Bernoulli": (tyxe.likelihoods.Bernoulli(N), 1, (), (LABELS % 2).double()),
+    "Bernoulli of two": (
+        tyxe.likelihoods.Bernoulli(N),
+        2,
+        (2,),
+        torch.stack([LABELS % 2, LABELS // 2], -1).double(),
+    ),
+    "Poisson": (tyxe.likelihoods.Poisson(N), 2, (2,), torch.stack([LABELS, LABELS], -1)),
+    "one noise": (tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3), 2, (2,), NUMBERS),
+    "a noise for each": (
+        tyxe.likelihoods.HomoskedasticGaussian(N, scale=SCALES),
+        2,
+        (2,),
+        NUMBERS,
+    ),
+    "noise of one number": (
+        tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3, event_dim=0),
+        1,
+        (),
+        NUMBERS[:, 0],
+    ),
+    "predicted noise": (tyxe.likelihoods.HeteroskedasticGaussian(N), 4, (4,), NUMBERS),
+}
+
+
+class Shaped(nn.Module):
+    """A small net whose outputs have a shape, or are probabilities."""
+
+    def __init__(self, outputs, shape, index=0):
+        super().__init__()
+        torch.manual_seed(index)
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.2))
+        self.head, self.shape = nn.Linear(4, outputs), shape
+        self.double()
+
+    def forward(self, x):
+        found = self.head(self.body(x))
+        return found.softmax(-1) if self.shape is None else found.reshape(len(x), *self.shape)
+
+
+def guide(module):
+    return tyxe.guides.AutoNormal(module, **WIDE)
+
+
+def variational(likelihood, outputs, shape, index=0):
+    return tyxe.VariationalBNN(Shaped(outputs, shape, index), NORMAL, likelihood, guide)
+
+
+def laplace(likelihood, outputs, shape, targets):
+    bnn = tyxe.LaplaceBNN(Shaped(outputs, shape), NORMAL, likelihood)
+    bnn.fit_curvature([(X, targets)])
+    return bnn
+
+
+def seeded(call):
+    torch.manual_seed(3)
+    return call()
+
+
+def assert_is_what_is_scored(bnn, targets, **options):
+    found = seeded(lambda: bnn.predictive(X, num_predictions=8, **options))
+    expected = seeded(
+        lambda: bnn.evaluate(X, targets, num_predictions=8, reduction="none", **options)
+    )[1]
+    torch.testing.assert_close(found.log_prob(targets), expected, rtol=1e-5, atol=1e-6)
+    assert found.batch_shape == (N,)
+    assert found.sample().shape == targets.shape
+    assert found.sample((2, 3)).shape == (2, 3, *targets.shape)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_draws_it_is_the_mixture_that_evaluate_scores(name):
+    likelihood, outputs, shape, targets = CASES[name]
+    assert_is_what_is_scored(variational(likelihood, outputs, shape), targets)
+
+
+@pytest.mark.parametrize("link", ["mc", "probit"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "probabilities"])
+def test_of_gaussian_outputs_it_is_what_evaluate_scores(name, link):
+    likelihood, outputs, shape, targets = CASES[name]
+    bnn = laplace(likelihood, outputs, shape, targets)
+    sampled = ["Poisson", "predicted noise"] + ["Bernoulli of two"] * (link == "mc")
+    if name not in sampled:
+        assert_is_what_is_scored(bnn, targets, link=link)
+        return
+    # By samples of the outputs, of which `evaluate` takes the first for the prediction.
+    found = seeded(lambda: bnn.predictive(X, link=link))
+    with bnn._predicting():
+        moments = GaussianOutputs(*bnn._glm(X), LinkOptions(link, 100, {}))
+    expected = seeded(lambda: gaussian_log_likelihood(likelihood, moments, targets, None))
+    torch.testing.assert_close(found.log_prob(targets), expected)
+
+
+@pytest.mark.parametrize("name", ["Categorical", "one noise"])
+def test_of_an_ensemble_it_is_the_members_mixture(name):
+    likelihood, outputs, shape, targets = CASES[name]
+    members = [variational(likelihood, outputs, shape, k) for k in range(2)]
+    members.append(laplace(likelihood, outputs, shape, targets))
+    bnn = tyxe.EnsembleBNN(lambda k: members[k], 3, weights=[1.0, 2.0, 3.0])
+    assert_is_what_is_scored(bnn, targets)
+
+
+def test_of_other_wrappers():
+    likelihood, outputs, shape, targets = CASES["one noise"]
+    bnn = tyxe.DropoutBNN(Shaped(outputs, shape), likelihood)
+    assert_is_what_is_scored(bnn, targets)
+    bnn = tyxe.SWAG_BNN(Shaped(outputs, shape), NORMAL, likelihood, rank=2)
+    bnn.fit([(X, targets)], torch.optim.SGD(bnn.parameters(), lr=1e-4), 4, start=0.0)
+    assert_is_what_is_scored(bnn, targets)
+    bnn = tyxe.MCMC_BNN(Shaped(outputs, shape), NORMAL, likelihood, tyxe.samplers.SGLD(1e-4))
+    bnn.fit([(X, targets)], 8)
+    assert_is_what_is_scored(bnn, targets)
+
+
+def inferred():
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=dist.LogNormal(-1.0, 0.5))
+    net = Shaped(2, (2,))
+    return tyxe.VariationalBNN(net, NORMAL, likelihood, guide, tyxe.guides.AutoNormal)
+
+
+def test_an_inferred_noise_is_drawn():
+    bnn = inferred()
+    found = assert_is_what_is_scored(bnn, NUMBERS)
+    mean, scale = seeded(lambda: bnn.predict(X, num_predictions=8))
+    torch.testing.assert_close((found.mean, found.stddev), (mean, scale))
+    assert len({float(part.base_dist.scale[0, 0]) for part in found.parts}) == 8
+    assert_is_what_is_scored(bnn, NUMBERS, predictive="glm")
+
+
+@pytest.mark.parametrize("make", [variational, laplace])
+@pytest.mark.parametrize("name", ["one noise", "a noise for each", "noise of one number"])
+def test_moments_are_those_of_predict(make, name):
+    likelihood, outputs, shape, targets = CASES[name]
+    how = {"targets": targets} if make is laplace else {}
+    bnn = make(likelihood, outputs, shape, **how)
+    found = seeded(lambda: bnn.predictive(X, num_predictions=8))
+    mean, scale = seeded(lambda: bnn.predict(X, num_predictions=8))
+    torch.testing.assert_close(found.mean, mean)
+    torch.testing.assert_close(found.stddev, scale.expand_as(mean), rtol=1e-5, atol=1e-7)
+
+
+def test_a_predicted_noise_has_a_mean_of_the_targets_width():
+    likelihood, outputs, shape, _ = CASES["predicted noise"]
+    bnn = variational(likelihood, outputs, shape)
+    found = seeded(lambda: bnn.predictive(X, num_predictions=8))
+    mean, raw = seeded(lambda: bnn.predict(X, num_predictions=8)).chunk(2, -1)
+    torch.testing.assert_close(found.mean, mean)
+    torch.testing.assert_close(found.stddev, nn.functional.softplus(raw))
+
+
+@pytest.mark.parametrize("name", ["Categorical", "probabilities", "Bernoulli"])
+def test_one_label_has_a_distribution_of_its_kind(name):
+    likelihood, outputs, shape, _ = CASES[name]
+    bnn = variational(likelihood, outputs, shape)
+    members = tyxe.EnsembleBNN(lambda k: variational(likelihood, outputs, shape, k), 2)
+    for each in (bnn, members):
+        found = seeded(lambda b=each: b.predictive(X, num_predictions=8))
+        logits = seeded(lambda b=each: b.predict(X, num_predictions=8))
+        probs = likelihood.class_logits(logits).softmax(-1)
+        kind = td.Bernoulli if name == "Bernoulli" else td.Categorical
+        assert isinstance(found, kind)
+        torch.testing.assert_close(found.probs, probs[..., 1] if name == "Bernoulli" else probs)
+
+
+def test_samples_have_the_mixtures_law():
+    parts = [
+        td.Independent(td.Normal(torch.tensor([[0.0, 5.0]] * 3), 1.0), 1),
+        td.Independent(td.Normal(torch.tensor([[4.0, -5.0]] * 3), 2.0), 1),
+    ]
+    weights = torch.tensor([0.25, 0.75])
+    found = PredictiveMixture(parts, weights)
+    torch.manual_seed(0)
+    count = 20_000
+    drawn = found.sample((count,))
+    assert drawn.shape == (count, 3, 2)
+    error = found.stddev / math.sqrt(count)
+    assert ((drawn.mean(0) - found.mean).abs() < 4.5 * error).all()
+    # Both numbers of a point are of one part, and points have parts of their own.
+    first = drawn[..., 1] > 0
+    share = first.double().mean(0)
+    assert ((share - 0.25).abs() < 4.5 * math.sqrt(0.25 * 0.75 / count)).all()
+    assert ((drawn[..., 0] - 2.0)[first].mean() + 2.0).abs() < 0.1
+    both = (first[:, 0] & first[:, 1]).double().mean()
+    assert abs(both - 0.0625) < 4.5 * math.sqrt(0.0625 * 0.9375 / count)
+    # The second moment by quadrature over the density of one number.
+    grid = torch.linspace(-25, 25, 20_001, dtype=torch.float64)
+    one = [td.Normal(torch.tensor([0.0]), 1.0), td.Normal(torch.tensor([4.0]), 2.0)]
+    marginal = mixture(one, weights)
+    density = marginal.log_prob(grid[:, None]).exp()[:, 0].double()
+    moment = torch.trapezoid(density * (grid - marginal.mean.double()) ** 2, grid)
+    torch.testing.assert_close(moment, marginal.variance[0].double(), rtol=1e-5, atol=0)
+
+
+def test_tied_outputs_of_a_linearised_net_have_their_covariance():
+    likelihood, outputs, shape, targets = CASES["a noise for each"]
+    bnn = laplace(likelihood, outputs, shape, targets)
+    found = bnn.predictive(X)
+    covariance = bnn.functional_variance(X) + torch.diag(SCALES.square())
+    expected = td.MultivariateNormal(found.mean, covariance)
+    torch.testing.assert_close(found.covariance_matrix, covariance, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(found.log_prob(targets), expected.log_prob(targets))
+
+
+def test_batches_and_loaders_are_one_prediction():
+    likelihood, outputs, shape, targets = CASES["one noise"]
+    single = variational(likelihood, outputs, shape)
+    several = tyxe.EnsembleBNN(lambda k: variational(likelihood, outputs, shape, k), 2)
+    for bnn in (single, several, inferred(), laplace(likelihood, outputs, shape, targets)):
+        whole = seeded(lambda b=bnn: b.predictive(X).log_prob(targets))
+        cut = seeded(lambda b=bnn: b.predictive(X, batch_size=4).log_prob(targets))
+        loader = (batch for batch in (X[:2], X[2:]))
+        loaded = seeded(lambda b=bnn, given=loader: b.predictive(given).log_prob(targets))
+        torch.testing.assert_close(cut, whole)
+        torch.testing.assert_close(loaded, whole)
+    pairs = [{"x": X[:3]}, {"x": X[3:]}]
+    found = seeded(lambda: several.predictive(pairs, unpack=lambda batch: (batch["x"], None)))
+    torch.testing.assert_close(found.mean, seeded(lambda: several.predictive(X).mean))
+
+
+@pytest.mark.parametrize("make", [variational, laplace])
+def test_several_outputs_have_a_distribution_each(make):
+    likelihood = tyxe.likelihoods.Joint(
+        kind=tyxe.likelihoods.Categorical(N),
+        size=tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3),
+    )
+
+    class Two(Shaped):
+        def forward(self, x):
+            found = super().forward(x)
+            return found[:, :3], found[:, 3:]
+
+    targets = {"kind": LABELS, "size": NUMBERS}
+    net = Two(5, (5,))
+    if make is variational:
+        bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, guide)
+    else:
+        bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood)
+        bnn.fit_curvature([(X, targets)])
+    link = {"link": "probit"} if make is laplace else {}
+    found = seeded(lambda: bnn.predictive(X, num_predictions=8, **link))
+    moments = seeded(lambda: bnn.predict(X, num_predictions=8, **link))
+    torch.testing.assert_close(found["kind"].probs, moments["kind"].softmax(-1))
+    torch.testing.assert_close(found["size"].mean, moments["size"][0])
+    torch.testing.assert_close(found["size"].stddev, moments["size"][1])
+    both = tyxe.EnsembleBNN(lambda k: bnn, 1).predictive(X, num_predictions=8, **link)
+    assert both.keys() == {"kind", "size"}
+
+
+def test_the_centre_is_one_distribution():
+    likelihood, outputs, shape, _ = CASES["one noise"]
+    bnn = variational(likelihood, outputs, shape)
+    found = bnn.predictive(X, num_predictions=0)
+    torch.testing.assert_close(found.mean, bnn.predict(X, num_predictions=0)[0])
+    with pytest.raises(ValueError, match="num_predictions"):
+        bnn.predictive(X, num_predictions=-1)

@@ -1,0 +1,167 @@
+"""The predictive distribution of targets, as a `torch.distributions` object over each point's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import singledispatch
+from typing import Any
+
+import torch
+import torch.distributions as td
+from torch import Size, Tensor
+
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
+from tyxe.likelihoods.base import log_mean_exp, mean_over
+from tyxe.likelihoods.joint import of_part
+from tyxe.predictive.evaluation import needs_samples, whitened
+from tyxe.predictive.gaussian import GaussianOutputs, gaussian_parts, predict_from_gaussian
+from tyxe.threads import exclusive
+from tyxe.util import at_least_float32
+
+
+class PredictiveMixture(td.Distribution):
+    """A mixture of distributions of the same shapes, such as those of targets at several draws.
+
+    Args:
+        parts: the distributions.
+        weights: of each, `(S,)`, which sum to one; equal by default.
+
+    Example:
+        >>> parts = [td.Normal(torch.zeros(1), torch.ones(1)), td.Normal(torch.ones(1), 1.0)]
+        >>> found = PredictiveMixture(parts)
+        >>> found.mean, found.variance
+        (tensor([0.5000]), tensor([1.2500]))
+    """
+
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, parts: Sequence[td.Distribution], weights: Tensor | None = None) -> None:
+        self.parts, self.weights = list(parts), weights
+        super().__init__(parts[0].batch_shape, parts[0].event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        return self.parts[0].support
+
+    def _mean_of(self, values: list[Tensor]) -> Tensor:
+        return mean_over(torch.stack(values), 0, self.weights)
+
+    @property
+    def mean(self) -> Tensor:
+        return self._mean_of([part.mean for part in self.parts])
+
+    @property
+    def variance(self) -> Tensor:
+        mean = self.mean
+        return self._mean_of([part.variance + (part.mean - mean) ** 2 for part in self.parts])
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        logs = torch.stack([part.log_prob(value) for part in self.parts])
+        return log_mean_exp(logs, 0, self.weights)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        lead = Size(sample_shape)
+        with exclusive(), torch.no_grad():  # other threads set the generators back for a while
+            found = self.parts[0].sample(lead)
+            shares = torch.ones(len(self.parts), device=found.device)
+            shares = shares if self.weights is None else self.weights.to(shares)
+            chosen = td.Categorical(shares).sample(lead + self.batch_shape)
+            chosen = chosen.reshape(chosen.shape + (1,) * len(self.event_shape))
+            for place, part in enumerate(self.parts[1:], 1):
+                found = part.sample(lead).where(chosen == place, found)
+        return found
+
+
+def mixture(parts: Sequence[Any], weights: Tensor | None = None) -> Any:
+    """Return the mixture of distributions; of those of one label, a distribution of their kind.
+
+    Distributions by name, as of a `Joint`, have a mixture each.
+    """
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {name: mixture([part[name] for part in parts], weights) for name in first}
+    if len(parts) == 1:
+        return first
+    if not isinstance(first, td.Categorical | td.Bernoulli):
+        return PredictiveMixture(parts, weights)
+    likelihood = Categorical() if isinstance(first, td.Categorical) else Bernoulli()
+    logits = torch.stack([part.logits for part in parts])
+    together = likelihood.aggregate_predictions(logits, 0, None, weights)
+    return likelihood.predictive_distribution(together)
+
+
+def distribution_at_draws(
+    likelihood: Likelihood, outputs: Any, latents: Mapping[str, Tensor]
+) -> Any:
+    """Return the mixture over draws of outputs, `(S, n, ...)`, and the likelihood's variables."""
+    if isinstance(likelihood, Joint):
+        return {
+            name: distribution_at_draws(likelihood._part(name), own, of_part(latents, name))
+            for name, own in likelihood.outputs_of(outputs).items()
+        }
+    draws = [{name: v[s] for name, v in latents.items()} for s in range(len(outputs))]
+    each = zip(outputs, draws, strict=True)
+    return mixture([likelihood._distribution_for(one, None, own)[0] for one, own in each])
+
+
+@singledispatch
+def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
+    """Return the distribution of targets for Gaussian outputs, by samples of these.
+
+    Register a likelihood that has a closed form here.
+    """
+    samples = outputs.samples()
+    return distribution_at_draws(likelihood, samples, outputs.options.latents_of(len(samples)))
+
+
+@gaussian_distribution.register
+def _(likelihood: Joint, outputs: GaussianOutputs) -> dict[str, Any]:
+    parts = gaussian_parts(likelihood, outputs)
+    return {name: gaussian_distribution(likelihood._part(name), own) for name, own in parts}
+
+
+@gaussian_distribution.register
+def _(likelihood: Categorical, outputs: GaussianOutputs) -> Any:
+    return _by_link(likelihood, outputs)
+
+
+@gaussian_distribution.register
+def _(likelihood: Bernoulli, outputs: GaussianOutputs) -> Any:
+    if needs_samples(outputs):
+        return gaussian_distribution.dispatch(Likelihood)(likelihood, outputs)
+    return _by_link(likelihood, outputs)
+
+
+def _by_link(likelihood: Likelihood, outputs: GaussianOutputs) -> Any:
+    mean, covariance, options = outputs
+    found = predict_from_gaussian(likelihood, mean, covariance, **options._asdict())
+    return likelihood._distribution_for(found, None)[0]
+
+
+@gaussian_distribution.register
+def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> Any:
+    latents = outputs.options.latents
+    each = []
+    for s in range(max((len(v) for v in latents.values()), default=1)):
+        noise = likelihood.scale_of({n: v[s] for n, v in latents.items()}, outputs.mean)
+        each.append(_normal(outputs, noise.to(outputs.mean.dtype)))
+    return mixture(each)
+
+
+def _normal(outputs: GaussianOutputs, noise: Tensor) -> td.Distribution:
+    """Return the Normal of targets of each point, whose numbers along one dimension may be tied."""
+    mean, covariance = at_least_float32(outputs.mean), at_least_float32(outputs.covariance)
+    if not outputs.options.num_samples:
+        covariance = torch.zeros_like(covariance)
+    found: td.Distribution
+    if covariance.shape[-1] == 1:
+        variance = covariance.reshape(mean.shape) + noise.square()
+        found = td.Normal(mean, variance.sqrt(), validate_args=False)
+    else:
+        scale = noise.expand_as(mean)
+        values, vectors = whitened(covariance, scale)
+        whole = (vectors * values.unsqueeze(-2)) @ vectors.mT
+        root = scale.to(whole).unsqueeze(-1) * torch.linalg.cholesky(whole)
+        found = td.MultivariateNormal(mean, scale_tril=root.to(mean.dtype), validate_args=False)
+    extra = len(found.batch_shape) - 1
+    return td.Independent(found, extra, validate_args=False) if extra > 0 else found
