@@ -9,13 +9,13 @@ FORMATS = {"error %": ".2f", "NLL": ".3f", "ECE %": ".2f", "train s": ".1f", "pr
 
 
 def table():
-    """Return a Markdown table, and the command and machine it came from."""
+    """Return a Markdown table of means and errors, and the command and machine it came from."""
     results = json.loads(RESULTS.read_text())
     rows = results["rows"]
     columns = [column for column in next(iter(rows.values())) if column not in HIDDEN]
     lines = [f"| method | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, row in rows.items():
-        cells = [format(row[column], FORMATS.get(column, ".3f")) for column in columns]
+        cells = [" ± ".join(format(v, FORMATS.get(c, ".3f")) for v in row[c]) for c in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     settings = ", ".join(f"{key} {value}" for key, value in results["settings"].items())
     machine = results["machine"]
