@@ -81,7 +81,7 @@ for name, (bnn, rate) in rows.items():
     callback = partial(lambda schedule, *_: schedule.step(), schedule)
     with tyxe.poutine.selective_mask(mask=train, expose=["likelihood.data"]):
         bnn.fit([((graph, features), labels)], adam, steps, callback)
-    probs = bnn.predict(graph, features, num_predictions=32).softmax(-1)[test]
+    probs = bnn.predict(graph, features).softmax(-1)[test]
     error, nll = 100 - 100 * metrics.accuracy(probs, labels[test]), metrics.nll(probs, labels[test])
     ece = 100 * metrics.expected_calibration_error(probs, labels[test])
     print(f"{name:24}{error:8.1f}{nll:8.3f}{ece:8.1f}")

@@ -79,7 +79,7 @@ for name, bnn in bnns.items():
     bnn.fit(for_head, partial(torch.optim.Adam, lr=1e-3), 2 * epochs, lr_multipliers={"scale": 10})
     if bnn is laplace:
         bnn.optimize_prior_precision()  # by the evidence
-    rows[name] = bnn.predict(x_test, num_predictions=32, batch_size=500)
+    rows[name] = bnn.predict(x_test, batch_size=500)
 
 print(f"{'the head':28}{'error %':>8}{'NLL':>8}{'ECE %':>8}")
 for name, logits in rows.items():

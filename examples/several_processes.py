@@ -58,7 +58,7 @@ with tyxe.poutine.local_reparameterization():
     history = bnn.fit(loader, partial(torch.optim.Adam, lr=5e-3), epochs, parallel=parallel)
 
 if rank == 0:  # the posterior is the same in every process; predict and save in one
-    error, log_likelihood = bnn.evaluate(x[1_280:], y[1_280:], num_predictions=32, reduction="mean")
+    error, log_likelihood = bnn.evaluate(x[1_280:], y[1_280:], reduction="mean")
     print(f"processes: {world}, points in a process's batch: {64 // world}")
     print(f"loss from {history.loss[0]:.0f} to {history.loss[-1]:.0f} nats")
     print(f"test digits: error {100 * error:.1f} %, log-likelihood {log_likelihood:.3f}")

@@ -81,7 +81,7 @@ with tyxe.poutine.local_reparameterization():
 print(f"{'test images':32}{'error %':>8}{'NLL':>8}{'ECE %':>8}")
 with torch.no_grad():
     rows = {"trained": net.eval()(x_test), "trained for as long again": longer.eval()(x_test)}
-    rows["mean field"] = bnn.predict(x_test, num_predictions=32, batch_size=500)
+    rows["mean field"] = bnn.predict(x_test, batch_size=500)
     rows["its mean, a plain net again"] = bnn.to_module()(x_test)
 for name, logits in rows.items():
     probs = logits.softmax(-1)

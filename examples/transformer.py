@@ -80,7 +80,7 @@ for which, rules in selections.items():
     with tyxe.poutine.report() as uses, tyxe.poutine.local_reparameterization():
         # 18,000 weights outweigh 900 digits: the KL's weight was chosen by validation digits.
         bnn.fit(loader, adam, epochs, beta=1e-3, lr_multipliers={"scale": 10})
-    report(f"mean field, {which}", partial(bnn.predict, num_predictions=32))
+    report(f"mean field, {which}", bnn.predict)
 
     bnn = tyxe.LaplaceBNN(net, prior, likelihood)
     bnn.fit_curvature(loader)

@@ -55,7 +55,7 @@ def learn(prior, guide):
             bnn.update_prior(next_prior)
         for column, seen in enumerate(list(tasks)[: row + 1]):
             with heads.use(seen):
-                error, _ = bnn.evaluate(*tasks[seen][1], num_predictions=32, reduction="mean")
+                error, _ = bnn.evaluate(*tasks[seen][1], reduction="mean")
             accuracy[row, column] = 1 - error
     return accuracy
 

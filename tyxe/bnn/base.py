@@ -35,6 +35,9 @@ from tyxe.priors.sites import SitePriors
 from tyxe.threads import as_before, exclusive
 from tyxe.util import NET, SITE_PRIORS, Inputs, outside_inference
 
+# Draws of weights in a prediction that is not told how many.
+DEFAULT_DRAWS = 32
+
 
 def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
     return {**dict(net.named_parameters()), **dict(net.named_buffers())}
@@ -411,6 +414,24 @@ class BNN(Saved, nn.Module):
             if bool((~value.isfinite() if is_finite else value.isnan()).any()):
                 what = "NaN" if bool(value.isnan().any()) else "infinities"
                 raise RuntimeError(f"{name} of the state dict has {what}; the BNN is as it was")
+
+    def _num_draws(
+        self,
+        given: int | None,
+        predictive: Any = "bnn",
+        name: str = "num_predictions",
+        least: int = 0,
+    ) -> int:
+        """Return the number of draws that a call is given, or else one that shows the spread."""
+        if given is not None:
+            return check.count(name, given, least)
+        return self._draws_of_weights() if predictive == "bnn" else DEFAULT_DRAWS
+
+    def _draws_of_weights(self) -> int:
+        """Return the default number of draws, which is one where all of them are alike."""
+        guides = (getattr(self, part, None) for part in ("net_guide", "likelihood_guide"))
+        has_spread = any(guide is not None and guide.has_spread for guide in guides)
+        return DEFAULT_DRAWS if has_spread else 1
 
     def _parameter_kinds(self) -> dict[str, str]:
         """Return the kind of each trainable parameter: `loc`, `scale` or `deterministic`."""

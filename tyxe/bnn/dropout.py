@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
+from tyxe.bnn.base import DEFAULT_DRAWS
 from tyxe.bnn.batches import ReplayedDraws
 from tyxe.bnn.standin import in_modes, modes_of
 from tyxe.bnn.variational import VariationalBNN
@@ -104,6 +105,9 @@ class DropoutBNN(VariationalBNN):
                 f"nothing drops in this {type(self.net).__name__}, so that all draws are one: give "
                 "it nn.Dropout layers with p above 0, or take tyxe.EnsembleBNN or tyxe.LaplaceBNN"
             )
+
+    def _draws_of_weights(self) -> int:
+        return DEFAULT_DRAWS  # of masks
 
     def to_module(self, sample: bool = False) -> nn.Module:
         """Return a plain net without dropout; a `sample` is a TypeError, see `to_ensemble`."""

@@ -202,7 +202,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
     def predict(
         self,
         *inputs: Any,
-        num_predictions: int = 1,
+        num_predictions: int | None = None,
         aggregate: bool = True,
         batch_size: int | None = None,
         unpack: Unpack | None = None,
@@ -213,10 +213,12 @@ class EnsembleBNN(Derived, Saved, nn.Module):
 
         Args:
             inputs, batch_size, unpack, enable_grad, options: those of the members' `predict`.
-            num_predictions: number of draws of each member; 0 predicts at the members' centres.
+            num_predictions: number of draws of each member, by default theirs; 0 predicts at the
+                members' centres.
             aggregate: `False` returns the outputs, `(members * num_predictions, n, ...)`.
         """
-        given = {"num_predictions": num_predictions, "aggregate": aggregate, **options}
+        count = self._num_draws(num_predictions, options)
+        given = {"num_predictions": count, "aggregate": aggregate, **options}
         given["enable_grad"] = enable_grad
         draws = DrawsOfEach()
 
@@ -243,6 +245,14 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         with self._predicting(options.get("enable_grad", False)):
             found = [member.predictive(*inputs, **options) for member in self._bnns]
         return mixture(found, self.weights)
+
+    def _num_draws(self, given: int | None, options: Mapping[str, Any]) -> int:
+        """Return the draws of each member, which are as many of one as of another."""
+        predictive = options.get("predictive")
+        return max(
+            member._num_draws(given, predictive or member._default_predictive)
+            for member in self._bnns
+        )
 
     def sample_predictive(
         self, *inputs: Any, num_samples: int = 100, batch_size: int | None = None, **options: Any
@@ -275,7 +285,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         self,
         input_data: Inputs,
         y: Tensor | None = None,
-        num_predictions: int = 1,
+        num_predictions: int | None = None,
         aggregate: bool = True,
         reduction: str = "sum",
         *,
@@ -289,11 +299,11 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         Args:
             input_data, y, reduction, batch_size, unpack, process_group, options: of the members'
                 `evaluate`.
-            num_predictions: number of draws of each member.
+            num_predictions: number of draws of each member, by default theirs.
             aggregate: `False` returns a row for each draw of each member, and one for a member with
                 Gaussian outputs.
         """
-        num_predictions = check.count("num_predictions", num_predictions, 0)
+        num_predictions = self._num_draws(num_predictions, options)
         y = check_evaluation(self, input_data, y, reduction, process_group)
         scorers = [m._scorer(num_predictions, aggregate, **options) for m in self._bnns]
         draws = DrawsOfEach()
@@ -343,7 +353,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             member.update_norm_statistics(data_loader)
 
     @outside_inference()
-    def to_ensemble(self, num_draws: int = 1) -> Mixture:
+    def to_ensemble(self, num_draws: int | None = None) -> Mixture:
         """Return draws of all members as one plain module, see `SupervisedBNN.to_ensemble`."""
         parts: list[Any] = [member.to_ensemble(num_draws) for member in self._bnns]
         return Mixture(parts, self.weights)

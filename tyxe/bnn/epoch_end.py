@@ -88,12 +88,17 @@ class EpochEnd:
             best.waited, self._bnn._pending = 0, None
 
 
+def draws_to_judge(bnn: Any) -> int:
+    """Return the draws by which a training is judged: 8, or 0 of what has no spread yet."""
+    return 8 if "scale" in bnn._parameter_kinds().values() else 0
+
+
 def held_out_sums(bnn: Any, loader: Iterable[Any], device: Any) -> tuple[float, float]:
     """Return the log-likelihood of held-out data, in nats, and how many points it is of.
 
-    It is by 8 draws, the same in each call, or at the centre of what has no spread.
+    It is by the same draws in each call.
     """
-    draws = 8 if "scale" in bnn._parameter_kinds().values() else 0
+    draws = draws_to_judge(bnn)
     total = points = 0.0
     for inputs, targets in batches_of(bnn._to_evaluate(loader), device):
         with RandomStream(seed=0):

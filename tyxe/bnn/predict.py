@@ -73,7 +73,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
         deterministic. Threads may call it in parallel.
 
         Args:
-            num_draws: number of draws, each with a copy of the weights that have a posterior.
+            num_draws: number of draws, each with a copy of the weights that have a posterior; by
+                default those of `predict`.
             closed_form: return no draws, but a net whose outputs are Gaussian, for a posterior of
                 Normals over the last layer: what `predict` returns by `predictive="glm"`.
             link: `"probit"` or `"bridge"`, of classes and binary labels in closed form.
@@ -95,7 +96,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             if num_draws is not None:
                 raise TypeError("closed_form=True takes no draws: leave num_draws out")
             return self._in_closed_form(link)
-        num_draws = check.count("num_draws", num_draws)
+        num_draws = self._num_draws(num_draws, name="num_draws", least=1)
         with torch.no_grad():
             draws = [*ReplayedDraws().over(self._draws(num_draws))]
             nets = self._nets_at((values, self._norm_statistics(values)) for values in draws)
@@ -140,7 +141,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
     def predict(
         self,
         *inputs: Any,
-        num_predictions: int = 1,
+        num_predictions: int | None = None,
         aggregate: bool = True,
         vectorize: bool | None = None,
         batch_size: int | None = None,
@@ -157,7 +158,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
 
         Args:
             inputs: the net's arguments, or one loader of batches.
-            num_predictions: number of draws; 0 predicts once, at the posterior's centre.
+            num_predictions: number of draws; 0 predicts once, at the posterior's centre. The
+                default is 32, or all samples where there are fewer, or 1 where all draws would be
+                alike, as of a point estimate.
             aggregate: combine the draws by the likelihood; `False` returns all of them.
             vectorize: run draws in chunks under `torch.vmap` where the net allows it; the default
                 is a loop, which is faster on CPUs except for small nets.
@@ -196,7 +199,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
             >>> bnn.predict(torch.zeros(5, 2), num_predictions=8).softmax(-1).shape
             torch.Size([5, 3])
         """
-        num_predictions = check.count("num_predictions", num_predictions, 0)
+        predictive = self._default_predictive if predictive is None else predictive
+        num_predictions = self._num_draws(num_predictions, predictive)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
         draw = self._drawing(predictive if joint else "bnn", vectorize)
@@ -325,7 +329,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         self,
         input_data: Inputs,
         y: Tensor | None = None,
-        num_predictions: int = 1,
+        num_predictions: int | None = None,
         aggregate: bool = True,
         reduction: str = "sum",
         *,
@@ -362,7 +366,6 @@ class SupervisedBNN(Derived, PosteriorBNN):
             ValueError: targets are missing, or have another shape than the predictions; an unknown
                 reduction, or `"none"` of several processes.
         """
-        num_predictions = check.count("num_predictions", num_predictions, 0)
         y = check_evaluation(self, input_data, y, reduction, process_group)
         score = self._scorer(num_predictions, aggregate, vectorize, predictive, link)
         how = reduction, batch_size, unpack, process_group
@@ -370,13 +373,15 @@ class SupervisedBNN(Derived, PosteriorBNN):
 
     def _scorer(
         self,
-        num_predictions: int,
+        num_predictions: int | None,
         aggregate: bool = True,
         vectorize: bool | None = None,
         predictive: str | Outputs | None = None,
         link: str = "mc",
     ) -> Callable[[Inputs, Tensor, ReplayedDraws], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
+        predictive = self._default_predictive if predictive is None else predictive
+        num_predictions = self._num_draws(num_predictions, predictive)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tyxe import check
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, copied
 from tyxe.bnn.elbo import ElboTerms, check_gradients, elbo_terms
@@ -206,7 +205,7 @@ class PytorchBNN(BNN):
         """Return all trainable parameters, under TyXe's name; `parameters()` works as well."""
         return [p for p in self.parameters() if p.requires_grad]
 
-    def predict(self, *inputs: Any, num_predictions: int = 1, **kwargs: Any) -> Any:
+    def predict(self, *inputs: Any, num_predictions: int | None = None, **kwargs: Any) -> Any:
         """Return the outputs of several draws, `(num_predictions, ...)`.
 
         The net runs in eval mode and without gradients; `cached_kl_loss` is not changed.
@@ -214,7 +213,8 @@ class PytorchBNN(BNN):
         Args:
             inputs: the net's arguments, also as one tuple or mapping, or one loader of batches,
                 which meet the same draws.
-            num_predictions: number of draws; 0 predicts once, at the posterior's centre.
+            num_predictions: number of draws, 32 by default, or 1 where all would be alike; 0
+                predicts once, at the posterior's centre.
             kwargs: further arguments of the net, by keyword.
 
         Returns:
@@ -232,7 +232,7 @@ class PytorchBNN(BNN):
             >>> bnn.predict({"input": torch.zeros(5, 2)}, num_predictions=3).shape
             torch.Size([3, 5, 1])
         """
-        num_predictions = check.count("num_predictions", num_predictions, 0)
+        num_predictions = self._num_draws(num_predictions)
         given = inputs[0] if len(inputs) == 1 else inputs
         batches = [copied(batch) for batch, _ in batches_to_predict(given, None, None)]
         if num_predictions:
@@ -257,7 +257,7 @@ class PytorchBNN(BNN):
             return self._net_at(self._weights() if sample else self._median())
 
     @outside_inference()
-    def to_ensemble(self, num_draws: int) -> Ensemble:
+    def to_ensemble(self, num_draws: int | None = None) -> Ensemble:
         """Return draws from the posterior as a plain module without Pyro, for export and servers.
 
         Its outputs are those of `predict` for these draws, `(num_draws, ...)`.
@@ -265,7 +265,7 @@ class PytorchBNN(BNN):
         Raises:
             ValueError: fewer than one draw.
         """
-        num_draws = check.count("num_draws", num_draws)
+        num_draws = self._num_draws(num_draws, name="num_draws", least=1)
         return Ensemble(self._nets_at((self._weights(), {}) for _ in range(num_draws)))
 
     def _weights(self) -> dict[str, Tensor]:

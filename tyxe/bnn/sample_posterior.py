@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from tyxe.bnn.base import DEFAULT_DRAWS
 from tyxe.bnn.chains import MCMCRun, SampleFile, Samples
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.predict import SupervisedBNN
@@ -48,6 +49,9 @@ class SamplePosterior(SupervisedBNN):
         middles = (2 * index + 1 for index in range(num_predictions))
         positions = (middle * total // (2 * num_predictions) % total for middle in middles)
         return (self._for_net({n: value[p] for n, value in samples.items()}) for p in positions)
+
+    def _draws_of_weights(self) -> int:
+        return min(DEFAULT_DRAWS, len(next(iter(self.get_samples().values()))))
 
     def _one_draw(self) -> Values:
         samples = self.get_samples()

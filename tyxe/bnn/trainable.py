@@ -12,6 +12,7 @@ from tyxe.bnn.base import set_train_mode
 from tyxe.bnn.batches import batches_of, device_for
 from tyxe.bnn.checks import check_beta, check_one_batch, refuse_nonfinite
 from tyxe.bnn.elbo import ElboTerms, Objective
+from tyxe.bnn.epoch_end import draws_to_judge
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import reduced, rows_of, weights_of
 from tyxe.bnn.training import statistics_kept, statistics_of
@@ -97,7 +98,7 @@ class Trainable(Objective):
         self.unpack, self.handler = unpack, handler
         self.beta = check_beta(getattr(bnn, "temperature", 1.0) if beta is None else beta)
         if num_predictions is None:
-            num_predictions = 8 if "scale" in bnn._parameter_kinds().values() else 0
+            num_predictions = draws_to_judge(bnn)
         self.num_predictions = num_predictions
         self._is_checked, self._statistics = False, statistics_of(bnn.net)
 

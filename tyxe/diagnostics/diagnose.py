@@ -30,7 +30,7 @@ def diagnose(
     *,
     plain: Any = None,
     beta: float = 1.0,
-    num_predictions: int = 32,
+    num_predictions: int | None = None,
     unpack: Unpack | None = None,
     **options: Any,
 ) -> Report:
@@ -55,7 +55,7 @@ def diagnose(
         held_out: held-out `(inputs, targets)`.
         plain: the net of maximum likelihood, as a fitted BNN, to be compared with.
         beta: weight of the KL in the fit.
-        num_predictions: number of draws.
+        num_predictions: number of draws, by default as in `predict`.
         unpack: from what loaders yield to `inputs, targets`, or with weights.
         options: of `evaluate` and `predict`.
 

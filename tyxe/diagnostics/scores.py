@@ -25,7 +25,7 @@ class Scores(dict[str, float]):
 def scores(
     bnn: Any,
     loader: Iterable[Any],
-    num_predictions: int = 32,
+    num_predictions: int | None = None,
     *,
     unpack: Unpack | None = None,
     **options: Any,
@@ -40,7 +40,7 @@ def scores(
     Args:
         bnn: any BNN with a likelihood, or an `EnsembleBNN`.
         loader: yields held-out `(inputs, targets)`, or with weights.
-        num_predictions: number of draws.
+        num_predictions: number of draws, by default as in `predict`.
         unpack: from what the loader yields to these.
         options: of `predict` and `evaluate`.
 

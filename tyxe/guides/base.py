@@ -138,6 +138,11 @@ class AnyGuide(nn.Module, ABC):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Return the median of every site, by its name in the joint model."""
 
+    @property
+    def has_spread(self) -> bool:
+        """Whether draws differ, as those of a point estimate do not."""
+        return True
+
     def parameter_kinds(self) -> Mapping[str, str]:
         """Return the kind of each parameter by name: `scale`, `loc`, or a word of a guide's own.
 

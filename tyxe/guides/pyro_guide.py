@@ -182,6 +182,10 @@ class PyroGuide(AnyGuide):
                     f"in {draws[name].dtype}"
                 )
 
+    @property
+    def has_spread(self) -> bool:
+        return not isinstance(self.guide, AutoDelta)
+
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Run the guide (a Pyro program); it gets no arguments, as sites do not depend on data."""
         posterior = self.posterior()

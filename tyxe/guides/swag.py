@@ -56,6 +56,10 @@ class SWAGGuide(Guide):
     def kind(self) -> str:
         return f"{type(self).__name__}(rank={self.rank})"
 
+    @property
+    def has_spread(self) -> bool:
+        return not self.moves
+
     @torch.no_grad()
     def collect(self, values: Mapping[str, Tensor]) -> None:
         """Take a snapshot of values by joint name; one that is not finite is a ValueError."""

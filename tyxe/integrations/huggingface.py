@@ -45,7 +45,8 @@ class TrainerBNN(Trainable):
     The trainer has to leave the columns of a data set alone: `remove_unused_columns=False`.
 
     Args:
-        bnn: as in `Trainable`, whose other arguments are taken as well.
+        bnn: as in `Trainable`, whose other arguments are taken as well. Without labels the default
+            of `num_predictions` is that of the BNN's `predict`.
         unpack: from a batch to inputs and targets.
 
     Example:
@@ -66,6 +67,7 @@ class TrainerBNN(Trainable):
 
     def __init__(self, bnn: Any, *, unpack: Unpack = unpack, **options: Any) -> None:
         super().__init__(bnn, unpack=unpack, **options)
+        self._num_predictions = options.get("num_predictions")
         self.register_state_dict_post_hook(_without_sharing)  # type: ignore[no-untyped-call]
 
     # The trainer reads the name of the targets from the signature.
@@ -76,7 +78,7 @@ class TrainerBNN(Trainable):
             return {"loss": super().forward(batch)}
         if labels is None:
             inputs = self.unpack(batch) if self.unpack else batch
-            return {"logits": self.bnn.predict([inputs], num_predictions=self.num_predictions)}
+            return {"logits": self.bnn.predict([inputs], num_predictions=self._num_predictions)}
         predictions, _, found, weights = self.score_batch(batch, "sum")
         total = found["joint"] if isinstance(found, Mapping) else found
         return {"loss": -total / (float(weights.sum()) or 1.0), "logits": predictions}

@@ -26,12 +26,14 @@ class LightningBNN(lightning.LightningModule):
     means over points, of each part of a `Joint` likelihood.
 
     Args:
-        bnn: as in `Trainable`; so are `unpack`, `handler` and `num_predictions`.
+        bnn: as in `Trainable`; so are `unpack` and `handler`.
         optim: a torch optimiser class or a partial of one, as in `fit`.
         scheduler: from the optimiser to what Lightning takes as `lr_scheduler`.
         lr_multipliers: factors of the learning rate by kind of parameter, as in `fit`.
         beta: weight of the KL, or a function of the epoch that returns it; by default as in
             `Trainable`.
+        num_predictions: number of draws; by default those of `Trainable` in validation and test,
+            and of the BNN's `predict` in `trainer.predict`.
 
     Raises:
         TypeError: a BNN that is not fitted in steps, or an optimiser that takes its own gradients.
@@ -62,6 +64,7 @@ class LightningBNN(lightning.LightningModule):
         options: dict[str, Any] = {"handler": handler, "num_predictions": num_predictions}
         self.trainable = Trainable(bnn, unpack=unpack, **options)
         self._optim, self._scheduler, self._lr_multipliers = optim, scheduler, lr_multipliers
+        self._num_predictions = num_predictions
         self._beta = beta if beta is None or callable(beta) else check_beta(beta)
 
     @property
@@ -104,7 +107,7 @@ class LightningBNN(lightning.LightningModule):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         batches = unpacked([batch], self.trainable.unpack)
-        return self.bnn.predict(batches, num_predictions=self.trainable.num_predictions)
+        return self.bnn.predict(batches, num_predictions=self._num_predictions)
 
     def _judge(self, stage: str, batch: Any) -> None:
         scored = self.trainable.score_batch(batch, "sum")

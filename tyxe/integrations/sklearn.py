@@ -30,13 +30,12 @@ from tyxe.rng import torch_rng_kept
 
 
 class Method(NamedTuple):
-    """How a BNN is made, fitted and turned into another, how long, and whether its draws differ."""
+    """How a BNN is made, fitted and turned into another, and how long."""
 
     make: Callable[[nn.Module, Prior, Likelihood], Any]
     handler: Callable[[], AbstractContextManager[Any]] = nullcontext
     options: Mapping[str, Any] = {}
     finish: Callable[[Any, DataLoader[Any]], Any] = lambda bnn, loader: bnn
-    has_draws: bool = True
     fewest_epochs: int = 1
 
 
@@ -66,8 +65,8 @@ METHODS = {
     "laplace": _BY_EVIDENCE,
     "last_layer_laplace": _BY_EVIDENCE._replace(finish=_only_last_layer),
     "mean_field": Method(_MEAN_FIELD, poutine.local_reparameterization),
-    "map": Method(_MAP, has_draws=False),
-    "ensemble": Method(_ensemble, has_draws=False),
+    "map": Method(_MAP),
+    "ensemble": Method(_ensemble),
     "swag": Method(SWAG_BNN, fewest_epochs=80),  # 20 snapshots in the last quarter
     "nuts": Method(_nuts),
 }
@@ -90,7 +89,7 @@ class _Estimator(BaseEstimator):
     num_epochs: int = 300
     lr: float = 0.01
     batch_size: int = 200
-    num_predictions: int = 32
+    num_predictions: int | None = None
     standardize: bool = True
     random_state: Any = None
 
@@ -130,7 +129,7 @@ class _Estimator(BaseEstimator):
             with method.handler():
                 bnn.fit(loader, *length, progress=False, **method.options)
             fitted |= {"bnn_": method.finish(bnn, loader), "n_iter_": self.num_epochs}
-        self.__dict__.update(fitted, _x=(mean, scale), _seed=seed, _has_draws=method.has_draws)
+        self.__dict__.update(fitted, _x=(mean, scale), _seed=seed)
         return self
 
     def _call(self, name: str, X: Any, seed: int, **options: Any) -> Any:
@@ -141,8 +140,8 @@ class _Estimator(BaseEstimator):
 
     def _predict(self, X: Any) -> Any:
         check_is_fitted(self)
-        count = self.num_predictions * self._has_draws
-        return self._call("predict", X, self._seed + 1, num_predictions=count, link="probit")
+        options = {"num_predictions": self.num_predictions, "link": "probit"}
+        return self._call("predict", X, self._seed + 1, **options)
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Any:
         """Draw targets from the posterior predictive, `(n, ..., n_samples)`, from a seed."""
@@ -165,7 +164,7 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         num_epochs: passes through the data; of MCMC transitions, of which half only adapt.
         lr: learning rate of Adam.
         batch_size: rows at a time, in training and in predictions.
-        num_predictions: draws of the weights in a prediction, where these differ.
+        num_predictions: draws of the weights in a prediction, by default as in `predict` of a BNN.
         standardize: let the net see inputs and targets with mean 0 and standard deviation 1.
         random_state: seed of fit and predictions; the global generators stay as they are.
 
