@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -161,6 +162,20 @@ def test_bf16_mixed_precision(tmp_path):
     assert_close(parameters(half), parameters(full), rtol=0, atol=2e-2)
     pairs = zip(half.parameters(), full.parameters(), strict=True)
     assert any(not torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.parametrize(
+    "optim", [ADAM, functools.partial(torch.optim.AdamW, lr=1e-2), pyro.optim.Adam({"lr": 1e-2})]
+)
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_mixed_precision_with_clipped_gradients(tmp_path, optim, algorithm):
+    bnn = variational()
+    module, before = LightningBNN(bnn, optim), parameters(bnn)
+    clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
+    trainer(tmp_path, 1, precision="bf16-mixed", **clipping).fit(module, loader())
+    after = parameters(bnn)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    assert all(value.isfinite().all() for value in after.values())
 
 
 @pytest.mark.filterwarnings("ignore:Found 1 module.s. in eval mode:UserWarning")

@@ -75,7 +75,7 @@ class LightningBNN(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         named = {n: p for n, p in self.bnn.named_parameters() if p.requires_grad}
         kinds = self.bnn._parameter_kinds()
-        optimizer = make_optimizer(self._optim, named, kinds, self._lr_multipliers)
+        optimizer = make_optimizer(self._optim, named, kinds, self._lr_multipliers, fused=False)
         if isinstance(optimizer, ParticleOptimizer):
             raise TypeError(
                 f"{type(optimizer).__name__} takes its own gradients, which Lightning does not "

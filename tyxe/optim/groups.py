@@ -43,6 +43,8 @@ def make_optimizer(
     parameters: Named,
     kinds: Mapping[str, str],
     lr_multipliers: Mapping[str, float] | None = None,
+    *,
+    fused: bool = True,
 ) -> Optimizer:
     """Return a torch optimiser over named parameters, in one group for each kind.
 
@@ -56,6 +58,8 @@ def make_optimizer(
             instance over the BNN's parameters, or a torch scheduler of one.
         kinds: the kind of each parameter, one of `LR_KINDS`, by name.
         lr_multipliers: factors of the learning rate, by kind.
+        fused: choose a fused kernel where nothing else is asked for. Loops of others may scale or
+            clip gradients in ways that such a kernel refuses.
 
     Raises:
         TypeError: another `optim`, or LBFGS.
@@ -73,14 +77,14 @@ def make_optimizer(
     if isinstance(optim, Optimizer):
         return _checked_instance(optim, parameters, kinds, factors)
     if isinstance(optim, PyroOptim):
-        return _from_pyro(optim, parameters, kinds, factors)
+        return _from_pyro(optim, parameters, kinds, factors, fused)
     if not callable(optim):
         raise TypeError(
             f"optim is a {type(optim).__name__}; expected a Pyro optimiser such as "
             'pyro.optim.Adam({"lr": 1e-3}), a torch optimiser class or partial of one, or an '
             "instance over bnn.parameters()"
         )
-    return _new(optim, {}, parameters, kinds, factors)
+    return _new(optim, {}, parameters, kinds, factors, fused)
 
 
 def _refuse_line_search(optim: Any) -> None:
@@ -160,14 +164,18 @@ def own_their_memory(tensors: Iterable[Tensor]) -> bool:
 
 
 def _from_pyro(
-    optim: PyroOptim, parameters: Named, kinds: Mapping[str, str], factors: Mapping[str, float]
+    optim: PyroOptim,
+    parameters: Named,
+    kinds: Mapping[str, str],
+    factors: Mapping[str, float],
+    fused: bool,
 ) -> Optimizer:
     key = next(iter(parameters.values()))
     held = optim.optim_objs.get(key)
     optimizer: Any = held if held is None or isinstance(held, Optimizer) else held.optimizer
     if optimizer is None or _held_by(optimizer) != {id(p) for p in parameters.values()}:
         constructor, arguments = optim.pt_optim_constructor, optim.pt_optim_args
-        held = optimizer = _new(constructor, arguments, parameters, kinds, factors)
+        held = optimizer = _new(constructor, arguments, parameters, kinds, factors, fused)
         if isinstance(optim, PyroLRScheduler):
             held = optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
         optim.optim_objs[key] = held
@@ -180,6 +188,7 @@ def _new(
     parameters: Named,
     kinds: Mapping[str, str],
     factors: Mapping[str, float],
+    fused: bool,
 ) -> Optimizer:
     """Make an optimiser by options, or by Pyro's function that gives each parameter its own."""
     groups: list[dict[str, Any]]
@@ -192,7 +201,8 @@ def _new(
             by_kind.setdefault(kinds[name], []).append(parameter)
         groups = [{"params": ps} for ps in by_kind.values()]
         group_kinds, options = list(by_kind), arguments
-    options = {**options, **_fused_option(constructor, parameters, options)}
+    if fused:
+        options = {**options, **_fused_option(constructor, parameters, options)}
     optimizer = constructor(groups, **options)
     check.one_of("what optim makes", optimizer, Optimizer, "a torch optimiser")
     for group, kind in zip(optimizer.param_groups, group_kinds, strict=True):
