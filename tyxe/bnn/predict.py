@@ -227,7 +227,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
     def predictive(
         self,
         *inputs: Any,
-        num_predictions: int = 32,
+        num_predictions: int | None = None,
         vectorize: bool | None = None,
         batch_size: int | None = None,
         predictive: str | Outputs | None = None,
@@ -255,7 +255,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
             >>> found.mean.shape, found.stddev.shape, found.log_prob(torch.zeros(5, 1)).shape
             (torch.Size([5, 1]), torch.Size([5, 1]), torch.Size([5]))
         """
-        num_predictions = check.count("num_predictions", num_predictions, 0)
+        predictive = self._default_predictive if predictive is None else predictive
+        num_predictions = self._num_draws(num_predictions, predictive)
         gaussian = self._gaussian(predictive, num_predictions, link)
         options = self._link_options(gaussian, link, num_predictions)
         latents: dict[str, Tensor] = {}

@@ -88,7 +88,7 @@ class Trainable(Objective):
         beta: float | None = None,
         num_predictions: int | None = None,
     ) -> None:
-        if not isinstance(bnn, SupervisedBNN) or not hasattr(bnn, "guide"):
+        if not isinstance(bnn, SupervisedBNN) or not hasattr(bnn, "_guide"):
             raise TypeError(
                 f"bnn is {described(bnn)}; expected one that is fitted in steps, such as "
                 "tyxe.VariationalBNN. A PytorchBNN is a module for loops of its own, members of an "
