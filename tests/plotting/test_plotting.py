@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from tyxe import metrics, plotting
@@ -152,7 +153,7 @@ class TestPredictiveBand:
 class TestCalibrationCurve:
     def test_points_are_the_metrics(self) -> None:
         probs, targets = classified()
-        ax = plotting.calibration_curve(probs, targets, label="MF", num_bins=5)
+        ax = plotting.calibration_curve(probs, targets, label="MF", num_bins=5, min_count=1)
         curve = metrics.calibration_curve(probs, targets, num_bins=5)
         drawn = ax.lines[-1]
         np.testing.assert_allclose(drawn.get_xdata(), curve.confidence)
@@ -247,7 +248,7 @@ RESULTS = {
 
 class TestCalibrationAndEntropy:
     def test_left_are_the_calibration_curves(self) -> None:
-        left, _ = plotting.calibration_and_entropy(RESULTS, num_bins=6).axes
+        left, _ = plotting.calibration_and_entropy(RESULTS, num_bins=6, min_count=1).axes
         assert len(left.lines) == 1 + len(RESULTS)
         for drawn, (name, (probs, targets, _)) in zip(left.lines[1:], RESULTS.items(), strict=True):
             curve = metrics.calibration_curve(probs, targets, num_bins=6)
@@ -322,7 +323,61 @@ def test_calibration_curve_leaves_sparse_bins_out():
     ax = plotting.calibration_curve(probs, targets, min_count=2)
     assert len(ax.lines[-1].get_xdata()) == 1
     assert ax.lines[-1].get_xdata()[0] == pytest.approx(0.9)
-    every = plotting.calibration_curve(probs, targets)
+    every = plotting.calibration_curve(probs, targets, min_count=1)
     assert len(every.lines[-1].get_xdata()) == 2
+    by_default = plotting.calibration_curve(probs, targets)
+    assert len(by_default.lines[-1].get_xdata()) == 1
     # The error is that of all bins.
     assert every.lines[-1].get_label() == ax.lines[-1].get_label()
+
+
+def test_bars_of_calibration_curves_are_wilsons():
+    probs = torch.tensor([[0.9, 0.1]] * 40)
+    targets = torch.tensor([0] * 30 + [1] * 10)
+    bars, shades = plotting.calibration_curve(probs, targets).collections
+    expected = stats.binomtest(30, 40).proportion_ci(0.95, "wilson")
+    ((_, low), (_, high)) = bars.get_segments()[0]
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-4)
+    assert shades.get_sizes().tolist() == [800]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calibrated_points_lie_in_the_bands(seed):
+    draw = torch.Generator().manual_seed(seed)
+    pit = torch.rand(4_000, dtype=torch.float64, generator=draw)
+    ax = plotting.pit_histogram(pit, num_bins=40)
+    (low, high) = ax.collections[0].get_paths()[0].get_extents().intervaly
+    heights = torch.histc(pit, 40, 0, 1) * 40 / 4_000
+    assert ((heights > low) & (heights < high)).double().mean() > 0.85
+    ax = plotting.qq(pit)
+    expected, found = map(torch.as_tensor, ax.lines[-1].get_data())
+    outline = torch.as_tensor(ax.collections[0].get_paths()[0].vertices)
+    half = (outline[:, 1] - outline[:, 0]).abs().max()
+    assert (found - expected).abs().max() < 3 * half
+    certain = torch.special.ndtr(2 * torch.special.ndtri(pit))
+    heights = torch.histc(certain, 40, 0, 1) * 40 / 4_000
+    assert not low < heights[0] < high
+
+
+def test_a_second_call_cuts_nothing():
+    few, many = torch.rand(20), 5 * torch.rand(20)
+    ax = plotting.entropy_ecdf(few)
+    plotting.entropy_ecdf(many, ax)
+    assert ax.get_xlim()[0] == 0
+    assert ax.get_xlim()[1] >= many.max()
+    right, wrong = classified(), classified(seed=1)
+    ax = plotting.risk_coverage(right[0], right[0].argmax(-1))
+    plotting.risk_coverage(wrong[0], wrong[1], ax)
+    assert ax.get_ylim()[0] == 0
+    assert ax.get_ylim()[1] >= ax.lines[-1].get_ydata().max()
+
+
+def test_first_epochs_do_not_flatten_the_others():
+    loss = [1e4, 5e3, 1e3, *(10 - epoch / 10 for epoch in range(40))]
+    fitted = SimpleNamespace(loss=loss, log_likelihood=[-v for v in loss], kl=[1.0] * 43)
+    ax = plotting.history(fitted)
+    assert ax.get_ylim()[1] < 20
+    (inset,) = ax.child_axes
+    assert inset.get_ylim()[1] > 1e4
+    calm = SimpleNamespace(loss=loss[3:], log_likelihood=[-v for v in loss[3:]], kl=[1.0] * 40)
+    assert plotting.history(calm).child_axes == []

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tyxe import metrics
-from tyxe.plotting.axes import PALETTE, axes, flat, look_of, pyplot
+from tyxe.plotting.axes import PALETTE, axes, flat, look_of, pyplot, starting_at_zero
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,14 +22,16 @@ def calibration_curve(
     *,
     label: str = "",
     num_bins: int = 15,
-    min_count: int = 1,
+    min_count: int = 5,
     color: str | None = None,
     marker: str = "o",
 ) -> "Axes":
     r"""Draw accuracy against confidence with the diagonal, and the ECE in the label.
 
     The points are those of `tyxe.metrics.calibration_curve`; below the diagonal a net is
-    overconfident. Several calls on the same axes share one diagonal.
+    overconfident. Bars are Wilson's intervals of 95 % of each bin's accuracy, and the area of a
+    shade around a point is in proportion to the bin's number of points. Several calls on the same
+    axes share one diagonal.
 
     Args:
         label: name of the method; the legend says `label (ECE 1.2 %)`.
@@ -53,18 +55,33 @@ def calibration_curve(
     ax = axes(ax)
     if not any(line.get_gid() == "diagonal" for line in ax.lines):
         ax.plot([0, 1], [0, 1], gid="diagonal", color="0.6", linestyle="dashed", linewidth=1)
-    full = curve.counts >= min_count
-    ax.plot(
-        flat("confidence", curve.confidence)[full.tolist()],
-        flat("accuracy", curve.accuracy)[full.tolist()],
-        color=color,
-        marker=marker,
-        markersize=4.5,
-        label=f"{label} ({ece})" if label else ece,
-    )
+    full = (curve.counts >= min_count).tolist()
+    confidence = flat("confidence", curve.confidence)[full]
+    accuracy = flat("accuracy", curve.accuracy)[full]
+    counts = flat("counts", curve.counts.double())[full]
+    said = f"{label} ({ece})" if label else ece
+    look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4.5, "label": said}
+    (drawn,) = ax.plot(confidence, accuracy, **look)
+    own: Any = drawn.get_color()
+    ax.vlines(confidence, *wilson_interval(accuracy, counts), color=own, linewidth=1)
+    shares = counts / curve.counts.sum().cpu()
+    ax.scatter(confidence, accuracy, 800 * shares, color=own, alpha=0.15, linewidth=0)
     ax.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1.02), ylim=(-0.02, 1.02))
     ax.legend(frameon=False)
     return ax
+
+
+def wilson_interval(share: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ends of Wilson's interval of 95 % for shares of so many points, `(n,)`.
+
+    Reference:
+        Wilson (1927), Probable inference, the law of succession, and statistical inference.
+    """
+    z2 = 1.96**2
+    middle = (share + z2 / (2 * counts)) / (1 + z2 / counts)
+    spread = share * (1 - share) / counts + z2 / (4 * counts.square())
+    half = spread.sqrt() * math.sqrt(z2) / (1 + z2 / counts)
+    return middle - half, middle + half
 
 
 def entropy_ecdf(
@@ -112,7 +129,7 @@ def entropy_ecdf(
         label=label,
     )
     ax.set(xlabel="predictive entropy (nats)", ylabel="fraction of points", ylim=(-0.02, 1.02))
-    ax.set_xlim(left=0)
+    starting_at_zero(ax, "x")
     if label is not None:
         ax.legend(frameon=False)
     return ax
@@ -177,7 +194,8 @@ def risk_coverage(
     ax = axes(ax)
     said = f"{label} (AURC {area:.3f})" if label else f"AURC {area:.3f}"
     ax.step(flat("coverage", curve.coverage), flat("risk", curve.risk), where="post", label=said)
-    ax.set(xlabel="coverage", ylabel="error", xlim=(0, 1.02), ylim=(0, None))
+    ax.set(xlabel="coverage", ylabel="error", xlim=(0, 1.02))
+    starting_at_zero(ax, "y")
     ax.legend(frameon=False)
     return ax
 
@@ -186,7 +204,7 @@ def calibration_and_entropy(
     results: Mapping[str, tuple[Tensor, Tensor, Tensor | None]],
     *,
     num_bins: int = 15,
-    min_count: int = 1,
+    min_count: int = 5,
 ) -> "Figure":
     r"""Draw methods side by side: calibration, and entropy on test and unfamiliar data.
 

@@ -1,5 +1,6 @@
 """Predictions of numbers, and where targets lie in them."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +73,8 @@ def pit_histogram(
 ) -> "Axes":
     """Draw the density of what `tyxe.metrics.gaussian_pit` returns; flat if it is calibrated.
 
-    A valley is of predictions that are too certain, a hill of too uncertain ones.
+    A valley is of predictions that are too certain, a hill of too uncertain ones. In the grey band
+    are 95 % of the bins of as many points that are calibrated.
 
     Example:
         >>> len(pit_histogram(torch.rand(50), num_bins=5).patches)
@@ -83,6 +85,8 @@ def pit_histogram(
     how: dict[str, Any] = {"density": True, "histtype": "stepfilled", "alpha": 0.4, "label": label}
     ax.hist(values.numpy(), bins=num_bins, range=(0, 1), **how)
     ax.axhline(1, color="0.6", linestyle="dashed", linewidth=1)
+    half = 1.96 * math.sqrt((num_bins - 1) / len(values))
+    ax.fill_between([0, 1], max(1 - half, 0), 1 + half, color="0.5", alpha=0.2, linewidth=0)
     ax.set(xlabel="probability integral transform", ylabel="density", xlim=(0, 1))
     if label:
         ax.legend(frameon=False)
@@ -93,21 +97,25 @@ def qq(pit: Tensor, ax: "Axes | None" = None, *, label: str = "") -> "Axes":
     """Draw quantiles of targets, standardised by their predictions, against a normal's.
 
     Steeper than the diagonal are predictions that are too certain. What lies outside of all samples
-    or digits is left out.
+    or digits is left out. In the grey band are 95 % of the quantiles of as many calibrated points.
 
     Example:
         >>> len(qq(torch.rand(50)).lines)
         2
     """
     values = flat("pit", pit.reshape(-1)).sort().values
-    levels = (torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu") - 0.5) / len(
-        values
-    )
+    ranks = torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu")
+    levels = (ranks - 0.5) / len(values)
     found, expected = torch.special.ndtri(values), torch.special.ndtri(levels)
     inside = found.isfinite()
     ax = axes(ax)
     low, high = float(expected[0]), float(expected[-1])
     ax.plot([low, high], [low, high], color="0.6", linestyle="dashed", linewidth=1)
+    # Of a quantile of n points, to first order [Serfling 1980, 2.3.3].
+    density = (-expected.square() / 2).exp() / math.sqrt(2 * math.pi)
+    half = 1.96 * (levels * (1 - levels) / len(values)).sqrt() / density
+    band: dict[str, Any] = {"color": "0.5", "alpha": 0.2, "linewidth": 0}
+    ax.fill_between(expected, expected - half, expected + half, **band)
     ax.plot(expected[inside], found[inside], "o", markersize=3, label=label)
     ax.set(xlabel="quantile of a normal", ylabel="quantile of the standardised targets")
     if label:

@@ -1,5 +1,6 @@
 """Training curves, and accuracy while tasks are learned in sequence."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,16 @@ from tyxe.plotting.axes import PALETTE, axes, look_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# So many times as high as later epochs are the first ones that would flatten them.
+FLAT = 3.0
+
 
 def history(history: Any, ax: "Axes | None" = None) -> "Axes":
     r"""Draw the training curves of a fit: loss, negative log-likelihood and KL.
 
     `loss = beta * kl - log_likelihood`: the log-likelihood is drawn with the opposite sign, so that
-    the other two add up to the loss at `beta = 1`.
+    the other two add up to the loss at `beta = 1`. Where the first epochs would leave no height for
+    the others, these have the axes to themselves, and all epochs are in an inset.
 
     Args:
         history: what `fit` returned, or any object with its three lists, `loss`, `log_likelihood`
@@ -31,20 +36,37 @@ def history(history: Any, ax: "Axes | None" = None) -> "Axes":
         ['loss', 'negative log-likelihood', 'KL']
     """
     ax = axes(ax)
-    curves = {
+    curves: dict[str, list[float]] = {
         "loss": history.loss,
         "negative log-likelihood": [-value for value in history.log_likelihood],
         "KL": history.kl,
     }
-    for (label, values), color, linestyle in zip(
-        curves.items(), PALETTE, ("solid", "dashed", "dashdot"), strict=False
-    ):
-        epochs = range(1, len(values) + 1)
-        ax.plot(epochs, values, color=color, linestyle=linestyle, label=label)
+    _draw_curves(ax, curves)
+    later = {label: values[len(values) // 10 :] for label, values in curves.items()}
+    low, high = _range_of(later)
+    if len(history.loss) >= 20 and _range_of(curves)[1] - low > FLAT * (high - low) > 0:
+        margin = 0.05 * (high - low)
+        ax.set_ylim(low - margin, high + margin)
+        inset = ax.inset_axes((0.6, 0.6, 0.38, 0.36))
+        _draw_curves(inset, curves)
+        inset.tick_params(labelsize="x-small")
     ax.set(xlabel="epoch", ylabel="nats")
-    ax.locator_params(axis="x", integer=True)
     ax.legend(frameon=False)
     return ax
+
+
+def _draw_curves(ax: "Axes", curves: Mapping[str, list[float]]) -> None:
+    styles = zip(curves.items(), PALETTE, ("solid", "dashed", "dashdot"), strict=False)
+    for (label, values), color, linestyle in styles:
+        epochs = range(1, len(values) + 1)
+        ax.plot(epochs, values, color=color, linestyle=linestyle, label=label)
+    ax.locator_params(axis="x", integer=True)
+
+
+def _range_of(curves: Mapping[str, list[float]]) -> tuple[float, float]:
+    """Return the lowest and highest finite values of all curves."""
+    found = [value for values in curves.values() for value in values if math.isfinite(value)]
+    return (min(found), max(found)) if found else (0.0, 0.0)
 
 
 def accuracy_over_tasks(results: Mapping[str, Tensor], ax: "Axes | None" = None) -> "Axes":
