@@ -89,6 +89,17 @@ def test_exports(make):
             torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_exports_for_any_number_of_rows(kind, structure):
+    module = laplace(kind, structure).to_ensemble(closed_form=True)
+    module(X)
+    rows = {0: torch.export.Dim("rows", min=2)}
+    program = torch.export.export(module, (X,), dynamic_shapes=((rows,),)).module()
+    for found, one in zip(parts(program(X[:7])), parts(module(X[:7])), strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+
+
 def test_onnx():
     module = assert_is_glm(laplace("classes", "kron"))
     program = torch.onnx.export(module, (X,), dynamo=True, verbose=False)

@@ -91,7 +91,7 @@ class ClosedForm(nn.Module):
     def _covariance(self, features: Tensor) -> Tensor:
         """Return the covariance of the outputs of points with these inputs of the layer."""
         columns = [features] if self._has[0] else []
-        columns += [features.new_ones(len(features), 1)] if self._has[1] else []
+        columns += [features.new_ones(features.shape[0], 1)] if self._has[1] else []
         a = torch.cat(columns, -1).to(self._precision.dtype)
         identity = torch.eye(self._sizes[1], dtype=a.dtype, device=a.device)
         found = self._precision.inverse_quadratic_factored(a.unsqueeze(1), identity.unsqueeze(1))
