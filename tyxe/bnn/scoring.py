@@ -212,7 +212,7 @@ class Derived:
                 `"mutual_information"`, which asks whether draws disagree, `"predictive_entropy"`,
                 or `"max_probability"`, of which this is one minus; of classes or numbers
                 `"expected_variance"`, the variance of draws.
-            options: of `predict`; by default there are 32 draws.
+            options: of `predict`, such as `num_predictions`.
 
         Raises:
             TypeError: a score of classes for other targets; a likelihood of several outputs.
@@ -233,6 +233,6 @@ class Derived:
                 "the BNN has several outputs: score the draws of each, which predict(..., "
                 "aggregate=False) returns by name, by a function of tyxe.predictive.scores"
             )
-        draws = self.predict(inputs, **{"num_predictions": 32, **options, "aggregate": False})
+        draws = self.predict(inputs, **{**options, "aggregate": False})
         found = SCORES[score](draws, self._weights_of(len(draws)), self.likelihood)
         return 1 - found if score == "max_probability" else found

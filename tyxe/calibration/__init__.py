@@ -1,13 +1,17 @@
-"""Calibration after training: one number that mends probabilities or scales, sets that cover."""
+"""Calibration after training: mended probabilities and scales, sets that cover, abstaining."""
 
 from tyxe.calibration.base import Calibrated, CalibratedEnsemble, Calibrator
 from tyxe.calibration.conformal import SplitConformal, coverage, size
+from tyxe.calibration.cross import CVPlus
+from tyxe.calibration.risk import RiskControl
 from tyxe.calibration.scaling import ScaleFactor, TemperatureScaling
 
 __all__ = [
+    "CVPlus",
     "Calibrated",
     "CalibratedEnsemble",
     "Calibrator",
+    "RiskControl",
     "ScaleFactor",
     "SplitConformal",
     "TemperatureScaling",

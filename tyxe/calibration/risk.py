@@ -1,0 +1,128 @@
+"""Answering only where the error among the answers stays below a given share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tyxe import check
+from tyxe.calibration.base import Calibrator, check_classes, check_logits
+from tyxe.data import Targets
+from tyxe.errors import warn
+from tyxe.likelihoods import Likelihood
+
+# Confidences that are tried, as log-odds, which do not depend on data.
+STRICTEST, STEPS = 30.0, 1000
+
+
+class RiskControl(Calibrator):
+    """Answers for the most confident points, as many as keep the error among them below a risk.
+
+    With probability `1 - delta` over the held-out points, the share of errors among all points that
+    are answered is at most `risk`. It holds for any classifier, and for points that are independent
+    and like those held out. It takes for granted that the error among answers does not fall where a
+    lower threshold answers more.
+
+    Thresholds of the largest probability's log-odds are tested from the strictest down, by the
+    Clopper-Pearson bound of the error, until the first fails. The first one that counts answers a
+    fifth of the points, or as many as the bound needs where that is more.
+
+    Args:
+        risk: the largest share of errors, between 0 and 1.
+        delta: the probability that it is exceeded.
+
+    Attributes:
+        threshold: the smallest log-odds that are answered; infinity, with a warning, where nothing
+            is answered, and None before `fit`.
+
+    Raises:
+        TypeError: predictions that are no logits `(n, C)`.
+        ValueError: from `fit`, fewer points than `log(delta) / log(1 - risk)`, weights other than
+            1, or targets that are no classes.
+
+    References:
+        Angelopoulos et al. 2021, Learn then test, fixed-sequence testing; Geifman and El-Yaniv
+        2017, Selective classification for deep neural networks.
+
+    Example:
+        >>> logits = torch.tensor([[4.0, 0.0], [0.0, 4.0], [0.2, 0.0]]).repeat(100, 1)
+        >>> y = torch.tensor([0, 1, 1]).repeat(100)
+        >>> control = RiskControl(risk=0.05, delta=0.1).fit(logits, y)
+        >>> control(torch.tensor([[5.0, 0.0], [0.1, 0.0]]))
+        tensor([ True, False])
+    """
+
+    replaces = False
+
+    def __init__(self, risk: float = 0.01, delta: float = 0.1) -> None:
+        self.risk = check.number("risk", risk, above=0, below=1, hint=": risk=0.01 for 1 %")
+        self.delta = check.number("delta", delta, above=0, below=1)
+        self.threshold: float | None = None
+
+    def of(self, predictions: Any, likelihood: Likelihood) -> Tensor:
+        return likelihood.class_logits(predictions)
+
+    def fit(self, predictions: Any, y: Tensor | Targets) -> RiskControl:
+        logits, y, counts = check_classes(predictions, y)
+        if not bool((counts == 1).all()):
+            raise ValueError("the guarantee is for points that count once: leave weights out")
+        needed = math.ceil(math.log(self.delta) / math.log1p(-self.risk))
+        if len(logits) < needed:
+            raise ValueError(
+                f"a risk of {self.risk:g} with delta={self.delta:g} needs {needed} held-out points "
+                f"or more, and there are {len(logits)}: take more, or a larger risk or delta"
+            )
+        odds, order = _log_odds(logits).sort(descending=True)
+        errors = (logits.argmax(-1) != y)[order].cumsum(0).tolist()
+        # The least odds are those of equal classes.
+        least = -math.log(logits.shape[-1] - 1)
+        ends = torch.linspace(STRICTEST, least, STEPS, dtype=odds.dtype, device=odds.device)
+        ends[-1] = -math.inf
+        tried = ends.tolist()
+        answered = torch.searchsorted(-odds, -ends, right=True).tolist()
+        self.threshold = math.inf
+        for threshold, count in zip(tried, answered, strict=True):
+            if count < max(needed, len(odds) // 5):
+                continue
+            if _binomial_tail(errors[count - 1], count, self.risk) > self.delta:
+                break
+            self.threshold = threshold
+        if self.threshold == math.inf:
+            warn(
+                f"nothing is answered: already among the most confident points the error may be "
+                f"above the risk of {self.risk:g}; take a larger risk, more points, or a better net"
+            )
+        return self
+
+    def predict(self, predictions: Any) -> Tensor:
+        """Return booleans, True where to answer, `(n, ...)`."""
+        threshold = self._fitted("threshold")
+        return (_log_odds(check_logits(predictions)) >= threshold).reshape(predictions.shape[:-1])
+
+
+def _log_odds(logits: Tensor) -> Tensor:
+    """Return the log-odds of the most probable class, which do not round to those of certainty."""
+    top, place = logits.max(-1, keepdim=True)
+    others = logits.scatter(-1, place, -math.inf).logsumexp(-1)
+    return top[:, 0] - others
+
+
+def _binomial_tail(errors: int, count: int, risk: float) -> float:
+    """Return the probability of so many errors or fewer; 1 from their expectation on.
+
+    It is at most `delta` where the Clopper-Pearson bound of the error is at most the risk.
+    """
+    if errors >= count * risk:
+        return 1.0
+    choices = math.lgamma(count + 1) - math.lgamma(errors + 1) - math.lgamma(count - errors + 1)
+    first = math.exp(choices + errors * math.log(risk) + (count - errors) * math.log1p(-risk))
+    term = total = 1.0
+    for e in range(errors, 0, -1):  # terms fall from the expectation down
+        term *= e / (count - e + 1) * (1 - risk) / risk
+        total += term
+        if term < 1e-17 * total:
+            break
+    return first * total
