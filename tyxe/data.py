@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro.poutine.runtime import effectful
@@ -245,6 +245,13 @@ def weighted(targets: Any, weights: Any) -> Targets:
     return replace(found, weights=weights)
 
 
+class Batch(NamedTuple):
+    """Inputs and targets as they are used, which are not unpacked again."""
+
+    inputs: Any
+    targets: Any
+
+
 class Unpacked:
     """A loader whose batches go through a function first.
 
@@ -270,13 +277,18 @@ class Unpacked:
         return map(self._one, self.loader)
 
     def _one(self, batch: Any) -> Any:
-        found = self.unpack(batch)
+        if isinstance(batch, Batch):
+            return batch
+        found = self._call(batch)
         if isinstance(found, tuple | list) and len(found) == 3 and isinstance(found[2], Tensor):
             # A third element that is named is a weight, whatever its dtype.
             weights = found[2]
             dtype = torch.promote_types(weights.dtype, torch.get_default_dtype())
             return found[0], found[1], weights.to(dtype)
         return found
+
+    def _call(self, batch: Any) -> Any:
+        return self.unpack(batch)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -285,6 +297,20 @@ class Unpacked:
     def sampler(self) -> Any:
         """The loader's sampler, if it has one."""
         return getattr(self.loader, "sampler", None)
+
+
+class UnpackedAsBefore(Unpacked):
+    """A loader whose batches go through the function that a BNN was given once."""
+
+    def _call(self, batch: Any) -> Any:
+        try:
+            return self.unpack(batch)
+        except Exception as error:
+            raise ValueError(
+                f"unpack was given to the BNN or to its fit, so that it holds for all loaders, and "
+                f"fails on {described(batch)} of this one: {type(error).__name__}: {error}; where "
+                "batches need none, pass unpack=lambda batch: batch"
+            ) from error
 
 
 def unpacked(loader: Any, unpack: Unpack | None) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tyxe import check
 from tyxe.check import described
-from tyxe.data import Targets, Unpacked, concatenate_targets, read_targets
+from tyxe.data import Batch, Targets, Unpacked, concatenate_targets, read_targets
 from tyxe.rng import RandomStream
 from tyxe.util import Inputs, is_constant, outside_of_inference, tree_map_tensors
 
@@ -160,7 +160,7 @@ def _checked(batch: Any, device: Any) -> tuple[Any, Any]:
             f"the loader yields a batch without points, of targets {tuple(shape)}; leave it out"
         )
     targets = read_targets(targets, *weights)
-    return outside_of_inference(on_device((inputs, targets), device))
+    return Batch(*outside_of_inference(on_device((inputs, targets), device)))
 
 
 class OwnBatches:

@@ -17,7 +17,7 @@ from tyxe.bnn.base import DEFAULT_DRAWS
 from tyxe.bnn.batches import ReplayedDraws
 from tyxe.bnn.standin import in_modes, modes_of
 from tyxe.bnn.variational import VariationalBNN
-from tyxe.data import Output
+from tyxe.data import Output, Unpack
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import IIDPrior
 from tyxe.util import Inputs
@@ -67,9 +67,10 @@ class DropoutBNN(VariationalBNN):
         name: str = "",
         *,
         output: Output | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
         prior = IIDPrior(dist.Normal(0, 1), hide_all=True)
-        super().__init__(net, prior, likelihood, name=name, output=output)
+        super().__init__(net, prior, likelihood, name=name, output=output, unpack=unpack)
 
     _drops = False  # whether a forward of a fit has met dropout
 

@@ -27,7 +27,7 @@ from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
 from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
 from tyxe.check import described
-from tyxe.data import Unpack, unpacked
+from tyxe.data import Unpack
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.distributions import mixture
@@ -228,7 +228,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
                 mixed(self.likelihood, found, self.weights) if aggregate else concatenated(found, 0)
             )
 
-        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
+        inputs = self._bnns[0]._to_predict(inputs, unpack)
         dim = 0 if aggregate else 1
         return map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
 
@@ -239,7 +239,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
             inputs, unpack, options: those of the members' `predictive`; batches of a loader are
                 kept in memory.
         """
-        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
+        inputs = self._bnns[0]._to_predict(inputs, unpack)
         if is_loader(inputs[0]):
             inputs = ([*map(copied, inputs[0])],)
         with self._predicting(options.get("enable_grad", False)):

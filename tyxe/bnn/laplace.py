@@ -20,7 +20,7 @@ from tyxe.bnn.runtime import fitting
 from tyxe.bnn.trained import TrainedBNN
 from tyxe.bnn.training import FitOptions, progress_bar
 from tyxe.curvature import Curvature, collect_curvature
-from tyxe.data import Unpack, unpacked
+from tyxe.data import Unpack
 from tyxe.errors import warn
 from tyxe.laplace import LaplaceState
 from tyxe.laplace.gaussian_prior import PriorPrecision, with_precision
@@ -130,7 +130,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             nan_check=nan_check,
             scheduler=scheduler,
             schedule_by=schedule_by,
-            validation=unpacked(validation, unpack),
+            validation=validation,
             patience=patience,
             restore_best=restore_best,
         )

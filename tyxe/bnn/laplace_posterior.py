@@ -18,7 +18,7 @@ from tyxe.curvature import Curvature, Linearization, functional_covariance
 from tyxe.curvature.accumulators import ACCUMULATORS, check_size
 from tyxe.curvature.collect import CURVATURES, check_blocks
 from tyxe.curvature.output_covariance import joint_covariance
-from tyxe.data import Output
+from tyxe.data import Output, Unpack
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.errors import warn
@@ -54,8 +54,9 @@ class LaplacePosterior(SupervisedBNN):
         name: str = "",
         options: LaplaceOptions | None = None,
         output: Output | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
-        super().__init__(net, prior, likelihood, name, output=output)
+        super().__init__(net, prior, likelihood, name, output=output, unpack=unpack)
         check.choice("structure", structure, ACCUMULATORS)
         check.choice("curvature", curvature, CURVATURES)
         options = LaplaceOptions() if options is None else options

@@ -90,8 +90,9 @@ class MCMC_BNN(SamplePosterior):
         name: str = "",
         *,
         output: Output | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
-        super().__init__(net, prior, likelihood, name, output=output)
+        super().__init__(net, prior, likelihood, name, output=output, unpack=unpack)
         if not callable(kernel_builder) or isinstance(kernel_builder, MCMCKernel):
             pyro = "or a class or functools.partial of one of pyro.infer.mcmc"
             expected = f"a kernel such as tyxe.samplers.NUTS(), {pyro}"

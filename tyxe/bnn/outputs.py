@@ -20,7 +20,7 @@ from tyxe.bnn.reading import look_at_sites
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
-from tyxe.data import Output, Unpack, Unpacked, pick, unpacked, weighted
+from tyxe.data import Output, Unpack, Unpacked, UnpackedAsBefore, pick, unpacked, weighted
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
@@ -55,24 +55,44 @@ class PosteriorBNN(BNN):
         name: str = "",
         *,
         output: Output | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
         expected = "one from tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
         check.one_of("likelihood", likelihood, Likelihood, expected)
+        if unpack is not None:
+            check.one_of("unpack", unpack, Callable, "a function from a batch to inputs, targets")
         super().__init__(net, prior, name, output=output)
+        self._unpack = unpack
         self.likelihood = copy.deepcopy(likelihood).to(next(net.parameters()).device)
         if self.likelihood.prepares_outputs:
             pick(self.net, self.likelihood.from_net, keep=True)
 
     def _to_fit(self, loader: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Any]:
-        """Return a loader of batches as fits take them."""
-        loader = unpacked(loader, unpack)
+        """Return a loader of batches as fits take them, and remember how they are unpacked."""
+        if unpack is not None:
+            self._runtime.unpack = unpack
+        loader = self._unpacked(loader, unpack)
         return Unpacked(loader, self._prepared) if self.likelihood.prepares_targets else loader
 
     def _to_evaluate(self, loader: Any, unpack: Unpack | None = None) -> Any:
         """Return a loader, or a list, of batches as evaluations take them."""
-        loader = unpacked(loader, unpack)
+        loader = self._unpacked(loader, unpack)
         prepares = self.likelihood.prepares_targets and is_loader(loader)
         return unpacked(loader, self._read) if prepares else loader
+
+    def _unpacked(self, loader: Any, unpack: Unpack | None) -> Any:
+        """Return a loader whose batches go through a function, if one was given now or before."""
+        known = self._runtime.unpack or self._unpack
+        if unpack is not None or known is None or isinstance(loader, Unpacked):
+            return unpacked(loader, unpack)
+        if not is_loader(loader):
+            return loader
+        found = UnpackedAsBefore(loader, known)
+        return list(found) if isinstance(loader, list) else found
+
+    def _to_predict(self, inputs: tuple[Any, ...], unpack: Unpack | None) -> tuple[Any, ...]:
+        """Return the arguments of a prediction, of which a loader alone is unpacked."""
+        return (self._unpacked(inputs[0], unpack),) if len(inputs) == 1 else inputs
 
     def _read(self, batch: Any) -> Any:
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
@@ -314,6 +334,7 @@ class PosteriorBNN(BNN):
         if not is_loader(data_loader):
             what = described(data_loader)
             raise TypeError(f"data_loader is {what}; expected a loader, or a list of batches")
+        data_loader = self._unpacked(data_loader, None)
         put_statistics(self._norm_statistics(self._mean_values(), (data_loader, norms)))
         if self._slots:  # without sites all draws are at the centre
             self._runtime.norms = data_loader, norms

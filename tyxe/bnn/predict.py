@@ -13,7 +13,7 @@ from tyxe import check
 from tyxe.bnn.batches import ReplayedDraws, check_has_targets, map_batches
 from tyxe.bnn.outputs import PosteriorBNN
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
-from tyxe.data import Unpack, pick, unpacked
+from tyxe.data import Unpack, pick
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.predictive.closed_form import ClosedForm
 from tyxe.predictive.distributions import distribution_at_draws, gaussian_distribution
@@ -30,6 +30,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
 
     Args:
         likelihood: a likelihood of `tyxe.likelihoods`, which is copied.
+        unpack: from what loaders yield to `inputs, targets`, or with weights. What is given here,
+            or to a fit, holds for all loaders that the BNN meets afterwards.
 
     Raises:
         TypeError: not a likelihood.
@@ -219,7 +221,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
                 return self.likelihood.outputs_of(outputs)
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
 
-        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
+        inputs = self._to_predict(inputs, unpack)
         dim = 0 if aggregate else 1
         return map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
 
@@ -268,7 +270,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             latents.update(own)  # the same for all batches
             return outputs
 
-        inputs = inputs if unpack is None else (unpacked(inputs[0], unpack),)
+        inputs = self._to_predict(inputs, unpack)
         dim = 1 if gaussian is None else 0
         found = map_batches(self, inputs, batch_size, one, dim, gradients=enable_grad)
         if gaussian is None:

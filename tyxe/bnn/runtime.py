@@ -24,6 +24,8 @@ class Runtime:
     prior_is_fixed: bool = False
     # Of its net.
     outline: Outline | None = None
+    # From what loaders yield to inputs and targets, as the last fit was given it.
+    unpack: Any = None
     # A loader for statistics of norms at each draw, and these norms.
     norms: tuple[Any, list[Any]] | None = None
     # Whether what no site reaches is kept over draws, and the kinds of batches for which that was

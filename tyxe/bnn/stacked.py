@@ -18,7 +18,7 @@ from tyxe.bnn.elbo import Objective
 from tyxe.bnn.epoch_end import held_out_sums
 from tyxe.bnn.training import FitOptions, progress_bar
 from tyxe.check import described
-from tyxe.data import Unpack, alike_batches, unpacked
+from tyxe.data import Unpack, alike_batches
 from tyxe.optim import ParticleOptimizer
 from tyxe.optim.groups import make_optimizer, pyro_clipping
 from tyxe.program import Program
@@ -50,14 +50,15 @@ def fit_stacked(
     num_epochs = check_num_epochs(optim, num_epochs)
     if pyro_clipping(optim) is not None:
         raise TypeError("vectorize=True takes no clip arguments of Pyro's: pass clip_norm")
-    validation, first = unpacked(validation, unpack), members[0]
+    first = members[0]
     options = FitOptions(beta, clip_norm, validation=validation, patience=patience)
     if isinstance(data_loader, Iterator):
         raise TypeError(
             f"data_loader is {described(data_loader)}, which can be used once only, and "
             "vectorize=True goes through it once for each member: pass a list or a DataLoader"
         )
-    data_loader, device = first._to_fit(data_loader, unpack), device_for(first, device)
+    *_, data_loader = [member._to_fit(data_loader, unpack) for member in reversed(members)]
+    device = device_for(first, device)
     batches = [OwnBatches(data_loader, device, seed) for seed in seeds]
     one = OwnBatches(data_loader, device, seeds[0]).take()
     check_one_batch(first, first._one_draw, *one)

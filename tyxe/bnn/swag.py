@@ -15,7 +15,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_num_epochs
 from tyxe.bnn.outputs import Values
 from tyxe.bnn.variational import VariationalBNN
-from tyxe.data import Output, unpacked
+from tyxe.data import Output, Unpack
 from tyxe.guides.swag import SWAGGuide
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
@@ -61,11 +61,12 @@ class SWAG_BNN(VariationalBNN):
         name: str = "",
         *,
         output: Output | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
         has_own = isinstance(likelihood, Likelihood) and bool(likelihood.latent_priors())
         guide = functools.partial(SWAGGuide, rank=rank)
         own = AutoDelta if has_own else None
-        super().__init__(net, prior, likelihood, guide, own, name, output=output)
+        super().__init__(net, prior, likelihood, guide, own, name, output=output, unpack=unpack)
 
     def _described(self) -> dict[str, Any]:
         guide = self.net_guide
@@ -158,7 +159,7 @@ class SWAG_BNN(VariationalBNN):
         finally:
             self._due, guide.moves = range(0), False
         if guide.count >= guide.rank:  # a callback may have stopped it before
-            self.update_norm_statistics(unpacked(data_loader, options.get("unpack")))
+            self.update_norm_statistics(data_loader)
         return history
 
     def _end_epoch(self, epoch: int) -> None:

@@ -17,7 +17,7 @@ from tyxe.bnn.trained import TrainedBNN
 from tyxe.bnn.training import FitOptions
 from tyxe.curvature import Linearization, functional_covariance
 from tyxe.curvature.output_covariance import covariance_through
-from tyxe.data import Output, Unpack, unpacked
+from tyxe.data import Output, Unpack
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.guides import Guide, PyroGuide
@@ -77,8 +77,9 @@ class VariationalBNN(TrainedBNN):
         name: str = "",
         *,
         output: Output | None = None,
+        unpack: Unpack | None = None,
     ) -> None:
-        super().__init__(net, prior, likelihood, name, output=output)
+        super().__init__(net, prior, likelihood, name, output=output, unpack=unpack)
         self.net_guide = build_guide(
             "net_guide_builder", net_guide_builder, self.net_prior, len(self.net_prior) > 0
         )
@@ -252,7 +253,7 @@ class VariationalBNN(TrainedBNN):
             nan_check,
             scheduler,
             schedule_by,
-            unpacked(validation, unpack),
+            validation,
             patience,
             restore_best,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.batches import all_batches, check_iterable, copied, device_for
 from tyxe.bnn.scoring import Predicted, predicted, weights_of
-from tyxe.data import Unpack, unpacked
+from tyxe.data import Unpack
 from tyxe.errors import TyxeWarning
 from tyxe.likelihoods.base import Likelihood
 from tyxe.poutine import local_reparameterization
@@ -57,10 +57,14 @@ class Case:
         one = members_of(bnn)[0]
         for loader in (train, held_out):
             check_iterable(loader)
-        data, unseen = ([*map(copied, unpacked(own, unpack))] for own in (train, held_out))
+        data, unseen = ([*map(copied, own)] for own in (train, held_out))
         evaluated, fitted, seen = (
-            all_batches(loader, device)
-            for loader in (bnn._to_evaluate(data), one._to_fit(data), bnn._to_evaluate(unseen))
+            all_batches(read(loader, unpack), device)
+            for read, loader in (
+                (bnn._to_evaluate, data),
+                (one._to_fit, data),
+                (bnn._to_evaluate, unseen),
+            )
         )
         # Evaluations of all training data would be what takes the time.
         spaced = evaluated[:: max(len(evaluated) // max(len(seen), 1), 1)]
