@@ -279,16 +279,13 @@ class Unpacked:
     def _one(self, batch: Any) -> Any:
         if isinstance(batch, Batch):
             return batch
-        found = self._call(batch)
+        found = self.unpack(batch)
         if isinstance(found, tuple | list) and len(found) == 3 and isinstance(found[2], Tensor):
             # A third element that is named is a weight, whatever its dtype.
             weights = found[2]
             dtype = torch.promote_types(weights.dtype, torch.get_default_dtype())
             return found[0], found[1], weights.to(dtype)
         return found
-
-    def _call(self, batch: Any) -> Any:
-        return self.unpack(batch)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -299,18 +296,43 @@ class Unpacked:
         return getattr(self.loader, "sampler", None)
 
 
-class UnpackedAsBefore(Unpacked):
-    """A loader whose batches go through the function that a BNN was given once."""
+class KnownUnpack:
+    """How a BNN unpacks batches, once that was given, for later loaders.
 
-    def _call(self, batch: Any) -> Any:
+    Batches of other kinds than those that it has met, such as pairs after mappings, are left as
+    they are.
+    """
+
+    def __init__(self, unpack: Unpack) -> None:
+        self.given = unpack
+        self._met: set[Any] = set()
+
+    def first(self, batch: Any) -> Any:
+        """Unpack a batch of a loader for which the function was given."""
+        found = self.given(batch)
+        self._met.add(_kind_of(batch))
+        return found
+
+    def again(self, batch: Any) -> Any:
+        """Unpack a batch of another loader, if it is of a kind that was met before, or the first.
+
+        Raises:
+            ValueError: the function fails.
+        """
+        if self._met and _kind_of(batch) not in self._met:
+            return batch
         try:
-            return self.unpack(batch)
+            return self.first(batch)
         except Exception as error:
             raise ValueError(
                 f"unpack was given to the BNN or to its fit, so that it holds for all loaders, and "
                 f"fails on {described(batch)} of this one: {type(error).__name__}: {error}; where "
                 "batches need none, pass unpack=lambda batch: batch"
             ) from error
+
+
+def _kind_of(batch: Any) -> Any:
+    return type(batch), len(batch) if isinstance(batch, tuple | list) else None
 
 
 def unpacked(loader: Any, unpack: Unpack | None) -> Any:

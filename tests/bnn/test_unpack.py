@@ -121,11 +121,24 @@ def test_a_copy_does_not_know_what_a_fit_was_given_and_can_be_pickled():
         again.evaluate(RAW)
 
 
+def test_batches_of_another_kind_are_left_as_they_are():
+    bnn = variational()
+    bnn.fit(RAW, ADAM, 1, unpack=unpack)
+    assert bnn.predict(PAIRS, num_predictions=4).shape == (24, 3)
+    bnn.fit(PAIRS, ADAM, 1)
+    triples = [(x, torch.zeros(12), y) for x, y in PAIRS]
+    swapped = variational(unpack=lambda batch: (batch[0], batch[2]))
+    swapped.fit(triples, ADAM, 1)
+    error, _ = swapped.evaluate(triples, num_predictions=0)
+    assert error == swapped.evaluate(PAIRS, num_predictions=0)[0]
+
+
 def test_batches_that_it_does_not_fit():
     bnn = variational(unpack=unpack)
-    with pytest.raises(
-        ValueError, match=r"holds for all loaders, and fails on a tuple.*unpack=lam"
-    ):
+    with pytest.raises(ValueError, match=r"holds for all loaders, and fails on a tuple.*=lambda"):
         bnn.evaluate(PAIRS)
+    bnn.fit(RAW, ADAM, 1)
+    with pytest.raises(ValueError, match="fails on a dict of this one: KeyError: 'x'"):
+        bnn.evaluate([{"z": X, "y": Y}])
     with pytest.raises(TypeError, match="unpack is 3; expected a function"):
         variational(unpack=3)

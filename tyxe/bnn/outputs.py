@@ -20,7 +20,7 @@ from tyxe.bnn.reading import look_at_sites
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
-from tyxe.data import Output, Unpack, Unpacked, UnpackedAsBefore, pick, unpacked, weighted
+from tyxe.data import KnownUnpack, Output, Unpack, Unpacked, pick, unpacked, weighted
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
@@ -70,7 +70,8 @@ class PosteriorBNN(BNN):
     def _to_fit(self, loader: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Any]:
         """Return a loader of batches as fits take them, and remember how they are unpacked."""
         if unpack is not None:
-            self._runtime.unpack = unpack
+            self._runtime.unpack = known = KnownUnpack(unpack)
+            unpack = known.first
         loader = self._unpacked(loader, unpack)
         return Unpacked(loader, self._prepared) if self.likelihood.prepares_targets else loader
 
@@ -82,13 +83,12 @@ class PosteriorBNN(BNN):
 
     def _unpacked(self, loader: Any, unpack: Unpack | None) -> Any:
         """Return a loader whose batches go through a function, if one was given now or before."""
-        known = self._runtime.unpack or self._unpack
-        if unpack is not None or known is None or isinstance(loader, Unpacked):
+        if unpack is not None or isinstance(loader, Unpacked):
             return unpacked(loader, unpack)
-        if not is_loader(loader):
-            return loader
-        found = UnpackedAsBefore(loader, known)
-        return list(found) if isinstance(loader, list) else found
+        if self._runtime.unpack is None and self._unpack is not None:
+            self._runtime.unpack = KnownUnpack(self._unpack)
+        known = self._runtime.unpack
+        return loader if known is None or not is_loader(loader) else unpacked(loader, known.again)
 
     def _to_predict(self, inputs: tuple[Any, ...], unpack: Unpack | None) -> tuple[Any, ...]:
         """Return the arguments of a prediction, of which a loader alone is unpacked."""
