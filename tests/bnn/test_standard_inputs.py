@@ -1,10 +1,14 @@
 """How far inputs are from mean 0 and standard deviation 1."""
 
+import warnings
+
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
-from tyxe.bnn.checks import UNLIKE, distance_from_standard
+import tyxe
+from tyxe.bnn.checks import FAR, UNLIKE, distance_from_standard
 
 NET = nn.Linear(3, 1)
 
@@ -25,6 +29,8 @@ def table(rows=40, seed=0):
         (torch.randn(1000, 1).sort(0).values / 1.0)[:32],  # a batch of rows that are in order
         1000 * table()[:5],  # too few to say
         torch.randint(1000, (40, 3)),  # such as tokens
+        nn.functional.one_hot(torch.arange(40) % 4).float(),
+        torch.randn(40, 768) * torch.rand(768).add(0.1),  # such as embeddings
         "no tensor",
     ],
 )
@@ -45,3 +51,88 @@ def test_inputs_that_are_not(inputs, distance):
     assert distance_from_standard(NET, inputs) == pytest.approx(distance, rel=0.3)
     first = nn.Sequential(nn.BatchNorm1d(3), NET)
     assert distance_from_standard(first, inputs) == 1.0
+
+
+def test_features_of_another_net():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(20, 200), nn.ReLU(), nn.Linear(200, 512), nn.ReLU())
+    features = torch.stack([body(torch.randn(49, 20)).mean(0) for _ in range(40)]).detach()
+    assert distance_from_standard(NET, features) < FAR
+
+
+def test_a_net_that_standardises_by_its_buffers():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.tensor(2000.0))
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.layer(x - self.mean)
+
+    assert distance_from_standard(Scaled(), 2000 + table()) == 1.0
+
+
+def test_a_large_batch_is_looked_at_in_part():
+    images = 255 * torch.rand(64, 3, 100, 100)
+    assert distance_from_standard(NET, images) == pytest.approx(150, rel=0.2)
+
+
+LIKELIHOOD = tyxe.likelihoods.HomoskedasticGaussian(120, scale=1.0)
+PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+SGD = torch.optim.SGD
+
+
+def variational():
+    return tyxe.VariationalBNN(nn.Linear(3, 1), PRIOR, LIKELIHOOD, tyxe.guides.AutoNormal)
+
+
+def laplace():
+    return tyxe.LaplaceBNN(nn.Linear(3, 1), PRIOR, LIKELIHOOD)
+
+
+def chain():
+    return tyxe.MCMC_BNN(
+        nn.Linear(3, 1), PRIOR, LIKELIHOOD, tyxe.samplers.HMC(step_size=1e-9, num_steps=1)
+    )
+
+
+def still(weights):
+    return SGD(weights, lr=1e-12)
+
+
+FITS = {
+    "variational": lambda data: variational().fit(data, still, 2),
+    "Laplace": lambda data: laplace().fit(data, still, 2),
+    "chain": lambda data: chain().fit(data, 2, warmup_steps=0),
+    "loop of one's own": lambda data: tyxe.Trainable(variational())(data[0]),
+    "ensemble in one tensor": lambda data: tyxe.EnsembleBNN(lambda _: variational(), 1).fit(
+        data, SGD, 1, vectorize=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_fits_warn_once_and_name_the_cure(name):
+    x, y = table() * torch.tensor([1.0, 1.0, 700.0]), torch.randn(40, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", tyxe.TyxeWarning)
+        FITS[name]([(x, y)] * 3)
+    of_inputs = [str(one.message) for one in caught if "not standardised" in str(one.message)]
+    assert len(of_inputs) == 1
+    assert "(x - mean) / std" in of_inputs[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", tyxe.TyxeWarning)
+        FITS[name]([(x / torch.tensor([1.0, 1.0, 700.0]), y)] * 3)
+    assert not [one for one in caught if "standardised" in str(one.message)]
+
+
+def test_a_second_fit_does_not_warn_again():
+    bnn, data = variational(), [(1000 + table(), torch.randn(40, 1))] * 3
+    with pytest.warns(tyxe.TyxeWarning, match="not standardised"):
+        bnn.fit(data, still, 1)
+    bnn.fit(data, still, 1)
+
+
+def test_a_trained_net_is_not_asked_how_it_was_trained():
+    laplace().fit_curvature([(1000 + table(), torch.randn(40, 1))])

@@ -34,6 +34,10 @@ KL_DWARFS = 100.0
 LOOKED_AT = 10_000
 # Distance of inputs from standard ones, see `distance_from_standard`, from which on fits suffer.
 UNLIKE = 20.0
+# Distance from which on they warn, which features of other nets stay below, and bytes do not.
+FAR = 100.0
+# Rows and columns of inputs that are looked at.
+LOOKED_AT_ROWS, LOOKED_AT_COLUMNS = 256, 10_000
 # Scales outside of these multiples of the prior's are not plausible for a posterior.
 COLLAPSED, EXPLODED = 1e-7, 10.0
 
@@ -65,6 +69,21 @@ def check_one_batch(
         check_is_tensor(predictions)
         bnn.likelihood.check_batch(predictions, targets)
     look_at_sites(bnn, inputs, needs_gradients=True)
+    _warn_of_inputs(bnn, inputs)
+
+
+def _warn_of_inputs(bnn: SupervisedBNN, inputs: Inputs) -> None:
+    """Warn once of inputs that priors, starts and learning rates are not for."""
+    if bnn._runtime.has_met_inputs:
+        return
+    bnn._runtime.has_met_inputs = True
+    if (distance := distance_from_standard(bnn.net, inputs)) > FAR:
+        warn(
+            f"inputs are not standardised: some columns are {distance:,.0f} times as large as "
+            "others or as 1, and priors, starts and learning rates are for columns of mean 0 and "
+            "standard deviation 1. Fit to (x - mean) / std with mean and std of the training data, "
+            "to images divided by 255, or to a net that begins with nn.BatchNorm1d"
+        )
 
 
 def check_is_finite(inputs: Inputs) -> None:
@@ -79,26 +98,31 @@ def distance_from_standard(net: nn.Module, inputs: Inputs) -> float:
 
     It is the largest root mean square of a column over the smallest, where that is below 1: about
     150 for bytes, and 1 for standardised columns, whatever part of their rows is given. Columns of
-    which half is one number, such as codes and the borders of images, are left out. It is 1 where
-    there is nothing to say: fewer than ten rows, no real numbers, or a net that begins with a norm.
+    which half is one number, such as codes and the borders of images, are left out, and of many the
+    smallest twentieth. It is 1 where there is nothing to say: fewer than ten rows, no real numbers,
+    or a net that begins with a norm, or with buffers, which may be a mean and a scale.
 
     Example:
         >>> x = torch.tensor([[0.0, 600.0], [1.0, 700.0]]).repeat(5, 1)
         >>> distance_from_standard(nn.Linear(2, 1), x + torch.rand(10, 2)) > 100
         True
     """
-    first = next((part for part in net.modules() if not any(part.children())), None)
-    if first in norms_of(net):
-        return 1.0
+    norms = norms_of(net)
+    for part in net.modules():
+        if part in norms or any(True for _ in part.buffers(recurse=False)):
+            return 1.0
+        if not any(part.children()):
+            break
     found = 1.0
     for leaf in tree_leaves(inputs):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
             continue
-        x = leaf.detach().flatten(1).float()
+        x = leaf.detach()[:LOOKED_AT_ROWS].flatten(1)
+        x = x[:, :: max(1, x.shape[1] // LOOKED_AT_COLUMNS)].float()
         x = x[:, (x == x.median(0).values).float().mean(0) < 0.5] if len(x) >= 10 else x[:, :0]
         if x.numel():
-            sizes = x.square().mean(0).sqrt()
-            found = max(found, float(sizes.max() / sizes.min().clamp(max=1.0)))
+            sizes = x.square().mean(0).sqrt().sort().values
+            found = max(found, float(sizes[-1] / sizes[len(sizes) // 20].clamp(max=1.0)))
     return found
 
 

@@ -37,6 +37,8 @@ class Runtime:
     read: set[str] = field(default_factory=set)
     # What is known of the net's gradients for each point.
     linearized: Linearized = field(default_factory=Linearized)
+    # Whether a fit has looked at the scale of inputs.
+    has_met_inputs: bool = False
     # How often the prior has been replaced.
     prior_version: int = 0
     # The compiled steps of the last fit.
