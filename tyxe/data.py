@@ -245,6 +245,13 @@ def weighted(targets: Any, weights: Any) -> Targets:
     return replace(found, weights=weights)
 
 
+def check_unpack(unpack: Any) -> Unpack:
+    """Return a function, or raise a TypeError."""
+    expected = "a function from a batch to inputs and targets"
+    found: Unpack = check.one_of("unpack", unpack, Callable, expected)
+    return found
+
+
 class Batch(NamedTuple):
     """Inputs and targets as they are used, which are not unpacked again."""
 
@@ -270,8 +277,7 @@ class Unpacked:
     """
 
     def __init__(self, loader: Iterable[Any], unpack: Unpack) -> None:
-        expected = "a function from a batch to inputs and targets"
-        self.loader, self.unpack = loader, check.one_of("unpack", unpack, Callable, expected)
+        self.loader, self.unpack = loader, check_unpack(unpack)
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._one, self.loader)
@@ -304,7 +310,7 @@ class KnownUnpack:
     """
 
     def __init__(self, unpack: Unpack) -> None:
-        self.given = unpack
+        self.given = check_unpack(unpack)
         self._met: set[Any] = set()
 
     def first(self, batch: Any) -> Any:

@@ -20,7 +20,7 @@ from tyxe.bnn.reading import look_at_sites
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
-from tyxe.data import KnownUnpack, Output, Unpack, Unpacked, pick, unpacked, weighted
+from tyxe.data import KnownUnpack, Output, Unpack, Unpacked, check_unpack, pick, unpacked, weighted
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
@@ -59,10 +59,8 @@ class PosteriorBNN(BNN):
     ) -> None:
         expected = "one from tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
         check.one_of("likelihood", likelihood, Likelihood, expected)
-        if unpack is not None:
-            check.one_of("unpack", unpack, Callable, "a function from a batch to inputs, targets")
         super().__init__(net, prior, name, output=output)
-        self._unpack = unpack
+        self._unpack = None if unpack is None else check_unpack(unpack)
         self.likelihood = copy.deepcopy(likelihood).to(next(net.parameters()).device)
         if self.likelihood.prepares_outputs:
             pick(self.net, self.likelihood.from_net, keep=True)
