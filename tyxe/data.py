@@ -199,13 +199,17 @@ def _with_ones(targets: Targets, name: str, like: Tensor) -> Targets:
     return replace(targets, weights=given) if name == "weights" else replace(targets, mask=given)
 
 
+def concatenated(parts: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate tensors, or containers of them such as predictions of batches, along `dim`."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*map(tree_leaves, parts), strict=True)
+    return tree_unflatten([torch.cat(column, dim) for column in columns], tree_structure(parts[0]))
+
+
 def concatenate_targets(pieces: Sequence[Any]) -> Any:
     """Concatenate the targets of batches, weighted or not."""
-    parts = alike(pieces)
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    columns = zip(*(tree_leaves(part) for part in parts), strict=True)
-    return tree_unflatten([torch.cat(column) for column in columns], tree_structure(parts[0]))
+    return concatenated(alike(pieces))
 
 
 def read_targets(targets: Any, *weights: Any) -> Any:

@@ -13,7 +13,7 @@ from pyro.infer import autoguide
 
 import tyxe
 from tests.oracles.laplace import ADAM, classifier
-from tyxe.bnn.batches import ReplayedDraws
+from tyxe.bnn.replay import ReplayedDraws
 from tyxe.bnn.variational import glm_outputs
 from tyxe.curvature import jacobian
 from tyxe.distributions import Gaussian, ParamBlocks

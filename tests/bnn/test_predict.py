@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import tyxe
 from tests.oracles.predictions import N, S, inputs, make, net, seeded
-from tyxe.bnn.batches import ReplayedDraws
+from tyxe.bnn.replay import ReplayedDraws
 from tyxe.likelihoods import (
     Categorical,
     HomoskedasticGaussian,

@@ -13,7 +13,7 @@ import torch.nn as nn
 import tyxe
 from tests.oracles.binary import ADAM, EXACT, data, disturb_, fit, make, mlp, states_differ, weights
 from tyxe.bnn import elbo_terms
-from tyxe.bnn.batches import ReplayedDraws
+from tyxe.bnn.replay import ReplayedDraws
 from tyxe.distributions import SignedBernoulli
 from tyxe.errors import TyxeWarning
 from tyxe.guides import AutoBernoulli

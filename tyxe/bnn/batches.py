@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from tyxe import check
@@ -340,100 +338,3 @@ def _concatenate(pieces: list[Any]) -> Any:
             "batches do not make one; give all of them the same"
         )
     raise TypeError(f"inputs of type {type(first).__name__} cannot be concatenated")
-
-
-def concatenated(parts: list[Any], dim: int) -> Any:
-    """Concatenate predictions of batches, tensors or containers, along the points' `dim`."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*map(tree_leaves, parts), strict=True)
-    _, place = tree_flatten(parts[0])
-    return tree_unflatten([torch.cat(column, dim) for column in columns], place)
-
-
-# --------------------------------------------------------------------------- predictions
-
-
-class ReplayedDraws:
-    """Draws that are the same for each batch of one call.
-
-    They are made with random numbers of their own, so that other threads may draw meanwhile: those
-    that PyTorch's generator would have given next.
-    """
-
-    def __init__(self) -> None:
-        # Of the norms of the net at each draw, a list to fill.
-        self.statistics: list[Any] = []
-        # The random numbers of each draw, of which the last is where the next one starts.
-        self._streams: list[RandomStream] = []
-
-    def start(self) -> None:
-        """Take random numbers, unless that was done."""
-        if not self._streams:
-            self._streams = [RandomStream.branch()]
-
-    def over(self, draws: Iterator[T]) -> Iterator[T]:
-        """Yield the draws that an iterator makes, from the same random numbers in each call."""
-        self.start()
-        for index in itertools.count():
-            stream = self._streams[index].copy()
-            with stream:
-                draw = next(draws, None)
-            if draw is None:
-                return
-            if index + 1 == len(self._streams):
-                self._streams.append(stream)
-            yield draw
-
-
-# Those of the member of an ensemble, whose batches are one call each.
-_DRAWS: ContextVar[ReplayedDraws | None] = ContextVar("_DRAWS", default=None)
-
-
-class DrawsOfEach:
-    """For each of several BNNs the same draws in all batches of one call.
-
-    `first` is of the first BNN; each of the others starts its own in the first batch.
-    """
-
-    def __init__(self) -> None:
-        self._of: list[ReplayedDraws] = []
-
-    def over(self, bnns: Iterable[T], first: ReplayedDraws) -> Iterator[tuple[T, ReplayedDraws]]:
-        """Yield BNNs with their draws, which their own predictions take in the meantime."""
-        for index, bnn in enumerate(bnns):
-            if index == len(self._of):
-                self._of.append(ReplayedDraws() if index else first)
-            token = _DRAWS.set(self._of[index])
-            try:
-                yield bnn, self._of[index]
-            finally:
-                _DRAWS.reset(token)
-
-
-_SMALLER = "pass a smaller batch_size, and leave vectorize out"
-
-
-def map_batches(
-    bnn: Any,
-    inputs: tuple[Any, ...],
-    batch_size: int | None,
-    function: Callable[[Any, Any, ReplayedDraws], Any],
-    dim: int,
-    targets: Any = None,
-    gradients: bool = False,
-) -> Any:
-    """Return a function's values on batches, concatenated along `dim`.
-
-    It runs on the BNN's device, in eval mode, and with or without gradients.
-    """
-    device = device_for(bnn)
-    given = inputs[0] if len(inputs) == 1 else inputs
-    again, found = _DRAWS.get() or ReplayedDraws(), []
-    if is_loader(given) and not isinstance(given, list):
-        again.start()  # before the loader takes random numbers
-    for rows, labels in batches_to_predict(given, targets, batch_size):
-        rows, labels = on_device((rows, labels), device)
-        with bnn._predicting(gradients), check.memory_remedy("a batch's predictions", _SMALLER):
-            found.append(function(rows, labels, again))
-    return concatenated(found, dim)

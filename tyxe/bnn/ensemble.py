@@ -14,20 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.batches import (
-    DrawsOfEach,
-    ReplayedDraws,
-    concatenated,
-    copied,
-    is_loader,
-    map_batches,
-)
+from tyxe.bnn.batches import copied, is_loader
 from tyxe.bnn.checkpoint import Saved
 from tyxe.bnn.members import check_apart, fit_in_turn, fit_shares, fit_together
 from tyxe.bnn.predict import SupervisedBNN
+from tyxe.bnn.replay import DrawsOfEach, ReplayedDraws, map_batches
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
 from tyxe.check import described
-from tyxe.data import Unpack
+from tyxe.data import Unpack, concatenated
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.distributions import mixture

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from tyxe import check
 from tyxe.bnn.base import BNN
-from tyxe.bnn.batches import ReplayedDraws, batches_to_predict, device_for, is_loader, on_device
+from tyxe.bnn.batches import batches_to_predict, device_for, is_loader, on_device
 from tyxe.bnn.passes import NetOnBatch
 from tyxe.bnn.reading import look_at_sites
+from tyxe.bnn.replay import ReplayedDraws
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.bnn.batches import ReplayedDraws, check_has_targets, map_batches
+from tyxe.bnn.batches import check_has_targets
 from tyxe.bnn.outputs import PosteriorBNN
+from tyxe.bnn.replay import ReplayedDraws, map_batches
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
 from tyxe.data import Unpack, pick
 from tyxe.distributions.param_blocks import LinearBlock

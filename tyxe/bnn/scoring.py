@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tyxe import check
-from tyxe.bnn.batches import ReplayedDraws, check_has_targets, is_loader, map_batches
+from tyxe.bnn.batches import check_has_targets, is_loader
+from tyxe.bnn.replay import ReplayedDraws, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
 from tyxe.likelihoods import Bernoulli, Categorical, Joint, Likelihood
 from tyxe.likelihoods.base import reduce_points
