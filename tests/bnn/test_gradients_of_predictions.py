@@ -132,3 +132,81 @@ def test_joint_samples_of_the_linearised_net():
     bnn = laplace("full")
     options = {"num_predictions": 4, "aggregate": False, "joint": True}
     assert_right(same_draws(lambda x, grad: bnn.predict(x, enable_grad=grad, **options)))
+
+
+def fitted_swag(index=0):
+    torch.manual_seed(index)
+    likelihood = gaussian()
+    own = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    bnn = tyxe.SWAG_BNN(own, PRIOR, likelihood, rank=2)
+    bnn.fit([(X, X[:, :1])], torch.optim.SGD(bnn.parameters(), lr=1e-3), 4, start=0.0)
+    return bnn
+
+
+class WithDropout(nn.Sequential):
+    """A net whose dropout has a mask of its own for each draw, and not for each row."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(3, 1))
+        self.double()
+
+
+WRAPPERS = {
+    "SWAG": fitted_swag,
+    "Multi-SWAG": lambda: tyxe.EnsembleBNN(fitted_swag, 2),
+    "dropout": lambda: tyxe.DropoutBNN(WithDropout(), gaussian()),
+    "maximum likelihood": lambda: tyxe.VariationalBNN(
+        net(), tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True), gaussian()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_of_every_other_wrapper(make):
+    bnn = make()
+    assert_right(same_draws(lambda x, g: bnn.predict(x, num_predictions=4, enable_grad=g)))
+
+
+def test_of_a_module_in_a_loop_of_its_own():
+    """A `PytorchBNN` records gradients in its forward, and has no predictions with any."""
+    bnn = tyxe.PytorchBNN(net(), PRIOR, tyxe.guides.AutoNormal)
+    x = X.clone().requires_grad_()
+    torch.manual_seed(0)
+    (gradient,) = torch.autograd.grad(bnn(x).sum(), x)
+
+    def again(at):
+        torch.manual_seed(0)
+        return bnn(at).detach().sum()
+
+    torch.testing.assert_close(gradient, differences(again, X), rtol=1e-6, atol=1e-7)
+    assert not bnn.predict(x).requires_grad
+
+
+@pytest.mark.parametrize("make", [lambda: laplace("full"), fitted_swag], ids=["Laplace", "SWAG"])
+def test_of_the_predictive_distribution(make):
+    """Such as of the log-probability of a value, or of the mean and standard deviation."""
+    bnn, y = make(), torch.ones(3, 1, dtype=torch.float64)
+
+    def of(x, grad):
+        return bnn.predictive(x, num_predictions=4, enable_grad=grad)
+
+    assert_right(same_draws(lambda x, g: [of(x, g).log_prob(y)]))
+    assert_right(same_draws(lambda x, g: [of(x, g).stddev]))
+
+
+def test_an_acquisition_function_is_optimised_in_the_inputs():
+    """Follow an upper confidence bound uphill, as Bayesian optimisation does."""
+    bnn = laplace("full")
+    x = X[:3].clone().requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.05)
+
+    def bound(at, grad):
+        found = bnn.predictive(at, enable_grad=grad)
+        return (found.mean + 2 * found.stddev).sum()
+
+    before = bound(X[:3], False)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (-bound(x, True)).backward()
+        optimizer.step()
+    assert bound(x.detach(), False) > before + 0.1
