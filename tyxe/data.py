@@ -87,6 +87,29 @@ class Targets:
             mask = trailing(self.mask, dims) * trailing(mask, dims)
         return replace(self, mask=mask)
 
+    def weighted(self, each: Tensor) -> Targets:
+        """Return the targets with points `(n,)`, or numbers within them, that count so often."""
+        if each.dim() > 1:
+            return self.masked(each)
+        return replace(self, weights=each if self.weights is None else each * self.weights)
+
+    def masked_by_vectors(self) -> Targets:
+        """Return targets of vectors along the last dimension, of which all counts or nothing."""
+        if self.mask is None or not 1 < self.mask.dim() == self.values.dim():
+            return self
+        return replace(self, mask=self.mask.amin(-1))
+
+    @property
+    def has_whole_points(self) -> bool:
+        """Whether a point counts as a whole or not at all, but for its weight."""
+        return self.mask is None or (self.mask.dim() == 1 and self.mask.dtype == torch.bool)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether something counts other than once or not at all."""
+        is_graded = self.mask is not None and self.mask.dtype != torch.bool
+        return self.weights is not None or is_graded
+
     def counts(self) -> Tensor | None:
         """Return how often each point counts, `(n,)`: not at all where all of it is left out."""
         if self.mask is None:

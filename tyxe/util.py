@@ -556,3 +556,10 @@ def is_real(support: constraints.Constraint | None) -> bool:
     """Whether a support is unconstrained, elementwise."""
     # Copies and pickles of a support are other objects.
     return support is not None and isinstance(elementwise(support), type(constraints.real))
+
+
+def without_events(distribution: Any) -> Any:
+    """Return the distribution inside of `Independent`s."""
+    while isinstance(distribution, td.Independent):
+        distribution = distribution.base_dist
+    return distribution

@@ -35,7 +35,6 @@ COUNTS = {
     "batch_size": lambda n: len(make().predict(X, batch_size=n)) and 2,
     "num_samples": lambda n: len(make().sample_predictive(X, num_samples=n)),
     "num_samples of a chain": chain,
-    "dataset_size": lambda n: Categorical(n).dataset_size,
     "num_passes": lambda n: tyxe.LaplaceOptions(num_passes=n).num_passes,
     "num_points": lambda n: laplace().fit_gp([(X, Y)], num_points=n) or 2,
     "evidence_every": lambda n: len(
@@ -59,11 +58,11 @@ def test_no_integers(name, bad):
 
 
 def test_the_error_of_a_size_says_which():
-    message = r"dataset_size is a Tensor; expected an integer, .*: Categorical\(len\(dataset\)\)"
+    message = r"dataset_size is a Tensor; expected a number, .*: Categorical\(len\(dataset\)\)"
     with pytest.raises(TypeError, match=message):
         Categorical(torch.ones(N))
     likelihood = Categorical(N)
-    with pytest.raises(ValueError, match="dataset_size is -3; expected 1 or more"):
+    with pytest.raises(ValueError, match=r"dataset_size is -3.*; expected a number above 0"):
         likelihood.dataset_size = -3
     assert likelihood.dataset_size == N
 

@@ -52,6 +52,14 @@ CASES = {
         (),
         NUMBERS[:, 0],
     ),
+    "Ordinal": (tyxe.likelihoods.Ordinal(N, 3).requires_grad_(False), 1, (1,), LABELS),
+    "StudentT": (tyxe.likelihoods.StudentT(N, scale=0.3), 2, (2,), NUMBERS),
+    "NegativeBinomial": (
+        tyxe.likelihoods.NegativeBinomial(N, total_count=2.0),
+        2,
+        (2,),
+        torch.stack([LABELS, LABELS], -1),
+    ),
     "predicted noise": (tyxe.likelihoods.HeteroskedasticGaussian(N), 4, (4,), NUMBERS),
 }
 
@@ -113,7 +121,8 @@ def test_of_draws_it_is_the_mixture_that_evaluate_scores(name):
 def test_of_gaussian_outputs_it_is_what_evaluate_scores(name, link):
     likelihood, outputs, shape, targets = CASES[name]
     bnn = laplace(likelihood, outputs, shape, targets)
-    sampled = ["Poisson", "predicted noise"] + ["Bernoulli of two"] * (link == "mc")
+    sampled = ["Poisson", "predicted noise", "Ordinal", "StudentT", "NegativeBinomial"]
+    sampled += ["Bernoulli of two"] * (link == "mc")
     if name not in sampled:
         assert_is_what_is_scored(bnn, targets, link=link)
         return

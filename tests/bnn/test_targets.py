@@ -165,10 +165,187 @@ def test_probabilities_as_targets_are_cross_entropy():
         torch.testing.assert_close(*found)
     with pytest.raises(ValueError, match="expected probabilities of the classes"):
         bnn.evaluate(x, 2 * q)
+    with pytest.raises(ValueError, match="expected probabilities of the classes"):
+        bnn.evaluate(x, torch.cat([q[:, :1] - 1, q[:, 1:] + 0.5], 1))
     with pytest.raises(TypeError, match="pass labels"):
-        TemperatureScaling().wrap(bnn, [(x, q)])
-    with pytest.raises(TypeError, match="class_weights are of labels"):
-        plain(net, Categorical(N, class_weights=torch.ones(3))).fit([(x, q)], STILL, 1)
+        SplitConformal(level=0.5).wrap(bnn, [(x, q)])
+
+
+def test_probabilities_have_a_temperature():
+    x, net = torch.randn(N, 2), nn.Linear(2, 3)
+    labels = torch.randint(3, (N,))
+    found = []
+    one_hot = nn.functional.one_hot(labels, 3).double()
+    holes = one_hot.clone()
+    holes[5] = torch.nan
+    kept = torch.arange(N) != 5
+    for inputs, y in ((x, labels), (x, one_hot), (x[kept], labels[kept]), (x, holes)):
+        wrapped = TemperatureScaling().wrap(plain(net, Categorical(N)), [(inputs, y)])
+        found.append(wrapped.calibrator.temperature)
+    assert found[0] == pytest.approx(found[1])
+    assert found[2] == pytest.approx(found[3])
+    logits, q = 3 * torch.randn(500, 4), torch.randn(500, 4).softmax(-1)
+    best = TemperatureScaling().fit(logits, q).temperature
+    losses = [nn.functional.cross_entropy(logits / (best * s), q) for s in (1.0, 0.99, 1.01)]
+    assert losses[0] < min(losses[1:])
+    with pytest.raises(ValueError, match="expected probabilities that sum to 1"):
+        TemperatureScaling().fit(logits, 2 * q)
+
+
+@pytest.mark.parametrize("pixels", [False, True])
+def test_probabilities_count_by_the_weights_of_classes(pixels):
+    x, net = torch.randn(N, 2), nn.Linear(2, 12)
+    shape = (N, 4, 3) if pixels else (N, 12)
+    inner = nn.Sequential(net, nn.Unflatten(1, (4, 3))) if pixels else net
+    q, weights = torch.randn(shape).softmax(-1), torch.rand(shape[-1])
+    q[3] = torch.nan
+    logits = inner(x).detach()
+    likelihood = Categorical(N, class_weights=weights, event_dim=int(pixels))
+    weights = likelihood.class_weights.double()  # as they are kept
+    targets = q.movedim(-1, 1).nan_to_num(0.0)
+    right = -nn.functional.cross_entropy(logits.movedim(-1, 1), targets, weights, reduction="sum")
+    bnn = plain(inner, likelihood)
+    ((_, found),) = bnn._to_fit([(x, q)])
+    torch.testing.assert_close(bnn.likelihood.log_likelihood(logits, found, "sum"), right)
+    assert float(bnn.likelihood.count(found)) <= N
+    plainly = -nn.functional.cross_entropy(logits.movedim(-1, 1), targets, reduction="sum")
+    torch.testing.assert_close(bnn.evaluate(x, q)[1], plainly)
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 1), (N, 3)])
+def test_the_weight_of_positives_is_that_of_torch(shape):
+    x, y = torch.randn(N, 2), (torch.rand(shape) < 0.3).double()
+    size = shape[1] if len(shape) > 1 else 1
+    net = nn.Linear(2, size)
+    inner = net if len(shape) > 1 else nn.Sequential(net, nn.Flatten(0))
+    weight = torch.arange(1.0, 4.0) if size == 3 else torch.tensor(5.0)
+    logits = inner(x).detach()
+    loss = nn.functional.binary_cross_entropy_with_logits
+    right = -loss(logits, y, pos_weight=weight, reduction="sum")
+    bnn = plain(inner, Bernoulli(N, pos_weight=weight))
+    for batches in (1, 4):  # of as many points
+        loader = list(zip(x.chunk(batches), y.chunk(batches), strict=True))
+        assert bnn.fit(loader, STILL, 1).log_likelihood[0] == pytest.approx(float(right))
+    torch.testing.assert_close(bnn.evaluate(x, y)[1], -loss(logits, y, reduction="sum"))
+    holes = y.masked_fill(torch.rand(shape) < 0.2, torch.nan)
+    each = loss(logits, holes.nan_to_num(0.0), pos_weight=weight, reduction="none")
+    ((_, found),) = bnn._to_fit([(x, holes)])
+    found = bnn.likelihood.log_likelihood(logits, found, "sum")
+    torch.testing.assert_close(found, -each[~holes.isnan()].sum())
+    expected = torch.autograd.functional.hessian(
+        lambda w: loss(
+            (x @ w.view(2, size)).view(shape),
+            y,
+            pos_weight=weight,
+            reduction="sum",
+        ),
+        torch.zeros(2 * size),
+    )
+    bare = nn.Linear(2, size, bias=False)
+    nn.init.zeros_(bare.weight)
+    inner = bare if len(shape) > 1 else nn.Sequential(bare, nn.Flatten(0))
+    laplace = tyxe.LaplaceBNN(inner, PRIOR, Bernoulli(N, pos_weight=weight), structure="full")
+    laplace.fit_curvature([(x, y)])
+    order = torch.arange(2 * size).view(2, size).mT.flatten()
+    torch.testing.assert_close(
+        laplace.state.curvature.operator.to_dense(), expected[order][:, order]
+    )
+
+
+def test_bad_weights_of_positives():
+    for bad in (-1.0, torch.tensor([1.0, torch.nan])):
+        with pytest.raises(ValueError, match=r"pos_weight is .*; expected numbers of 0 or more"):
+            Bernoulli(N, pos_weight=bad)
+
+
+# --- several outputs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_tasks_count_by_their_weights_in_fits(holes):
+    x, net = torch.randn(N, 2), Two()
+    y = {"k": torch.randint(3, (N,)), "s": torch.randn(N, 1)}
+    if holes:
+        y["s"][:7] = torch.nan
+    weights = {"k": 0.25, "s": 3.0}
+    each = plain(net, joint()).evaluate([(x, y)])[1]
+    right = sum(weights[name] * each[name] for name in weights)
+    weighted_joint = Joint(weights=weights, k=Categorical(N), s=HomoskedasticGaussian(N, scale=0.5))
+    bnn = plain(net, weighted_joint)
+    assert bnn.fit([(x, y)], STILL, 1).log_likelihood[0] == pytest.approx(float(right))
+    torch.testing.assert_close(bnn.evaluate([(x, y)])[1], each)
+    matrices = {}
+    for name, of in (("k", {"s": 0.0}), ("s", {"k": 0.0}), ("both", weights)):
+        likelihood = Joint(weights=of, k=Categorical(N), s=HomoskedasticGaussian(N, scale=0.5))
+        for structure in ("full", "diag"):
+            laplace = tyxe.LaplaceBNN(net, PRIOR, likelihood, structure=structure)
+            laplace.fit_curvature([(x, y)])
+            curve = laplace.state.curvature
+            matrices[name, structure] = curve.operator.to_dense() * curve.points
+    for structure in ("full", "diag"):
+        expected = 0.25 * matrices["k", structure] + 3 * matrices["s", structure]
+        torch.testing.assert_close(matrices["both", structure], expected)
+
+
+def test_weights_of_parts_count_in_fits_of_a_joint():
+    x, net = torch.randn(N, 2), Two()
+    y = {"k": torch.randint(3, (N,)), "s": torch.randn(N, 1)}
+    classes = torch.tensor([0.5, 2.0, 1.5])
+    each = plain(net, joint()).evaluate([(x, y)], reduction="none")[1]
+    right = (classes[y["k"]] * each["k"] + each["s"]).sum()
+    bnn = plain(net, joint(class_weights=classes))
+    assert bnn.fit([(x, y)], STILL, 1).log_likelihood[0] == pytest.approx(float(right))
+
+
+def test_probabilities_are_a_part_of_a_joint():
+    x, net = torch.randn(N, 2), Two()
+    q, labels = torch.randn(N, 3).softmax(-1), torch.randn(N, 1)
+    each = [
+        plain(net, joint()).evaluate(
+            [(x, {"k": torch.full((N,), c), "s": labels})], reduction="none"
+        )
+        for c in range(3)
+    ]
+    right = sum(q[:, c] * each[c][1]["k"] for c in range(3)).sum()
+    found = plain(net, joint()).evaluate([(x, {"k": q, "s": labels})])[1]
+    torch.testing.assert_close(found["k"], right)
+    history = plain(net, joint()).fit([(x, {"k": q, "s": labels})], STILL, 1)
+    assert history.log_likelihood[0] == pytest.approx(float(found["joint"]))
+
+
+# --- direct calls -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Bernoulli, Poisson])
+def test_numbers_are_missing_in_calls_of_the_likelihood_too(kind):
+    f, y = torch.randn(N, 2), torch.randint(2, (N, 2)).double()
+    gaps = torch.rand(N, 2) < 0.3
+    holes, likelihood = y.masked_fill(gaps, torch.nan), kind(N)
+    masked = Targets(y, None, ~gaps)
+    for method in (likelihood.error, likelihood.log_likelihood):
+        torch.testing.assert_close(method(f, holes), method(f, masked))
+        torch.testing.assert_close(method(f, holes, "mean"), method(f, masked, "mean"))
+    found = likelihood.mixture_log_likelihood(torch.stack([f, -f]), holes)
+    torch.testing.assert_close(
+        found, likelihood.mixture_log_likelihood(torch.stack([f, -f]), masked)
+    )
+
+
+def test_the_sum_of_weights_is_a_size_of_the_data():
+    x, y = torch.randn(N, 2), torch.randn(N, 1)
+    weights = torch.rand(N) + 0.1
+    total, net = float(weights.sum()), nn.Linear(2, 1)
+    found = []
+    for scale in (1.0, 2.5):
+        bnn = plain(net, HomoskedasticGaussian(scale * total, scale=0.5))
+        assert bnn.likelihood.dataset_size == pytest.approx(scale * total)
+        if scale == 1.0:
+            found.append(bnn.fit([(x, y, weights)], STILL, 1).log_likelihood[0])
+            each = bnn.evaluate(x, y, reduction="none")[1]
+            assert found[0] == pytest.approx(float((each * weights).sum()))
+    small = plain(net, HomoskedasticGaussian(total - 0.5, scale=0.5))
+    with pytest.raises(ValueError, match="the sum of their weights"):
+        small.fit([(x, y, weights)], STILL, 1)
 
 
 # --- curvature ----------------------------------------------------------------------------------

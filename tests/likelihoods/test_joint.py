@@ -272,10 +272,25 @@ BAD = {
         ValueError,
         r"different dataset_size.*5.*6",
     ),
-    "weights": (
-        lambda: {"kind": Categorical(5, class_weights=torch.ones(3))},
+    "weights of no part": (
+        lambda: {"kind": part("kind"), "weights": {"sort": 2.0}},
         ValueError,
-        "class_weights of kind",
+        "a part of weights is 'sort'; expected one of 'kind'",
+    ),
+    "a negative weight": (
+        lambda: {"kind": part("kind"), "weights": {"kind": -1}},
+        ValueError,
+        "the weight of kind is -1; expected a number of 0 or more",
+    ),
+    "no weight": (
+        lambda: {"kind": part("kind"), "weights": {"kind": 0.0}},
+        ValueError,
+        "all weights of parts are 0",
+    ),
+    "a part called weights": (
+        lambda: {"weights": part("kind"), "size": part("size")},
+        TypeError,
+        "weights is a Categorical; expected numbers by part",
     ),
 }
 

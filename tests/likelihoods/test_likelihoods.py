@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
@@ -12,10 +13,14 @@ from tyxe.errors import TyxeWarning
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
+    Censored,
     HeteroskedasticGaussian,
     HomoskedasticGaussian,
     Likelihood,
+    NegativeBinomial,
+    Ordinal,
     Poisson,
+    StudentT,
 )
 from tyxe.testing import LIKELIHOODS, LikelihoodCase, check_likelihood
 
@@ -25,6 +30,10 @@ EACH = {
     "HomoskedasticGaussian": lambda n=None, **k: HomoskedasticGaussian(n, scale=1.0, **k),
     "HeteroskedasticGaussian": HeteroskedasticGaussian,
     "Poisson": Poisson,
+    "NegativeBinomial": NegativeBinomial,
+    "Ordinal": lambda n=None, **k: Ordinal(n, 3, **k),
+    "StudentT": StudentT,
+    "Censored": lambda n=None, **k: Censored(HomoskedasticGaussian(n, 1.0, **k)),
 }
 
 
@@ -63,13 +72,16 @@ def test_the_contract_finds_faults():
 @pytest.mark.parametrize("name", EACH)
 def test_the_dataset_size_is_needed_and_positive(name):
     make = EACH[name]
-    for wrong in ("100", 10.0, True):
-        with pytest.raises(TypeError, match=r"the number of training points: \w+\(len\(dataset"):
+    for wrong in ("100", True, torch.ones(2)):
+        with pytest.raises(TypeError, match=r"the sum of their weights: \w+\(len\(dataset"):
             make(wrong)
-    for bad in (0, -3):
-        with pytest.raises(ValueError, match=f"dataset_size is {bad}; expected 1 or more"):
+    for bad in (0, -3, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"dataset_size is {bad}.*; expected a number"):
             make(bad)
-    assert make(torch.tensor(5)).dataset_size == 5
+    for size in (5, 5.0, torch.tensor(5), np.int64(5)):
+        assert isinstance(make(size).dataset_size, int)
+        assert make(size).dataset_size == 5
+    assert make(torch.tensor([2.5, 0.25]).sum()).dataset_size == 2.75
     for missing in (None, -1):
         likelihood = make(missing)
         with pytest.raises(ValueError, match=r"bnn.likelihood.dataset_size = len\(dataset\)"):
@@ -290,6 +302,10 @@ HALF_TARGETS = {
     "HomoskedasticGaussian": torch.linspace(-1.0, 1.0, 24).reshape(6, 4),
     "HeteroskedasticGaussian": torch.linspace(-1.0, 1.0, 12).reshape(6, 2),
     "Poisson": torch.arange(24).reshape(6, 4),
+    "NegativeBinomial": torch.arange(24).reshape(6, 4),
+    "Ordinal": torch.arange(6) % 3,
+    "StudentT": torch.linspace(-1.0, 1.0, 24).reshape(6, 4),
+    "Censored": torch.linspace(-1.0, 1.0, 48).reshape(6, 4, 2),
 }
 
 
@@ -297,7 +313,7 @@ HALF_TARGETS = {
 @pytest.mark.parametrize("name", EACH)
 def test_half_predictions_are_worth_what_they_are_upcast(name, dtype):
     likelihood, targets = EACH[name](6), HALF_TARGETS[name]
-    predictions = torch.randn(6, 1 if name == "Bernoulli" else 4).to(dtype)
+    predictions = torch.randn(6, 1 if name in ("Bernoulli", "Ordinal") else 4).to(dtype)
     likelihood.check_targets(predictions, targets)
     for method in (likelihood.log_likelihood, likelihood.error):
         found, expected = method(predictions, targets), method(predictions.float(), targets)

@@ -15,7 +15,10 @@ from tyxe.likelihoods import (
     HeteroskedasticGaussian,
     HomoskedasticGaussian,
     Likelihood,
+    NegativeBinomial,
+    Ordinal,
     Poisson,
+    StudentT,
 )
 from tyxe.likelihoods.output_hessian import (
     output_hessian,
@@ -55,6 +58,12 @@ FISHER = {
     "predicted positive scale": (HeteroskedasticGaussian(N, positive_scale=True), (2,)),
     "predicted scales": (HeteroskedasticGaussian(N), (2, 6)),
     "predicted positive scales": (HeteroskedasticGaussian(N, positive_scale=True), (3, 4)),
+    "heavy tails": (StudentT(N, scale=0.3), (3,)),
+    "heavy tails, scale each": (StudentT(N, scale=EACH_SCALE, df=7.0), (2, 3)),
+    "dispersed counts": (NegativeBinomial(N, total_count=2.5), (3,)),
+    "dispersed counts, each": (NegativeBinomial(N, total_count=EACH_SCALE), (2, 3)),
+    "grades": (Ordinal(N, 4), (1,)),
+    "two grades": (Ordinal(N, 2), (1,)),
 }
 EVERY = CANONICAL | FISHER
 
@@ -116,8 +125,16 @@ def quadrature(likelihood, predictions):
             target = distribution.mean + distribution.stddev * float(node)
             yield target, torch.full_like(target, float(weight))
         return
-    if isinstance(distribution, torch.distributions.Poisson):
-        values = torch.arange(150, dtype=torch.float64)
+    if isinstance(distribution, torch.distributions.StudentT):
+        nodes, weights = np.polynomial.legendre.leggauss(200)
+        for node, weight in zip(nodes, weights, strict=True):
+            far = math.tan(math.pi / 2 * node)
+            width = math.pi / 2 * (1 + far**2) * distribution.scale * float(weight)
+            target = distribution.loc + distribution.scale * far
+            yield target, distribution.log_prob(target).exp() * width
+        return
+    if isinstance(distribution, torch.distributions.Poisson | torch.distributions.NegativeBinomial):
+        values = torch.arange(600, dtype=torch.float64)
     else:
         values = distribution.enumerate_support(expand=False).flatten()
     for value in values:

@@ -257,7 +257,7 @@ def test_class_weights_count_each_pixel_as_the_weighted_cross_entropy_does():
     expected = -nn.functional.cross_entropy(
         logits.movedim(-1, 1), marked, weights.double(), reduction="sum"
     )
-    actual = likelihood.log_likelihood(logits, likelihood.to_fit(marked), "sum")
+    actual = likelihood.log_likelihood(logits, likelihood.with_fit_weights(marked), "sum")
     torch.testing.assert_close(actual, expected)
 
 

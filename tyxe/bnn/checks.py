@@ -20,6 +20,7 @@ from tyxe.distributions import JointMarginal, PrunedNormal
 from tyxe.errors import warn
 from tyxe.guides.base import AnyGuide
 from tyxe.guides.swag import SWAGGuide
+from tyxe.likelihoods.checks import check_batch
 from tyxe.predictive.norms import norms_of
 from tyxe.rng import torch_rng_kept
 from tyxe.util import Inputs, is_discrete
@@ -67,7 +68,7 @@ def check_one_batch(
     with torch_rng_kept(), bnn._predicting():
         predictions = bnn._run_net(draw(), inputs)
         check_is_tensor(predictions)
-        bnn.likelihood.check_batch(predictions, targets)
+        check_batch(bnn.likelihood, predictions, targets)
     look_at_sites(bnn, inputs, needs_gradients=True)
     _warn_of_inputs(bnn, inputs)
 
@@ -126,18 +127,18 @@ def distance_from_standard(net: nn.Module, inputs: Inputs) -> float:
     return found
 
 
-def warn_of_size(points: int, size: int) -> bool:
+def warn_of_size(points: float, size: float) -> bool:
     """Warn of an epoch with far fewer points than a data set, or more; return whether it is so."""
     if not points:
         warn("no point of an epoch counts, so that the prior is all: look for NaN in targets")
         return True
     # Somewhat fewer points in an epoch may be intended, as with a sampler.
-    if size / 20 <= points <= size:
+    if size / 20 <= points <= size * (1 + 1e-6):
         return False
     much = "little" if points > size else "much"
     warn(
-        f"an epoch had {points} points, but the likelihood was built with dataset_size={size}, so "
-        f"the data count for too {much} against the prior",
+        f"an epoch had {round(points, 3):.10g} points, but the likelihood was built with "
+        f"dataset_size={size}, so the data count for too {much} against the prior",
     )
     return True
 

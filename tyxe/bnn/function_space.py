@@ -18,6 +18,7 @@ from tyxe.curvature.collect import check_blocks
 from tyxe.laplace import LaplaceState
 from tyxe.laplace.gaussian_prior import independent_terms
 from tyxe.likelihoods import Likelihood
+from tyxe.likelihoods.checks import check_batch
 from tyxe.linalg import Operator
 from tyxe.predictive import refine_laplace, refine_variational
 from tyxe.predictive.gp import Features, GPPredictive, hessian_root, output_features
@@ -57,7 +58,7 @@ class GPOnSubset(nn.Module):
             inputs, targets = take_rows(inputs, chosen), targets[chosen.to(targets.device)]
         self.inputs, self.targets, self.factor = inputs, targets, factor
         self.weight = float(likelihood.count(targets))
-        self._of: tuple[LaplaceState, int, GPPredictive] | None = None
+        self._of: tuple[LaplaceState, float, GPPredictive] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPOnSubset:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -189,7 +190,9 @@ def linear_model(
     for inputs, labels in batches:
         linear = bnn._linearize(inputs)
         check_blocks(state.blocks, linear.blocks)
-        bnn.likelihood.check_batch(linear.outputs.detach(), labels)
+        check_batch(bnn.likelihood, linear.outputs.detach(), labels)
+        if bnn.likelihood.has_target_hessian:
+            raise TypeError("refine takes no censored targets: predict with 'glm' or 'bnn'")
         if bnn.likelihood.observed(labels).counts() is not None:
             raise ValueError(
                 "refine counts each point once: leave out weights, and points that do not count"

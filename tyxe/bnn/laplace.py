@@ -32,7 +32,6 @@ from tyxe.laplace.search import (
     with_numbers,
 )
 from tyxe.laplace.state import with_noise
-from tyxe.likelihoods import Bernoulli, Categorical
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.priors import DictPrior
 from tyxe.rng import RandomStream
@@ -181,7 +180,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         loader = self._to_fit(data_loader, unpack)
         found = self._take_curvature(loader, device, progress, process_group)
         # Fewer are as good, since what they sum up to is scaled.
-        each, size = int(found.points / self.options.num_passes), self.likelihood.dataset_size
+        each, size = found.points / self.options.num_passes, self.likelihood.dataset_size
         if each > size:
             warn_of_size(each, size)
 
@@ -298,7 +297,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             best = best_of_grid(grid, lambda precision: self._held_out(precision, batches))
             numbers = {"": state.loc.new_tensor(best)}
         self._set_prior_numbers(numbers)
-        if method == "evidence" and isinstance(self.likelihood, Categorical | Bernoulli):
+        if method == "evidence" and self.likelihood.has_classes:
             warn_of_certainty(self.state)
         if not per_site:
             return numbers[""]

@@ -21,7 +21,18 @@ from tyxe.bnn.replay import ReplayedDraws
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
-from tyxe.data import KnownUnpack, Output, Unpack, Unpacked, check_unpack, pick, unpacked, weighted
+from tyxe.data import (
+    KnownUnpack,
+    Output,
+    Targets,
+    Unpack,
+    Unpacked,
+    check_unpack,
+    pick,
+    read_targets,
+    unpacked,
+    weighted,
+)
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
@@ -102,7 +113,9 @@ class PosteriorBNN(BNN):
 
     def _prepared(self, batch: Any) -> Any:
         read = self._read(batch)
-        return read if read is batch else (read[0], self.likelihood.to_fit(read[1]))
+        if read is batch or not isinstance(read[1], Tensor | Targets):
+            return read
+        return read[0], self.likelihood.with_fit_weights(read_targets(read[1]))
 
     def _before_step(self) -> None:
         """Forget what was made of the parameters, which a step in another loop is to move."""

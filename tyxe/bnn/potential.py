@@ -94,16 +94,16 @@ class Potential:
         values, moved = self.blocks.unflatten(flat), self.transforms
         return {n: moved[n].inv(v) if n in moved else v for n, v in values.items()}
 
-    def mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Tensor) -> Tensor:
+    def mean_loss(self, values: dict[str, Tensor], inputs: Inputs, targets: Any) -> Tensor:
         """Return the negative log-likelihood of some points at sites' values, in nats per point."""
         latents = {name: values[joint] for name, joint in self._latents.items()}
         predictions = at_least_float32(self.bnn._run_net(values, inputs))
         likelihood = self.bnn.likelihood
+        targets = likelihood.observed(targets)
         found = likelihood.log_likelihood(predictions, targets, "sum", latents)
         if self._is_bounded:  # a target is found to be wrong where the potential is looked at
             support: Any = likelihood.predictive_distribution(predictions, latents).support
-            given = likelihood.observed(targets).values
-            given = likelihood.prepare_targets(predictions, given)
+            given = likelihood.prepare_targets(predictions, targets.values)
             found = found.where(support.check(given).all(), -math.inf)
         # A batch of which nothing counts says nothing.
         return -found / torch.as_tensor(likelihood.count(targets)).clamp_min(TINY)
@@ -180,7 +180,6 @@ class Potential:
         found = likelihood.observed(targets)
         values = likelihood.prepare_targets(predictions, found.values)
         counts_once = found.weights is None and found.mask is None
-        self.targets: Any = values if counts_once else replace(found, values=values)
         # With one Gaussian noise, the log-likelihood is a distance and constants.
         self._noise: tuple[Tensor, Tensor] | None = None
         self._one_noise = (
@@ -189,6 +188,7 @@ class Potential:
             and isinstance(predictions, Tensor)
             and not likelihood.scale.dim()
         )
+        self.targets: Any = values if self._one_noise else replace(found, values=values)
         if self._one_noise and not self._latents:
             self._noise = self._noise_terms(predictions, {})
 

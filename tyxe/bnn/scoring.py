@@ -18,8 +18,8 @@ from tyxe import check
 from tyxe.bnn.batches import check_has_targets, is_loader
 from tyxe.bnn.replay import ReplayedDraws, map_batches
 from tyxe.data import Targets, Unpack, concatenate_targets
-from tyxe.likelihoods import Bernoulli, Categorical, Joint, Likelihood
-from tyxe.likelihoods.base import reduce_points
+from tyxe.likelihoods import Bernoulli, Joint, Likelihood, Ordinal
+from tyxe.likelihoods.reductions import reduce_points
 from tyxe.predictive.scores import SCORES
 from tyxe.processes import all_or_none, total
 from tyxe.util import Inputs
@@ -86,10 +86,11 @@ class Predicted(NamedTuple):
     def kind(self) -> str:
         """`"classes"`, one for each point, `"numbers"` with a mean and a scale, or `"others"`."""
         values = self.targets.values
-        if isinstance(self.likelihood, Categorical | Bernoulli):
-            is_soft = isinstance(self.likelihood, Categorical) and values.is_floating_point()
-            return "classes" if values.numel() == len(values) and not is_soft else "others"
-        return "numbers" if isinstance(self.predictions, tuple) else "others"
+        if self.likelihood.has_classes:
+            is_one = values.numel() == len(values) and not values.is_floating_point()
+            return "classes" if is_one else "others"
+        is_pair = isinstance(self.predictions, tuple)
+        return "numbers" if is_pair and values.shape == self.predictions[0].shape else "others"
 
     def classes(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return probabilities `(m, C)` of all labels that count, these, and their counts."""
@@ -111,7 +112,7 @@ def predicted(bnn: Any, batches: list[Any], **options: Any) -> Predicted:
     # Masks are of batches.
     targets = concatenate_targets([likelihood.observed(targets) for _, targets in batches])
     kept, rows = likelihood.counted(targets)
-    if isinstance(likelihood, Bernoulli):
+    if isinstance(likelihood, Bernoulli | Ordinal):
         kept = replace(kept, values=kept.values.long())
     return Predicted(likelihood, tree_map(lambda part: rows_of(part, rows, 0), found), kept)
 

@@ -101,7 +101,7 @@ def fit_stacked(
     try:
         for epoch, _ in enumerate(steps):
             if not epoch:
-                warn_of_size(math.ceil(sums.points[0]), first.likelihood.dataset_size)
+                warn_of_size(float(sums.points[0]), first.likelihood.dataset_size)
             for history, (data, kl) in zip(histories, sums.take(), strict=True):
                 history.append(loss=weight * kl - data, log_likelihood=data, kl=kl)
         if stopping is not None and stopping.scores is not None:

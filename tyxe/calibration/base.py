@@ -6,6 +6,7 @@ import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from textwrap import indent
 from typing import Any
 
@@ -18,7 +19,7 @@ from tyxe.bnn.scoring import predicted
 from tyxe.check import described
 from tyxe.data import Targets, Unpack
 from tyxe.likelihoods import Joint, Likelihood
-from tyxe.metrics.checks import check_real, check_regression, check_targets
+from tyxe.metrics.checks import check_probs, check_real, check_regression, check_targets
 
 
 class Calibrator(ABC):
@@ -248,11 +249,20 @@ def check_logits(values: Any) -> Tensor:
     return check_real("predictions", values).reshape(-1, values.shape[-1]).double()
 
 
-def check_classes(values: Any, y: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows of logits or probabilities as `check_logits` does, targets and counts, `(n,)`."""
+def check_classes(values: Any, y: Any, soft: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows of logits or probabilities as `check_logits` does, targets and counts, `(n,)`.
+
+    Targets are labels, `(n,)`, or where `soft` allows it probabilities of classes, `(n, C)`.
+    """
     rows, found = check_logits(values), _targets(y)
     if found.values.is_floating_point() and found.values.numel() == rows.numel():
-        raise TypeError("targets are probabilities of classes; pass labels: targets.argmax(-1)")
+        if not soft:
+            raise TypeError("targets are probabilities of classes; pass labels: targets.argmax(-1)")
+        counts = replace(found, values=found.values[..., 0]).counts_within()
+        kept = slice(None) if counts is None else counts.flatten() > 0
+        each = torch.ones_like(rows[:, 0]) if counts is None else counts.flatten().to(rows)
+        probs = check_probs(found.values.reshape(rows.shape)[kept].to(rows))
+        return rows[kept], probs, each[kept]
     counts = found.counts_within()
     classes = found.values.reshape(-1).to(rows.device)
     each = torch.ones_like(rows[:, 0]) if counts is None else counts.reshape(-1).to(rows)

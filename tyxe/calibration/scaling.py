@@ -19,7 +19,8 @@ BOUND, STEPS = 1e3, 60
 class TemperatureScaling(Calibrator):
     """Logits divided by the temperature of the best log-likelihood of held-out data.
 
-    For a BNN, the logits are those of its averaged predictions, as `predict` returns them.
+    For a BNN, the logits are those of its averaged predictions, as `predict` returns them. Targets
+    are labels, or probabilities of the classes.
 
     Attributes:
         temperature: above 1, the predictions were too certain; None before `fit`.
@@ -49,9 +50,11 @@ class TemperatureScaling(Calibrator):
         return likelihood.from_class_logits(found)
 
     def fit(self, predictions: Any, y: Tensor | Targets) -> TemperatureScaling:
-        logits, y, counts = check_classes(predictions, y)
+        logits, y, counts = check_classes(predictions, y, soft=True)
         logits, shares = logits.detach(), counts / counts.sum()
-        at_targets = logits.gather(1, y[:, None])[:, 0] @ shares
+        is_soft = y.is_floating_point()
+        at_each = (logits * y).sum(1) if is_soft else logits.gather(1, y[:, None])[:, 0]
+        at_targets = at_each @ shares
 
         def slope(inverse: float) -> float:
             # The loss is convex in the inverse temperature, so that its slope grows.

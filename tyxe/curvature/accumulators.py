@@ -292,9 +292,9 @@ def _of_positions(targets: Targets, a: Tensor) -> Tensor | None:
     points, mask = targets.counts(), targets.mask
     if points is None:
         return None
-    if mask is None or mask.dim() == 1:
+    if mask is None or targets.has_whole_points:
         return points[:, None].expand(a.shape[:2])
-    each = mask.flatten(1).to(a)
+    each = mask.reshape(len(mask), -1).to(a)
     each = each if targets.weights is None else each * targets.weights[:, None]
     if each.shape[1] == a.shape[1]:
         return each

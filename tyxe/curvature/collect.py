@@ -21,6 +21,7 @@ from tyxe.curvature.linearize import Linearization
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
+from tyxe.likelihoods.checks import check_batch
 from tyxe.likelihoods.output_hessian import (
     OutputHessians,
     output_hessian,
@@ -202,7 +203,7 @@ def _sums(
     for inputs, given in batches:
         targets, linear = likelihood.observed(given), linearize(inputs)
         outputs = linear.outputs.detach()
-        likelihood.check_batch(outputs, given)
+        check_batch(likelihood, outputs, given)
         if accumulator is None:
             kind = ACCUMULATORS[structure]
             if curvature == "ggn":  # gradients of labels couple the outputs
@@ -244,8 +245,8 @@ def _add_last(
     accumulator: Accumulator, linear: Linearization, likelihood: Likelihood, targets: Targets
 ) -> bool:
     """Add a batch's GGN without a gradient for each output, and return whether this was done."""
-    whole = targets.mask is None or targets.mask.dim() == 1  # points are left out as a whole
-    last = linear.last_inputs() if whole else {}
+    is_plain = targets.has_whole_points and not likelihood.has_target_hessian
+    last = linear.last_inputs() if is_plain else {}
     hessians = OutputHessians(likelihood, linear.outputs.detach(), targets.counts())
     return any(accumulator.add_last(name, a, hessians) for name, a in last.items())
 
@@ -258,7 +259,9 @@ def _add(
     curvature: str,
 ) -> None:
     outputs = linear.outputs.detach()
-    counts = likelihood.output_counts(targets, outputs)
+    is_true = curvature == "empirical"  # gradients, which have all of the targets
+    counted = likelihood.output_counts if is_true else likelihood.hessian_counts
+    counts = counted(targets, outputs)
     roots = None if counts is None else counts.to(outputs).sqrt()
     once = replace(targets, weights=None, mask=None if targets.mask is None else targets.mask > 0)
     several = accumulator.noises > 1  # and then each output has a column of its own

@@ -14,7 +14,7 @@ from tyxe import check, files
 from tyxe.bnn import MCMC_BNN, EnsembleBNN
 from tyxe.diagnostics.case import members_of
 from tyxe.likelihoods import Categorical
-from tyxe.likelihoods.base import mean_over
+from tyxe.likelihoods.reductions import mean_over
 from tyxe.metrics.checks import check_probs, check_real, check_weights
 
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tyxe.distributions import Gaussian, JointMarginal, ParamBlocks, as_gaussian
 from tyxe.errors import warn
-from tyxe.priors.base import without_events
 from tyxe.priors.sites import SitePrior
-from tyxe.util import at_least_float32
+from tyxe.util import at_least_float32, without_events
 
 PriorPrecision = float | Tensor | Mapping[str, float | Tensor]
 

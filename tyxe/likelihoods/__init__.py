@@ -1,19 +1,28 @@
 """Likelihoods: the observed site, its errors, samples, aggregates and curvature."""
 
 from tyxe.likelihoods.base import Likelihood
-from tyxe.likelihoods.discrete import Bernoulli, Categorical, Poisson
-from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
+from tyxe.likelihoods.censored import Censored, censored_targets, log_tails
+from tyxe.likelihoods.counts import NegativeBinomial, Poisson
+from tyxe.likelihoods.discrete import Bernoulli, Categorical
+from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian, StudentT
 from tyxe.likelihoods.joint import Joint
+from tyxe.likelihoods.ordinal import Ordinal
 from tyxe.likelihoods.output_hessian import output_hessian, output_hessian_sqrt
 
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "Censored",
     "HeteroskedasticGaussian",
     "HomoskedasticGaussian",
     "Joint",
     "Likelihood",
+    "NegativeBinomial",
+    "Ordinal",
     "Poisson",
+    "StudentT",
+    "censored_targets",
+    "log_tails",
     "output_hessian",
     "output_hessian_sqrt",
 ]

@@ -17,33 +17,15 @@ import torch.distributions as td
 from torch import Tensor, nn
 
 from tyxe import check
-from tyxe.data import Targets, masked_targets, trailing
+from tyxe.data import Targets, masked_targets, read_targets, trailing
+from tyxe.likelihoods import checks
+from tyxe.likelihoods.reductions import mean_of, reduce_points
 from tyxe.poutine.selective import masked_within
 from tyxe.threads import exclusive
-from tyxe.util import at_least_float32, is_real, precise
+from tyxe.util import at_least_float32, in_function_transform, is_real, precise
 
 Predictions = Any  # a tensor, or a tuple of tensors such as an aggregated (mean, scale)
 Latents = Mapping[str, Tensor] | None  # values of a likelihood's own variables by name
-
-
-def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce numbers per data point, `(..., n)`, by `"sum"`, `"mean"` or `"none"` over the points.
-
-    Sum and mean count each point by its weight, `(n,)`.
-
-    Raises:
-        ValueError: another reduction, or a mean over no points.
-    """
-    check.choice("reduction", reduction, ("sum", "mean", "none"))
-    if reduction == "none":
-        return values
-    if reduction == "mean" and not values.shape[-1]:
-        raise ValueError("there are no points, and so no mean over them; reduction='sum' is 0")
-    if weights is None:
-        return values.sum(-1) if reduction == "sum" else values.mean(-1)
-    weights = weights.to(values)
-    total = (values * weights).sum(-1)
-    return total if reduction == "sum" else total / weights.sum()
 
 
 class Likelihood(nn.Module, ABC):
@@ -57,19 +39,18 @@ class Likelihood(nn.Module, ABC):
     and may override `prepare_targets` and `latent_priors`.
 
     Args:
-        dataset_size: number `N` of data points in an epoch; None or -1 where it is not known yet:
-            it has to be set before a fit, as `bnn.likelihood.dataset_size = N`.
-        event_dim: number of trailing dimensions of the predictive distribution that form one
-            event.
+        dataset_size: number `N` of data points in an epoch, or the sum of their weights; None or -1
+            if not known yet: set it before a fit, as `bnn.likelihood.dataset_size = N`.
+        event_dim: number of trailing dimensions of the predictive distribution in one event.
         name: prefix of the sites.
 
     Raises:
-        TypeError: `dataset_size` or `event_dim` is no integer.
+        TypeError: `dataset_size` is no number, or `event_dim` no integer.
         ValueError: `dataset_size` is not positive, or `event_dim` negative.
     """
 
     def __init__(
-        self, dataset_size: int | None = None, event_dim: int = 0, name: str = "likelihood"
+        self, dataset_size: float | None = None, event_dim: int = 0, name: str = "likelihood"
     ) -> None:
         super().__init__()
         self.dataset_size = dataset_size
@@ -81,7 +62,7 @@ class Likelihood(nn.Module, ABC):
         return f"dataset_size={self._dataset_size}"
 
     @property
-    def dataset_size(self) -> int:
+    def dataset_size(self) -> float:
         """The number `N` of data points in an epoch; a ValueError where it is not known yet."""
         if self._dataset_size is None:
             raise ValueError(
@@ -91,16 +72,18 @@ class Likelihood(nn.Module, ABC):
         return self._dataset_size
 
     @dataset_size.setter
-    def dataset_size(self, size: int | None) -> None:
-        if size is not None:
-            hint = f", the number of training points: {type(self).__name__}(len(dataset))"
-            size = check.count("dataset_size", size, -math.inf, hint)
-        self._dataset_size = None if size in (None, -1) else check.count("dataset_size", size)
+    def dataset_size(self, size: float | None) -> None:
+        self._dataset_size = checks.dataset_size(type(self).__name__, size)
 
+    has_classes = False  # whether targets are classes, of which `class_logits` are the logits
     has_order = True  # whether some targets are larger than others, so that they have intervals
     is_zero_outside = False  # whether densities of targets outside of the support come out as 0
+    takes_infinity = False  # whether targets may be infinite
+    has_target_hessian = False  # whether output Hessians depend on targets, see `hessian_counts`
     prepares_outputs = False  # whether what a net returns goes through `from_net`
-    prepares_targets = False  # whether a loader's targets go through `from_loader` and `to_fit`
+    prepares_targets = (
+        False  # whether a loader's targets go through `from_loader` and `with_fit_weights`
+    )
 
     @property
     def data_name(self) -> str:
@@ -190,7 +173,7 @@ class Likelihood(nn.Module, ABC):
         """Return scores as users see them; `dim` is where those of several outputs are."""
         return scores
 
-    def to_fit(self, targets: Tensor | Targets) -> Tensor | Targets:
+    def with_fit_weights(self, targets: Tensor | Targets) -> Tensor | Targets:
         """Return the targets with weights that count in fits alone."""
         return targets
 
@@ -222,7 +205,7 @@ class Likelihood(nn.Module, ABC):
         """Return the targets of points that count, and their rows; None for all."""
         found = self.observed(targets)
         counts = found.counts()
-        if found.mask is not None and found.mask.dim() == 1:  # of points, as the rows are
+        if found.has_whole_points:  # as the rows have
             found = replace(found, mask=None)
         if counts is None or bool(counts.all()):
             return found, None
@@ -233,6 +216,10 @@ class Likelihood(nn.Module, ABC):
         """Return how often each output of the net counts, of its shape; None for once each."""
         return self.observed(targets).counts_within(outputs.shape)
 
+    def hessian_counts(self, targets: Tensor | Targets, outputs: Tensor) -> Tensor | None:
+        """Return how often the output Hessian of each output counts; None for once each."""
+        return self.output_counts(targets, outputs)
+
     # ------------------------------------------------------------------ checks
 
     def check_targets(self, predictions: Tensor, targets: Tensor | Targets) -> None:
@@ -241,58 +228,19 @@ class Likelihood(nn.Module, ABC):
         found = self.observed(targets)
         distribution, prepared = self._distribution_for(predictions, found, self.prior_means())
         assert prepared is not None
-        support: Any = distribution.support
-        # Infinity is a real number for a support, and has no finite log-likelihood.
-        ok = support.check(prepared).all() & prepared.isfinite().all()
-        if not bool(ok):
-            targets = found.values
-            raise ValueError(
-                f"targets lie outside the support of {type(self).__name__}: {self._range(support)}"
-                f", but they range from {targets.min().item()} to {targets.max().item()}"
-            )
-
-    def check_batch(self, predictions: Tensor, targets: Tensor | Targets) -> None:
-        """Check that the targets of a batch fit, and are no more than the data set has.
-
-        What does not count is not checked: labels there may be -1 or NaN. Where the net's output
-        is not finite no target is checked; other code reports that.
-        """
-        found, rows = self.check_size(targets)
-        if rows is not None:
-            predictions = predictions[rows.to(predictions.device)]
-        if len(found) and bool(predictions.isfinite().all()):
-            self.check_targets(predictions, found)
+        checks.within_support(self, distribution.support, prepared, found.values)
 
     def check_rows(self, targets: Any) -> None:
-        """Check the size of a batch with more rows than the data set has points.
-
-        It costs no more than to look at the number of rows, so that each step of a fit can do it.
-        """
+        """Check the size of a batch with more rows than the data set has points, as steps do."""
         if len(targets) > self.dataset_size:
-            self.check_size(targets)
-
-    def check_size(self, targets: Tensor | Targets) -> tuple[Targets, Tensor | None]:
-        """Return what `counted` does, or raise for more than `dataset_size`."""
-        values = Targets.of(targets).values
-        if values.is_complex():
-            raise TypeError(f"targets are of {values.dtype}; pass targets.real, or view_as_real")
-        found, rows = self.counted(targets)
-        count = float(self.count(found))
-        if count > self.dataset_size * (1 + 1e-6):
-            raise ValueError(
-                f"the batch has {count:g} points, but the likelihood was built with "
-                f"dataset_size={self.dataset_size}; pass the number of training points"
-                + (", the sum of their weights" if found.weights is not None else "")
-            )
-        return found, rows
+            checks.within_size(self, targets)
 
     def check_predictions(self, predictions: Tensor) -> None:
         """Raise or warn if the net's output cannot parametrise this likelihood."""
 
     @staticmethod
-    def _range(support: Any) -> str:
-        while hasattr(support, "base_constraint"):
-            support = support.base_constraint
+    def expected_range(support: Any) -> str:
+        """Say which targets an elementwise support holds."""
         return f"expected values in {support}"
 
     # ------------------------------------------------------------------ the Pyro program
@@ -331,6 +279,8 @@ class Likelihood(nn.Module, ABC):
         infer: dict[str, Any] = {
             "is_bounded": not (self.is_zero_outside or is_real(distribution.support)),
             "is_masked": targets is not None,  # a handler has been asked for its mask
+            "has_weights": targets is not None and targets.has_weights,
+            "has_target_hessian": self.has_target_hessian,
         }
         counts = None if targets is None else targets.counts()
         if targets is None or counts is None:
@@ -359,7 +309,7 @@ class Likelihood(nn.Module, ABC):
             expected = distribution.batch_shape + distribution.event_shape
             if values.shape != expected:
                 given = mean_of(predictions).shape
-                raise ValueError(_shape_message(self, expected, values.shape, given))
+                raise ValueError(checks.shape_message(self, expected, values.shape, given))
             if targets.mask is not None:
                 distribution = masked_within(distribution, targets.mask)
         extra = len(distribution.batch_shape) - 1
@@ -373,6 +323,11 @@ class Likelihood(nn.Module, ABC):
         return distribution, values
 
     # ------------------------------------------------------------------ evaluation
+
+    def _read(self, targets: Tensor | Targets) -> Targets:
+        """Return the targets of a direct call, in which NaN is missing as in those of loaders."""
+        as_given = isinstance(targets, Targets) or in_function_transform()
+        return self.observed(targets if as_given else read_targets(targets))
 
     def log_likelihood(
         self,
@@ -393,7 +348,7 @@ class Likelihood(nn.Module, ABC):
             ValueError: the targets' shape is not that of the predictive distribution; a variable of
                 the likelihood's own has no value.
         """
-        targets = self.observed(targets)
+        targets = self._read(targets)
         distribution, values = self._distribution_for(predictions, targets, latents)
         return reduce_points(distribution.log_prob(values), reduction, targets.counts())
 
@@ -408,7 +363,7 @@ class Likelihood(nn.Module, ABC):
         `predictions` are `(S, n, ...)`, the net's outputs for S draws, and values of the
         likelihood's own variables are stacked alike.
         """
-        each = []
+        targets, each = self._read(targets), []
         for s, one in enumerate(predictions):
             own = latents and {name: values[s] for name, values in latents.items()}
             each.append(self.log_likelihood(one, targets, "none", own))
@@ -418,7 +373,7 @@ class Likelihood(nn.Module, ABC):
         self, predictions: Predictions, targets: Tensor | Targets, reduction: str = "none"
     ) -> Tensor:
         """Return the number of misclassifications, or the squared error, summed within points."""
-        targets = self.observed(targets)
+        targets = self._read(targets)
         self._distribution_for(predictions, targets, self.prior_means())
         predictions = at_least_float32(predictions)
         errors = self.point_error(predictions, self.prepare_targets(predictions, targets.values))
@@ -442,41 +397,3 @@ class Likelihood(nn.Module, ABC):
         with exclusive():  # other threads set the generators back for a while
             drawn: Tensor = distribution.sample(torch.Size(sample_shape))
         return drawn
-
-
-def mean_over(values: Tensor, dim: int, weights: Tensor | None = None) -> Tensor:
-    """Return the mean along a dimension, by weights that sum to one where there are some."""
-    return values.mean(dim) if weights is None else values.movedim(dim, -1) @ weights.to(values)
-
-
-def log_mean_exp(logs: Tensor, dim: int, weights: Tensor | None = None) -> Tensor:
-    """Return the logarithm of the mean of exponentials, see `mean_over`."""
-    if weights is None:
-        return logs.logsumexp(dim) - math.log(logs.shape[dim])
-    return (logs.movedim(dim, -1) + weights.to(logs).log()).logsumexp(-1)
-
-
-def mean_of(predictions: Predictions) -> Tensor:
-    """Return the mean, where predictions are a mean and something more."""
-    mean: Tensor = predictions[0] if isinstance(predictions, tuple) else predictions
-    return mean
-
-
-def _shape_message(
-    likelihood: Likelihood, expected: torch.Size, given: torch.Size, predictions: torch.Size
-) -> str:
-    more = len(given) - len(expected)
-    if more == 1 and given == predictions:
-        hint = "pass classes as integers: targets.argmax(-1)"
-    elif more == -1 and expected[-1] == 1:
-        hint = "pass targets.unsqueeze(-1), or squeeze the net's output"
-    elif more == 1 and given[-1] == 1:
-        hint = "pass targets.squeeze(-1), or unsqueeze the net's output"
-    elif given == predictions[:1] + predictions[2:]:
-        hint = "classes belong in the last dimension: return logits.movedim(1, -1)"
-    else:
-        hint = "they have to be the same"
-    return (
-        f"{type(likelihood).__name__} got targets of shape {tuple(given)} for predictions of shape "
-        f"{tuple(expected)}; {hint}"
-    )

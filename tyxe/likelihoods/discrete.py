@@ -1,4 +1,4 @@
-"""Class labels, binary labels and counts."""
+"""Class labels and binary labels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.nn.functional import logsigmoid, nll_loss, one_hot
 
 from tyxe.data import Targets
 from tyxe.errors import warn
-from tyxe.likelihoods.base import Latents, Likelihood, log_mean_exp, mean_over
-from tyxe.util import at_least_float32
+from tyxe.likelihoods.base import Latents, Likelihood
+from tyxe.likelihoods.reductions import log_mean_exp, mean_over
+from tyxe.util import at_least_float32, without_events
 
 TOLERANCE = 1e-3  # of sums of probabilities
 
@@ -35,14 +36,15 @@ class Categorical(Likelihood):
         ignore_index: a label that counts nowhere, neither in fits and their scale nor in errors and
             log-likelihoods, such as -100 of padded tokens and of pixels without a label.
         class_weights: `(C,)`, how often labels of each class count in fits; evaluations do not use
-            them. With the mean 1 over the data, `dataset_size` stays the number of points.
+            them. With the mean 1 over the data, `dataset_size` stays the number of points. For
+            probabilities the log-likelihood in fits is `sum_c w_c q_c log p_c`.
         class_dim: the dimension of the classes in what the net returns, such as 1 for images
             `(n, C, H, W)`; a BNN moves it to the end, and so returns predictions `(n, H, W, C)`.
 
     Raises:
-        TypeError: targets that are neither integers nor such probabilities; these with class
-            weights.
-        ValueError: a target outside `0 ... C - 1`; class weights that are negative, or all 0.
+        TypeError: targets that are neither integers nor such probabilities.
+        ValueError: a target outside `0 ... C - 1`; probabilities that are negative or do not sum to
+            one; class weights that are negative, or all 0.
 
     Example:
         >>> import torch
@@ -53,11 +55,11 @@ class Categorical(Likelihood):
     """
 
     has_order = False
-    is_zero_outside = True
+    has_classes = is_zero_outside = True
 
     def __init__(
         self,
-        dataset_size: int | None = None,
+        dataset_size: float | None = None,
         logit_predictions: bool = True,
         event_dim: int = 0,
         name: str = "likelihood",
@@ -80,45 +82,44 @@ class Categorical(Likelihood):
 
     def known(self, targets: Targets) -> Targets:
         if targets.values.is_floating_point():  # probabilities, of which a missing one is a label
-            mask = targets.mask
-            whole = mask is not None and 1 < mask.dim() == targets.values.dim()
-            return replace(targets, mask=mask.all(-1)) if whole else targets  # type: ignore[union-attr]
+            return targets.masked_by_vectors()
         if self.ignore_index is None:
             return targets
         return targets.masked(targets.values != self.ignore_index)
 
-    def to_fit(self, targets: Tensor | Targets) -> Tensor | Targets:
+    def with_fit_weights(self, targets: Tensor | Targets) -> Tensor | Targets:
         if self.class_weights is None:
             return targets
         given, labels = Targets.of(targets), self.observed(targets).values
-        if labels.is_floating_point():
-            raise TypeError("class_weights are of labels, and the targets are probabilities")
         weights = self.class_weights.to(given.device)
+        if labels.is_floating_point():
+            if labels.shape[-1] != len(weights):
+                return targets  # as below
+            each = (labels * weights).sum(-1)  # is 0 where no class counts
+            shares = (labels * weights / each.unsqueeze(-1)).where(each.unsqueeze(-1) > 0, labels)
+            return replace(given, values=shares).weighted(each)
         if not 0 <= int(labels.min()) <= int(labels.max()) < len(weights):
             return targets  # the check of targets says what is wrong with them
-        each = weights[labels]
-        if each.dim() > 1:
-            return given.masked(each)
-        return replace(given, weights=each if given.weights is None else each * given.weights)
+        return given.weighted(weights[labels])
 
     def from_net(self, outputs: Any) -> Any:
         return outputs.movedim(self.class_dim, -1) if isinstance(outputs, Tensor) else outputs
 
     @staticmethod
-    def _range(support: Any) -> str:
+    def expected_range(support: Any) -> str:
         # Before "but they range from".
         if isinstance(support, _Probabilities):
             return "expected probabilities of the classes, which sum to one"
-        return f"{Likelihood._range(support)} (the net's outputs, counted from 0)"
+        return f"{Likelihood.expected_range(support)} (the net's outputs, counted from 0)"
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         logits = predictions if self.logit_predictions else probs_to_logits(predictions)
-        return _LogitCategorical(logits).to_event(self.event_dim)
+        return LogitCategorical(logits).to_event(self.event_dim)
 
     def prepare_targets(self, predictions: Tensor, targets: Tensor) -> Tensor:
         if not targets.is_floating_point():
             return targets.long()
-        if targets.shape != predictions.shape or self.event_dim:
+        if targets.shape != predictions.shape:
             raise TypeError(
                 f"Categorical got targets of {targets.dtype}; pass targets.long(), or "
                 f"probabilities of the classes, of the net's shape {tuple(predictions.shape)}"
@@ -126,7 +127,11 @@ class Categorical(Likelihood):
         return targets.to(predictions.dtype)
 
     def distribution_of(self, distribution: Any, targets: Tensor) -> Any:
-        return _SoftCategorical(distribution) if targets.is_floating_point() else distribution
+        if not targets.is_floating_point():
+            return distribution
+        return dist.Independent(
+            _SoftCategorical(without_events(distribution)), self.event_dim, validate_args=False
+        )
 
     def class_logits(self, predictions: Tensor) -> Tensor:
         predictions = at_least_float32(predictions)
@@ -166,7 +171,7 @@ class Categorical(Likelihood):
         return log_mean_exp(predictions.log_softmax(-1), dim, weights)
 
 
-class _LogitCategorical(dist.Categorical):
+class LogitCategorical(dist.Categorical):
     """A Categorical whose `log_prob` runs the two fused kernels of the cross-entropy."""
 
     def __init__(self, logits: Tensor) -> None:
@@ -230,9 +235,12 @@ class Bernoulli(Likelihood):
 
     Args:
         logit_predictions: the net returns logits; probabilities for `False`.
+        pos_weight: how much targets of 1 count in fits, a number, or one for each number of a
+            point: that of `torch.nn.BCEWithLogitsLoss`. Evaluations do not use it, and
+            `dataset_size` stays the number of points.
 
     Raises:
-        ValueError: a target other than 0 and 1.
+        ValueError: a target other than 0 and 1; weights that are negative or not finite.
 
     Example:
         >>> import torch
@@ -241,15 +249,33 @@ class Bernoulli(Likelihood):
         tensor([0.5749])
     """
 
+    has_classes = True
+
     def __init__(
         self,
-        dataset_size: int | None = None,
+        dataset_size: float | None = None,
         logit_predictions: bool = True,
         event_dim: int = 0,
         name: str = "likelihood",
+        *,
+        pos_weight: float | Tensor | None = None,
     ) -> None:
         super().__init__(dataset_size, event_dim, name)
         self.logit_predictions = logit_predictions
+        self.prepares_targets = pos_weight is not None
+        weight = None if pos_weight is None else torch.as_tensor(pos_weight).float()
+        if weight is not None and not bool((weight >= 0).all() & weight.isfinite().all()):
+            raise ValueError(f"pos_weight is {pos_weight}; expected numbers of 0 or more")
+        self.pos_weight: Tensor | None
+        self.register_buffer("pos_weight", weight, persistent=False)
+
+    def with_fit_weights(self, targets: Tensor | Targets) -> Tensor | Targets:
+        if self.pos_weight is None:
+            return targets
+        given = Targets.of(targets)
+        weight = self.pos_weight.to(given.device)
+        each = weight.where(given.values > 0.5, weight.new_ones(()))
+        return given.masked(each)
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         given = {"logits" if self.logit_predictions else "probs": predictions}
@@ -282,33 +308,6 @@ class Bernoulli(Likelihood):
     def from_class_logits(self, logits: Tensor) -> Tensor:
         found = logits[..., 1] - logits[..., 0]
         return found if self.logit_predictions else found.sigmoid()
-
-
-class Poisson(Likelihood):
-    """Counts with a log link: predictions are log-rates `(n, ...)`, one for each target.
-
-    Aggregated predictions are the log of the mean rate. Arguments are those of `Likelihood`.
-
-    Raises:
-        ValueError: a target that is negative or no whole number.
-
-    Example:
-        >>> import torch
-        >>> likelihood = Poisson(dataset_size=100)
-        >>> likelihood.aggregate_predictions(torch.tensor([[1.0], [3.0]]).log()).exp()
-        tensor([2.])
-    """
-
-    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
-        return dist.Poisson(predictions.exp(), validate_args=False).to_event(self.event_dim)
-
-    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions.exp() - targets).square()
-
-    def aggregate_predictions(
-        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
-    ) -> Tensor:
-        return log_mean_exp(predictions, dim, weights)
 
 
 def _log(probs: Tensor) -> Tensor:

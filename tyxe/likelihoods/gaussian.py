@@ -1,22 +1,24 @@
-"""Gaussian likelihoods, with one noise scale or with a predicted one."""
+"""Numbers with noise of one scale, Gaussian or of heavy tails, or of a scale that is predicted."""
 
 from __future__ import annotations
 
-from numbers import Real
+import math
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import softplus
 
+from tyxe import check
 from tyxe.data import Targets
-from tyxe.distributions.buffered import BufferedDistribution
-from tyxe.likelihoods.base import Latents, Likelihood, Predictions, mean_of, mean_over
+from tyxe.likelihoods.base import Latents, Likelihood, Predictions
+from tyxe.likelihoods.own_parameter import OwnParameter, expanded
+from tyxe.likelihoods.reductions import mean_of, mean_over, moments
 
 
-class HomoskedasticGaussian(Likelihood):
+class HomoskedasticGaussian(OwnParameter):
     """Gaussian noise of one scale for all points; predictions are means `(n, ...)`.
 
     Aggregated predictions are `(mean, scale)`, mean and standard deviation of the mixture over
@@ -40,11 +42,9 @@ class HomoskedasticGaussian(Likelihood):
         (tensor([[0.4000]]), tensor([[0.5000]]))
     """
 
-    noise: Tensor | None
-
     def __init__(
         self,
-        dataset_size: int | None = None,
+        dataset_size: float | None = None,
         scale: float | Tensor | td.Distribution | None = None,
         precision: float | Tensor | td.Distribution | None = None,
         event_dim: int = 1,
@@ -52,45 +52,13 @@ class HomoskedasticGaussian(Likelihood):
         *,
         learn_scale: bool = False,
     ) -> None:
-        super().__init__(dataset_size, event_dim, name)
         if (scale is None) == (precision is None):
             raise ValueError(
                 "HomoskedasticGaussian takes either scale or precision, and exactly one of them"
             )
-        self.parameter = "scale" if precision is None else "precision"
-        given = scale if precision is None else precision
-        self.noise_prior = (
-            BufferedDistribution(given) if isinstance(given, td.Distribution) else None
-        )
-        learn = learn_scale or isinstance(given, nn.Parameter)
-        if self.noise_prior is None:
-            values = torch.as_tensor(given).detach()
-            if not bool((values > 0).all() & values.isfinite().all()):
-                raise ValueError(f"{self.parameter} is {given}; expected positive numbers")
-        elif learn:
-            raise ValueError(
-                f"{self.parameter} is a distribution, so it is inferred; learn_scale takes a number"
-            )
-        self.log_noise = nn.Parameter(values.log()) if learn else None
-        # Kept as a number, so that a float64 net gets it unrounded.
-        self._number = float(given) if isinstance(given, Real) and not learn else None
-        fixed = given.detach().clone() if isinstance(given, Tensor) and not learn else None
-        self.register_buffer("noise", fixed)
-
-    def extra_repr(self) -> str:
-        noise: Any = self._number
-        if self.noise_prior is not None:
-            noise = self.noise_prior.distribution
-        elif self.log_noise is not None:
-            noise = f"{tuple(self.log_noise.shape)} parameter"
-        elif self.noise is not None:
-            noise = f"{tuple(self.noise.shape)} tensor"
-        return f"{super().extra_repr()}, {self.parameter}={noise}"
-
-    def latent_priors(self) -> dict[str, td.Distribution]:
-        if self.noise_prior is None:
-            return {}
-        return {self.parameter: self.noise_prior.distribution}
+        parameter, given = ("precision", precision) if scale is None else ("scale", scale)
+        assert given is not None
+        super().__init__(parameter, given, learn_scale, dataset_size, event_dim, name)
 
     @property
     def scale(self) -> Tensor:
@@ -112,35 +80,15 @@ class HomoskedasticGaussian(Likelihood):
         Raises:
             ValueError: the noise is inferred, and has no value.
         """
-        if self._number is not None:
-            like = torch.empty((), device="cpu") if like is None else like
-            noise = torch.full((), self._number, dtype=like.dtype, device=like.device)
-        elif self.noise is not None:
-            noise = self.noise
-        elif self.log_noise is not None:
-            noise = self.log_noise.exp()
-        elif latents and self.parameter in latents:
-            noise = latents[self.parameter]
-        else:
-            raise ValueError(
-                f"the noise is inferred, and its prior alone says nothing of it: pass its draws, "
-                f"latents={{{self.parameter!r}: ...}}, or let the BNN do it, by sample_predictive, "
-                "interval, predict or evaluate"
-            )
+        noise = self.own_value(latents, like)
         return noise if self.parameter == "scale" else noise.rsqrt()
 
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         if isinstance(predictions, tuple):
             loc, scale = predictions
         else:
-            loc, noise = predictions, self.scale_of(latents, predictions).to(predictions.dtype)
-            try:
-                scale = noise.expand_as(loc)
-            except RuntimeError:
-                raise ValueError(
-                    f"the noise has shape {tuple(noise.shape)} and predictions have shape "
-                    f"{tuple(loc.shape)}; give one number, or one for each output of the net"
-                ) from None
+            loc, scale = predictions, self.scale_of(latents, predictions)
+            scale = expanded(scale, loc, self.called)
         event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
         return dist.Normal(loc, scale, validate_args=False).to_event(event_dim)
 
@@ -151,10 +99,60 @@ class HomoskedasticGaussian(Likelihood):
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         noise = self.scale_of(latents, predictions).square()
-        if self.noise_prior is not None:
-            noise = mean_over(noise, 0, weights)
-        mean, spread = _moments(predictions, dim, weights)
-        return mean, (spread + noise.to(predictions.dtype)).sqrt()
+        return _with_noise(predictions, dim, weights, noise, self.noise_prior is not None)
+
+
+class StudentT(OwnParameter):
+    """Noise with heavy tails, of one scale for all points; predictions are locations `(n, ...)`.
+
+    Few points far off move a fit less than under a Gaussian. Aggregated predictions are
+    `(mean, standard deviation)` of the mixture over draws, noise included, and stand for a Student
+    t of these moments. The other arguments are those of `Likelihood`.
+
+    Args:
+        scale: of the noise, whose standard deviation is `scale * sqrt(df / (df - 2))`: a positive
+            number, a tensor, or a distribution, as for `HomoskedasticGaussian`.
+        df: degrees of freedom, above 2; a Gaussian has infinitely many.
+        learn_scale: train the scale with the net.
+
+    Raises:
+        ValueError: a scale that is not positive; `df` of 2 or less, where there is no variance.
+
+    Example:
+        >>> likelihood = StudentT(100, scale=0.3, df=4.0)
+        >>> likelihood.aggregate_predictions(torch.tensor([[[0.0]], [[0.8]]]))
+        (tensor([[0.4000]]), tensor([[0.5831]]))
+    """
+
+    def __init__(
+        self,
+        dataset_size: float | None = None,
+        scale: float | Tensor | td.Distribution = 1.0,
+        df: float = 4.0,
+        event_dim: int = 1,
+        name: str = "likelihood",
+        *,
+        learn_scale: bool = False,
+    ) -> None:
+        super().__init__("scale", scale, learn_scale, dataset_size, event_dim, name)
+        self.df = check.number("df", df, above=2, hint=": without a variance nothing aggregates")
+
+    def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
+        if isinstance(predictions, tuple):
+            loc, scale = predictions[0], predictions[1] * math.sqrt(1 - 2 / self.df)
+        else:
+            loc, scale = predictions, self.own_value_for(predictions, latents)
+        event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
+        return dist.StudentT(self.df, loc, scale, validate_args=False).to_event(event_dim)
+
+    def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
+        return (mean_of(predictions) - targets).square()
+
+    def aggregate_predictions(
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        variance = self.own_value(latents, predictions).square() / (1 - 2 / self.df)
+        return _with_noise(predictions, dim, weights, variance, self.noise_prior is not None)
 
 
 class HeteroskedasticGaussian(Likelihood):
@@ -179,7 +177,7 @@ class HeteroskedasticGaussian(Likelihood):
 
     def __init__(
         self,
-        dataset_size: int | None = None,
+        dataset_size: float | None = None,
         positive_scale: bool = False,
         event_dim: int = 1,
         name: str = "likelihood",
@@ -211,7 +209,7 @@ class HeteroskedasticGaussian(Likelihood):
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
         loc, scale = self._split(predictions)
-        mean, spread = _moments(loc, dim, weights)
+        mean, spread = moments(loc, dim, weights)
         total = (spread + mean_over(scale.square(), dim, weights)).sqrt()
         if not self.positive_scale:
             # The inverse of softplus: x + log(1 - exp(-x)).
@@ -219,7 +217,10 @@ class HeteroskedasticGaussian(Likelihood):
         return torch.cat([mean, total], dim=-1)
 
 
-def _moments(draws: Tensor, dim: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return mean and variance over draws, where one draw has the variance 0."""
-    mean = mean_over(draws, dim, weights)
-    return mean, mean_over((draws - mean.unsqueeze(dim)).square(), dim, weights)
+def _with_noise(
+    draws: Tensor, dim: int, weights: Tensor | None, noise: Tensor, of_draws: bool
+) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation, with a variance of the noise, or one of each draw."""
+    noise = mean_over(noise, 0, weights) if of_draws else noise
+    mean, spread = moments(draws, dim, weights)
+    return mean, (spread + noise.to(draws.dtype)).sqrt()

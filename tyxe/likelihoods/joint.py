@@ -14,8 +14,9 @@ from torch.distributions import constraints
 from tyxe import check
 from tyxe.check import described
 from tyxe.data import Targets, filled, read_targets, trailing
-from tyxe.likelihoods.base import Latents, Likelihood, reduce_points
+from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.output_hessian import output_hessian
+from tyxe.likelihoods.reductions import reduce_points
 from tyxe.poutine.selective import masked_within
 from tyxe.util import at_least_float32, is_real
 
@@ -36,12 +37,15 @@ class Joint(Likelihood):
     handlers, outputs of a point are one vector.
 
     Args:
+        weights: how much the log-likelihoods of parts count in fits and their curvatures, by name;
+            1 for those left out. Evaluations do not use them.
         parts: likelihoods by name, with the same `dataset_size`.
 
     Raises:
         TypeError: a part that is no likelihood; an output or target that is no tensor.
         ValueError: no part, one named "joint", or parts with different sizes of the data set;
-            outputs or targets that lack a part, or are more or fewer.
+            weights that are negative, all 0, or of no part; outputs or targets that lack a part, or
+            are more or fewer.
 
     Example:
         >>> from tyxe.likelihoods import Categorical, HomoskedasticGaussian
@@ -55,21 +59,27 @@ class Joint(Likelihood):
     is_zero_outside = True
     prepares_outputs = prepares_targets = True
 
-    def __init__(self, **parts: Likelihood) -> None:
+    def __init__(self, *, weights: Mapping[str, float] | None = None, **parts: Likelihood) -> None:
         if not parts or "joint" in parts:
             raise ValueError(
                 'Joint needs parts by name, none of them "joint": Joint(kind=Categorical(n), ...)'
             )
         for name, part in parts.items():
             check.one_of(name, part, Likelihood, "a likelihood")
-            if getattr(part, "class_weights", None) is not None:
-                raise ValueError(f"the class_weights of {name} are no part of a Joint's fit")
+        weights = dict(check.one_of("weights", weights or {}, Mapping, "numbers by part"))
+        for name, weight in weights.items():
+            check.choice("a part of weights", name, parts)
+            check.number(f"the weight of {name}", weight, least=0)
         sizes = {name: part._dataset_size for name, part in parts.items()}
         known = {size for size in sizes.values() if size is not None}
         if len(known) > 1:
             raise ValueError(f"the parts have different dataset_size: {sizes}")
         super().__init__(known.pop() if known else None)
         self.parts = nn.ModuleDict(parts)
+        self.weights = {name: float(weights.get(name, 1.0)) for name in parts}
+        if not any(self.weights.values()):
+            raise ValueError("all weights of parts are 0, so that nothing is to be fitted")
+        self.has_target_hessian = any(part.has_target_hessian for part in parts.values())
         self._layout = _Layout()
 
     # ------------------------------------------------------------------ vectors and parts
@@ -114,6 +124,18 @@ class Joint(Likelihood):
         ]
         return Targets(packed, mask=torch.cat([m.reshape(len(m), -1) for m in masks], -1))
 
+    def with_fit_weights(self, targets: Any) -> Any:
+        weigh = [part for part in self.parts.values() if part.prepares_targets]
+        if not weigh and set(self.weights.values()) == {1.0}:
+            return targets
+        given, values, masks = Targets.of(targets), {}, []
+        for name, own in self._by_part(given).items():
+            found = Targets.of(self._part(name).with_fit_weights(own))
+            counts, values[name] = found.counts_within(), found.values
+            each = torch.ones_like(found.values) if counts is None else counts
+            masks.append(self.weights[name] * each.reshape(len(each), -1))
+        return replace(given, values=self._packed(values), mask=torch.cat(masks, -1))
+
     def _filled(self, targets: Targets) -> Targets:
         # Numbers within points have been filled by their part.
         counts = targets.counts()
@@ -144,16 +166,20 @@ class Joint(Likelihood):
         outputs, found = self.outputs_of(predictions), self.observed(targets)
         if "targets" not in self._layout:  # those of another Joint with the same parts
             self._layout["targets"] = {n: self._natural(n, f) for n, f in outputs.items()}
-        given, mask = self.targets_of(found.values), found.mask
+        each = self._by_part(found)
+        return [
+            function(self._part(n), outputs[n], each[n], of_part(latents, n)) for n in self.parts
+        ]
+
+    def _by_part(self, targets: Targets) -> dict[str, Targets]:
+        """Return the targets of each part, without weights of points."""
+        given, mask = self.targets_of(targets.values), targets.mask
         if mask is None or mask.dim() == 1:
             masks = dict.fromkeys(self.parts, mask)
         else:
             masks = _split(mask, {n: v.shape[1:] for n, v in given.items()})
-        found_of = {n: self._part(n).known(Targets(v, None, masks[n])) for n, v in given.items()}
-        each = {n: replace(found, is_observed=True) for n, found in found_of.items()}
-        return [
-            function(self._part(n), outputs[n], each[n], of_part(latents, n)) for n in self.parts
-        ]
+        found = {n: self._part(n).known(Targets(v, None, masks[n])) for n, v in given.items()}
+        return {n: replace(own, is_observed=True) for n, own in found.items()}
 
     def _natural(self, name: str, outputs: Tensor) -> tuple[Size, torch.dtype]:
         """Return the shape and dtype of a part's targets, as its outputs tell them."""
@@ -163,12 +189,18 @@ class Joint(Likelihood):
         return shape, torch.long if found.support.is_discrete else outputs.dtype
 
     def output_counts(self, targets: Any, outputs: Any) -> Tensor | None:
+        return self._counts("output_counts", targets, outputs)
+
+    def hessian_counts(self, targets: Any, outputs: Any) -> Tensor | None:
+        return self._counts("hessian_counts", targets, outputs)
+
+    def _counts(self, method: str, targets: Any, outputs: Any) -> Tensor | None:
         found = self.observed(targets)
-        if found.mask is None or found.mask.dim() == 1:
+        if found.has_whole_points and not self.has_target_hessian:
             return found.counts_within(outputs.shape)
 
         def one(part: Likelihood, f: Tensor, own: Targets, _: Latents) -> Tensor:
-            counts = part.output_counts(own, f)
+            counts = getattr(part, method)(own, f)
             return (torch.ones_like(f) if counts is None else counts).reshape(len(f), -1)
 
         counts = torch.cat(self._each(outputs, found, None, one), -1)
@@ -250,6 +282,8 @@ class _Product(dist.TorchDistribution):
             for n in joint.parts
         }
         shapes = [d.batch_shape[1:] + d.event_shape for d in self._parts.values()]
+        if "targets" in joint._layout:
+            shapes = [shape for shape, _ in joint._layout["targets"].values()]
         rows = next(iter(self._parts.values())).batch_shape[:1]
         size = Size([sum(shape.numel() for shape in shapes)])
         super().__init__(rows, size, validate_args=False)

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.discrete import Bernoulli, Categorical, Poisson
-from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian
+from tyxe.likelihoods.counts import NegativeBinomial, Poisson
+from tyxe.likelihoods.discrete import Bernoulli, Categorical
+from tyxe.likelihoods.gaussian import HeteroskedasticGaussian, HomoskedasticGaussian, StudentT
+from tyxe.likelihoods.ordinal import Ordinal
 from tyxe.util import at_least_float32
 
 
@@ -33,7 +35,10 @@ def output_hessian(likelihood: Likelihood, predictions: Tensor, latents: Latents
     Poisson log-rates `exp(f)`. Fisher information: class probabilities `diag(1/p) - 1 1^T` and
     binary ones `1 / (p (1 - p))`, with `p` clamped to `[eps, 1 - eps]` of its dtype as in
     `log_likelihood`; a predicted `(mean, scale)` has `1 / sigma^2` and
-    `2 (dsigma/df)^2 / sigma^2`, and no coupling between the two.
+    `2 (dsigma/df)^2 / sigma^2`, and no coupling between the two; Student t
+    `(df + 1) / ((df + 3) scale^2)`; negative binomial with the log of the mean
+    `1 / (1 / mean + 1 / total_count)`; ordinal, with `s_k = sigmoid(c_k - f)`,
+    `sum_k p_k (s_k (1 - s_k) + s_(k-1) (1 - s_(k-1)))`.
 
     Register a likelihood of your own by its type. A subclass inherits its base's Hessian: where it
     changes the density, it needs its own.
@@ -107,6 +112,30 @@ def _(likelihood: HeteroskedasticGaussian, predictions: Tensor, latents: Latents
     scale = likelihood.predictive_distribution(predictions).stddev
     slope = torch.ones_like(scale) if likelihood.positive_scale else given.sigmoid()
     return _uncoupled(torch.cat([scale.square().reciprocal(), 2 * (slope / scale).square()], -1))
+
+
+@output_hessian.register
+def _(likelihood: StudentT, predictions: Tensor, latents: Latents = None) -> Tensor:
+    predictions, df = at_least_float32(predictions), likelihood.df
+    scale = likelihood.own_value_for(predictions, latents)
+    return _uncoupled((df + 1) / ((df + 3) * scale.square()))
+
+
+@output_hessian.register
+def _(likelihood: NegativeBinomial, predictions: Tensor, latents: Latents = None) -> Tensor:
+    predictions = at_least_float32(predictions)
+    count = likelihood.own_value_for(predictions, latents)
+    return _uncoupled(1 / ((-predictions).exp() + 1 / count))
+
+
+@output_hessian.register
+def _(likelihood: Ordinal, predictions: Tensor, latents: Latents = None) -> Tensor:
+    predictions = at_least_float32(predictions)
+    probs = likelihood.class_logits(predictions).exp()
+    logits = likelihood.cut_points_as(predictions.dtype) - predictions
+    # Each cut point is the end of two classes.
+    slopes = logits.sigmoid() * (-logits).sigmoid()
+    return _uncoupled((slopes * (probs[..., :-1] + probs[..., 1:])).sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True)

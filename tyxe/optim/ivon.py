@@ -15,8 +15,8 @@ from tyxe.check import described
 from tyxe.distributions import FactorizedNormal, as_gaussian
 from tyxe.distributions.normal_kl import known_numbers
 from tyxe.guides import AutoNormal
-from tyxe.priors.base import without_events
 from tyxe.threads import handlers
+from tyxe.util import without_events
 
 # A site's name, posterior (of the guide's parameters), prior, and the prior's mean and precision.
 _Site = tuple[str, FactorizedNormal, td.Distribution, Any, Any]

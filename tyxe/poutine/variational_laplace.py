@@ -201,9 +201,14 @@ class variational_laplace(Messenger):
                 "variational_laplace differentiates the log-likelihood, but gradients are off: "
                 "leave torch.no_grad around the objective"
             )
-        if "points" in msg["infer"]:
+        if msg["infer"].get("has_weights"):
             raise ValueError(
                 "variational_laplace counts each point once, and these have weights: leave them out"
+            )
+        if msg["infer"].get("has_target_hessian") and self.curvature == "fisher":
+            raise TypeError(
+                "variational_laplace draws labels, which are not censored as the targets are: use "
+                "curvature='hessian' or 'empirical'"
             )
         fn, mask, sites = msg["fn"], msg["mask"], list(self._sites.values())
         log_prob = fn.log_prob(msg["value"])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tyxe.likelihoods.base import mean_over
+from tyxe.likelihoods.reductions import mean_over
 from tyxe.util import at_least_float32
 
 

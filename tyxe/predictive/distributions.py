@@ -10,9 +10,16 @@ import torch
 import torch.distributions as td
 from torch import Size, Tensor
 
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
-from tyxe.likelihoods.base import log_mean_exp, mean_over
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Censored,
+    HomoskedasticGaussian,
+    Joint,
+    Likelihood,
+)
 from tyxe.likelihoods.joint import of_part
+from tyxe.likelihoods.reductions import log_mean_exp, mean_over
 from tyxe.predictive.evaluation import needs_samples, whitened
 from tyxe.predictive.gaussian import GaussianOutputs, gaussian_parts, predict_from_gaussian
 from tyxe.threads import exclusive
@@ -118,6 +125,11 @@ def gaussian_distribution(likelihood: Likelihood, outputs: GaussianOutputs) -> A
 def _(likelihood: Joint, outputs: GaussianOutputs) -> dict[str, Any]:
     parts = gaussian_parts(likelihood, outputs)
     return {name: gaussian_distribution(likelihood._part(name), own) for name, own in parts}
+
+
+@gaussian_distribution.register
+def _(likelihood: Censored, outputs: GaussianOutputs) -> Any:
+    return gaussian_distribution(likelihood.base, outputs)
 
 
 @gaussian_distribution.register

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Likelihood
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Censored,
+    HomoskedasticGaussian,
+    Joint,
+    Likelihood,
+)
 from tyxe.likelihoods.joint import of_part
 from tyxe.predictive.links import BINARY_LINKS, CLASS_LINKS, sample_outputs
 
@@ -131,6 +138,11 @@ def _(likelihood: HomoskedasticGaussian, outputs: GaussianOutputs) -> tuple[Tens
     noise = likelihood.scale_of(latents, outputs.mean).square()
     noise = noise.mean(0) if latents else noise
     return outputs.mean, (outputs.variance() + noise).sqrt()
+
+
+@gaussian_prediction.register
+def _(likelihood: Censored, outputs: GaussianOutputs) -> Any:
+    return gaussian_prediction(likelihood.base, outputs)
 
 
 @gaussian_prediction.register

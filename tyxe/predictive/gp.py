@@ -172,5 +172,5 @@ def hessian_root(likelihood: Likelihood, outputs: Tensor, targets: Targets | Non
     """
     columns = list(output_hessian_sqrt(likelihood, outputs))
     root = torch.stack(columns, -1).reshape(len(outputs), -1, len(columns))
-    counts = None if targets is None else likelihood.output_counts(targets, outputs)
+    counts = None if targets is None else likelihood.hessian_counts(targets, outputs)
     return root if counts is None else root * counts.to(root).sqrt().reshape(*root.shape[:2], 1)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.likelihoods import Categorical, Likelihood
-from tyxe.likelihoods.base import mean_over
+from tyxe.likelihoods import Categorical, Likelihood, Ordinal
+from tyxe.likelihoods.reductions import mean_over
 from tyxe.predictive.decomposition import (
     EntropyDecomposition,
     entropy_decomposition,
@@ -173,6 +173,7 @@ def _expected_variance(likelihood: Likelihood, draws: Tensor, weights: Tensor | 
     return _variance(found.mean, weights)
 
 
-@_expected_variance.register
-def _(likelihood: Categorical, draws: Tensor, weights: Tensor | None) -> Tensor:
+@_expected_variance.register(Categorical)
+@_expected_variance.register(Ordinal)
+def _(likelihood: Likelihood, draws: Tensor, weights: Tensor | None) -> Tensor:
     return _variance(_class_probs(draws, likelihood), weights).mean(-1)

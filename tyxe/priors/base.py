@@ -14,7 +14,7 @@ from torch import nn
 from tyxe import check
 from tyxe.priors.selection import Selection
 from tyxe.priors.sites import SitePrior, SitePriors
-from tyxe.util import SITE_PRIORS, same_support
+from tyxe.util import SITE_PRIORS, same_support, without_events
 
 
 class Prior(ABC):
@@ -146,13 +146,6 @@ class _AsEvent:
 
     def __call__(self) -> td.Distribution:
         return as_event(self.function(), self.name, self.shape)
-
-
-def without_events(distribution: Any) -> Any:
-    """Return the distribution inside of `Independent`s."""
-    while isinstance(distribution, td.Independent):
-        distribution = distribution.base_dist
-    return distribution
 
 
 def _check_replaces(name: str, old: SitePrior, new: SitePrior) -> None:

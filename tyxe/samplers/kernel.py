@@ -109,7 +109,7 @@ class Kernel(ABC):
     ) -> tuple[Any, Transition]:
         """Return the state after one step of every chain, and what it has brought."""
 
-    def for_points(self, count: int) -> Kernel:
+    def for_points(self, count: float) -> Kernel:
         """Return the kernel for the potential of a data set of so many points."""
         return self
 

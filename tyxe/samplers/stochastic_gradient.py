@@ -94,7 +94,7 @@ class SGLD(Kernel):
     offset: float = check.field(1000.0, check.number, above=0)
     points: float = check.field(1.0, check.number, above=0)
 
-    def for_points(self, count: int) -> SGLD:
+    def for_points(self, count: float) -> SGLD:
         """Return the kernel whose rate is that of a point's mean loss."""
         return dataclasses.replace(self, points=count / self.temperature)
 

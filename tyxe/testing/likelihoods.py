@@ -17,13 +17,17 @@ from torch import Tensor
 from tyxe.likelihoods import (
     Bernoulli,
     Categorical,
+    Censored,
     HeteroskedasticGaussian,
     HomoskedasticGaussian,
     Likelihood,
+    NegativeBinomial,
+    Ordinal,
     Poisson,
+    StudentT,
 )
-from tyxe.priors.base import without_events
 from tyxe.testing.asserts import assert_close, assert_raises, assert_within
+from tyxe.util import without_events
 
 NUM_SAMPLES = 4000
 
@@ -49,12 +53,21 @@ def _noisy(*shape: int, **noise: Any) -> LikelihoodCase:
     return LikelihoodCase(functools.partial(HomoskedasticGaussian, **noise), shape, shape)
 
 
+def _censored(dataset_size: Any) -> Likelihood:
+    return Censored(HomoskedasticGaussian(dataset_size, scale=0.3))
+
+
+def _ordinal(dataset_size: Any) -> Likelihood:
+    return Ordinal(dataset_size, num_classes=4)
+
+
 LIKELIHOODS: dict[str, LikelihoodCase] = {
     "Bernoulli": LikelihoodCase(Bernoulli),
     "Bernoulli, column": LikelihoodCase(Bernoulli, (1,), (1,)),
     "Bernoulli, image": LikelihoodCase(functools.partial(Bernoulli, event_dim=1), (2, 3), (2, 3)),
     "Categorical": LikelihoodCase(Categorical, (4,)),
     "Categorical, pixels": LikelihoodCase(Categorical, (2, 3, 4), (2, 3)),
+    "Censored": LikelihoodCase(_censored, (2,), (2, 2)),
     "HomoskedasticGaussian": _noisy(2, scale=0.3),
     "HomoskedasticGaussian, flat": _noisy(precision=4.0),
     "HomoskedasticGaussian, scale each": _noisy(3, 2, scale=torch.tensor([0.1, 2.0], device="cpu")),
@@ -63,8 +76,15 @@ LIKELIHOODS: dict[str, LikelihoodCase] = {
     "HomoskedasticGaussian, inferred precision": _noisy(1, precision=dist.Gamma(2.0, 2.0)),
     "HeteroskedasticGaussian": LikelihoodCase(HeteroskedasticGaussian, (2,), (1,)),
     "HeteroskedasticGaussian, image": LikelihoodCase(HeteroskedasticGaussian, (2, 6), (2, 3)),
+    "NegativeBinomial": LikelihoodCase(NegativeBinomial, (2,), (2,), matches_variance=False),
+    "Ordinal": LikelihoodCase(_ordinal, (1,)),
+    "Ordinal, matrix": LikelihoodCase(_ordinal, (3, 1), (3,)),
     "Poisson": LikelihoodCase(Poisson, matches_variance=False),
     "Poisson, matrix": LikelihoodCase(Poisson, (2, 2), (2, 2), matches_variance=False),
+    "StudentT": LikelihoodCase(functools.partial(StudentT, scale=0.3, df=9.0), (2,), (2,)),
+    "StudentT, inferred": LikelihoodCase(
+        functools.partial(StudentT, scale=dist.LogNormal(0.0, 0.5), df=9.0), (1,), (1,)
+    ),
 }
 
 
@@ -96,6 +116,7 @@ def check_likelihood(case: LikelihoodCase, num_points: int = 5, num_draws: int =
     _check_wrong_shapes(likelihood, predictions[0], targets)
     _check_dtypes(likelihood, predictions[0], targets)
     _check_missing(likelihood, predictions, targets)
+    _check_missing_targets(likelihood, predictions[0], targets)
 
 
 def _check_dataset_size(case: LikelihoodCase) -> None:
@@ -116,6 +137,19 @@ def _check_missing(likelihood: Likelihood, predictions: Tensor, targets: Tensor)
     assert_raises(ValueError, lambda: likelihood.sample(first), what)
     assert_raises(ValueError, lambda: likelihood.log_likelihood(first, targets), what)
     assert_raises(ValueError, lambda: likelihood.aggregate_predictions(predictions), what)
+
+
+def _check_missing_targets(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
+    """Assert that a target that is NaN is not there."""
+    if isinstance(likelihood, Categorical):  # of which floating numbers are probabilities
+        return
+    holes = targets.double().clone()
+    holes[1] = math.nan
+    rows = torch.arange(len(targets), device=targets.device) != 1
+    for name, method in (("log_likelihood", _scores(likelihood)), ("error", likelihood.error)):
+        found = method(predictions, holes, "sum")
+        expected = method(predictions[rows], targets[rows], "sum")
+        assert_close(found, expected, f"{name} of targets of which one is NaN")
 
 
 def _check_site(likelihood: Likelihood, predictions: Tensor, targets: Tensor) -> None:
@@ -212,7 +246,8 @@ def _check_mixture(likelihood: Likelihood, predictions: Tensor, targets: Tensor)
 
 
 def _check_samples(likelihood: Likelihood, predictions: Tensor) -> None:
-    samples = likelihood.sample(predictions, (NUM_SAMPLES,), likelihood.prior_means())
+    drawn = likelihood.sample(predictions, (NUM_SAMPLES,), likelihood.prior_means())
+    samples = likelihood.targets_of(drawn)
     distribution = _elementwise(likelihood, predictions)
     if distribution.has_enumerate_support:
         values = distribution.enumerate_support(expand=False)
