@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import addmm, einsum
+from torch.nn.functional import conv1d, linear
 
 import tyxe
 from tests.oracles.events import Events
@@ -89,47 +91,32 @@ def test_either_of_weight_and_bias_may_be_plain(name, hidden):
 
 # --- what is no linear map of the draw as a matrix ------------------------------------------------
 
+H = torch.ones(4, 2).double()
+
+
+def _einsum(equation):
+    return lambda x, w: einsum(equation, x, w)
+
+
+def copies(w):
+    return w.expand(5, 2, 3)
+
+
 OTHERS = {
     "a matrix for each": ((4, 5, 3), (4, 3, 2), torch.bmm, "bmm"),
-    "a matrix for each head": (
-        (4, 2, 3),
-        (2, 3, 2),
-        lambda x, w: torch.einsum("bhd,hdk->bhk", x, w),
-        "einsum",
-    ),
-    "a scale": ((4, 3), (3,), lambda x, w: torch.einsum("bi,i->bi", x, w), "einsum"),
-    "a sum over outputs": ((4, 3), (3, 2), lambda x, w: torch.einsum("bi,io->b", x, w), "einsum"),
-    "a trace": ((4, 2), (2, 2), lambda x, w: torch.einsum("bi,oo->bi", x, w), "einsum"),
-    "three operands": (
-        (4, 3),
-        (3, 2),
-        lambda x, w: torch.einsum("bi,io,i->bo", x, w, x[0]),
-        "einsum",
-    ),
-    "broadcast": ((4, 1), (3, 2), lambda x, w: torch.einsum("bi,io->bo", x, w), "einsum"),
-    "twice the draw": ((4, 3), (3, 2), lambda x, w: torch.einsum("oi,pi->op", w.T, w.T), "einsum"),
+    "a matrix for each head": ((4, 2, 3), (2, 3, 2), _einsum("bhd,hdk->bhk"), "einsum"),
+    "a scale": ((4, 3), (3,), _einsum("bi,i->bi"), "einsum"),
+    "a sum over outputs": ((4, 3), (3, 2), _einsum("bi,io->b"), "einsum"),
+    "a trace": ((4, 2), (2, 2), _einsum("bi,oo->bi"), "einsum"),
+    "three operands": ((4, 3), (3, 2), lambda x, w: einsum("bi,io,i->bo", x, w, x[0]), "einsum"),
+    "broadcast": ((4, 1), (3, 2), _einsum("bi,io->bo"), "einsum"),
+    "twice the draw": ((4, 3), (3, 2), lambda x, w: einsum("oi,pi->op", w.T, w.T), "einsum"),
     "copies as outputs": ((4, 3), (3, 2), lambda x, w: x @ w.expand(5, 3, 2), "reshape"),
-    "rows of copies": (
-        (4, 3),
-        (2, 3),
-        lambda x, w: torch.nn.functional.linear(x, w.expand(5, 2, 3).flatten(0, 1)),
-        "flatten",
-    ),
-    "copies as channels": (
-        (4, 2, 6),
-        (1, 2, 3),
-        lambda x, w: torch.nn.functional.conv1d(x, w.expand(5, 2, 3)),
-        "conv1d",
-    ),
+    "rows of copies": ((4, 3), (2, 3), lambda x, w: linear(x, copies(w).flatten(0, 1)), "flatten"),
+    "copies as channels": ((4, 2, 6), (1, 2, 3), lambda x, w: conv1d(x, copies(w)), "conv1d"),
     "copies of points": ((1, 5, 3), (3, 2), lambda x, w: x @ w.expand(4, 3, 2), "matmul"),
-    "an output given": (
-        (4, 3),
-        (3, 2),
-        lambda x, w: torch.addmm(H, x, w, out=torch.empty(4, 2).double()),
-        "addmm",
-    ),
+    "an output given": ((4, 3), (3, 2), lambda x, w: addmm(H, x, w, out=0 * H), "addmm"),
 }
-H = torch.ones(4, 2).double()
 
 
 def run(bnn, x):
@@ -161,7 +148,7 @@ def test_other_products_use_the_draw_and_say_so(name, handler):
 
 
 def test_shapes_that_do_not_fit_are_refused_as_of_tensors():
-    bnn = bnn_of(Weighted(PRODUCTS["bmm"], lambda x, w, b: torch.einsum("bti,io->bto", x, w)))
+    bnn = bnn_of(Weighted(PRODUCTS["bmm"], lambda x, w, b: einsum("bti,io->bto", x, w)))
     with pytest.raises(RuntimeError, match="does not broadcast"), local_reparameterization():
         bnn.guided_forward(torch.randn(2, 5, 7).double())
     with pytest.raises(RuntimeError, match="number of subscripts"), local_reparameterization():
