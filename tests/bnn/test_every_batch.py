@@ -10,26 +10,15 @@ from tests.oracles.rejections import ADAM, LABELS, PRIOR, N, X, Y, make, net
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 
 TWO = (LABELS[:, None] > 0).float()
-
+PROBABILITIES = Categorical(N, logit_predictions=False)
+PIXELS, STEP = LABELS[:, None].expand(N, 2), torch.arange(2)
 SECOND = {
     "a label": (Bernoulli(N), 1, TWO, TWO + 1, "support of Bernoulli: .* from 1.0 to 2.0"),
     "labels by point": (Bernoulli(N, event_dim=1), 1, TWO, TWO * 0.5, "support of Bernoulli"),
     "a class": (Categorical(N), 3, LABELS, LABELS + 1, "support of Categorical: .* from 1 to 3"),
-    "a class of probabilities": (
-        Categorical(N, logit_predictions=False),
-        3,
-        LABELS,
-        LABELS + 1,
-        "support of Categorical: .* from 1 to 3",
-    ),
+    "a class of probabilities": (PROBABILITIES, 3, LABELS, LABELS + 1, "Categorical: .* 1 to 3"),
     "a negative class": (Categorical(N), 3, LABELS, LABELS - 1, "of Categorical.* from -1 to 1"),
-    "pixels": (
-        Categorical(N, event_dim=1),
-        6,
-        LABELS[:, None].expand(N, 2),
-        torch.stack([LABELS, LABELS + 1], 1),
-        "support of Categorical",
-    ),
+    "pixels": (Categorical(N, event_dim=1), 6, PIXELS, PIXELS + STEP, "support of Categorical"),
     "counts": (Poisson(N), 1, TWO, TWO - 0.5, "support of Poisson"),
     "a number": (HomoskedasticGaussian(N, scale=1.0), 1, Y, Y / 0, "HomoskedasticGaussian.* inf"),
 }
@@ -40,11 +29,16 @@ def body(outputs, last=()):
     return nn.Sequential(*layers, *last)
 
 
+def ending(likelihood, outputs):
+    """Return the layers after the last linear one."""
+    if not getattr(likelihood, "logit_predictions", True):
+        return [nn.Softmax(-1)]
+    return [nn.Unflatten(1, (2, 3))] if outputs == 6 else []
+
+
 def wrapper(kind, outputs, likelihood):
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
-    last = [nn.Unflatten(1, (2, 3))] if outputs == 6 else []
-    if not getattr(likelihood, "logit_predictions", True):
-        last = [nn.Softmax(-1)]
+    last = ending(likelihood, outputs)
     if kind == "laplace":
         return tyxe.LaplaceBNN(body(outputs, last), prior, likelihood, structure="diag")
     return make(body(outputs, last), prior, likelihood)
@@ -133,9 +127,7 @@ def sampled(likelihood, outputs, batches, num_chains=1, last=(), **options):
 @pytest.mark.parametrize("case", SECOND)
 def test_a_later_batch_of_chains(case, num_chains, tmp_path):
     likelihood, outputs, good, bad, message = SECOND[case]
-    last = [nn.Unflatten(1, (2, 3))] if outputs == 6 else []
-    if not getattr(likelihood, "logit_predictions", True):
-        last = [nn.Softmax(-1)]
+    last = ending(likelihood, outputs)
     batches, file = [(X, good), (X, bad)], tmp_path / "samples"
     bnn, before, fit = sampled(likelihood, outputs, batches, num_chains, last, file=file)
     with pytest.raises(ValueError, match=message):
@@ -151,9 +143,7 @@ def test_inputs_of_a_later_batch_of_chains(num_chains, bad):
     batches = [(X, Y), (X.clone(), Y)]
     batches[1][0][3, 1] = bad
     _, _, fit = sampled(HomoskedasticGaussian(N, scale=1.0), 1, batches, num_chains)
-    with pytest.raises(
-        ValueError, match=r"a batch has inputs that are not finite.*torch\.isfinite"
-    ):
+    with pytest.raises(ValueError, match=r"inputs that are not finite.*torch\.isfinite"):
         fit()
 
 

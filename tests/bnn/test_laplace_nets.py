@@ -9,6 +9,9 @@ import torch.nn as nn
 
 import tyxe
 from tests.oracles.laplace import ADAM
+from tyxe.likelihoods import Bernoulli, Categorical, Poisson
+from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
+from tyxe.likelihoods import HomoskedasticGaussian as Homoskedastic
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -36,75 +39,44 @@ class Segments(nn.Module):
         return self.conv(x).movedim(1, -1)
 
 
+def rows():
+    return torch.randn(6, 3)
+
+
+def images(n=6):
+    return torch.randn(n, 1, 3, 3)
+
+
+def below(count, *shape):
+    return torch.randint(count, shape or (6,))
+
+
+def squeezed():
+    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+
+
+def normed():
+    layers = nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)
+    return nn.Sequential(*layers)
+
+
+def half():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).bfloat16()
+
+
+LABELS, COUNTS = Bernoulli(6, event_dim=1), Poisson(6, event_dim=1)
 KINDS = {
-    "several inputs": lambda: (
-        TwoInputs(),
-        tyxe.likelihoods.Categorical(6),
-        (torch.randn(6, 1, 3, 3), torch.randn(6, 3)),
-        torch.randint(2, (6,)),
-    ),
-    "segmentation": lambda: (
-        Segments(),
-        tyxe.likelihoods.Categorical(4),
-        torch.randn(4, 1, 3, 3),
-        torch.randint(3, (4, 3, 3)),
-    ),
-    "multi-label": lambda: (
-        nn.Linear(3, 5),
-        tyxe.likelihoods.Bernoulli(6, event_dim=1),
-        torch.randn(6, 3),
-        torch.randint(2, (6, 5)).double(),
-    ),
-    "binary": lambda: (
-        nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)),
-        tyxe.likelihoods.Bernoulli(6),
-        torch.randn(6, 3),
-        torch.randint(2, (6,)).double(),
-    ),
-    "counts": lambda: (
-        nn.Linear(3, 1),
-        tyxe.likelihoods.Poisson(6, event_dim=1),
-        torch.randn(6, 3),
-        torch.randint(5, (6, 1)).double(),
-    ),
-    "predicted noise": lambda: (
-        nn.Linear(3, 2),
-        tyxe.likelihoods.HeteroskedasticGaussian(6),
-        torch.randn(6, 3),
-        torch.randn(6, 1),
-    ),
-    "squeezed counts": lambda: (
-        nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)),
-        tyxe.likelihoods.Poisson(6),
-        torch.randn(6, 3),
-        torch.randint(5, (6,)).double(),
-    ),
-    "squeezed": lambda: (
-        nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)),
-        tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5),
-        torch.randn(6, 3),
-        torch.randn(6),
-    ),
-    "many classes": lambda: (
-        nn.Linear(4, 100),
-        tyxe.likelihoods.Categorical(6),
-        torch.randn(6, 4),
-        torch.randint(100, (6,)),
-    ),
-    "batch norm": lambda: (
-        nn.Sequential(
-            nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)
-        ),
-        tyxe.likelihoods.Categorical(6),
-        torch.randn(6, 1, 3, 3),
-        torch.randint(2, (6,)),
-    ),
-    "bfloat16": lambda: (
-        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).bfloat16(),
-        tyxe.likelihoods.Categorical(6),
-        torch.randn(6, 3).bfloat16(),
-        torch.randint(2, (6,)),
-    ),
+    "several inputs": lambda: (TwoInputs(), Categorical(6), (images(), rows()), below(2)),
+    "segmentation": lambda: (Segments(), Categorical(4), images(4), below(3, 4, 3, 3)),
+    "multi-label": lambda: (nn.Linear(3, 5), LABELS, rows(), below(2, 6, 5).double()),
+    "binary": lambda: (squeezed(), Bernoulli(6), rows(), below(2).double()),
+    "counts": lambda: (nn.Linear(3, 1), COUNTS, rows(), below(5, 6, 1).double()),
+    "predicted noise": lambda: (nn.Linear(3, 2), Heteroskedastic(6), rows(), torch.randn(6, 1)),
+    "squeezed counts": lambda: (squeezed(), Poisson(6), rows(), below(5).double()),
+    "squeezed": lambda: (squeezed(), Homoskedastic(6, scale=0.5), rows(), torch.randn(6)),
+    "many classes": lambda: (nn.Linear(4, 100), Categorical(6), torch.randn(6, 4), below(100)),
+    "batch norm": lambda: (normed(), Categorical(6), images(), below(2)),
+    "bfloat16": lambda: (half(), Categorical(6), rows().bfloat16(), below(2)),
 }
 
 
@@ -150,7 +122,7 @@ def in_single(structure, norm=False):
         net.insert(1, nn.LayerNorm(8))
     x, y = torch.randn(20, 3), torch.randint(0, 3, (20,))
     prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    likelihood = tyxe.likelihoods.Categorical(6_000)
+    likelihood = Categorical(6_000)
     bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure).float()
     bnn.fit_curvature([(x.float(), y)])
     return bnn, x.float(), y
@@ -204,7 +176,7 @@ def test_batch_norm_hidden_or_not(hidden):
 def test_sequences_of_several_lengths():
     torch.manual_seed(0)
     batches = [(torch.randn(3, length, 2), torch.randn(3, length, 2)) for length in (2, 7)]
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5, event_dim=2)
+    likelihood = Homoskedastic(6, scale=0.5, event_dim=2)
     found = []
     for structure in ("full", "kron"):
         prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
@@ -222,7 +194,7 @@ def test_a_noise_that_is_learned_counts_as_its_number(structure):
     prior, found = tyxe.priors.IIDPrior(dist.Normal(0, 1)), []
     for learn_scale in (True, False):
         noise = {"scale": 0.5, "learn_scale": learn_scale}
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, **noise)
+        likelihood = Homoskedastic(6, **noise)
         bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
         bnn.fit_curvature([data])
         found.append(copy.deepcopy(bnn).state.evidence())

@@ -282,36 +282,24 @@ def test_one_number_does_not_replace_a_posterior(use, accumulated):
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def test_damping_is_for_a_first_task():
-    bnn = classifier(damping=True)
-    bnn.fit_curvature([labels()])
-    before = bnn.net_guide.precision.to_dense()
-    posterior = bnn.net_guide.get_detached_distributions()
-    with pytest.raises(ValueError, match="set damping=False before the second task"):
-        bnn.update_prior(tyxe.priors.DictPrior(posterior))
-    assert not bnn.net_prior.joints()
-    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before)
-    bnn = classifier()
-    bnn.fit_curvature([labels()])
-    four_lines(bnn)
-    with pytest.raises(ValueError, match="set damping=False"):
-        bnn.options = dataclasses.replace(bnn.options, damping=True)
-    assert bnn.options.damping is False
-
-
-def test_damping_with_a_joint_prior_is_refused_before_a_fit():
-    first = classifier()
+@pytest.mark.parametrize("is_fitted", [True, False])
+def test_damping_is_for_a_first_task(is_fitted):
+    first, damped = classifier(), classifier(damping=True)
     first.fit_curvature([labels()])
     posterior = tyxe.priors.DictPrior(first.net_guide.get_detached_distributions())
-    second = classifier(damping=True)
+    if is_fitted:
+        damped.fit_curvature([labels()])
+        before = damped.net_guide.precision.to_dense()
+    with pytest.raises(ValueError, match="set damping=False before the second task"):
+        damped.update_prior(posterior)
+    assert not damped.net_prior.joints()
+    if is_fitted:
+        torch.testing.assert_close(damped.net_guide.precision.to_dense(), before)
+    damped.options = tyxe.LaplaceOptions()
+    damped.update_prior(posterior)
     with pytest.raises(ValueError, match="set damping=False"):
-        second.update_prior(posterior)
-    assert not second.net_prior.joints()
-    second.options = tyxe.LaplaceOptions()
-    second.update_prior(posterior)
-    with pytest.raises(ValueError, match="set damping=False"):
-        second.options = tyxe.LaplaceOptions(damping=True)
-    assert second.options.damping is False
+        damped.options = dataclasses.replace(damped.options, damping=True)
+    assert damped.options.damping is False
 
 
 def test_a_temperature_without_a_posterior_is_not_kept():

@@ -8,15 +8,11 @@ import torch
 from torch import nn
 
 import tyxe
+from tyxe import predictive
 from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling
 from tyxe.data import Targets, weighted
 from tyxe.diagnostics import reference, scores, wasserstein2
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Poisson
-from tyxe.predictive import (
-    entropy_decomposition,
-    regression_decomposition,
-    variance_decomposition,
-)
 
 PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
@@ -79,21 +75,12 @@ def test_holes_of_some_batches_alone():
     y[3] = torch.nan
     data = torch.utils.data.TensorDataset(x, y)
     loader = torch.utils.data.DataLoader(data, 10, shuffle=True)
-    chains = tyxe.MCMC_BNN(
-        nn.Linear(2, 1),
-        PRIOR,
-        HomoskedasticGaussian(N, scale=0.5),
-        functools.partial(tyxe.samplers.SGLD, lr=1e-3),
-    )
+    noise, sgld = HomoskedasticGaussian(N, scale=0.5), tyxe.samplers.SGLD(lr=1e-3)
+    chains = tyxe.MCMC_BNN(nn.Linear(2, 1), PRIOR, noise, sgld)
     chains.fit(loader, 12, warmup_steps=4, num_chains=3, progress=False)
     assert bool(chains.get_samples()["net.weight"].isfinite().all())
     members = tyxe.EnsembleBNN(
-        lambda seed: tyxe.VariationalBNN(
-            tyxe.util.reset_parameters_(nn.Linear(2, 1)),
-            HIDDEN,
-            HomoskedasticGaussian(N, scale=0.5),
-        ),
-        3,
+        lambda seed: plain(tyxe.util.reset_parameters_(nn.Linear(2, 1)), noise), 3
     )
     histories = members.fit(loader, torch.optim.Adam, 3, vectorize=True, progress=False)
     assert all(torch.tensor(h.loss).isfinite().all() for h in histories)
@@ -447,11 +434,11 @@ def test_a_reference_is_compared_with_the_weighted_mixture(kind):
     chains.fit([(x, y)], 20, warmup_steps=200, num_chains=2, progress=False)
     known = reference(chains, x, largest_r_hat=9.0)
     torch.manual_seed(0)
-    ensemble = tyxe.EnsembleBNN(
-        lambda _: plain(tyxe.util.reset_parameters_(nn.Linear(2, outputs)), kind(6)),
-        2,
-        weights=[1.0, 0.0],
-    )
+
+    def member(_):
+        return plain(tyxe.util.reset_parameters_(nn.Linear(2, outputs)), kind(6))
+
+    ensemble = tyxe.EnsembleBNN(member, 2, weights=[1.0, 0.0])
     expected = known.compare(ensemble.members[0], num_predictions=4)
     assert known.compare(ensemble, num_predictions=4) == pytest.approx(expected)
 
@@ -460,11 +447,11 @@ def test_weights_of_draws_are_repeated_draws():
     weights, counts = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([2, 1, 1])
     draws = torch.randn(3, 5, 4)
     repeated = draws.repeat_interleave(counts, 0)
-    for decompose in (variance_decomposition, entropy_decomposition):
+    for decompose in (predictive.variance_decomposition, predictive.entropy_decomposition):
         found = decompose(draws.softmax(-1), weights)
         torch.testing.assert_close(found, decompose(repeated.softmax(-1)))
-    found = regression_decomposition(draws, 0.3, weights)
-    torch.testing.assert_close(found, regression_decomposition(repeated, 0.3))
+    found = predictive.regression_decomposition(draws, 0.3, weights)
+    torch.testing.assert_close(found, predictive.regression_decomposition(repeated, 0.3))
     other = torch.randn(7, 5, 4)
     torch.testing.assert_close(wasserstein2(draws, other, weights), wasserstein2(repeated, other))
     with pytest.raises(ValueError, match="weights has shape"):

@@ -31,6 +31,17 @@ def data():
     return x, x.sum(-1, keepdim=True) + 0.5 * torch.randn(50, 1)
 
 
+def under(handler, *calls):
+    """Return what calls inside of a handler warn of."""
+
+    def run():
+        with handler():
+            for call in calls:
+                call()
+
+    return messages(run)
+
+
 def messages(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -96,13 +107,12 @@ def test_plausible_scales_and_kls_are_silent(kind, beta):
 def test_kl_that_dwarfs_the_data():
     net = nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 1))
     bnn = make(net, scale=2.0)
-    caught = messages(lambda: bnn.fit([data()], FROZEN, 1, beta=100.0))
-    assert len(caught) == 1
-    text = str(caught[0].message)
+    (caught,) = messages(lambda: bnn.fit([data()], FROZEN, 1, beta=100.0))
+    text = str(caught.message)
     assert "nats) dwarfs the data" in text
     assert "dataset_size" in text
     assert "beta < 1" in text
-    assert caught[0].filename == __file__
+    assert caught.filename == __file__
     # Weighted down, it does not.
     assert messages(lambda: bnn.fit([data()], FROZEN, 1, beta=1e-3)) == []
 
@@ -143,15 +153,10 @@ HANDLERS = {
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_a_weight_that_misses_its_handler_is_named(handler):
     bnn = tyxe.VariationalBNN(Embedded(), PRIOR, Categorical(6), AutoNormal)
-    tokens = torch.arange(6) % 3
-
-    def call():
-        with HANDLERS[handler]():
-            bnn.predict(tokens, num_predictions=3)
-
-    caught = messages(call)
-    assert len(caught) == 1
-    text = str(caught[0].message)
+    (caught,) = under(
+        HANDLERS[handler], lambda: bnn.predict(torch.arange(6) % 3, num_predictions=3)
+    )
+    text = str(caught.message)
     assert "net.embedding.weight (used by embedding)" in text
     assert "net.head.weight" not in text
     assert "report()" in text
@@ -160,26 +165,15 @@ def test_a_weight_that_misses_its_handler_is_named(handler):
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_linear_maps_alone_are_silent(handler):
     bnn = make()
-
-    def call():
-        with HANDLERS[handler]():
-            bnn.fit([data()], ADAM, 60)
-            bnn.predict(data()[0], num_predictions=3)
-
-    assert messages(call) == []
+    calls = lambda: bnn.fit([data()], ADAM, 60), lambda: bnn.predict(data()[0], num_predictions=3)
+    assert under(HANDLERS[handler], *calls) == []
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_a_guide_that_no_handler_treats(handler):
     bnn = make(guide=AutoMultivariateNormal)
-
-    def call():
-        with HANDLERS[handler]():
-            bnn.predict(data()[0], num_predictions=3)
-
-    caught = messages(call)
-    assert len(caught) == 1
-    assert "had no effect" in str(caught[0].message)
+    (caught,) = under(HANDLERS[handler], lambda: bnn.predict(data()[0], num_predictions=3))
+    assert "had no effect" in str(caught.message)
 
 
 def test_an_error_on_its_way_is_not_buried_under_warnings():
@@ -201,14 +195,8 @@ def test_an_error_on_its_way_is_not_buried_under_warnings():
 )
 def test_a_name_that_meets_no_site(handler):
     bnn = make()
-
-    def call():
-        with handler():
-            bnn.fit([data()], ADAM, 60)
-
-    caught = messages(call)
-    assert len(caught) == 1
-    assert "no site of that name" in str(caught[0].message)
+    (caught,) = under(handler, lambda: bnn.fit([data()], ADAM, 60))
+    assert "no site of that name" in str(caught.message)
 
 
 # --------------------------------------------------------------------------- priors without scale
@@ -244,10 +232,10 @@ def test_epochs_of_likely_sizes_are_silent(sizes):
 )
 def test_an_epoch_of_an_unlikely_size(sizes, message):
     bnn = make()
-    caught = messages(lambda: bnn.fit(batches(*sizes), FROZEN, 3, beta=0.01))
-    assert len(caught) == 1  # once a fit, not once an epoch
-    assert re.search(message, str(caught[0].message))
-    assert caught[0].filename == __file__
+    # Once a fit, not once an epoch.
+    (caught,) = messages(lambda: bnn.fit(batches(*sizes), FROZEN, 3, beta=0.01))
+    assert re.search(message, str(caught.message))
+    assert caught.filename == __file__
 
 
 def test_only_points_that_count_are_counted():
@@ -318,9 +306,6 @@ def test_a_bnn_is_built_inside_of_a_handler_as_outside(handler, guide):
 
 
 def test_a_scale_that_is_met_by_the_constructor_alone_is_not_used():
-    def inside():
-        with tyxe.poutine.selective_scale(scale=0.5, expose=["weight"]):
-            make()
-
-    (warning,) = messages(inside)
+    scaled = functools.partial(tyxe.poutine.selective_scale, scale=0.5, expose=["weight"])
+    (warning,) = under(scaled, make)
     assert "exposed weight, but no site of that name was sampled" in str(warning.message)
