@@ -21,6 +21,7 @@ from torch import nn
 import tyxe
 import tyxe.bnn.chains
 import tyxe.samplers.run
+from tests.oracles.bnns import mean_field
 from tests.oracles.chains import NOISE, PRIOR, N, data
 from tyxe.likelihoods import HomoskedasticGaussian, Poisson
 from tyxe.samplers import HMC, MCLMC, NUTS, warm_start
@@ -264,9 +265,7 @@ def test_starts_of_numpy_and_of_another_net() -> None:
     values = {"net.weight": torch.randn(3, 2, 1).numpy(), "net.bias": torch.randn(3, 2).numpy()}
     starts = bnn.starts([pair], values)
     assert torch.equal(starts["net.bias"], torch.from_numpy(values["net.bias"]))
-    other = tyxe.VariationalBNN(
-        nn.Linear(1, 1), PRIOR, HomoskedasticGaussian(N, scale=1.0), tyxe.guides.AutoNormal
-    )
+    other = mean_field(nn.Linear(1, 1), HomoskedasticGaussian(N, scale=1.0), PRIOR)
     with pytest.raises(ValueError, match=r"'net\.\w+' has shape \(1,.*expected \(2,"):
         bnn.starts([pair], other)
 

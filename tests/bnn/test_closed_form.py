@@ -12,6 +12,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
 
@@ -123,12 +124,7 @@ def test_what_is_not_last_is_refused_at_the_first_call():
 
 
 def test_what_has_no_closed_form():
-    whole = tyxe.VariationalBNN(
-        nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        Categorical(30),
-        AutoNormal,
-    )
+    whole = mean_field(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), Categorical(30))
     with pytest.raises(TypeError, match="over 4 parameters of 2 modules; closed forms are for"):
         whole.to_ensemble(closed_form=True)
     poisson = tyxe.VariationalBNN(*last_layer(1), Poisson(30), AutoNormal)

@@ -10,6 +10,7 @@ from pyro.infer import autoguide
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tyxe import program as programs
 from tyxe.poutine import flipout, local_reparameterization, variational_laplace
 from tyxe.program import has_compiler
@@ -143,9 +144,7 @@ def test_what_is_no_program_runs_as_it_is(traced):
     found = []
     for compiles in (True, False):
         torch.manual_seed(0)
-        bnn = tyxe.VariationalBNN(
-            Branching(3, 3), NORMAL, tyxe.likelihoods.Categorical(24), tyxe.guides.AutoNormal
-        )
+        bnn = mean_field(Branching(3, 3), tyxe.likelihoods.Categorical(24))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found.append(fitted(bnn, compile=compiles)[0].loss)

@@ -15,6 +15,7 @@ from pyro.infer.mcmc.util import initialize_model
 
 import tyxe
 from tests.oracles import joints
+from tests.oracles.bnns import mean_field
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.bnn.potential import Potential
 from tyxe.distributions import (
@@ -193,9 +194,7 @@ def test_joint_posteriors_of_other_sites_or_shapes_are_refused():
     rejects(bnn, DictPrior(one), ValueError, r"no entry for '0\.weight'; it has weight, bias")
     joint, prior = joints.joint_prior(joints.small_net())
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(5, scale=joints.NOISE)
-    named = tyxe.VariationalBNN(
-        joints.small_net(), joints.normal_prior(), likelihood, tyxe.guides.AutoNormal, name="a"
-    )
+    named = mean_field(joints.small_net(), likelihood, joints.normal_prior(), name="a")
     by_own_name = {n.removeprefix("net."): joint.marginal(n) for n in joint.names}
     rejects(named, DictPrior(by_own_name), ValueError, r"'a\.net\.0\.weight' is that of 'net\.0")
     swapped = {n.removeprefix("net."): q for n, q in prior.dist_dict.items()}

@@ -5,6 +5,7 @@ import pytest
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 
 PARTS = {"net", "prior", "likelihood", "net_prior", "net_guide", "likelihood_guide", "optimizer"}
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -13,9 +14,7 @@ NET = nn.Sequential(nn.Dropout(0.1), nn.Linear(1, 1))
 
 
 def variational(index=0):
-    return tyxe.VariationalBNN(
-        nn.Linear(1, 1, bias=bool(index)), NORMAL, NOISE, tyxe.guides.AutoNormal
-    )
+    return mean_field(nn.Linear(1, 1, bias=bool(index)), NOISE)
 
 
 @pytest.mark.parametrize(

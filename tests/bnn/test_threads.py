@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical
 from tyxe.priors import IIDPrior
@@ -285,9 +286,7 @@ def test_rows_have_the_same_draws_next_to_draws_of_other_threads(meanwhile):
 @pytest.mark.parametrize("kind", ["pieces", "loader", "grid", "first batch"])
 def test_no_draw_is_repeated_because_another_thread_sets_the_generators_back(kind):
     bnn, la, seen = variational(), laplace(), []
-    small = tyxe.VariationalBNN(
-        nn.Linear(1, 3), IIDPrior(dist.Normal(0, 1)), Categorical(1), AutoNormal
-    )
+    small = mean_field(nn.Linear(1, 3), Categorical(1))
 
     class Loader:
         def __iter__(self):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tests.oracles.tasks import TASKS, WRAPPERS, N, Net, assert_equal, data, normal, variational
 from tyxe.continual import Heads, TaskLoop, restored
 from tyxe.errors import TyxeWarning
@@ -112,11 +113,8 @@ def tied():
     net.head[1].bias = nn.Parameter(torch.zeros(1))
     net.tied = nn.Linear(3, 5)
     net.tied.weight = net.body[0].weight
-    return tyxe.VariationalBNN(
-        net,
-        normal(expose_modules=["body"]),
-        tyxe.likelihoods.Bernoulli(N, event_dim=1),
-        AutoNormal,
+    return mean_field(
+        net, tyxe.likelihoods.Bernoulli(N, event_dim=1), normal(expose_modules=["body"])
     )
 
 

@@ -12,6 +12,7 @@ from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal
 from torch import nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tests.oracles.nets import KindAndSize, kind_and_size
 from tyxe import likelihoods
 from tyxe.diagnostics import Line, diagnose
@@ -123,9 +124,7 @@ def test_a_healthy_posterior_is_quiet(make):
 
 def test_a_healthy_classifier_is_quiet():
     train, held_out = classes(300, 0), classes(600, 2)
-    bnn = tyxe.VariationalBNN(
-        net(2, 2), NORMAL, likelihoods.Categorical(300), tyxe.guides.AutoNormal
-    )
+    bnn = mean_field(net(2, 2), likelihoods.Categorical(300))
     with tyxe.poutine.local_reparameterization():
         annealed(bnn, [train], 800)
     report = diagnose(bnn, [train], [held_out], **ALL)
@@ -340,9 +339,7 @@ def test_a_line_of_parts_is_the_worst():
 def test_counts_and_several_targets():
     """Likelihoods without classes or one number have the lines that they can have."""
     y = torch.poisson(torch.ones(50, 1))
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(1, 1), NORMAL, likelihoods.Poisson(50), tyxe.guides.AutoNormal
-    )
+    bnn = mean_field(nn.Linear(1, 1), likelihoods.Poisson(50))
     data = [(torch.randn(50, 1), y)]
     report = diagnose(bnn, data, data)
     assert "log-likelihood of held-out data" in report
@@ -391,12 +388,7 @@ def test_rows_that_cannot_be_dealt_leave_lines_out():
 def test_a_mask_is_of_whole_batches():
     x = torch.randn(24, 2)
     y = x[:, :1]
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(2, 1),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        likelihoods.HomoskedasticGaussian(16, scale=0.5),
-        tyxe.guides.AutoNormal,
-    )
+    bnn = mean_field(nn.Linear(2, 1), likelihoods.HomoskedasticGaussian(16, scale=0.5))
     with tyxe.poutine.selective_mask(mask=torch.arange(24) < 16, expose=["likelihood.data"]):
         report = diagnose(bnn, [(x, y)], [(x, y)])
     assert report["points in the loader over dataset_size"].value == 1.0
@@ -407,11 +399,10 @@ def test_a_mask_is_of_whole_batches():
 def test_norms_take_no_single_points(rows):
     x = torch.randn(rows, 2)
     y = x[:, :1]
-    bnn = tyxe.VariationalBNN(
+    bnn = mean_field(
         nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
         likelihoods.HomoskedasticGaussian(rows, scale=0.5),
-        tyxe.guides.AutoNormal,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
     )
     bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 4)
     report = diagnose(bnn, [(x, y)], [(x, y)])
@@ -422,11 +413,10 @@ def test_norms_take_no_single_points(rows):
 def test_a_loader_of_norms_may_wait_for_another_thread():
     x = torch.randn(24, 2)
     y = x[:, :1]
-    bnn = tyxe.VariationalBNN(
+    bnn = mean_field(
         nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
-        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
         likelihoods.HomoskedasticGaussian(24, scale=0.5),
-        tyxe.guides.AutoNormal,
+        tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d]),
     )
     bnn.fit([(x, y)], functools.partial(torch.optim.Adam, lr=1e-2), 2)
     other = copy.deepcopy(bnn)

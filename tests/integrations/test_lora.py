@@ -15,6 +15,7 @@ import peft
 
 import tyxe
 from tests.integrations import texts
+from tests.oracles.bnns import mean_field
 from tyxe.integrations.huggingface import unpack
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
@@ -38,9 +39,7 @@ def likelihood():
 
 @pytest.mark.parametrize("name", NETS)
 def test_factors_are_sites_and_the_body_is_frozen(name):
-    bnn = tyxe.VariationalBNN(
-        adapted(name), LORA, likelihood(), tyxe.guides.AutoNormal, output="logits"
-    )
+    bnn = mean_field(adapted(name), likelihood(), LORA, output="logits")
     sites = [*bnn._in_places()]
     assert len(sites) == (8 if name == "bert" else 4)
     assert all("lora_" in site for site in sites)
@@ -70,9 +69,7 @@ def test_kronecker_laplace_of_adapters():
 
 @pytest.mark.parametrize("name", NETS)
 def test_merged_nets_give_the_same_outputs(name):
-    bnn = tyxe.VariationalBNN(
-        adapted(name), LORA, likelihood(), tyxe.guides.AutoNormal, output="logits"
-    )
+    bnn = mean_field(adapted(name), likelihood(), LORA, output="logits")
     bnn.fit(texts.batches(), ADAM, 5, unpack=unpack)
     inputs, _ = unpack(texts.batches()[0])
     net = bnn.to_module()

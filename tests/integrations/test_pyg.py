@@ -12,6 +12,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GCN, global_mean_pool
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tyxe.integrations.pyg import unpack
 
 ADAM = functools.partial(torch.optim.Adam, lr=1e-2)
@@ -31,9 +32,7 @@ def graph(nodes=8):
 def variational(net=None, size=5):
     torch.manual_seed(0)
     net = net or GCN(3, 8, 2, 2)
-    return tyxe.VariationalBNN(
-        net, NORMAL, tyxe.likelihoods.Categorical(size), tyxe.guides.AutoNormal
-    )
+    return mean_field(net, tyxe.likelihoods.Categorical(size))
 
 
 TRAIN = functools.partial(unpack, mask="train_mask")

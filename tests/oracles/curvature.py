@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tests.oracles.laplace import laplace_bnn
 from tyxe.curvature import Linearization, collect_curvature
 
@@ -32,12 +33,7 @@ def linearizing(net, x, values=None):
     """A BNN over a net, its values, inputs, and how to linearise it there."""
     with torch.no_grad():
         net.double()(x)
-    bnn = tyxe.VariationalBNN(
-        net,
-        tyxe.priors.IIDPrior(dist.Normal(0, 1)),
-        tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5),
-        tyxe.guides.AutoNormal,
-    ).eval()
+    bnn = mean_field(net, tyxe.likelihoods.HomoskedasticGaussian(len(x), scale=0.5)).eval()
     values = values or {f"net.{n}": p.detach().clone() for n, p in net.named_parameters()}
     shapes = {name: value.shape for name, value in values.items()}
 

@@ -1,6 +1,5 @@
 """Scales weigh sites, in every spelling of their names."""
 
-import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
@@ -8,7 +7,7 @@ import torch.distributions as td
 import torch.nn as nn
 from pyro.poutine.runtime import am_i_wrapped
 
-import tyxe
+from tests.oracles.bnns import mean_field
 from tests.oracles.masks import EXPOSE, MASKS, make, masked
 from tests.oracles.nets import bnn_of
 from tyxe.bnn.elbo import elbo_terms
@@ -114,12 +113,8 @@ def test_they_are_decorators_and_leave_no_trace(make_handler):
 
 
 def named(name, net=None):
-    return tyxe.VariationalBNN(
-        nn.Linear(3, 2) if net is None else net,
-        tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)),
-        HomoskedasticGaussian(4, scale=0.5),
-        tyxe.guides.AutoNormal,
-        name=name,
+    return mean_field(
+        nn.Linear(3, 2) if net is None else net, HomoskedasticGaussian(4, scale=0.5), name=name
     ).double()
 
 

@@ -15,6 +15,7 @@ from pyro.infer import autoguide
 from pyro.infer.mcmc import HMC
 
 import tyxe
+from tests.oracles.bnns import mean_field
 from tyxe.guides import PyroGuide
 from tyxe.priors import IIDPrior, LambdaPrior, Prior
 from tyxe.testing import check_prior
@@ -138,9 +139,7 @@ def test_samples_of_a_hierarchy_are_saved_with_its_own_variables(tmp_path):
 
 def test_the_density_of_a_hierarchy_is_that_of_its_parts():
     net = nn.Linear(2, 1, bias=False).double()
-    bnn = tyxe.VariationalBNN(
-        net, LambdaPrior(horseshoe), tyxe.likelihoods.Bernoulli(3), tyxe.guides.AutoNormal
-    )
+    bnn = mean_field(net, tyxe.likelihoods.Bernoulli(3), LambdaPrior(horseshoe))
     trace = poutine.trace(bnn.net_prior).get_trace()
     values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
     cauchy = td.HalfCauchy(torch.ones((), dtype=torch.float64))

@@ -7,6 +7,7 @@ import torch.nn as nn
 
 import tyxe
 from tests.oracles.blocks import HEAD, Net
+from tests.oracles.bnns import mean_field
 from tests.oracles.programs import NORMAL
 from tyxe.priors import DictPrior, IIDPrior
 from tyxe.util import named_pyro_samples
@@ -69,9 +70,7 @@ def test_an_entry_may_have_either_name_of_a_tied_parameter():
 
 
 def test_priors_move_with_the_bnn_and_survive_updates():
-    bnn = tyxe.VariationalBNN(
-        nn.Linear(2, 1), IIDPrior(NORMAL), tyxe.likelihoods.Bernoulli(3), tyxe.guides.AutoNormal
-    )
+    bnn = mean_field(nn.Linear(2, 1), tyxe.likelihoods.Bernoulli(3))
     bnn.double()
     bnn.update_prior(DictPrior(bnn.net_guide.get_detached_distributions()))
     assert all(v.dtype == torch.float64 for v in bnn.net_prior().values())
