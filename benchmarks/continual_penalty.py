@@ -117,7 +117,7 @@ def our_steps(tasks: int, name: str, smoke_test: bool) -> Callable[[], int]:
     def train() -> int:
         for _ in range(STEPS):
             optimizer.zero_grad()
-            terms = tyxe.bnn.elbo_terms(bnn.model, bnn.guide, x, y)
+            terms = tyxe.bnn.elbo_terms(bnn.model, bnn.net_guide, x, y)
             ((terms.kl - terms.data) / len(x)).backward()
             optimizer.step()
         return STEPS

@@ -40,7 +40,7 @@ def maximize(bnn, x, y):
 
     def closure():
         optimizer.zero_grad()
-        terms = elbo_terms(bnn.model, bnn.guide, x, y)
+        terms = elbo_terms(bnn.model, bnn.net_guide, x, y)
         loss = bnn.temperature * terms.kl - terms.data
         loss.backward()
         return loss
