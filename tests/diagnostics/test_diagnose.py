@@ -240,6 +240,127 @@ def test_units_that_the_posterior_gave_up():
     assert line.verdict == "warn"
 
 
+# ------------------------------------------------------------------- errors, inputs, sites, members
+
+
+def wiggles(count, seed):
+    """Return rows of five inputs, and a function of them with hardly any noise."""
+    x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(count, 1, generator=torch.Generator().manual_seed(seed + 1))
+    return x, (2 * x[:, :1]).sin() + x[:, 1:2] * x[:, 2:3] + 0.05 * noise
+
+
+@functools.cache
+def of_wiggles(beta, epochs=400):
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(5, 50), nn.Tanh(), nn.Linear(50, 1))
+    likelihood = likelihoods.HomoskedasticGaussian(100, scale=1.0, learn_scale=True)
+    bnn = tyxe.VariationalBNN(wide, NORMAL, likelihood, tyxe.guides.AutoNormal)
+    with tyxe.poutine.local_reparameterization():
+        bnn.fit([wiggles(100, 0)], ADAM, epochs, beta=beta)
+    return bnn
+
+
+def report_of_wiggles(beta, **options):
+    return diagnose(of_wiggles(beta), [wiggles(100, 0)], [wiggles(300, 7)], beta=beta, **options)
+
+
+def test_a_fit_that_the_kl_keeps_from_the_data_and_the_weight_that_frees_it():
+    name = "RMSE over that of a plain fit"
+    line = report_of_wiggles(1.0)[name]
+    assert line.verdict != "ok"
+    assert line.value > 2
+    assert "weigh the KL less, such as by beta=0.1," in line.remedy
+    better = report_of_wiggles(0.1)
+    assert better[name].verdict == "ok"
+    assert better["RMSE of held-out data"].value < 0.6
+    # A plain fit that is given is compared with, and none is made.
+    given = report_of_wiggles(1.0, plain=of_wiggles(0.1))
+    assert given[name].value == pytest.approx(1.016 / 0.497, rel=0.1)
+
+
+def test_errors_are_those_of_evaluate():
+    bnn = of_wiggles(0.1)
+    report = report_of_wiggles(0.1, num_predictions=0)
+    error, _ = bnn.evaluate([wiggles(300, 7)], num_predictions=0, reduction="mean")
+    assert report["RMSE of held-out data"].value == pytest.approx(float(error) ** 0.5)
+    assert report["RMSE over that at the centre"].value == pytest.approx(1)
+
+
+def test_classes_that_are_not_fitted():
+    train, held_out = classes(300, 0), classes(600, 2)
+    bnn = tyxe.VariationalBNN(
+        net(2, 2), NORMAL, likelihoods.Categorical(300), tyxe.guides.AutoNormal
+    )
+    report = diagnose(bnn, [train], [held_out], num_predictions=0)
+    error, _ = bnn.evaluate([held_out], num_predictions=0, reduction="mean")
+    assert report["error of held-out data"].value == pytest.approx(float(error))
+    assert report["error above that at the centre"].value == 0
+    assert report["error above that of a plain fit"].verdict == "fail"
+
+
+def test_labels_of_positions_are_counted_one_by_one():
+    """Also where most of a point's are wrong, and some are not there."""
+    x, y = torch.randn(40, 3, 2), torch.randint(4, (40, 3))
+    y[:, 2] = -1
+    likelihood = likelihoods.Categorical(40, ignore_index=-1)
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 4), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    report = diagnose(bnn, [(x, y)], [(x, y)], num_predictions=0)
+    wrong = (bnn.predict(x, num_predictions=0).argmax(-1) != y)[:, :2].float().mean()
+    assert report["error of held-out data"].value == pytest.approx(float(wrong))
+
+
+def test_draws_that_are_worse_than_the_centre():
+    bnn = laplace()
+    bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0, 30)))
+    line = report_of(bnn, predictive="bnn")["RMSE over that at the centre"]
+    assert line.verdict == "fail"
+    assert "predictive='glm'" in line.remedy
+    assert report_of(bnn)["RMSE over that at the centre"].verdict == "ok"
+
+
+def test_inputs_that_are_not_standardised():
+    name = "size of inputs over that of standardised ones"
+    x, y = wiggles(100, 0)
+    bnn = tyxe.VariationalBNN(nn.Linear(5, 1), NORMAL, gaussian(100), tyxe.guides.AutoNormal)
+    raw = x * torch.tensor([1.0, 500.0, 1.0, 1.0, 1.0])
+    line = diagnose(bnn, [(raw, y)], [(raw, y)], num_predictions=2)[name]
+    assert line.verdict == "warn"
+    assert line.value == pytest.approx(500, rel=0.3)
+    assert diagnose(bnn, [(x, y)], [(x, y)], num_predictions=2)[name].verdict == "ok"
+
+
+def test_sites_that_the_outputs_do_not_depend_on():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(1, 1), nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.used(x)
+
+    bnn = tyxe.VariationalBNN(Half(), NORMAL, gaussian(), tyxe.guides.AutoNormal)
+    with pytest.warns(tyxe.TyxeWarning, match="on site net.unused.bias, net.unused.weight"):
+        line = report_of(bnn)["sites that the outputs do not depend on"]
+    assert (line.value, line.verdict) == (2.0, "fail")
+    assert "draws of unused.bias, unused.weight have no effect" in line.remedy
+
+
+def test_an_ensembles_members_are_told_apart():
+    """The mixture hides one that was not fitted."""
+    bnn = ensemble()
+    with torch.no_grad():
+        for parameter in bnn.members[1].net.parameters():
+            parameter.mul_(-3)
+    report = report_of(bnn)
+    line = report["log-likelihood of a member below their median"]
+    assert (line.where, line.verdict) == ("member 1", "fail")
+    assert list(line.parts) == ["member 0", "member 1", "member 2"]
+    slopes = report["gradient over its noise, deterministic"]
+    assert slopes.where == "member 1"
+    assert slopes.parts["member 1"] == slopes.value > slopes.parts["member 0"]
+
+
 # --------------------------------------------------------------------------------- numbers, report
 
 

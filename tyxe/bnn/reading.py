@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pyro.poutine as poutine
@@ -57,13 +58,7 @@ def look_at_sites(
         return
     unknown = bnn._slots.keys() - known
     look = _Look(bnn, outside_of_inference(inputs), keywords or {})
-    # A trace takes what the net itself may sample or observe.
-    with (
-        only_handlers(()),
-        poutine.trace(),
-        torch_rng_kept(),
-        outside_inference(gradients=True),
-    ):
+    with _apart():
         try:
             left = unknown - look.reached(train=False)
         except Exception:  # of the net or of the batch, which the forward itself is to raise
@@ -86,6 +81,27 @@ def look_at_sites(
             "these are the parts of the net that was given, and not of the BNN's copy: write a "
             "method that uses self. Otherwise hide what is not read from the prior"
         )
+
+
+def unread_sites(bnn: BNN, inputs: Inputs) -> set[str]:
+    """Return the sites that a net's outputs do not depend on, in train mode either."""
+    look = _Look(bnn, outside_of_inference(inputs), {})
+    with _apart():
+        left = bnn._slots.keys() - look.reached(train=False)
+        left = left and left - look.reached(train=True)
+        return {name for name in left if not look.changes({name})}
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    # A trace takes what the net itself may sample or observe.
+    with (
+        only_handlers(()),
+        poutine.trace(),
+        torch_rng_kept(),
+        outside_inference(gradients=True),
+    ):
+        yield
 
 
 def _listed(names: Iterable[str]) -> str:

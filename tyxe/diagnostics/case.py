@@ -33,6 +33,7 @@ class Case:
         held_out: batches of held-out data.
         options: of `predict` and `evaluate`.
         beta: weight of the KL in the fit.
+        plain: the net of maximum likelihood, as a fitted BNN, or None.
     """
 
     bnn: Any
@@ -41,6 +42,7 @@ class Case:
     held_out: list[Any]
     options: dict[str, Any]
     beta: float
+    plain: Any = None
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class Case:
         unpack: Unpack | None,
         options: dict[str, Any],
         beta: float,
+        plain: Any = None,
     ) -> Case:
         """Read loaders once, onto the BNN's device."""
         device = device_for(bnn)
@@ -68,7 +71,7 @@ class Case:
         )
         # Evaluations of all training data would be what takes the time.
         spaced = evaluated[:: max(len(evaluated) // max(len(seen), 1), 1)]
-        return cls(bnn, spaced, fitted, seen, options, beta)
+        return cls(bnn, spaced, fitted, seen, options, beta, plain)
 
     @property
     def likelihood(self) -> Likelihood:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tyxe.bnn import LaplaceBNN, VariationalBNN
-from tyxe.bnn.checks import KL_DWARFS, relative_scale
+from tyxe.bnn.checks import KL_DWARFS, UNLIKE, distance_from_standard, relative_scale
 from tyxe.bnn.elbo import Objective
+from tyxe.bnn.reading import unread_sites
 from tyxe.bnn.runtime import fitting
 from tyxe.diagnostics.case import Case, spared
 from tyxe.diagnostics.mixing import chains
@@ -135,6 +136,14 @@ def _at(rows: Tensor, leaf: Any) -> Any:
     return leaf if is_constant(leaf) else leaf[rows.to(leaf.device)]
 
 
+def has_spread(bnn: Any) -> bool:
+    """Whether a BNN has a guide whose KL says how much it knows, unlike that of a delta."""
+    guide = getattr(bnn, "net_guide", None)
+    own = getattr(guide, "guide", guide)
+    is_variational = isinstance(bnn, VariationalBNN) and guide is not None
+    return is_variational and not isinstance(own, AutoDelta | SWAGGuide)
+
+
 NOT_THERE = "train on, with a rate that falls; of a tempered posterior pass beta="
 
 
@@ -148,7 +157,7 @@ def fit(case: Case) -> Iterator[Line]:
     found = slope(case, case.beta)
     if found is None:
         return
-    if guide is not None and not isinstance(own, AutoDelta):
+    if has_spread(bnn):
         data = max(abs(found.data), float(bnn.likelihood.dataset_size))
         yield Line(
             "KL over the data term",
@@ -219,6 +228,32 @@ def _score(prior: Any, loc: Tensor) -> Tensor:
     with torch.enable_grad():
         at = loc.detach().clone().requires_grad_()
         return torch.autograd.grad(prior.log_prob(at), at)[0]
+
+
+# ------------------------------------------------------------------------------ inputs, and the net
+
+
+def inputs(case: Case) -> Iterator[Line]:
+    """Compare the net's inputs with standardised ones, and look for sites that it does not read."""
+    found = [distance_from_standard(case.bnn.net, inputs) for inputs, _ in case.to_fit]
+    yield Line(
+        "size of inputs over that of standardised ones",
+        max(found),
+        below(UNLIKE),
+        ANY,
+        "columns are of very different sizes, or far from 0: pass (x - mean) / std, of the columns "
+        "of the training data, unless the net does so itself",
+    )
+    prefix = case.bnn.net_prior.prefix
+    unread = [n.removeprefix(prefix) for n in unread_sites(case.bnn, case.to_fit[0][0])]
+    yield Line(
+        "sites that the outputs do not depend on",
+        float(len(unread)),
+        below(0.0),
+        below(0.0),
+        f"draws of {', '.join(sorted(unread)[:5])} have no effect: hide them from the prior, or "
+        "let the net's forward use its own modules",
+    )
 
 
 # ------------------------------------------------------------------------------- the guide's sites
@@ -357,4 +392,4 @@ def _log_likelihood(case: Case, values: dict[str, Tensor]) -> float:
     return factor * total
 
 
-CHECKS = (fit, laplace, scales, tails, chains)
+CHECKS = (inputs, fit, laplace, scales, tails, chains)

@@ -1,0 +1,157 @@
+"""Are errors those that a net of this kind can have: beside the centre's, and a plain fit's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.infer.autoguide import AutoDelta
+
+from tyxe.bnn import EnsembleBNN, VariationalBNN
+from tyxe.data import Picking
+from tyxe.diagnostics.case import Case, log_likelihoods, members_of
+from tyxe.diagnostics.inference import has_spread, slope
+from tyxe.diagnostics.report import Line, below
+from tyxe.errors import TyxeWarning
+from tyxe.likelihoods import Bernoulli, Categorical
+from tyxe.priors import IIDPrior
+
+# Steps of a plain fit, those between looks at held-out data, and points times weights up to which
+# it is made.
+STEPS, LOOK_EVERY, CHEAP = 300, 10, 10**7
+# Share of the targets' standard deviation below which one error is as good as another.
+SMALL = 0.03
+# Nats per point of the weighted KL that leave a fit free to follow the data.
+LIGHT = 0.1
+TOO_WIDE = (
+    "draws are worse than the net at the posterior's centre: predict with more of them, narrow the "
+    "posterior (max_guide_scale, a narrower prior, optimize_prior_precision(loader=held_out)), or "
+    "take predictive='glm' where there is a Gaussian"
+)
+
+
+def errors(case: Case) -> Iterator[Line]:
+    """Compare errors of held-out data with those at the centre, and of a plain fit."""
+    found = _error(case, case.bnn, **case.options)
+    if found is None:
+        return
+    yield Line(f"{'error' if _is_of_classes(case) else 'RMSE'} of held-out data", found)
+    centre = _error(case, case.bnn, **case.options | {"num_predictions": 0})
+    yield _beside(case, "that at the centre", found, centre, lambda: TOO_WIDE)
+    plain = _plain_fit(case) if case.plain is None else case.plain
+    if plain is not None:
+        other = _error(case, plain, **case.options)
+        yield _beside(case, "that of a plain fit", found, other, lambda: _underfit(case))
+
+
+def members(case: Case) -> Iterator[Line]:
+    """Compare an ensemble's members with each other."""
+    if not isinstance(case.bnn, EnsembleBNN):
+        return
+    found = {
+        f"member {index}": case.mean(
+            log_likelihoods(member, case.held_out, **case.options), case.held_out
+        )
+        for index, member in enumerate(members_of(case.bnn))
+    }
+    middle = statistics.median(found.values())
+    yield Line.of_parts(
+        "log-likelihood of a member below their median",
+        {name: middle - value for name, value in found.items()},
+        below(0.5),
+        below(2.0),
+        "this member is not fitted as the others are: fit it again, or leave it out",
+    )
+
+
+def _is_of_classes(case: Case) -> bool:
+    return isinstance(case.likelihood, Categorical | Bernoulli)
+
+
+def _beside(
+    case: Case, what: str, found: float, other: float | None, remedy: Callable[[], str]
+) -> Line:
+    assert other is not None
+    if _is_of_classes(case):
+        variances = found * (1 - found) + other * (1 - other)
+        chance = 2 * math.sqrt(variances / _num_targets(case))
+        limit = max(chance, 0.02)
+        line = Line(f"error above {what}", found - other, below(limit), below(limit + 0.1))
+    else:
+        ratio = found / max(other, SMALL * _spread(case), 1e-12)
+        line = Line(f"RMSE over {what}", ratio, below(1.3), below(2.5))
+    return line if line.verdict == "ok" else dataclasses.replace(line, remedy=remedy())
+
+
+def _error(case: Case, bnn: Any, **options: Any) -> float | None:
+    """Return the share of wrong classes, or the root mean square of numbers; None for mappings."""
+    total, _ = bnn.evaluate(case.held_out, **options)
+    if isinstance(total, dict):
+        return None
+    found = float(total) / _num_targets(case)
+    return found if _is_of_classes(case) else math.sqrt(found)
+
+
+def _num_targets(case: Case) -> float:
+    """Return the number of held-out labels, or numbers, that count."""
+    targets = [case.likelihood.observed(targets) for _, targets in case.held_out]
+    if isinstance(case.likelihood, Categorical) and targets[0].values.is_floating_point():
+        return float(case.weights(case.held_out).sum())  # probabilities of classes
+    counts = [(each, each.counts_within()) for each in targets]
+    return sum(each.values.numel() if c is None else float(c.sum()) for each, c in counts)
+
+
+def _spread(case: Case) -> float:
+    """Return the standard deviation of held-out targets about the means of their columns."""
+    targets = [case.likelihood.observed(targets).values for _, targets in case.held_out]
+    return float(torch.cat(targets).double().flatten(1).std(0).square().mean().sqrt())
+
+
+def _plain_fit(case: Case) -> VariationalBNN | None:
+    """Fit the net from the posterior's centre, without a prior; None where that takes long."""
+    bnn = members_of(case.bnn)[0]
+    points = math.ceil(sum(float(case.likelihood.count(targets)) for _, targets in case.to_fit))
+    if points * sum(p.numel() for p in bnn.net.parameters()) > CHEAP:
+        return None
+    with torch.no_grad():
+        net = bnn._net_at(bnn._mean_values())
+    if not any(p.requires_grad for p in net.parameters()):
+        return None
+    outputs = [hook.output for hook in net._forward_hooks.values() if isinstance(hook, Picking)]
+    likelihood = copy.deepcopy(case.likelihood)
+    likelihood.dataset_size = points
+    plain = VariationalBNN(
+        net,
+        IIDPrior(dist.Normal(0.0, 1.0), hide_all=True),
+        likelihood,
+        likelihood_guide_builder=AutoDelta if likelihood.latent_priors() else None,
+        output=outputs[0] if outputs else None,
+    )
+    # Looks at held-out data, of which the best stays, take as long as several steps.
+    batches = case.to_fit * math.ceil(LOOK_EVERY / len(case.to_fit))
+    adam, epochs = partial(torch.optim.Adam, lr=1e-2), math.ceil(STEPS / len(batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TyxeWarning)
+        plain.fit(batches, adam, epochs, validation=case.held_out, progress=False)
+    return plain
+
+
+def _underfit(case: Case) -> str:
+    """Say what helps a posterior that fits the data less than a plain net does."""
+    bnn, said = members_of(case.bnn)[0], ""
+    if has_spread(bnn) and (found := slope(dataclasses.replace(case, bnn=bnn), case.beta)):
+        share = found.kl / float(bnn.likelihood.dataset_size)
+        if case.beta * share > LIGHT:
+            said = f"weigh the KL less, such as by beta={LIGHT / share:.1g}, "
+    return (
+        f"the same net fits these data better without a prior: {said}train on, start at the means "
+        "of a trained net, or take a wider prior"
+    )
