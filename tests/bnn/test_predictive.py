@@ -191,6 +191,16 @@ def test_a_predicted_noise_has_a_mean_of_the_targets_width():
     torch.testing.assert_close(found.stddev, nn.functional.softplus(raw))
 
 
+def test_of_censored_numbers_it_is_that_of_the_numbers():
+    base = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3)
+    found = []
+    for likelihood in (base, tyxe.likelihoods.Censored(base)):
+        bnn = variational(likelihood, 2, (2,))
+        found.append(seeded(lambda b=bnn: b.predictive(X, num_predictions=4)))
+    torch.testing.assert_close(found[1].mean, found[0].mean)
+    torch.testing.assert_close(found[1].log_prob(NUMBERS), found[0].log_prob(NUMBERS))
+
+
 @pytest.mark.parametrize("name", ["Categorical", "probabilities", "Bernoulli"])
 def test_one_label_has_a_distribution_of_its_kind(name):
     likelihood, outputs, shape, _ = CASES[name]

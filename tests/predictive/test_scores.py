@@ -64,6 +64,14 @@ def test_probabilities_and_binary_labels_have_the_scores_of_their_logits(name):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", scores.SCORES)
+def test_ordered_classes_have_the_scores_of_their_probabilities(name):
+    likelihood, draws = tyxe.likelihoods.Ordinal(10, 4), torch.randn(4, 5, 1).double()
+    logits = likelihood.class_logits(draws).detach()
+    found = scores.SCORES[name](draws, WEIGHTS, likelihood).detach()
+    torch.testing.assert_close(found, by_hand(logits, WEIGHTS)[name])
+
+
 @pytest.mark.parametrize(
     ("likelihood", "mean_of"),
     [

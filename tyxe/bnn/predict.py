@@ -246,8 +246,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
         those of `predict`.
 
         Returns:
-            The distribution, of a `Joint` one for each part by name. Mean and standard deviation of
-            a Categorical are NaN, as in PyTorch; it has `probs`.
+            The distribution, of a `Joint` one for each part by name, of `Censored` targets that of
+            the numbers. Mean and standard deviation of a Categorical are NaN, as in PyTorch; it has
+            `probs`.
 
         Example:
             >>> import pyro.distributions as dist, tyxe

@@ -13,13 +13,11 @@ targets are no classes, a `TypeError`.
 
 from __future__ import annotations
 
-from functools import singledispatch
-
 import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.likelihoods import Categorical, Likelihood, Ordinal
+from tyxe.likelihoods import Categorical, Likelihood
 from tyxe.likelihoods.reductions import mean_over
 from tyxe.predictive.decomposition import (
     EntropyDecomposition,
@@ -102,7 +100,12 @@ def expected_variance(
         >>> expected_variance(torch.tensor([[[1.0]], [[3.0]]]), likelihood=noise)
         tensor([[1.]])
     """
-    return _expected_variance(likelihood or LOGITS, at_least_float32(draws), weights)
+    likelihood = likelihood or LOGITS
+    if likelihood.has_classes:
+        return _variance(_class_probs(draws, likelihood), weights).mean(-1)
+    draws = at_least_float32(draws)
+    found = likelihood.predictive_distribution(draws, likelihood.prior_means())
+    return _variance(found.mean, weights)
 
 
 def batch(scores: Tensor, size: int, power: float = 1.0) -> Tensor:
@@ -165,15 +168,3 @@ def _entropies(
 
 def _variance(means: Tensor, weights: Tensor | None) -> Tensor:
     return regression_decomposition(means, 0.0, weights).epistemic
-
-
-@singledispatch
-def _expected_variance(likelihood: Likelihood, draws: Tensor, weights: Tensor | None) -> Tensor:
-    found = likelihood.predictive_distribution(draws, likelihood.prior_means())
-    return _variance(found.mean, weights)
-
-
-@_expected_variance.register(Categorical)
-@_expected_variance.register(Ordinal)
-def _(likelihood: Likelihood, draws: Tensor, weights: Tensor | None) -> Tensor:
-    return _variance(_class_probs(draws, likelihood), weights).mean(-1)
