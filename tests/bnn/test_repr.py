@@ -89,6 +89,14 @@ def test_a_gaussian_says_its_noise(options, words):
     assert repr(likelihood) == f"HomoskedasticGaussian(dataset_size=9, {words})"
 
 
+def test_the_parts_of_a_likelihood_are_named():
+    parts = {"kind": tyxe.likelihoods.Categorical(4), "flag": tyxe.likelihoods.Bernoulli(4)}
+    joint = tyxe.likelihoods.Joint(**parts)
+    bnn = tyxe.VariationalBNN(nn.Linear(2, 3), NORMAL, joint, tyxe.guides.AutoNormal)
+    inner = "Categorical(dataset_size=4), Bernoulli(dataset_size=4)"
+    assert lines(bnn)["likelihood"] == f"Joint(dataset_size=4) of {inner}"
+
+
 def test_the_state_follows_fits_files_and_copies(tmp_path):
     bnn = variational()
     bnn.fit(DATA, ADAM, 1)

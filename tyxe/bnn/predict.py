@@ -16,6 +16,7 @@ from tyxe.bnn.replay import ReplayedDraws, map_batches
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated, rows_of
 from tyxe.data import Unpack, pick
 from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.likelihoods import Likelihood
 from tyxe.predictive.closed_form import ClosedForm
 from tyxe.predictive.distributions import distribution_at_draws, gaussian_distribution
 from tyxe.predictive.ensemble import Ensemble
@@ -39,7 +40,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
     """
 
     def _described(self) -> dict[str, Any]:
-        likelihood = f"{type(self.likelihood).__name__}({self.likelihood.extra_repr()})"
+        parts = [part for part in self.likelihood.modules() if isinstance(part, Likelihood)]
+        own, *inner = (f"{type(part).__name__}({part.extra_repr()})" for part in parts)
+        likelihood = f"{own} of {', '.join(inner)}" if inner else own
         return {"prior": self.prior, "likelihood": likelihood, **super()._described()}
 
     def _weights_of(self, count: int) -> None:
