@@ -12,7 +12,15 @@ from tyxe import predictive
 from tyxe.calibration import ScaleFactor, SplitConformal, TemperatureScaling
 from tyxe.data import Targets, weighted
 from tyxe.diagnostics import reference, scores, wasserstein2
-from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Joint, Poisson
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Censored,
+    HomoskedasticGaussian,
+    Joint,
+    Poisson,
+    censored_targets,
+)
 
 PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 HIDDEN = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
@@ -296,8 +304,23 @@ def test_probabilities_are_a_part_of_a_joint():
     right = sum(q[:, c] * each[c][1]["k"] for c in range(3)).sum()
     found = plain(net, joint()).evaluate([(x, {"k": q, "s": labels})])[1]
     torch.testing.assert_close(found["k"], right)
-    history = plain(net, joint()).fit([(x, {"k": q, "s": labels})], STILL, 1)
+    bnn = plain(net, joint())
+    history = bnn.fit([(x, {"k": q, "s": labels})], STILL, 1)
     assert history.log_likelihood[0] == pytest.approx(float(found["joint"]))
+    drawn = bnn.sample_predictive(x, num_samples=4)
+    assert drawn["k"].shape == (4, N, 3)
+    assert bool((drawn["k"].sum(-1) == 1).all())
+    assert drawn["s"].shape == (4, N, 1)
+
+
+def test_numbers_of_a_censored_part_are_drawn():
+    x, pairs = torch.randn(N, 2), censored_targets(torch.randn(N, 1))
+    likelihood = Joint(k=Categorical(N), s=Censored(HomoskedasticGaussian(N, scale=0.5)))
+    bnn = plain(Two(), likelihood)
+    bnn.fit([(x, {"k": torch.zeros(N, dtype=torch.long), "s": pairs})], STILL, 1)
+    drawn = bnn.sample_predictive(x, num_samples=4)
+    assert drawn["s"].shape == (4, N, 1)
+    assert bnn.predictive(x)["s"].mean.shape == (N, 1)
 
 
 # --- direct calls -------------------------------------------------------------------------------

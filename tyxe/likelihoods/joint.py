@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import torch
 from torch import Size, Tensor, nn
 from torch.distributions import constraints
+from torch.nn.functional import one_hot
 
 from tyxe import check
 from tyxe.check import described
@@ -152,6 +153,9 @@ class Joint(Likelihood):
         return packed if isinstance(packed, Mapping) else _split(packed, self._layout["outputs"])
 
     def targets_of(self, packed: Tensor) -> Any:
+        return {n: self._part(n).targets_of(v) for n, v in self._unpacked(packed).items()}
+
+    def _unpacked(self, packed: Tensor) -> dict[str, Tensor]:
         known = self._layout["targets"]
         found = _split(packed, {n: shape for n, (shape, _) in known.items()})
         return {n: v.to(known[n][1]) for n, v in found.items()}
@@ -173,7 +177,7 @@ class Joint(Likelihood):
 
     def _by_part(self, targets: Targets) -> dict[str, Targets]:
         """Return the targets of each part, without weights of points."""
-        given, mask = self.targets_of(targets.values), targets.mask
+        given, mask = self._unpacked(targets.values), targets.mask
         if mask is None or mask.dim() == 1:
             masks = dict.fromkeys(self.parts, mask)
         else:
@@ -312,7 +316,10 @@ class _Product(dist.TorchDistribution):
         }
         lead = len(Size(sample_shape)) + 1
         known = {n: (v.shape[lead:], v.dtype) for n, v in drawn.items()}
-        self._joint._layout.setdefault("targets", known)
+        layout = self._joint._layout.setdefault("targets", known)
+        for n, (shape, _) in layout.items():
+            if known[n][0] != shape:  # labels, where targets are probabilities of classes
+                drawn[n] = one_hot(drawn[n], shape[-1])
         return self._joint._packed(drawn, lead)
 
 
