@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tyxe import check
 
@@ -74,6 +76,10 @@ REFUSED = {
         r"x has shape \(2, 3\); expected \(n, 2\): transpose it",
     ),
     "dimensions": (lambda: check.shape("x", torch.ones(2, 3), ("n",)), r"expected \(n,\)"),
+    "a shape of a list": (lambda: check.shape("x", [1], (1,)), "x is a list; expected a tensor"),
+    "a flag": (lambda: check.flag("x", 1), "x is 1; expected True or False"),
+    "one of flags": (lambda: check.flags(x=True, y=None, z=0), "z is 0; expected True or False"),
+    "words for numbers": (lambda: check.tensor("x", ["a"]), "x is a list; expected a tensor or nu"),
     "a field": (lambda: Options(rank=0), "rank is 0"),
     "an optional field": (lambda: Options(rate=2), "rate is 2"),
 }
@@ -83,6 +89,80 @@ REFUSED = {
 def test_what_does_not_is_named(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+class Draws(Protocol):
+    def draw(self) -> Tensor: ...
+
+
+@check.arguments
+def called(
+    x: Tensor,
+    scale: float | Tensor = 1.0,
+    *more: int,
+    net: nn.Module | None = None,
+    shape: Sequence[int] = (),
+    names: Iterable[str] = (),
+    function: Callable[[Tensor], Any] = abs,
+    kind: type = int,
+    options: Options | None = None,
+    draws: Draws | None = None,
+    count: int = 1,
+    is_last: bool = False,
+    path: str = "",
+    **others: float,
+) -> str:
+    return "called"
+
+
+@check.arguments
+@dataclasses.dataclass
+class Node:
+    value: int
+    parent: "Node | None" = None
+
+
+ANY = torch.ones(2)
+CALLS: list[tuple[Any, ...]] = [
+    (ANY, torch.ones(3)),
+    (ANY, np.float32(1.0), "more", "are not looked at"),
+    (nn.Parameter(ANY), torch.tensor(2)),
+]
+KEYWORDS: list[dict[str, Any]] = [
+    {"net": nn.Linear(1, 1), "shape": torch.Size([1]), "names": {"a"}, "kind": Options},
+    {"shape": [1], "function": nn.ReLU(), "options": Options(), "draws": 3, "others": "any"},
+    {"count": np.int64(1), "is_last": True, "scale": torch.tensor([1])},
+]
+WRONG_KINDS: list[tuple[dict[str, Any], str]] = [
+    ({"x": [1.0]}, "x is a list; expected a tensor$"),
+    ({"scale": "a"}, "scale is 'a'; expected a number or a tensor$"),
+    ({"net": nn.Linear}, "net is the class Linear; expected a torch.nn.Module or None$"),
+    ({"shape": 3}, "shape is 3; expected a sequence$"),
+    ({"names": "weight"}, "names is 'weight'; expected an iterable$"),
+    ({"function": 3}, "function is 3; expected a function$"),
+    ({"kind": 3}, "kind is 3; expected a class$"),
+    ({"options": 3}, "options is 3; expected an Options or None$"),
+    ({"count": 1.0}, "count is 1.0; expected an integer$"),
+    ({"count": ANY}, "count is a Tensor; expected an integer$"),
+    ({"is_last": 1}, "is_last is 1; expected True or False$"),
+    ({"path": b"file"}, "path is a bytes; expected a string$"),
+]
+
+
+def test_annotations_say_what_a_call_takes() -> None:
+    assert {called(*args) for args in CALLS} == {"called"}
+    assert {called(ANY, **options) for options in KEYWORDS} == {"called"}
+    assert Node(1, Node(2)).parent == Node(2)
+    with pytest.raises(TypeError, match=r"parent is 3; expected a Node or None"):
+        Node(1, 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'x'"):
+        called()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_KINDS)
+def test_arguments_of_another_kind_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        called(**({"x": ANY} | options))
 
 
 def test_memory_has_one_limit_and_each_device_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,9 +195,9 @@ def test_names_resolve_in_either_spelling(name):
 def test_a_name_that_is_there_is_taken_as_it_is():
     # A net whose own child is called `net`.
     assert tyxe.util.resolve_site_name("net.weight", ["weight", "net.weight"]) == "net.weight"
-    with pytest.raises(ValueError, match=r"no site 'c'; the sites are a, b"):
+    with pytest.raises(ValueError, match=r"no site 'c'; expected one of a, b"):
         tyxe.util.resolve_site_name("c", ["a", "b"])
-    with pytest.raises(ValueError, match="the sites are none"):
+    with pytest.raises(ValueError, match="expected one of none"):
         tyxe.util.resolve_site_name("c", [])
 
 

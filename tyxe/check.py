@@ -1,27 +1,32 @@
 """The vocabulary of checks: each returns what it was given, or says what was expected instead.
 
 Options declare theirs with their fields: `rank: int = check.field(8, check.count)`, and call
-`check.fields(self)` in `__post_init__`.
+`check.fields(self)` in `__post_init__`. Functions whose annotations say what they take are
+decorated with `check.arguments`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Largest number of bytes for one object: a matrix, a layer's factors, the Jacobians of all data.
 MEMORY_LIMIT = 8 * 2**30
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def described(value: Any) -> str:
@@ -29,7 +34,10 @@ def described(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     is_short = isinstance(value, str | int | float | None)
-    return repr(value) if is_short else f"a {type(value).__name__}"
+    if is_short:
+        return repr(value)
+    name = type(value).__name__
+    return f"{_article(name)} {name}"
 
 
 def count(name: str, value: Any, least: float = 1, hint: str = "") -> int:
@@ -119,12 +127,37 @@ def one_of(name: str, value: T, kinds: Any, expected: str) -> T:
     return value
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return True or False; anything else is a TypeError."""
+    return one_of(name, value, bool, "True or False")
+
+
+def flags(**values: Any) -> None:
+    """Raise a TypeError for an argument that is not True, False or None, the default."""
+    for name, value in values.items():
+        one_of(name, value, bool | None, "True or False")
+
+
+def tensor(name: str, value: Any, **how: Any) -> Tensor:
+    """Return a tensor, or what `torch.as_tensor` makes of a number, a list or an array.
+
+    Raises:
+        TypeError: it makes nothing of it.
+    """
+    try:
+        return torch.as_tensor(value, **how)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} is {described(value)}; expected a tensor or numbers") from None
+
+
 def shape(name: str, tensor: Tensor, expected: Iterable[int | str], hint: str = "") -> Tensor:
     """Return a tensor of the expected shape, in which a word stands for any size.
 
     Raises:
+        TypeError: no tensor.
         ValueError: another shape, with a hint of what mends it.
     """
+    one_of(name, tensor, Tensor, "a tensor")
     sizes = tuple(expected)
     fits = len(sizes) == tensor.dim() and all(
         isinstance(size, str) or size == given
@@ -187,3 +220,96 @@ def fields(options: Any) -> None:
         value, rule = getattr(options, each.name), each.metadata.get("check")
         if rule is not None and not (value is None and each.default is None):
             object.__setattr__(options, each.name, rule(each.name, value))
+
+
+def arguments(function: F) -> F:
+    """Check the kinds of a function's arguments by its annotations, before it runs.
+
+    These say whether an argument is a tensor, a module, a function, True or False, one number, a
+    sequence of words. Its range or shape is for the function to check. A class is decorated for its
+    constructor.
+
+    Example:
+        >>> @arguments
+        ... def norm(values: Tensor, squared: bool = False) -> Tensor:
+        ...     return values.square().sum() if squared else values.norm()
+        >>> norm([3.0, 4.0])
+        Traceback (most recent call last):
+        TypeError: values is a list; expected a tensor
+    """
+    if isinstance(function, type):
+        function.__init__ = arguments(function.__init__)  # type: ignore[misc]
+        return function
+    parameters = inspect.signature(function).parameters.values()
+    # Only these: what is after them goes to `*args`.
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        known = _kinds_of(function)
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            kinds = known.get(name, ())
+            if kinds and not any(_is_of(value, kind) for kind in kinds):
+                expected = " or ".join(dict.fromkeys(map(_with_article, kinds)))
+                raise TypeError(f"{name} is {described(value)}; expected {expected}")
+        return function(*args, **kwargs)
+
+    return typing.cast(F, checked)
+
+
+# What messages call classes, where that is not their name.
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    types.NoneType: "None",
+    Tensor: "a tensor",
+    nn.Module: "a torch.nn.Module",
+    os.PathLike: "a path",
+    Callable: "a function",
+    type: "a class",
+    Mapping: "a mapping",
+    Iterable: "an iterable",
+    Sequence: "a sequence",
+}
+# A list may stand for a tuple, and the other way round.
+_INSTEAD: dict[Any, Any] = {dict: Mapping, tuple: Sequence, list: Sequence, torch.Size: Sequence}
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is what an annotation means: numbers are those of any library."""
+    if kind in (int, float):
+        has_one = not isinstance(value, Tensor) or value.numel() == 1
+        return has_one and hasattr(value, "__index__" if kind is int else "__float__")
+    if kind in (Iterable, Sequence) and isinstance(value, str):
+        return False  # letters are not meant
+    return isinstance(value, kind)
+
+
+@functools.cache
+def _kinds_of(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the classes of each argument, at the first call: then all of them exist."""
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    single = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return {name: _kinds(hints.get(name, Any)) for name in single}
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the classes that an annotation allows; none where it allows all."""
+    kind = typing.get_origin(hint) or hint
+    if kind in (typing.Union, types.UnionType):
+        parts = [_kinds(part) for part in typing.get_args(hint)]
+        return sum(parts, ()) if all(parts) else ()
+    if kind in (Any, object) or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return ()
+    return (_INSTEAD.get(kind, kind),)
+
+
+def _with_article(kind: Any) -> str:
+    return _WORDS.get(kind) or f"{_article(kind.__name__)} {kind.__name__}"
+
+
+def _article(name: str) -> str:
+    return "an" if name[0] in "AEIOUaeiou" else "a"

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+from tyxe import check
 from tyxe.errors import warn
+
+
+def check_group(group: Any) -> Any:
+    """Return a group of processes, or None."""
+    kinds = torch.distributed.ProcessGroup if torch.distributed.is_available() else ()
+    expected = "one of torch.distributed, such as group.WORLD, or None"
+    return group if group is None else check.one_of("process_group", group, kinds, expected)
 
 
 @contextmanager

@@ -115,11 +115,12 @@ def resolve_site_name(name: str, known: Iterable[str], prefix: str = "net.") -> 
     Raises:
         ValueError: there is no such member; the message lists the members.
     """
+    check.one_of("a site's name", name, str, "a string")
     members = list(known)
     for candidate in (name, prefix + name, name.removeprefix(prefix)):
         if candidate in members:
             return candidate
-    raise ValueError(f"there is no site {name!r}; the sites are {', '.join(members) or 'none'}")
+    raise ValueError(f"there is no site {name!r}; expected one of {', '.join(members) or 'none'}")
 
 
 # --------------------------------------------------------------------------- fans

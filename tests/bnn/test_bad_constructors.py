@@ -54,7 +54,7 @@ WRONG_TYPES = [
     (lambda: make(NoParameters), "net is the class NoParameters; expected a torch.nn.Module"),
     (lambda: make(prior=NORMAL), "prior is a Normal; expected one"),
     (lambda: make(likelihood=Categorical), r"the class Categ.* tyxe.likelihoods.Categorical\("),
-    (lambda: variational(LIKELIHOOD, PRIOR), "likelihood is a IIDPrior; expected one from"),
+    (lambda: variational(LIKELIHOOD, PRIOR), "likelihood is an IIDPrior; expected one from"),
     (lambda: make(guide=lambda _: statements), "returned a function; expected a module that holds"),
     (lambda: make(guide=make().net_guide), "is a AutoNormal already built; pass its class"),
     (lambda: make(guide=BUILT), "builder is a AutoDiagonalNormal already built"),

@@ -23,22 +23,22 @@ NINE = [(torch.randn(9, 2), torch.randn(9, 1))]
 OF_ANOTHER_NET = torch.optim.Adam(nn.Linear(2, 1).parameters())
 ARGUMENTS = {
     "swapped": (([(X, Y)], 10, ADAM), TypeError, r"num_epochs is a partial.*fit\(data_loader, op"),
-    "swapped, an instance": (([(X, Y)], 10, OF_ANOTHER_NET), TypeError, "num_epochs is a Adam"),
+    "swapped, an instance": (([(X, Y)], 10, OF_ANOTHER_NET), TypeError, "num_epochs is an Adam"),
     "num_epochs": (([(X, Y)], ADAM, -1), ValueError, "num_epochs is -1"),
     "a string": (([(X, Y)], "adam", 1), TypeError, "optim is a str; expected a Pyro optimiser"),
     "no optimiser": (([(X, Y)], lambda _: 3, 1), TypeError, "what optim makes is 3; expected"),
     "another net": (([(X, Y)], OF_ANOTHER_NET, 1), ValueError, r"it on bnn.parameters\(\)"),
     "no loader": ((3, ADAM, 1), TypeError, r"data_loader is 3; expected an iterable of \(in"),
-    "empty": (([], ADAM, 1), ValueError, "loader is empty: it yields no batch"),
+    "empty": (([], ADAM, 1), ValueError, "loader is empty; expected a batch or more"),
     "a tensor": ((X, ADAM, 1), ValueError, "the loader yields a Tensor; expected "),
     "a batch": (((X, Y), ADAM, 1), ValueError, r"the loader yields a Tensor; .* \[\(x, y\)\]"),
     "no targets": (([(X,)], ADAM, 1), ValueError, "yields a tuple of 1 elements; expected "),
     "not grouped": (([(X, X, Y)], ADAM, 1), ValueError, r"weights, has shape .* \(\(x1, x2\), y\)"),
     "a list": (([(X, Y.tolist())], ADAM, 1), ValueError, "targets of type list; expected "),
     "large": ((NINE, ADAM, 1), ValueError, "9 points, but .* dataset_size=8; pass the number"),
-    "flat": (([(X, Y[:, 0])], ADAM, 1), ValueError, r"\(8, 1\); pass targets.unsqueeze\(-1\)"),
+    "flat": (([(X, Y[:, 0])], ADAM, 1), ValueError, r"\(8, 1\), .*pass targets.unsqueeze"),
     "no points": (([(X[:0], Y[:0])], ADAM, 1), ValueError, r"batch without points.*leave it out"),
-    "fewer": (([(X, Y[:5])], ADAM, 1), ValueError, r"targets of shape \(5, 1\).*shape \(8, 1\)"),
+    "fewer": (([(X, Y[:5])], ADAM, 1), ValueError, r"shape \(5, 1\) and expected \(8, 1\)"),
     "closure": (([(X, Y)], torch.optim.LBFGS, 1), TypeError, "LBFGS.*closure"),
 }
 OPTIONS = {
@@ -48,6 +48,8 @@ OPTIONS = {
     "beta, a word": ({"beta": "a"}, TypeError, "beta is 'a'; expected a number of 0 or more, or"),
     "norm": ({"clip_norm": 0.0}, ValueError, "clip_norm is 0.0; expected a number above 0"),
     "norm, a word": ({"clip_norm": "1"}, TypeError, "clip_norm is '1'; expected a number above 0"),
+    "a flag": ({"compile": 1.0}, TypeError, "compile is 1.0; expected True or False"),
+    "another flag": ({"progress": X}, TypeError, "progress is a Tensor; expected True or False"),
     "kind": ({"lr_multipliers": {"mean": 2.0}}, ValueError, "is 'mean'; expected one of 'loc', 's"),
     "rate": ({"lr_multipliers": {"scale": -2.0}}, ValueError, r"\['scale'\] is -2.0; expected"),
 }

@@ -15,8 +15,8 @@ from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Bernoulli, Categorical
 
 EVALUATIONS = [
-    ((X,), {}, r"needs targets, once: evaluate\(inputs, y\), or evaluate\(loader\)"),
-    ((DataLoader(X, batch_size=4), Y), {}, "needs targets, once"),
+    ((X,), {}, r"expected targets, once: evaluate\(inputs, y\), or evaluate\(loader\)"),
+    ((DataLoader(X, batch_size=4), Y), {}, "expected targets, once"),
     ((DataLoader(X, batch_size=4),), {}, r"yields no targets; evaluate needs \(inputs, y\)"),
     ((X[:0], Y[:0]), {"reduction": "mean"}, "there are no points, and so"),
 ]
@@ -113,7 +113,7 @@ def test_arrays_of_numpy_are_no_loaders(call):
 @pytest.mark.parametrize("options", [{}, {"batch_size": 3}])
 def test_targets_of_numpy(options):
     bnn = make()
-    message = r"targets are a ndarray; pass a tensor: torch.as_tensor\(targets\)"
+    message = r"targets are a ndarray; expected a tensor: torch.as_tensor\(targets\)"
     rejects(bnn, TypeError, message, lambda: bnn.evaluate(X, of_numpy(Y), **options))
     rejects(bnn, TypeError, message, lambda: bnn.evaluate([(X, of_numpy(Y))]))
 
@@ -153,6 +153,8 @@ def test_a_net_that_converts_its_inputs_has_its_own_errors():
         ({"link": "logit"}, ValueError, "link is 'logit'; expected one of"),
         ({"batch_size": 1.5}, TypeError, "batch_size is 1.5; expected an integer"),
         ({"batch_size": 0}, ValueError, "batch_size is 0; expected 1 or more"),
+        ({"aggregate": X}, TypeError, "aggregate is a Tensor; expected True or False"),
+        ({"predictive": []}, ValueError, "predictive is a list; expected 'bnn' or 'glm'"),
         ({"predictive": 3}, ValueError, "predictive is 3; expected 'bnn' or 'glm', or a function"),
     ],
 )

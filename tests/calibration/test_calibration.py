@@ -235,7 +235,7 @@ def test_unpacked_batches_and_wrong_kinds():
         SplitConformal("normalized").wrap(model, [(x, y)])
     with pytest.raises(TypeError, match="classes have sets, and no intervals"):
         ScaleFactor().wrap(model, [(x, y)])
-    with pytest.raises(TypeError, match=r"a Linear: for a plain net call fit\(pre"):
+    with pytest.raises(TypeError, match=r"a Linear; expected a BNN: for a plain net call fit\(pre"):
         TemperatureScaling().wrap(torch.nn.Linear(3, 3), [(x, y)])
     logits = (torch.nn.functional.one_hot(y, 3) + torch.randn(60, 3)).requires_grad_()
     assert TemperatureScaling().fit(logits, y).temperature > 0

@@ -318,7 +318,7 @@ def test_a_state_that_fits_the_bnn_and_not_the_heads_changes_nothing():
 @pytest.mark.parametrize(
     ("tasks", "kind", "message"),
     [
-        ("01", TypeError, "tasks is '01'; expected a list"),
+        ("01", TypeError, "tasks is '01'; expected an iterable"),
         ([], ValueError, "tasks is"),
         (["a", "a"], ValueError, "tasks is"),
         (np.arange(2), TypeError, r"tasks has .*0.*, a int64; expected .* str or int"),

@@ -41,11 +41,12 @@ NOT_MEASURED = ACCURACY.where(torch.ones(3, 3).tril().bool(), torch.nan)
     ("metric", "matrices", "message"),
     [
         (continual.average_accuracy, (torch.ones(2, 3),), r"\(2, 3\); expected \(3, 3\)"),
+        (continual.forgetting, ([[1.0]],), "accuracy is a list; expected a tensor"),
         (continual.backward_transfer, (torch.ones(1, 1),), "tasks is 1; expected 2"),
         (continual.forward_transfer, (NOT_MEASURED, torch.ones(3)), "ahead=True"),
         (continual.forward_transfer, (ACCURACY, torch.ones(2)), r"shape \(2,\)"),
     ],
 )
 def test_wrong_matrices(metric, matrices, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         metric(*matrices)

@@ -282,7 +282,7 @@ def test_isotropic_priors():
 
 def test_sites_of_a_joint_posterior():
     q = make()
-    with pytest.raises(ValueError, match=r"no site 'net.wieght'; the sites are net.weight"):
+    with pytest.raises(ValueError, match=r"no site 'net.wieght'; expected one of net.weight"):
         JointMarginal(q, "net.wieght")
     marginal = q.marginal("net.bias")
     assert marginal.expand(Size([])) is marginal

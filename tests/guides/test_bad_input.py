@@ -149,7 +149,7 @@ INDUCING = (
     (lambda: inducing(inducing_rows="2"), TYPE, "expected an integer, a fraction of each lay"),
     (lambda: inducing(inducing_rows=None), TYPE, "inducing_rows is None; expected an integer"),
     (lambda: inducing(inducing_rows={"0.weight": 2}), VALUE, "has no size for 2.weight; give"),
-    (lambda: inducing(inducing_rows={"1.weight": 2}), VALUE, "no site '1.weight'; the sites"),
+    (lambda: inducing(inducing_rows={"1.weight": 2}), VALUE, "no site '1.weight'; expected one of"),
     (
         lambda: AutoInducing(WIDE, 30, 21),
         VALUE,
@@ -175,7 +175,7 @@ INDUCING = (
     (
         lambda: inducing(inducing_rows=ONE_LAYER, mean_field=autoguide.AutoDelta),
         TYPE,
-        "a AutoDelta",
+        "an AutoDelta",
     ),
     (lambda: inducing(one_of(dist.Normal(0.1, 1.0))), VALUE, "which '2.bias' has not: use su"),
     (lambda: inducing(one_of(POSITIVE)), VALUE, "each site, which '2.bias' has not"),

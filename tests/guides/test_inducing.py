@@ -92,7 +92,7 @@ def test_starts_caps_and_kinds():
     )
     for name in ("0.weight", "net.0.weight"):
         torch.testing.assert_close(guide.get_lambda(name), torch.tensor(0.01))
-    with pytest.raises(ValueError, match=r"no site '2.weight'; the sites are 0.weight"):
+    with pytest.raises(ValueError, match=r"no site '2.weight'; expected one of 0.weight"):
         guide.get_lambda("2.weight")
     torch.testing.assert_close(
         guide.u.distributions()["0.weight"].variance_through(), torch.full((4, 5), 1e-3)

@@ -19,7 +19,7 @@ def test_one_mean_and_scale_for_each_weight_in_either_spelling():
     for name in ("weight", "net.weight"):
         assert torch.equal(guide.get_loc(name), torch.full((2, 3), 0.5))
         torch.testing.assert_close(guide.get_scale(name), torch.full((2, 3), 0.2))
-    with pytest.raises(ValueError, match="no site 'wieght'; the sites are weight, bias"):
+    with pytest.raises(ValueError, match="no site 'wieght'; expected one of weight, bias"):
         guide.get_loc("wieght")
     q = guide.posterior()["net.weight"]
     assert isinstance(q.base_dist, td.Normal)

@@ -225,7 +225,7 @@ def test_bad_censored_targets():
     likelihood, f = Censored(HomoskedasticGaussian(3, scale=1.0)), torch.zeros(3, 1)
     with pytest.raises(ValueError, match=r"expected pairs \(lower, upper\)"):
         likelihood.check_targets(f, torch.tensor([[[2.0, 1.0]]]).expand(3, 1, 2))
-    with pytest.raises(ValueError, match=r"targets of shape \(3, 1\) for .* \(3, 1, 2\)"):
+    with pytest.raises(ValueError, match=r"targets of shape \(3, 1\) and expected \(3, 1, 2\)"):
         likelihood.log_likelihood(f, torch.zeros(3, 1))
     pairs = torch.tensor([[[1.0, 2.0]]]).expand(3, 1, 2)
     with pytest.raises(TypeError, match="discrete"):

@@ -90,6 +90,22 @@ def test_the_dataset_size_is_needed_and_positive(name):
         assert likelihood.dataset_size == 7
 
 
+@pytest.mark.parametrize("name", [name for name in EACH if name != "Ordinal"])  # of one number
+@pytest.mark.parametrize(
+    ("predictions", "dim", "weights", "message"),
+    [
+        ([1.0], 0, None, "predictions is a list; expected a tensor"),
+        (torch.ones(0, 4, 2), 0, None, "draws in predictions is 0; expected 1"),
+        (torch.ones(3, 4, 2), [], None, "dim is a list; expected an integer"),
+        (torch.ones(3, 4, 2), 0, 1.0, "weights is 1.0; expected a tensor"),
+        (torch.ones(3, 4, 2), 0, torch.ones(2), r"weights has shape \(2,\); expected \(3,\)"),
+    ],
+)
+def test_what_is_no_stack_of_draws_is_refused(name, predictions, dim, weights, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        EACH[name]().aggregate_predictions(predictions, dim, weights=weights)
+
+
 @pytest.mark.parametrize(
     ("likelihood", "outputs", "targets", "hint"),
     [

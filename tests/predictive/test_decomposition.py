@@ -98,6 +98,13 @@ def test_what_is_no_probability_is_refused(bad):
             split(bad)
 
 
+@pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(1, 4), -1, [0.25] * 4])
+def test_weights_are_one_for_each_draw(weights):
+    for split in (variance_decomposition, entropy_decomposition):
+        with pytest.raises((TypeError, ValueError), match=r"weights (is|has) .*; expected "):
+            split(torch.full((4, 5, 2), 0.5), weights)
+
+
 def test_regression_parts_are_the_mixtures_moments():
     means, noise = torch.randn(6, 5, 2).double(), torch.rand(6, 5, 2).double()
     parts = regression_decomposition(means, noise)

@@ -43,6 +43,7 @@ BAD: dict[str, Callable[[], Any]] = {
 }
 SECONDS = 10  # for a call
 _SKIPPED = ("tyxe.testing", "tyxe.plotting", "tyxe.integrations")  # extras, and suites for tests
+_WRAPPERS = ("contextlib", "functools", "tyxe.check")  # whose frames are between call and callee
 
 
 class Call(NamedTuple):
@@ -64,9 +65,11 @@ class Call(NamedTuple):
 
 def _copy(value: Any) -> Any:
     try:
-        return copy.deepcopy(value)
+        copied = copy.deepcopy(value)
     except Exception:
         return value
+    # Some copies are of a simpler class, which has not the method that is called.
+    return copied if type(copied) is type(value) else value
 
 
 def _modules() -> list[types.ModuleType]:
@@ -105,7 +108,7 @@ def calls() -> list[Call]:
         if event != "call" or frame.f_code not in public:
             return
         outer = frame.f_back
-        while outer is not None and outer.f_globals.get("__name__") in ("contextlib", "functools"):
+        while outer is not None and outer.f_globals.get("__name__") in _WRAPPERS:
             outer = outer.f_back
         name, function = public[frame.f_code]
         if name in found or outer is None or "<doctest" not in outer.f_code.co_filename:

@@ -102,6 +102,7 @@ class BNN(Saved, nn.Module):
     ) -> None:
         super().__init__()
         check.one_of("net", net, nn.Module, "a torch.nn.Module")
+        check.one_of("name", name, str, "a string")
         _check_prior(prior)
         if next(net.parameters(), None) is None:
             raise ValueError(f"{type(net).__name__} has no parameters, so nothing can be inferred")

@@ -59,7 +59,7 @@ def check_has_targets(targets: Any) -> None:
         raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
     if not isinstance(targets, Tensor | Targets):
         raise TypeError(
-            f"targets are {described(targets)}; pass a tensor: torch.as_tensor(targets)"
+            f"targets are {described(targets)}; expected a tensor: torch.as_tensor(targets)"
         )
 
 
@@ -130,7 +130,7 @@ def all_batches(loader: Iterable[Any], device: Any = None) -> list[tuple[Any, An
     return [*batches] if isinstance(loader, list) else [*map(copied, batches)]
 
 
-_EMPTY = "the loader is empty: it yields no batch (a generator can be used once only)"
+_EMPTY = "the loader is empty; expected a batch or more (a generator can be used once only)"
 
 
 def check_iterable(loader: Any) -> None:

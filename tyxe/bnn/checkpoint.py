@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tyxe import files
+from tyxe import check, files
 from tyxe.errors import warn
 from tyxe.rng import set_torch_rng, torch_rng
 from tyxe.threads import as_before
@@ -91,6 +91,7 @@ def checkpoint_of(
 
 def check_checkpoint(checkpoint: Mapping[str, Any]) -> Checkpoint:
     """Return a checkpoint without its state dict, or raise a RuntimeError."""
+    check.one_of("checkpoint", checkpoint, Mapping, "what bnn.checkpoint() returned")
     missing = _PARTS - {"best", *checkpoint}  # which older ones have not
     if missing:
         raise RuntimeError(
@@ -163,6 +164,7 @@ class Saved:
         return False
 
     @as_before()
+    @check.arguments
     def save(self, path: str | os.PathLike[str], training: bool = False) -> None:
         """Save the state to a file, which `load` reads; an earlier file is replaced at the end.
 
@@ -198,6 +200,7 @@ class Saved:
         files.write(path, {**whole, "averages_norms": True} if self._averages_norms else whole)
 
     @outside_inference()
+    @check.arguments
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load what `save` has written; the next `fit` goes on from a training's checkpoint.
 

@@ -27,6 +27,7 @@ from tyxe.likelihoods import Likelihood
 from tyxe.predictive.distributions import mixture
 from tyxe.predictive.ensemble import Mixture, mixed
 from tyxe.priors import Prior
+from tyxe.processes import check_group
 from tyxe.util import Inputs, outside_inference
 
 
@@ -150,6 +151,8 @@ class EnsembleBNN(Derived, Saved, nn.Module):
                 and interrupts leave a member as it was before its fit, and the earlier ones fitted.
         """
         check.one_of("member_callback", member_callback, Callable | None, "a function, or None")
+        check.flags(resume=resume, vectorize=vectorize)
+        check_group(process_group)
         if resume and not self._left:
             raise RuntimeError(
                 "there is no fit to resume: load what save(path, training=True) has written while "
@@ -211,6 +214,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
                 members' centres.
             aggregate: `False` returns the outputs, `(members * num_predictions, n, ...)`.
         """
+        check.flags(aggregate=aggregate, enable_grad=enable_grad)
         count = self._num_draws(num_predictions, options)
         given = {"num_predictions": count, "aggregate": aggregate, **options}
         given["enable_grad"] = enable_grad
@@ -422,7 +426,7 @@ def _of_draws(scores: list[Tensor]) -> Tensor:
 def _checked_weights(weights: Any, count: int) -> Tensor | None:
     if weights is None:
         return None
-    found = torch.as_tensor(weights, dtype=torch.float32)
+    found = check.tensor("weights", weights, dtype=torch.float32)
     if found.shape != (count,) or not bool((found >= 0).all()) or not 0 < found.sum() < torch.inf:
         raise ValueError(
             f"weights are {found.tolist()}; expected {count} numbers, not negative and not all 0"

@@ -36,7 +36,7 @@ from tyxe.data import Output, Targets, Unpack, masked_targets
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors import Prior
-from tyxe.processes import all_or_none, shared
+from tyxe.processes import all_or_none, check_group, shared
 from tyxe.rng import RandomStream
 from tyxe.samplers import Kernel, WarmStart
 from tyxe.util import outside_inference, unwrapped
@@ -180,7 +180,8 @@ class MCMC_BNN(SamplePosterior):
         """
         hint = ": fit(data_loader, num_samples, warmup_steps=...)"
         num_samples = check.count("num_samples", num_samples, hint=hint)
-        if process_group is not None:
+        check.flags(progress=progress, batch_data=batch_data)
+        if check_group(process_group) is not None:
             options |= {"warmup_steps": warmup_steps, "progress": progress, "unpack": unpack}
             own = data_loader, num_samples, device, batch_data
             return self._fit_shares(process_group, num_chains, *own, **options)

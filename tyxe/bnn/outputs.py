@@ -288,7 +288,7 @@ class PosteriorBNN(BNN):
                 f"{type(self).__name__} has no Gaussian posterior to linearise about: predict with "
                 "predictive='bnn', or use tyxe.LaplaceBNN or a Normal guide"
             )
-        if chosen not in known:
+        if not isinstance(chosen, str) or chosen not in known:
             raise ValueError(
                 f"predictive is {described(chosen)}; expected {expected}, or a function from "
                 "inputs to mean and covariance"

@@ -62,6 +62,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         Args:
             sample: return the net at one draw instead.
         """
+        check.flags(sample=sample)
         with exclusive(), torch.no_grad():
             values = self._one_draw() if sample else self._mean_values()
         net = self._net_at(values, self._norm_statistics(values) if sample else {})
@@ -98,7 +99,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             >>> program.module()(torch.ones(5, 2)).softmax(-1).shape
             torch.Size([5, 3])
         """
-        if closed_form:
+        if check.flag("closed_form", closed_form):
             if num_draws is not None:
                 raise TypeError("closed_form=True takes no draws: leave num_draws out")
             return self._in_closed_form(link)
@@ -205,6 +206,8 @@ class SupervisedBNN(Derived, PosteriorBNN):
             >>> bnn.predict(torch.zeros(5, 2), num_predictions=8).softmax(-1).shape
             torch.Size([5, 3])
         """
+        check.flags(aggregate=aggregate, vectorize=vectorize, joint=joint)
+        check.flags(enable_grad=enable_grad)
         predictive = self._default_predictive if predictive is None else predictive
         num_predictions = self._num_draws(num_predictions, predictive)
         gaussian = self._gaussian(predictive, num_predictions, link)
@@ -262,6 +265,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             >>> found.mean.shape, found.stddev.shape, found.log_prob(torch.zeros(5, 1)).shape
             (torch.Size([5, 1]), torch.Size([5, 1]), torch.Size([5]))
         """
+        check.flags(vectorize=vectorize, enable_grad=enable_grad)
         predictive = self._default_predictive if predictive is None else predictive
         num_predictions = self._num_draws(num_predictions, predictive)
         gaussian = self._gaussian(predictive, num_predictions, link)
@@ -314,6 +318,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             torch.Size([8, 5, 1])
         """
         num_samples = check.count("num_samples", num_samples)
+        check.flags(joint=joint, vectorize=vectorize)
         gaussian = self._gaussian(predictive, num_samples, "mc")
         options = self._link_options(gaussian, "mc", num_samples)
         draw = self._drawing(predictive if joint else "bnn", vectorize)
@@ -388,6 +393,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         link: str = "mc",
     ) -> Callable[[Inputs, Tensor, ReplayedDraws], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
+        check.flags(aggregate=aggregate, vectorize=vectorize)
         predictive = self._default_predictive if predictive is None else predictive
         num_predictions = self._num_draws(num_predictions, predictive)
         gaussian = self._gaussian(predictive, num_predictions, link)

@@ -21,7 +21,7 @@ from tyxe.data import Targets, Unpack, concatenate_targets
 from tyxe.likelihoods import Bernoulli, Joint, Likelihood, Ordinal
 from tyxe.likelihoods.reductions import reduce_points
 from tyxe.predictive.scores import SCORES
-from tyxe.processes import all_or_none, total
+from tyxe.processes import all_or_none, check_group, total
 from tyxe.util import Inputs
 
 
@@ -29,11 +29,11 @@ def check_evaluation(
     bnn: Any, input_data: Inputs, y: Tensor | None, reduction: str, group: Any
 ) -> Tensor | None:
     """Return targets as a BNN takes them; raise where `evaluate` has none, or has them twice."""
-    if group is not None and reduction == "none":
+    if check_group(group) is not None and reduction == "none":
         raise ValueError("reduction='none' is of one process: leave process_group out")
     if (y is None) != is_loader(input_data):
         raise ValueError(
-            "evaluate needs targets, once: evaluate(inputs, y), or evaluate(loader) with a "
+            "evaluate expected targets, once: evaluate(inputs, y), or evaluate(loader) with a "
             "loader or list of pairs; several arguments of the net are a tuple"
         )
     if y is not None:

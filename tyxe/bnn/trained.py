@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from tyxe import check
 from tyxe.bnn.batches import device_for
 from tyxe.bnn.checkpoint import (
     BestEpoch,
@@ -47,6 +48,7 @@ class TrainedBNN(SupervisedBNN):
         after_epoch: Callable[[int], None] | None = None,
     ) -> History:
         """Fit by epochs, after each of which a function may update the prior."""
+        check.flags(progress=progress)
         history, device = History(), device_for(self, device)
         with fitting(self, train=True), prior_fixed(self):
             trainer = Trainer(self, optim, options)

@@ -41,11 +41,11 @@ class FitOptions:
     clip_norm: float | None = check.field(None, check.number, above=0)
     lr_multipliers: Mapping[str, float] | None = None
     num_particles: int = check.field(1, check.count)
-    closed_form_kl: bool = True
+    closed_form_kl: bool = check.field(True, check.flag)
     parallel: Parallel | None = None
     accumulate_steps: int = check.field(1, check.count)
     autocast: torch.dtype | None = None
-    compile: bool = False
+    compile: bool = check.field(False, check.flag)
     nan_check: str = check.field("step", check.choice, known=("step", "epoch"))
     scheduler: Any = None
     schedule_by: str = check.field("epoch", check.choice, known=("epoch", "batch"))
@@ -117,6 +117,7 @@ def bars_named(what: str) -> Iterator[None]:
 
 def progress_bar(items: range | None, what: str, unit: str, progress: bool | None) -> Any:
     """Return an iterator over items, or a counter, with a bar, by default on a terminal only."""
+    check.flags(progress=progress)
     disable = None if progress is None else not progress
     what = f"{_BAR_OF.get()} {what}".strip()
     return tqdm(items, desc=what, unit=unit, disable=disable, leave=not _BAR_OF.get())

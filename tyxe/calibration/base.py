@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe import files
+from tyxe import check, files
 from tyxe.bnn.batches import all_batches, device_for
 from tyxe.bnn.scoring import predicted
 from tyxe.check import described
@@ -89,7 +89,7 @@ class Calibrator(ABC):
         """
         if not hasattr(bnn, "_to_evaluate"):
             raise TypeError(
-                f"wrap takes a BNN, and got {described(bnn)}: for a plain net call "
+                f"bnn is {described(bnn)}; expected a BNN: for a plain net call "
                 "fit(predictions, y), or wrap a VariationalBNN with a prior that hides all"
             )
         if isinstance(bnn.likelihood, Joint):
@@ -273,7 +273,7 @@ def check_classes(values: Any, y: Any, soft: bool = False) -> tuple[Tensor, Tens
 
 
 def _targets(y: Any) -> Targets:
-    return y if isinstance(y, Targets) else Targets(torch.as_tensor(y))
+    return y if isinstance(y, Targets) else Targets(check.tensor("y", y))
 
 
 def check_pair(values: Any) -> tuple[Tensor, Tensor]:

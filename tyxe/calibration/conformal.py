@@ -144,6 +144,7 @@ def _of_numbers(kind: str, predictions: Any, targets: Any) -> tuple[Tensor, Tens
     return scores, counts
 
 
+@check.arguments
 def coverage(predicted: Any, y: Tensor) -> float:
     """Return the share of points whose targets lie in sets `(n, C)`, or in `(lower, upper)`.
 
@@ -152,12 +153,15 @@ def coverage(predicted: Any, y: Tensor) -> float:
         0.5
     """
     if isinstance(predicted, Tensor):
+        check.shape("predicted", predicted, (*y.shape, "C"), ": sets of classes, as y are labels")
         held = predicted.gather(-1, y.unsqueeze(-1))
     else:
-        held = ((predicted[0] <= y) & (y <= predicted[1])).reshape(len(y), -1).all(1)
+        lower, upper = _interval(predicted)
+        held = ((lower <= y) & (y <= upper)).reshape(len(y), -1).all(1)
     return float(held.double().mean())
 
 
+@check.arguments
 def size(predicted: Any) -> float:
     """Return the mean number of classes in sets `(n, C)`, or the mean width of `(lower, upper)`.
 
@@ -167,4 +171,11 @@ def size(predicted: Any) -> float:
     """
     if isinstance(predicted, Tensor):
         return float(predicted.double().sum(-1).mean())
-    return float((predicted[1] - predicted[0]).double().clamp_min(0).mean())
+    lower, upper = _interval(predicted)
+    return float((upper - lower).double().clamp_min(0).mean())
+
+
+def _interval(predicted: Any) -> Any:
+    check.one_of("predicted", predicted, tuple | list, "a tensor of sets, or (lower, upper)")
+    check.choice("the length of predicted", len(predicted), [2])
+    return predicted

@@ -46,6 +46,7 @@ CORESETS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+@check.arguments
 def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor:
     """Choose a coreset.
 
@@ -70,6 +71,7 @@ def coreset_indices(inputs: Tensor, size: int, method: str = "random") -> Tensor
     return CORESETS[method](inputs, size)
 
 
+@check.arguments
 def split_coreset(data: Pair, indices: Tensor) -> tuple[Pair, Pair]:
     """Take a coreset out of a task's data.
 

@@ -87,6 +87,7 @@ class Heads:
                 "this one, Heads(bnn, modules=[...])"
             )
 
+    @check.arguments
     def start(self, task: Task) -> None:
         """Give a new task a head, with the values that the net came with: the same for every task.
 
@@ -99,6 +100,7 @@ class Heads:
         self._put(task, self._start)
         self._kept[task] = self._start
 
+    @check.arguments
     def use(self, task: Task) -> ExitStack:
         """Put a task's head into the net; as a context manager, only inside the `with`.
 
@@ -178,6 +180,7 @@ class Heads:
 def _names_in(modules: Iterable[str]) -> list[str]:
     if isinstance(modules, str):
         raise TypeError(f"modules is {modules!r}; expected a list: modules=[{modules!r}]")
+    check.one_of("modules", modules, Iterable, "names of parts")
     names: list[Any] = [modules] if isinstance(modules, nn.Module) else list(modules)
     expected = 'names or globs of parts of bnn.net, such as modules=["2"]'
     return [check.one_of("a part in modules", name, str, expected) for name in names]

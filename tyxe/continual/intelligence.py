@@ -91,6 +91,7 @@ class SynapticIntelligence:
         True
     """
 
+    @check.arguments
     def __init__(
         self, bnn: BNN, c: float = 0.1, xi: float = 0.1, heads: Heads | None = None
     ) -> None:
@@ -116,6 +117,7 @@ class SynapticIntelligence:
         precisions = {name: 2 * self.c * value for name, value in self._importance.items()}
         return GaussianPenalty(self._start, precisions)
 
+    @check.arguments
     def watch(self, optimizer: Optimizer) -> Optimizer:
         """Add the penalty's gradient to every step of an optimiser, and sum up `omega`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tyxe import files
+from tyxe import check, files
 from tyxe.bnn import BNN, MCMC_BNN
 from tyxe.continual.heads import Heads, Task
 from tyxe.priors import DictPrior
@@ -34,7 +34,8 @@ class Stateful(Protocol):
         """Load what `state_dict` returned."""
 
 
-def posterior_to_prior(bnn: Any) -> None:
+@check.arguments
+def posterior_to_prior(bnn: BNN) -> None:
     """Make the posterior of a BNN its prior.
 
     A BNN without sites (maximum likelihood) stays as it is.
@@ -66,7 +67,8 @@ def posterior_to_prior(bnn: Any) -> None:
                 "update= to the TaskLoop, or use VariationalBNN or LaplaceBNN"
             )
         with exclusive():
-            posteriors = bnn.net_guide.get_detached_distributions(sites)
+            guide: Any = bnn.net_guide
+            posteriors = guide.get_detached_distributions(sites)
             bnn.update_prior(DictPrior(posteriors))
 
 
@@ -107,10 +109,11 @@ class TaskLoop:
         torch.Size([2, 2])
     """
 
+    @check.arguments
     def __init__(
         self,
         bnn: BNN,
-        tasks: Sequence[Task],
+        tasks: Iterable[Task],
         fit: Callable[[Task], Any],
         evaluate: Callable[[Task], float],
         update: Callable[[Task], Any] | None = None,
@@ -119,8 +122,6 @@ class TaskLoop:
         ahead: bool = False,
         parts: Mapping[str, Stateful] | None = None,
     ) -> None:
-        if isinstance(tasks, str):
-            raise TypeError(f"tasks is {tasks!r}; expected a list of names or numbers")
         self.tasks = list(tasks)
         for task in self.tasks:
             # Subclasses, such as NumPy's, can be saved but not loaded.
@@ -141,6 +142,7 @@ class TaskLoop:
         self._steps_done = 0  # of the present task
         self.accuracy = torch.full((len(self.tasks),) * 2, math.nan, device="cpu")
 
+    @check.arguments
     def run(
         self,
         checkpoint: str | os.PathLike[str] | None = None,

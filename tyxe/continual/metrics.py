@@ -8,6 +8,7 @@ from torch import Tensor
 from tyxe import check
 
 
+@check.arguments
 def average_accuracy(accuracy: Tensor) -> Tensor:
     r"""Return the mean accuracy over the tasks seen, after each task: `1/(t+1) sum_{i<=t} A[t, i]`.
 
@@ -32,6 +33,7 @@ def average_accuracy(accuracy: Tensor) -> Tensor:
     return accuracy.where(_seen(accuracy), accuracy.new_zeros(())).sum(-1) / count
 
 
+@check.arguments
 def forgetting(accuracy: Tensor) -> Tensor:
     r"""Return how much accuracy earlier tasks have lost since their best, after each task.
 
@@ -55,6 +57,7 @@ def forgetting(accuracy: Tensor) -> Tensor:
     return torch.cat([first - first, lost], -1)
 
 
+@check.arguments
 def backward_transfer(accuracy: Tensor) -> Tensor:
     r"""Return the change of tasks' accuracy since their own fit: `mean_{i<T} A[T, i] - A[i, i]`.
 
@@ -75,6 +78,7 @@ def backward_transfer(accuracy: Tensor) -> Tensor:
     return (accuracy[..., -1, :-1] - accuracy.diagonal(dim1=-2, dim2=-1)[..., :-1]).mean(-1)
 
 
+@check.arguments
 def forward_transfer(accuracy: Tensor, baseline: Tensor) -> Tensor:
     r"""Return the gain of a task from earlier ones before its fit: `mean_{i>0} A[i-1, i] - b_i`.
 

@@ -162,6 +162,7 @@ class Reference:
         }
 
 
+@check.arguments
 def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Reference:
     """Return what chains that have converged predict for inputs, to compare other methods with.
 
@@ -191,7 +192,7 @@ def reference(bnn: MCMC_BNN, *inputs: Any, largest_r_hat: float = 1.01) -> Refer
     outputs = bnn.predict(*inputs, num_predictions=chains * count, aggregate=False)
     apart = outputs.unflatten(0, (chains, count)).double()
     found = float(split_gelman_rubin(apart, chain_dim=0, sample_dim=1).max())
-    if not found <= largest_r_hat:
+    if not found <= check.number("largest_r_hat", largest_r_hat, least=1):
         raise ValueError(
             f"these chains are no reference yet: R-hat of their outputs goes up to {found:.3f}, "
             f"and {largest_r_hat} is allowed; fit with more samples, or resume=True"

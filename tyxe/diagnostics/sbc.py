@@ -121,6 +121,7 @@ def _below(ranks: Tensor, draws: int) -> Tensor:
     return counts.cumsum(1)[:, :-1]
 
 
+@check.arguments
 def sbc(
     make_bnn: Callable[[], SupervisedBNN],
     fit: Callable[[Any, list[tuple[Any, Tensor]]], Any],
@@ -178,6 +179,7 @@ def sbc(
     """
     num_simulations = check.count("num_simulations", num_simulations)
     num_draws = check.count("num_draws", num_draws)
+    check.count("num_workers", num_workers)
     functions = {"mean output": _mean_output} if functions is None else dict(functions)
     if LOG_LIKELIHOOD in functions:
         raise ValueError(f"{LOG_LIKELIHOOD!r} is among the functions always; choose another name")

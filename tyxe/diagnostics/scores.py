@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from tyxe import metrics
+from tyxe import check, metrics
+from tyxe.bnn import EnsembleBNN
 from tyxe.bnn.batches import all_batches, device_for
+from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.scoring import predicted
 from tyxe.data import Unpack
 from tyxe.rng import set_torch_rng, torch_rng
@@ -22,8 +24,9 @@ class Scores(dict[str, float]):
         return "\n".join(f"{name:{width}}  {value:10.4g}" for name, value in self.items())
 
 
+@check.arguments
 def scores(
-    bnn: Any,
+    bnn: SupervisedBNN | EnsembleBNN,
     loader: Iterable[Any],
     num_predictions: int | None = None,
     *,

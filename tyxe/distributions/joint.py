@@ -12,6 +12,8 @@ import torch.distributions as td
 from torch import Tensor
 from torch.distributions import constraints
 
+from tyxe import check
+
 
 class OneEvent(dist.TorchDistribution):
     """Base of distributions over real values that are one event, without batch dimensions."""
@@ -111,7 +113,7 @@ class JointMarginal(OneEvent):
 
     def __init__(self, joint: JointDistribution, site: str) -> None:
         if site not in joint.names:
-            raise ValueError(f"there is no site {site!r}; the sites are {', '.join(joint.names)}")
+            raise ValueError(f"there is no site {site!r}; expected one of {', '.join(joint.names)}")
         self.joint, self.site = joint, site
         super().__init__(torch.Size(), joint.site_shapes[site], validate_args=False)
 
@@ -184,6 +186,7 @@ class IndependentSites(td.Distribution):
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
+    @check.arguments
     def __init__(self, distributions: Mapping[str, td.Distribution]) -> None:
         self.distributions = dict(distributions)
         super().__init__(validate_args=False)

@@ -11,6 +11,7 @@ from functools import singledispatch
 import torch.distributions as td
 from torch import Tensor
 
+from tyxe.check import described
 from tyxe.util import at_least_float32
 
 
@@ -89,7 +90,8 @@ def deviation(distribution: td.Distribution) -> Tensor:
         torch.Size([2])
     """
     middle = center(distribution)
-    assert middle is not None
+    if middle is None:
+        raise TypeError(f"distribution is {described(distribution)}; expected one with a center")
     draw = distribution.rsample if distribution.has_rsample else distribution.sample
     return draw() - middle
 

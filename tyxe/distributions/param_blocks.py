@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Size, Tensor
 
+from tyxe import check
 from tyxe.linalg import BlockDiagonal, Diagonal
 
 
@@ -211,12 +212,15 @@ class ParamBlocks:
         """The number `P` of all elements."""
         return sum(self.sizes)
 
+    @check.arguments
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the vector `(P,)` of the sites' values; a number stands for a constant site."""
         return torch.cat([block.to_vector(values) for block in self.blocks])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the sites' values `(..., *shape)` of vectors `(..., P)`."""
+        check.one_of("vector", vector, Tensor, "a tensor (..., P)")
+        check.shape("vector", vector, (*vector.shape[:-1], self.size), ", of all sites' elements")
         parts = vector.split_with_sizes(self.sizes, -1)
         return {
             site: value

@@ -157,6 +157,7 @@ class AnyGuide(nn.Module, ABC):
         """Return what a next prior may be made of, by site's name in the joint model."""
         return self.posterior() or {}
 
+    @check.arguments
     def get_detached_distributions(
         self, site_names: Iterable[str] | None = None
     ) -> dict[str, td.Distribution]:
@@ -251,7 +252,7 @@ class Guide(AnyGuide):
         return {name: median.detach().clone() for name, median in medians.items()}
 
     def _own(self, name: str) -> Site:
-        return site_named(self.sites, name)
+        return site_named(self.sites, check.one_of("site_name", name, str, "a string"))
 
     @property
     def kind(self) -> str:

@@ -30,6 +30,7 @@ def _outline(site: Message) -> Tensor:
     return drawn.detach()
 
 
+@check.arguments
 def init_to_constant(site: Message | None = None, constant: float = 0.0) -> Any:
     """Start every element at one number; `init_to_constant(constant=1.0)` makes an initialiser.
 
@@ -42,16 +43,19 @@ def init_to_constant(site: Message | None = None, constant: float = 0.0) -> Any:
     return torch.full_like(_outline(site), constant)
 
 
+@check.arguments
 def init_to_zero(site: Message | None = None) -> Any:
     """Start every element at zero."""
     return init_to_zero if site is None else torch.zeros_like(_outline(site))
 
 
+@check.arguments
 def init_to_sample(site: Message | None = None) -> Any:
     """Start at a draw from the prior."""
     return init_to_sample if site is None else site["fn"].sample().detach()
 
 
+@check.arguments
 def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
     """Start at the prior's median, or at that of `num_samples` samples without a closed form.
 
@@ -76,6 +80,7 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
         return site["fn"].sample((num_samples,)).median(0).values
 
 
+@check.arguments
 def init_to_net(site: Message | None = None) -> Any:
     """Start at the values that the net came with: the default of guides.
 
@@ -119,6 +124,7 @@ def layerwise_std(site: Message, method: str, nonlinearity: str = "relu") -> flo
     return std_from_fans(method, fan_in, fan_out, nonlinearity)
 
 
+@check.arguments
 def init_to_normal(site: Message | None = None, mean: float = 0.0, std: float | str = 1.0) -> Any:
     """Start at draws from a Normal; `init_to_normal(std=0.1)` makes an initialiser.
 

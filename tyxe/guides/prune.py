@@ -77,6 +77,7 @@ def prune_inducing_(guide: AutoInducing, keep: float) -> None:
     _prune([({n: z.abs() for n, z in maps.items()}, maps, kept) for maps, kept in sides], keep)
 
 
+@check.arguments
 def parameter_count(guide: nn.Module) -> int:
     """Return the number of a guide's parameters that have to be stored after pruning.
 

@@ -19,7 +19,6 @@ ACCUMULATE: dict[str, Callable[[Operator, Operator], Operator]] = {
     "per_task": plus,
 }
 # How the options that are attributes of a `LaplaceState` are checked.
-BOOLEAN: dict[str, Any] = {"rule": check.one_of, "kinds": bool, "expected": "True or False"}
 POSITIVE: dict[str, Any] = {"rule": check.number, "above": 0}
 KNOWN: dict[str, Any] = {"rule": check.choice, "known": ACCUMULATE}
 
@@ -49,10 +48,10 @@ class LaplaceOptions:
     """
 
     num_passes: int = check.field(1, check.count)
-    damping: bool = check.field(False, **BOOLEAN)
+    damping: bool = check.field(False, check.flag)
     curvature_weight: float = check.field(1.0, **POSITIVE)
     accumulate: str = check.field("sum", **KNOWN)
-    reduce: bool = check.field(False, **BOOLEAN)
+    reduce: bool = check.field(False, check.flag)
 
     def __post_init__(self) -> None:
         check.fields(self)

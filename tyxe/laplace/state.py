@@ -16,7 +16,7 @@ from tyxe import check
 from tyxe.curvature import Curvature
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.errors import warn
-from tyxe.laplace.precision import BOOLEAN, KNOWN, POSITIVE, posterior_precision
+from tyxe.laplace.precision import KNOWN, POSITIVE, posterior_precision
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
 from tyxe.linalg import BlockDiagonal
 from tyxe.linalg.base import factorization
@@ -64,7 +64,7 @@ class LaplaceState:
     prior: Gaussian
     temperature: float = check.field(1.0, **POSITIVE)
     curvature_weight: float = check.field(1.0, **POSITIVE)
-    damping: bool = check.field(False, **BOOLEAN)
+    damping: bool = check.field(False, check.flag)
     accumulate: str = check.field("sum", **KNOWN)
 
     def __post_init__(self) -> None:

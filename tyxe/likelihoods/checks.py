@@ -88,6 +88,6 @@ def shape_message(
     else:
         hint = "they have to be the same"
     return (
-        f"{type(likelihood).__name__} got targets of shape {tuple(given)} for predictions of shape "
-        f"{tuple(expected)}; {hint}"
+        f"{type(likelihood).__name__} got targets of shape {tuple(given)} and expected "
+        f"{tuple(expected)}, by its predictions; {hint}"
     )

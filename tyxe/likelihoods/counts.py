@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.own_parameter import OwnParameter
-from tyxe.likelihoods.reductions import log_mean_exp
+from tyxe.likelihoods.reductions import log_mean_exp, stacked
 
 
 class Poisson(Likelihood):
@@ -37,7 +37,7 @@ class Poisson(Likelihood):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
-        return log_mean_exp(predictions, dim, weights)
+        return log_mean_exp(stacked(predictions, dim), dim, weights)
 
 
 class NegativeBinomial(OwnParameter):
@@ -89,4 +89,4 @@ class NegativeBinomial(OwnParameter):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
-        return log_mean_exp(predictions, dim, weights)
+        return log_mean_exp(stacked(predictions, dim), dim, weights)

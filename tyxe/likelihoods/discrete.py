@@ -14,10 +14,11 @@ from torch.distributions import constraints
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid, nll_loss, one_hot
 
+from tyxe import check
 from tyxe.data import Targets
 from tyxe.errors import warn
 from tyxe.likelihoods.base import Latents, Likelihood
-from tyxe.likelihoods.reductions import log_mean_exp, mean_over
+from tyxe.likelihoods.reductions import log_mean_exp, mean_over, stacked
 from tyxe.util import at_least_float32, without_events
 
 TOLERANCE = 1e-3  # of sums of probabilities
@@ -72,7 +73,9 @@ class Categorical(Likelihood):
         self.logit_predictions = logit_predictions
         self.ignore_index, self.class_dim = ignore_index, class_dim
         self.prepares_outputs, self.prepares_targets = class_dim != -1, class_weights is not None
-        weights = None if class_weights is None else torch.as_tensor(class_weights).float()
+        weights = (
+            None if class_weights is None else check.tensor("class_weights", class_weights).float()
+        )
         self.class_weights: Tensor | None
         if weights is not None and not (
             weights.dim() == 1 and (weights >= 0).all() and any(weights)
@@ -166,6 +169,7 @@ class Categorical(Likelihood):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
+        predictions = stacked(predictions, dim)
         if not self.logit_predictions:
             return mean_over(predictions, dim, weights)
         return log_mean_exp(predictions.log_softmax(-1), dim, weights)
@@ -263,7 +267,7 @@ class Bernoulli(Likelihood):
         super().__init__(dataset_size, event_dim, name)
         self.logit_predictions = logit_predictions
         self.prepares_targets = pos_weight is not None
-        weight = None if pos_weight is None else torch.as_tensor(pos_weight).float()
+        weight = None if pos_weight is None else check.tensor("pos_weight", pos_weight).float()
         if weight is not None and not bool((weight >= 0).all() & weight.isfinite().all()):
             raise ValueError(f"pos_weight is {pos_weight}; expected numbers of 0 or more")
         self.pos_weight: Tensor | None
@@ -293,6 +297,7 @@ class Bernoulli(Likelihood):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
+        predictions = stacked(predictions, dim)
         if not self.logit_predictions:
             return mean_over(predictions, dim, weights)
         # The difference of two log-mean-exps stays finite where the mean rounds to 0 or 1.

@@ -15,7 +15,7 @@ from tyxe import check
 from tyxe.data import Targets
 from tyxe.likelihoods.base import Latents, Likelihood, Predictions
 from tyxe.likelihoods.own_parameter import OwnParameter, expanded
-from tyxe.likelihoods.reductions import mean_of, mean_over, moments
+from tyxe.likelihoods.reductions import mean_of, mean_over, moments, stacked
 
 
 class HomoskedasticGaussian(OwnParameter):
@@ -98,7 +98,7 @@ class HomoskedasticGaussian(OwnParameter):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        noise = self.scale_of(latents, predictions).square()
+        noise = self.scale_of(latents, stacked(predictions, dim)).square()
         return _with_noise(predictions, dim, weights, noise, self.noise_prior is not None)
 
 
@@ -151,7 +151,7 @@ class StudentT(OwnParameter):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        variance = self.own_value(latents, predictions).square() / (1 - 2 / self.df)
+        variance = self.own_value(latents, stacked(predictions, dim)).square() / (1 - 2 / self.df)
         return _with_noise(predictions, dim, weights, variance, self.noise_prior is not None)
 
 
@@ -208,7 +208,7 @@ class HeteroskedasticGaussian(Likelihood):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
-        loc, scale = self._split(predictions)
+        loc, scale = self._split(stacked(predictions, dim))
         mean, spread = moments(loc, dim, weights)
         total = (spread + mean_over(scale.square(), dim, weights)).sqrt()
         if not self.positive_scale:

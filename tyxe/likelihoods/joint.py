@@ -330,8 +330,10 @@ def _(distribution: _Product, mask: Tensor) -> _Product:
 
 def _split(packed: Tensor, shapes: Mapping[str, Size]) -> dict[str, Tensor]:
     """Return the parts of vectors `(..., K)`, with their shapes by name."""
-    pieces = packed.split([shape.numel() for shape in shapes.values()], -1)
-    lead = packed.shape[:-1]
+    check.one_of("packed", packed, Tensor, "a tensor, or a mapping of the parts'")
+    sizes, lead = [shape.numel() for shape in shapes.values()], packed.shape[:-1]
+    check.shape("packed", packed, (*lead, sum(sizes)), ", the parts' sizes together")
+    pieces = packed.split(sizes, -1)
     return {n: p.reshape(lead + shapes[n]) for n, p in zip(shapes, pieces, strict=True)}
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, pad
 from tyxe import check
 from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.discrete import LogitCategorical
-from tyxe.likelihoods.reductions import log_mean_exp
+from tyxe.likelihoods.reductions import log_mean_exp, stacked
 from tyxe.util import at_least_float32
 
 
@@ -106,4 +106,4 @@ class Ordinal(Likelihood):
     def aggregate_predictions(
         self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
     ) -> Tensor:
-        return log_mean_exp(self.class_logits(predictions), dim, weights)
+        return log_mean_exp(self.class_logits(stacked(predictions, dim)), dim, weights)

@@ -19,6 +19,7 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.likelihoods.base import Latents, Likelihood
 from tyxe.likelihoods.counts import NegativeBinomial, Poisson
 from tyxe.likelihoods.discrete import Bernoulli, Categorical
@@ -168,6 +169,7 @@ class SqrtColumns:
                 yield column.reshape(self.shape)
 
 
+@check.arguments
 def output_hessian_sqrt(
     likelihood: Likelihood, predictions: Tensor, latents: Latents = None
 ) -> SqrtColumns:

@@ -9,6 +9,7 @@ import torch
 import torch.distributions as td
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.likelihoods.base import Latents, Likelihood
 
@@ -45,9 +46,9 @@ class OwnParameter(Likelihood):
         self.noise_prior = (
             BufferedDistribution(given) if isinstance(given, td.Distribution) else None
         )
-        learn = learn or isinstance(given, nn.Parameter)
+        learn = check.flag("learn", learn) or isinstance(given, nn.Parameter)
         if self.noise_prior is None:
-            values = torch.as_tensor(given).detach()
+            values = check.tensor(parameter, given).detach()
             if not bool((values > 0).all() & values.isfinite().all()):
                 raise ValueError(f"{parameter} is {given}; expected positive numbers")
         elif learn:

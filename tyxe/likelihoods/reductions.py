@@ -30,16 +30,31 @@ def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None)
     return total if reduction == "sum" else total / weights.sum()
 
 
+def stacked(predictions: Any, dim: int) -> Tensor:
+    """Return predictions of draws that are stacked along a dimension, at least of one draw."""
+    check.one_of("predictions", predictions, Tensor, "a tensor, such as torch.stack(draws)")
+    dim = check.count("dim", dim, -predictions.dim(), ", the dimension of the draws")
+    check.count("the number of draws in predictions", predictions.shape[dim])
+    return predictions
+
+
 def mean_over(values: Tensor, dim: int, weights: Tensor | None = None) -> Tensor:
     """Return the mean along a dimension, by weights that sum to one where there are some."""
-    return values.mean(dim) if weights is None else values.movedim(dim, -1) @ weights.to(values)
+    if weights is None:
+        return values.mean(dim)
+    return values.movedim(dim, -1) @ _of_draws(weights, values, dim)
+
+
+def _of_draws(weights: Tensor, values: Tensor, dim: int) -> Tensor:
+    check.shape("weights", weights, (values.shape[dim],), ", one for each draw")
+    return weights.to(values)
 
 
 def log_mean_exp(logs: Tensor, dim: int, weights: Tensor | None = None) -> Tensor:
     """Return the logarithm of the mean of exponentials, see `mean_over`."""
     if weights is None:
         return logs.logsumexp(dim) - math.log(logs.shape[dim])
-    return (logs.movedim(dim, -1) + weights.to(logs).log()).logsumexp(-1)
+    return (logs.movedim(dim, -1) + _of_draws(weights, logs, dim).log()).logsumexp(-1)
 
 
 def mean_of(predictions: Any) -> Tensor:

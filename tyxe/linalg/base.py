@@ -173,6 +173,7 @@ class Operator(ABC):
         """
         return self.inverse_quadratic((g.mT @ a.unsqueeze(-3)).flatten(-2))
 
+    @check.arguments
     def sample(self, sample_shape: Sequence[int] = (), noise: Tensor | None = None) -> Tensor:
         """Return draws `(*sample_shape, P)` of `N(0, A^-1)`.
 
@@ -186,6 +187,7 @@ class Operator(ABC):
 
     # ------------------------------------------------------------------ other operators
 
+    @check.arguments
     def scaled(self: OperatorT, c: float | Tensor) -> OperatorT:
         """Return `c A`, of the same structure.
 
@@ -194,6 +196,7 @@ class Operator(ABC):
         scale = check.shape("the scale", self._tensor(c), ())
         return self._scaled(check_non_negative(scale, "the scale"))
 
+    @check.arguments
     def add_diagonal(self: OperatorT, d: float | Tensor) -> OperatorT:
         """Return `A + diag(d)`, of the same structure, such as a posterior precision.
 
@@ -268,11 +271,8 @@ class Operator(ABC):
 
     def _vectors(self, x: Tensor) -> Tensor:
         """Return `x` if the operator can act on its last dimension."""
-        if x.shape[-1:] != (self.size,):
-            raise ValueError(
-                f"an operator of size {self.size} acts on vectors (..., {self.size}); "
-                f"got a tensor of shape {tuple(x.shape)}"
-            )
+        check.one_of("what an operator acts on", x, Tensor, "a tensor of vectors")
+        check.shape("a tensor of vectors", x, (*x.shape[:-1], self.size), " for this operator")
         if x.dtype != self.dtype:
             raise TypeError(
                 f"an operator in {self.dtype} got a tensor in {x.dtype}; "

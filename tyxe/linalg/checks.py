@@ -51,7 +51,7 @@ def check_finite(tensor: Tensor, what: str) -> Tensor:
     lowest, highest = _range(tensor)
     if not -math.inf < lowest <= highest < math.inf:
         count = int((~tensor.isfinite()).sum())
-        raise ValueError(f"{what} has {count} elements that are not finite")
+        raise ValueError(f"{what} has {count} elements that are not finite; expected none")
     return tensor
 
 
@@ -62,7 +62,7 @@ def check_non_negative(tensor: Tensor, what: str) -> Tensor:
     lowest, highest = _range(tensor)
     if not 0 <= lowest <= highest < math.inf:
         check_finite(tensor, what)
-        raise ValueError(f"{what} has to be at least 0; its smallest element is {lowest:.3g}")
+        raise ValueError(f"{what} goes down to {lowest:.3g}; expected 0 or more")
     return tensor
 
 
@@ -87,7 +87,7 @@ def check_same_kind(first: Any, second: Any, what: str) -> None:
 
 def check_square(matrix: Tensor, what: str) -> Tensor:
     """Return a matrix that is square and finite."""
-    size = matrix.shape[-1] if matrix.dim() else "P"
+    size = matrix.shape[-1] if isinstance(matrix, Tensor) and matrix.dim() else "P"
     return check_field(matrix, what, size, size)
 
 

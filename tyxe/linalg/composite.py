@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import check_same_kind, check_small
 from tyxe.linalg.dense import Cholesky, Dense
@@ -18,6 +19,7 @@ from tyxe.linalg.diagonal import Diagonal, LowRank
 
 def _alike(parts: Mapping[str, Operator], what: str) -> dict[str, Operator]:
     """Return a copy of some operators by name, all of one type and on one device."""
+    check.one_of(what, parts, Mapping, "operators by name")
     (first, other), *_ = parts.items()
     for name, part in parts.items():
         check_same_kind(other, part, f"the {what} {first!r} and {name!r}")
@@ -60,8 +62,10 @@ class BlockDiagonal(Operator):
     def size(self) -> int:
         return sum(self.sizes.values())
 
+    @check.arguments
     def split(self, x: Tensor) -> dict[str, Tensor]:
         """Return the blocks' parts of vectors `(..., P)`, of any type, by name."""
+        check.shape("x", x, (*x.shape[:-1], self.size), ", the blocks' sizes together")
         return dict(zip(self.blocks, x.split(list(self.sizes.values()), -1), strict=True))
 
     def _cat(self, parts: Mapping[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import (
     check_field,
@@ -167,6 +168,7 @@ class Kronecker(Operator):
         slopes = (basis * (out_factor @ basis)).sum(0)
         return self._like(out_basis=basis, out_eigenvalues=values + slopes - slopes.detach())
 
+    @check.arguments
     def averaged(self, other: Kronecker) -> Kronecker:
         """Return one product that approximates the sum of two, without a gradient [T 3.60].
 
@@ -271,7 +273,11 @@ class Kronecker(Operator):
     def _whiten(self, x: Tensor) -> Tensor:
         return (self._rotate(x) / self._root).flatten(-2)
 
+    @check.arguments
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
+        rows, columns = self.shape
+        check.shape("a", a, (*a.shape[:-2], "R", columns))
+        check.shape("g", g, (*g.shape[:-3], "C", *a.shape[-2:-1], rows), ", of the positions of a")
         if a.shape[-2] == 1:
             a, g = a.squeeze(-2) @ self.in_basis, g.squeeze(-2) @ self.out_basis
             return variance_of_products(a, g, self.inverse_eigenvalues)

@@ -104,7 +104,7 @@ def calibration_curve(
     each = mass.double() * torch.stack(
         [torch.ones_like(mass), confidence.double(), predicted == targets]
     )
-    bins = _equal_mass_sums if equal_mass else _equal_width_sums
+    bins = _equal_mass_sums if check.flag("equal_mass", equal_mass) else _equal_width_sums
     counts, *sums = bins(confidence, each, num_bins)
     filled = counts > 0
     means = (torch.stack(sums)[:, filled] / counts[filled]).to(probs.dtype)

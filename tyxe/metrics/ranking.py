@@ -129,7 +129,8 @@ def _checked(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return which points are wrong, their confidences, and how often they count."""
     probs, targets = check_classified(probs, targets)
-    given = probs.amax(-1) if confidence is None else torch.as_tensor(confidence).double()
+    confidence = probs.amax(-1) if confidence is None else check.tensor("confidence", confidence)
+    given = confidence.double()
     hint = ": pass probs.amax(-1), or -predictive_entropy(probs)"
     check.shape("confidence", check_real("confidence", given), targets.shape, hint)
     counts = None if weights is None else check_weights(weights, probs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.autocast import full_precision
 from tyxe.errors import warn
 from tyxe.poutine.draw import Draw
@@ -99,6 +100,7 @@ class local_reparameterization(LinearMapMessenger):
     name = "local_reparameterization"
     treatment = "moments"
 
+    @check.arguments
     def __init__(self, variance_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if variance_dtype is not None and not _has_range(variance_dtype):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from typing import Any
 
@@ -26,6 +26,7 @@ class _Selective(Messenger):
         super().__init__()
         if isinstance(expose, str):
             raise TypeError(f"expose is the string {expose!r}; pass a list: expose=[{expose!r}]")
+        check.one_of("expose", expose, Iterable, "a list of names")
         self._expose = frozenset(expose)
         self._unmet = set(expose)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tyxe import check
 from tyxe.likelihoods.reductions import mean_over
 from tyxe.util import at_least_float32
 
@@ -46,6 +47,7 @@ class EntropyDecomposition(NamedTuple):
     mutual_information: Tensor
 
 
+@check.arguments
 def variance_decomposition(probs: Tensor, weights: Tensor | None = None) -> VarianceDecomposition:
     r"""Split the covariance of the one-hot class.
 
@@ -82,6 +84,7 @@ def variance_decomposition(probs: Tensor, weights: Tensor | None = None) -> Vari
     return VarianceDecomposition(aleatoric, _mean_outer(probs - mean, weights))
 
 
+@check.arguments
 def entropy_decomposition(probs: Tensor, weights: Tensor | None = None) -> EntropyDecomposition:
     r"""Split the entropy of the predicted class: `H[E p] = E H[p] + I(y; w)`.
 
@@ -106,6 +109,7 @@ def entropy_decomposition(probs: Tensor, weights: Tensor | None = None) -> Entro
     return EntropyDecomposition(total, expected, (total - expected).clamp_min(0))
 
 
+@check.arguments
 def regression_decomposition(
     means: Tensor, noise_variance: Tensor | float, weights: Tensor | None = None
 ) -> VarianceDecomposition:
@@ -133,7 +137,7 @@ def regression_decomposition(
         tensor([1.2500])
     """
     means = at_least_float32(means)
-    noise = torch.as_tensor(noise_variance, dtype=means.dtype, device=means.device)
+    noise = check.tensor("noise_variance", noise_variance, dtype=means.dtype, device=means.device)
     if not bool((noise >= 0).all()):
         raise ValueError(f"noise_variance is down to {noise.min():.4g}; expected variances")
     extra = means.dim() - noise.dim()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tyxe import check
 from tyxe.likelihoods import HeteroskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.base import Predictions
 from tyxe.util import at_least_float32
@@ -34,6 +35,7 @@ class Ensemble(nn.Module):
         torch.Size([4, 5, 3])
     """
 
+    @check.arguments
     def __init__(
         self,
         members: Iterable[nn.Module],

@@ -68,6 +68,7 @@ class GaussianOutputs(NamedTuple):
         return self.covariance.diagonal(dim1=-2, dim2=-1).reshape(self.mean.shape)
 
 
+@check.arguments
 def predict_from_gaussian(
     likelihood: Likelihood,
     mean: Tensor,
@@ -102,6 +103,9 @@ def predict_from_gaussian(
         (tensor([[0.]]), tensor([[5.]]))
     """
     check_link(link)
+    check.shape("mean", mean, ("n", *mean.shape[1:]))
+    sizes = (*mean.shape[:-1], *mean.shape[-1:] * 2) if mean.dim() > 1 else (len(mean), 1, 1)
+    check.shape("covariance", covariance, sizes, ", of the outputs of each point")
     outputs = GaussianOutputs(mean, covariance, LinkOptions(link, num_samples, latents or {}))
     predict = gaussian_prediction if num_samples else _averaged
     return predict(likelihood, outputs)

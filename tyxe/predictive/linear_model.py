@@ -53,8 +53,10 @@ class LinearModel:
     targets: Tensor
     weight: float = 1.0
 
+    @check.arguments
     def predict(self, w: Tensor) -> Tensor:
         """Return `f_lin(x_n, w)`, `(N, ...)`, for weights `(P,)`."""
+        check.shape("w", w, self.loc.shape)
         return self.outputs + (self.jacobian @ (w - self.loc)).view_as(self.outputs)
 
     def log_joint(self, w: Tensor) -> Tensor:
@@ -62,11 +64,14 @@ class LinearModel:
         fit = self.likelihood.log_likelihood(self.predict(w), self.targets, "sum")
         return self.weight * fit - (self.prior_precision * (w - self.prior_mean).square()).sum() / 2
 
+    @check.arguments
     def gradient(self, w: Tensor, residuals: Tensor) -> Tensor:
         """Return `sum_n J_n^T r_n - P0 (w - m0)`, `(P,)`, with the residuals `r` of `local`."""
+        check.shape("residuals", residuals, self.jacobian.shape[:2])
         fit = residuals.reshape(-1) @ self.jacobian.flatten(0, 1)
         return self.weight * fit - self.prior_precision * (w - self.prior_mean)
 
+    @check.arguments
     def local(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return `r_n = d log p(y_n|f_n) / df_n`, `(N, K)`, and `H_n`, blocks `(N, R, C, C)`."""
         residuals = true_gradient(self.likelihood, outputs, self.targets)

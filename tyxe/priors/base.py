@@ -64,6 +64,7 @@ class Prior(ABC):
             independent), or a function of Pyro statements that returns one.
         """
 
+    @check.arguments
     def sites(self, net: nn.Module) -> dict[str, SitePrior]:
         """Return the sites of a net and their priors; the net is left as it is.
 
@@ -99,6 +100,7 @@ class Prior(ABC):
             )
         return as_event(prior, name, param.shape)
 
+    @check.arguments
     def apply_(self, net: nn.Module, prefix: str = "net.") -> None:
         """Record on a net which of its parameters are sites, and with which prior.
 

@@ -58,8 +58,8 @@ class Hamiltonian(Kernel):
     uniforms: ClassVar[int] = 3
 
     step_size: float = check.field(1.0, check.number, above=0)
-    adapt_step_size: bool = check.field(True, check.one_of, kinds=bool, expected="True or False")
-    adapt_mass_matrix: bool = check.field(True, check.one_of, kinds=bool, expected="True or False")
+    adapt_step_size: bool = check.field(True, check.flag)
+    adapt_mass_matrix: bool = check.field(True, check.flag)
     target_accept_prob: float = check.field(0.8, check.number, above=0, below=1)
     temperature: float = check.field(1.0, check.number, above=0)
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
+from tyxe import check
 from tyxe.errors import warn
 
 # From positions `(chains, d)` to potentials `(chains,)`, in nats, and gradients `(chains, d)`.
 Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+@check.arguments
 def batched(energy: Callable[[Tensor], Tensor], position: Tensor) -> Potential:
     """Return the potential of all chains, by `vmap`, or by a loop where `vmap` refuses it.
 
@@ -29,6 +31,7 @@ def batched(energy: Callable[[Tensor], Tensor], position: Tensor) -> Potential:
         >>> potential(torch.tensor([[3.0, 4.0]]))
         (tensor([12.5000]), tensor([[3., 4.]]))
     """
+    check.shape("position", position, ("chains", "d"))
     found = gradients(energy, position)
     return lambda position: found(position)[::-1]
 

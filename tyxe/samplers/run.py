@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from tyxe import check
 from tyxe.errors import warn
 from tyxe.program import Program, check_repeatable, has_compiler
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
@@ -35,6 +36,7 @@ class Kept(NamedTuple):
     statistics: Tensor
 
 
+@check.arguments
 @dataclass(repr=False)
 class Run:
     """Chains of a kernel, from their starts to a number of samples, which may stop between steps.
@@ -83,6 +85,10 @@ class Run:
     _random: Randomness | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        check.shape("starts", self.starts, ("chains", "d"))
+        check.count("num_samples", self.num_samples, 0)
+        check.count("num_warmup", self.num_warmup, 0)
+        check.count("thinning", self.thinning)
         self.starts = like = self.starts.contiguous()
         chains, d = like.shape
         self.generator = torch.Generator(like.device).manual_seed(self.seed)
