@@ -246,6 +246,8 @@ def arguments(function: F) -> F:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which cannot follow what follows, nor needs it
+            return function(*args, **kwargs)
         known = _kinds_of(function)
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             kinds = known.get(name, ())
