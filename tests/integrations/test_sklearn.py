@@ -22,13 +22,28 @@ pytest.importorskip("sklearn", minversion="1.6", reason="the extra `sklearn`")
 
 import joblib
 from sklearn.base import clone
-from sklearn.datasets import make_friedman1, make_moons
-from sklearn.model_selection import GridSearchCV
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.datasets import (
+    load_breast_cancer,
+    load_digits,
+    load_iris,
+    load_wine,
+    make_classification,
+    make_friedman1,
+    make_moons,
+)
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import PolynomialFeatures
+from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from tyxe.integrations.sklearn import METHODS, BayesianClassifier, BayesianRegressor
+from tyxe.integrations.sklearn import (
+    METHODS,
+    BayesianClassifier,
+    BayesianRegressor,
+    _temperature,
+)
 
 # Fewer epochs than by default, because the checks fit some sixty times.
 ESTIMATORS = [BayesianRegressor(num_epochs=100), BayesianClassifier(num_epochs=100)]
@@ -172,6 +187,83 @@ def test_a_method_of_ones_own_gets_net_prior_and_likelihood():
     assert given[1] == len(x)
     assert model.bnn_.net_guide.structure == "diag"
     assert model.n_iter_ == 40
+
+
+# --------------------------------------------------------------------------- calibration
+
+
+SETS = {
+    "iris": partial(load_iris, return_X_y=True),
+    "wine": partial(load_wine, return_X_y=True),
+    "breast cancer": partial(load_breast_cancer, return_X_y=True),
+    "digits": lambda: [part[:900] for part in load_digits(return_X_y=True)],
+    "moons": partial(make_moons, 1000, noise=0.3, random_state=0),
+    "clusters": partial(make_classification, 1000, n_informative=8, n_classes=3, random_state=0),
+}
+
+
+def calibration_error(model, x, y):
+    probs = torch.as_tensor(model.predict_proba(x))
+    return float(tyxe.metrics.expected_calibration_error(probs, torch.as_tensor(y)))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_probabilities_are_as_calibrated_as_those_of_a_calibrated_regression(name):
+    x, y = SETS[name]()
+    x, x_test, y, y_test = train_test_split(x, y, test_size=0.4, random_state=0, stratify=y)
+    logistic = CalibratedClassifierCV(LogisticRegression(max_iter=1000), cv=5)
+    other = make_pipeline(StandardScaler(), logistic).fit(x, y)
+    own = BayesianClassifier(random_state=0).fit(x, y)
+    limit = 1.3 * calibration_error(other, x_test, y_test)
+    assert calibration_error(own, x_test, y_test) <= limit
+
+
+@pytest.mark.parametrize("method", ["map", "laplace"])
+def test_a_temperature_divides_what_the_wrapper_predicts(method):
+    x, y = classes(200)
+    model = BayesianClassifier(method=method, **SHORT).fit(x, y)
+    assert model.temperature_ != 1
+    assert model.bnn_.likelihood.dataset_size == 180
+    inputs = torch.as_tensor((x - x.mean(0)) / x.std(0))
+    torch.manual_seed(SEED + 1)
+    logits = model.bnn_.predict(inputs, batch_size=16, link="probit")
+    expected = (logits / model.temperature_).softmax(-1).numpy()
+    np.testing.assert_allclose(model.predict_proba(x), expected, rtol=1e-9)
+    whole = clone(model).set_params(validation_fraction=0).fit(x, y)
+    assert whole.temperature_ == 1
+    assert whole.bnn_.likelihood.dataset_size == 200
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.37, 0.5])
+def test_each_class_is_held_out_by_its_part_and_fitted(fraction):
+    y = torch.tensor([0] * 100 + [1] * 50 + [2] * 2 + [3])[torch.randperm(153)]
+    model = BayesianClassifier(validation_fraction=fraction)
+    held_out = model._held_out(y, seed=3)
+    assert len(held_out.unique()) == len(held_out)
+    counts = y[held_out].bincount(minlength=4)
+    assert counts[:2].tolist() == pytest.approx([100 * fraction, 50 * fraction], abs=1)
+    assert counts[2] <= 1
+    assert counts[3] == 0
+    assert torch.equal(held_out, model._held_out(y, seed=3))
+    assert not torch.equal(held_out, model._held_out(y, seed=4))
+    assert not len(model._held_out(y[:9], seed=3))
+
+
+def test_a_temperature_of_few_rows_is_no_extreme():
+    right = torch.tensor([[2.0, 0.0], [0.0, 2.0]]).repeat(5, 1)
+    y = torch.tensor([0, 1]).repeat(5)
+    assert 0.2 < _temperature(right, y) < 1
+    assert 1 < _temperature(right, 1 - y) < 5
+    # With many rows it is that of the largest likelihood.
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(20_000, 3)
+    y = (logits / 2).softmax(-1).multinomial(1)[:, 0]
+    assert _temperature(logits, y) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_fraction_that_leaves_too_few_to_fit_is_an_error():
+    with pytest.raises(ValueError, match=r"validation_fraction is 0.6; expected .* at most 0.5"):
+        BayesianClassifier(validation_fraction=0.6).fit(*classes())
 
 
 # --------------------------------------------------------------------------- seeds and units

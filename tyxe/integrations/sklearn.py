@@ -20,6 +20,7 @@ from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from tyxe import check, guides, poutine, samplers, util
@@ -72,6 +73,18 @@ METHODS = {
 }
 
 
+# Fewer held-out rows say nothing of a temperature, the logarithm of which has a Normal prior.
+FEWEST_HELD_OUT, SPREAD_OF_TEMPERATURE = 10, 0.5
+
+
+def _temperature(logits: Tensor, y: Tensor) -> float:
+    """Return the most probable temperature by held-out data, which may be few or all right."""
+    logs = torch.linspace(-3, 3, 241, dtype=torch.float64)
+    losses = [cross_entropy(logits / float(t), y, reduction="sum") for t in logs.exp()]
+    before = (logs / SPREAD_OF_TEMPERATURE).square() / 2
+    return float(logs[(torch.stack(losses).cpu() + before).argmin()].exp())
+
+
 def _normal(times: float, name: str, module: nn.Module, param: nn.Parameter) -> Any:
     weight = util.layer_weight(module, name.rpartition(".")[2])
     std = times * util.calculate_prior_std("radford", weight, module)
@@ -115,22 +128,35 @@ class _Estimator(BaseEstimator):
         check.count("num_epochs", self.num_epochs, method.fewest_epochs, hint)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         X, y, likelihood, fitted = self._read(X, y)
+        held_out = self._held_out(y, seed)
+        seen = torch.ones(len(y), dtype=torch.bool).index_fill_(0, held_out, False)
+        likelihood.dataset_size = int(seen.sum())
         size = y.shape[1] if y.is_floating_point() else int(y.max()) + 1
         (mean, scale), prior = self._moments(X), LambdaPrior(partial(_normal, self.prior_scale))
         with torch_rng_kept(seed):
             bnn = method.make(self._make_net(X.shape[1], size), prior, likelihood)
             like = next(bnn.parameters())
             x = torch.as_tensor((X - mean) / scale).to(like)
-            data = TensorDataset(x, y.to(like if y.is_floating_point() else like.device))
+            y = y.to(like if y.is_floating_point() else like.device)
+            data = TensorDataset(x[seen], y[seen])
             batches = BatchSampler(RandomSampler(data), self.batch_size, drop_last=False)
             loader = DataLoader(data, sampler=batches, batch_size=None)
             adam, half = partial(torch.optim.Adam, lr=self.lr), -(-self.num_epochs // 2)
             length: Any = (half,) if isinstance(bnn, MCMC_BNN) else (adam, self.num_epochs)
             with method.handler():
                 bnn.fit(loader, *length, progress=False, **method.options)
-            fitted |= {"bnn_": method.finish(bnn, loader), "n_iter_": self.num_epochs}
+            bnn = method.finish(bnn, loader)
+            fitted |= {"bnn_": bnn, "n_iter_": self.num_epochs}
+        fitted |= self._calibration(bnn, x[~seen], y[~seen], seed)
         self.__dict__.update(fitted, _x=(mean, scale), _seed=seed)
         return self
+
+    def _held_out(self, y: Tensor, seed: int) -> Tensor:
+        """Return the places of rows that are kept from the fit, for `_calibration`."""
+        return torch.arange(0)
+
+    def _calibration(self, bnn: Any, x: Tensor, y: Tensor, seed: int) -> dict[str, Any]:
+        return {}
 
     def _call(self, name: str, X: Any, seed: int, **options: Any) -> Any:
         X = validate_data(self, X, reset=False, dtype=np.float64)
@@ -140,8 +166,10 @@ class _Estimator(BaseEstimator):
 
     def _predict(self, X: Any) -> Any:
         check_is_fitted(self)
-        options = {"num_predictions": self.num_predictions, "link": "probit"}
-        return self._call("predict", X, self._seed + 1, **options)
+        return self._call("predict", X, self._seed + 1, **self._how())
+
+    def _how(self) -> dict[str, Any]:
+        return {"num_predictions": self.num_predictions, "link": "probit"}
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Any:
         """Draw targets from the posterior predictive, `(n, ..., n_samples)`, from a seed."""
@@ -198,16 +226,26 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         return (mean, std) if return_std else mean
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BayesianClassifier(ClassifierMixin, _Estimator):
     """A Bayesian neural network for classes, whose probabilities are averages over the posterior.
 
     The rest is as with `BayesianRegressor`; `classes_` are the labels.
+
+    Args:
+        validation_fraction: part of each class that is kept from the fit, by which the temperature
+            of probabilities is found; at most a half. Of fewer than ten rows, none is kept.
+
+    Attributes:
+        temperature_: what divides the logits of predictions; 1 where no row was kept.
 
     Example:
         >>> X, y = np.random.randn(50, 3), np.array(["no", "yes"] * 25)
         >>> BayesianClassifier(num_epochs=5, random_state=0).fit(X, y).predict_proba(X).shape
         (50, 2)
     """
+
+    validation_fraction: float = 0.1
 
     def _read(self, X: Any, y: Any) -> tuple[Any, Tensor, Likelihood, dict[str, Any]]:
         X, y = validate_data(self, X, y, dtype=np.float64)
@@ -217,12 +255,35 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
             raise ValueError(f"y has only 1 class, {classes[0]}; expected two or more")
         return X, torch.as_tensor(codes), Categorical(len(y)), {"classes_": classes}
 
+    def _held_out(self, y: Tensor, seed: int) -> Tensor:
+        fraction = check.number("validation_fraction", self.validation_fraction, least=0, most=0.5)
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        order = order[y[order].argsort(stable=True)]  # as large a part of each class
+        until = (torch.arange(len(y) + 1) * fraction + 0.5).long()
+        held_out = order[until.diff() > 0]
+        held_out = held_out[y.bincount()[y[held_out]] > 1]
+        return held_out if len(held_out) >= FEWEST_HELD_OUT else held_out[:0]
+
+    def _calibration(self, bnn: Any, x: Tensor, y: Tensor, seed: int) -> dict[str, Any]:
+        if not len(y):
+            return {"temperature_": 1.0}
+        with torch_rng_kept(seed + 1):
+            logits = bnn.predict(x, batch_size=self.batch_size, **self._how())
+        return {"temperature_": _temperature(logits, y)}
+
     def _in_units(self, values: Any) -> Any:
         return self.classes_[values]
 
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Any:
+        """Draw labels with the probabilities of `predict_proba`, `(n, n_samples)`, from a seed."""
+        probs = torch.as_tensor(self.predict_proba(X))
+        count = check.count("n_samples", n_samples)
+        with torch_rng_kept(int(check_random_state(random_state).randint(2**31 - 1))):
+            return self._in_units(probs.multinomial(count, replacement=True).numpy())
+
     def predict_proba(self, X: Any) -> Any:
         """Return probabilities, `(n, n_classes)`, in the order of `classes_`."""
-        return self._predict(X).softmax(-1).double().cpu().numpy()
+        return (self._predict(X) / self.temperature_).softmax(-1).double().cpu().numpy()
 
     def predict(self, X: Any) -> Any:
         """Return the most probable classes, `(n,)`."""
