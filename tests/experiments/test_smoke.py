@@ -40,6 +40,7 @@ PARTS = [
 ]
 STEP = ["true posterior", "Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"]
 SMALL = ["last_layer_laplace", "mean_field, 2", "swag, 1"]
+UNFAMILIAR = ["ML", "MC dropout", "last layer"]
 # Commands with their options, how many cells there are, and the rows of the table.
 CASES = [
     ("agreement --data yacht", len(agreement.ROWS), agreement.ROWS),
@@ -55,6 +56,7 @@ CASES = [
     (f"sklearn_methods --data friedman wine --rows {shlex.join(SMALL)}", 2 * len(SMALL), SMALL),
     ("transformer", 1, ["ML", "MAP", *PARTS]),
     ("two_clusters regression", 1, FIELDS),
+    ("unfamiliar --data digits --methods ML 'MC dropout' 'last layer'", 3, UNFAMILIAR),
     ("two_clusters variational_laplace", 1, BETAS),
 ]
 

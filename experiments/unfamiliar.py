@@ -1,0 +1,74 @@
+"""Unfamiliar images by confidence and by the disagreement of draws, for rows of the leaderboard.
+
+Each row is trained with the settings that the leaderboard's record has chosen for it, and scores
+test images and unknown ones: digits 0 to 7 and 8 to 9, FashionMNIST and notMNIST. Columns are areas
+under the ROC curve, means and standard errors over seeds, by the largest probability, by the
+entropy and by the mutual information of the draws, which is 0 where there is one. The best of a
+column, and what is within one standard error of it, is in bold.
+"""
+
+from functools import partial
+from itertools import product
+
+import leaderboard
+import runner
+import tables
+from leaderboard_data import problem
+from leaderboard_methods import METHODS, Case
+
+import tyxe
+from tyxe.predictive import scores
+
+RESULTS = runner.Path(__file__).with_name("results")
+COLUMNS = {
+    "largest probability": scores.max_probability,
+    "entropy": scores.predictive_entropy,
+    "mutual information": scores.mutual_information,
+}
+
+
+def run(s, name, method, seed):
+    found = runner.Record(RESULTS / "leaderboard.json", leaderboard.by).read().cells
+    start, begins = None, METHODS[method].start
+    if begins:
+        how = leaderboard.chosen(found, name, begins)
+        start, _ = leaderboard.trained(s, name, begins, seed, *how, 1.0)
+    own = problem(s, name, seed)
+    runner.pyro.set_rng_seed(seed)
+    fitted = METHODS[method].fit(Case(own, s, start, *leaderboard.chosen(found, name, method)))
+    how = {"num_predictions": fitted.draws, "aggregate": False, "batch_size": 500}
+    known, unknown = (fitted.bnn.predict(*own.parts[p][0], **how) for p in ("test", "unknown"))
+    row = {}
+    for column, score in COLUMNS.items():
+        if column != "mutual information" or len(known) > 1:
+            sign = 1 if column == "largest probability" else -1
+            # In double precision, where certain images differ.
+            pair = (sign * score(draws.double()) for draws in (known, unknown))
+            row[column] = tyxe.metrics.ood_auroc(*pair).item()
+    return row
+
+
+def cells(s, found):
+    for name, seed, method in product(s.data, s.seeds, s.methods):
+        yield (name, method, seed), partial(run, s, name, method, seed)
+
+
+def table(record):
+    parts = []
+    for name in dict.fromkeys(key[0] for key in record.cells):
+        columns = []
+        for title in COLUMNS:
+            values = {
+                method: [c[title] for c in record.of(name, method).values() if title in c]
+                for method in METHODS
+                if record.of(name, method)
+            }
+            columns.append((title, leaderboard.bold(values, ".3f", highest=True)))
+        rows = [method for method in METHODS if record.of(name, method)]
+        lines = [[row, *(texts[row] for _, texts in columns)] for row in rows]
+        parts += [f"**{name}**", tables.markdown(["", *COLUMNS], lines)]
+    return "\n\n".join(parts)
+
+
+by, choices = ("data", "method", "seed"), {"methods": METHODS}
+experiment = runner.Experiment("unfamiliar", cells, table, by=by, choices=choices)
