@@ -29,7 +29,7 @@ def in_package(message: str, kind: type[Exception] = ValueError) -> BaseExceptio
 
 
 CLEAR = in_package("num_epochs is 2.5; expected an integer")
-COMPILED = caught(lambda: tyxe.bnn.batches.concatenated([torch.ones(2), torch.ones(2, 3)], 0))
+COMPILED = caught(lambda: tyxe.data.concatenated([torch.ones(2), torch.ones(2, 3)], 0))
 OWN = caught(lambda: nn.Linear(3, 1)(torch.ones(2, 2)))
 
 
@@ -71,5 +71,5 @@ def test_the_reason_names_error_place_and_findings():
 
 def test_an_error_of_compiled_code_is_not_the_packages():
     # The last frame of Python is in the package, at a call and at no `raise`.
-    assert "batches.py" in str(COMPILED.__traceback__.tb_next.tb_next.tb_frame.f_code.co_filename)
+    assert "data.py" in str(COMPILED.__traceback__.tb_next.tb_next.tb_frame.f_code.co_filename)
     assert not is_clear(COMPILED)

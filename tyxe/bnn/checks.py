@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -78,7 +79,7 @@ def _warn_of_inputs(bnn: SupervisedBNN, inputs: Inputs) -> None:
     if bnn._runtime.has_met_inputs:
         return
     bnn._runtime.has_met_inputs = True
-    if (distance := distance_from_standard(bnn.net, inputs)) > FAR:
+    if FAR < (distance := distance_from_standard(bnn.net, inputs)) < math.inf:
         warn(
             f"inputs are not standardised: some columns are {distance:,.0f} times as large as "
             "others or as 1, and priors, starts and learning rates are for columns of mean 0 and "

@@ -215,8 +215,7 @@ class variational_laplace(Messenger):
         if not self._looked_for_nonsmooth:
             self._looked_for_nonsmooth = True
             _check_smoothness(log_prob, self._net)
-        labels = pseudo_labels(fn) if self.curvature == "fisher" else msg["value"]
-        gradients = gradients_at_means(fn, labels, mask, sites)
+        gradients = gradients_at_means(fn, self._labels(fn, msg["value"]), mask, sites)
         diagonals: list[Tensor] = []
         if self.curvature == "hessian":
             diagonals = hessian_diagonals(gradients, sites)
@@ -232,6 +231,10 @@ class variational_laplace(Messenger):
         counted = int(mask.expand(rows).sum()) if isinstance(mask, Tensor) else rows.numel()
         # Divided among the rows that count, so that mask and plate scale apply to it.
         msg["fn"] = Shifted(fn, terms.sum() / max(counted, 1))
+
+    def _labels(self, fn: Any, value: Tensor) -> Tensor:
+        """Return the labels at which the log-likelihood is differentiated."""
+        return pseudo_labels(fn) if self.curvature == "fisher" else value
 
     def _check_finite(self, terms: Tensor, log_prob: Tensor) -> None:
         # If the log-likelihood itself is not finite, the code that computes the loss reports it.
