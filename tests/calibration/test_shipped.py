@@ -11,7 +11,7 @@ from torch import nn
 import tyxe
 from tyxe.calibration import (
     Calibrated,
-    CalibratedEnsemble,
+    CalibratedModule,
     ScaleFactor,
     SplitConformal,
     TemperatureScaling,
@@ -87,7 +87,7 @@ def test_a_calibrated_ensemble_is_exported(name):
 def test_a_wrapped_deep_ensemble_is_exported():
     ensemble = tyxe.EnsembleBNN(lambda _: classifier(), 2)
     wrapped = TemperatureScaling().wrap(ensemble, CLASSES, num_predictions=4)
-    assert isinstance(wrapped.to_ensemble(3), CalibratedEnsemble)
+    assert isinstance(wrapped.to_ensemble(3), CalibratedModule)
     assert wrapped.to_ensemble(3)(X).shape == (60, 2)
 
 
@@ -95,7 +95,7 @@ def test_what_was_calibrated_without_draws_is_not_exported():
     laplace = tyxe.LaplaceBNN(net(2), PRIOR, tyxe.likelihoods.Categorical(60))
     laplace.fit_curvature(CLASSES)
     wrapped = TemperatureScaling().wrap(laplace, CLASSES)
-    with pytest.raises(ValueError, match=r"predictive='glm' were calibrated.*predictive='bnn'"):
+    with pytest.raises(ValueError, match=r"by predictive='glm' and.*, predictive='bnn'\)"):
         wrapped.to_ensemble(4)
     draws = TemperatureScaling().wrap(laplace, CLASSES, predictive="bnn", num_predictions=4)
     assert draws.to_ensemble(4)(X).shape == (60, 2)
@@ -127,3 +127,34 @@ def test_files_of_others_change_nothing(tmp_path):
     wrapped.calibrator.save(path)
     with pytest.raises(ValueError, match="of a calibrator alone"):
         Calibrated(classifier(), TemperatureScaling()).load(path)
+
+
+def test_a_last_layer_in_closed_form_is_calibrated():
+    laplace = tyxe.LaplaceBNN(net(2), PRIOR, tyxe.likelihoods.Categorical(60))
+    laplace.fit_curvature(CLASSES)
+    wrapped = TemperatureScaling().wrap(laplace, CLASSES, predictive="glm", link="probit")
+    module = wrapped.to_ensemble(closed_form=True)
+    torch.testing.assert_close(module(X), wrapped.predict(X))
+    with pytest.raises(ValueError, match=r"link='probit', and.*predictive='glm', link='bridge'\)"):
+        wrapped.to_ensemble(closed_form=True, link="bridge")
+    by_default = TemperatureScaling().wrap(laplace, CLASSES)
+    with pytest.raises(ValueError, match=r"link='mc', and.*link='probit'\)"):
+        by_default.to_ensemble(closed_form=True)
+
+
+def test_a_plain_net_is_calibrated_and_exported():
+    plain = net(2)
+    with torch.no_grad():
+        scaling = TemperatureScaling().fit(plain(X), CLASSES[0][1])
+        sets = SplitConformal("lac", 0.8).fit(plain(X).softmax(-1), CLASSES[0][1])
+    program = torch.export.export(CalibratedModule(plain, scaling), (X,)).module()
+    torch.testing.assert_close(program(X + 1), scaling(plain(X + 1)))
+    probs = nn.Sequential(plain, nn.Softmax(-1))
+    found, held = CalibratedModule(probs, sets)(X)
+    assert torch.equal(held, sets(found))
+
+
+def test_probabilities_have_no_temperature():
+    probs = torch.rand(60, 2).softmax(-1)
+    with pytest.raises(ValueError, match=r"are probabilities; pass logits, or probs\.log"):
+        TemperatureScaling().fit(probs, CLASSES[0][1])

@@ -208,6 +208,8 @@ class Derived:
     ) -> Tensor:
         """Return how unfamiliar inputs are, higher for more, a number for each target `(n, ...)`.
 
+        `tyxe.metrics.ood_auroc` takes scores that are higher for familiar inputs: their negatives.
+
         Args:
             inputs: a batch, in which several arguments of the net are a tuple, or a loader.
             score: a function of `tyxe.predictive.scores` by name: of classes

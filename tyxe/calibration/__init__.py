@@ -1,6 +1,6 @@
 """Calibration after training: mended probabilities and scales, sets that cover, abstaining."""
 
-from tyxe.calibration.base import Calibrated, CalibratedEnsemble, Calibrator
+from tyxe.calibration.base import Calibrated, CalibratedModule, Calibrator
 from tyxe.calibration.conformal import SplitConformal, coverage, size
 from tyxe.calibration.cross import CVPlus
 from tyxe.calibration.risk import RiskControl
@@ -9,7 +9,7 @@ from tyxe.calibration.scaling import ScaleFactor, TemperatureScaling
 __all__ = [
     "CVPlus",
     "Calibrated",
-    "CalibratedEnsemble",
+    "CalibratedModule",
     "Calibrator",
     "RiskControl",
     "ScaleFactor",

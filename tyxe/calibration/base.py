@@ -156,19 +156,22 @@ class Calibrated:
         found = self.bnn.predict(*inputs, **(self._options | options))
         return _through(self.calibrator, found, self.bnn.likelihood)
 
-    def to_ensemble(self, num_draws: int) -> CalibratedEnsemble:
-        """Return draws of the BNN and the calibrator as one plain module, for export and servers.
+    def to_ensemble(
+        self, num_draws: int | None = None, *, closed_form: bool = False, link: str = "probit"
+    ) -> CalibratedModule:
+        """Return the BNN and the calibrator as one plain module, for export and servers.
 
         Its forward returns calibrated predictions. Where the calibrator makes sets or intervals of
         them, it returns the BNN's predictions and these, as a pair.
 
         Args:
-            num_draws: number of draws, as of the BNN's own `to_ensemble`. Predictions of another
+            num_draws, closed_form, link: of the BNN's own `to_ensemble`. Predictions of another
                 number of draws than was calibrated are as sure as these only on average.
 
         Raises:
             RuntimeError: the calibrator is not fitted.
-            ValueError: what was calibrated are predictions without draws, such as `"glm"`.
+            ValueError: what was calibrated are other predictions than the module makes, such as
+                those by `"glm"`, which have no draws.
 
         Example:
             >>> import pyro.distributions as dist, tyxe
@@ -181,16 +184,19 @@ class Calibrated:
             >>> found.dtype
             torch.bool
         """
+        how = {"closed_form": True, "link": link} if closed_form else {}
+        wanted = {"predictive": "glm", "link": link} if closed_form else {"predictive": "bnn"}
         for one in getattr(self.bnn, "members", [self.bnn]):
-            predictive = self._options.get("predictive") or one._default_predictive
-            if predictive != "bnn":
+            own = {"predictive": one._default_predictive, "link": "mc"} | self._options
+            given = {name: own[name] for name in wanted}
+            if given != wanted:
+                asked = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
                 raise ValueError(
-                    f"predictions by predictive={predictive!r} were calibrated, and an ensemble "
-                    "has draws: wrap(bnn, loader, predictive='bnn'), and export that"
+                    f"what was calibrated are predictions by predictive={own['predictive']!r} and "
+                    f"link={own['link']!r}, and the module makes others: wrap(bnn, loader, {asked})"
                 )
-        return CalibratedEnsemble(
-            self.bnn.to_ensemble(num_draws), self.calibrator, self.bnn.likelihood
-        )
+        module = self.bnn.to_ensemble(num_draws, **how)
+        return CalibratedModule(module, self.calibrator, self.bnn.likelihood)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write BNN, calibrator and options to one file; an OSError leaves an earlier one."""
@@ -214,24 +220,40 @@ class Calibrated:
         return self
 
 
-class CalibratedEnsemble(nn.Module):
-    """Draws of a posterior and what was calibrated for them, as `Calibrated.to_ensemble` makes it.
+class CalibratedModule(nn.Module):
+    """A module and what was calibrated for its predictions, as one module to export.
+
+    The module is a plain net, or what `to_ensemble` makes of a BNN; see `Calibrated.to_ensemble`.
 
     Args:
-        ensemble: what returns predictions.
+        module: returns predictions.
         calibrator: what was fitted.
-        likelihood: of the predictions.
+        likelihood: of the predictions of a BNN; those of a plain net go to the calibrator as they
+            are.
+
+    Example:
+        >>> from tyxe.calibration import TemperatureScaling
+        >>> net = nn.Linear(2, 3)  # stands for your trained net
+        >>> x = torch.randn(90, 2)
+        >>> y = torch.where(torch.rand(90) < 0.8, net(x).argmax(-1), 0)
+        >>> scaling = TemperatureScaling().fit(net(x), y)
+        >>> program = torch.export.export(CalibratedModule(net, scaling), (x,))
     """
 
-    def __init__(self, ensemble: nn.Module, calibrator: Calibrator, likelihood: Likelihood) -> None:
+    def __init__(
+        self, module: nn.Module, calibrator: Calibrator, likelihood: Likelihood | None = None
+    ) -> None:
         super().__init__()
-        self.ensemble = ensemble
+        self.module = module
         self.calibrator, self._likelihood = copy.deepcopy(calibrator), copy.deepcopy(likelihood)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return calibrated predictions, or predictions and what the calibrator makes of them."""
-        found = self.ensemble(*inputs, **kwargs)
-        made = _through(self.calibrator, found, self._likelihood)
+        found = self.module(*inputs, **kwargs)
+        if self._likelihood is None:
+            made = self.calibrator.predict(found)
+        else:
+            made = _through(self.calibrator, found, self._likelihood)
         return made if self.calibrator.replaces else (found, made)
 
 

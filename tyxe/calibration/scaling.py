@@ -51,6 +51,8 @@ class TemperatureScaling(Calibrator):
 
     def fit(self, predictions: Any, y: Tensor | Targets) -> TemperatureScaling:
         logits, y, counts = check_classes(predictions, y, soft=True)
+        if bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-3).all()):
+            raise ValueError("predictions are probabilities; pass logits, or probs.log()")
         logits, shares = logits.detach(), counts / counts.sum()
         is_soft = y.is_floating_point()
         at_each = (logits * y).sum(1) if is_soft else logits.gather(1, y[:, None])[:, 0]

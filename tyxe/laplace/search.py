@@ -158,10 +158,15 @@ def best_of_grid(grid: Iterable[float] | None, score: Callable[[float], float]) 
     if not finite:
         raise ValueError("no precision of the grid gives a finite held-out log-likelihood")
     best = max(finite, key=finite.__getitem__)
-    if grid is None and best in (candidates[0], candidates[-1]):
-        left = "hardly any prior" if best == candidates[0] else "hardly any of the posterior"
+    if grid is None and best == candidates[-1]:
         warn(
-            f"the best precision, {best:g}, is at the end of the grid, which leaves {left}: are "
-            "these data held out, that the net was not trained on? Otherwise pass grid="
+            f"the best precision, {best:g}, is the largest of the grid, which leaves hardly any of "
+            "the posterior: the net is not too sure of these data, so that a posterior does not "
+            "help their log-likelihood (or it was trained on them); a temperature may"
+        )
+    elif grid is None and best == candidates[0]:
+        warn(
+            f"the best precision, {best:g}, is the smallest of the grid, which leaves hardly any "
+            "prior: the net is much too sure of these data; pass grid= with smaller ones"
         )
     return best

@@ -85,7 +85,7 @@ class Dense(_Factorized):
 
     @factorization
     def _inverse_root(self) -> Tensor:
-        return self._whiten(self._identity())
+        return self._whiten(self._identity()).contiguous()
 
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
         if a.shape[-2] != 1:

@@ -26,7 +26,8 @@ class ClosedForm(nn.Module):
 
     Outputs are Gaussian, with the mean of the net at the posterior's centre and the variance of
     `W x`. It is made by `bnn.to_ensemble(closed_form=True)`, and works under `torch.export`,
-    `torch.compile` and ONNX export after a first call. That looks whether the layer is the net's
+    `torch.compile` and ONNX export after a first call. Its `state_dict` has the net alone: save the
+    exported program, or the BNN. That looks whether the layer is the net's
     last operation, which an export cannot see.
 
     Args:
