@@ -329,6 +329,56 @@ def test_samples_have_the_moments_of_the_prediction():
     assert model.sample_y(x[:5]).shape == (5, 1)
 
 
+def test_intervals_are_quantiles_of_the_prediction_in_units_of_y():
+    x, y = regression()
+    model = BayesianRegressor(method="map", **SHORT).fit(x, np.stack([y, 100 * y - 7], 1))
+    mean, std = model.predict(x, return_std=True)
+    for level, quantile, density in ((0.9, 1.6449, 0.1031), (0.5, 0.6745, 0.3178)):
+        lower, upper = model.predict_interval(x, level)
+        assert lower.shape == upper.shape == mean.shape
+        # Four standard errors of the quantile of 1,000 samples, averaged over independent rows.
+        tail = (1 - level) / 2
+        error = 4 * (tail * (1 - tail) / 1000 / len(x)) ** 0.5 / density
+        for end in ((upper - mean) / std, (mean - lower) / std):
+            np.testing.assert_allclose(end.mean(0), quantile, atol=error)
+    again = model.predict_interval(x, 0.5)
+    assert (again[0] == lower).all()
+    assert (again[1] == upper).all()
+    inside = (lower <= y[:, None]) & (y[:, None] <= upper)
+    assert 0.2 < inside[:, 0].mean() < 0.8
+    with pytest.raises(ValueError, match="level is 90; expected a number above 0 and below 1"):
+        model.predict_interval(x, 90)
+
+
+def test_intervals_know_the_spread_of_the_weights():
+    x, y = regression()
+    model = BayesianRegressor(**SHORT | {"hidden": ()}).fit(x, y)
+    near, far = (np.subtract(*model.predict_interval(at)[::-1]) for at in (x, x + 100))
+    assert far.mean() > 2 * near.mean()
+
+
+# --------------------------------------------------------------------------- devices
+
+
+def test_auto_is_cuda_where_there_is_one(monkeypatch):
+    moved = []
+
+    class Net(nn.Linear):
+        def to(self, device):
+            moved.append(device)
+            return self
+
+    x, y = regression()
+    model = BayesianRegressor(net=Net, device="auto", method="map", **SHORT)
+    for available, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=available: found)
+        assert model._place() == expected
+    model.fit(x, y)
+    assert moved == ["cpu"]
+    clone(model).set_params(device=None).fit(x, y)
+    assert moved == ["cpu"]
+
+
 # --------------------------------------------------------------------------- in scikit-learn
 
 
@@ -366,6 +416,7 @@ def test_a_net_of_ones_own_in_its_dtype():
         ({"prior_scale": 0}, ValueError, "prior_scale is 0; expected a number above 0"),
         ({"num_epochs": 2.5}, TypeError, "num_epochs is 2.5; expected an integer"),
         ({"num_epochs": 3, "method": "swag"}, ValueError, "num_epochs is 3; expected 80 or more"),
+        ({"device": "cdua"}, RuntimeError, "device type at start of device string: cdua"),
         ({"batch_size": 0}, ValueError, "batch_size"),
         ({"net": lambda *sizes: torch.tanh}, TypeError, "expected a torch.nn.Module"),
         ({"net": lambda *sizes: nn.Linear(5, 3)}, ValueError, "shape"),

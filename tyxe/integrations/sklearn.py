@@ -104,6 +104,7 @@ class _Estimator(BaseEstimator):
     batch_size: int = 200
     num_predictions: int | None = None
     standardize: bool = True
+    device: Any = None
     random_state: Any = None
 
     def _moments(self, values: Any) -> tuple[Any, Any]:
@@ -117,6 +118,11 @@ class _Estimator(BaseEstimator):
         layers = [layer for ends in sizes for layer in (nn.Linear(*ends), nn.Tanh())]
         # In float64 the other rows of a batch do not change what is predicted for one.
         return nn.Sequential(*layers[:-1]).double()
+
+    def _place(self) -> Any:
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
     def fit(self, X: Any, y: Any) -> Any:
         """Fit to inputs `(n, n_features)` and numbers `(n,)` or `(n, n_outputs)`, or labels."""
@@ -134,7 +140,10 @@ class _Estimator(BaseEstimator):
         size = y.shape[1] if y.is_floating_point() else int(y.max()) + 1
         (mean, scale), prior = self._moments(X), LambdaPrior(partial(_normal, self.prior_scale))
         with torch_rng_kept(seed):
-            bnn = method.make(self._make_net(X.shape[1], size), prior, likelihood)
+            net = self._make_net(X.shape[1], size)
+            if self.device is not None:  # starts are drawn on the CPU, the same for all devices
+                net, likelihood = net.to(self._place()), likelihood.to(self._place())
+            bnn = method.make(net, prior, likelihood)
             like = next(bnn.parameters())
             x = torch.as_tensor((X - mean) / scale).to(like)
             y = y.to(like if y.is_floating_point() else like.device)
@@ -194,6 +203,8 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         batch_size: rows at a time, in training and in predictions.
         num_predictions: draws of the weights in a prediction, by default as in `predict` of a BNN.
         standardize: let the net see inputs and targets with mean 0 and standard deviation 1.
+        device: where to fit and predict, such as `"cuda:1"`; `"auto"` is CUDA where there is one,
+            else the CPU; by default where the net is. Results are arrays of NumPy.
         random_state: seed of fit and predictions; the global generators stay as they are.
 
     Raises:
@@ -224,6 +235,31 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         mean, std = (part.double().cpu().numpy() for part in self._predict(X))
         mean, std = self._in_units(mean), (std * self._y[1]).reshape(-1, *self._y_shape)
         return (mean, std) if return_std else mean
+
+    def predict_interval(self, X: Any, level: float = 0.9) -> Any:
+        """Return ends `(lower, upper)` that hold observations with a probability, each as `y`.
+
+        They are quantiles of samples from the predictive distribution, those of `bnn_.interval`,
+        from a seed that is the same in each call.
+
+        Args:
+            X: inputs, `(n, n_features)`.
+            level: the probability, for each number of a target, between 0 and 1.
+
+        Raises:
+            ValueError: a level that is no probability.
+
+        Example:
+            >>> X = np.random.randn(50, 3)
+            >>> model = BayesianRegressor(num_epochs=40).fit(X, X[:, 0])
+            >>> lower, upper = model.predict_interval(X, level=0.5)
+            >>> lower.shape, (lower < upper).all()
+            ((50,), np.True_)
+        """
+        check_is_fitted(self)
+        ends = self._call("interval", X, self._seed + 1, level=level)
+        lower, upper = (self._in_units(end.double().cpu().numpy()) for end in ends)
+        return lower, upper
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
