@@ -79,7 +79,7 @@ FEWEST_HELD_OUT, SPREAD_OF_TEMPERATURE = 10, 0.5
 
 def _temperature(logits: Tensor, y: Tensor) -> float:
     """Return the most probable temperature by held-out data, which may be few or all right."""
-    logs = torch.linspace(-3, 3, 241, dtype=torch.float64)
+    logs = torch.linspace(-3, 3, 241, dtype=torch.float64, device="cpu")
     losses = [cross_entropy(logits / float(t), y, reduction="sum") for t in logs.exp()]
     before = (logs / SPREAD_OF_TEMPERATURE).square() / 2
     return float(logs[(torch.stack(losses).cpu() + before).argmin()].exp())
@@ -135,7 +135,7 @@ class _Estimator(BaseEstimator):
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         X, y, likelihood, fitted = self._read(X, y)
         held_out = self._held_out(y, seed)
-        seen = torch.ones(len(y), dtype=torch.bool).index_fill_(0, held_out, False)
+        seen = torch.ones(len(y), dtype=torch.bool, device="cpu").index_fill_(0, held_out, False)
         likelihood.dataset_size = int(seen.sum())
         size = y.shape[1] if y.is_floating_point() else int(y.max()) + 1
         (mean, scale), prior = self._moments(X), LambdaPrior(partial(_normal, self.prior_scale))
@@ -162,7 +162,7 @@ class _Estimator(BaseEstimator):
 
     def _held_out(self, y: Tensor, seed: int) -> Tensor:
         """Return the places of rows that are kept from the fit, for `_calibration`."""
-        return torch.arange(0)
+        return torch.arange(0, device="cpu")
 
     def _calibration(self, bnn: Any, x: Tensor, y: Tensor, seed: int) -> dict[str, Any]:
         return {}
@@ -293,9 +293,10 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
 
     def _held_out(self, y: Tensor, seed: int) -> Tensor:
         fraction = check.number("validation_fraction", self.validation_fraction, least=0, most=0.5)
-        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+        draws = torch.Generator("cpu").manual_seed(seed)
+        order = torch.randperm(len(y), generator=draws, device="cpu")
         order = order[y[order].argsort(stable=True)]  # as large a part of each class
-        until = (torch.arange(len(y) + 1) * fraction + 0.5).long()
+        until = (torch.arange(len(y) + 1, device="cpu") * fraction + 0.5).long()
         held_out = order[until.diff() > 0]
         held_out = held_out[y.bincount()[y[held_out]] > 1]
         return held_out if len(held_out) >= FEWEST_HELD_OUT else held_out[:0]
