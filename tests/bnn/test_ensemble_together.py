@@ -194,12 +194,13 @@ def of_net(net):
     return tyxe.VariationalBNN(net, HIDDEN, Categorical(N))
 
 
+GROUP = torch.distributed.ProcessGroup(0, 1)
 BAD = [
     (lambda i: tyxe.LaplaceBNN(mlp(), NORMAL, Categorical(N)), {}, TypeError, "LaplaceBNN"),
     (lambda i: tyxe.SWAG_BNN(mlp(), NORMAL, Categorical(N)), {}, TypeError, "not a SWAG_BNN"),
     (lambda i: of_net((mlp, batch_norm)[i]()), {}, ValueError, "another than that of member 0"),
     (lambda i: of_net(mlp()), {"num_particles": 2}, TypeError, "num_particles"),
-    (lambda i: of_net(mlp()), {"process_group": 0}, TypeError, "fits in one process"),
+    (lambda i: of_net(mlp()), {"process_group": GROUP}, TypeError, "fits in one process"),
 ]
 
 

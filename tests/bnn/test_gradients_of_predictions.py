@@ -103,7 +103,9 @@ def same_draws(predict):
     return function
 
 
-@pytest.mark.parametrize("options", [{}, {"vectorize": True}, {"batch_size": 2}, {"aggregate": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"vectorize": True}, {"batch_size": 2}, {"aggregate": False}]
+)
 def test_of_draws(options):
     bnn = tyxe.VariationalBNN(net(), PRIOR, gaussian(), tyxe.guides.AutoNormal)
     assert_right(

@@ -225,4 +225,4 @@ def test_a_process_that_dies_is_an_error_of_all(found):
 def test_each_point_is_of_one_process():
     bnn = tyxe.VariationalBNN(net(), PRIOR, Categorical(N), tyxe.guides.AutoNormal)
     with pytest.raises(ValueError, match="reduction='none' is of one process"):
-        bnn.evaluate(X, Y, reduction="none", process_group=object())
+        bnn.evaluate(X, Y, reduction="none", process_group=torch.distributed.ProcessGroup(0, 1))

@@ -565,5 +565,5 @@ def test_what_is_refused():
         diagnose(tyxe.LaplaceBNN(net(), NORMAL, gaussian()), [TRAIN], [HELD_OUT])
     with pytest.raises(RuntimeError, match="there are no samples yet"):
         diagnose(tyxe.MCMC_BNN(net(), NORMAL, gaussian(), tyxe.samplers.NUTS), [TRAIN], [HELD_OUT])
-    with pytest.raises(ValueError, match="yield"):
+    with pytest.raises(ValueError, match="the loader is empty"):
         diagnose(bnn, [TRAIN], [])

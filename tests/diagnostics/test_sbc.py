@@ -97,7 +97,7 @@ def test_functions_of_several_points_take_joint_draws_of_the_linearised_net():
     found = sbc(make, learn, X, of_all, 100, num_draws=29, predictive="glm", progress=False)
     assert min(found.p_values().values()) > 0.05
     with pytest.raises(ValueError, match="outputs of each point alone"):
-        sbc(make, None, X, of_all, 1, predictive="gp")
+        sbc(make, learn, X, of_all, 1, predictive="gp")
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
