@@ -32,8 +32,8 @@ from sklearn.datasets import (
     make_friedman1,
     make_moons,
 )
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, train_test_split
+from sklearn.linear_model import BayesianRidge, LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -43,6 +43,8 @@ from tyxe.integrations.sklearn import (
     BayesianClassifier,
     BayesianRegressor,
     _temperature,
+    neg_crps,
+    neg_nll,
 )
 
 # Fewer epochs than by default, because the checks fit some sixty times.
@@ -397,6 +399,55 @@ def test_a_grid_search_in_processes_and_threads_is_that_of_one(backend):
     scores = [search.cv_results_["mean_test_score"] for search in (one, two)]
     assert len(set(scores[0])) == 4
     np.testing.assert_allclose(scores[1], scores[0], rtol=1e-9)
+
+
+def test_scores_of_regressors_are_those_of_their_normals():
+    x, y = regression()
+    for targets in (y, np.stack([y, 3 - 100 * y], 1)):
+        pipeline = make_pipeline(PolynomialFeatures(1), BayesianRegressor(method="map", **SHORT))
+        pipeline.fit(x, targets)
+        mean, std = map(torch.as_tensor, pipeline.predict(x, return_std=True))
+        each = -torch.distributions.Normal(mean, std).log_prob(torch.as_tensor(targets))
+        assert neg_nll(pipeline, x, targets) == pytest.approx(-float(each.mean()))
+        crps = float(tyxe.metrics.crps_gaussian(mean, std, torch.as_tensor(targets)))
+        assert neg_crps(pipeline, x, targets) == pytest.approx(-crps)
+        weights = np.arange(len(x))
+        repeated = np.repeat(x, weights, 0), np.repeat(targets, weights, 0)
+        for scorer in (neg_nll, neg_crps):
+            found = scorer(pipeline, x, targets, sample_weight=weights)
+            assert found == pytest.approx(scorer(pipeline, *repeated))
+            assert found != pytest.approx(scorer(pipeline, x, targets))
+        found = pipeline.score(x, targets, sample_weight=weights)
+        assert found == pytest.approx(pipeline.score(*repeated))
+        assert found != pytest.approx(pipeline.score(x, targets))
+
+
+def test_the_score_of_a_classifier_is_its_log_loss_and_has_weights():
+    x, y = classes()
+    model = BayesianClassifier(method="map", **SHORT).fit(x, y)
+    probs = torch.as_tensor(model.predict_proba(x))
+    assert neg_nll(model, x, y) == pytest.approx(
+        -float(tyxe.metrics.nll(probs, torch.as_tensor(y == "yes").long()))
+    )
+    weights = np.arange(len(x))
+    repeated = np.repeat(x, weights, 0), np.repeat(y, weights, 0)
+    for scorer in (neg_nll, BayesianClassifier.score):
+        found = scorer(model, x, y, sample_weight=weights)
+        assert found == pytest.approx(scorer(model, *repeated))
+        assert found != pytest.approx(scorer(model, x, y))
+    with pytest.raises(TypeError, match=r"BayesianClassifier predicts classes; .* use neg_nll"):
+        neg_crps(model, x, y)
+
+
+def test_scorers_go_with_cross_validation_of_any_regressor_with_a_standard_deviation():
+    x, y = regression(60)
+    for model in (BayesianRegressor(method="map", **SHORT), BayesianRidge()):
+        for scorer in (neg_nll, neg_crps):
+            found = cross_val_score(model, x, y, scoring=scorer, cv=2, error_score="raise")
+            assert found.shape == (2,)
+            assert (found < 0).all()
+    search = GridSearchCV(BayesianRidge(), {"alpha_1": [1e-6, 1e9]}, scoring=neg_crps)
+    assert search.fit(x, y).best_params_ == {"alpha_1": 1e-6}  # the other expects no noise
 
 
 def test_a_net_of_ones_own_in_its_dtype():

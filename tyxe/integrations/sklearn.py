@@ -14,7 +14,14 @@ import numpy as np
 import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoDelta
-from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.base import (
+    BaseEstimator,
+    ClassifierMixin,
+    MultiOutputMixin,
+    RegressorMixin,
+    is_classifier,
+)
+from sklearn.metrics import get_scorer
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
@@ -23,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from tyxe import check, guides, poutine, samplers, util
+from tyxe import check, guides, metrics, poutine, samplers, util
 from tyxe.bnn import MCMC_BNN, SWAG_BNN, EnsembleBNN, LaplaceBNN, VariationalBNN
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian, Likelihood
 from tyxe.priors import LambdaPrior, Prior
@@ -325,3 +332,58 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
     def predict(self, X: Any) -> Any:
         """Return the most probable classes, `(n,)`."""
         return self._in_units(self.predict_proba(X).argmax(-1))
+
+
+# --------------------------------------------------------------------------- scorers
+
+
+def _of_normal(metric: Any, estimator: Any, X: Any, y: Any, sample_weight: Any) -> float:
+    if is_classifier(estimator):
+        raise TypeError(
+            f"{type(estimator).__name__} predicts classes; expected a regressor, or use neg_nll"
+        )
+    values = (*estimator.predict(X, return_std=True), y)
+    mean, std, y = (torch.as_tensor(np.asarray(v, dtype=np.float64)) for v in values)
+    weights = None if sample_weight is None else torch.as_tensor(np.asarray(sample_weight))
+    return -float(metric(mean, std, y, weights))
+
+
+def neg_nll(estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
+    """Return minus the negative log-likelihood of held-out data, in nats: a scorer.
+
+    For a classifier, it is minus the log loss of `predict_proba`, per point. For a regressor, it is
+    that of Normals with the means and standard deviations of `predict(X, return_std=True)`, per
+    number of `y`. Any estimator that has these will do, or a pipeline that ends in one.
+
+    Args:
+        estimator: is fitted.
+        X: inputs, `(n, n_features)`.
+        y: labels or numbers.
+        sample_weight: how often each point counts, `(n,)`.
+
+    Example:
+        >>> from sklearn.model_selection import cross_val_score
+        >>> X = np.random.randn(60, 3)
+        >>> cross_val_score(BayesianRegressor(num_epochs=40), X, X[:, 0], scoring=neg_nll).shape
+        (5,)
+    """
+    if is_classifier(estimator):
+        scorer = get_scorer("neg_log_loss")
+        return float(scorer(estimator, X, y, sample_weight=sample_weight))
+    return _of_normal(metrics.gaussian_nll, estimator, X, y, sample_weight)
+
+
+def neg_crps(estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
+    """Return minus the continuous ranked probability score, in the units of `y`: a scorer.
+
+    It is that of the Normals of `neg_nll`, which has the same arguments, per number of `y`.
+
+    Raises:
+        TypeError: for a classifier.
+
+    Example:
+        >>> X = np.random.randn(60, 3)
+        >>> neg_crps(BayesianRegressor(num_epochs=40).fit(X, X[:, 0]), X, X[:, 0]) < 0
+        True
+    """
+    return _of_normal(metrics.crps_gaussian, estimator, X, y, sample_weight)
