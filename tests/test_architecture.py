@@ -57,7 +57,7 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 # A leaf, and which others of tyxe it may import.
 LEAVES: dict[str, tuple[str, ...]] = {"metrics": ("check",), "plotting": ("check", "metrics")}
 # What scores and draws predictions by them.
-READS_LEAVES = ("calibration", "diagnostics")
+READS_LEAVES = ("calibration", "diagnostics", "integrations")
 # Behind extras: not imported with the package.
 BY_NAME = "integrations"
 # Outside: imports anything, is imported by nothing.

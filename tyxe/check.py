@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -129,13 +130,13 @@ def one_of(name: str, value: T, kinds: Any, expected: str) -> T:
 
 def flag(name: str, value: Any) -> bool:
     """Return True or False; anything else is a TypeError."""
-    return one_of(name, value, bool, "True or False")
+    return bool(one_of(name, value, bool | np.bool_, "True or False"))
 
 
 def flags(**values: Any) -> None:
     """Raise a TypeError for an argument that is not True, False or None, the default."""
     for name, value in values.items():
-        one_of(name, value, bool | None, "True or False")
+        one_of(name, value, bool | np.bool_ | None, "True or False")
 
 
 def tensor(name: str, value: Any, **how: Any) -> Tensor:
