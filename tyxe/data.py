@@ -365,7 +365,12 @@ class KnownUnpack:
 
 
 def _kind_of(batch: Any) -> Any:
-    return type(batch), len(batch) if isinstance(batch, tuple | list) else None
+    # Loaders make lists of tuples.
+    return len(batch) if isinstance(batch, tuple | list) else type(batch)
+
+
+class UnpackedList(list[Any]):
+    """A list of batches that are unpacked, as those of a loader that is `Unpacked`."""
 
 
 def unpacked(loader: Any, unpack: Unpack | None) -> Any:
@@ -381,7 +386,7 @@ def unpacked(loader: Any, unpack: Unpack | None) -> Any:
             f"unpack goes with a loader or a list of batches, not with {described(loader)}"
         )
     found = Unpacked(loader, unpack)
-    return list(found) if isinstance(loader, list) else found
+    return UnpackedList(found) if isinstance(loader, list) else found
 
 
 class Picking:

@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import tyxe
 from tyxe.calibration import SplitConformal
@@ -95,6 +96,32 @@ def test_what_the_constructor_was_given_holds_for_all_loaders(name):
     fit(bnn)
     used(bnn)
     used(copy.deepcopy(bnn))
+
+
+def turned(batch):
+    """Unpack pairs of targets and inputs, which are pairs again that have to be left alone."""
+    assert not batch[0].is_floating_point()
+    return batch[1], batch[0]
+
+
+TURNED = [(y, x) for x, y in PAIRS]
+
+
+@pytest.mark.parametrize("loader", [TURNED, DataLoader(TURNED, None)], ids=["list", "DataLoader"])
+def test_no_batch_is_unpacked_twice(loader):
+    members = ensemble()
+    members.fit(TURNED, ADAM, 1, unpack=turned)
+    assert members.predictive(loader, num_predictions=2).probs.shape == (24, 3)
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, affine=False))
+    kernel = partial(tyxe.samplers.SGLD, lr=1e-3)
+    by_batches = tyxe.MCMC_BNN(net, PRIOR, Categorical(24), kernel)
+    by_batches.fit(loader, 2, warmup_steps=1, unpack=turned)
+    assert by_batches.predict(X, num_predictions=2).shape == (24, 3)
+    averaged = tyxe.SWAG_BNN(net, PRIOR, Categorical(24), rank=2)
+    averaged.fit(loader, ADAM, 8, unpack=turned)
+    assert averaged.predict(loader, num_predictions=2).shape == (24, 3)
+    assert scores(members, loader, num_predictions=2)["error"] >= 0
+    assert "error" in str(diagnose(averaged, loader, loader, num_predictions=2))
 
 
 def test_laplace_and_diagnosis_take_it():

@@ -21,7 +21,7 @@ from tyxe.bnn.predict import SupervisedBNN
 from tyxe.bnn.replay import DrawsOfEach, ReplayedDraws, map_batches
 from tyxe.bnn.scoring import Derived, check_evaluation, evaluated
 from tyxe.check import described
-from tyxe.data import Unpack, concatenated
+from tyxe.data import Unpack, UnpackedList, concatenated
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.predictive.distributions import mixture
@@ -239,7 +239,7 @@ class EnsembleBNN(Derived, Saved, nn.Module):
         """
         inputs = self._bnns[0]._to_predict(inputs, unpack)
         if is_loader(inputs[0]):
-            inputs = ([*map(copied, inputs[0])],)
+            inputs = (UnpackedList(map(copied, inputs[0])),)
         with self._predicting(options.get("enable_grad", False)):
             found = [member.predictive(*inputs, **options) for member in self._bnns]
         return mixture(found, self.weights)

@@ -27,6 +27,7 @@ from tyxe.data import (
     Targets,
     Unpack,
     Unpacked,
+    UnpackedList,
     check_unpack,
     pick,
     read_targets,
@@ -93,7 +94,7 @@ class PosteriorBNN(BNN):
 
     def _unpacked(self, loader: Any, unpack: Unpack | None) -> Any:
         """Return a loader whose batches go through a function, if one was given now or before."""
-        if unpack is not None or isinstance(loader, Unpacked):
+        if unpack is not None or isinstance(loader, Unpacked | UnpackedList):
             return unpacked(loader, unpack)
         if self._runtime.unpack is None and self._unpack is not None:
             self._runtime.unpack = KnownUnpack(self._unpack)
