@@ -287,6 +287,15 @@ def test_errors_are_those_of_evaluate():
     assert report["RMSE over that at the centre"].value == pytest.approx(1)
 
 
+def test_errors_of_ordered_classes_are_misclassifications():
+    train, held_out = classes(300, 0), classes(600, 2)
+    likelihood = likelihoods.Ordinal(300, num_classes=2)
+    bnn = tyxe.VariationalBNN(net(1, 2), NORMAL, likelihood, tyxe.guides.AutoNormal)
+    report = diagnose(bnn, [train], [held_out], num_predictions=0)
+    error, _ = bnn.evaluate([held_out], num_predictions=0, reduction="mean")
+    assert report["error of held-out data"].value == pytest.approx(float(error))
+
+
 def test_classes_that_are_not_fitted():
     train, held_out = classes(300, 0), classes(600, 2)
     bnn = tyxe.VariationalBNN(

@@ -21,7 +21,7 @@ from tyxe.diagnostics.case import Case, log_likelihoods, members_of
 from tyxe.diagnostics.inference import has_spread, slope
 from tyxe.diagnostics.report import Line, below
 from tyxe.errors import TyxeWarning
-from tyxe.likelihoods import Bernoulli, Categorical
+from tyxe.likelihoods import Categorical
 from tyxe.priors import IIDPrior
 
 # Steps of a plain fit, those between looks at held-out data, and points times weights up to which
@@ -73,7 +73,7 @@ def members(case: Case) -> Iterator[Line]:
 
 
 def _is_of_classes(case: Case) -> bool:
-    return isinstance(case.likelihood, Categorical | Bernoulli)
+    return bool(case.likelihood.has_classes)
 
 
 def _beside(
