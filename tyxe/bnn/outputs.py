@@ -297,6 +297,15 @@ class PosteriorBNN(BNN):
         # A prediction at the centre needs no covariance.
         return known[chosen] if count else None
 
+    def _resolved(
+        self, num_predictions: int | None, predictive: str | Outputs | None, link: str
+    ) -> tuple[int, Outputs | None, LinkOptions]:
+        """Return the number of draws of a prediction, and how it goes by Gaussian outputs if so."""
+        predictive = self._default_predictive if predictive is None else predictive
+        count = self._num_draws(num_predictions, predictive)
+        gaussian = self._gaussian(predictive, count, link)
+        return count, gaussian, self._link_options(gaussian, link, count)
+
     def _layer_precision(self, block: LinearBlock) -> Operator:
         """Return the precision of a posterior that is a Gaussian over one layer alone."""
         raise TypeError(

@@ -125,7 +125,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         block = LinearBlock(sites.get("weight"), sites.get("bias"), layer.weight.shape)
         with torch.no_grad():
             precision = self._layer_precision(block).detach()
-            options = self._link_options(self._gaussian("glm", 100, link), link, 100)
+            _, _, options = self._resolved(100, "glm", link)
         has = "weight" in sites, "bias" in sites
         net, likelihood = self.to_module(), copy.deepcopy(self.likelihood)
         return ClosedForm(net, names[layer], *has, precision, likelihood, options)
@@ -208,10 +208,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         """
         check.flags(aggregate=aggregate, vectorize=vectorize, joint=joint)
         check.flags(enable_grad=enable_grad)
-        predictive = self._default_predictive if predictive is None else predictive
-        num_predictions = self._num_draws(num_predictions, predictive)
-        gaussian = self._gaussian(predictive, num_predictions, link)
-        options = self._link_options(gaussian, link, num_predictions)
+        count, gaussian, options = self._resolved(num_predictions, predictive, link)
         draw = self._drawing(predictive if joint else "bnn", vectorize)
 
         def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
@@ -219,11 +216,11 @@ class SupervisedBNN(Derived, PosteriorBNN):
                 moments = gaussian(inputs)
                 if not aggregate:
                     samples = moments[0][None]
-                    if num_predictions:
-                        samples = sample_outputs(*moments, num_predictions)
+                    if count:
+                        samples = sample_outputs(*moments, count)
                     return self.likelihood.outputs_of(samples)
                 return predict_from_gaussian(self.likelihood, *moments, **options._asdict())
-            outputs, latents = draw(inputs, num_predictions, again=again)
+            outputs, latents = draw(inputs, count, again=again)
             if not aggregate:
                 return self.likelihood.outputs_of(outputs)
             return self.likelihood.aggregate_predictions(at_least_float32(outputs), 0, latents)
@@ -266,16 +263,13 @@ class SupervisedBNN(Derived, PosteriorBNN):
             (torch.Size([5, 1]), torch.Size([5, 1]), torch.Size([5]))
         """
         check.flags(vectorize=vectorize, enable_grad=enable_grad)
-        predictive = self._default_predictive if predictive is None else predictive
-        num_predictions = self._num_draws(num_predictions, predictive)
-        gaussian = self._gaussian(predictive, num_predictions, link)
-        options = self._link_options(gaussian, link, num_predictions)
+        count, gaussian, options = self._resolved(num_predictions, predictive, link)
         latents: dict[str, Tensor] = {}
 
         def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
             if gaussian is not None:
                 return gaussian(inputs)
-            outputs, own = self._stacked_outputs(inputs, num_predictions, vectorize, again)
+            outputs, own = self._stacked_outputs(inputs, count, vectorize, again)
             latents.update(own)  # the same for all batches
             return outputs
 
@@ -319,8 +313,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         """
         num_samples = check.count("num_samples", num_samples)
         check.flags(joint=joint, vectorize=vectorize)
-        gaussian = self._gaussian(predictive, num_samples, "mc")
-        options = self._link_options(gaussian, "mc", num_samples)
+        _, gaussian, options = self._resolved(num_samples, predictive, "mc")
         draw = self._drawing(predictive if joint else "bnn", vectorize)
 
         def one(inputs: Inputs, _: Any, again: ReplayedDraws) -> Any:
@@ -394,10 +387,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
     ) -> Callable[[Inputs, Tensor, ReplayedDraws], Scores]:
         """Return what scores a batch in `evaluate`, whose arguments these are."""
         check.flags(aggregate=aggregate, vectorize=vectorize)
-        predictive = self._default_predictive if predictive is None else predictive
-        num_predictions = self._num_draws(num_predictions, predictive)
-        gaussian = self._gaussian(predictive, num_predictions, link)
-        options = self._link_options(gaussian, link, num_predictions)
+        count, gaussian, options = self._resolved(num_predictions, predictive, link)
 
         def score(inputs: Inputs, targets: Tensor, again: ReplayedDraws) -> Scores:
             check_has_targets(targets)
@@ -405,7 +395,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             if gaussian is not None:
                 mean, covariance = (rows_of(part, rows, 0) for part in gaussian(inputs))
                 return gaussian_scores(self.likelihood, mean, covariance, kept, options)
-            outputs, latents = self._stacked_outputs(inputs, num_predictions, vectorize, again)
+            outputs, latents = self._stacked_outputs(inputs, count, vectorize, again)
             return mixture_scores(
                 self.likelihood, rows_of(outputs, rows, 1), latents, kept, aggregate
             )

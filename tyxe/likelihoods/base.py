@@ -81,9 +81,8 @@ class Likelihood(nn.Module, ABC):
     takes_infinity = False  # whether targets may be infinite
     has_target_hessian = False  # whether output Hessians depend on targets, see `hessian_counts`
     prepares_outputs = False  # whether what a net returns goes through `from_net`
-    prepares_targets = (
-        False  # whether a loader's targets go through `from_loader` and `with_fit_weights`
-    )
+    # Whether a loader's targets go through `from_loader` and `with_fit_weights`.
+    prepares_targets = False
 
     @property
     def data_name(self) -> str:

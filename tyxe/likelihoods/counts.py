@@ -13,7 +13,19 @@ from tyxe.likelihoods.own_parameter import OwnParameter
 from tyxe.likelihoods.reductions import log_mean_exp, stacked
 
 
-class Poisson(Likelihood):
+class _LogMean(Likelihood):
+    """What likelihoods share whose predictions are logs of a mean."""
+
+    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return (predictions.exp() - targets).square()
+
+    def aggregate_predictions(
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
+    ) -> Tensor:
+        return log_mean_exp(stacked(predictions, dim), dim, weights)
+
+
+class Poisson(_LogMean):
     """Counts with a log link: predictions are log-rates `(n, ...)`, one for each target.
 
     Aggregated predictions are the log of the mean rate. Arguments are those of `Likelihood`.
@@ -31,16 +43,8 @@ class Poisson(Likelihood):
     def predictive_distribution(self, predictions: Any, latents: Latents = None) -> td.Distribution:
         return dist.Poisson(predictions.exp(), validate_args=False).to_event(self.event_dim)
 
-    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions.exp() - targets).square()
 
-    def aggregate_predictions(
-        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
-    ) -> Tensor:
-        return log_mean_exp(stacked(predictions, dim), dim, weights)
-
-
-class NegativeBinomial(OwnParameter):
+class NegativeBinomial(_LogMean, OwnParameter):
     """Counts that vary more than those of a Poisson; predictions are logs of the mean, `(n, ...)`.
 
     With the mean `mu` the variance is `mu + mu^2 / total_count`. Aggregated predictions are the log
@@ -82,11 +86,3 @@ class NegativeBinomial(OwnParameter):
         logits = predictions - count.log()
         found = dist.NegativeBinomial(count, logits=logits, validate_args=False)
         return found.to_event(self.event_dim)
-
-    def point_error(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions.exp() - targets).square()
-
-    def aggregate_predictions(
-        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
-    ) -> Tensor:
-        return log_mean_exp(stacked(predictions, dim), dim, weights)
