@@ -10,7 +10,7 @@ For your own data replace `images` and the net, keep the loop, and always compar
 points: they are hard to beat while labels are few.
 
 Needs the extra `examples`: pip install -e ".[examples]"; and FashionMNIST, which torchvision
-downloads unless the folder TYXE_DATA has fashion_mnist.npz. About 140 seconds. Draws
+downloads unless the folder TYXE_DATA has fashion_mnist.npz. About 100 seconds. Draws
 results/active_learning.png.
 """
 
