@@ -40,6 +40,7 @@ CASES = {
     ],
     "samplers": ["leapfrogs", "mclmc", "ess", "compilation"],
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
+    "gpu_laplace": ["laplace_curvature", "laplace_predictions"],
 }
 # Compiling the ResNet takes the library through the same code for longer; processes that take a
 # curvature start like those that make steps, and their work is tried below.
@@ -48,6 +49,7 @@ LEFT_OUT = {"compile": ["--case", "mlp"], "processes": ["--case", "step"]}
 WITHOUT_LIMITS = {
     "startup",
     "gpu",
+    "gpu_laplace",
     "revisions",
     "serving",
     "samplers",
