@@ -5,6 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.oracles.recorded import Recorded
+from tyxe import program as programs
 from tyxe.program import Program, check_repeatable, has_compiler
 from tyxe.samplers import batched
 
@@ -38,6 +40,17 @@ def test_a_program_returns_what_the_function_returns(compile):
         assert all(leaf.is_contiguous() for leaf in (*found[0], *found[1]))
     leaves = program.at_leaves(*arguments(1)[0], arguments(1)[1])
     torch.testing.assert_close(program.returned(leaves), function(*arguments(1)))
+
+
+def test_a_captured_program_keeps_what_it_returns(monkeypatch):
+    monkeypatch.setattr(programs, "Capture", Recorded)
+    monkeypatch.setattr(programs, "has_compiler", lambda device: False)
+    monkeypatch.setattr(Recorded, "made", 0)
+    program = Program(function, *arguments(), how="captured")
+    assert Recorded.made == 1
+    found = [program(*arguments(seed)) for seed in range(3)]
+    for seed, one in enumerate(found):
+        torch.testing.assert_close(one, function(*arguments(seed)), rtol=1e-14, atol=1e-14)
 
 
 def test_a_tensor_that_is_given_twice_is_two_arguments():

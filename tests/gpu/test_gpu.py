@@ -16,9 +16,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 import tyxe
 from tests.soak.flows import FLOWS, Device, Flow, batches_of_the_host
+from tyxe import program
+from tyxe.bnn import captured
+from tyxe.poutine import flipout, local_reparameterization
+from tyxe.program import Capture
 
 DEVICE = torch.device(os.environ.get("TYXE_GPU", "cuda:0"))
 IS_GPU = DEVICE.type == "cuda"
@@ -146,15 +151,89 @@ def test_predictions_take_the_memory_of_one_draw() -> None:
     assert peaks[1] < peaks[0] + 4 * outputs
 
 
-def compiled_fit(x: Tensor, y: Tensor, compile: bool) -> list[float]:
+def fitted(data: Any, compile: bool, size: int = 24, **options: Any) -> Any:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).to(DEVICE)
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(24, scale=0.5)
+    net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).to(DEVICE)
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(size, scale=0.5)
     bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
-    history: Any = bnn.fit([(x, y)], ADAM, 4, compile=compile)
-    return history.loss
+    return bnn, bnn.fit(data, ADAM, 4, compile=compile, **options)
 
 
-def test_compiled_steps_have_the_numbers_of_eager_ones(full_precision: None) -> None:
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Capture]:
+    """Return what is captured: traces, because to compile each would take seconds."""
+    monkeypatch.setattr(program, "has_compiler", lambda device: False)
+    made = []
+
+    def keep(*arguments: Any) -> Capture:
+        made.append(Capture(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(captured, "Capture", keep)
+    return made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_norm": 0.1},
+        {"scheduler": partial(ExponentialLR, gamma=0.5)},
+        {"beta": lambda epoch: 0.1 + epoch},
+        {"nan_check": "epoch"},
+    ],
+    ids=str,
+)
+def test_captured_steps_have_the_numbers_of_eager_ones(
+    full_precision: None, captures: list[Capture], options: Any
+) -> None:
     x, y = data(torch.float32)
-    assert compiled_fit(x, y, True) == pytest.approx(compiled_fit(x, y, False), rel=1e-3)
+    batches = [(x[:10], y[:10]), (x[10:20], y[10:20]), (x[20:], y[20:])]
+    bnn, history = fitted(batches, True, **options)
+    assert len(captures) == (2 if IS_GPU else 0)
+    expected, other = fitted(batches, False, **options)
+    assert history.loss == pytest.approx(other.loss, rel=1e-3)
+    assert history.kl == pytest.approx(other.kl, rel=1e-3)
+    torch.testing.assert_close(bnn.state_dict(), expected.state_dict(), rtol=1e-2, atol=1e-4)
+
+
+def test_compiled_and_captured_steps_have_the_numbers_of_eager_ones(full_precision: None) -> None:
+    x, y = data(torch.float32)
+    (bnn, history), (expected, other) = (fitted([(x, y)], each) for each in (True, False))
+    assert history.loss == pytest.approx(other.loss, rel=1e-3)
+    torch.testing.assert_close(bnn.state_dict(), expected.state_dict(), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("handler", [local_reparameterization, flipout])
+def test_captured_steps_draw_anew(captures: list[Capture], handler: Any) -> None:
+    x, y = data(torch.float32)
+    with handler():
+        _, history = fitted([(x, y)], True)
+    assert len(captures) == IS_GPU
+    assert len({*history.log_likelihood}) == 4
+
+
+@pytest.mark.parametrize("bad", [5, 30])
+def test_a_captured_step_that_is_not_finite_changes_nothing(
+    captures: list[Capture], bad: int
+) -> None:
+    x, y = data(torch.float32)
+    batches = [(x, y)] * 40
+    batches[bad] = (x / 0, y)
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="before this step"):
+        fitted(batches, True, 24 * 40)
+    assert len(captures) == IS_GPU
+
+
+def test_labels_that_are_no_class_are_named(captures: list[Capture]) -> None:
+    """And not by an assertion of the device, after which nothing runs there."""
+    x, y = torch.randn(24, 3), torch.arange(24) % 2
+    net = nn.Linear(3, 2).to(DEVICE)
+    likelihood = tyxe.likelihoods.Categorical(96)
+    for compile in (False, True):
+        bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, tyxe.guides.AutoNormal)
+        batches = [(x, y), (x, y), (x, y), (x, y + 5)]
+        with pytest.raises(ValueError, match="range from 5 to 6"):
+            bnn.fit(batches, ADAM, 1, compile=compile)
+    assert bnn.predict(x).isfinite().all()

@@ -166,7 +166,9 @@ def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:
         where = "the KL is not finite" + _bad_kl_sites(bnn)
     else:
         gradients = {name: p.grad for name, p in bnn.named_parameters() if p.grad is not None}
-        where = f"the gradient is not finite at {_not_finite(gradients)}"
+        # Those of a captured step may have gone.
+        names = _not_finite(gradients)
+        where = "the gradient is not finite" + (f" at {names}" if names else "")
     return (
         f"training stopped: {where}. The parameters are those before this step; a smaller "
         "learning rate, clip_norm, or smaller initial scales usually help"

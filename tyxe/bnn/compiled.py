@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,20 @@ class CompiledSteps:
         self, objective: Objective, inputs: Inputs, targets: Any, beta: float, share: float
     ) -> ElboTerms | None:
         """Add a share of a batch's gradients and return its terms, or None without a program."""
+        found = self.find(objective, inputs, targets, beta)
+        if found is None:
+            return None
+        terms, gradients = found()
+        for parameter, gradient in zip(found.trained, gradients, strict=True):
+            if gradient is not None:
+                gradient = gradient if share == 1 else gradient * share
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return terms
+
+    def find(
+        self, objective: Objective, inputs: Inputs, targets: Any, beta: float
+    ) -> CompiledStep | None:
+        """Return the step of a batch, or None without a program."""
         batch = tree_leaves((inputs, targets))
         if not all(isinstance(leaf, Tensor) for leaf in batch):
             return None
@@ -70,14 +84,31 @@ class CompiledSteps:
         program = self.programs.find(key, make)
         if program is None:
             return None
+        return CompiledStep(program, [*trained.values()], held, dense(batch), weight)
+
+
+class CompiledStep(NamedTuple):
+    """A program of a step with all that it is given.
+
+    Attributes:
+        trained: the parameters.
+        held: parameters and other tensors, as the program takes them.
+        batch: the leaves of inputs and targets.
+        weight: of the KL.
+    """
+
+    program: Program
+    trained: list[Tensor]
+    held: list[Tensor]
+    batch: list[Tensor]
+    weight: Tensor
+
+    def __call__(self) -> tuple[ElboTerms, list[Tensor | None]]:
+        """Return the terms, and the gradient of each parameter, None where it has none."""
         with by_generators():
-            leaves = program.at_leaves(*held, *dense(batch), weight)
-        data, kl, points, gradients = program.returned(leaves)
-        for parameter, gradient in zip(trained.values(), gradients, strict=True):
-            if gradient is not None:
-                gradient = gradient if share == 1 else gradient * share
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return ElboTerms(data, kl, points, {})
+            leaves = self.program.at_leaves(*self.held, *self.batch, self.weight)
+        data, kl, points, gradients = self.program.returned(leaves)
+        return ElboTerms(data, kl, points, {}), gradients
 
 
 def tensors_of(bnn: Any) -> dict[str, Tensor]:

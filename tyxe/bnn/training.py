@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from tyxe import check
 from tyxe.bnn.batches import batches_of, copied, length_of
+from tyxe.bnn.captured import CapturedSteps, can_capture
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_beta, check_one_batch, refuse_nonfinite, warn_of_size
 from tyxe.bnn.compiled import CompiledSteps, compiled_steps
@@ -159,6 +160,7 @@ class Trainer:
         self._checked = self._warned = False
         self._device = next(iter(self.parameters.values())).device
         self._compiled: CompiledSteps | None = None
+        self._captured: CapturedSteps | None = None
         self._compiles = options.compile and own is None
         if options.compile and own is not None:
             warn(f"compile=True: {type(own).__name__} takes gradients itself, and runs uncompiled")
@@ -251,6 +253,7 @@ class Trainer:
             if isinstance(callback, Callback):
                 callback.on_batch(self.bnn, epoch, self._batches, terms)
             self._batches += len(group)
+        self._read_captured()
         return data, kl, points
 
     def _schedule(self, after: str, loss: float = math.nan) -> None:
@@ -278,6 +281,10 @@ class Trainer:
         A loss or gradient that is not finite is a RuntimeError, and changes neither parameters nor
         statistics of normalising layers.
         """
+        terms = self._captured_step(batches, beta)
+        if terms is not None:
+            return terms
+        self._read_captured()
         for parameter in self.parameters.values():
             parameter.grad = None
         with self._statistics_kept():
@@ -288,23 +295,57 @@ class Trainer:
                 for _ in range(self.options.num_particles)
             ]
             terms = _mean(particles, shares)
-            parameters = self.parameters.values()
-            checks, clip_norm = self.options.nan_check == "step", self.options.clip_norm
-            norm = (
-                torch.zeros((), device="cpu")
-                if clip_norm is None and not checks
-                else gradient_norm(parameters)
-            )
-            if checks and not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
-                # Targets of other batches than the first are looked at when the loss tells of them.
-                refuse_nonfinite(self.bnn, terms, batches)
-        if clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-        if self._pyro_clip is not None:
-            self._pyro_clip(p for p in parameters if p.grad is not None)
+            parameters, norm = self.parameters.values(), None
+            if self.options.nan_check == "step":
+                norm = gradient_norm(parameters)
+                if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
+                    # Targets of other batches than the first are looked at when the loss tells.
+                    refuse_nonfinite(self.bnn, terms, batches)
+        self._clip(parameters, norm)
         self.optimizer.step()
         self.steps += 1
         return terms
+
+    def _captured_step(self, batches: list[tuple[Inputs, Any]], beta: float) -> ElboTerms | None:
+        """Make a step as one graph of the device, or return None for one of several launches."""
+        is_plain = len(batches) == self.options.num_particles == 1
+        if self._compiled is None or not is_plain:
+            return None
+        if self._captured is None:
+            if not can_capture(self.optimizer, self._device):
+                return None
+            checks, clips = self.options.nan_check == "step", self.options.clip_norm is not None
+            self._captured = CapturedSteps(
+                self.optimizer,
+                self._device,
+                self._statistics,
+                self._clip if clips or self._pyro_clip is not None else None,
+                gradient_norm if checks else None,
+            )
+        with self.options.in_precision(self._device):
+            step = self._compiled.find(self.objective, *batches[0], beta)
+        terms = None if step is None else self._captured(step, batches)
+        if terms is not None:
+            self.steps += 1
+            if self._captured.is_due():
+                self._read_captured()
+        return terms
+
+    def _read_captured(self) -> None:
+        """Raise if a captured step was not finite, which has changed nothing."""
+        found = None if self._captured is None else self._captured.read()
+        if found is not None:
+            with self._statistics_kept():
+                refuse_nonfinite(self.bnn, *found)
+
+    def _clip(self, parameters: Iterable[Tensor], norm: Tensor | None = None) -> None:
+        """Clip gradients as the fit, or a Pyro optimiser, asks for."""
+        parameters = [p for p in parameters if p.grad is not None]
+        if self.options.clip_norm is not None:
+            norm = gradient_norm(parameters) if norm is None else norm
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_norm, norm)
+        if self._pyro_clip is not None:
+            self._pyro_clip(parameters)
 
     def _snapshot(self) -> Snapshot:
         """Return copies of parameters, statistics of norms and the optimiser's state."""

@@ -1,0 +1,185 @@
+"""Whole steps of a fit as CUDA graphs: forward, backward, checks, clipping and the optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizers
+from torch.utils._pytree import tree_leaves
+
+from tyxe.bnn.compiled import CompiledStep
+from tyxe.bnn.elbo import ElboTerms
+from tyxe.errors import warn
+from tyxe.program import Capture, best_way
+from tyxe.rng import by_generators
+from tyxe.util import kind_of_batch
+
+# The host waits for the device once in so many steps, to see whether all were finite, and keeps
+# their batches until then: fewer where these are large.
+READ_EVERY, READ_BYTES = 16, 2**26
+
+
+def can_capture(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether steps of an optimiser can be a part of a graph, and be left out by a flag there."""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    )
+    return (
+        best_way(device) == "captured"
+        and type(optimizer) in (Adam, AdamW, SGD)
+        and not any(hooks)
+        and all(
+            group["fused"] and not isinstance(group["lr"], Tensor)
+            for group in optimizer.param_groups
+        )
+    )
+
+
+class CapturedSteps:
+    """The captured steps of one fit, one for each kind of batch.
+
+    A step whose loss or gradient is not finite changes nothing, nor does any after it, until `read`
+    says which it was. So the host does not wait for each step.
+
+    Args:
+        optimizer: one that `can_capture`, after its first step.
+        statistics: what a forward changes before its loss is known.
+        clip: clips the gradients of parameters in place, or is None.
+        check: returns a number of parameters' gradients that is finite if all are, or is None.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        statistics: list[Tensor],
+        clip: Callable[[list[Tensor]], None] | None,
+        check: Callable[[list[Tensor]], Tensor] | None,
+    ) -> None:
+        self.optimizer, self.statistics, self.clip, self.check = optimizer, statistics, clip, check
+        # Steps that were finite since these were read, and whether one was not.
+        self.good, self.bad = (torch.zeros((), device=device) for _ in range(2))
+        self._unread: list[tuple[ElboTerms, Any]] = []
+        self._captures: dict[Any, _Captured] = {}
+        self._failed = False
+
+    def __call__(self, step: CompiledStep, batch: Any) -> ElboTerms | None:
+        """Make a step on a batch and return its terms, or None where there is no graph of it."""
+        options, places = _options_of(self.optimizer), _places_of(step, self.optimizer)
+        key = kind_of_batch(step.batch)
+        captured = self._captures.get(key)
+        if captured is not None and captured.options != options:
+            # A schedule that changes them, such as of betas, would want a graph for each step.
+            self._failed = True
+        if self._failed:
+            return None
+        if captured is None or captured.places != places:
+            try:
+                captured = self._captures[key] = _Captured(self, step, options, places)
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                warn(f"compile=True: steps are compiled, and not captured in a graph: {reason}")
+                self._failed = True
+                return None
+        terms = captured(step)
+        if self.check is not None:
+            self._unread.append((terms, batch))
+        return terms
+
+    def is_due(self) -> bool:
+        """Whether it is time to read which steps were finite."""
+        if not self._unread:
+            return False
+        held = sum(leaf.nbytes for leaf in tree_leaves(self._unread[-1][1]))
+        return len(self._unread) >= min(READ_EVERY, READ_BYTES // max(held, 1))
+
+    def read(self) -> tuple[ElboTerms, Any] | None:
+        """Wait for the device; return terms and batch of the first step that was not finite."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return None
+        good = int(self.good)
+        self.good.zero_()
+        self.bad.zero_()
+        return unread[good] if good < len(unread) else None
+
+
+class _Captured:
+    """The graph of one kind of batch."""
+
+    def __init__(self, steps: CapturedSteps, step: CompiledStep, options: Any, places: Any) -> None:
+        self._steps, self.options, self.places = steps, options, places
+        groups, device = steps.optimizer.param_groups, step.weight.device
+        self._rates = [float(group["lr"]) for group in groups]
+        self._on_device = [torch.tensor(rate, device=device) for rate in self._rates]
+        batch = [leaf.clone() for leaf in step.batch]
+        self._step = step._replace(batch=batch, weight=step.weight.clone())
+        kept = [{name: group.get(name) for name in ("lr", "capturable")} for group in groups]
+        found_inf = getattr(steps.optimizer, "found_inf", None)
+        try:
+            for group, rate in zip(groups, self._on_device, strict=True):
+                group["lr"] = rate
+                if "capturable" in group:
+                    group["capturable"] = True
+            if steps.check is not None:
+                steps.optimizer.found_inf = steps.bad  # type: ignore[attr-defined]
+            with by_generators():
+                self._run = Capture(self._made, device)
+        finally:
+            for group, before in zip(groups, kept, strict=True):
+                group.update({n: v for n, v in before.items() if n in group})
+            steps.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+
+    def _made(self) -> ElboTerms:
+        steps, trained = self._steps, self._step.trained
+        before = [value.clone() for value in steps.statistics]
+        terms, gradients = self._step()
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+        self._gradients = gradients  # whose places the graph writes
+        if steps.check is not None:
+            finite = (terms.data + terms.kl + steps.check(trained)).isfinite().to(steps.bad)
+            steps.bad.copy_(torch.maximum(steps.bad, 1 - finite))
+            steps.good.add_(1 - steps.bad)
+            for value, old in zip(steps.statistics, before, strict=True):
+                value.copy_(torch.where(steps.bad > 0, old, value))
+        if steps.clip is not None:
+            steps.clip(trained)
+        steps.optimizer.step()
+        return terms
+
+    def __call__(self, step: CompiledStep) -> ElboTerms:
+        """Make a step on a batch; its terms are copies."""
+        pairs = zip((*self._step.batch, self._step.weight), (*step.batch, step.weight), strict=True)
+        for place, value in pairs:
+            place.copy_(value, non_blocking=True)
+        for index, group in enumerate(self._steps.optimizer.param_groups):
+            if group["lr"] != self._rates[index]:
+                self._rates[index] = group["lr"]
+                self._on_device[index].fill_(group["lr"])
+        with by_generators():
+            terms = self._run()
+        points = terms.points
+        points = points.clone() if isinstance(points, Tensor) else points
+        return ElboTerms(terms.data.clone(), terms.kl.clone(), points, {})
+
+
+def _options_of(optimizer: Optimizer) -> Any:
+    """Return all options of an optimiser that are constants of a graph."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _places_of(step: CompiledStep, optimizer: Optimizer) -> Any:
+    """Return where in memory the tensors are that a graph reads and writes, beside its own."""
+    state = (t for own in optimizer.state.values() for t in own.values() if isinstance(t, Tensor))
+    return [tensor.data_ptr() for tensor in (*step.held, *state)]
