@@ -107,7 +107,7 @@ class BNN(Saved, nn.Module):
         if next(net.parameters(), None) is None:
             raise ValueError(f"{type(net).__name__} has no parameters, so nothing can be inferred")
         _check_has_values(net)
-        priors = prior.sites(net)
+        priors, elements = prior.sites(net), prior.elements(net)
         _check_not_scripted(net, priors)
         self.prior = prior
         self.net = copy.deepcopy(net, detached_copies(net))
@@ -121,9 +121,10 @@ class BNN(Saved, nn.Module):
             for parameter in parameters_of(self.net)
             if parameter.name in priors
         }
-        for own in self._in_places().values():
-            own.requires_grad_(False)
-        self.net_prior = SitePriors(priors, self.net, prefix)
+        for name, own in self.net.named_parameters():
+            if name in priors or name in elements:
+                own.requires_grad_(False)
+        self.net_prior = SitePriors(priors, self.net, prefix, elements)
         self.net.__dict__[SITE_PRIORS] = self.net_prior
         self.__dict__[NET] = self.net
         self._runtime = Runtime()
@@ -168,9 +169,20 @@ class BNN(Saved, nn.Module):
         return other
 
     def _in_places(self) -> dict[str, Tensor]:
-        """Return what is in the places of the sites now, by joint name."""
+        """Return the parameters in whose places draws are put, by joint name."""
         owners = {name: slots[0] for name, slots in self._slots.items()}
         return {name: module._parameters[a] for name, (module, a) in owners.items()}  # type: ignore[misc]
+
+    def _own_values(self) -> dict[str, Tensor]:
+        """Return the values that the sites came with, by joint name."""
+        prefix, places = self.net_prior.prefix, self._in_places().items()
+        return {n: self.net_prior.part_of(n.removeprefix(prefix), own) for n, own in places}
+
+    def _replaced(self) -> set[int]:
+        """Return the `id`s of parameters of which a draw leaves nothing."""
+        prefix, parts = self.net_prior.prefix, self.net_prior.elements
+        places = self._in_places().items()
+        return {id(own) for name, own in places if name.removeprefix(prefix) not in parts}
 
     @property
     def _like(self) -> Tensor:
@@ -232,6 +244,7 @@ class BNN(Saved, nn.Module):
     def _tensors_at(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return values of sites, as handlers have them, by the `id` of the parameter there."""
         tensors: dict[int, Tensor] = {}
+        prefix = self.net_prior.prefix
         for name, slots in self._slots.items():
             if name not in values:
                 raise ValueError(
@@ -239,6 +252,8 @@ class BNN(Saved, nn.Module):
                     f"{', '.join(values) or 'none'}"
                 )
             value = substitute_site(name, values[name])
+            own: Any = slots[0][0]._parameters[slots[0][1]]
+            value = self.net_prior.whole_of(name.removeprefix(prefix), own, value)
             tensors |= {id(module._parameters[attribute]): value for module, attribute in slots}
         return tensors
 
@@ -302,7 +317,7 @@ class BNN(Saved, nn.Module):
 
     def _site_shapes(self) -> dict[str, Size]:
         """Return the shapes of the net's sites, by joint name."""
-        return {name: own.shape for name, own in self._in_places().items()}
+        return {name: own.shape for name, own in self._own_values().items()}
 
     def _nets_at(self, draws: Iterable[tuple[Mapping[str, Tensor], Statistics]]) -> list[nn.Module]:
         """Return a plain copy of the net for each draw; all of them share the other tensors."""
@@ -333,14 +348,15 @@ class BNN(Saved, nn.Module):
         for parameter in parameters_of(net):
             name = self.net_prior.prefix + parameter.name
             if name in values:
-                own = nn.Parameter(values[name].detach().to(parameter.tensor, copy=True))
+                value = self.net_prior.whole_of(parameter.name, parameter.tensor, values[name])
+                own = nn.Parameter(value.detach().to(parameter.tensor, copy=True))
                 for module, attribute in parameter.places:
                     module._parameters[attribute] = own
         return net
 
     def _sites_in_state(self, prefix: str) -> dict[str, Tensor]:
-        """Return what is in the places of the sites, by its names in a state dict."""
-        sites = {id(own) for own in self._in_places().values()}
+        """Return the parameters of which draws leave nothing, by their names in a state dict."""
+        sites = self._replaced()
         named = self.net.named_parameters(f"{prefix}net", remove_duplicate=False)
         return {name: held for name, held in named if id(held) in sites}
 

@@ -114,7 +114,7 @@ class CompiledStep(NamedTuple):
 def tensors_of(bnn: Any) -> dict[str, Tensor]:
     """Return parameters and buffers, but not the values in whose places draws are put."""
     named = {**dict(bnn.named_parameters()), **dict(bnn.named_buffers())}
-    sites = {id(own) for own in bnn._in_places().values()}
+    sites = bnn._replaced()
     return {name: t for name, t in named.items() if id(t) not in sites}
 
 

@@ -172,7 +172,7 @@ class Potential:
     def _prepare_likelihood(self, targets: Tensor) -> None:
         """Check the targets at the net's own values, and compute what is the same in each call."""
         likelihood, means = self.bnn.likelihood, self.bnn.likelihood.prior_means()
-        predictions = at_least_float32(self._net(self.bnn._in_places()))
+        predictions = at_least_float32(self._net(self.bnn._own_values()))
         with unvalidated():  # only shapes matter at the net's own values
             likelihood.log_likelihood(predictions, targets, "sum", means)
             support = likelihood.predictive_distribution(predictions, means).support

@@ -114,7 +114,7 @@ class _Look:
 
     def __init__(self, bnn: BNN, inputs: Inputs, keywords: Mapping[str, Any]) -> None:
         self._bnn, self._inputs, self._keywords = bnn, inputs, keywords
-        self._values = outside_of_inference({n: p.detach() for n, p in bnn._in_places().items()})
+        self._values = outside_of_inference({n: p.detach() for n, p in bnn._own_values().items()})
 
     def _run(self, values: Values, train: bool) -> Any:
         bnn = self._bnn

@@ -102,7 +102,7 @@ def _from_prior(potential: Potential) -> dict[str, Tensor]:
 
 
 def _from_net(bnn: SupervisedBNN) -> dict[str, Tensor]:
-    means, found = bnn.likelihood.prior_means(), bnn._in_places()
+    means, found = bnn.likelihood.prior_means(), bnn._own_values()
     for name, prior in bnn.likelihood.latent_priors().items():
         # Some have no mean.
         value = means[name] if bool(means[name].isfinite().all()) else prior.sample()
@@ -117,7 +117,9 @@ def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]
         net = copy.deepcopy(bnn.net, detached_copies(bnn.net))
         reset_parameters_(net, names)
         parameters = dict(net.named_parameters())
-        yield _from_net(bnn) | {bnn.net_prior.prefix + name: parameters[name] for name in names}
+        part_of = bnn.net_prior.part_of
+        anew = {bnn.net_prior.prefix + n: part_of(n, parameters[n]) for n in names}
+        yield _from_net(bnn) | anew
 
 
 def _given(potential: Potential, init: Mapping[str, Tensor], num_chains: int | None) -> Tensor:

@@ -96,7 +96,8 @@ class SWAG_BNN(VariationalBNN):
             )
         sites = {name: name.removeprefix(self.net_prior.prefix) for name in self._slots}
         with exclusive():
-            self.net_guide.collect({name: state[own_name] for name, own_name in sites.items()})
+            part_of = self.net_prior.part_of
+            self.net_guide.collect({n: part_of(own, state[own]) for n, own in sites.items()})
             hidden = {name: state[name] for name in state.keys() - sites.values()}
             self.net.load_state_dict(hidden, strict=False)
 

@@ -3,6 +3,7 @@
 from tyxe.priors.base import Prior
 from tyxe.priors.elementwise import BinaryPrior, IIDPrior, LayerwiseNormalPrior
 from tyxe.priors.mapping import DictPrior, LambdaPrior
+from tyxe.priors.subnetwork import SubnetworkPrior
 
 __all__ = [
     "BinaryPrior",
@@ -11,4 +12,5 @@ __all__ = [
     "LambdaPrior",
     "LayerwiseNormalPrior",
     "Prior",
+    "SubnetworkPrior",
 ]

@@ -9,11 +9,11 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 import torch.distributions as td
-from torch import nn
+from torch import Tensor, nn
 
 from tyxe import check
 from tyxe.priors.selection import Selection
-from tyxe.priors.sites import SitePrior, SitePriors
+from tyxe.priors.sites import SitePrior, SitePriors, part_of
 from tyxe.util import SITE_PRIORS, same_support, without_events
 
 
@@ -73,20 +73,28 @@ class Prior(ABC):
                 another shape than its parameter, or is a point.
             TypeError: `prior_dist` returned no distribution.
         """
-        priors = {
-            parameter.name: self._checked(parameter.name, *parameter.places[0], parameter.tensor)
-            for parameter in self.selection.of(net)
-        }
+        elements, priors = self.elements(net), {}
+        for parameter in self.selection.of(net):
+            part = part_of(parameter.tensor, elements.get(parameter.name))
+            if part.numel():
+                priors[parameter.name] = self._checked(parameter.name, *parameter.places[0], part)
         self._check_entries(net, priors)
         return priors
+
+    def elements(self, net: nn.Module) -> dict[str, Tensor]:
+        """Return which elements of a parameter are random, by the name of each that is a part.
+
+        They are indices into the flattened parameter, and the site is the vector of these elements.
+        All other elements are fixed, as is a parameter without any.
+        """
+        return {}
 
     def _check_entries(self, net: nn.Module, sites: Iterable[str]) -> None:
         """Raise if the prior has entries that name no parameter of the net."""
         return
 
-    def _checked(
-        self, name: str, module: nn.Module, attribute: str, param: nn.Parameter
-    ) -> SitePrior:
+    def _checked(self, name: str, module: nn.Module, attribute: str, part: Tensor) -> SitePrior:
+        param = part if isinstance(part, nn.Parameter) else nn.Parameter(part, requires_grad=False)
         prior = self.prior_dist(name, module, param)
         if not isinstance(prior, td.Distribution):
             if callable(prior):
@@ -107,7 +115,7 @@ class Prior(ABC):
         The net's class and forward stay as they are: a `VariationalBNN` (or any other wrapper)
         puts draws in the sites' places.
         """
-        net.__dict__[SITE_PRIORS] = SitePriors(self.sites(net), net, prefix)
+        net.__dict__[SITE_PRIORS] = SitePriors(self.sites(net), net, prefix, self.elements(net))
 
     def update_(self, net: nn.Module) -> None:
         """Replace the priors of a net's sites; which parameters are sites stays as it is.
@@ -131,11 +139,12 @@ class Prior(ABC):
         priors = {}
         for name in recorded.names():
             owner, _, attribute = name.rpartition(".")
-            priors[name] = self._checked(name, modules[owner], attribute, parameters[name])
+            part = recorded.part_of(name, parameters[name])
+            priors[name] = self._checked(name, modules[owner], attribute, part)
         for name, old in recorded.priors():
             _check_replaces(name, old, priors[name])
         self._check_entries(net, priors)
-        return SitePriors(priors, net, recorded.prefix)
+        return SitePriors(priors, net, recorded.prefix, dict(recorded.elements.items()))
 
 
 class _AsEvent:

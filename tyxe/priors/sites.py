@@ -16,7 +16,7 @@ from tyxe.distributions import Gaussian, JointDistribution, JointMarginal
 from tyxe.distributions.buffered import BufferedDistribution
 from tyxe.distributions.joint import JointSite
 from tyxe.files import of_bytes
-from tyxe.util import fan_in_fan_out, layer_weight
+from tyxe.util import SiteTensors, fan_in_fan_out, layer_weight
 
 SitePrior = td.Distribution | Callable[[], td.Distribution]
 
@@ -47,11 +47,15 @@ class SitePriors(nn.Module):
     """The sites of a net with their priors: a module and a Pyro program.
 
     Calling it samples each site under `prefix` + its name in the net, and returns the values by
-    those names. Guides are built from it.
+    those names. Guides are built from it. `elements` are those of `Prior.elements`.
     """
 
     def __init__(
-        self, priors: Mapping[str, SitePrior], net: nn.Module, prefix: str = "net."
+        self,
+        priors: Mapping[str, SitePrior],
+        net: nn.Module,
+        prefix: str = "net.",
+        elements: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix
@@ -62,6 +66,8 @@ class SitePriors(nn.Module):
             owner, _, attribute = name.rpartition(".")
             weight = layer_weight(modules[owner], attribute)
             self._fans[name] = fan_in_fan_out(weight, modules[owner])
+        places = {n: i.to(parameters[n].device) for n, i in (elements or {}).items() if n in priors}
+        self.elements = SiteTensors(places, trainable=None)
         self.update(priors, parameters)
 
     def update(self, priors: Mapping[str, SitePrior], like: Mapping[str, Tensor]) -> None:
@@ -87,6 +93,17 @@ class SitePriors(nn.Module):
                     entries.append(_Hierarchical(whole))
             units.append((name, numbers[id(whole)]))
         self._units, self._entries = units, nn.ModuleList(entries)
+
+    def part_of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a site's elements of a tensor of the parameter's shape."""
+        return part_of(tensor, self.elements[name]) if name in self.elements else tensor
+
+    def whole_of(self, name: str, fixed: Tensor, value: Tensor) -> Tensor:
+        """Return a site's value with the fixed elements of its parameter around it."""
+        if name not in self.elements:
+            return value
+        flat = fixed.detach().flatten()
+        return flat.scatter(0, self.elements[name], value.to(flat)).view_as(fixed)
 
     def snapshot(self) -> Any:
         """Return what `restore` takes to undo a change, or to take the priors of another object."""
@@ -158,11 +175,16 @@ class SitePriors(nn.Module):
                     prior = prior()
             infer = {
                 "fans": self._fans[name],
-                "own_value": self._own_values[name],
+                "own_value": self.part_of(name, self._own_values[name]),
                 "is_drawn_anew": not is_fixed,
             }
             values[joint_name] = pyro.sample(joint_name, prior, infer=infer)
         return values
+
+
+def part_of(tensor: Tensor, elements: Tensor | None) -> Tensor:
+    """Return elements of a flattened tensor, as a vector, or the tensor itself for None."""
+    return tensor if elements is None else tensor.take(elements.to(tensor.device))
 
 
 def _joints_of(priors: Mapping[str, SitePrior], prefix: str) -> dict[str, JointDistribution]:

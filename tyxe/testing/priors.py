@@ -13,8 +13,16 @@ from torch import nn
 
 from tyxe.distributions import Gaussian, ParamBlocks, SignedBernoulli
 from tyxe.linalg import LowRank
-from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior
-from tyxe.priors.sites import SitePriors
+from tyxe.priors import (
+    BinaryPrior,
+    DictPrior,
+    IIDPrior,
+    LambdaPrior,
+    LayerwiseNormalPrior,
+    Prior,
+    SubnetworkPrior,
+)
+from tyxe.priors.sites import SitePriors, part_of
 from tyxe.testing.asserts import assert_close
 from tyxe.util import is_discrete, pyro_sample_sites
 
@@ -64,6 +72,7 @@ PRIORS: dict[str, Callable[[], Prior]] = {
     "LambdaPrior": lambda: LambdaPrior(
         lambda name, module, param: dist.Normal(0.0, 1.0 + param.dim()).expand(param.shape)
     ),
+    "SubnetworkPrior": lambda: SubnetworkPrior(LayerwiseNormalPrior("xavier"), 9, "random"),
 }
 
 
@@ -85,8 +94,14 @@ def check_prior(prior: Prior, net: nn.Module | None = None) -> None:
     _check_update(prior, net)
 
 
+def _parts(prior: Prior, net: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a net's parameters, and of those that are random in part their random elements."""
+    elements = prior.elements(net)
+    return {name: part_of(p, elements.get(name)) for name, p in net.named_parameters()}
+
+
 def _check_sites(prior: Prior, net: nn.Module) -> None:
-    parameters = dict(net.named_parameters())
+    parameters = _parts(prior, net)
     for name, site in prior.sites(net).items():
         assert name in parameters, f"site {name!r} is no parameter of the net"
         if isinstance(site, td.Distribution):
@@ -114,10 +129,10 @@ def _check_net_untouched(prior: Prior, net: nn.Module) -> None:
 
 def _check_program(prior: Prior, net: nn.Module, dtype: torch.dtype) -> None:
     sites = prior.sites(net)
-    program = SitePriors(sites, net, prefix="net.")
+    program = SitePriors(sites, net, "net.", prior.elements(net))
     trace = poutine.trace(program).get_trace()
     trace.compute_log_prob()
-    parameters = dict(net.named_parameters())
+    parameters = _parts(prior, net)
     for name in sites:
         node = trace.nodes.get(f"net.{name}")
         assert node is not None, f"the program does not sample net.{name}"

@@ -1,0 +1,275 @@
+"""Posteriors over single weights of a net are those of the whole net, at the other weights."""
+
+import copy
+import functools
+
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoMultivariateNormal
+from torch import nn
+
+import tyxe
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
+from tyxe.priors import IIDPrior, LayerwiseNormalPrior, SubnetworkPrior
+
+N = 20
+NORMAL = IIDPrior(dist.Normal(0.0, 0.5))
+SEED = torch.Generator().manual_seed(0)
+X = torch.randn(N, 1, 4, 4, generator=SEED, dtype=torch.float64)
+Y = torch.randint(3, (N,), generator=SEED)
+BATCHES = list(zip(X.split(8), Y.split(8), strict=True))
+ADAM = functools.partial(torch.optim.Adam, lr=0.05)
+
+
+class Tied(nn.Module):
+    """A net that uses one matrix twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x.flatten(1)).tanh()).tanh())
+
+
+def cnn():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+
+
+def made(build=cnn, seed=0):
+    torch.manual_seed(seed)
+    return build().double().eval()
+
+
+def laplace(prior, build=cnn, structure="full"):
+    bnn = tyxe.LaplaceBNN(made(build), prior, Categorical(N), structure=structure)
+    bnn.fit_curvature(BATCHES)
+    return bnn
+
+
+def variances(build=cnn):
+    return laplace(NORMAL, build, "diag").net_guide.get_detached_distributions()
+
+
+def rows_of(sub, full):
+    """Return where the weights of a subnetwork are in the vector of all weights."""
+    blocks = full.state.blocks
+    places = blocks.unflatten(torch.arange(blocks.size))
+    own = {name: sub.net_prior.part_of(name[4:], places[name]) for name in sub._slots}
+    return sub.state.blocks.flatten(own)
+
+
+@pytest.mark.parametrize("build", [cnn, Tied])
+@pytest.mark.parametrize("by", ["magnitude", "last", "random", "variance"])
+def test_a_posterior_is_that_of_the_whole_net_at_the_other_weights(build, by):
+    """The precision is the sub-block of the GGN and the prior, and all else follows from it."""
+    full = laplace(NORMAL, build)
+    sub = laplace(SubnetworkPrior(NORMAL, 13, variances(build) if by == "variance" else by), build)
+    rows = rows_of(sub, full)
+    assert len(rows) == 13
+    precision = full.state.precision().to_dense()[rows][:, rows]
+    torch.testing.assert_close(sub.state.precision().to_dense(), precision, rtol=1e-10, atol=1e-12)
+
+    mode = full.state.loc[rows]
+    evidence = full.state.curvature.log_likelihood - 2 * mode.square().sum()
+    evidence = evidence + 13 * torch.tensor(2.0).log() - precision.logdet() / 2
+    torch.testing.assert_close(sub.log_marginal_likelihood(), evidence)
+
+    values = full.state.blocks.unflatten(full.state.loc)
+    jacobian = torch.func.jacrev(lambda w: full._run_frozen(full.state.blocks.unflatten(w), X))
+    rows_of_j = jacobian(full.state.blocks.flatten(values))[..., rows]
+    variance = rows_of_j @ precision.inverse() @ rows_of_j.mT
+    torch.testing.assert_close(sub.functional_variance(X), variance)
+
+
+def test_all_weights_are_the_whole_net():
+    full = laplace(NORMAL)
+    size = full.state.blocks.size
+    sub = laplace(SubnetworkPrior(NORMAL, size, "random"))
+    torch.testing.assert_close(sub.log_marginal_likelihood(), full.log_marginal_likelihood())
+    found = []
+    for bnn in (full, sub):
+        torch.manual_seed(1)
+        found.append((bnn.predict(X), bnn.predict(X, predictive="bnn", num_predictions=3)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_which_weights_are_chosen():
+    net, posterior = made(), variances()
+    named = dict(net.named_parameters())
+    scores = {
+        "variance": torch.cat([posterior[name].variance.flatten() for name in named]),
+        "magnitude": torch.cat([p.detach().abs().flatten() for p in named.values()]),
+        "last": torch.arange(sum(p.numel() for p in named.values())),
+    }
+    for by, score in scores.items():
+        prior = SubnetworkPrior(NORMAL, 9, posterior if by == "variance" else by)
+        elements, chosen = prior.elements(net), torch.zeros(len(score), dtype=torch.bool)
+        parts = dict(zip(named, chosen.split([p.numel() for p in named.values()]), strict=True))
+        for name, part in parts.items():
+            part[elements.get(name, slice(None))] = True
+        assert chosen.sum() == 9
+        assert score[chosen].min() >= score[~chosen].max(), by
+    first, second = (SubnetworkPrior(NORMAL, 9, "random") for _ in range(2))
+    assert all(torch.equal(first.elements(net)[n], e) for n, e in first.elements(net).items())
+    assert str(first.elements(net)) != str(second.elements(net))
+
+
+def test_scales_are_those_of_the_layer():
+    (site,) = (
+        SubnetworkPrior(LayerwiseNormalPrior("radford"), 2, "magnitude")
+        .sites(nn.Linear(25, 1, bias=False))
+        .values()
+    )
+    torch.testing.assert_close(site.base_dist.scale, torch.full((2,), 0.2))
+
+
+def variational(guide, net, prior):
+    return tyxe.VariationalBNN(net, prior, Categorical(N), guide)
+
+
+def fit_in(handler, bnn):
+    with handler():
+        bnn.fit(BATCHES, ADAM, 2)
+
+
+def compiled(bnn):
+    bnn.fit(BATCHES, ADAM, 2, compile=True)
+
+
+FITS = {
+    "mean field": (functools.partial(variational, tyxe.guides.AutoNormal), None),
+    "local reparameterisation": (
+        functools.partial(variational, tyxe.guides.AutoNormal),
+        functools.partial(fit_in, tyxe.poutine.local_reparameterization),
+    ),
+    "flipout": (
+        functools.partial(variational, tyxe.guides.AutoNormal),
+        functools.partial(fit_in, tyxe.poutine.flipout),
+    ),
+    "compiled": (functools.partial(variational, tyxe.guides.AutoNormal), compiled),
+    "full rank": (functools.partial(variational, AutoMultivariateNormal), None),
+    "Laplace": (lambda net, prior: tyxe.LaplaceBNN(net, prior, Categorical(N)), None),
+    "SWAG": (
+        lambda net, prior: tyxe.SWAG_BNN(net, prior, Categorical(N), rank=2),
+        lambda bnn: bnn.fit(BATCHES, functools.partial(torch.optim.SGD, lr=0.1), 12),
+    ),
+    "NUTS": (
+        lambda net, prior: tyxe.MCMC_BNN(net, prior, Categorical(N), tyxe.samplers.NUTS()),
+        lambda bnn: bnn.fit(BATCHES, 5, warmup_steps=5, num_chains=2),
+    ),
+    "members trained together": (
+        lambda net, prior: tyxe.EnsembleBNN(
+            lambda _: variational(tyxe.guides.AutoNormal, net, prior), 2
+        ),
+        lambda bnn: bnn.fit(BATCHES, ADAM, 2, vectorize=True),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of short runs, and members that start at the same weights
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_leaves_all_other_weights(name):
+    make, fit = FITS[name]
+    prior, net = SubnetworkPrior(NORMAL, 7, "random"), made()
+    bnn = make(net, prior)
+    (fit or (lambda one: one.fit(BATCHES, ADAM, 2)))(bnn)
+    elements, before = prior.elements(net), dict(net.named_parameters())
+    copied = copy.deepcopy(bnn)
+    found = []
+    for one in (bnn, copied):
+        torch.manual_seed(3)
+        found.append(one.predict(X, num_predictions=2))
+    torch.testing.assert_close(*found)
+    members = [part for part in bnn.to_ensemble(2).modules() if isinstance(part, nn.Sequential)]
+    moved = 0
+    for member in members:
+        for parameter, after in member.named_parameters():
+            fixed = torch.ones(after.numel(), dtype=torch.bool)
+            fixed[elements.get(parameter, slice(None))] = False
+            same = (after == before[parameter]).flatten()
+            assert bool(same[fixed].all()), parameter
+            moved += int((~same).sum())
+    assert moved == 7 * len(members)
+
+
+def test_a_state_has_the_chosen_weights_and_all_others(tmp_path):
+    def bnn(seed):
+        return variational(AutoMultivariateNormal, made(lambda: nn.Linear(16, 3), seed), prior())
+
+    def prior():
+        return SubnetworkPrior(IIDPrior(dist.Normal(0.0, 1.0), expose=["weight"]), 5, "random")
+
+    data = [(x.flatten(1), y) for x, y in BATCHES]
+    saved, loaded = bnn(0), bnn(1)
+    assert not torch.equal(saved.net_prior.elements["weight"], loaded.net_prior.elements["weight"])
+    saved.fit(data, ADAM, 2)
+    saved.save(tmp_path / "saved.tyxe")
+    loaded.load(tmp_path / "saved.tyxe")
+    found = []
+    for one in (saved, loaded):
+        torch.manual_seed(3)
+        found.append(one.predict(data[0][0]))
+    assert torch.equal(*found)
+
+
+def test_chains_find_the_conditional_posterior_of_a_linear_model():
+    x = torch.randn(30, 4, generator=SEED, dtype=torch.float64)
+    y = x.sum(1, keepdim=True) + 0.5 * torch.randn(30, 1, generator=SEED, dtype=torch.float64)
+    net = made(lambda: nn.Linear(4, 1, bias=False))
+    prior = SubnetworkPrior(NORMAL, 2, "random")
+    chosen = prior.elements(net)["weight"]
+    rest = [i for i in range(4) if i not in chosen.tolist()]
+    left = y[:, 0] - x[:, rest] @ net.weight[0, rest].detach()
+    covariance = (x[:, chosen].T @ x[:, chosen] / 0.25 + 4 * torch.eye(2)).inverse()
+    mean = covariance @ x[:, chosen].T @ left / 0.25
+    bnn = tyxe.MCMC_BNN(net, prior, HomoskedasticGaussian(30, scale=0.5), tyxe.samplers.NUTS())
+    torch.manual_seed(0)
+    bnn.fit([(x, y)], 500, warmup_steps=200, compile=False)
+    draws = bnn.samples["net.weight"].flatten(0, 1)
+    # A quarter of the draws counts, at the least.
+    error = covariance.diagonal().sqrt() / (len(draws) / 4) ** 0.5
+    assert bool(((draws.mean(0) - mean).abs() < 4 * error).all())
+    assert bool((draws.std(0) / covariance.diagonal().sqrt() - 1).abs().max() < 4 / 500**0.5)
+
+
+def test_a_posterior_becomes_the_prior():
+    bnn = laplace(SubnetworkPrior(NORMAL, 7, "magnitude"))
+    before = bnn.functional_variance(X)
+    bnn.update_prior(tyxe.priors.DictPrior(bnn.net_guide.get_detached_distributions()))
+    torch.testing.assert_close(bnn.functional_variance(X), before)
+    bnn.update_prior(NORMAL)
+    bnn.fit_curvature(BATCHES)
+    torch.testing.assert_close(bnn.functional_variance(X), before)
+
+
+REFUSED = [
+    (lambda: SubnetworkPrior(1.0, 3, "last"), TypeError, "prior is 1.0; expected one such as"),
+    (lambda: SubnetworkPrior(NORMAL, 0, "last"), ValueError, "num_weights is 0; expected 1 or"),
+    (lambda: SubnetworkPrior(NORMAL, 3, "size"), ValueError, "by is 'size'; expected one of 'mag"),
+    (lambda: SubnetworkPrior(NORMAL, 3, "variance"), ValueError, "or a posterior, whose variances"),
+    (lambda: sites(4, "last"), ValueError, "num_weights is 4, and the prior exposes 3 weights"),
+    (lambda: sites(2, {"weight": dist.Normal(0.0, 1.0)}), ValueError, "variance of 'weight' has"),
+    (lambda: sites(2, {}), ValueError, "there is no site 'weight'"),
+]
+
+
+def sites(num_weights, by):
+    return SubnetworkPrior(NORMAL, num_weights, by).sites(nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(("call", "error", "match"), REFUSED)
+def test_bad_input(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_closed_forms_are_of_whole_layers():
+    prior = SubnetworkPrior(IIDPrior(dist.Normal(0.0, 1.0), expose=["3.weight"]), 5, "last")
+    bnn = laplace(prior, structure="full")
+    with pytest.raises(TypeError, match="closed forms are for one over the last linear layer"):
+        bnn.to_ensemble(closed_form=True)

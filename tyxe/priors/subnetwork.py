@@ -1,0 +1,108 @@
+"""Priors over some of a net's weights one by one, whatever tensors they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributions as td
+from torch import Tensor, nn
+
+from tyxe import check
+from tyxe.priors.base import Prior
+from tyxe.priors.selection import Parameter
+from tyxe.priors.sites import SitePrior
+from tyxe.util import resolve_site_name
+
+_KNOWN = ("magnitude", "last", "random")
+
+
+class SubnetworkPrior(Prior):
+    """A prior over single weights, of those that another prior exposes; the others stay fixed.
+
+    A site has a parameter's chosen weights, as a vector in the order of the flattened parameter, or
+    the parameter itself if all of it is chosen. The weights that are not chosen keep the values of
+    the given net, which is to be a trained one. With few weights a posterior can couple all of
+    them, whatever the size of the net: `LaplaceBNN(structure="full")`, HMC, a full-rank guide.
+
+    Args:
+        prior: the distributions of the chosen weights, from any prior whose distributions have the
+            shape of the tensor that they are asked for.
+        num_weights: how many weights are random.
+        by: which ones: a posterior, as `get_detached_distributions` returns it, for those of the
+            largest marginal variances, such as of a `LaplaceBNN(structure="diag")`; `"magnitude"`
+            for the largest weights of the net, `"last"` for the last ones in the order of its
+            parameters, or `"random"`.
+
+    Raises:
+        TypeError: not a prior.
+        ValueError: an unknown `by`; fewer weights than 1. When applied to a net: more weights than
+            the prior exposes; a posterior that lacks some of its sites.
+
+    Reference:
+        Daxberger et al., Bayesian deep learning via subnetwork inference, 2021.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> net, normal = nn.Linear(20, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1))
+        >>> likelihood = tyxe.likelihoods.HomoskedasticGaussian(30, scale=0.5)
+        >>> loader = [(torch.randn(30, 20), torch.randn(30, 1))]
+        >>> diagonal = tyxe.LaplaceBNN(net, normal, likelihood, structure="diag")
+        >>> diagonal.fit_curvature(loader)
+        >>> variances = diagonal.net_guide.get_detached_distributions()
+        >>> prior = SubnetworkPrior(normal, 5, by=variances)
+        >>> bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure="full")
+        >>> bnn.fit_curvature(loader)
+        >>> bnn.net_guide.precision.size
+        5
+    """
+
+    def __init__(
+        self, prior: Prior, num_weights: int, by: str | Mapping[str, td.Distribution]
+    ) -> None:
+        self.prior = check.one_of("prior", prior, Prior, "one such as tyxe.priors.IIDPrior(...)")
+        self.num_weights = check.count("num_weights", num_weights)
+        if not isinstance(by, Mapping) and by not in _KNOWN:
+            raise ValueError(
+                f"by is {check.described(by)}; expected one of {', '.join(map(repr, _KNOWN))}, or "
+                "a posterior, whose variances are compared: by=bnn.net_guide."
+                'get_detached_distributions() of a fitted BNN, such as LaplaceBNN(structure="diag")'
+            )
+        self.by, self.selection = by, prior.selection
+        # The same weights whenever the prior is asked.
+        self._seed = int(torch.randint(2**62, (), device="cpu"))
+
+    def _arguments(self) -> str:
+        by = self.by if isinstance(self.by, str) else "variance"
+        return f"{self.prior}, {self.num_weights}, by={by!r}"
+
+    def prior_dist(self, name: str, module: nn.Module, param: nn.Parameter) -> SitePrior:
+        return self.prior.prior_dist(name, module, param)
+
+    def elements(self, net: nn.Module) -> dict[str, Tensor]:
+        parameters = self.selection.of(net)
+        sizes = [parameter.tensor.numel() for parameter in parameters]
+        if self.num_weights > sum(sizes):
+            raise ValueError(
+                f"num_weights is {self.num_weights}, and the prior exposes {sum(sizes)} weights"
+            )
+        is_chosen = torch.zeros(sum(sizes), dtype=torch.bool, device="cpu")
+        is_chosen[self._scores(parameters, sum(sizes)).topk(self.num_weights).indices] = True
+        named = zip(parameters, is_chosen.split(sizes), strict=True)
+        return {p.name: part.nonzero()[:, 0] for p, part in named if not part.all()}
+
+    def _scores(self, parameters: list[Parameter], size: int) -> Tensor:
+        """Return numbers by which weights are compared, `(size,)`, on the CPU."""
+        if self.by == "last":
+            return torch.arange(size, device="cpu")
+        if self.by == "random":
+            generator = torch.Generator().manual_seed(self._seed)
+            return torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
+        found = [self._scores_of(p.name, p.tensor.detach()).flatten().cpu() for p in parameters]
+        return torch.cat(found)
+
+    def _scores_of(self, name: str, tensor: Tensor) -> Tensor:
+        if isinstance(self.by, str):
+            return tensor.abs()
+        variance = self.by[resolve_site_name(name, self.by)].variance
+        return check.shape(f"the variance of {name!r}", variance, tensor.shape)
