@@ -166,7 +166,7 @@ def test_a_net_that_vmap_does_not_take_runs_draw_by_draw():
     net = Twice()
     ensemble, expected = last_layer(net, net.head)
     assert torch.equal(ensemble(X), expected)
-    assert ensemble._is_one_pass is False
+    assert not ensemble._one_pass.is_right
     assert torch.equal(ensemble(X), expected)
 
 
@@ -174,7 +174,7 @@ def test_an_export_before_the_first_call_runs_draw_by_draw():
     net = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 3))
     ensemble, expected = last_layer(net, net[2])
     program = torch.export.export(ensemble, (X,)).module()
-    assert ensemble._is_one_pass is None
+    assert not ensemble._one_pass.knows(None)
     torch.testing.assert_close(program(X), expected)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -199,6 +199,10 @@ class LaplacePosterior(SupervisedBNN):
         _ = self.state
         for _ in range(num_predictions):
             yield self.net_guide.draw()
+
+    def _sampler(self) -> Callable[[int], Values]:
+        _ = self.state
+        return self.net_guide.draw
 
     def _one_draw(self) -> Values:
         """Return a single draw, which is the mode as long as there is no curvature."""

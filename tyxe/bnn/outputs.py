@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, device_for, is_loader, on_device
-from tyxe.bnn.passes import NetOnBatch
+from tyxe.bnn.passes import NetOnBatch, stacked, unstacked
 from tyxe.bnn.reading import look_at_sites
 from tyxe.bnn.replay import ReplayedDraws
 from tyxe.check import described
@@ -40,14 +40,15 @@ from tyxe.linalg import Operator
 from tyxe.poutine.draw import Draw, draws_are_lazy
 from tyxe.predictive.gaussian import LinkOptions, Outputs, check_link
 from tyxe.predictive.norms import Statistics, averaged_statistics, norms_of, put_statistics
+from tyxe.predictive.one_pass import DRAWS_AT_ONCE, MOST_DRAWN
 from tyxe.priors import Prior
 from tyxe.rng import RandomStream, drawing_from
-from tyxe.threads import exclusive
+from tyxe.threads import exclusive, handlers
 from tyxe.util import Inputs, outside_inference
 
 Values = dict[str, Tensor]
 
-# Draws at a time under torch.vmap, which is slower than a loop on CPUs except for small nets.
+# Draws at a time under torch.vmap on CPUs, where it is slower than a loop except for small nets.
 VMAP_CHUNK = 8
 # Smallest number of samples of Gaussian outputs, which are cheap.
 FEWEST_SAMPLES = 100
@@ -169,23 +170,79 @@ class PosteriorBNN(BNN):
         again = ReplayedDraws() if again is None else again
         if num_predictions:
             look_at_sites(self, inputs, needs_gradients=False)
-        draws = self._draws_or_mean(num_predictions, again)
+        is_alone = draws_are_lazy() or self._averages_norms
         net = NetOnBatch(self, inputs, keeps=num_predictions > 1 and not self._averages_norms)
         if vectorize and self._slots:
-            return self._vmapped_outputs(draws, net)
+            if is_alone:
+                raise ValueError(
+                    "vectorize=True needs drawn weights and the same statistics of norms, but a "
+                    "handler such as local_reparameterization samples inside the net, or "
+                    "update_norm_statistics has been called: leave vectorize out"
+                )
+            return self._at_stacks(partial(self._under_vmap, net), num_predictions, again)
+        several = vectorize is None and num_predictions > 1 and self._slots and not is_alone
+        if several and net.may_run_at_once():
+            return self._at_stacks(net.at_many, num_predictions, again)
         outputs, kept = [], []
-        for index, values in enumerate(draws):
+        for index, values in enumerate(self._draws_or_mean(num_predictions, again)):
             if index == len(again.statistics):
                 again.statistics.append(self._norm_statistics(values) if num_predictions else {})
             outputs.append(net(values, again.statistics[index]))
             kept.append(self._only_latents(values))
         return torch.stack(outputs), self._latents(kept)
 
+    def _at_stacks(
+        self, net: Callable[[Values], Tensor], num_predictions: int, again: ReplayedDraws
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what `_stacked_outputs` does, by a function of stacked draws."""
+        outputs, kept = [], []
+        for together in self._stacks(num_predictions, again):
+            outputs.append(net(together))
+            kept.append(self._only_latents(together))
+        prefix, names = self.likelihood.prefix, self.likelihood.latent_priors()
+        latents = {n: torch.cat([each[f"{prefix}.{n}"] for each in kept]) for n in names}
+        return torch.cat(outputs), latents
+
     def _draws_or_mean(self, num_predictions: int, again: ReplayedDraws) -> Iterator[Values]:
         """Return the draws of a call, or the mean, which takes no random numbers, for none."""
         if not num_predictions:
             return iter([self._mean_values()])
+        if (at_once := self._at_once(num_predictions)) is not None:
+            return itertools.chain.from_iterable(map(unstacked, again.over(at_once)))
         return again.over(self._draws(num_predictions))
+
+    def _stacks(self, num_predictions: int, again: ReplayedDraws) -> Iterator[Values]:
+        """Yield what `_draws_or_mean` does in stacks, of which each fits into memory."""
+        at_once = self._at_once(num_predictions) if num_predictions else None
+        if at_once is not None:
+            yield from again.over(at_once)
+            return
+        draws = self._draws_or_mean(num_predictions, again)
+        while rows := [*itertools.islice(draws, self._most_drawn())]:
+            yield stacked(rows)
+
+    def _most_drawn(self) -> int:
+        """Return how many draws are stacked at a time."""
+        size = sum(shape.numel() for shape in self._site_shapes().values())
+        return max(1, MOST_DRAWN[self._like.device.type == "cpu"] // max(1, size))
+
+    def _at_once(self, num_predictions: int) -> Iterator[Values] | None:
+        """Return stacks of draws that one call makes for each site, or None if draws are single.
+
+        Accelerators take as long for many numbers as for a few. Processors do not, and there a
+        seed gives the draws that it has always given.
+        """
+        if self._like.device.type not in DRAWS_AT_ONCE or handlers():
+            return None
+        sampler, most = self._sampler(), self._most_drawn()
+        if sampler is None:
+            return None
+        starts = range(0, num_predictions, most)
+        return (sampler(min(most, num_predictions - start)) for start in starts)
+
+    def _sampler(self) -> Callable[[int], Values] | None:
+        """Return what draws so many times at once, stacked, or None where nothing does."""
+        return None
 
     def _linearized_outputs(
         self, inputs: Inputs, num_predictions: int, again: ReplayedDraws | None = None
@@ -221,31 +278,13 @@ class PosteriorBNN(BNN):
             )
         return self._linearized_outputs
 
-    def _vmapped_outputs(
-        self, draws: Iterator[Values], net: NetOnBatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs: list[Tensor] = []
-        kept: list[Values] = []
-        while chunk := [*itertools.islice(draws, VMAP_CHUNK)]:
-            if draws_are_lazy() or self._averages_norms:
-                raise ValueError(
-                    "vectorize=True needs drawn weights and the same statistics of norms, but a "
-                    "handler such as local_reparameterization samples inside the net, or "
-                    "update_norm_statistics has been called: leave vectorize out"
-                )
-            if not outputs:
-                net.look(chunk)
-            stacked = {name: torch.stack([v[name] for v in chunk]) for name in self._slots}
-            outputs.append(self._under_vmap(net, stacked))
-            kept += [self._only_latents(values) for values in chunk]
-        return torch.cat(outputs), self._latents(kept)
-
-    def _under_vmap(self, net: NetOnBatch, stacked: Values) -> Tensor:
+    def _under_vmap(self, net: NetOnBatch, together: Values) -> Tensor:
         try:
-            return torch.vmap(net)(stacked)
+            net.look(unstacked(together))
+            return net.at_once(together, VMAP_CHUNK if self._like.device.type == "cpu" else None)
         except RuntimeError as error:
             # For a net that fails without vmap as well, its own error says more.
-            net({name: values[0] for name, values in stacked.items()})
+            net(next(unstacked(together)))
             raise ValueError(
                 "vectorize=True needs a net that runs under torch.vmap, but "
                 f"{type(self.net).__name__} does not: {error}; leave vectorize out"

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tyxe.bnn.base import BNN
 from tyxe.bnn.standin import StandIn
+from tyxe.data import Picking
 from tyxe.poutine.report import note
 from tyxe.predictive.norms import Statistics
+from tyxe.predictive.one_pass import MOST_GIVEN, has_hooks, is_faster
 from tyxe.predictive.prefix import SiteFreePrefix
 from tyxe.rng import set_torch_rng, torch_rng
-from tyxe.threads import exclusive
+from tyxe.threads import exclusive, handlers
 from tyxe.util import Inputs, in_function_transform, kind_of_batch, same_numbers
+
+
+def stacked(draws: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return draws as tensors `(S, ...)` by site."""
+    rows = [*draws]
+    return {name: torch.stack([values[name] for values in rows]) for name in rows[0]}
+
+
+def unstacked(together: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the draws that are stacked in tensors `(S, ...)` by site."""
+    rows = zip(*(values.unbind() for values in together.values()), strict=True)
+    return (dict(zip(together, row, strict=True)) for row in rows)
 
 
 class NetOnBatch:
@@ -54,11 +70,73 @@ class NetOnBatch:
             return self._first
         return self._compared(self._stand_in, self._prefix)
 
+    def one_by_one(self, stacked: Mapping[str, Tensor]) -> Tensor:
+        """Return the net's outputs `(S, ...)` at draws that are stacked by site."""
+        return torch.stack([self(values) for values in unstacked(stacked)])
+
+    def at_once(self, stacked: Mapping[str, Tensor], size: int | None = None) -> Tensor:
+        """Return what `one_by_one` does, by `torch.vmap` of so many draws at a time."""
+        outputs: Tensor = torch.vmap(self, chunk_size=size)(stacked)
+        return outputs
+
     def look(self, draws: Iterable[Mapping[str, Tensor]]) -> None:
         """Make passes until one has been compared, for passes in a transform, where none can be."""
         for values in draws if self._keeps else ():
-            if not self._is_known():
-                self(values)
+            has_looked = self._stand_in is not None and self._prefix is None
+            if has_looked or self._is_known():
+                return
+            self(values)
+
+    # ------------------------------------------------------------------ many draws at once
+
+    def may_run_at_once(self) -> bool:
+        """Whether one pass for many draws may be faster, and nothing has to see single draws.
+
+        Handlers and hooks have to, and gradients, for which each draw has its own stand-in.
+        """
+        runtime, owners = self._bnn._runtime, self._owners()
+        if torch.is_grad_enabled() or in_function_transform() or has_hooks(self._bnn.net, Picking):
+            return False
+        if not runtime.one_pass.is_right:
+            note("Draws run one by one: one pass for all of them is slower, or was not the same.")
+        return runtime.one_pass.is_right and not handlers() and self._is_faster(owners)
+
+    def at_many(self, stacked: Mapping[str, Tensor]) -> Tensor:
+        """Return what `one_by_one` does, in one pass where that is faster and was seen right."""
+        together = partial(self._at_once_in_memory, stacked)
+        in_turn = partial(self._looked_at, stacked)
+        return self._bnn._runtime.one_pass(together, in_turn, self._kind())
+
+    def _looked_at(self, stacked: Mapping[str, Tensor]) -> Tensor:
+        """Return what `one_by_one` does, and rule out what one pass would not do as well."""
+        outputs, stand_in, prefix = self.one_by_one(stacked), self._stand_in, self._prefix
+        assert stand_in is not None
+        ends = {*()} if prefix is None or prefix.runs_after else self._owners()
+        is_plain = stand_in.is_random is False and not stand_in.has_left
+        self._bnn._runtime.one_pass.is_right &= is_plain and self._is_faster(ends)
+        return outputs
+
+    def _owners(self) -> set[nn.Module]:
+        """Return the modules that have sites."""
+        return {part for slots in self._bnn._slots.values() for part, _ in slots}
+
+    def _is_faster(self, ends: set[nn.Module]) -> bool:
+        """Whether one pass is faster, if the net ends in some modules."""
+        bnn = self._bnn
+        is_last = len(ends) == 1 and {*map(type, ends)} == {nn.Linear}
+        return is_faster(bnn._in_places().values(), bnn._like.device, is_last)
+
+    def _at_once_in_memory(self, stacked: Mapping[str, Tensor]) -> Tensor:
+        runtime, count = self._bnn._runtime, len(next(iter(stacked.values())))
+        given = sum(t.numel() for t in tree_leaves(self._inputs) if isinstance(t, Tensor))
+        size = min(count, runtime.most_at_once, max(1, MOST_GIVEN // max(1, given)))
+        try:
+            return self.at_once(stacked, size if size < count else None)
+        except torch.OutOfMemoryError:
+            runtime.most_at_once = max(1, size // 2)
+            raise
+
+    # ------------------------------------------------------------------ what is kept
 
     def _is_known(self) -> bool:
         """Whether passes have been compared for such batches, and the net has not changed since."""
@@ -93,5 +171,5 @@ class NetOnBatch:
             )
         if not self._keeps or not self._bnn._runtime.keeps_prefix:
             return None
-        owners = {stand_in.part(part) for slots in self._bnn._slots.values() for part, _ in slots}
-        return SiteFreePrefix(stand_in.net, owners, self._inputs)
+        owners, may_draw = map(stand_in.part, self._owners()), stand_in.is_random is not False
+        return SiteFreePrefix(stand_in.net, owners, self._inputs, may_draw)

@@ -105,7 +105,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             return self._in_closed_form(link)
         num_draws = self._num_draws(num_draws, name="num_draws", least=1)
         with torch.no_grad():
-            draws = [*ReplayedDraws().over(self._draws(num_draws))]
+            draws = [*self._draws_or_mean(num_draws, ReplayedDraws())]
             nets = self._nets_at((values, self._norm_statistics(values)) for values in draws)
         return Ensemble(nets, copy.deepcopy(self.likelihood), self._latents(draws))
 
@@ -170,8 +170,9 @@ class SupervisedBNN(Derived, PosteriorBNN):
                 default is 32, or all samples where there are fewer, or 1 where all draws would be
                 alike, as of a point estimate.
             aggregate: combine the draws by the likelihood; `False` returns all of them.
-            vectorize: run draws in chunks under `torch.vmap` where the net allows it; the default
-                is a loop, which is faster on CPUs except for small nets.
+            vectorize: run draws at once under `torch.vmap`, or `False` in a loop. By default they
+                run at once where that is faster and was seen to give the same: those of a last
+                linear layer, and on a GPU those of other nets.
             batch_size: number of rows that go through the net at a time. Samples of Gaussian
                 outputs are drawn for each row, and so depend on it, unless they are joint.
             predictive: `"bnn"`, by draws of weights; or `"glm"`, by the net linearised about the

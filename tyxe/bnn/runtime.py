@@ -11,6 +11,7 @@ from typing import Any
 
 from tyxe.bnn.standin import Outline, in_modes
 from tyxe.curvature.linearize import Linearized
+from tyxe.predictive.one_pass import OnePass
 from tyxe.threads import as_before, exclusive
 from tyxe.util import outside_inference
 
@@ -32,6 +33,9 @@ class Runtime:
     # compared with passes of the whole net.
     keeps_prefix: bool = True
     compared: set[Any] = field(default_factory=set)
+    # Passes at many draws at once, and how many of these there may be at a time for memory.
+    one_pass: OnePass = field(default_factory=OnePass)
+    most_at_once: int = 2**62
     # Sites that were looked for in a forward, and those of which gradients were looked for as well.
     met: set[str] = field(default_factory=set)
     read: set[str] = field(default_factory=set)

@@ -220,6 +220,9 @@ class StandIn:
         modes: of its parts; by default their own.
         statistics: buffers of some parts in the place of their own.
         has_buffers: `tensors` has the buffers as well, which then are not the net's own.
+
+    Attributes:
+        has_left: whether a forward has left something to the net, such as an attribute.
     """
 
     def __init__(
@@ -237,6 +240,7 @@ class StandIn:
         self._scripted: dict[nn.Module, nn.Module] = {}
         self._statistics: Statistics = {}
         self._recurrent: list[nn.Module] = []
+        self.has_left = False
         self.net = self._twin_of(net)
         self._finish(statistics)
         self._release = _Release(self._twins.values()) if outline.is_cyclic else None
@@ -301,6 +305,15 @@ class StandIn:
         """Return the net's output for its arguments."""
         return self._run(lambda: self.net(*inputs, **kwargs))
 
+    @property
+    def _key(self) -> tuple[bool, ...]:
+        return tuple(twin.training for twin in self._twins.values())
+
+    @property
+    def is_random(self) -> bool | None:
+        """Whether a forward draws random numbers; None where there has been none yet."""
+        return self._outline.is_random.get(self._key)
+
     def _prepare_backward(self) -> None:
         """Let recurrent parts in eval mode be in train mode without dropout, which is the same.
 
@@ -314,7 +327,7 @@ class StandIn:
         self._prepare_backward()
         before = [tuple(map(dict, _state_of(twin))) for twin in self._twins.values()]
         lazy, mode = draws_are_lazy(), self.net.training
-        modes = tuple(twin.training for twin in self._twins.values())
+        modes = self._key
         is_random = True if lazy else self._outline.is_random.get(modes)
         watch = lazy and mode not in self._outline.watched
         # What may draw numbers lets no other thread draw meanwhile.
@@ -410,6 +423,7 @@ class StandIn:
         left: list[Any] = []
         for (part, twin), own in zip(self._twins.items(), before, strict=True):
             if not all(map(_is_same, own, _state_of(twin))):
+                self.has_left = True
                 left += self._hand_over(part, twin, own)
                 self._outline.follow(part, by_forward=True)
         return left
@@ -419,6 +433,7 @@ class StandIn:
         left = []
         for part, twin in self._twins.items():
             filled = self._outline.filled(part)
+            self.has_left |= bool(filled)
             for name in filled:
                 value = part.__dict__[name]
                 if value is twin.__dict__.get(name):

@@ -123,6 +123,14 @@ class VariationalBNN(TrainedBNN):
                     program()
             yield values_of(trace.trace)
 
+    def _sampler(self) -> Callable[[int], Values] | None:
+        """Return what draws from the guides' posteriors, where these have closed forms."""
+        posteriors = [part.posterior() for part in self._guides()]
+        if None in posteriors:
+            return None
+        joined = {name: q for posterior in posteriors for name, q in (posterior or {}).items()}
+        return functools.partial(Guide.draw_from, joined)
+
     def _one_draw(self) -> Values:
         return next(iter(self._draws(1)))
 

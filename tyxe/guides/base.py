@@ -239,6 +239,19 @@ class Guide(AnyGuide):
             values[name] = pyro.sample(name, q)
         return values
 
+    @staticmethod
+    def draw_from(posterior: Mapping[str, td.Distribution], count: int) -> dict[str, Tensor]:
+        """Draw every site so many times at once, `(count, ...)`, without a Pyro program."""
+        size = torch.Size([count])
+        parts: dict[str, Tensor] = {}
+        for name, q in posterior.items():
+            if isinstance(q, JointMarginal):
+                known = name in parts
+                parts |= {} if known else q.joint.unflatten(q.joint.rsample(size))
+            else:
+                parts[name] = q.rsample(size) if q.has_rsample else q.sample(size)
+        return {name: parts[name] for name in posterior}
+
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         posterior = self.posterior()

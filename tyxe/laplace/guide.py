@@ -70,12 +70,12 @@ class LaplaceGuide(AnyGuide):
         """Return the mode by the sites' joint names."""
         return {site.name: self.locs[site.own_name] for site in self.sites}
 
-    def draw(self) -> dict[str, Tensor]:
-        """Return one draw of all sites."""
+    def draw(self, *count: int) -> dict[str, Tensor]:
+        """Return one draw of all sites, or so many of them, `(count, ...)`."""
         values = self.values()
         if self.state is None:
-            return values
-        deviation = self.state.sample()
+            return {name: value.expand(*count, *value.shape) for name, value in values.items()}
+        deviation = self.state.sample(*count)
         return {name: value + deviation[name].to(value.dtype) for name, value in values.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -157,9 +157,9 @@ class LaplaceState:
         return self.replace(prior=found)
 
     @torch.no_grad()
-    def sample(self) -> dict[str, Tensor]:
-        """Return one draw of `w - w*` by site."""
-        return self.blocks.unflatten(self.precision().sample())
+    def sample(self, *count: int) -> dict[str, Tensor]:
+        """Return one draw of `w - w*` by site, or so many of them, `(count, ...)`."""
+        return self.blocks.unflatten(self.precision().sample(count))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LaplaceState:
         """Return the state with a function of each of its tensors, such as a move to a device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from tyxe import check
 from tyxe.likelihoods import HeteroskedasticGaussian, Joint, Likelihood
 from tyxe.likelihoods.base import Predictions
+from tyxe.predictive.one_pass import OnePass
 from tyxe.util import at_least_float32
 
 
@@ -46,7 +48,7 @@ class Ensemble(nn.Module):
         self.members = nn.ModuleList(members)
         self.likelihood = likelihood
         self._differing = _differing(self.members)
-        self._is_one_pass: bool | None = None if self._differing else False
+        self._one_pass = OnePass()
         self._latents = list(latents or {})
         for name, values in (latents or {}).items():
             self.register_buffer(_buffer(name), values)
@@ -66,20 +68,13 @@ class Ensemble(nn.Module):
 
     def _outputs(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the nets' outputs, `(S, ...)`, in one pass where this is known to be right."""
-        if self._is_one_pass:
-            return self._in_one_pass(inputs, kwargs)
-        outputs = torch.stack([member(*inputs, **kwargs) for member in self.members])
-        if self._is_one_pass is None and not torch.compiler.is_compiling():
-            try:
-                found = self._in_one_pass(inputs, kwargs)
-            except RuntimeError:  # torch.vmap does not take such a net
-                self._is_one_pass = False
-            else:
-                tolerance = torch.finfo(outputs.dtype).eps ** 0.5
-                error = (found - outputs).norm()
-                self._is_one_pass = bool(error <= tolerance * outputs.norm())
-                outputs = found if self._is_one_pass else outputs
-        return outputs
+
+        def in_turn() -> Tensor:
+            return torch.stack([member(*inputs, **kwargs) for member in self.members])
+
+        if not self._differing:
+            return in_turn()
+        return self._one_pass(partial(self._in_one_pass, inputs, kwargs), in_turn)
 
     def _in_one_pass(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         of_each = [_tensors_of(member) for member in self.members]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,10 @@ class SiteFreePrefix:
         net: the net, in the modes that it is run in.
         owners: the modules that hold its sites.
         inputs: the batch.
+        may_draw: whether the net may draw random numbers.
+
+    Attributes:
+        runs_after: whether modules with parameters have run on what follows from sites.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).eval()
@@ -39,8 +43,14 @@ class SiteFreePrefix:
         torch.Size([4, 1])
     """
 
-    def __init__(self, net: nn.Module, owners: Iterable[nn.Module], inputs: Inputs) -> None:
-        self._owners = {*owners}
+    def __init__(
+        self,
+        net: nn.Module,
+        owners: Iterable[nn.Module],
+        inputs: Inputs,
+        may_draw: bool = True,
+    ) -> None:
+        self._owners, self._may_draw = {*owners}, may_draw
         parts = {module: [*module.modules()] for module in net.modules()}
         self._modules = [
             module
@@ -55,7 +65,7 @@ class SiteFreePrefix:
         held = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and _is_fixed(t))
         self._known: dict[int, Tensor] = {id(t): t for t in held}
         self._kept: dict[Any, tuple[list[Any], Any]] = {}
-        self._records, self._inside = True, False
+        self._records, self._inside, self.runs_after = True, False, False
 
     @property
     def has_kept(self) -> bool:
@@ -76,6 +86,7 @@ class SiteFreePrefix:
         given, how = tree_flatten((args, kwargs))
         marks = [self._mark(leaf) for leaf in given]
         if self._inside or None in marks:
+            self.runs_after |= not self._inside and next(module.parameters(), None) is not None
             return forward()
         self._counts[module] += 1
         key = (module, self._counts[module], how, *marks)
@@ -85,13 +96,14 @@ class SiteFreePrefix:
 
     def _first(self, key: Any, forward: Callable[[], Any]) -> Any:
         """Run a module, and keep what it returns if that is the same in each pass."""
-        with exclusive():  # no other thread takes random numbers
-            numbers, self._inside = torch_rng(), True
+        # What may draw lets no other thread take random numbers.
+        with exclusive() if self._may_draw else nullcontext():
+            numbers, self._inside = torch_rng() if self._may_draw else [], True
             try:
                 found = forward()
             finally:
                 self._inside = False
-            draws = not all(map(torch.equal, numbers, torch_rng()))
+            draws = self._may_draw and not all(map(torch.equal, numbers, torch_rng()))
         leaves, how = tree_flatten(found)
         outputs = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
         if draws or not all(map(_is_fixed, outputs)):

@@ -1,0 +1,330 @@
+"""Draws run in one pass where that is faster, unless it would show or give other numbers."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tyxe
+from tests.oracles.predictions import seeded
+from tyxe.bnn import outputs, passes
+from tyxe.bnn.passes import NetOnBatch
+from tyxe.guides import AutoNormal
+from tyxe.predictive import one_pass
+
+N, DRAWS = 6, 7
+X, Y = torch.randn(N, 4), torch.randint(3, (N,))
+
+
+def net_with_head(*after: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 3), *after)
+
+
+def last(layer: nn.Module, scale: float = 1.0) -> tyxe.priors.Prior:
+    prior = dist.Normal(0, scale)
+    return tyxe.priors.IIDPrior(prior, expose_all=False, expose_modules=[layer])
+
+
+def classifier(net: nn.Module, *layers: nn.Module) -> tyxe.VariationalBNN:
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False, expose_modules=layers)
+    guide = partial(AutoNormal, init_scale=0.3)
+    return tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(N), guide)
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return how many passes of many draws there have been since it was called last."""
+    made: list[int] = []
+    plain = NetOnBatch.at_once
+
+    def at_once(net: NetOnBatch, together: dict[str, Tensor], size: int | None = None) -> Tensor:
+        made.append(len(next(iter(together.values()))))
+        return plain(net, together, size)
+
+    monkeypatch.setattr(NetOnBatch, "at_once", at_once)
+
+    def since() -> int:
+        found = len(made)
+        made.clear()
+        return found
+
+    return since
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all be as on a GPU."""
+    monkeypatch.setattr(one_pass, "FASTER", dict.fromkeys(one_pass.FASTER, ("cpu",)))
+    monkeypatch.setattr(outputs, "DRAWS_AT_ONCE", ("cpu",))
+
+
+WAYS = {
+    "predict": lambda bnn, **how: bnn.predict(X, num_predictions=DRAWS, **how),
+    "raw": lambda bnn, **how: bnn.predict(X, num_predictions=DRAWS, aggregate=False, **how),
+    "pieces": lambda bnn, **how: bnn.predict(X, num_predictions=DRAWS, batch_size=4, **how),
+    "evaluate": lambda bnn, **how: torch.stack(bnn.evaluate(X, Y, num_predictions=DRAWS, **how)),
+    "samples": lambda bnn, **how: bnn.sample_predictive(X, num_samples=DRAWS, **how),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_last_layer_is_one_product_for_all_draws(way: str, count: Callable[[], int]) -> None:
+    net = net_with_head(nn.Softplus())
+    bnn = classifier(net, net[2])
+    expected = seeded(WAYS[way], bnn, vectorize=False)
+    assert count() == 0
+    for _ in range(2):  # the first is compared with single passes
+        torch.testing.assert_close(seeded(WAYS[way], bnn), expected)
+        assert count() == (2 if way == "pieces" else 1)
+
+
+def test_a_last_layer_takes_as_many_products_as_one_draw() -> None:
+    class Products(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.made += func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm")
+            return func(*args, **(kwargs or {}))
+
+    net = net_with_head()
+    laplace = tyxe.LaplaceBNN(net, last(net[2]), tyxe.likelihoods.Categorical(N))
+    laplace.fit_curvature([(X, Y)], progress=False)
+    for bnn in (classifier(net, net[2]), laplace):
+        run = partial(bnn.predict, X, num_predictions=64, aggregate=False, predictive="bnn")
+        draws = seeded(lambda bnn: [*bnn._draws(64)], bnn)
+        expected = torch.stack([bnn._run_net(values, X) for values in draws])
+        torch.testing.assert_close(seeded(run), expected)
+        with torch.no_grad(), Products() as drawn:
+            for _ in bnn._draws(64):
+                pass
+        with Products() as products:
+            run()
+        assert products.made - drawn.made == 2  # of the body, and of all heads
+
+
+class Sees(nn.Module):
+    """A body and a head whose forward is another function of the head's output."""
+
+    def __init__(self, sees: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.head, self.sees = nn.Linear(4, 20), nn.Linear(20, 3), sees
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sees(self, self.head(self.body(x).tanh()))
+
+
+def kept(net: nn.Module, x: Tensor) -> Tensor:
+    net.features = x
+    return x
+
+
+SEEING = {
+    "value": lambda _, x: x if float(x.sum()) < 1e9 else -x,
+    "noise": lambda _, x: x + 0 * torch.rand(3),
+    "numpy": lambda _, x: x + torch.as_tensor(x.detach().numpy().mean()),
+    "attribute": kept,
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_net_that_sees_single_draws_runs_them_one_by_one(name: str, count) -> None:
+    net = Sees(SEEING[name])
+    bnn = classifier(net, net.head)
+    run = partial(bnn.predict, X, num_predictions=DRAWS, aggregate=False)
+    expected = seeded(run, vectorize=False)
+    assert torch.equal(seeded(run), expected)
+    count()  # which may have tried
+    assert torch.equal(seeded(run), expected)
+    assert count() == 0
+    if name == "attribute":
+        torch.testing.assert_close(bnn.net.features, expected[-1])
+    with tyxe.poutine.report() as told:
+        run()
+    assert "one by one" in "".join(told.notes)
+
+
+@pytest.mark.parametrize("case", ["middle", "two", "all", "hook", "scale", "gradients", "lazy"])
+def test_what_is_not_to_run_at_once_does_not(case: str, count: Callable[[], int]) -> None:
+    net = net_with_head(*[nn.Linear(3, 40), nn.Linear(40, 3)] * (case == "middle"))
+    layers = {"two": (net[0], net[2]), "all": tuple(net)}.get(case, (net[2],))
+    bnn, seen = classifier(net, *layers), []
+    if case == "hook":
+        bnn.net[2].register_forward_hook(lambda *given: seen.append(given[2]))
+    handler = {
+        "scale": partial(poutine.scale, scale=2.0),
+        "lazy": tyxe.poutine.local_reparameterization,
+    }.get(case)
+    run = partial(bnn.predict, X, num_predictions=DRAWS, aggregate=False)
+    run = partial(run, enable_grad=case == "gradients")
+    if handler is not None:
+        run = handler()(run)
+    for _ in range(2):
+        assert torch.equal(seeded(run), seeded(run, vectorize=False))
+    assert count() == 0
+    assert all(one.shape == (N, 3) for one in seen)
+
+
+def test_a_pass_that_gives_other_numbers_is_refused(monkeypatch, count) -> None:
+    net = net_with_head()
+    bnn = classifier(net, net[2])
+    wrong = NetOnBatch.at_once
+    monkeypatch.setattr(NetOnBatch, "at_once", lambda *given: wrong(*given).flip(0))
+    run = partial(bnn.predict, X, num_predictions=DRAWS, aggregate=False)
+    for _ in range(2):
+        assert torch.equal(seeded(run), seeded(run, vectorize=False))
+    assert count() == 1
+
+
+@pytest.mark.parametrize(
+    ("moved", "scale", "same"), [(1e-5, 1.0, True), (1e-3, 1.0, True), (1e-3, 1e-3, False)]
+)
+def test_rounding_is_less_than_what_draws_differ_by(moved: float, scale: float, same: bool) -> None:
+    outputs = 1 + scale * torch.randn(9, 5)
+    assert one_pass.are_alike(outputs + moved * torch.randn(9, 5), outputs) is same
+
+
+def test_numbers_that_are_missing_are_alike_where_both_are() -> None:
+    outputs = torch.randn(9, 5)
+    missing = outputs.clone().index_fill_(0, torch.tensor(0), torch.nan)
+    assert one_pass.are_alike(missing, missing.clone())
+    assert not one_pass.are_alike(outputs, missing)
+    assert one_pass.are_alike(outputs.long(), outputs.long())
+    assert not one_pass.are_alike(outputs.long(), 1 + outputs.long())
+    assert not one_pass.are_alike(outputs, outputs.double())
+
+
+def test_a_pass_without_memory_is_made_in_parts(monkeypatch) -> None:
+    net, sizes = net_with_head(), []
+    bnn = classifier(net, net[2])
+    plain = NetOnBatch.at_once
+    run = partial(bnn.predict, X, num_predictions=DRAWS, aggregate=False)
+    expected = seeded(run)
+
+    def at_once(net: NetOnBatch, together: dict[str, Tensor], size: int | None = None) -> Tensor:
+        sizes.append(size)
+        if size is None or size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(net, together, size)
+
+    monkeypatch.setattr(NetOnBatch, "at_once", at_once)
+    for _ in range(3):
+        torch.testing.assert_close(seeded(run), expected)
+    assert sizes == [None, 3, 1]
+
+
+def test_large_draws_and_batches_go_through_in_parts(monkeypatch, on_gpu) -> None:
+    net = net_with_head()
+    bnn = classifier(net, net[2])  # of 63 weights
+    run = partial(bnn.predict, X, num_predictions=DRAWS, aggregate=False)
+    run()
+    monkeypatch.setattr(passes, "MOST_GIVEN", 3 * X.numel())
+    monkeypatch.setattr(outputs, "MOST_DRAWN", {True: 4 * 63, False: 1})
+    torch.testing.assert_close(seeded(run), seeded(run, vectorize=False))
+    assert [len(each["net.2.bias"]) for each in bnn._at_once(DRAWS)] == [4, 3]
+
+
+# --------------------------------------------------------------------------- as on a GPU
+
+
+def convolutional() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Unflatten(-1, (1, 2, 2)), nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(2, 3)
+    )
+
+
+def variational(net: nn.Module, **how) -> tyxe.VariationalBNN:
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    guide = partial(AutoNormal, init_scale=0.3)
+    return tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(N), guide)
+
+
+def with_noise() -> tyxe.VariationalBNN:
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 1.0))
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    return tyxe.VariationalBNN(nn.Linear(4, 2), prior, likelihood, AutoNormal, AutoNormal)
+
+
+def laplace() -> tyxe.LaplaceBNN:
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    bnn = tyxe.LaplaceBNN(net_with_head(), prior, tyxe.likelihoods.Categorical(N))
+    bnn.fit_curvature([(X, Y)], progress=False)
+    return bnn
+
+
+def chains() -> tyxe.MCMC_BNN:
+    prior, kernel = tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.samplers.HMC(step_size=0.1)
+    bnn = tyxe.MCMC_BNN(net_with_head(), prior, tyxe.likelihoods.Categorical(N), kernel)
+    bnn._take({n: torch.randn(2, 9, *s) for n, s in bnn._site_shapes().items()})
+    return bnn
+
+
+def joint_guide() -> tyxe.VariationalBNN:
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    guide = partial(tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2)
+    return tyxe.VariationalBNN(net_with_head(), prior, tyxe.likelihoods.Categorical(N), guide)
+
+
+def of_pyro() -> tyxe.VariationalBNN:
+    from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
+
+    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
+    likelihood = tyxe.likelihoods.Categorical(N)
+    return tyxe.VariationalBNN(net_with_head(), prior, likelihood, PyroAutoNormal)
+
+
+MADE = {
+    "linear maps": lambda: variational(net_with_head()),
+    "convolutions": lambda: variational(convolutional()),
+    "noise": with_noise,
+    "Laplace": laplace,
+    "chains": chains,
+    "inducing": joint_guide,
+    "Pyro": of_pyro,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_all_ways_have_the_same_draws(name: str, on_gpu, count: Callable[[], int]) -> None:
+    bnn = MADE[name]()
+    run = partial(bnn.predict, X, num_predictions=DRAWS, aggregate=False, predictive="bnn")
+    expected = seeded(run, vectorize=False)
+    assert count() == 0
+    for how in ({}, {}, {"vectorize": True}, {"batch_size": 2}):
+        torch.testing.assert_close(seeded(run, **how), expected)
+        assert count() == (3 if "batch_size" in how else 1)
+    assert expected.std(0).min() > 0
+    told = seeded(partial(bnn.predict, X, num_predictions=DRAWS, predictive="bnn"))
+    ensemble = seeded(bnn.to_ensemble, DRAWS)
+    torch.testing.assert_close(ensemble(X), told)
+
+
+@pytest.mark.parametrize("name", ["linear maps", "noise", "Laplace", "inducing"])
+def test_draws_at_once_have_the_moments_of_single_ones(name: str, on_gpu) -> None:
+    bnn, size = MADE[name](), 20_000
+    sampler = bnn._sampler()
+    assert sampler is not None
+    with torch.no_grad():
+        together = seeded(sampler, size)
+        alone = passes.stacked(seeded(lambda: [*bnn._draws(size // 10)]))
+    for site, values in together.items():
+        other = alone[site]
+        assert values.shape[1:] == other.shape[1:]
+        error = (values.var(0) / size + other.var(0) / len(other)).sqrt()
+        assert ((values.mean(0) - other.mean(0)).abs() < 5 * error + 1e-12).all()
+        ratio = (
+            values.log().std(0) / other.log().std(0)
+            if "data" in site
+            else (values.std(0) / other.std(0))
+        )
+        assert ((ratio - 1).abs() < 5 * (2 * len(other)) ** -0.5).all()
+
+
+def test_an_ensemble_has_the_same_draws_in_all_ways(on_gpu) -> None:
+    ensemble = tyxe.EnsembleBNN(lambda _: variational(net_with_head()), 2)
+    run = partial(ensemble.predict, X, num_predictions=DRAWS, aggregate=False)
+    torch.testing.assert_close(seeded(run), seeded(run, vectorize=False))
