@@ -55,7 +55,8 @@ def potential_of(bnn: tyxe.MCMC_BNN, data: Data, chains: int) -> tuple[Any, Tens
     """Return the potential of all chains, and starts of small weights."""
     with exclusive_unvalidated():
         one = Potential(bnn, *data)
-        starts = 0.1 * torch.randn(chains, one.flatten(bnn._in_places()).numel())
+        like = one.flatten(bnn._in_places())
+        starts = 0.1 * torch.randn(chains, len(like)).to(like)
         return batched(one.at, starts), starts
 
 

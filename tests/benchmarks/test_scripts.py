@@ -41,6 +41,7 @@ CASES = {
     "samplers": ["leapfrogs", "mclmc", "ess", "compilation"],
     "gpu": ["resnet18_step", "resnet18_predict", "resnet50_step", "resnet50_predict"],
     "gpu_laplace": ["laplace_curvature", "laplace_predictions"],
+    "gpu_predict": ["mlp", "resnet18", "last_layer", "samplers"],
 }
 # Compiling the ResNet takes the library through the same code for longer; processes that take a
 # curvature start like those that make steps, and their work is tried below.
@@ -50,6 +51,7 @@ WITHOUT_LIMITS = {
     "startup",
     "gpu",
     "gpu_laplace",
+    "gpu_predict",
     "revisions",
     "serving",
     "samplers",
@@ -60,7 +62,7 @@ WITHOUT_LIMITS = {
     "large_laplace",
 }
 # Beside other libraries' alone, which are left out where they are not installed.
-BESIDE_PEERS = {"samplers"}
+BESIDE_PEERS = {"samplers", "gpu_predict"}
 
 
 def test_every_script_is_tested() -> None:
