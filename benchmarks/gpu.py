@@ -1,9 +1,14 @@
-"""Time of training steps and predictions on a GPU, eager and captured in a CUDA graph."""
+"""What runs on a GPU, and how fast: steps, fits, predictions, curvature and samplers.
+
+`--all` runs the tests of `tests/gpu` first, and writes what came of them into the results too.
+"""
 
 from __future__ import annotations
 
 import collections
 import functools
+import subprocess
+import sys
 import time
 import traceback
 import warnings
@@ -12,19 +17,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import gpu_laplace
+import pyro
 import torch
-import torch.nn.functional as F
-from _harness import Case, Clock, Contestant, Quantity, buildable, run
-from _nets import images, resnet18
-from _traced import Handler, Objective
+from _harness import Case, Clock, Contestant, Numbers, Quantity, buildable, run, summary
+from _nets import images, mlp, resnet18, vectors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.models import resnet50
-from training_step import HANDLERS, make_bnn, our_step
+from training_step import METHODS, SCALE, hand_step, make_bnn, our_step, plain_step
 
 import tyxe
+from tyxe.bnn.training import FitOptions
 
-NUM_POINTS, DRAWS = 50_000, 32
+NUM_POINTS, STEPS, FIT = 50_000, 10, 100
 PACKAGE = Path(tyxe.__file__).resolve().parent
 ROOT, TORCH = PACKAGE.parent, Path(torch.__file__).resolve().parent
 Step = Callable[[], Any]
@@ -37,34 +42,16 @@ def device() -> torch.device:
 
 
 def finished(contestant: Contestant, clock: Clock) -> float:
-    """Return seconds of wall-clock until the device has done the work, too."""
+    """Return seconds of wall-clock for a unit, until the device has done the work too."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else nullcontext
     synchronize()
     start = time.perf_counter()
-    contestant.run()
+    units = contestant.run()
     synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / (units or 1)
 
 
 FINISHED = Quantity("seconds", "ms", 1e3, finished)
-
-
-def captured(step: Step) -> Step:
-    """Record a step's kernels once, and return their replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # allocations and the optimiser's state are made outside of the graph
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay(_: Step = step) -> None:  # which keeps the tensors that the graph reads and writes
-        graph.replay()
-
-    return replay
 
 
 # --------------------------------------------------------------------------- host reads
@@ -133,208 +120,167 @@ def listed(places: collections.Counter[str]) -> str:
 
 # --------------------------------------------------------------------------- steps
 
-
-def adam(parameters: Iterable[Tensor]) -> torch.optim.Adam:
-    """Return the optimiser of all contestants, which a graph can capture on a GPU."""
-    on_gpu = device().type == "cuda"
-    return torch.optim.Adam(parameters, lr=1e-3, fused=True, capturable=on_gpu)
-
-
-def plain(make_net: Nets, x: Tensor, y: Tensor) -> Step:
-    """Return the plain step."""
-    net = make_net().to(device())
-    optimizer = adam(net.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def ours(handler: Handler, make_net: Nets, x: Tensor, y: Tensor) -> Step:
-    """Return the step of `bnn.fit`, which checks that loss and gradient are finite."""
-    return our_step(make_bnn(make_net().to(device()), NUM_POINTS), handler, x, y)
-
-
-def objective_step(handler: Handler, make_net: Nets, x: Tensor, y: Tensor) -> Step:
-    """Return a step on the same objective without that check."""
-    bnn = make_bnn(make_net().to(device()), NUM_POINTS)
-    bnn.train()
-    objective = Objective(bnn, handler)
-    optimizer = adam(p for p in bnn.parameters() if p.requires_grad)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        objective(x, y).backward()
-        optimizer.step()
-
-    return step
-
-
-def contestant(
-    name: str,
-    who: str,
-    build: Callable[..., Step],
-    *arguments: Any,
-    capture: bool = False,
-    plain: str | None = None,
-) -> Contestant:
-    """Build one contestant, and make a run of it."""
-    step = build(*arguments)
-    if capture:
-        step = captured(step)
-    step()
-
-    def run_once() -> None:
-        step()
-
-    return Contestant(name, run_once, who, plain=plain)
-
-
 Makers = dict[str, Callable[[], Contestant]]
 
 
-def add(makers: Makers, name: str, who: str, build: Callable[..., Step], *arguments: Any) -> None:
-    """Add a contestant; on a GPU a captured one, whose ratio is to the captured plain one."""
-    makers[name] = functools.partial(contestant, name, who, build, *arguments)
-    if device().type == "cuda":
-        makers[f"{name}, captured"] = functools.partial(
-            contestant,
-            f"{name}, captured",
-            who,
-            build,
-            *arguments,
-            capture=True,
-            plain="plain PyTorch, captured",
-        )
+def steps_of(
+    name: str, who: str, build: Callable[[], Step], limit: str | None = None
+) -> Contestant:
+    """Return some steps in a row, as in a fit, between which the host need not wait."""
+    step = build()
+
+    def several() -> int:
+        for _ in range(STEPS):
+            step()
+        return STEPS
+
+    return Contestant(name, several, who, limit)
 
 
 def step_case(name: str, title: str, make_net: Nets, x: Tensor, y: Tensor) -> Case:
-    """Return steps of the plain net and of every method, with their reads by the host."""
-    makers: Makers = {}
-    add(makers, "plain PyTorch", "plain", plain, make_net, x, y)
-    for method, handler in HANDLERS.items():
-        makers[f"{method}, ours"] = functools.partial(
-            contestant, f"{method}, ours", "ours", ours, handler, make_net, x, y
-        )
-        objective = f"{method}, objective only"
-        add(makers, objective, "ours", objective_step, handler, make_net, x, y)
+    """Return steps of the plain net, and of every method by hand, uncompiled and compiled."""
+    x, y = x.to(device()), y.to(device())
+
+    def net() -> nn.Module:
+        return make_net().to(device())
+
+    def ours(handler: Any, compile: bool) -> Step:
+        options = FitOptions(compile=compile)
+        return our_step(make_bnn(net(), NUM_POINTS), handler, x, y, options)
+
+    plain = functools.partial(plain_step, net(), x, y)
+    makers: Makers = {"plain": functools.partial(steps_of, "plain PyTorch", "plain", plain)}
+    for method, (by_hand, handler) in METHODS.items():
+        limit = f"{method}, by hand"
+
+        def hand(by_hand: Any = by_hand) -> Step:
+            return hand_step(by_hand(net(), NUM_POINTS, SCALE), x, y)
+
+        makers[limit] = functools.partial(steps_of, limit, "by hand", hand)
+        # To compile each on a CPU would take a smoke test a minute.
+        for how in ("ours", "ours, compiled") if device().type == "cuda" else ("ours",):
+            build = functools.partial(ours, handler, how != "ours")
+            row = f"{method}, {how}"
+            makers[row] = functools.partial(steps_of, row, "ours", build, limit)
     return reported(name, title, "step", makers)
 
 
 def reported(name: str, title: str, unit: str, makers: Makers) -> Case:
     """Return the case of what could be built, with errors of the rest and waits of each."""
     found, errors = buildable(makers)
-    # On a CPU, too, the reads can be counted; that they make it wait is a GPU's trouble.
     kind = device().type
-    # What is captured reads nothing in Python, and is not to be replayed in another mode.
-    eager = [c for c in found if not c.name.endswith(", captured")]
-    reads = {f"{c.name}: reads": listed(host_reads(c.run, kind)) for c in eager}
-    if kind == "cuda":
-        reads |= {f"{c.name}: waits": listed(synchronizations(c.run)) for c in found}
-    return Case(name, title, unit, 20, found, True, FINISHED, lambda _: {**errors, **reads})
-
-
-# --------------------------------------------------------------------------- prediction
-
-
-@torch.no_grad()
-def forwards(step: Step, count: int) -> None:
-    """Repeat a forward."""
-    for _ in range(count):
-        step()
-
-
-def plain_forward(make_net: Nets, x: Tensor) -> Step:
-    """Return one forward of the plain net."""
-    net = make_net().to(device()).eval()
-    return torch.no_grad()(lambda: net(x))
-
-
-def drawn_forward(make_net: Nets, x: Tensor) -> Step:
-    """Return one forward with a draw of all weights."""
-    bnn = make_bnn(make_net().to(device()), NUM_POINTS).eval()
-    return torch.no_grad()(lambda: bnn._run_net(bnn._one_draw(), x))
-
-
-def repeated(build: Callable[..., Step], capture: bool, count: int, *arguments: Any) -> Step:
-    """Return many runs of what was built or captured once."""
-    step = captured(build(*arguments)) if capture else build(*arguments)
-    return functools.partial(forwards, step, count)
-
-
-def prediction(vectorize: bool, count: int, make_net: Nets, x: Tensor) -> Step:
-    """Return `bnn.predict`."""
-    bnn = make_bnn(make_net().to(device()), NUM_POINTS)
-    return lambda: bnn.predict(x, num_predictions=count, vectorize=vectorize)
-
-
-def predict_case(name: str, title: str, make_net: Nets, x: Tensor, count: int) -> Case:
-    """Return forwards of the plain net, and predictions by a loop, by vmap and by replays."""
-    makers: Makers = {}
-    forward = {
-        "plain PyTorch": ("plain", plain_forward),
-        "draws in a loop": ("ours", drawn_forward),
-    }
-    captures = (False, True) if device().type == "cuda" else (False,)
-    for capture in captures:
-        suffix = ", captured" if capture else ""
-        reference = f"plain PyTorch{suffix}" if capture else None
-        for kind, (who, build) in forward.items():
-            full = f"{kind}{suffix}"
-            makers[full] = functools.partial(
-                contestant, full, who, repeated, build, capture, count, make_net, x, plain=reference
-            )
-    for vectorize in (False, True):
-        full = f"predict(vectorize={vectorize}), ours"
-        makers[full] = functools.partial(
-            contestant, full, "ours", prediction, vectorize, count, make_net, x
+    reads = {}
+    for contestant in found:
+        for _ in range(2):  # what is made once, or captured
+            contestant.run()
+        # On a CPU, too, the reads can be counted; that they make it wait is a GPU's trouble.
+        count = (
+            synchronizations if kind == "cuda" else functools.partial(host_reads, device_type=kind)
         )
-    return reported(name, title, f"{count} draws", makers)
+        reads[f"{contestant.name}: waits in {STEPS} steps"] = listed(count(contestant.run))
+    return Case(name, title, unit, 10, found, True, FINISHED, lambda _: {**errors, **reads})
+
+
+# --------------------------------------------------------------------------- fits
+
+
+def fit_case(smoke_test: bool) -> Case:
+    """Return further compiled fits of the MLP, of which one has three times as many steps."""
+    x, y = vectors(4 if smoke_test else 128, smoke_test)
+    x, y = x.to(device()), y.to(device())
+    count = 2 if smoke_test else FIT
+    bnn = make_bnn(mlp(smoke_test).to(device()), len(x) * count)
+
+    def fit(epochs: int) -> None:
+        bnn.fit([(x, y)] * count, pyro.optim.Adam({"lr": 1e-3}), epochs, compile=True)
+
+    start = time.perf_counter()
+    fit(1)
+    facts = {"seconds of the first": round(time.perf_counter() - start, 3)}
+    step = plain_step(mlp(smoke_test).to(device()), x, y)
+
+    def plain() -> None:
+        for _ in range(count):
+            step()
+
+    short, long = f"fit of {count} steps", f"fit of {3 * count} steps"
+    found = [
+        Contestant("plain PyTorch", plain, "plain"),
+        Contestant(short, functools.partial(fit, 1), "ours", facts=facts),
+        Contestant(long, functools.partial(fit, 3), "ours"),
+    ]
+
+    def beyond(numbers: Numbers) -> dict[str, Any]:
+        pairs = zip(numbers[short], numbers[long], strict=True)
+        return {
+            "seconds beyond the steps": summary(one - (three - one) / 2 for one, three in pairs)
+        }
+
+    title = "Further compiled fits of the MLP"
+    return Case("second_fit", title, "fit", 5, found, True, FINISHED, beyond)
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def checks_case(smoke_test: bool) -> Case:
+    """Return the tests of GPUs, as one run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    command += ["--co"] if smoke_test else []
+    outcome = ""
+
+    def tests() -> None:
+        nonlocal outcome
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        lines = found.stdout.strip().splitlines() or [found.stderr[-200:]]
+        outcome = "; ".join([*(line for line in lines if line.startswith("FAILED")), lines[-1]])
+
+    found = [Contestant("tests/gpu", tests, "ours")]
+    said = lambda _: {"outcome": outcome}  # noqa: E731
+    return Case("checks", "Tests on the GPU", "run", 1, found, False, FINISHED, said)
 
 
 # --------------------------------------------------------------------------- cases
 
 
-def data(smoke_test: bool, count: int, side: int) -> tuple[Tensor, Tensor]:
-    """Return random images of ten classes on the device."""
-    x, y = images(2, True) if smoke_test else (torch.randn(count, 3, side, side), None)
-    labels = torch.randint(10, (len(x),)) if y is None else y
-    return x.to(device()), labels.to(device())
+def mlp_case(smoke_test: bool) -> Case:
+    """Return the MLP's steps."""
+    x, y = vectors(4 if smoke_test else 128, smoke_test)
+    make_net = functools.partial(mlp, smoke_test)
+    return step_case("mlp_step", "MLP 784-400-400-10, batch 128", make_net, x, y)
 
 
-NETS: dict[str, tuple[str, Nets, int, int]] = {
-    "resnet18": ("ResNet-18 on 32 x 32 images, batch 128", resnet18, 128, 32),
-    "resnet50": ("ResNet-50 on 224 x 224 images, batch 64", resnet50, 64, 224),
+def resnet_case(smoke_test: bool) -> Case:
+    """Return the ResNet's steps."""
+    x, y = images(2 if smoke_test else 128, smoke_test)
+    make_net = functools.partial(resnet18, smoke_test)
+    title = "ResNet-18 on 32 x 32 images, batch 128"
+    return step_case("resnet18_step", title, make_net, x, y)
+
+
+def on_device(make: Callable[..., Case]) -> Callable[[bool], Case]:
+    """Return a case's maker for the device."""
+    return functools.partial(make, device=device(), quantity=FINISHED)
+
+
+CASES: dict[str, Callable[[bool], Case]] = {
+    "mlp_step": mlp_case,
+    "resnet18_step": resnet_case,
+    "second_fit": fit_case,
+    **{name: on_device(make) for name, make in gpu_laplace.CASES.items()},
 }
 
-
-def make_case(net: str, what: str, smoke_test: bool) -> Case:
-    """Return one net's steps or predictions."""
-    title, make_net, count, side = NETS[net]
-    if smoke_test:
-        make_net = functools.partial(resnet18, True)
-    x, y = data(smoke_test, count, side)
-    if what == "step":
-        return step_case(f"{net}_step", title, make_net, x, y)
-    draws = 3 if smoke_test else DRAWS
-    return predict_case(f"{net}_predict", f"{title}, {draws} draws", make_net, x, draws)
-
-
 if __name__ == "__main__":
-    import sys
-
-    if not torch.cuda.is_available() and "--smoke-test" not in sys.argv:
+    arguments = sys.argv[1:]
+    if not torch.cuda.is_available() and "--smoke-test" not in arguments:
         print("benchmarks/gpu.py: no CUDA device here, so nothing was measured")
         sys.exit(0)
+    if "--all" in arguments:
+        arguments.remove("--all")
+        CASES = {"checks": checks_case, **CASES}
     run(
-        "Seconds of training steps and predictions on a GPU, and ratios to the plain net that "
-        "runs eagerly or captured, as the contestant does.",
-        {
-            f"{net}_{what}": functools.partial(make_case, net, what)
-            for net in NETS
-            for what in ("step", "predict")
-        },
+        "Seconds of training steps, fits, predictions, curvature and samplers on a GPU, and ratios "
+        "to a plain net that runs eagerly.",
+        CASES,
+        arguments,
     )

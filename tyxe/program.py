@@ -35,8 +35,14 @@ _OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "cpp.use_decompose_tanh": True,
 }
-# Random numbers are those of what runs uncompiled; on CPUs those of compiled code are slow.
-_OPTIONS_OF_DRAWS: dict[str, Any] = {"fallback_random": True, "size_asserts": False}
+# Random numbers are those of what runs uncompiled, in their order; on CPUs those of compiled code
+# are slow.
+_OPTIONS_OF_DRAWS: dict[str, Any] = {
+    "fallback_random": True,
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "size_asserts": False,
+}
 # All of a program in one file of C++, and no headers compiled for further ones: a third of the time
 # that a file for each kernel takes.
 _OPTIONS_OF_CPUS: dict[str, Any] = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False}
