@@ -129,7 +129,7 @@ def void(function: Callable[[], Any]) -> Callable[[], None]:
 CASES = {"laplace_curvature": curvature_case, "laplace_predictions": predictions_case}
 
 if __name__ == "__main__":
-    from gpu import FINISHED, device
+    from _gpu import FINISHED, device
 
     run(
         "Seconds of the curvature and of predictions of a Laplace approximation of a ResNet-18, on "

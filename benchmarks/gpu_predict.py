@@ -12,9 +12,9 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import torch
-from _harness import Case, Clock, Contestant, Quantity, buildable, peer, run
+from _gpu import FINISHED, Makers, Step, device, forwards, host_reads, reported, synchronizations
+from _harness import Case, Contestant, buildable, peer, run
 from _nets import images, mlp, resnet18, vectors
-from gpu import FINISHED, Makers, Step, device, forwards, host_reads, reported, synchronizations
 from last_layer import on_last
 from samplers import FIXED, curve, numpyro_steps, our_run, potential_of, small, stepping
 from torch import Tensor, nn
@@ -24,17 +24,6 @@ import tyxe
 from tyxe.samplers import MCLMC, NUTS, Kernel
 
 NUM_POINTS = 50_000
-
-
-def per_unit(contestant: Contestant, clock: Clock) -> float:
-    """Return seconds of wall-clock a unit of one run, until the device has done the work."""
-    counted: list[int | None] = []
-    timed = Contestant(contestant.name, lambda: counted.append(contestant.run()), contestant.who)
-    seconds = FINISHED.measure(timed, clock)
-    return seconds / (counted[0] or 1)
-
-
-STEPS = Quantity("seconds", "ms", 1e3, per_unit)
 
 
 def built(name: str, who: str, make: Callable[[], Step]) -> Contestant:
@@ -84,7 +73,7 @@ def mlp_case(smoke_test: bool) -> Case:
     net, x = mlp(smoke_test).to(device()).eval(), vectors(rows, smoke_test)[0].to(device())
     plain, bnn = plain_forwards(net, x, count), make_bnn(net, NUM_POINTS)
     title = f"MLP 784-400-400-10, {rows} rows, {count} draws of all weights"
-    return case("mlp", title, f"{count} draws", plain, predictions(bnn, x, count))
+    return case("mlp_predict", title, f"{count} draws", plain, predictions(bnn, x, count))
 
 
 def resnet18_case(smoke_test: bool) -> Case:
@@ -93,7 +82,7 @@ def resnet18_case(smoke_test: bool) -> Case:
     net, x = resnet18(smoke_test).to(device()).eval(), images(rows, smoke_test)[0].to(device())
     plain, bnn = plain_forwards(net, x, count), make_bnn(net, NUM_POINTS)
     title = f"ResNet-18, {rows} images of 32 x 32, {count} draws of all weights"
-    return case("resnet18", title, f"{count} draws", plain, predictions(bnn, x, count))
+    return case("resnet18_predict", title, f"{count} draws", plain, predictions(bnn, x, count))
 
 
 def last_layer_case(smoke_test: bool) -> Case:
@@ -155,7 +144,7 @@ def samplers_case(smoke_test: bool) -> Case:
         return errors | reads
 
     title = "NUTS and MCLMC, 1-50-1 tanh regression, 100 points, compile apart"
-    return Case("samplers", title, "step of all chains", 15, found, True, STEPS, findings)
+    return Case("samplers", title, "step of all chains", 15, found, True, FINISHED, findings)
 
 
 def waits(step: Step) -> int:
@@ -165,6 +154,13 @@ def waits(step: Step) -> int:
     return sum(host_reads(step, "cpu").values())
 
 
+CASES = {
+    "mlp_predict": mlp_case,
+    "resnet18_predict": resnet18_case,
+    "last_layer": last_layer_case,
+    "samplers": samplers_case,
+}
+
 if __name__ == "__main__":
     if not torch.cuda.is_available() and "--smoke-test" not in sys.argv:
         print("benchmarks/gpu_predict.py: no CUDA device here, so nothing was measured")
@@ -172,10 +168,5 @@ if __name__ == "__main__":
     run(
         "Seconds of predictions by many draws on a GPU, and ratios to plain forwards; of steps of "
         "samplers, and ratios to NumPyro's.",
-        {
-            "mlp": mlp_case,
-            "resnet18": resnet18_case,
-            "last_layer": last_layer_case,
-            "samplers": samplers_case,
-        },
+        CASES,
     )

@@ -21,15 +21,15 @@ def test_reads_of_tensors_by_the_host_are_placed(helper: Helper) -> None:
             bool(flag)
         torch.zeros(3).nonzero()
 
-    found = helper("gpu").host_reads(step, "cpu")
+    found = helper("_gpu").host_reads(step, "cpu")
     here, line = Path(__file__).name, step.__code__.co_firstlineno
     assert found == {f"{here}:{line + 3}": 2, f"{here}:{line + 4}": 1}
-    assert helper("gpu").host_reads(step, "cuda") == {}
+    assert helper("_gpu").host_reads(step, "cuda") == {}
 
 
 def test_reads_within_the_library_are_placed_there(helper: Helper) -> None:
     likelihood, logits = tyxe.likelihoods.Categorical(10), torch.tensor([[-2.0, 1.0]])
-    found = helper("gpu").host_reads(lambda: likelihood.check_predictions(logits), "cpu")
+    found = helper("_gpu").host_reads(lambda: likelihood.check_predictions(logits), "cpu")
     assert found
     assert all(name.startswith("tyxe/likelihoods/discrete.py:") for name in found)
 
@@ -40,7 +40,7 @@ def test_warnings_of_waits_are_counted(helper: Helper) -> None:
             warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
         warnings.warn("something else", UserWarning, stacklevel=1)
 
-    assert list(helper("gpu").waits(step).values()) == [2]
+    assert list(helper("_gpu").waits(step).values()) == [2]
 
 
 @pytest.mark.parametrize("name", ["Bernoulli", "Poisson"])
@@ -56,6 +56,6 @@ def test_targets_are_looked_at_without_another_read(name: str, helper: Helper) -
             trainer.step([(x, y)], 1.0)
 
     step()
-    assert list(helper("gpu").host_reads(step, "cpu").values()) == [1]
+    assert list(helper("_gpu").host_reads(step, "cpu").values()) == [1]
     with pytest.raises(ValueError, match=f"outside the support of {name}"):
         trainer.step([(x, -y)], 1.0)

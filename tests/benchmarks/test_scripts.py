@@ -41,7 +41,7 @@ CASES = {
     "samplers": ["leapfrogs", "mclmc", "ess", "compilation"],
     "gpu": ["mlp_step", "resnet18_step", "second_fit"],
     "gpu_laplace": ["laplace_curvature", "laplace_predictions"],
-    "gpu_predict": ["mlp", "resnet18", "last_layer", "samplers"],
+    "gpu_predict": ["mlp_predict", "resnet18_predict", "last_layer", "samplers"],
 }
 # Compiling the ResNet takes the library through the same code for longer; processes that take a
 # curvature start like those that make steps, and their work is tried below.
