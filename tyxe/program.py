@@ -44,8 +44,13 @@ _OPTIONS_OF_DRAWS: dict[str, Any] = {
     "size_asserts": False,
 }
 # All of a program in one file of C++, and no headers compiled for further ones: a third of the time
-# that a file for each kernel takes.
-_OPTIONS_OF_CPUS: dict[str, Any] = {"cpp_wrapper": True, "cpp_cache_precompile_headers": False}
+# that a file for each kernel takes. The first compilation on a machine would spend half of its time
+# on trial compilations for each set of vector instructions that the processor has.
+_OPTIONS_OF_CPUS: dict[str, Any] = {
+    "cpp_wrapper": True,
+    "cpp_cache_precompile_headers": False,
+    "cpp.vec_isa_ok": True,
+}
 # Shapes of batches that are compiled, such as a full one and the last of an epoch.
 MOST_PROGRAMS = 4
 

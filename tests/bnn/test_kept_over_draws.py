@@ -229,6 +229,26 @@ class Hands(nn.Module):
         return self.main(x)
 
 
+def test_what_is_kept_is_run_again_where_the_net_writes_into_it() -> None:
+    class Caps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.cap = nn.Linear(3, 1), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).clamp_(max=self.cap)
+
+    bnn = tyxe.PytorchBNN(
+        Caps().eval(), IIDPrior(dist.Normal(0, 1), expose=["cap"]), tyxe.guides.AutoNormal
+    )
+    x = 10 * torch.randn(N, 3)
+    passes = NetOnBatch(bnn, x, keeps=True)
+    # The second does not show it, since it writes the same over what the first has written.
+    for cap in (torch.tensor([c]) for c in (1.0, 0.5, 2.0)):
+        with torch.no_grad():
+            assert torch.equal(passes({"net.cap": cap}), bnn.net.body(x).clamp(max=cap))
+
+
 @pytest.mark.parametrize("how", ["attribute", "global"])
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_a_draw_that_is_handed_over_is_met_and_reported(how: str, vectorize: bool) -> None:

@@ -216,6 +216,16 @@ def test_forwards_run_side_by_side(meanwhile):
         assert first.result().shape == second.result().shape == (30, 3)
 
 
+def test_a_forward_that_begins_to_draw_lets_no_other_thread_draw():
+    is_locked: list[bool] = []
+    bnn = mean_field(nn.Sequential(nn.Dropout(0.0), nn.Linear(4, 3)), Categorical(30)).train()
+    bnn.net.register_forward_hook(lambda *_: is_locked.append(exclusive()._is_owned()))
+    for rate in (0.0, 0.0, 0.5, 0.5):
+        bnn.net[0].p = rate
+        bnn(X)
+    assert is_locked == [True, False, True, True]
+
+
 @pytest.mark.forks
 def test_a_fork_has_the_lock_free_and_what_it_guards_whole():
     """A fork inside of the lock leaves it, and one beside it waits for the other thread."""

@@ -48,6 +48,41 @@ def test_a_first_batch_that_does_not_tell_where_the_points_are(kind):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+class Reordered(nn.Module):
+    """A layer that has the points in an order of their own, as nets of packed sequences do."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.inner, self.outer, self.order = nn.Linear(3, 4), nn.Linear(4, 2), order
+
+    def forward(self, x):
+        order = self.order(x)
+        return self.outer(self.inner(x[order]).tanh()[order.argsort()])
+
+
+ORDERS = {
+    "backwards": lambda x: torch.arange(len(x)).flip(0),
+    "two exchanged": lambda x: torch.tensor([2, 1, 0, 3, 4] if len(x) == 5 else [0]),
+    "sorted": lambda x: x[:, 0].argsort(),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_points_in_another_order_inside_of_a_net_are_each_by_itself(order, structure):
+    torch.manual_seed(0)
+    net = Reordered(ORDERS[order])
+    x, y = torch.randn(5, 3).double(), torch.arange(5) % 2
+    bnn = laplace(net, structure)
+    bnn.fit_curvature([(x[n : n + 1], y[n : n + 1]) for n in range(5)], progress=False)
+    evidence = bnn.log_marginal_likelihood()
+    alone = torch.cat([bnn.functional_variance(x[n : n + 1]) for n in range(5)])
+    together = laplace(net, structure)
+    together.fit_curvature([(x, y)], progress=False)
+    torch.testing.assert_close(together.log_marginal_likelihood(), evidence)
+    torch.testing.assert_close(together.functional_variance(x), alone, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("structure", ["full", "diag", "kron"])
 def test_points_that_influence_each_other_have_no_curvature(structure):
     class Mixed(Through):

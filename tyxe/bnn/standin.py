@@ -87,7 +87,9 @@ class Outline:
         """Look at what has come to a part since the last look."""
         seen = self._seen.get(part)
         if seen is None or not _is_same(seen, part.__dict__) or self.filled(part):
-            self.version += not by_forward
+            if not by_forward:
+                self.version += 1
+                self.is_random = {}  # such as by a rate of dropout that was zero
             self._look([part])
 
     def filled(self, part: nn.Module) -> list[str]:

@@ -193,18 +193,26 @@ class Linearization:
     def _differing(
         self, expected: Mapping[str, Tensor], cotangent: Tensor
     ) -> tuple[set[str], PointsNotApart | None]:
-        """Return sites with other gradients, summed over points, or those of `PointsNotApart`."""
+        """Return sites with wrong gradients, summed or of a point, or those of `PointsNotApart`."""
         wrong: set[str] = set()
+        # A sum does not show rows of one point that are taken for those of another. Each row has to
+        # grow as the cotangent of its point does.
+        scales = 2 + torch.arange(self.points, device=cotangent.device).mul(2.4).cos().to(cotangent)
         try:
             gradients = self.gradients(cotangent)
+            scaled = self._linear_gradients(cotangent * _along_points(scales, cotangent))
         except PointsNotApart as reason:
             return reason.sites, reason
         for block in self.blocks:
-            right = at_least_float32(block.to_vector(expected))
+            own, right = gradients[block.name], at_least_float32(block.to_vector(expected))
             dtype = dtype_of_maps(self._values[block.sites[0]])
             tolerance = torch.finfo(dtype).eps ** 0.4
-            error = (gradients[block.name].sum() - right).norm()
-            if not error <= tolerance * right.norm().clamp(min=tolerance * cotangent.norm()):
+            error = (own.sum() - right).norm()
+            known = bool(error <= tolerance * right.norm().clamp(min=tolerance * cotangent.norm()))
+            if isinstance(own, OuterProductGradients):
+                error = (scaled[block.name] - own.g * _along_points(scales, own.g)).norm()
+                known = known and bool(error <= tolerance * own.g.norm())
+            if not known:
                 wrong |= {*block.sites}
         return wrong, None
 
@@ -280,15 +288,21 @@ class Linearization:
         if not self.points:  # nothing to differentiate, in any map or loop over points
             none = {block.name: self.outputs.new_zeros(0, block.size) for block in self.blocks}
             return {name: DenseGradients(matrix) for name, matrix in none.items()}
-        calls = [call for calls in self._calls.values() for call in calls]
-        each = self._gradients(calls, cotangent)
-        found: dict[str, PointGradients] = {}
-        for name, calls in self._calls.items():
-            parts = (positions(next(each), call, self.points) for call in calls)
-            found[name] = OuterProductGradients(self._a[name], _cat(parts))
+        found: dict[str, PointGradients] = {
+            name: OuterProductGradients(self._a[name], g)
+            for name, g in self._linear_gradients(cotangent).items()
+        }
         rest = [block for block in self.blocks if block.name not in found]
         found |= self._dense_gradients(rest, cotangent)
         return {name: found[name] for name in self.blocks.names}
+
+    def _linear_gradients(self, cotangent: Tensor) -> dict[str, Tensor]:
+        """Return the gradients in the outputs of each linear block's maps, by the block's name."""
+        each = self._gradients([c for calls in self._calls.values() for c in calls], cotangent)
+        return {
+            name: _cat(positions(next(each), call, self.points) for call in calls)
+            for name, calls in self._calls.items()
+        }
 
     def _gradients(self, calls: list[LayerCall], cotangent: Tensor) -> Iterator[Tensor]:
         """Yield the gradient in the output of each map."""
@@ -365,6 +379,10 @@ class Linearization:
         found = looped_gradients(of_point, sites, self._inputs, cotangent, self._differentiable)
         self._known.is_vectorized = False
         return found
+
+
+def _along_points(scales: Tensor, like: Tensor) -> Tensor:
+    return scales.view(-1, *[1] * (like.dim() - 1))
 
 
 def _cat(parts: Iterable[Tensor]) -> Tensor:

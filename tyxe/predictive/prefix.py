@@ -64,7 +64,8 @@ class SiteFreePrefix:
         # What is the same in each pass. Kept with its `id`, which another would have afterwards.
         held = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and _is_fixed(t))
         self._known: dict[int, Tensor] = {id(t): t for t in held}
-        self._kept: dict[Any, tuple[list[Any], Any]] = {}
+        # Outputs, their structure, and how often each tensor had been changed in place.
+        self._kept: dict[Any, tuple[list[Any], Any, list[int]]] = {}
         self._records, self._inside, self.runs_after = True, False, False
 
     @property
@@ -91,7 +92,10 @@ class SiteFreePrefix:
         self._counts[module] += 1
         key = (module, self._counts[module], how, *marks)
         if key in self._kept:
-            return tree_unflatten(*self._kept[key])
+            outputs, structure, versions = self._kept[key]
+            if versions == _versions(outputs):
+                return tree_unflatten(outputs, structure)
+            return forward()  # since what follows writes into it
         return self._first(key, forward) if self._records else forward()
 
     def _first(self, key: Any, forward: Callable[[], Any]) -> Any:
@@ -109,7 +113,7 @@ class SiteFreePrefix:
         if draws or not all(map(_is_fixed, outputs)):
             return found
         self._known |= {id(t): t for t in outputs if isinstance(t, Tensor)}
-        self._kept[key] = outputs, how
+        self._kept[key] = outputs, how, _versions(outputs)
         return tree_unflatten(outputs, how)
 
     def _mark(self, leaf: Any) -> Any:
@@ -131,6 +135,10 @@ def _having(name: str, values: Mapping[nn.Module, Any]) -> Iterator[None]:
             attributes[name] = value
             if value is None:
                 del attributes[name]
+
+
+def _versions(leaves: Iterable[Any]) -> list[int]:
+    return [t._version for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
 
 
 def _is_fixed(leaf: Any) -> bool:
