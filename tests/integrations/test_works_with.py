@@ -28,6 +28,15 @@ def test_the_record_has_every_cell():
     assert table(RECORD).count("\n| ") == len(ROWS) + 1
 
 
+def test_the_table_says_what_ran_on_a_gpu():
+    record = {"LSTM": dict.fromkeys(COLUMNS, "yes")}
+    there = dict.fromkeys(COLUMNS, "yes") | {"SWAG": "no: out of memory"}
+    found = table(record, {"device": "card", "rows": {"LSTM": there}})
+    assert found.count("yes, GPU") == len(COLUMNS) - 1
+    assert "| yes; GPU: no (1) |" in found
+    assert "1. out of memory.\n\nThe GPU: card." in found
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_every_cell_is_as_recorded(name):
     skip_without_packages(name)

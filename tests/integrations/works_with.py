@@ -1,10 +1,10 @@
 """Which models work with which inference: docs/works_with.json, and the table of its page.
 
-    python -m tests.integrations.works_with [--rows LSTM BERT]
+    python -m tests.integrations.works_with [--rows LSTM BERT] [--device cuda]
 
 fits each model, small and from its library's own classes, for an epoch or a few samples under each
 inference, predicts, evaluates, and saves and loads. A cell is "yes" where all of that goes and its
-numbers are finite, else the first sentence of the error.
+numbers are finite, else the first sentence of the error. With a GPU it is docs/works_with_gpu.json.
 """
 
 import argparse
@@ -294,12 +294,12 @@ def is_finite(tree: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(tree) if torch.is_tensor(leaf))
 
 
-def found(m: Model, make: Callable[[Model], Any]) -> str:
+def found(m: Model, make: Callable[[Model], Any], device: str) -> str:
     """Return "yes", or the first sentence of the error by which a cell is refused."""
     torch.manual_seed(0)
     try:
         fitting = make(m)
-        bnn = next(fitting)
+        bnn = next(fitting).to(device)
         for _ in fitting:
             pass
     except (TypeError, ValueError, RuntimeError) as error:
@@ -312,7 +312,7 @@ def found(m: Model, make: Callable[[Model], Any]) -> str:
     assert is_finite(scores), "scores are not finite"
     with tempfile.TemporaryDirectory() as folder:
         bnn.save(f"{folder}/bnn.pt")
-        again = next(make(m))
+        again = next(make(m)).to(device)
         again.load(f"{folder}/bnn.pt")
     if bnn._averages_norms:  # by a loader, which is not saved
         again.update_norm_statistics(tyxe.data.unpacked(m.loader, m.unpack))
@@ -327,43 +327,70 @@ def predictions(m: Model, bnn: Any) -> Any:
     return bnn.predict(m.loader, num_predictions=2, unpack=m.unpack, predictive=m.predictive)
 
 
-def row(name: str) -> dict[str, str]:
-    """Return what is found for a model, by inference."""
+def row(name: str, device: str = "cpu") -> dict[str, str]:
+    """Return what is found for a model on a device, by inference."""
     cells = {}
     for column, make in COLUMNS.items():
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of fits that are too short to be any good
-            cells[column] = found(ROWS[name][0](), make)
+            cells[column] = found(ROWS[name][0](), make, device)
     return cells
 
 
-def table(record: dict[str, dict[str, str]]) -> str:
-    """Return the record as Markdown, with numbered reasons below."""
+def table(record: dict[str, dict[str, str]], elsewhere: dict[str, Any] | None = None) -> str:
+    """Return the record as Markdown, beside that of a GPU, with numbered reasons below."""
     reasons: dict[str, int] = {}
+
+    def shown(cell: str) -> str:
+        answer, _, reason = cell.partition(": ")
+        number = reasons.setdefault(reason, len(reasons) + 1) if reason else None
+        return answer if number is None else f"{answer} ({number})"
+
     lines = [["", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
+    there = {} if elsewhere is None else elsewhere["rows"]
     for name, cells in record.items():
         line = [name]
         for column in COLUMNS:
-            answer, _, reason = cells[column].partition(": ")
-            number = reasons.setdefault(reason, len(reasons) + 1) if reason else None
-            line.append(answer if number is None else f"{answer} ({number})")
+            here, other = cells[column], there.get(name, {}).get(column)
+            answer = shown(here)
+            if other == here == "yes":
+                answer = "yes, GPU"
+            elif other is not None and other != here:
+                answer += f"; GPU: {shown(other)}"
+            line.append(answer)
         lines.append(line)
     notes = [f"{number}. {reason}." for reason, number in reasons.items()]
+    if elsewhere is not None:
+        notes.append(f"\nThe GPU: {elsewhere['device']}.")
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes]) + "\n"
+
+
+def written() -> str:
+    """Return the table of what is recorded."""
+    paths = DOCS / "works_with.json", DOCS / "works_with_gpu.json"
+    records = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+    return table(*records)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=[*ROWS], choices=[*ROWS], metavar="ROW")
-    chosen = parser.parse_args().rows
-    path = DOCS / "works_with.json"
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=DOCS)
+    options = parser.parse_args()
+    is_gpu = options.device != "cpu"
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / ("works_with_gpu.json" if is_gpu else "works_with.json")
     record = json.loads(path.read_text()) if path.exists() else {}
-    for name in chosen:
-        record[name] = row(name)
-        print(name, record[name], flush=True)
-    ordered = {name: record[name] for name in ROWS if name in record}
-    path.write_text(json.dumps(ordered, indent=1) + "\n")
+    rows = record.get("rows", {}) if is_gpu else record
+    for name in options.rows:
+        rows[name] = row(name, options.device)
+        print(name, rows[name], flush=True)
+    rows = {name: rows[name] for name in ROWS if name in rows}
+    if is_gpu:
+        rows = {"device": torch.cuda.get_device_name(options.device), "rows": rows}
+    path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
