@@ -153,6 +153,23 @@ def test_what_cannot_be_captured_is_said_once(
     assert history.loss[-1] < history.loss[0]
 
 
+def test_a_graph_of_other_numbers_is_not_used(
+    recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stale(Recorded):
+        def __call__(self) -> Any:
+            found = super().__call__()
+            return found._replace(data=found.data + 1)
+
+    monkeypatch.setattr(captured, "Capture", Stale)
+    with pytest.warns(tyxe.TyxeWarning, match="a graph of them gives other numbers"):
+        bnn, history = fitted()
+    monkeypatch.setattr(captured, "best_way", lambda device: "compiled")
+    expected, other = fitted()
+    assert history.loss == pytest.approx(other.loss, rel=1e-6)
+    torch.testing.assert_close(bnn.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-7)
+
+
 def test_the_optimizer_is_as_it_was(recorded: type[Recorded]) -> None:
     bnn = make()
     optimizer = torch.optim.Adam(bnn.parameters(), lr=0.05, fused=True)

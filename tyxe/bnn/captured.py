@@ -11,11 +11,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
-from tyxe.bnn.compiled import CompiledStep
+from tyxe.bnn.compiled import CompiledStep, is_close, restore
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.errors import warn
 from tyxe.program import Capture, best_way
-from tyxe.rng import by_generators
+from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 from tyxe.util import kind_of_batch
 
 # The host waits for the device once in so many steps, to see whether all were finite, and keeps
@@ -72,7 +72,8 @@ class CapturedSteps:
 
     def __call__(self, step: CompiledStep, batch: Any) -> ElboTerms | None:
         """Make a step on a batch and return its terms, or None where there is no graph of it."""
-        options, places = _options_of(self.optimizer), _places_of(step, self.optimizer)
+        options = _options_of(self.optimizer)
+        places = [tensor.data_ptr() for tensor in _tensors_of(step, self.optimizer)]
         key = kind_of_batch(step.batch)
         captured = self._captures.get(key)
         if captured is not None and captured.options != options:
@@ -136,6 +137,25 @@ class _Captured:
             for group, before in zip(groups, kept, strict=True):
                 group.update({n: v for n, v in before.items() if n in group})
             steps.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        self._compare(step)
+
+    @torch.no_grad()
+    def _compare(self, step: CompiledStep) -> None:
+        """Raise a RuntimeError if the graph is not the step; what both change is set back."""
+        changed = [*_tensors_of(step, self._steps.optimizer), self._steps.good, self._steps.bad]
+        before = [tensor.clone() for tensor in changed]
+        with torch_rng_kept():
+            numbers = torch_rng()
+            expected, gradients = step()
+            restore(changed, before)
+            set_torch_rng(numbers)
+            found = self(step)
+            restore(changed, before)
+        pairs: list[Any] = [(found.data, expected.data), (found.kl, expected.kl)]
+        if self._steps.clip is None:
+            pairs += zip(self._gradients, gradients, strict=True)
+        if not all(is_close(one, other) for one, other in pairs if one is not None):
+            raise RuntimeError("a graph of them gives other numbers")
 
     def _made(self) -> ElboTerms:
         steps, trained = self._steps, self._step.trained
@@ -179,7 +199,7 @@ def _options_of(optimizer: Optimizer) -> Any:
     ]
 
 
-def _places_of(step: CompiledStep, optimizer: Optimizer) -> Any:
-    """Return where in memory the tensors are that a graph reads and writes, beside its own."""
+def _tensors_of(step: CompiledStep, optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that a graph reads and writes, beside its own."""
     state = (t for own in optimizer.state.values() for t in own.values() if isinstance(t, Tensor))
-    return [tensor.data_ptr() for tensor in (*step.held, *state)]
+    return [*step.held, *state]

@@ -182,26 +182,28 @@ def _compare(program: Program, objective: Objective, trained: list[Tensor], give
         with by_generators():
             data, kl, _, gradients = program(*given)
         set_torch_rng(numbers)
-        _restore(rest, before)
+        restore(rest, before)
         loss = objective(*batch, weight)
         expected = torch.autograd.grad(loss, trained, allow_unused=True)
-        _restore(rest, before)
+        restore(rest, before)
     terms = objective.take_terms()
     pairs = [*zip(gradients, expected, strict=True), (data, terms.data), (kl, terms.kl)]
     for found, one in pairs:
         if (found is None) != (one is None):
             raise RuntimeError("its gradients are of other parameters than those of an eager step")
-        if found is not None and not draws_are_lazy() and not _is_close(found, one.detach()):
+        if found is not None and not draws_are_lazy() and not is_close(found, one.detach()):
             raise RuntimeError("it gives other numbers than an eager step")
 
 
-def _restore(tensors: list[Tensor], values: list[Tensor]) -> None:
+def restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Set tensors back to values, those that have changed."""
     for tensor, value in zip(tensors, values, strict=True):
         if not torch.equal(tensor, value):  # or it would have a new version
             tensor.copy_(value)
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether a tensor is another but for rounding; what is not finite is not compared."""
     tolerance = torch.finfo(expected.dtype).eps ** 0.4
     error, size = (found - expected).norm(), expected.norm()
     return bool(error <= tolerance * (size + tolerance)) or not bool(size.isfinite())

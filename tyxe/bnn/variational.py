@@ -223,7 +223,8 @@ class VariationalBNN(TrainedBNN):
             autocast: `torch.bfloat16` lets linear maps compute in half precision; the KL and
                 variances stay in the parameters'.
             compile: make each step one compiled program, for every shape of a batch (the compiler
-                takes seconds to a minute); what cannot be one runs as it is, with a warning.
+                takes seconds to a minute); what cannot be one runs as it is, with a warning. On a
+                CUDA device the whole step is one graph, with Adam, AdamW and fused SGD.
             nan_check: `"step"` looks at each loss and gradient before it is used; `"epoch"` once at
                 the end, for which it keeps a copy of parameters and optimiser, so that an
                 accelerator is never waited for.
