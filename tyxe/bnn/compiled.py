@@ -70,7 +70,7 @@ class CompiledSteps:
         tensors = tensors_of(objective.bnn)
         trained = {name: t for name, t in tensors.items() if t.requires_grad}
         others = {name: t for name, t in tensors.items() if name not in trained}
-        weight = torch.tensor(beta, device=next(iter(trained.values())).device)
+        weight = torch.full((), beta, device=next(iter(trained.values())).device)
         held = [value.detach() for value in (*trained.values(), *others.values())]
         given = [*held[: len(trained)]], [*held[len(trained) :]], (inputs, targets), weight
         # Handlers may have the weight from elsewhere.

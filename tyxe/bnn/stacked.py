@@ -209,7 +209,7 @@ class StackedObjectives:
         batch = tree_map(lambda *parts: torch.stack(parts), *batches)
         values = {name: p.detach() for name, p in self.parameters.items()}
         device = next(iter(values.values())).device
-        given = values, self._constants, batch, torch.tensor(beta, device=device)
+        given = values, self._constants, batch, torch.full((), beta, device=device)
         kind = kind_of_batch(batch)
         if kind not in self._programs:
             self._programs[kind] = self._traced(given, batches[0])
