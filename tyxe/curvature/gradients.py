@@ -15,8 +15,16 @@ from tyxe.util import Inputs, is_constant
 # A function of the sites' values, a batch of one point and its row of the cotangent.
 PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
 
-# Largest number of elements of per-point gradients held at a time.
+# Largest number of elements of per-point gradients held at a time; on a GPU more where they fit.
 BUDGET = 2**24
+
+
+def budget(device: torch.device) -> int:
+    """Return the largest number of elements of per-point gradients held at a time on a device."""
+    if device.type != "cuda":
+        return BUDGET
+    # In float32 a 64th of the memory: 1.3 GB of 80.
+    return max(BUDGET, torch.cuda.get_device_properties(device).total_memory // 256)
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class OuterProductGradients:
             squares = self.g[:, 0].square(), self.a[:, 0].square()
             return torch.einsum("ngo,ngi->goi", *squares).flatten()
         size = self.a.shape[2:].numel() * self.g.shape[3]
-        chunk, total = max(1, BUDGET // size), self.a.new_zeros(size)
+        chunk, total = max(1, budget(self.a.device) // size), self.a.new_zeros(size)
         for start in range(0, len(self), chunk):
             total += self[start : start + chunk].dense().square_().sum(0)
         return total
@@ -106,9 +114,8 @@ def vectorized_gradients(
         return function(sites, batch, weight)
 
     size = sum(value.numel() for value in sites.values())
-    gradients = torch.vmap(
-        torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=max(1, BUDGET // size)
-    )
+    chunk = max(1, budget(cotangent.device) // size)
+    gradients = torch.vmap(torch.func.grad(on_row), in_dims=(None, dims, 0), chunk_size=chunk)
     found: dict[str, Tensor] = gradients(dict(sites), inputs, cotangent)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -288,35 +289,63 @@ def alternating_points(outputs: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def find_batch_dims(
-    call: LayerCall, points: int, answers: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[BatchDims, BatchDims | None]:
+    calls: Sequence[LayerCall], points: int, answers: Sequence[Sequence[tuple[Tensor, Tensor]]]
+) -> list[tuple[BatchDims, BatchDims | None]]:
     """Find batch dimensions for which the gradients of some points are in the rows of these alone.
 
-    `answers` are gradients in the map's output, each with a mask, `(n,)`, of the points whose
+    `answers` are gradients in each map's output, each with a mask, `(n,)`, of the points whose
     outputs were differentiated. The second result holds for other batches as well; it is None where
     the gradients are zero or several dimensions fit. `PointsNotApart` says that none fit.
     """
-    gradients = [gradient for gradient, _ in answers]
-    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-        return call.batch_dims, None  # `collect_curvature` raises for gradients that are not finite
-    fitting = [
-        dims
-        for dims in _candidates(call, points)
-        if all(_stays(call.with_batch_dims(dims), points, *answer) for answer in answers)
+    candidates = [[*_candidates(call, points)] for call in calls]
+    facts = [
+        fact
+        for call, own, known in zip(calls, answers, candidates, strict=True)
+        for fact in _facts(call, points, own, known)
     ]
-    if not fitting:
-        raise PointsNotApart(
-            f"in the map of {call.sites[0]!r}, whose output has shape {tuple(call.probe.shape)} "
-            f"for {points} data points, the gradient of some points' outputs reaches rows of "
-            "others: points influence each other there, as nodes of a graph do, or the rows are "
-            "not in the order of the points, or are the same for all. Give batches of one point "
-            "with all that it depends on, or an order in which points come first, or hide the "
-            "parameter from the prior",
-            call.sites,
-        )
-    if len(fitting) > 1 or not any(bool(gradient.any()) for gradient in gradients):
-        return fitting[0], None
-    return fitting[0], POINTS_FIRST if call.has_points_first(points) else fitting[0]
+    # One read for all maps: each makes the host wait for a GPU.
+    numbers = iter(torch.stack(facts).tolist() if facts else [])
+    found: list[tuple[BatchDims, BatchDims | None]] = []
+    for call, known in zip(calls, candidates, strict=True):
+        is_finite, is_any, *stay = itertools.islice(numbers, 2 + len(known))
+        fitting = [dims for dims, stays in zip(known, stay, strict=True) if stays]
+        if not is_finite:  # `collect_curvature` raises for gradients that are not finite
+            found.append((call.batch_dims, None))
+        elif not fitting:
+            raise _not_apart(call, points)
+        elif len(fitting) > 1 or not is_any:
+            found.append((fitting[0], None))
+        else:
+            is_first = call.has_points_first(points)
+            found.append((fitting[0], POINTS_FIRST if is_first else fitting[0]))
+    return found
+
+
+def _facts(
+    call: LayerCall,
+    points: int,
+    answers: Sequence[tuple[Tensor, Tensor]],
+    candidates: Sequence[BatchDims],
+) -> Iterator[Tensor]:
+    """Yield whether gradients are finite, are not all zero, and stay apart by each candidate."""
+    gradients = [gradient for gradient, _ in answers]
+    yield torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
+    yield torch.stack([gradient.any() for gradient in gradients]).any()
+    for dims in candidates:
+        located = call.with_batch_dims(dims)
+        yield torch.stack([_stays(located, points, *answer) for answer in answers]).all()
+
+
+def _not_apart(call: LayerCall, points: int) -> PointsNotApart:
+    return PointsNotApart(
+        f"in the map of {call.sites[0]!r}, whose output has shape {tuple(call.probe.shape)} "
+        f"for {points} data points, the gradient of some points' outputs reaches rows of "
+        "others: points influence each other there, as nodes of a graph do, or the rows are "
+        "not in the order of the points, or are the same for all. Give batches of one point "
+        "with all that it depends on, or an order in which points come first, or hide the "
+        "parameter from the prior",
+        call.sites,
+    )
 
 
 def _candidates(call: LayerCall, points: int) -> Iterator[BatchDims]:
@@ -331,6 +360,6 @@ def _candidates(call: LayerCall, points: int) -> Iterator[BatchDims]:
     yield from (dims for dims in others if dims != call.batch_dims)
 
 
-def _stays(call: LayerCall, points: int, gradient: Tensor, asked: Tensor) -> bool:
+def _stays(call: LayerCall, points: int, gradient: Tensor, asked: Tensor) -> Tensor:
     reached = positions(gradient, call, points).flatten(1).any(1)
-    return not bool((reached & ~asked).any())
+    return ~(reached & ~asked).any()

@@ -246,9 +246,11 @@ class Linearization:
             call.batch_dims if one in (None, POINTS_FIRST) else one
             for call, one in zip(self._recorded, found, strict=True)
         ]
-        for index, call, *each in zip(asked, calls, *gradients, strict=True):
-            answers = [(g, which) for g, (_, which) in zip(each, queries, strict=True)]
-            dims[index], found[index] = find_batch_dims(call, self.points, answers)
+        masks = [which for _, which in queries]
+        answers = [list(zip(each, masks, strict=True)) for each in zip(*gradients, strict=True)]
+        news = find_batch_dims(calls, self.points, answers)
+        for index, (here, always) in zip(asked, news, strict=True):
+            dims[index], found[index] = here, always
         located = [call.with_batch_dims(d) for call, d in zip(self._recorded, dims, strict=True)]
         self._located = {
             block.name: [call for call in located if not set(block.sites).isdisjoint(call.sites)]

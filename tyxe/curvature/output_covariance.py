@@ -9,14 +9,16 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.autocast import full_precision
-from tyxe.curvature.gradients import BUDGET, OuterProductGradients, PointGradients
+from tyxe.curvature.gradients import OuterProductGradients, PointGradients, budget
 from tyxe.curvature.linearize import Linearization
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
+from tyxe.linalg.diagonal import pairs_are_fewer
 
 # Elements of Jacobians that are held at a time on a processor, so that they fit its cache.
 CACHED_ROWS = 2**20
-# Structures that do not form the Jacobian of a map that is used at one position.
-FORMS_NO_ROWS = (Kronecker, Diagonal, Dense)
+# Structures that do not form the Jacobian of a map that is used at few positions, or at one.
+BY_PAIRS = (Kronecker, Diagonal)
+FORMS_NO_ROWS = (*BY_PAIRS, Dense)
 
 Gradients = dict[str, PointGradients]
 
@@ -107,7 +109,7 @@ def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
 
 
 def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
-    chunk = max(1, BUDGET // max(1, vectors.shape[1]))
+    chunk = max(1, budget(vectors.device) // max(1, vectors.shape[1]))
     starts = range(0, max(len(rows), 1), chunk)
     parts = [rows[start : start + chunk].dense() for start in starts]
     return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
@@ -146,21 +148,46 @@ def _covariance(rows: list[Gradients], precision: BlockDiagonal) -> Tensor:
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
     """Return a block's part of the covariance, from as many points at a time as fit."""
-    cached = block.device.type == "cpu" and not isinstance(block, Dense)
-    points, held = len(rows[0]), CACHED_ROWS if cached else BUDGET
-    chunk = max(1, held // (block.size * len(rows)))
-    products = [row for row in rows if isinstance(row, OuterProductGradients)]
-    factored = bool(products) and products[0].a.shape[2] == 1
-    if factored and products[0].is_single and isinstance(block, FORMS_NO_ROWS):
-        chunk = max(1, points)
-    found = []
+    points, products = len(rows[0]), [r for r in rows if isinstance(r, OuterProductGradients)]
+    if not products or products[0].a.shape[2] > 1:  # groups
+        chunk = max(1, _held(block) // (block.size * len(rows)))
+        parts = (
+            torch.stack([row[start : start + chunk].dense() for row in rows], 1)
+            for start in range(0, max(1, points), chunk)
+        )
+        return torch.cat([block.inverse_quadratic(part) for part in parts])
+    a, size = products[0].a[:, :, 0], _elements(products, block)
+    chunk, found = max(1, _held(block) // max(1, size)), []
     for start in range(0, max(1, points), chunk):
         part = slice(start, start + chunk)
-        if factored:
-            # With positions last in memory, as they are in each gradient.
-            g = torch.stack([row.g[part, :, 0].mT for row in products], 1).mT
-            found.append(block.inverse_quadratic_factored(products[0].a[part, :, 0], g))
-        else:
-            dense = torch.stack([row[part].dense() for row in rows], 1)
-            found.append(block.inverse_quadratic(dense))
+        g = _stacked([row.g[part, :, 0] for row in products], block)
+        found.append(block.inverse_quadratic_factored(a[part], g))
     return torch.cat(found)
+
+
+def _stacked(rows: list[Tensor], block: Operator) -> Tensor:
+    """Return gradients `(n, C, R, outputs)`, in memory as the structure multiplies them."""
+    if rows[0].shape[1] == 1 or _by_pairs(rows[0].shape[1], len(rows), block):
+        return torch.stack(rows, 1)
+    # With positions last, as they are in each gradient.
+    outputs_first = isinstance(block, Kronecker)
+    found = torch.stack([row.mT for row in rows], 2 if outputs_first else 1)
+    return found.permute(0, 2, 3, 1) if outputs_first else found.mT
+
+
+def _by_pairs(positions: int, classes: int, block: Operator) -> bool:
+    return isinstance(block, BY_PAIRS) and pairs_are_fewer(positions, classes)
+
+
+def _held(block: Operator) -> int:
+    """Return how many elements are held at a time."""
+    cached = block.device.type == "cpu" and not isinstance(block, Dense)
+    return CACHED_ROWS if cached else budget(block.device)
+
+
+def _elements(products: list[OuterProductGradients], block: Operator) -> int:
+    """Return how many elements `inverse_quadratic_factored` forms for each point."""
+    positions, _, columns = products[0].a.shape[1:]
+    if _by_pairs(positions, len(products), block):
+        return positions**2 * (columns + products[0].g.shape[3])
+    return block.size * len(products)

@@ -13,14 +13,31 @@ from tyxe.linalg.base import Operator, factorization
 from tyxe.linalg.checks import check_field, check_non_negative, check_positive_definite, cholesky
 
 
-def variance_of_products(a: Tensor, g: Tensor, variances: Tensor) -> Tensor:
-    """Return `sum_oi g_co g_c'o a_i^2 v_oi`, `(..., C, C)`.
+def pairs_are_fewer(positions: int, classes: int) -> bool:
+    """Whether `variance_of_products` takes fewer products than the rows `sum_r g_cr a_r^T`."""
+    return positions * (positions + 1) // 2 <= classes * (positions + classes)
 
-    `a` is `(..., in)`, `g` `(..., C, out)` and `variances` `(out, in)`.
+
+def variance_of_products(a: Tensor, g: Tensor, variances: Tensor) -> Tensor:
+    """Return `sum_oi J_coi J_c'oi v_oi` for `J_c = sum_r g_cr a_r^T`, `(..., C, C)`.
+
+    It is `sum_rr'o g_cro g_c'r'o w_rr'o` with `w_rr'o = sum_i a_ri a_r'i v_oi`, so that no `J_c` is
+    formed. `a` is `(..., R, in)`, `g` `(..., C, R, out)` and `variances` `(out, in)`.
     """
-    per_output = a.square() @ variances.mT
-    # Without a square root, whose derivative is infinite at inputs of zero.
-    return (g * per_output.unsqueeze(-2)) @ g.mT
+    positions = a.shape[-2]
+    if positions == 1:
+        # Without a square root, whose derivative is infinite at inputs of zero.
+        per_output, g = a.square() @ variances.mT, g.squeeze(-2)
+        return (g * per_output) @ g.mT
+    first, second = torch.triu_indices(positions, positions, device=a.device)
+    numbers = torch.arange(len(first), device=a.device)
+    pair = numbers.new_empty(positions, positions)
+    pair[first, second] = pair[second, first] = numbers
+    weights = (a[..., first, :] * a[..., second, :]) @ variances.mT
+    by_output = g.movedim(-1, -3)  # (..., out, C, R)
+    weighted = by_output @ weights.mT[..., pair]
+    rows, others = (x.transpose(-3, -2).flatten(-2) for x in (weighted, by_output))
+    return rows @ others.mT
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,10 +108,9 @@ class Diagonal(_WithEntries):
         return x / self._root
 
     def inverse_quadratic_factored(self, a: Tensor, g: Tensor) -> Tensor:
-        if a.shape[-2] != 1:
+        if not pairs_are_fewer(a.shape[-2], g.shape[-3]):
             return super().inverse_quadratic_factored(a, g)
-        variances = self.inverse_diagonal().view(g.shape[-1], a.shape[-1])
-        return variance_of_products(a.squeeze(-2), g.squeeze(-2), variances)
+        return variance_of_products(a, g, self.inverse_diagonal().view(g.shape[-1], a.shape[-1]))
 
     def _scaled(self, c: Tensor) -> Diagonal:
         return self._like(entries=c * self.entries)

@@ -15,7 +15,7 @@ from tyxe.linalg.checks import (
     check_positive_definite,
     check_symmetric,
 )
-from tyxe.linalg.diagonal import variance_of_products
+from tyxe.linalg.diagonal import pairs_are_fewer, variance_of_products
 
 
 def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def kron_rotate_summed(a: Tensor, g: Tensor, u_a: Tensor, u_g: Tensor) -> Tensor:
-    """Return `U_g^T (sum_r g_cr a_r^T) U_a`, `(..., C, out, in)`.
+    """Return `U_g^T (sum_r g_cr a_r^T) U_a`, `(..., out, C, in)`.
 
     `a` is `(..., R, in)` and `g` `(..., C, R, out)`. Each side is rotated before or after the sum,
     whichever has fewer rows.
@@ -33,13 +33,14 @@ def kron_rotate_summed(a: Tensor, g: Tensor, u_a: Tensor, u_g: Tensor) -> Tensor
     a_first, g_first = positions <= count * rows, positions <= a.shape[-1]
     if a_first:
         a = (u_a.mT @ a.mT).mT
-    gradients = g.mT
+    gradients = g.movedim(-1, -3).flatten(-2)
     if g_first:
         gradients = u_g.mT @ gradients
-    sums = (gradients.flatten(-3, -2) @ a).unflatten(-2, (count, rows))
+    sums = gradients.unflatten(-1, (count, positions)).flatten(-3, -2) @ a
     if not a_first:
         sums = sums @ u_a
-    return sums if g_first else u_g.mT @ sums
+    sums = sums.unflatten(-2, (rows, count))
+    return sums if g_first else (u_g.mT @ sums.flatten(-2)).unflatten(-1, (count, -1))
 
 
 def clipped_eigh(factor: Tensor, what: str) -> tuple[Tensor, Tensor]:
@@ -278,12 +279,14 @@ class Kronecker(Operator):
         rows, columns = self.shape
         check.shape("a", a, (*a.shape[:-2], "R", columns))
         check.shape("g", g, (*g.shape[:-3], "C", *a.shape[-2:-1], rows), ", of the positions of a")
-        if a.shape[-2] == 1:
-            a, g = a.squeeze(-2) @ self.in_basis, g.squeeze(-2) @ self.out_basis
-            return variance_of_products(a, g, self.inverse_eigenvalues)
+        if pairs_are_fewer(a.shape[-2], g.shape[-3]):
+            rotated = a @ self.in_basis, g @ self.out_basis
+            return variance_of_products(*rotated, self.inverse_eigenvalues)
         sums = kron_rotate_summed(a, g, self.in_basis, self.out_basis)
-        white = (sums / self._root).flatten(-2)
-        return white @ white.mT
+        root = self._root.unsqueeze(-2)
+        keeps_graph = sums.requires_grad or root.requires_grad
+        white = sums / root if keeps_graph else sums.div_(root)
+        return (white @ white.mT).sum(-3)
 
     def _scaled(self, c: Tensor) -> Kronecker:
         return self._like(scale=c * self.scale, shift=c * self.shift)
