@@ -62,6 +62,11 @@ def has_compiler(device: torch.device) -> bool:
     return bool(torch.utils._triton.has_triton())
 
 
+def has_programs(device: torch.device) -> bool:
+    """Whether programs for a device are faster than what they are made of."""
+    return has_compiler(device) or best_way(device) == "captured"
+
+
 def best_way(device: torch.device) -> str:
     """Return how programs for a device run fastest: captured where it has graphs, else compiled."""
     return "captured" if device.type == "cuda" else "compiled"
@@ -128,7 +133,7 @@ class Program:
         self._function = function
         leaves, self._given = pytree.tree_flatten(arguments)
         self._returned: tuple[Any, list[Any]] | None = None
-        self.is_compiled = how in ("compiled", "captured")
+        self.is_compiled = how != "eager"
         self._strides: list[tuple[int, ...]] | None = None
         self._graph: Callable[..., Sequence[Tensor]] | None = None
         if how == "eager":
@@ -147,7 +152,7 @@ class Program:
                 options |= _OPTIONS_OF_CPUS if leaves[0].device.type == "cpu" else {}
                 self._graph = torch._inductor.compile(graph, leaves, options=options)
         if how == "captured":
-            self._graph = _captured(self._graph, leaves)
+            self._graph = captured(self._graph, leaves)
 
     @property
     def at_leaves(self) -> Callable[..., Sequence[Tensor]]:
@@ -191,7 +196,7 @@ class Programs:
         self._used: set[Any] = set()
         self.seconds = 0.0  # that compilation has taken
         # What has no compiler there can be captured.
-        self._fails = best_way(device) == "compiled" and not has_compiler(device)
+        self._fails = not has_programs(device)
         if self._fails:
             warn(f"compile=True needs a C++ compiler, and none is found: {what} run uncompiled")
 
@@ -236,7 +241,7 @@ def _strided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
-def _captured(
+def captured(
     function: Callable[..., Sequence[Tensor]], inputs: list[Tensor]
 ) -> Callable[..., Sequence[Tensor]]:
     """Return a function of leaves that launches a graph, and keeps none of its memory."""

@@ -23,7 +23,7 @@ from tyxe.bnn.training import progress_bar
 from tyxe.errors import warn
 from tyxe.likelihoods import Likelihood
 from tyxe.priors.sites import SitePriors
-from tyxe.program import has_compiler
+from tyxe.program import has_programs
 from tyxe.samplers import Kernel, Length, Run, batched
 from tyxe.util import SiteTensors, is_discrete
 
@@ -294,7 +294,7 @@ def make_run(
         ValueError: samples that do not fit onto the disk; a log joint that is not finite
             at a start, or that depends on more than weights and data; no compiler for `compile`.
     """
-    if options.compile and not has_compiler(starts.device):
+    if options.compile and not has_programs(starts.device):
         raise ValueError("compile=True needs a C++ compiler, and none is found; leave compile out")
     every: Any = batches
     if batches is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.errors import warn
-from tyxe.program import Program, check_repeatable, has_compiler
+from tyxe.program import Program, best_way, captured, check_repeatable, has_compiler, has_programs
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
+from tyxe.samplers.several import several, steps_at_once, whole_step
 
 # Steps after which a program is worth the seconds that it takes to compile, if as many are left.
 _WORTH_COMPILING = 3000
@@ -113,6 +114,11 @@ class Run:
         self.settings: Any = None
         self._adaptation: Any = None
         self._made = 0
+        # Whether programs make several steps at once, of which nothing is to be seen in between.
+        is_free = self.before is None and type(self.kernel).stops is Kernel.stops
+        self._takes_several = is_free and best_way(like.device) == "captured"
+        # What makes them, and whether chains adapt in them.
+        self._launched: tuple[Callable[..., Sequence[Tensor]], bool] | None = None
 
     def __repr__(self) -> str:
         chains, d = self.starts.shape
@@ -142,7 +148,7 @@ class Run:
         self._prepare(self._made + 1)
         with torch.no_grad(), self.inside():
             self.programs = self.programs or self._built(compile=bool(self.compile))
-        while int(self.transitions.min()) < self.num_transitions:
+        while (least := int(self.transitions.min())) < self.num_transitions:
             if self.compile is None and self._made == _WORTH_COMPILING and self._is_long():
                 try:
                     with torch.no_grad(), self.inside():
@@ -153,9 +159,15 @@ class Run:
             # A program needs no parameters in any places.
             inside = nullcontext if self.is_compiled else self.inside
             with torch.no_grad(), inside():
-                transition = self._advance()
-            self._made += 1
-            yield transition
+                several = self._takes_several and self.is_compiled
+                transition = self._advance_several(least) if several else self._advance()
+            if not several:
+                self._made += 1
+                yield transition
+                continue
+            self._made += len(transition.done)
+            rows = zip(*(part.unbind() for part in transition), strict=True)
+            yield from map(Transition._make, rows)
 
     def _prepare(self, step: int) -> None:
         if self.before is not None:
@@ -165,7 +177,7 @@ class Run:
         """Whether more steps are left than a program takes to pay, by those made so far."""
         made = max(int(self.transitions.min()), 1)
         left = self._made * (self.num_transitions / made - 1)
-        return left >= _WORTH_COMPILING and has_compiler(self.starts.device)
+        return left >= _WORTH_COMPILING and has_programs(self.starts.device)
 
     def _start(self) -> None:
         chains = self.kernel.start(self.potential, self.starts, self._drawn())
@@ -184,18 +196,65 @@ class Run:
         """Return the programs of a step, and of the adaptation after it."""
         if compile:
             check_repeatable(self.potential, self.starts)
-        step, random = partial(self.kernel.step, self.potential), self._drawn()
-        state = pytree.tree_unflatten(self._state, self._place)
-        transition = step(state, self.settings, random)[1]
-        chains = Chains(state, self.settings, self._adaptation)
+        random, adapts = self._drawn(), int(self.transitions.min()) < len(self._plan)
+        if compile and self._takes_several:
+            how = "compiled" if has_compiler(self.starts.device) else "traced"
+            given = (self._chains(), self.transitions, random)
+            whole = partial(whole_step, self.kernel, self.potential, self._plan)
+            return (
+                Program(whole(False), *given, how=how),
+                Program(whole(adapts), *given, how=how if adapts else "eager"),
+            )
+        step = partial(self.kernel.step, self.potential)
+        chains = self._chains()
+        transition = step(chains.state, self.settings, random)[1]
         rows = self._plan.new_zeros(len(self.starts), self._plan.shape[-1])
-        given = (chains, state, transition, transition.done, rows, random)
-        adapts = int(self.transitions.min()) < len(self._plan)
+        after = (chains, chains.state, transition, transition.done, rows, random)
         how = "compiled" if compile else "eager"
         return (
-            Program(step, state, self.settings, random, how=how),
-            Program(self.kernel.adapt, *given, how=how if adapts else "eager"),
+            Program(step, chains.state, self.settings, random, how=how),
+            Program(self.kernel.adapt, *after, how=how if adapts else "eager"),
         )
+
+    def _chains(self) -> Chains:
+        state = pytree.tree_unflatten(self._state, self._place)
+        return Chains(state, self.settings, self._adaptation)
+
+    def _advance_several(self, least: int) -> Transition:
+        """Make several steps, and return what they have brought, with a first dimension of steps.
+
+        Every chain has made as many transitions as `least`. The host waits for the steps at the
+        end, to keep what is to be kept.
+        """
+        assert self.programs is not None
+        adapts = least < len(self._plan)
+        count, like = steps_at_once(self.starts.shape), self.starts
+        if self._random is None or self._random.noise.dim() == 3:  # of one step
+            how = {"dtype": like.dtype, "device": like.device, "generator": self.generator}
+            noise = torch.randn((count, self.kernel.noises, *like.shape), **how)  # type: ignore[call-overload]
+            uniforms = torch.rand((count, self.kernel.uniforms, len(like)), **how)  # type: ignore[call-overload]
+            self._random = Randomness(noise, uniforms)
+        given, place = pytree.tree_flatten((self._chains(), self.transitions))
+        given = [leaf.contiguous() for leaf in given]
+        leaves = [*given, *self._random]
+        if self._launched is None or self._launched[1] != adapts:
+            step = self.programs[adapts].at_leaves
+            # Of copies, since each has a place of its own there.
+            self._launched = captured(several(step, count), [*map(torch.clone, leaves)]), adapts
+        found = self._launched[0](*leaves)
+        (state, settings, adaptation), transitions = pytree.tree_unflatten(
+            found[: len(given)], place
+        )
+        transition = Transition(*found[len(given) :])
+        self._kept_of(transition)
+        self.__dict__.update(
+            _state=pytree.tree_leaves(state),
+            settings=settings,
+            _adaptation=adaptation,
+            transitions=transitions,
+            _random=None,
+        )
+        return transition
 
     def _advance(self) -> Transition:
         assert self.programs is not None
@@ -231,13 +290,17 @@ class Run:
         return transition
 
     def _kept_of(self, transition: Transition) -> Tensor:
-        """Keep what is to be kept of transitions that ended, and return the counts after them."""
-        transitions = self.transitions + transition.done
+        """Keep what is to be kept of transitions that ended, and return the counts after them.
+
+        Those of several steps have a first dimension.
+        """
+        done = transition.done
+        transitions = self.transitions + (done if done.dim() == 1 else done.cumsum(0))
         places = self._place_of[transitions.clamp(max=self.num_transitions + 1)]
-        chains = (transition.done & (places >= 0)).nonzero()[:, 0]
-        if len(chains):
-            at = places[chains]
+        ended = (done & (places >= 0)).nonzero(as_tuple=True)
+        if len(chains := ended[-1]):
+            at = places[ended]
             for kept, new in zip(self.kept, transition[1:], strict=True):
                 # Positions may be in a file, and so not where the chains are.
-                kept[chains.to(kept.device), at.to(kept.device)] = new[chains].to(kept)
+                kept[chains.to(kept.device), at.to(kept.device)] = new[ended].to(kept)
         return transitions

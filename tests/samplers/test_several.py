@@ -1,0 +1,139 @@
+"""Several steps of one launch are the steps one by one, and wait for the device once."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.oracles.recorded import Recorded
+from tyxe import program
+from tyxe.samplers import HMC, MCLMC, NUTS, Kernel, Run, run
+from tyxe.samplers.several import several, steps_at_once, whole_step
+
+CHAINS, D, SCALES = 3, 2, torch.tensor([1.0, 0.5])
+KERNELS = {"HMC": HMC(num_steps=3), "NUTS": NUTS(max_tree_depth=4), "MCLMC": MCLMC()}
+
+
+def normal(position: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = position / SCALES.to(position)
+    return 0.5 * scaled.square().sum(-1), scaled / SCALES.to(position)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch several steps as on a GPU, where traces stand for what a compiler makes of them."""
+    monkeypatch.setattr(run, "best_way", lambda device: "captured")
+    monkeypatch.setattr(run, "has_compiler", lambda device: False)
+    monkeypatch.setattr(program, "Capture", Recorded)
+
+
+def run_of(kernel: Kernel, num_samples: int = 9, num_warmup: int = 20, chains=CHAINS, **how) -> Run:
+    starts = torch.randn(chains, D, generator=torch.Generator().manual_seed(0)).double()
+    return Run(kernel, normal, starts, num_samples, num_warmup, compile=True, **how)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("adapts", [True, False])
+def test_steps_at_once_are_steps_one_by_one(name: str, adapts: bool) -> None:
+    kernel, position = KERNELS[name], torch.randn(CHAINS, D)
+    plan = kernel.plan(run.Length(7 if adapts else 0))
+    chains = kernel.start(normal, position, kernel.randomness(position))
+    counts, count = torch.zeros(CHAINS, dtype=torch.long), 40
+    given = [kernel.randomness(position) for _ in range(count)]
+    step = program.Program(whole_step(kernel, normal, plan, adapts), chains, counts, given[0])
+    leaves = [
+        *program.pytree.tree_leaves((chains, counts)),
+        *map(torch.stack, zip(*given, strict=True)),
+    ]
+    found = several(step.at_leaves, count)(*leaves)
+    brought = []
+    for random in given:
+        state, transition = kernel.step(normal, chains.state, chains.settings, random)
+        after = chains._replace(state=state)
+        warm = transition.done & (counts < len(plan))
+        if adapts and bool(warm.any()):
+            rows = plan[counts.clamp(max=len(plan) - 1)]
+            after = kernel.adapt(chains, state, transition, warm, rows, random)
+        chains, counts = after, counts + transition.done
+        brought.append(transition)
+    assert counts.min() > 0
+    expected = [
+        *program.pytree.tree_leaves((chains, counts)),
+        *map(torch.stack, zip(*brought, strict=True)),
+    ]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host waits for."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_launch_is_waited_for_twice(name: str, on_gpu) -> None:
+    chains = run_of(KERNELS[name], num_samples=2000, num_warmup=0)
+    steps = chains.steps()
+    for _ in range(32):
+        next(steps)
+    with Waits() as waits:
+        for _ in range(64):
+            next(steps)
+    assert waits.made == 4
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_samples_of_launches_have_the_law_of_the_target(name: str, on_gpu) -> None:
+    chains = run_of(KERNELS[name], num_samples=20, num_warmup=60, chains=300, seed=1)
+    before = Recorded.made
+    for _ in chains.steps():
+        pass
+    assert Recorded.made == before + 2  # with adaptation, and without
+    assert chains.num_kept == 20
+    found = chains.kept.positions
+    assert not torch.equal(found[:, 1:], found[:, :-1])
+    torch.testing.assert_close(normal(found.flatten(0, 1))[0], chains.kept.potentials.flatten())
+    # Chains are independent, of which each tells at least as much as one sample.
+    variance = found.square().mean(1) / SCALES.square()
+    error = variance.std(0) / len(variance) ** 0.5
+    assert ((variance.mean(0) - 1).abs() < 4 * error + 0.05).all()
+    assert (found.mean((0, 1)).abs() < 4 * SCALES / len(variance) ** 0.5).all()
+
+
+def test_an_interrupt_within_a_launch_is_repeated(on_gpu, monkeypatch) -> None:
+    whole = run_of(NUTS(max_tree_depth=4), seed=3)
+    for _ in whole.steps():
+        pass
+    broken, kept, calls = run_of(NUTS(max_tree_depth=4), seed=3), Run._kept_of, []
+
+    def stops(run: Run, transition) -> Tensor:
+        calls.append(run.num_kept)
+        found = kept(run, transition)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Run, "_kept_of", stops)
+
+    def go() -> None:
+        for _ in broken.steps():
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    go()
+    assert calls[2] == calls[3]
+    for one, other in zip(broken.kept, whole.kept, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_launches_of_large_positions_are_of_fewer_steps() -> None:
+    assert steps_at_once(torch.Size([4, 100])) == 32
+    assert steps_at_once(torch.Size([256, 2**13])) == 2
+    assert steps_at_once(torch.Size([4, 2**30])) == 1
