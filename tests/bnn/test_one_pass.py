@@ -63,6 +63,14 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "DRAWS_AT_ONCE", ("cpu",))
 
 
+def test_what_has_no_sites_has_no_stacks(on_gpu: None) -> None:
+    """Draws of masks, for one, are no draws of weights."""
+    net = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3))
+    bnn = tyxe.DropoutBNN(net, tyxe.likelihoods.Categorical(N))
+    assert bnn.predict(X, num_predictions=DRAWS, aggregate=False).shape == (DRAWS, N, 3)
+
+
+
 WAYS = {
     "predict": lambda bnn, **how: bnn.predict(X, num_predictions=DRAWS, **how),
     "raw": lambda bnn, **how: bnn.predict(X, num_predictions=DRAWS, aggregate=False, **how),

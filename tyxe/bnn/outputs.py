@@ -232,7 +232,7 @@ class PosteriorBNN(BNN):
         Accelerators take as long for many numbers as for a few. Processors do not, and there a
         seed gives the draws that it has always given.
         """
-        if self._like.device.type not in DRAWS_AT_ONCE or handlers():
+        if not self._slots or self._like.device.type not in DRAWS_AT_ONCE or handlers():
             return None
         sampler, most = self._sampler(), self._most_drawn()
         if sampler is None:
