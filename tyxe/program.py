@@ -116,7 +116,7 @@ class Program:
         function: takes and returns nested containers of tensors; what else it returns is constant.
         arguments: what it is traced with.
         how: `"eager"` runs the function itself, `"traced"` its operations, `"compiled"` what a
-            compiler makes of these, and `"captured"` the same in a CUDA graph.
+            compiler makes of these, if there is one, and `"captured"` the same in a CUDA graph.
         draws: whether the function may draw random numbers.
 
     Raises:
@@ -146,7 +146,7 @@ class Program:
         with _disable_current_modes():
             self._graph = graph = _traced(self._eager, leaves, draws)
             del self._function  # with what it holds
-            if how == "compiled" or (how == "captured" and has_compiler(leaves[0].device)):
+            if self.is_compiled and has_compiler(leaves[0].device):
                 # Not by torch.compile, whose guards cost more at each call than a small program.
                 options = dict(_OPTIONS_OF_DRAWS if draws else _OPTIONS)
                 options |= _OPTIONS_OF_CPUS if leaves[0].device.type == "cpu" else {}

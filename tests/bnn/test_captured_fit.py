@@ -57,7 +57,7 @@ def fitted(data: Any = DATA, optim: Any = ADAM, epochs: int = 4, **options: Any)
         {"lr_multipliers": {"scale": 3.0}},
         {"nan_check": "epoch"},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options), "plain"),
 )
 def test_captured_steps_are_the_uncaptured_ones(
     recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch, options: Any
@@ -79,7 +79,7 @@ def test_captured_steps_are_the_uncaptured_ones(
         {"num_particles": 2},
         {"accumulate_steps": 2, "data": DATA[:2]},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options), "plain"),
 )
 def test_what_is_compiled_and_not_captured(recorded: type[Recorded], options: Any) -> None:
     fitted(**options)

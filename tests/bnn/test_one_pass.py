@@ -70,7 +70,6 @@ def test_what_has_no_sites_has_no_stacks(on_gpu: None) -> None:
     assert bnn.predict(X, num_predictions=DRAWS, aggregate=False).shape == (DRAWS, N, 3)
 
 
-
 WAYS = {
     "predict": lambda bnn, **how: bnn.predict(X, num_predictions=DRAWS, **how),
     "raw": lambda bnn, **how: bnn.predict(X, num_predictions=DRAWS, aggregate=False, **how),

@@ -208,7 +208,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Capture]:
         {"beta": lambda epoch: 0.1 + epoch},
         {"nan_check": "epoch"},
     ],
-    ids=str,
+    ids=["plain", "clip_norm", "scheduler", "beta", "nan_check"],
 )
 def test_captured_steps_have_the_numbers_of_eager_ones(
     full_precision: None, captures: list[Capture], options: Any

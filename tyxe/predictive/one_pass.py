@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 # Types of devices on which all draws run faster in one pass than one after the other, by what is
 # random. On CPUs that is a last layer, whose inputs are the same for all draws: of other maps one
-# product for many draws takes longer. From benchmarks/last_layer.py and gpu_predict.py.
+# product for many draws takes longer. Convolutions of many draws are grouped ones, and take longer
+# on an H100 too (1.5 times). From benchmarks/last_layer.py and gpu_predict.py.
 FASTER: dict[str, tuple[str, ...]] = {
     "last layer": ("cpu", "cuda"),
     "linear maps": ("cuda",),
-    "convolutions": ("cuda",),
+    "convolutions": (),
 }
 # Those on which the draws of a site are made by one call. Processors gain nothing by that, and a
 # seed has other draws there.
