@@ -161,6 +161,22 @@ def test_a_net_put_into_half_precision_after_its_fit_keeps_its_posterior(structu
     torch.testing.assert_close(other.net_guide.precision.to_dense(), precision)
 
 
+def test_a_parameter_without_dimensions_is_fitted():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.log_scale = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            return super().forward(x) * self.log_scale.exp()
+
+    x = rows()
+    bnn = tyxe.LaplaceBNN(Scaled(), tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), Categorical(6))
+    assert bnn(x).shape == (6, 2)
+    bnn.fit([(x, below(2))], ADAM, 1)
+    assert bnn.log_marginal_likelihood().isfinite()
+
+
 @pytest.mark.parametrize("hidden", [True, False])
 def test_batch_norm_hidden_or_not(hidden):
     net, likelihood, inputs, targets = KINDS["batch norm"]()

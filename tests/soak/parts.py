@@ -362,7 +362,7 @@ ODD_MULTIPLIERS = [{"mean": 2.0}, {"scale": -1.0}, 2.0]
 # --------------------------------------------------------------------------- options of predict
 
 DRAWS = [0, 1, 2, 3]
-ODD_DRAWS = [-1, 1.5, "3", None]
+ODD_DRAWS = [-1, 1.5, "3"]
 SIZES = [None, None, 4, 6, 100]
 ODD_SIZES = [0, -2, 1.5, "4"]
 PREDICTIVES = [None, None, "bnn", "glm"]

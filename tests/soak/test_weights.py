@@ -112,6 +112,14 @@ KINDS = {
         {"kind": -1, "size": NAN},
         {"kind": -100, "size": NAN},
     ),
+    "several, with class weights": Kind(
+        lambda n: Joint(
+            kind=Categorical(n, class_weights=torch.tensor([0.5, 2.0])), size=Poisson(n)
+        ),
+        lambda: KindAndSize(2),
+        lambda n: {"kind": torch.randint(2, (n,)), "size": torch.randint(4, (n, 1)).double()},
+        {"kind": -1, "size": -1.0},
+    ),
 }
 HOW = ("weights", "mask", "missing", "within")
 

@@ -74,7 +74,7 @@ class LaplaceGuide(AnyGuide):
         """Return one draw of all sites, or so many of them, `(count, ...)`."""
         values = self.values()
         if self.state is None:
-            return {name: value.expand(*count, *value.shape) for name, value in values.items()}
+            return {name: value.expand((*count, *value.shape)) for name, value in values.items()}
         deviation = self.state.sample(*count)
         return {name: value + deviation[name].to(value.dtype) for name, value in values.items()}
 

@@ -130,7 +130,8 @@ class Joint(Likelihood):
         if not weigh and set(self.weights.values()) == {1.0}:
             return targets
         given, values, masks = Targets.of(targets), {}, []
-        for name, own in self._by_part(given).items():
+        # A part sees labels that count: one of -1 in a point that is left out would be no class.
+        for name, own in self._by_part(self.observed(given)).items():
             found = Targets.of(self._part(name).with_fit_weights(own))
             counts, values[name] = found.counts_within(), found.values
             each = torch.ones_like(found.values) if counts is None else counts
