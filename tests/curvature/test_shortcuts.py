@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import tyxe
 from tests.oracles.curvature import jacobian_of, laplace
-from tyxe.curvature import accumulators, gradients, output_covariance
+from tyxe.curvature import accumulators, gradients, layer_calls, output_covariance
 from tyxe.curvature.gradients import OuterProductGradients
 from tyxe.curvature.linearize import Linearization
 from tyxe.data import Targets
@@ -295,3 +295,28 @@ def test_a_gpu_holds_more_gradients_where_they_fit(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
         assert gradients.budget(torch.device("cuda", 0)) == held
     assert gradients.budget(torch.device("cpu")) == gradients.BUDGET
+
+
+@pytest.mark.parametrize("conv", [
+    nn.Conv2d(3, 5, 3, padding=1, bias=False), nn.Conv2d(4, 6, (3, 5), padding=(1, 2), groups=2),
+    nn.Conv2d(3, 4, 3, stride=2, dilation=2, padding=2), nn.Conv2d(3, 4, (3, 1), stride=(1, 2)),
+    nn.Conv2d(3, 4, 3, padding="same", padding_mode="circular"), nn.Conv1d(3, 4, 5, padding=2),
+    nn.Conv3d(2, 3, (3, 2, 1), padding=1),
+])  # fmt: skip
+def test_windows_have_the_second_moment_of_their_patches(monkeypatch, conv):
+    torch.manual_seed(0)
+    dims = conv.weight.dim() - 2
+    x = torch.randn(30, conv.in_channels, *(9, 8, 7)[:dims]).double()
+    head = nn.Flatten(), nn.Linear(conv(x[:1].float()).numel(), 2)
+    net, used, found = nn.Sequential(conv, *head), [], []
+    known = layer_calls.moment_of_windows
+    watched = lambda *given: (used.append(given), known(*given))[1]  # noqa: E731
+    monkeypatch.setattr(layer_calls, "moment_of_windows", watched)
+    for _ in range(2):
+        torch.manual_seed(1)
+        bnn = laplace(copy.deepcopy(net), "kron", Categorical(30))
+        bnn.fit_curvature([(x, torch.arange(30) % 2)], progress=False)
+        found.append(next(iter(bnn.state.curvature.operator.blocks.values())).to_dense())
+        monkeypatch.setattr(layer_calls, "_is_shifted", lambda _: False)
+    assert len(used) == 1
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.curvature.gradients import OuterProductGradients, PointGradients, budget
+from tyxe.curvature.layer_calls import second_moment
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
@@ -238,13 +239,20 @@ class KroneckerAccumulator(Accumulator):
             if not isinstance(each, OuterProductGradients):
                 self._rest[name][noise] += each.squared_sum()
                 continue
-            a, g = each.a, each.g
-            counts = None if targets is None else _of_positions(targets, a)
+            counts = None if targets is None else _of_positions(targets, each.g)
             if self._reduce:
-                (a, counts), g = _reduced(a, counts), g.sum(1, keepdim=True)
-            self._gradients[name][noise] += _second_moment(g)
-            if first:
-                self._add_inputs(name, a, counts)
+                self._gradients[name][noise] += second_moment(each.g.sum(1, keepdim=True))
+            else:
+                self._gradients[name][noise] += second_moment(each.g)
+            if not first:
+                continue
+            if self._reduce:
+                self._add_inputs(name, *_reduced(each.a, counts))
+            elif counts is None:
+                self._inputs[name] += each.inputs.second_moment()
+                self._positions[name] += each.g.shape[:2].numel()
+            else:
+                self._add_inputs(name, each.a, counts)
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
         self._gradients[name] += hessians.total()
@@ -255,7 +263,7 @@ class KroneckerAccumulator(Accumulator):
     def _add_inputs(self, name: str, a: Tensor, counts: Tensor | None) -> None:
         if counts is not None:
             a = a * counts.to(a).sqrt()[..., None, None]
-        self._inputs[name] += _second_moment(a)
+        self._inputs[name] += second_moment(a)
         self._positions[name] += len(a) * a.shape[1] if counts is None else precise(counts).sum()
 
     def totals(self) -> Iterator[tuple[str, Tensor]]:
@@ -283,8 +291,8 @@ class KroneckerAccumulator(Accumulator):
         return factors | {name: scale * rest for name, rest in self._rest.items()}
 
 
-def _of_positions(targets: Targets, a: Tensor) -> Tensor | None:
-    """Return how often the inputs at positions count, `(n, R)`; None for once each.
+def _of_positions(targets: Targets, like: Tensor) -> Tensor | None:
+    """Return how often positions count, `(n, R)`; None for once each.
 
     Where a map has as many positions as the targets have numbers, what is left out of these is left
     out there; elsewhere each position counts as what is left of its point does on average.
@@ -293,12 +301,12 @@ def _of_positions(targets: Targets, a: Tensor) -> Tensor | None:
     if points is None:
         return None
     if mask is None or targets.has_whole_points:
-        return points[:, None].expand(a.shape[:2])
-    each = mask.reshape(len(mask), -1).to(a)
+        return points[:, None].expand(like.shape[:2])
+    each = mask.reshape(len(mask), -1).to(like)
     each = each if targets.weights is None else each * targets.weights[:, None]
-    if each.shape[1] == a.shape[1]:
+    if each.shape[1] == like.shape[1]:
         return each
-    return _mean_of_kept(each).expand(a.shape[:2])
+    return _mean_of_kept(each).expand(like.shape[:2])
 
 
 def _mean_of_kept(counts: Tensor) -> Tensor:
@@ -313,17 +321,6 @@ def _reduced(a: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
     shares = counts / counts.sum(1, keepdim=True).clamp_min(torch.finfo(counts.dtype).tiny)
     mean = (a * shares.to(a)[..., None, None]).sum(1, keepdim=True)
     return mean, _mean_of_kept(counts)
-
-
-def _second_moment(x: Tensor) -> Tensor:
-    """Return `sum x x^T` over points and positions, `(groups, features, features)`."""
-    _, positions, _, features = x.shape
-    if positions > 1 and features <= positions:
-        # A product for each point needs no copy of tensors whose positions are last in memory.
-        each = x.permute(2, 0, 3, 1)
-        return (each @ each.mT).sum(1)
-    flat = x.flatten(0, 1).transpose(0, 1)
-    return flat.mT @ flat
 
 
 def check_size(structure: str, size: int) -> None:

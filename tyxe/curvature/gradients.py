@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tyxe.curvature.layer_calls import MapInputs
 from tyxe.util import Inputs, is_constant
 
 # A function of the sites' values, a batch of one point and its row of the cotangent.
 PointFunction = Callable[[Mapping[str, Tensor], Any, Tensor], Tensor]
 
+ALL = slice(None)
 # Largest number of elements of per-point gradients held at a time; on a GPU more where they fit.
 BUDGET = 2**24
 
@@ -32,27 +34,29 @@ class OuterProductGradients:
     """Gradients of one cotangent in a linear block: `sum_r g_nr a_nr^T` for each point.
 
     Attributes:
-        a: the map's inputs, `(n, R, groups, columns)`, with a one for the bias.
+        inputs: what is known of the map's inputs.
         g: the gradients in the map's outputs, `(n, R, groups, outputs)`.
     """
 
-    a: Tensor
+    inputs: MapInputs
     g: Tensor
 
     def __len__(self) -> int:
-        return len(self.a)
+        return len(self.g)
 
-    def __getitem__(self, points: slice) -> OuterProductGradients:
-        return OuterProductGradients(self.a[points], self.g[points])
+    @property
+    def a(self) -> Tensor:
+        """The map's inputs, `(n, R, groups, columns)`, with a one for the bias."""
+        return self.inputs.rows
 
     @property
     def is_single(self) -> bool:
         """Whether each point's gradient is one outer product: one position, no groups."""
-        return self.a.shape[1:3] == (1, 1)
+        return self.g.shape[1:3] == (1, 1)
 
-    def dense(self) -> Tensor:
-        """Return the gradients, `(n, P)`."""
-        return torch.einsum("nrgo,nrgi->ngoi", self.g, self.a).flatten(1)
+    def dense(self, points: slice = ALL) -> Tensor:
+        """Return the gradients of some points, `(n, P)`."""
+        return torch.einsum("nrgo,nrgi->ngoi", self.g[points], self.a[points]).flatten(1)
 
     def sum(self) -> Tensor:
         """Return their sum over points, `(P,)`."""
@@ -67,7 +71,7 @@ class OuterProductGradients:
         size = self.a.shape[2:].numel() * self.g.shape[3]
         chunk, total = max(1, budget(self.a.device) // size), self.a.new_zeros(size)
         for start in range(0, len(self), chunk):
-            total += self[start : start + chunk].dense().square_().sum(0)
+            total += _squared_sum(self.dense(slice(start, start + chunk)))
         return total
 
 
@@ -80,12 +84,9 @@ class DenseGradients:
     def __len__(self) -> int:
         return len(self.matrix)
 
-    def __getitem__(self, points: slice) -> DenseGradients:
-        return DenseGradients(self.matrix[points])
-
-    def dense(self) -> Tensor:
-        """Return the gradients, `(n, P)`."""
-        return self.matrix
+    def dense(self, points: slice = ALL) -> Tensor:
+        """Return the gradients of some points, `(n, P)`."""
+        return self.matrix[points]
 
     def sum(self) -> Tensor:
         """Return their sum over points, `(P,)`."""
@@ -97,6 +98,13 @@ class DenseGradients:
 
 
 PointGradients = OuterProductGradients | DenseGradients
+
+
+def _squared_sum(rows: Tensor) -> Tensor:
+    """Return the sum over rows of their squares, and change them."""
+    if rows.device.type == "cpu":
+        return rows.square_().sum(0)
+    return torch.linalg.vector_norm(rows, dim=0).square()  # reads them once, and writes nothing
 
 
 def vectorized_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import Size, Tensor
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import Arrangement, LinearBlock, ParamBlock, SiteBlock
 from tyxe.poutine import Draw, LinearMap, LinearMapMessenger
+from tyxe.util import at_least_float32
 
 
 class PointsNotApart(ValueError):
@@ -223,13 +225,105 @@ def _rows(tensor: Tensor, event: LinearMap, points: int) -> Tensor:
     return first.reshape(points, -1, features)
 
 
-def inputs_of(block: LinearBlock, call: LayerCall, points: int) -> Tensor:
-    """Return what a block's columns multiply in one of its maps, `(n, R, groups, columns)`.
+@dataclasses.dataclass(frozen=True)
+class MapInputs:
+    """What a block's columns multiply in its maps: patches for the weight, and a one for the bias.
 
-    These are patches of the input for the weight, and a one for the bias.
+    Attributes:
+        block: the weight and bias.
+        calls: the calls of their maps.
+        points: `n`, the number of data points.
+        keeps_graph: whether the inputs are differentiated.
     """
-    found = patches(call, points, block.bias is not None)
-    return found[..., -1:] if block.weight is None else found
+
+    block: LinearBlock
+    calls: Sequence[LayerCall]
+    points: int
+    keeps_graph: bool = False
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """The inputs of all positions, `(n, R, groups, columns)`."""
+        found = cat_positions(self._of_call(call) for call in self.calls)
+        return found if self.keeps_graph else found.detach()
+
+    def _of_call(self, call: LayerCall) -> Tensor:
+        found = patches(call, self.points, self.block.bias is not None)
+        return found[..., -1:] if self.block.weight is None else found
+
+    def second_moment(self) -> Tensor:
+        """Return `sum a a^T` over points and positions, `(groups, columns, columns)`."""
+        if self.keeps_graph or self.block.weight is None or not all(map(_is_shifted, self.calls)):
+            return second_moment(self.rows)
+        how = self.block.groups, self.block.bias is not None
+        windows = (at_least_float32(call.event.windows()) for call in self.calls)
+        return functools.reduce(torch.add, (moment_of_windows(each, *how) for each in windows))
+
+
+def _is_shifted(call: LayerCall) -> bool:
+    """Whether `moment_of_windows` is of a map, and takes fewer products than its patches."""
+    event = call.event
+    if not event.spatial_dims or call.is_transposed:
+        return False
+    (stride, *_), (dilation, *_) = event.steps()
+    kernel, positions = event.weight.shape[2], call.probe.shape[-event.spatial_dims]
+    length = call.probe.numel() // max(1, event.weight.shape[0] * positions)
+    # To write and read a product takes as long as some dozens of multiplications.
+    cost = sum(positions + shift for shift in range(kernel)) * (length + 64)
+    return stride == dilation and cost < 0.8 * kernel**2 * positions * length
+
+
+def cat_positions(parts: Iterable[Tensor]) -> Tensor:
+    """Concatenate the positions of all calls, without a copy of a single one."""
+    first, *others = map(at_least_float32, parts)
+    return torch.cat([first, *others], 1) if others else first
+
+
+def second_moment(x: Tensor) -> Tensor:
+    """Return `sum x x^T` over points and positions, `(groups, features, features)`."""
+    _, positions, _, features = x.shape
+    if positions > 1 and features <= positions:
+        # A product for each point needs no copy of tensors whose positions are last in memory.
+        each = x.permute(2, 0, 3, 1)
+        return (each @ each.mT).sum(1)
+    flat = x.flatten(0, 1).transpose(0, 1)
+    return flat.mT @ flat
+
+
+def moment_of_windows(windows: Tensor, groups: int, with_one: bool) -> Tensor:
+    """Return `second_moment` of windows `(..., C, *kernel, *positions)`, without their patches.
+
+    Row `k` of the kernel at row `i` of the positions is row `u = k + i` of the input. So products
+    of rows `k` and `k'` of the kernel are sums over `u` of products of rows `u` and `u + k' - k`,
+    and each of these is in several sums.
+    """
+    spatial = (windows.dim() - 2) // 2
+    channels, *kernel = windows.shape[-1 - 2 * spatial : -spatial]
+    shape, own = windows.shape[-spatial:], channels // groups
+    # (points, groups, own channels, *kernel, *positions)
+    split = windows.reshape(-1, groups, own, *kernel, *shape)
+    last = split[:, :, :, 1:].select(3 + spatial, -1)
+    parts = split.select(3, 0).movedim(2 + spatial, 0), last.movedim(3, 0)
+    # (rows of the input, groups, own channels, *kernel[1:], points, *positions[1:])
+    order = 0, 2, 3, *range(4, 3 + spatial), 1, *range(3 + spatial, 2 + 2 * spatial)
+    rows = torch.cat([part.permute(order) for part in parts])
+    rows = rows.flatten(3 + spatial - 1).flatten(2, 1 + spatial)
+    other = rows.shape[2] // own
+    total = rows.new_empty(groups, own, kernel[0], other, own, kernel[0], other)
+    for shift in range(kernel[0]):
+        products = rows[: len(rows) - shift] @ rows[shift:].mT
+        for k in range(kernel[0] - shift):
+            block = products[k : k + shape[0]].sum(0)
+            sizes = groups, own, other, own, other
+            total[:, :, k, :, :, k + shift] = block.view(sizes)
+            total[:, :, k + shift, :, :, k] = block.mT.reshape(sizes)
+    found = total.flatten(4).flatten(1, 3)
+    if not with_one:
+        return found
+    by_row = rows.sum(-1).unfold(0, shape[0], 1).sum(-1).unflatten(-1, (own, other))
+    ones = by_row.permute(1, 2, 0, 3).flatten(1).unsqueeze(-1)
+    count = ones.new_full((groups, 1, 1), split.shape[0] * shape.numel())
+    return torch.cat([torch.cat([found, ones], 2), torch.cat([ones.mT, count], 2)], 1)
 
 
 def patches(call: LayerCall, points: int, with_one: bool = False) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,12 @@ from tyxe.curvature.layer_calls import (
     BatchDims,
     LayerCall,
     LayerCallRecorder,
+    MapInputs,
     PointsNotApart,
     alternating_points,
+    cat_positions,
     find_batch_dims,
     find_blocks,
-    inputs_of,
     positions,
 )
 from tyxe.distributions import ParamBlocks
@@ -273,12 +274,11 @@ class Linearization:
     # ------------------------------------------------------------------ gradients
 
     @functools.cached_property
-    def _a(self) -> dict[str, Tensor]:
-        found = {
-            block.name: _cat(inputs_of(block, c, self.points) for c in self._calls[block.name])
+    def _map_inputs(self) -> dict[str, MapInputs]:
+        return {
+            block.name: MapInputs(block, self._calls[block.name], self.points, self._differentiable)
             for block in self._linear
         }
-        return {name: self.result(a) for name, a in found.items()}
 
     def result(self, tensor: Tensor) -> Tensor:
         """Return a tensor, without its graph unless that is to be differentiated again."""
@@ -291,7 +291,7 @@ class Linearization:
             none = {block.name: self.outputs.new_zeros(0, block.size) for block in self.blocks}
             return {name: DenseGradients(matrix) for name, matrix in none.items()}
         found: dict[str, PointGradients] = {
-            name: OuterProductGradients(self._a[name], g)
+            name: OuterProductGradients(self._map_inputs[name], g)
             for name, g in self._linear_gradients(cotangent).items()
         }
         rest = [block for block in self.blocks if block.name not in found]
@@ -302,7 +302,7 @@ class Linearization:
         """Return the gradients in the outputs of each linear block's maps, by the block's name."""
         each = self._gradients([c for calls in self._calls.values() for c in calls], cotangent)
         return {
-            name: _cat(positions(next(each), call, self.points) for call in calls)
+            name: cat_positions(positions(next(each), call, self.points) for call in calls)
             for name, calls in self._calls.items()
         }
 
@@ -341,7 +341,8 @@ class Linearization:
         if len(calls) != 1 or not self._is_last(calls[0]):
             return {}
         first = calls[0].has_points_first(self.points)
-        return {name: a[:, 0, 0] for name, a in self._a.items()} if first else {}
+        each = self._map_inputs.items() if first else ()
+        return {name: inputs.rows[:, 0, 0] for name, inputs in each}
 
     def _dense_gradients(
         self, blocks: list[ParamBlock], cotangent: Tensor
@@ -385,12 +386,6 @@ class Linearization:
 
 def _along_points(scales: Tensor, like: Tensor) -> Tensor:
     return scales.view(-1, *[1] * (like.dim() - 1))
-
-
-def _cat(parts: Iterable[Tensor]) -> Tensor:
-    """Concatenate the positions of all calls, without a copy of a single one."""
-    first, *others = map(at_least_float32, parts)
-    return torch.cat([first, *others], 1) if others else first
 
 
 def check_is_tensor(outputs: Any) -> None:

@@ -111,7 +111,7 @@ def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
 def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
     chunk = max(1, budget(vectors.device) // max(1, vectors.shape[1]))
     starts = range(0, max(len(rows), 1), chunk)
-    parts = [rows[start : start + chunk].dense() for start in starts]
+    parts = [rows.dense(slice(start, start + chunk)) for start in starts]
     return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
 
 
@@ -152,7 +152,7 @@ def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
     if not products or products[0].a.shape[2] > 1:  # groups
         chunk = max(1, _held(block) // (block.size * len(rows)))
         parts = (
-            torch.stack([row[start : start + chunk].dense() for row in rows], 1)
+            torch.stack([row.dense(slice(start, start + chunk)) for row in rows], 1)
             for start in range(0, max(1, points), chunk)
         )
         return torch.cat([block.inverse_quadratic(part) for part in parts])

@@ -116,6 +116,16 @@ class LinearMap:
         assert weight is not None
         return self.function(self.input, weight, bias)
 
+    @property
+    def _named(self) -> dict[str, Any]:
+        positional = zip(("stride", "padding", "dilation"), self.args, strict=False)
+        return {**dict(positional), **self.kwargs}
+
+    def steps(self) -> tuple[list[int], list[int]]:
+        """Return stride and dilation in each spatial dimension of a convolution."""
+        stride, dilation = (self._named.get(name, 1) for name in ("stride", "dilation"))
+        return _each(stride, self.spatial_dims), _each(dilation, self.spatial_dims)
+
     def windows(self) -> Tensor:
         """Return a view of the input under the kernel, `(..., C, *kernel, *positions)`.
 
@@ -123,10 +133,8 @@ class LinearMap:
         """
         dims = self.spatial_dims
         kernel = self.weight.shape[-dims:]
-        positional = zip(("stride", "padding", "dilation"), self.args, strict=False)
-        named = {**dict(positional), **self.kwargs}
-        stride, dilation = (_each(named.get(name, 1), dims) for name in ("stride", "dilation"))
-        x = F.pad(self.input.detach(), _pads(named.get("padding", 0), kernel, dilation))
+        stride, dilation = self.steps()
+        x = F.pad(self.input.detach(), _pads(self._named.get("padding", 0), kernel, dilation))
         first = x.dim() - dims
         for dim, (k, d, step) in enumerate(zip(kernel, dilation, stride, strict=True), first):
             x = x.unfold(dim, d * (k - 1) + 1, step)[..., ::d]
