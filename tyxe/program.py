@@ -133,7 +133,7 @@ class Program:
         self._function = function
         leaves, self._given = pytree.tree_flatten(arguments)
         self._returned: tuple[Any, list[Any]] | None = None
-        self.is_compiled = how != "eager"
+        self.is_compiled = how in ("compiled", "captured")
         self._strides: list[tuple[int, ...]] | None = None
         self._graph: Callable[..., Sequence[Tensor]] | None = None
         if how == "eager":

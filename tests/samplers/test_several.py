@@ -23,7 +23,7 @@ def normal(position: Tensor) -> tuple[Tensor, Tensor]:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch several steps as on a GPU, where traces stand for what a compiler makes of them."""
     monkeypatch.setattr(run, "best_way", lambda device: "captured")
-    monkeypatch.setattr(run, "has_compiler", lambda device: False)
+    monkeypatch.setattr(program, "has_compiler", lambda device: False)
     monkeypatch.setattr(program, "Capture", Recorded)
 
 

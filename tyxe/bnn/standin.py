@@ -137,6 +137,9 @@ def _tensors_of(part: nn.Module) -> Iterator[Tensor]:
 
 _NOT_LINKS = {*_TREE, SITE_PRIORS}
 _OF_MODULES = {*nn.Module().__dict__}
+# Kernels of a GPU take it for granted that a parameter begins at a multiple of so many bytes. At a
+# part of a larger tensor, such as one of several draws, attention ended in a misaligned address.
+_ALIGNMENT = {"cuda": 256}
 # Of larger contents no more is looked at, which would take longer than the forward.
 _MOST_CONTENTS = 1000
 
@@ -236,7 +239,7 @@ class StandIn:
         statistics: Statistics | None = None,
         has_buffers: bool = False,
     ) -> None:
-        self._outline, self._tensors, self._modes = outline, dict(tensors), modes
+        self._outline, self._tensors, self._modes = outline, _aligned(tensors), modes
         self._has_buffers = has_buffers
         self._twins: dict[nn.Module, nn.Module] = {}
         self._scripted: dict[nn.Module, nn.Module] = {}
@@ -267,7 +270,7 @@ class StandIn:
 
         The graph of an earlier forward must be done with, of which a part may run again.
         """
-        self._tensors = dict(tensors)
+        self._tensors = tensors = _aligned(tensors)
         for original, twin in self._twins.items():
             for name, own in original._parameters.items():
                 if id(own) in tensors:
@@ -482,6 +485,18 @@ _GONE = object()
 
 def _state_of(module: nn.Module) -> _State:
     return module.__dict__, module._parameters, module._modules
+
+
+def _aligned(tensors: Tensors) -> dict[int, Tensor]:
+    """Return tensors that begin where kernels expect parameters to begin, copies where need be."""
+    found = dict(tensors)
+    for key, value in tensors.items():
+        alignment = _ALIGNMENT.get(value.device.type)
+        if alignment is None:
+            return found
+        if value.storage_offset() * value.element_size() % alignment:
+            found[key] = value.clone()
+    return found
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

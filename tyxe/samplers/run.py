@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.errors import warn
-from tyxe.program import Program, best_way, captured, check_repeatable, has_compiler, has_programs
+from tyxe.program import Program, best_way, captured, check_repeatable, has_programs
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 from tyxe.samplers.several import several, steps_at_once, whole_step
@@ -198,7 +198,7 @@ class Run:
             check_repeatable(self.potential, self.starts)
         random, adapts = self._drawn(), int(self.transitions.min()) < len(self._plan)
         if compile and self._takes_several:
-            how = "compiled" if has_compiler(self.starts.device) else "traced"
+            how = "compiled"
             given = (self._chains(), self.transitions, random)
             whole = partial(whole_step, self.kernel, self.potential, self._plan)
             return (
