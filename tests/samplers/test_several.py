@@ -1,14 +1,17 @@
 """Several steps of one launch are the steps one by one, and wait for the device once."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.recorded import Recorded
 from tyxe import program
 from tyxe.samplers import HMC, MCLMC, NUTS, Kernel, Run, run
-from tyxe.samplers.several import several, steps_at_once, whole_step
+from tyxe.samplers.several import several, steps_at_once
 
 CHAINS, D, SCALES = 3, 2, torch.tensor([1.0, 0.5])
 KERNELS = {"HMC": HMC(num_steps=3), "NUTS": NUTS(max_tree_depth=4), "MCLMC": MCLMC()}
@@ -40,12 +43,10 @@ def test_steps_at_once_are_steps_one_by_one(name: str, adapts: bool) -> None:
     chains = kernel.start(normal, position, kernel.randomness(position))
     counts, count = torch.zeros(CHAINS, dtype=torch.long), 40
     given = [kernel.randomness(position) for _ in range(count)]
-    step = program.Program(whole_step(kernel, normal, plan, adapts), chains, counts, given[0])
-    leaves = [
-        *program.pytree.tree_leaves((chains, counts)),
-        *map(torch.stack, zip(*given, strict=True)),
-    ]
-    found = several(step.at_leaves, count)(*leaves)
+    leaves, place = pytree.tree_flatten((chains, counts))
+    step = partial(kernel.step, normal)
+    numbers = map(torch.stack, zip(*given, strict=True))
+    found = several(step, kernel.adapt if adapts else None, plan, place)(*leaves, *numbers)
     brought = []
     for random in given:
         state, transition = kernel.step(normal, chains.state, chains.settings, random)
@@ -58,7 +59,7 @@ def test_steps_at_once_are_steps_one_by_one(name: str, adapts: bool) -> None:
         brought.append(transition)
     assert counts.min() > 0
     expected = [
-        *program.pytree.tree_leaves((chains, counts)),
+        *pytree.tree_leaves((chains, counts)),
         *map(torch.stack, zip(*brought, strict=True)),
     ]
     assert len(found) == len(expected)

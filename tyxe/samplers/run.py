@@ -17,7 +17,7 @@ from tyxe.errors import warn
 from tyxe.program import Program, best_way, captured, check_repeatable, has_programs
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
-from tyxe.samplers.several import several, steps_at_once, whole_step
+from tyxe.samplers.several import several, steps_at_once
 
 # Steps after which a program is worth the seconds that it takes to compile, if as many are left.
 _WORTH_COMPILING = 3000
@@ -196,21 +196,15 @@ class Run:
         """Return the programs of a step, and of the adaptation after it."""
         if compile:
             check_repeatable(self.potential, self.starts)
-        random, adapts = self._drawn(), int(self.transitions.min()) < len(self._plan)
-        if compile and self._takes_several:
-            how = "compiled"
-            given = (self._chains(), self.transitions, random)
-            whole = partial(whole_step, self.kernel, self.potential, self._plan)
-            return (
-                Program(whole(False), *given, how=how),
-                Program(whole(adapts), *given, how=how if adapts else "eager"),
-            )
         step = partial(self.kernel.step, self.potential)
-        chains = self._chains()
+        chains, random = self._chains(), self._drawn()
         transition = step(chains.state, self.settings, random)[1]
         rows = self._plan.new_zeros(len(self.starts), self._plan.shape[-1])
         after = (chains, chains.state, transition, transition.done, rows, random)
-        how = "compiled" if compile else "eager"
+        adapts, how = (
+            int(self.transitions.min()) < len(self._plan),
+            "compiled" if compile else "eager",
+        )
         return (
             Program(step, chains.state, self.settings, random, how=how),
             Program(self.kernel.adapt, *after, how=how if adapts else "eager"),
@@ -238,9 +232,10 @@ class Run:
         given = [leaf.contiguous() for leaf in given]
         leaves = [*given, *self._random]
         if self._launched is None or self._launched[1] != adapts:
-            step = self.programs[adapts].at_leaves
+            step, adapt = self.programs
+            steps = several(step, adapt if adapts else None, self._plan, place)
             # Of copies, since each has a place of its own there.
-            self._launched = captured(several(step, count), [*map(torch.clone, leaves)]), adapts
+            self._launched = captured(steps, [*map(torch.clone, leaves)]), adapts
         found = self._launched[0](*leaves)
         (state, settings, adaptation), transitions = pytree.tree_unflatten(
             found[: len(given)], place

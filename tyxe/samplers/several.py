@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Size, Tensor
 
-from tyxe.samplers.kernel import Chains, Kernel, Randomness, Transition
-from tyxe.samplers.potential import Potential
+from tyxe.samplers.kernel import Chains, Randomness, Transition
 
 # Steps of one launch at most, and numbers that their positions have, which bounds the memory.
 MOST_STEPS, MOST_NUMBERS = 32, 2**22
@@ -19,47 +20,39 @@ def steps_at_once(shape: Size) -> int:
     return max(1, min(MOST_STEPS, MOST_NUMBERS // shape.numel()))
 
 
-def whole_step(
-    kernel: Kernel, potential: Potential, plan: Tensor, adapts: bool
-) -> Callable[[Chains, Tensor, Randomness], tuple[Chains, Tensor, Transition]]:
-    """Return a step with the adaptation after it, and no branch that depends on numbers.
-
-    It takes and returns chains and how many transitions each has made.
-    """
-
-    def step(
-        chains: Chains, transitions: Tensor, random: Randomness
-    ) -> tuple[Chains, Tensor, Transition]:
-        state, transition = kernel.step(potential, chains.state, chains.settings, random)
-        after = chains._replace(state=state)
-        if adapts:
-            warm = transition.done & (transitions < len(plan))
-            rows = plan.index_select(0, transitions.clamp(max=len(plan) - 1))
-            after = kernel.adapt(chains, state, transition, warm, rows, random)
-        return after, transitions + transition.done, transition
-
-    return step
-
-
-def several(step: Callable[..., Sequence[Tensor]], count: int) -> Callable[..., list[Tensor]]:
-    """Return so many steps as one function of leaves.
+def several(
+    step: Callable[..., tuple[Any, Transition]],
+    adapt: Callable[..., Chains] | None,
+    plan: Tensor,
+    place: pytree.TreeSpec,
+) -> Callable[..., list[Tensor]]:
+    """Return several steps, and the adaptation after each, as one function that reads no number.
 
     Args:
-        step: the leaves of a `whole_step`.
-        count: the number of steps.
+        step: that of a kernel for its potential.
+        adapt: that of the kernel, or None where no chain adapts.
+        plan: of the kernel.
+        place: the structure of chains and counts of their transitions.
 
     Returns:
-        A function of the leaves of chains and counts, and of `Randomness` with a first dimension
-        of steps. It returns the former, and a `Transition` with such a dimension.
+        A function of the leaves of these, and of `Randomness` with a first dimension of steps. It
+        returns the former, and those of a `Transition` with such a dimension.
     """
 
     def steps(*leaves: Tensor) -> list[Tensor]:
         *carried, noise, uniforms = leaves
-        size, brought = len(carried), []
-        for number in range(count):
-            found = step(*carried, noise[number], uniforms[number])
-            carried, transition = [*found[:size]], found[size:]
+        chains, transitions = pytree.tree_unflatten(carried, place)
+        brought = []
+        for random in map(Randomness, noise.unbind(), uniforms.unbind()):
+            state, transition = step(chains.state, chains.settings, random)
+            after = chains._replace(state=state)
+            if adapt is not None:
+                warm = transition.done & (transitions < len(plan))
+                rows = plan.index_select(0, transitions.clamp(max=len(plan) - 1))
+                after = adapt(chains, state, transition, warm, rows, random)
+            chains, transitions = after, transitions + transition.done
             brought.append(transition)
-        return [*carried, *map(torch.stack, zip(*brought, strict=True))]
+        together = map(torch.stack, zip(*brought, strict=True))
+        return [*pytree.tree_leaves((chains, transitions)), *together]
 
     return steps
