@@ -12,12 +12,14 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from _harness import SECONDS, Case, Contestant, Numbers, Quantity, run, summary
+from _gpu import FINISHED, device
+from _harness import SECONDS, Case, Contestant, Numbers, Quantity, summary
+from _harness import run as run_cases
 from _nets import images, resnet18
 from torch import Tensor, nn
 
 import tyxe
-from tyxe.linalg import Kronecker
+from tyxe.linalg import Kronecker, kronecker
 
 BATCH, DRAWS = 128, 16
 # Structure and curvature of each row, and its name.
@@ -53,10 +55,20 @@ def epoch(net: nn.Module, batches: Batches) -> None:
         F.cross_entropy(net(x), y).backward()
 
 
-def eigenvectors(factors: list[tuple[Tensor, Tensor]]) -> None:
-    """Form all Kronecker products of a net from their factors."""
+def eigenvectors(factors: list[tuple[Tensor, Tensor]], stacked: int) -> None:
+    """Form all Kronecker products of a net, of factors up to a size those of one size together."""
+    usual, kronecker.STACKED = kronecker.STACKED, stacked
+    try:
+        kronecker.products_of(factors)
+    finally:
+        kronecker.STACKED = usual
+
+
+def single_precision(factors: list[tuple[Tensor, Tensor]]) -> None:
+    """Find the eigenvectors one by one, in float32."""
     for pair in factors:
-        Kronecker.from_factors(*pair)
+        for factor in pair:
+            torch.linalg.eigh(factor)
 
 
 def curvature_case(smoke_test: bool, device: torch.device, quantity: Quantity = SECONDS) -> Case:
@@ -72,9 +84,17 @@ def curvature_case(smoke_test: bool, device: torch.device, quantity: Quantity = 
     bnn.fit_curvature(batches, progress=False)
     blocks = bnn.state.curvature.operator.blocks.values()
     factors = [block._factors for block in blocks if isinstance(block, Kronecker)]
-    found.append(Contestant(EIGENVECTORS, functools.partial(eigenvectors, factors), "ours"))
+    for name, stacked in (
+        (EIGENVECTORS, kronecker.STACKED),
+        ("eigenvectors, one by one", 0),
+        ("eigenvectors, all of one size together", 2**20),
+    ):
+        run = functools.partial(eigenvectors, factors, stacked)
+        found.append(Contestant(name, run, "ours"))
+    run = functools.partial(single_precision, factors)
+    found.append(Contestant("eigenvectors, one by one, float32", run, "plain"))
     title = f"Curvature of a ResNet-18, {sum(len(y) for _, y in batches)} images"
-    return Case("laplace_curvature", title, "pass", 5, found, True, quantity, without_eigenvectors)
+    return Case("laplace_curvature", title, "pass", 3, found, True, quantity, without_eigenvectors)
 
 
 def without_eigenvectors(numbers: Numbers) -> Mapping[str, Any]:
@@ -129,9 +149,7 @@ def void(function: Callable[[], Any]) -> Callable[[], None]:
 CASES = {"laplace_curvature": curvature_case, "laplace_predictions": predictions_case}
 
 if __name__ == "__main__":
-    from _gpu import FINISHED, device
-
-    run(
+    run_cases(
         "Seconds of the curvature and of predictions of a Laplace approximation of a ResNet-18, on "
         "a GPU where there is one, and ratios to a plain epoch or forward.",
         {

@@ -15,7 +15,8 @@ from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods.output_hessian import OutputHessians
-from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Operator
+from tyxe.linalg.kronecker import products_of
 from tyxe.util import at_least_float32, precise
 
 # Gradients by the names of their blocks, in the blocks' order.
@@ -274,16 +275,20 @@ class KroneckerAccumulator(Accumulator):
         operators: dict[str, Operator] = {
             n: Diagonal(rest.sum(0)) for n, rest in self._rest.items()
         }
-        for name, inputs in self._inputs.items():
+        factors = {
             # Damping is defined for averages as factors and the number of points as scale [T 3.41].
-            gradients = self._gradients[name].sum(0) / points
-            averages = gradients, inputs / float(self._positions[name])
-            products: list[Operator] = [
-                Kronecker.from_factors(*factors, scale=points)
-                for factors in zip(*averages, strict=True)
-            ]
-            named = {str(i): product for i, product in enumerate(products)}
-            operators[name] = products[0] if len(products) == 1 else BlockDiagonal(named)
+            (name, group): (gradients / points, inputs / float(self._positions[name]))
+            for name, each in self._inputs.items()
+            for group, (gradients, inputs) in enumerate(
+                zip(self._gradients[name].sum(0), each, strict=True)
+            )
+        }
+        products = products_of([*factors.values()], scale=points)
+        named: dict[str, dict[str, Operator]] = {name: {} for name in self._inputs}
+        for (name, group), product in zip(factors, products, strict=True):
+            named[name][str(group)] = product
+        for name, own in named.items():
+            operators[name] = own["0"] if len(own) == 1 else BlockDiagonal(own)
         return BlockDiagonal({name: operators[name] for name in self.blocks.names})
 
     def parts(self, points: float, scale: float) -> dict[str, Tensor]:
