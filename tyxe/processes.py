@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from tyxe import check
@@ -66,7 +67,90 @@ def total(values: Tensor, group: Any) -> Tensor:
 
 # --------------------------------------------------------------------------- fits
 
-Parallel = Callable[[nn.Module], DistributedDataParallel]
+Parallel = Callable[[nn.Module], Any]
+
+
+class Shards:
+    """The parameters of a module that `fully_shard` divides between processes, if it is called so.
+
+    They are whole, in the tensors that they were, but from `divide` to `gather`. The state of their
+    optimiser is divided with them.
+    """
+
+    def __init__(self, module: nn.Module, wrapper: Parallel) -> None:
+        kinds = "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+        self._places = [part._parameters for part in module.modules()]
+        hooks = (part.__dict__[kind] for part in module.modules() for kind in kinds)
+        self._hooks = [(each, {*each}) for each in hooks]
+        wholes: list[Any] = [p for place in self._places for p in place.values()]
+        self.module = wrapper(module)
+        found: list[Any] = [p for place in self._places for p in place.values()]
+        pairs = zip(wholes, found, strict=True)
+        self._parts = {whole: part for whole, part in pairs if part is not whole}
+        self._wholes = {part: whole for whole, part in self._parts.items()}
+        self.mesh: Any = next((part.device_mesh for part in self._wholes), None)
+        self._is_divided = False
+        self._put(self._wholes)
+
+    def _put(self, others: dict[Any, Any]) -> None:
+        """Put other parameters in the places of some, and remove hooks for states in parts."""
+        for place in self._places:
+            place.update({name: others[held] for name, held in place.items() if held in others})
+        for hooks, before in self._hooks:
+            for key in hooks.keys() - before:
+                del hooks[key]
+
+    @torch.no_grad()
+    def divide(self, optimizer: Optimizer | None = None) -> None:
+        """Leave to each process its part of the first one's parameters."""
+        self._is_divided = bool(self._parts)
+        if not self._is_divided:
+            return
+        for whole, part in self._parts.items():
+            part.to_local().copy_(_divided(whole, part).to_local())
+            whole.data, whole.grad = whole.new_empty(0), None
+        self._put(self._parts)
+        _exchange(optimizer, self._parts, _divided)
+
+    @torch.no_grad()
+    def gather(self, optimizer: Optimizer | None = None) -> None:
+        """Make whole what is divided."""
+        if not self._is_divided:
+            return
+        self._is_divided = False
+        for whole, part in self._parts.items():
+            whole.data = part.full_tensor()
+        self._put(self._wholes)
+        _exchange(optimizer, self._wholes, lambda value, _: value.full_tensor())
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have whole parameters for a while; changes to them are kept."""
+        self.gather()
+        try:
+            yield
+        finally:
+            self.divide()
+
+
+def _divided(whole: Tensor, like: Any) -> Any:
+    # What has made `like` has imported this, which is not in all builds of PyTorch.
+    sharding = torch.distributed.tensor
+    return sharding.distribute_tensor(whole.detach(), like.device_mesh, like.placements)
+
+
+def _exchange(
+    optimizer: Optimizer | None, others: dict[Any, Any], convert: Callable[..., Any]
+) -> None:
+    """Let an optimiser have other parameters, and convert its tensors of their shape."""
+    for group in [] if optimizer is None else optimizer.param_groups:
+        group["params"] = [others.get(held, held) for held in group["params"]]
+    state = {} if optimizer is None else optimizer.state
+    for held in [held for held in state if held in others]:
+        other, own = others[held], state.pop(held)
+        shapes = {key: getattr(value, "shape", None) for key, value in own.items()}
+        own |= {k: convert(own[k], other) for k, shape in shapes.items() if shape == other.shape}
+        state[other] = own
 
 
 class Processes:
@@ -77,24 +161,27 @@ class Processes:
     the KL once and the data term scaled by the whole batch. All processes need batches of as many
     rows, which is checked; where fewer of them count, by weights or masks, a process has that share
     of a step. What ends a fit is decided by sums over all processes. `parallel` is
-    `DistributedDataParallel`, a partial of it, or None; anything else is a TypeError.
+    `DistributedDataParallel`, `fully_shard`, a partial of one of them, or None; anything else is a
+    TypeError.
     """
 
     def __init__(self, objective: nn.Module, parallel: Parallel | None) -> None:
-        self.objective = objective
         self._group: Any = None
         self._device = next(objective.parameters()).device
-        if parallel is None:
-            return
         # A module is callable as well, but with a batch.
-        is_builder = callable(parallel) and not isinstance(parallel, nn.Module)
-        wrapped = parallel(objective) if is_builder else None
-        if not isinstance(wrapped, DistributedDataParallel):
+        builder = None if isinstance(parallel, nn.Module) or not callable(parallel) else parallel
+        self.shards = Shards(objective, builder or (lambda module: module))
+        self.objective = wrapped = self.shards.module
+        if isinstance(wrapped, DistributedDataParallel):
+            self._group = wrapped.process_group
+        elif self.shards.mesh is not None:
+            self._group = self.shards.mesh.get_group()
+        elif parallel is not None:
             raise TypeError(
-                "parallel takes what makes a DistributedDataParallel of the objective: "
-                "parallel=DistributedDataParallel, or a functools.partial of it"
+                "parallel takes what makes a DistributedDataParallel of the objective, or divides "
+                "its parameters: parallel=DistributedDataParallel, or fully_shard of "
+                "torch.distributed.fsdp, or a functools.partial of one of them"
             )
-        self.objective, self._group = wrapped, wrapped.process_group
 
     @property
     def first(self) -> bool:

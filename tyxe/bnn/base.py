@@ -180,9 +180,8 @@ class BNN(Saved, nn.Module):
 
     def _replaced(self) -> set[int]:
         """Return the `id`s of parameters of which a draw leaves nothing."""
-        prefix, parts = self.net_prior.prefix, self.net_prior.elements
-        places = self._in_places().items()
-        return {id(own) for name, own in places if name.removeprefix(prefix) not in parts}
+        parts = {self.net_prior.prefix + name for name in self.net_prior.elements}
+        return {id(own) for name, own in self._in_places().items() if name not in parts}
 
     @property
     def _like(self) -> Tensor:

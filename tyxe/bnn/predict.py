@@ -116,8 +116,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
         layers = {part for part, _ in places}
         sites = {attribute: site for site, ((_, attribute), *_) in self._slots.items()}
         layer = next(iter(layers), None)
-        is_part = len(self.net_prior.elements) > 0
-        if len(layers) != 1 or not isinstance(layer, nn.Linear) or is_part:
+        if len(layers) != 1 or not isinstance(layer, nn.Linear) or len(self.net_prior.elements):
             raise TypeError(
                 f"the posterior is over {len(self._slots)} parameters of {len(layers)} modules; "
                 "closed forms are for one over the last linear layer: expose that alone, or leave "

@@ -116,9 +116,8 @@ def _reinitialised(bnn: SupervisedBNN, count: int) -> Iterator[dict[str, Tensor]
     for _ in range(count):
         net = copy.deepcopy(bnn.net, detached_copies(bnn.net))
         reset_parameters_(net, names)
-        parameters = dict(net.named_parameters())
-        part_of = bnn.net_prior.part_of
-        anew = {bnn.net_prior.prefix + n: part_of(n, parameters[n]) for n in names}
+        part_of, parameters = bnn.net_prior.part_of, net.named_parameters()
+        anew = {bnn.net_prior.prefix + n: part_of(n, p) for n, p in parameters if n in names}
         yield _from_net(bnn) | anew
 
 

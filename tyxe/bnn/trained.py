@@ -66,9 +66,12 @@ class TrainedBNN(SupervisedBNN):
                     if after_epoch is not None:
                         with prior_fixed(self, False):
                             after_epoch(epoch)
-                    if epoch_end.ends(epoch, history):
+                    with trainer.processes.shards.whole():
+                        is_over = epoch_end.ends(epoch, history)
+                    if is_over:
                         break
             finally:
+                trainer.processes.shards.gather(trainer.optimizer)
                 if trainer.steps:
                     self._pending = None  # a fit that made no step leaves it for the next
             epoch_end.restore_best()

@@ -175,6 +175,8 @@ class Trainer:
             **{"first epoch": first, "num_epochs": count, "options": options},
             **{"checksum of weights": checksum(state)},
         )
+        self.processes.shards.divide(self.optimizer)
+        self.parameters = {n: p for n, p in self.bnn.named_parameters() if p.requires_grad}
         with progress_bar(None, "fit", "batch", shown) as self._bar:
             for epoch in range(first, first + count):
                 self._left = first + count - epoch
@@ -235,7 +237,7 @@ class Trainer:
         while group := [*islice(batches, count)]:
             with exclusive():
                 if not self._checked:
-                    with self.processes.all_or_none():
+                    with self.processes.all_or_none(), self.processes.shards.whole():
                         check_one_batch(self.bnn, self.bnn._one_draw, *group[0])
                 for _, targets in group:
                     self.bnn.likelihood.check_rows(targets)
@@ -300,7 +302,8 @@ class Trainer:
                 norm = gradient_norm(parameters)
                 if not bool((terms.data.detach() + terms.kl.detach() + norm).isfinite()):
                     # Targets of other batches than the first are looked at when the loss tells.
-                    refuse_nonfinite(self.bnn, terms, batches)
+                    with self.processes.shards.whole():
+                        refuse_nonfinite(self.bnn, terms, batches)
         self._clip(parameters, norm)
         self.optimizer.step()
         self.steps += 1
@@ -469,12 +472,13 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     # A sum of squares overflows in half precision.
     wide = [g if g.element_size() >= 4 else g.float() for g in gradients]
-    if all(g.device.type == "cpu" and g.is_contiguous() for g in wide):
+    if all(g.device.type == "cpu" and g.is_contiguous() and type(g) is Tensor for g in wide):
         # Twice as fast as norms on a CPU; on other devices all norms are one kernel.
         wide = [g.view(-1) for g in wide]
         squares = [torch.dot(g, g) for g in wide]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device="cpu")
-    return torch.nn.utils.get_total_norm(wide)
+    found: Any = torch.nn.utils.get_total_norm(wide)
+    return getattr(found, "full_tensor", lambda: found)()  # of parts in several processes
 
 
 def _mean(particles: list[ElboTerms], shares: list[float]) -> ElboTerms:

@@ -213,9 +213,10 @@ class VariationalBNN(TrainedBNN):
             lr_multipliers: factors of the learning rate by kind of parameter, such as
                 `{"scale": 10}`; the kinds are `loc`, `scale` and `deterministic`.
             progress: show a bar; by default on a terminal only.
-            parallel: `torch.nn.parallel.DistributedDataParallel` or a partial of it, to fit in
-                several processes, each with a loader of its part of every batch, and perhaps of
-                the held-out data.
+            parallel: `torch.nn.parallel.DistributedDataParallel`, or
+                `torch.distributed.fsdp.fully_shard`, which leaves to each process its part of
+                parameters and optimiser, or a partial of one of them, to fit in several processes,
+                each with a loader of its part of every batch, and perhaps of the held-out data.
             unpack: from what the loader yields to one of these, such as
                 `lambda batch: (batch["x"], batch["y"])`.
             accumulate_steps: number of batches whose gradients make a step, which is that of one

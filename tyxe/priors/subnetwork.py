@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributions as td
@@ -44,17 +45,9 @@ class SubnetworkPrior(Prior):
 
     Example:
         >>> import pyro.distributions as dist, tyxe
-        >>> net, normal = nn.Linear(20, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1))
-        >>> likelihood = tyxe.likelihoods.HomoskedasticGaussian(30, scale=0.5)
-        >>> loader = [(torch.randn(30, 20), torch.randn(30, 1))]
-        >>> diagonal = tyxe.LaplaceBNN(net, normal, likelihood, structure="diag")
-        >>> diagonal.fit_curvature(loader)
-        >>> variances = diagonal.net_guide.get_detached_distributions()
-        >>> prior = SubnetworkPrior(normal, 5, by=variances)
-        >>> bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure="full")
-        >>> bnn.fit_curvature(loader)
-        >>> bnn.net_guide.precision.size
-        5
+        >>> prior = SubnetworkPrior(tyxe.priors.IIDPrior(dist.Normal(0, 1)), 5, by="last")
+        >>> {name: site.event_shape for name, site in prior.sites(nn.Linear(20, 1)).items()}
+        {'weight': torch.Size([4]), 'bias': torch.Size([1])}
     """
 
     def __init__(
@@ -98,11 +91,12 @@ class SubnetworkPrior(Prior):
         if self.by == "random":
             generator = torch.Generator().manual_seed(self._seed)
             return torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
-        found = [self._scores_of(p.name, p.tensor.detach()).flatten().cpu() for p in parameters]
-        return torch.cat(found)
+        named = ((p.name, p.tensor.detach()) for p in parameters)
+        by_size = self.by == "magnitude"
+        found = (tensor.abs() if by_size else self._variance(n, tensor) for n, tensor in named)
+        return torch.cat([scores.flatten().cpu() for scores in found])
 
-    def _scores_of(self, name: str, tensor: Tensor) -> Tensor:
-        if isinstance(self.by, str):
-            return tensor.abs()
-        variance = self.by[resolve_site_name(name, self.by)].variance
+    def _variance(self, name: str, tensor: Tensor) -> Tensor:
+        posterior: Any = self.by
+        variance = posterior[resolve_site_name(name, posterior)].variance
         return check.shape(f"the variance of {name!r}", variance, tensor.shape)

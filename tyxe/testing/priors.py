@@ -13,16 +13,9 @@ from torch import nn
 
 from tyxe.distributions import Gaussian, ParamBlocks, SignedBernoulli
 from tyxe.linalg import LowRank
-from tyxe.priors import (
-    BinaryPrior,
-    DictPrior,
-    IIDPrior,
-    LambdaPrior,
-    LayerwiseNormalPrior,
-    Prior,
-    SubnetworkPrior,
-)
+from tyxe.priors import BinaryPrior, DictPrior, IIDPrior, LambdaPrior, LayerwiseNormalPrior, Prior
 from tyxe.priors.sites import SitePriors, part_of
+from tyxe.priors.subnetwork import SubnetworkPrior
 from tyxe.testing.asserts import assert_close
 from tyxe.util import is_discrete, pyro_sample_sites
 
@@ -94,21 +87,15 @@ def check_prior(prior: Prior, net: nn.Module | None = None) -> None:
     _check_update(prior, net)
 
 
-def _parts(prior: Prior, net: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a net's parameters, and of those that are random in part their random elements."""
-    elements = prior.elements(net)
-    return {name: part_of(p, elements.get(name)) for name, p in net.named_parameters()}
-
-
 def _check_sites(prior: Prior, net: nn.Module) -> None:
-    parameters = _parts(prior, net)
+    parameters, elements = dict(net.named_parameters()), prior.elements(net)
     for name, site in prior.sites(net).items():
         assert name in parameters, f"site {name!r} is no parameter of the net"
         if isinstance(site, td.Distribution):
             assert site.batch_shape == (), f"site {name!r} has batch shape {site.batch_shape}"
-            assert site.event_shape == parameters[name].shape, (
-                f"site {name!r} has event shape {site.event_shape} for a parameter of shape "
-                f"{parameters[name].shape}"
+            shape = part_of(parameters[name], elements.get(name)).shape
+            assert site.event_shape == shape, (
+                f"site {name!r} has event shape {site.event_shape} for a parameter of shape {shape}"
             )
 
 
@@ -132,12 +119,13 @@ def _check_program(prior: Prior, net: nn.Module, dtype: torch.dtype) -> None:
     program = SitePriors(sites, net, "net.", prior.elements(net))
     trace = poutine.trace(program).get_trace()
     trace.compute_log_prob()
-    parameters = _parts(prior, net)
+    parameters = dict(net.named_parameters())
     for name in sites:
         node = trace.nodes.get(f"net.{name}")
         assert node is not None, f"the program does not sample net.{name}"
         value = node["value"]
-        assert value.shape == parameters[name].shape, f"a draw of {name!r} has shape {value.shape}"
+        shape = program.part_of(name, parameters[name]).shape
+        assert value.shape == shape, f"a draw of {name!r} has shape {value.shape}"
         assert value.dtype == dtype, f"a draw of {name!r} is {value.dtype} for a {dtype} net"
         assert value.device == parameters[name].device, f"a draw of {name!r} is on {value.device}"
         assert bool(node["log_prob"].isfinite().all()), f"log_prob of a draw of {name!r}"

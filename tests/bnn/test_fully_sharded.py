@@ -1,0 +1,355 @@
+"""Two local processes, each with a part of every parameter, make the steps of one with all."""
+
+import copy
+import functools
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import tyxe
+from tests.bnn.test_parallel import (
+    BATCH,
+    CLASSES,
+    DIFFERENT,
+    FAILING,
+    FOLLOWED,
+    OWN_DRAWS,
+    SAME_DRAWS,
+    WORLD,
+    N,
+    X,
+    assert_equal,
+    batches,
+    differing,
+    failing,
+    fit_same,
+    held_out,
+    make,
+    mlp,
+    parameters,
+    refused,
+    step_own,
+    stopped,
+)
+from tyxe.likelihoods import Categorical
+from tyxe.priors import IIDPrior
+
+# PyTorch shards no parameter without dimensions, such as that of a noise.
+SAME = [name for name in SAME_DRAWS if name != "inferred noise"]
+# In that of weights processes are given DistributedDataParallel.
+OTHERS = [name for name in DIFFERENT if name != "checksum of weights"]
+ADAM = functools.partial(torch.optim.Adam, lr=0.1)
+NORMAL = IIDPrior(torch.distributions.Normal(0.0, 1.0))
+
+
+class Watch(tyxe.Callback):
+    """What a BNN is after each step, and after each epoch."""
+
+    def __init__(self):
+        self.kinds, self.predictions, self.states = [], [], []
+
+    def on_batch(self, bnn, epoch, batch, terms):
+        held = [p for p in bnn.parameters() if isinstance(p, DTensor)]
+        self.kinds.append([(p.numel(), p.to_local().numel()) for p in held])
+
+    def __call__(self, bnn, epoch, loss):
+        self.predictions.append(bnn.predict(X[:2], num_predictions=0))
+        self.states.append({n: copy.deepcopy(p) for n, p in bnn.state_dict().items()})
+
+
+def watched(rank, **parallel):
+    """A fit of two epochs and, from its checkpoint, of a third, with what was seen between."""
+    bnn, watch = make(), Watch()
+    before = {name: id(p) for name, p in bnn.named_parameters()}
+    torch.manual_seed(7)
+    bnn.fit(batches(CLASSES, rank), ADAM, 2, watch, **parallel)
+    assert {name: id(p) for name, p in bnn.named_parameters()} == before
+    assert all(type(p) is torch.nn.Parameter for p in bnn.parameters())
+    resumed = make()
+    resumed.load_checkpoint(bnn.checkpoint())
+    resumed.fit(batches(CLASSES, rank), ADAM, 1, **parallel)
+    return {
+        "kinds": watch.kinds,
+        "predictions": torch.stack(watch.predictions),
+        "states": watch.states,
+        "resumed": parameters(resumed),
+    }
+
+
+def losses_of(module, optimizer, rank, count):
+    """The losses of steps in a loop of one's own, averaged over processes."""
+    found = []
+    for _ in range(count):
+        x, y = batches(CLASSES, rank)[0]
+        loss = module((x, y))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        if rank is not None:
+            torch.distributed.all_reduce(mean)
+            mean /= WORLD
+        found.append(float(mean))
+    return found
+
+
+def trainable(bnn, rank):
+    module = tyxe.Trainable(bnn)
+    if rank is not None:
+        fully_shard(module)
+        register_fsdp_forward_method(module, "score_batch")
+    return module, ADAM(module.parameters())
+
+
+def loop(rank):
+    module, optimizer = trainable(make(), rank)
+    torch.manual_seed(7)
+    found = {"losses": losses_of(module, optimizer, rank, 3)}
+    torch.manual_seed(1)
+    found["score"] = float(module.score_batch((X, CLASSES), "sum").log_likelihood)
+    return module, optimizer, found
+
+
+def saved(rank, folder):
+    """A loop that goes on from a sharded state, and predictions by a whole one."""
+    module, optimizer, found = loop(rank)
+    state = dict(zip(("model", "optimizer"), get_state_dict(module, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=f"{folder}/checkpoint")
+    other, its = trainable(make(), rank)
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+    dcp.load(state, checkpoint_id=f"{folder}/checkpoint")
+    set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for name, one in {"went on": (module, optimizer), "loaded": (other, its)}.items():
+        torch.manual_seed(9)
+        found[name] = losses_of(*one, rank, 2)
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    plain = make()
+    plain.load_state_dict({name.removeprefix("bnn."): p for name, p in whole.items()})
+    found["whole"] = plain.predict(X[:2], num_predictions=0)
+    module.unshard()
+    found["unsharded"] = module.bnn.predict(X[:2], num_predictions=0)
+    module.reshard()
+    return found
+
+
+def laplace(rank, group=None):
+    """A diagonal curvature at the mode of a loop of one's own."""
+    torch.manual_seed(0)
+    bnn = tyxe.LaplaceBNN(mlp(3), NORMAL, Categorical(N), structure="diag")
+    module, optimizer = trainable(bnn, rank)
+    losses_of(module, optimizer, rank, 3)
+    if rank is not None:
+        module.unshard()
+    bnn.fit_curvature(batches(CLASSES, rank), process_group=group)
+    return {
+        "precision": bnn.state.precision().diagonal(),
+        "evidence": bnn.log_marginal_likelihood(),
+        "variance": bnn.functional_variance(X[:2]),
+    }
+
+
+def by_lightning(rank):
+    """The losses of Lightning's FSDP2 strategy."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    from tyxe.integrations.lightning import LightningBNN
+
+    class Sharded(LightningBNN):
+        def configure_model(self):
+            fully_shard(self.trainable, mesh=self.device_mesh["data_parallel"])
+            register_fsdp_forward_method(self.trainable, "score_batch")
+
+        def on_train_batch_start(self, *batch):
+            torch.manual_seed(self.global_step)
+
+    class Losses(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, *rest):
+            found.append(float(outputs["loss"]))
+
+    found = []
+    strategy = lightning.strategies.ModelParallelStrategy(
+        data_parallel_size=WORLD, tensor_parallel_size=1, process_group_backend="gloo"
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=WORLD,
+        strategy=strategy,
+        max_epochs=3,
+        callbacks=[Losses()],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = DataLoader(TensorDataset(*batches(CLASSES, rank)[0]), BATCH)
+    trainer.fit(Sharded(make(), ADAM), data, data)
+    return found, float(trainer.callback_metrics["val_log_likelihood"])
+
+
+def work(rank, folder):
+    parallel = {"parallel": fully_shard}
+    uneven = [(X[:4], CLASSES[:4]) if rank else (X[:3], CLASSES[:3])]
+    return {
+        "same": {name: fit_same(name, rank, **parallel) for name in SAME},
+        "own": {name: step_own(name, rank, **parallel) for name in OWN_DRAWS},
+        "held out": {n: held_out(rank, **options, **parallel) for n, options in FOLLOWED.items()},
+        "watched": watched(rank, **parallel),
+        "sizes": refused(uneven, **parallel),
+        "stopped": stopped(rank, **parallel),
+        "failing": {where: failing(rank, where, **parallel) for where in FAILING},
+        "differing": {name: differing(name, rank, fully_shard) for name in OTHERS},
+        "starts": other_starts(rank, **parallel),
+        "SWAG": averaged(rank, **parallel),
+        "scalar": scalar(rank, **parallel),
+        "saved": saved(rank, folder),
+        "laplace": laplace(rank, torch.distributed.group.WORLD),
+        "lightning": by_lightning(rank),
+    }
+
+
+def scalar(rank, **parallel):
+    """The error of a fit of a noise, and whether nothing was changed."""
+    parts, _ = SAME_DRAWS["inferred noise"]
+    bnn = make(**parts)
+    before = parameters(bnn)
+    with pytest.raises(ValueError, match="scalar parameters"):
+        bnn.fit(batches(X[:, :1], rank), ADAM, 1, **parallel)
+    after = parameters(bnn)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def other_starts(rank, **parallel):
+    bnn = make()
+    if rank:
+        torch.nn.init.zeros_(next(p for p in bnn.parameters() if p.requires_grad))
+    with pytest.raises(ValueError, match="processes differ") as error:
+        bnn.fit(batches(CLASSES, rank), ADAM, 1, **parallel)
+    return str(error.value)
+
+
+def averaged(rank, **parallel):
+    """Snapshots of SGD."""
+    torch.manual_seed(0)
+    bnn = tyxe.SWAG_BNN(mlp(3), NORMAL, Categorical(N), rank=2)
+    bnn.fit(batches(CLASSES, rank), functools.partial(torch.optim.SGD, lr=0.1), 8, **parallel)
+    return {name: value for name, value in bnn.state_dict().items() if value.is_floating_point()}
+
+
+def worker(rank, port, folder):
+    torch.set_num_threads(1)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
+    torch.distributed.init_process_group("gloo")
+    torch.save(work(rank, folder), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory):
+    """What each of the two processes found."""
+    folder: Path = tmp_path_factory.mktemp("sharded")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port, str(folder)), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_draws_make_the_step_of_one_process(found, name):
+    expected, history = fit_same(name, None)
+    for process in found:
+        assert_equal(process["same"][name][0], expected)
+        for term, values in process["same"][name][1].items():
+            assert values == pytest.approx(history[term], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", OWN_DRAWS)
+def test_own_draws_make_the_average_of_the_steps(found, name):
+    ends = [step_own(name, rank) for rank in range(WORLD)]
+    mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
+    for process in found:
+        assert_equal(process["own"][name], mean)
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_held_out_data_are_those_of_all_processes(found, name):
+    expected, history = held_out(None, **FOLLOWED[name])
+    for process in found:
+        assert_equal(process["held out"][name][0], expected)
+        assert process["held out"][name][1]["validation"] == pytest.approx(history["validation"])
+
+
+def test_parameters_are_in_parts_in_steps_and_whole_between_epochs(found):
+    expected = watched(None)
+    assert expected.pop("kinds") == [[]] * 4
+    for process in found:
+        for step in process["watched"].pop("kinds"):
+            # Weights and biases of two layers: of the net, their means and their scales.
+            assert [whole for whole, _ in step] == [12, 4, 12, 3] * 3
+            # By rows, of which the second process has one of three.
+            assert [own for _, own in step] in ([6, 2, 8, 2] * 3, [6, 2, 4, 1] * 3)
+        states, others = process["watched"].pop("states"), expected["states"]
+        for state, other in zip(states, others, strict=True):
+            assert_equal(state, other)
+        torch.testing.assert_close(process["watched"]["predictions"], expected["predictions"])
+        assert_equal(process["watched"]["resumed"], expected["resumed"])
+
+
+def test_errors_are_those_of_all_processes(found):
+    for error, process in zip(("RuntimeError", "ArithmeticError"), found, strict=True):
+        assert process["failing"] == dict.fromkeys(FAILING, error)
+    for rank, process in enumerate(found):
+        assert "3, 4 points" in process["sizes"][0]
+        assert process["sizes"][1]
+        assert process["scalar"]
+        assert process["stopped"] == 2
+        assert all(f"process {rank} has {n}" in process["differing"][n] for n in OTHERS)
+        assert f"process {rank} has checksum of weights" in process["starts"]
+
+
+def test_a_loop_of_ones_own_and_its_states(found):
+    *_, expected = loop(None)
+    for process in found:
+        assert process["saved"]["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        assert process["saved"]["score"] == pytest.approx(expected["score"], rel=1e-12)
+        assert process["saved"]["loaded"] == process["saved"]["went on"]
+        torch.testing.assert_close(process["saved"]["whole"], process["saved"]["unsharded"])
+
+
+def test_snapshots_are_those_of_one_process(found):
+    expected = averaged(None)
+    for process in found:
+        assert_equal(process["SWAG"], expected)
+
+
+def test_curvature_at_the_mode_of_a_loop(found):
+    expected = laplace(None)
+    for process in found:
+        assert_equal(process["laplace"], expected)
+
+
+def test_lightning(found):
+    module, optimizer = trainable(make(), None)
+    expected = []
+    for step in range(3):
+        torch.manual_seed(step)
+        expected += losses_of(module, optimizer, None, 1)
+    means = [sum(each) / WORLD for each in zip(*(p["lightning"][0] for p in found), strict=True)]
+    assert means == pytest.approx(expected, rel=1e-12)
+    assert found[0]["lightning"][1] == found[1]["lightning"][1]
