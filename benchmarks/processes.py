@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from _harness import Case, Contestant, run
 from _nets import images
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training_step import SCALE
 
@@ -46,6 +47,22 @@ def step_of(rows: int, width: int) -> Callable[[], Any]:
     return lambda: trainer.step([(x, y)], 1.0)
 
 
+def wide_step_of(how: str, rows: int, width: int) -> Callable[[], Any]:
+    """Return the step of a mean field on a net of many parameters, whole or in parts."""
+    net = nn.Sequential(
+        *(nn.Flatten(), nn.Linear(3072, width), nn.ReLU()),
+        *(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)),
+    )
+    guide = functools.partial(tyxe.guides.AutoNormal, init_scale=SCALE)
+    bnn = tyxe.VariationalBNN(net, PRIOR, tyxe.likelihoods.Categorical(POINTS), guide)
+    parallel = fully_shard if how == "fully_shard" else DistributedDataParallel
+    trainer = Trainer(bnn.train(), torch.optim.Adam, FitOptions(parallel=parallel))
+    epochs = trainer.epochs(0, 1, False)
+    next(epochs)  # from when on parameters are divided
+    batch = [images(rows)]
+    return lambda: (epochs, trainer.step(batch, 1.0))
+
+
 def curvature_of(rows: int, width: int) -> Callable[[], Any]:
     """Return the Kronecker factors of all layers over some rows, summed over the processes."""
     bnn = tyxe.LaplaceBNN(cnn(width), PRIOR, tyxe.likelihoods.Categorical(POINTS), structure="kron")
@@ -55,7 +72,7 @@ def curvature_of(rows: int, width: int) -> Callable[[], Any]:
     return lambda: bnn.fit_curvature(batches, progress=False, process_group=group)
 
 
-WORKS = {"step": step_of, "curvature": curvature_of}
+WORKS = {"step": step_of, "sharded": wide_step_of, "curvature": curvature_of}
 
 
 def worker(rank: int, size: int, port: int, work: str, given: Any, pipe: Any) -> None:
@@ -79,7 +96,7 @@ def worker(rank: int, size: int, port: int, work: str, given: Any, pipe: Any) ->
 class Group:
     """Processes that do the same work at the same time."""
 
-    def __init__(self, size: int, work: str, given: Sequence[int], count: int) -> None:
+    def __init__(self, size: int, work: str, given: Sequence[Any], count: int) -> None:
         context = mp.get_context("spawn")
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -125,12 +142,25 @@ def case(work: str, rows: int, smoke_test: bool) -> Case:
     return Case(work, f"{what}, CNN of 32 to 64 channels, {rows} points", "call", 9, found)
 
 
+def sharded(smoke_test: bool) -> Case:
+    """Return two processes that average gradients of whole parameters, and two of parts."""
+    count = 1 if smoke_test else 3
+    rows, width = (4, 8) if smoke_test else (32, 512)
+    found = [
+        Contestant(how, Group(2, "sharded", (how, rows, width), count).run, whose)
+        for how, whose in {"DistributedDataParallel": "plain", "fully_shard": "ours"}.items()
+    ]
+    title = "training step of a mean field, MLP of 1.8 million weights, 32 points in each of two"
+    return Case("sharded", f"{title} processes", "call", 9, found)
+
+
 if __name__ == "__main__":
     run(
         "Wall seconds of one process and of two, each of one thread: by halves of its points "
         "(strong scaling, ideally .5) and by as many points each (weak scaling, ideally 1).",
         {
             "step": functools.partial(case, "step", 128),
+            "sharded": sharded,
             "curvature": functools.partial(case, "curvature", 128),
         },
     )
