@@ -56,7 +56,7 @@ def assert_is_glm(bnn, link="probit"):
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_laplace(kind, structure):
     assert_is_glm(laplace(kind, structure))
 
@@ -91,7 +91,7 @@ def test_exports(make):
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_exports_for_any_number_of_rows(kind, structure):
     module = laplace(kind, structure).to_ensemble(closed_form=True)
     module(X)

@@ -147,7 +147,7 @@ def test_a_forward_in_half_precision_has_sums_in_single(structure, norm):
     assert relative_difference(bnn.net_guide.precision.to_dense(), precision) < 0.03
 
 
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_a_net_put_into_half_precision_after_its_fit_keeps_its_posterior(structure):
     bnn, x, _ = in_single(structure)
     precision, variance = bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)
@@ -202,7 +202,7 @@ def test_sequences_of_several_lengths():
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank"])
 def test_a_noise_that_is_learned_counts_as_its_number(structure):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))

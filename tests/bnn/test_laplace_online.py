@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize("accumulate", ["sum", "average"])
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_four_lines_leave_posterior_and_prior_the_same(structure, accumulate):
     bnn = classifier(structure, accumulate=accumulate, curvature_weight=2.0)
     for task in range(3):
@@ -152,7 +152,7 @@ def test_vcl_over_two_tasks_against_mcmc_on_all_data(two_tasks):
     check_against_mcmc(joint.loc, joint.variance.sqrt(), vectors)
 
 
-@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("structure", ["full", "kron", "lowrank"])
 @pytest.mark.parametrize("accumulate", ["sum", "average", "per_task"])
 def test_saved_copied_and_moved_between_tasks(structure, accumulate):
     bnn = classifier(structure, accumulate=accumulate)

@@ -30,6 +30,7 @@ CASES = {
     },
     "diag": {"structure": "diag"},
     "empirical": {"structure": "kron", "curvature": "empirical"},
+    "lowrank": {"structure": "lowrank", "options": tyxe.LaplaceOptions(rank=60)},
 }
 
 

@@ -361,7 +361,7 @@ def test_the_sum_of_weights_is_a_size_of_the_data():
 # --- curvature ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "lowrank"])
 @pytest.mark.parametrize("curvature", ["ggn", "empirical"])
 def test_weights_of_classes_count_alike_for_labels_of_any_shape(structure, curvature):
     x, y, net = torch.randn(N, 2), torch.randint(3, (N,)), nn.Linear(2, 3)
@@ -375,7 +375,7 @@ def test_weights_of_classes_count_alike_for_labels_of_any_shape(structure, curva
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "lowrank"])
 @pytest.mark.parametrize("curvature", ["ggn", "empirical"])
 def test_the_curvature_of_several_outputs_counts_what_each_part_does(structure, curvature):
     x, net = torch.randn(N, 2), Two()

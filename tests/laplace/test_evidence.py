@@ -15,7 +15,7 @@ from tests.oracles.laplace import classifier, orthogonal, regression
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_conjugate_regression_is_exact(structure):
     features = orthogonal() if structure == "diag" else None
     bnn, x, y, design, precision, mean = regression(structure, features)
@@ -34,7 +34,7 @@ def test_conjugate_regression_is_exact(structure):
     torch.testing.assert_close(got_scale, variance.sqrt(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("structure", ["full", "kron", "lowrank"])
 @pytest.mark.parametrize(("scale", "noise"), [(0.4, 0.5), (1.3, 0.9), (3.0, 0.2)])
 def test_the_evidence_at_another_prior_and_noise_with_the_mode_held(structure, scale, noise):
     bnn, x, y, design, _, mean = regression(structure)
@@ -68,7 +68,7 @@ def test_the_evidence_at_another_noise_is_that_of_a_net_with_that_noise(curvatur
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_the_gradient_of_the_evidence(structure, temperature):
     bnn, x, y = classifier(structure, temperature=temperature)
     bnn.fit_curvature([(x, y)])

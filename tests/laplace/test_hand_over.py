@@ -32,7 +32,7 @@ def posterior_of(bnn: tyxe.LaplaceBNN) -> DictPrior:
     return DictPrior(bnn.net_guide.get_detached_distributions())
 
 
-STRUCTURES = ("diag", "kron", "full")
+STRUCTURES = ("diag", "kron", "full", "lowrank")
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -162,7 +162,7 @@ def test_inference_in_function_space_needs_data_outside_of_the_prior(ask: str):
         asked[ask]()
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", STRUCTURES[:3])
 def test_half_precision_goes_on(structure: str):
     bnn = fitted(structure)
     with warnings.catch_warnings():

@@ -42,7 +42,7 @@ def test_a_linear_stream_ends_in_the_batch_posterior(sizes, order):
     torch.testing.assert_close(joint.precision.to_dense(), precision, **EXACT)
 
 
-@pytest.mark.parametrize("structure", ["full", "kron"])
+@pytest.mark.parametrize("structure", ["full", "kron", "lowrank"])
 def test_the_evidences_of_a_linear_stream_add_up(structure):
     # log p(y_1) + log p(y_2 | y_1) + ... = log p(y). One output: kron is exact for each task.
     tasks, bnn, total = stream([5, 3, 4]), linear_bnn(structure), 0.0

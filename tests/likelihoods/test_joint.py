@@ -120,7 +120,7 @@ def test_reductions(reduction, aggregate):
     assert {found.shape for found in (*errors.values(), *logs.values())} == {torch.Size(shape)}
 
 
-@pytest.mark.parametrize("structure", ["full", "diag", "kron"])
+@pytest.mark.parametrize("structure", ["full", "diag", "kron", "lowrank"])
 def test_the_curvature_is_the_sum_of_those_of_the_parts(structure):
     make = functools.partial(tyxe.LaplaceBNN, structure=structure)
     rules = {"expose_all": False, "expose_modules": ["body.0"]}

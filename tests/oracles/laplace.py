@@ -57,4 +57,6 @@ def classifier(structure="kron", points=15, prior=None, **options):
     return laplace_bnn(net, prior, likelihood, structure=structure, **options), x, y
 
 
-STRUCTURES = ("full", "kron", "diag")
+# Whose curvatures are one sum over a pass, with a part of each noise.
+SUMMED = ("full", "kron", "diag")
+STRUCTURES = (*SUMMED, "lowrank")

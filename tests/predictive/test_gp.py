@@ -219,7 +219,7 @@ def test_outputs_are_sampled_on_request():
     assert bool(draws.isfinite().all())
 
 
-@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+@pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 @pytest.mark.parametrize("net", NETS)
 def test_the_joint_covariance_of_outputs(net, structure):
     bnn, x, y = made(net, structure=structure)

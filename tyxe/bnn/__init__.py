@@ -5,7 +5,7 @@ from tyxe.bnn.checkpoint import History
 from tyxe.bnn.dropout import DropoutBNN
 from tyxe.bnn.elbo import ElboTerms, elbo_terms
 from tyxe.bnn.ensemble import EnsembleBNN
-from tyxe.bnn.laplace import LaplaceBNN
+from tyxe.bnn.laplace import LaplaceBNN, estimate_evidence
 from tyxe.bnn.mcmc import MCMC_BNN
 from tyxe.bnn.pytorch import PytorchBNN
 from tyxe.bnn.swag import SWAG_BNN
@@ -27,4 +27,5 @@ __all__ = [
     "Trainable",
     "VariationalBNN",
     "elbo_terms",
+    "estimate_evidence",
 ]

@@ -19,7 +19,9 @@ from tyxe.bnn.laplace_posterior import LaplacePosterior
 from tyxe.bnn.runtime import fitting
 from tyxe.bnn.trained import TrainedBNN
 from tyxe.bnn.training import FitOptions, progress_bar
-from tyxe.curvature import Curvature, collect_curvature
+from tyxe.curvature import Curvature, CurvatureProducts, collect_curvature
+from tyxe.curvature.collect import check_blocks
+from tyxe.curvature.products import low_rank_curvature
 from tyxe.data import Unpack
 from tyxe.errors import warn
 from tyxe.laplace import LaplaceState
@@ -33,7 +35,9 @@ from tyxe.laplace.search import (
 )
 from tyxe.laplace.state import with_noise
 from tyxe.linalg import NotPositiveDefiniteError
+from tyxe.linalg.lanczos import logdet_by_quadrature
 from tyxe.priors import DictPrior
+from tyxe.processes import all_or_none
 from tyxe.rng import RandomStream
 from tyxe.threads import as_before, exclusive
 from tyxe.util import outside_inference
@@ -51,9 +55,10 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         prior: a prior with Normal distributions, of each site or of all sites together.
         likelihood: a likelihood without variables of its own.
         structure: structure of `G`: `"kron"`, one Kronecker product for each linear map; `"diag"`;
-            or `"full"`.
+            `"full"`; or `"lowrank"`, its largest eigenpairs, by a few passes through the data for
+            each, which must not be shuffled.
         curvature: `"ggn"`, with exact output Hessians; `"fisher"`, with one sampled label for each
-            point; or `"empirical"`, with the true labels.
+            point; `"empirical"`, with the true labels; or for `"lowrank"` at a minimum `"hessian"`.
         temperature: `T`; values below 1 concentrate the posterior.
         options: further options, such as damping.
 
@@ -196,18 +201,20 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         if bad:
             raise ValueError(f"weights of {', '.join(bad)} are not finite, and so no mode")
         device = device_for(self, device)
-        passes = progress_bar(range(self.options.num_passes), "curvature", "pass", progress)
+
+        def batches(progress: bool | None = False) -> Iterable[Any]:
+            for _ in progress_bar(range(self.options.num_passes), "curvature", "pass", progress):
+                yield from batches_of(loader, device)
+
         remedy = "take smaller batches, or another structure"
         with fitting(self, train=False), check.memory_remedy("the curvature", remedy):
-            found = collect_curvature(
-                self._linearize,
-                self.likelihood,
-                (batch for _ in passes for batch in batches_of(loader, device)),
-                self.net_guide.structure,
-                self._curvature,
-                self.options.reduce,
-                process_group,
-            )
+            if (structure := self.net_guide.structure) == "lowrank":
+                products = self._products(batches, process_group)
+                found = low_rank_curvature(products, self.options.rank)
+            else:
+                data = self._linearize, self.likelihood, batches(progress)
+                options = self._curvature, self.options.reduce, process_group
+                found = collect_curvature(*data, structure, *options)
         with exclusive():
             self.net_guide.state = state = self._state_of(found)
         if state.prior.absorbed == state.key:
@@ -216,6 +223,17 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
                 "that of a next task's data"
             )
         return found
+
+    def _products(
+        self, batches: Callable[[], Iterable[Any]], group: Any = None
+    ) -> CurvatureProducts:
+        """Return products with the curvature at the present weights, in the order of its blocks."""
+        with all_or_none(group):
+            linear = self._linearize(next(iter(batches()))[0])
+            linear.find_batch_dims()  # which refuses points that influence each other
+            blocks = linear.blocks
+        net = self._run_frozen, self._mean_values(), self.likelihood
+        return CurvatureProducts(*net, batches, self._curvature, blocks=blocks, group=group)
 
     # ------------------------------------------------------------------ evidence
 
@@ -334,3 +352,55 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         other._modules = {**self._modules, "net_guide": guide}
         guide.state = state
         return other
+
+
+@as_before()
+@outside_inference()
+def estimate_evidence(
+    bnn: LaplaceBNN, data_loader: Iterable[Any], *, num_probes: int = 16, num_steps: int = 16
+) -> tuple[Tensor, Tensor]:
+    """Return the evidence by the whole curvature, in nats, and its standard error.
+
+    `bnn.log_marginal_likelihood()` is by what the structure keeps, and for `"lowrank"` too large.
+    What it leaves out of `log det (lambda G / T + P0)` is the log-determinant of
+    `S^T (lambda G / T + P0) S`, where `S S^T` is the posterior's covariance in its structure. This
+    is estimated by stochastic Lanczos quadrature, the better the closer the structure is.
+
+    Args:
+        bnn: a BNN with a curvature.
+        data_loader: yields the data of the curvature, in the same batches in each pass.
+        num_probes: number of random vectors; the error goes as `1 / sqrt(num_probes)`.
+        num_steps: number of Lanczos steps, each a pass through the data with all probes.
+
+    Raises:
+        RuntimeError: there is no curvature yet.
+        ValueError: a loader that shuffles; a prior that is a penalty without a normaliser.
+
+    Example:
+        >>> import pyro.distributions as dist, tyxe
+        >>> x, likelihood = torch.randn(9, 3), tyxe.likelihoods.HomoskedasticGaussian(9, scale=0.5)
+        >>> bnn = LaplaceBNN(
+        ...     torch.nn.Linear(3, 1), tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood,
+        ...     structure="lowrank", options=tyxe.LaplaceOptions(rank=2))
+        >>> bnn.fit_curvature([(x, x[:, :1])])
+        >>> estimate, error = estimate_evidence(bnn, [(x, x[:, :1])])
+        >>> bool(estimate < bnn.log_marginal_likelihood())
+        True
+    """
+    num_probes = check.count("num_probes", num_probes, 2)
+    num_steps = check.count("num_steps", num_steps)
+    state, loader, device = bnn.state, bnn._to_fit(data_loader), device_for(bnn)
+    evidence, precision, prior = state.evidence(), state.precision(), state.prior.precision
+    with fitting(bnn, train=False):
+        products = bnn._products(lambda: batches_of(loader, device))
+        check_blocks(state.blocks, products.blocks)
+
+        def relative(vectors: Tensor) -> Tensor:
+            w = precision.inverse_sqrt(vectors)
+            return precision.whiten(state.weight * (products @ w) + prior.matmul(w))
+
+        # Independent signs have the smallest variance.
+        probes = torch.randn(num_probes, len(state.loc), device="cpu").to(state.loc).sign()
+        found = logdet_by_quadrature(relative, probes, num_steps)
+    error = found.std() / (2 * math.sqrt(num_probes))
+    return (evidence - found.mean() / 2).detach(), error.detach()

@@ -18,6 +18,7 @@ from tyxe.curvature import Curvature, Linearization, functional_covariance
 from tyxe.curvature.accumulators import ACCUMULATORS, check_size
 from tyxe.curvature.collect import CURVATURES, check_blocks
 from tyxe.curvature.output_covariance import joint_covariance
+from tyxe.curvature.products import KINDS
 from tyxe.data import Output, Unpack
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock
@@ -57,8 +58,8 @@ class LaplacePosterior(SupervisedBNN):
         unpack: Unpack | None = None,
     ) -> None:
         super().__init__(net, prior, likelihood, name, output=output, unpack=unpack)
-        check.choice("structure", structure, ACCUMULATORS)
-        check.choice("curvature", curvature, CURVATURES)
+        check.choice("structure", structure, (*ACCUMULATORS, "lowrank"))
+        check.choice("curvature", curvature, KINDS if structure == "lowrank" else CURVATURES)
         options = LaplaceOptions() if options is None else options
         _check_settings(temperature, options)
         if not len(self.net_prior):
@@ -123,7 +124,7 @@ class LaplacePosterior(SupervisedBNN):
         """Further options.
 
         Setting others, such as `dataclasses.replace(bnn.options, damping=True)`, updates the
-        posterior, but for `num_passes` and `reduce`, which are those of the next curvature.
+        posterior, but for `num_passes`, `reduce` and `rank`, which are those of the next curvature.
 
         Raises:
             ValueError: options that do not fit the prior are set.

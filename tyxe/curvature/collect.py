@@ -176,7 +176,7 @@ def collect_curvature(
         raise ValueError("no point of the loader counts, so there is no curvature")
     scale = likelihood.dataset_size / points
     scaled = scale * torch.tensor(others, dtype=torch.float64, device="cpu")
-    key = _key_of(accumulator, scaled)
+    key = key_of(accumulator.totals(), scaled)
     operator = accumulator.operator(points).scaled(scale)
     assert isinstance(operator, BlockDiagonal)
     log_likelihood, error, num_targets, *apart = scaled.tolist()
@@ -195,7 +195,7 @@ def _sums(
     curvature: str,
     reduce: bool,
 ) -> tuple[Accumulator, Tensor]:
-    """Return the sums over batches, of the curvature and of `_numbers`."""
+    """Return the sums over batches, of the curvature and of `numbers_of`."""
     options: dict[str, Any] = {"reduce": reduce} if structure == "kron" else {}
     accumulator: Accumulator | None = None
     dims: list[BatchDims | None] | None = None
@@ -216,7 +216,7 @@ def _sums(
             is_plain = curvature == "ggn" and accumulator.noises == 1
             if not (is_plain and _add_last(accumulator, linear, likelihood, targets)):
                 _add(accumulator, linear, likelihood, targets, curvature)
-        numbers.append(_numbers(likelihood, outputs, targets, accumulator.noises))
+        numbers.append(numbers_of(likelihood, outputs, targets, accumulator.noises))
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
     return accumulator, torch.stack(numbers).sum(0)
@@ -259,11 +259,7 @@ def _add(
     curvature: str,
 ) -> None:
     outputs = linear.outputs.detach()
-    is_true = curvature == "empirical"  # gradients, which have all of the targets
-    counted = likelihood.output_counts if is_true else likelihood.hessian_counts
-    counts = counted(targets, outputs)
-    roots = None if counts is None else counts.to(outputs).sqrt()
-    once = replace(targets, weights=None, mask=None if targets.mask is None else targets.mask > 0)
+    roots, once = counts_apart(likelihood, outputs, targets, curvature)
     several = accumulator.noises > 1  # and then each output has a column of its own
     noises = _noises_of(likelihood, outputs).flatten().tolist() if several else itertools.repeat(0)
     columns = enumerate(CURVATURES[curvature](likelihood, outputs, once))
@@ -272,8 +268,19 @@ def _add(
         accumulator.add(linear.gradients(column), index == 0, targets, noise)
 
 
+def counts_apart(
+    likelihood: Likelihood, outputs: Tensor, targets: Targets, curvature: str
+) -> tuple[Tensor | None, Targets]:
+    """Return roots of how often outputs count, None for once, and targets that all count once."""
+    is_true = curvature == "empirical"  # gradients, which have all of the targets
+    counted = likelihood.output_counts if is_true else likelihood.hessian_counts
+    counts = counted(targets, outputs)
+    once = replace(targets, weights=None, mask=None if targets.mask is None else targets.mask > 0)
+    return None if counts is None else counts.to(outputs).sqrt(), once
+
+
 @torch.no_grad()
-def _numbers(likelihood: Likelihood, outputs: Tensor, targets: Targets, noises: int) -> Tensor:
+def numbers_of(likelihood: Likelihood, outputs: Tensor, targets: Targets, noises: int) -> Tensor:
     """Return points, log-likelihood, error and number of targets of a batch, `(4,)`.
 
     Of several noises, error and number of targets follow for each.
@@ -301,10 +308,10 @@ def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:
         )
 
 
-def _key_of(accumulator: Accumulator, numbers: Tensor) -> int:
+def key_of(totals: Iterable[tuple[str, Tensor]], numbers: Tensor) -> int:
     """Return a hash of the sums, or raise where they are not finite."""
     digest = hashlib.blake2b(digest_size=7)
-    for name, tensor in accumulator.totals():
+    for name, tensor in totals:
         rows = tensor.sum(-1) if tensor.dim() > 1 else tensor  # in float64 matrices take long
         total = float(rows.sum(dtype=torch.float64))
         digest.update(struct.pack("d", total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,12 +142,20 @@ def looped_gradients(
         with torch.enable_grad():
             row = tree_map(lambda x, n=n: x[n : n + 1] if _has_rows(x) else x, inputs)
             value = function(at, row, weight)
-        grads = torch.autograd.grad(
-            value, list(at.values()), create_graph=differentiable, allow_unused=True
-        )
-        for name, grad in zip(at, grads, strict=True):
-            found[name].append(torch.zeros_like(at[name]) if grad is None else grad)
+        for name, grad in gradients_by_name([value], at, create_graph=differentiable).items():
+            found[name].append(grad)
     return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def gradients_by_name(
+    of: Sequence[Tensor],
+    at: Mapping[str, Tensor],
+    cotangents: Sequence[Tensor] | None = None,
+    **how: bool,
+) -> dict[str, Tensor]:
+    """Return gradients of the sum of products with cotangents; zeros where there are none."""
+    found = torch.autograd.grad(of, [*at.values()], cotangents, materialize_grads=True, **how)
+    return dict(zip(at, found, strict=True))
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -18,6 +18,7 @@ from tyxe.curvature.gradients import (
     DenseGradients,
     OuterProductGradients,
     PointGradients,
+    gradients_by_name,
     looped_gradients,
     vectorized_gradients,
 )
@@ -185,11 +186,7 @@ class Linearization:
                 "the net's outputs have no gradient in its parameters, as under torch.no_grad or "
                 "after detach in its forward: let it record gradients, or hide what has none"
             )
-        found = torch.autograd.grad(outputs, [*sites.values()], cotangent, allow_unused=True)
-        return {
-            name: torch.zeros_like(site) if gradient is None else gradient
-            for (name, site), gradient in zip(sites.items(), found, strict=True)
-        }
+        return gradients_by_name([outputs], sites, [cotangent])
 
     def _differing(
         self, expected: Mapping[str, Tensor], cotangent: Tensor

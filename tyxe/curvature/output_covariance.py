@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.autocast import full_precision
-from tyxe.curvature.gradients import OuterProductGradients, PointGradients, budget
+from tyxe.curvature.gradients import ALL, OuterProductGradients, PointGradients, budget
 from tyxe.curvature.linearize import Linearization
 from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
 from tyxe.linalg.diagonal import pairs_are_fewer
@@ -81,9 +81,9 @@ def _check_covariances(outputs: Tensor, classes: int) -> None:
     )
 
 
-def _dense(rows: list[Gradients]) -> Tensor:
-    """Return the Jacobian, `(n, C, P)`, from the gradients of `C` outputs."""
-    return torch.stack([torch.cat([r.dense() for r in row.values()], 1) for row in rows], 1)
+def _dense(rows: list[Gradients], part: slice = ALL) -> Tensor:
+    """Return the Jacobian of some points, `(n, C, P)`, from the gradients of `C` outputs."""
+    return torch.stack([torch.cat([r.dense(part) for r in row.values()], 1) for row in rows], 1)
 
 
 def jacobian(linear: Linearization) -> Tensor:
@@ -140,10 +140,18 @@ def one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:
 def _covariance(rows: list[Gradients], precision: BlockDiagonal) -> Tensor:
     names = list(rows[0])
     if list(precision.blocks) != names and len(names) > 1:
-        return precision.inverse_quadratic(_dense(rows))
+        return _whole_covariance(rows, precision)
     pairs = zip(names, precision.blocks.values(), strict=True)
     parts = [_block_covariance([row[name] for row in rows], block) for name, block in pairs]
     return torch.stack(parts).sum(0)
+
+
+def _whole_covariance(rows: list[Gradients], precision: Operator) -> Tensor:
+    """Return the covariance by a precision over all weights, from few points' Jacobians each."""
+    points = len(next(iter(rows[0].values())))
+    chunk = max(1, budget(precision.device) // (precision.size * len(rows)))
+    parts = (slice(start, start + chunk) for start in range(0, max(1, points), chunk))
+    return torch.cat([precision.inverse_quadratic(_dense(rows, part)) for part in parts])
 
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:

@@ -127,7 +127,7 @@ class LaplaceGuide(AnyGuide):
         blocks = of_state(ParamBlocks, layout)
         # Without linear maps, "kron" and "diag" are the same.
         is_linear = any(isinstance(block, LinearBlock) for block in blocks)
-        if found != self.structure and (is_linear or "full" in (found, self.structure)):
+        if found != self.structure and (is_linear or {found, self.structure} != {"kron", "diag"}):
             raise RuntimeError(
                 f"the state dict holds a curvature of structure={found!r}, but this BNN has "
                 f"structure={self.structure!r}: build it with structure={found!r}, or on the "

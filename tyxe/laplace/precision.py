@@ -37,6 +37,7 @@ class LaplaceOptions:
             factors [T 3.60]; or `"per_task"`, a penalty for each task about its own mode [T 3.71].
         reduce: for `"kron"`, sum over positions that share weights before the product; otherwise
             each position counts as a data point.
+        rank: for `"lowrank"`, number of eigenpairs; all that there are, if these are fewer.
 
     Raises:
         TypeError: an option of another type.
@@ -52,6 +53,7 @@ class LaplaceOptions:
     curvature_weight: float = check.field(1.0, **POSITIVE)
     accumulate: str = check.field("sum", **KNOWN)
     reduce: bool = check.field(False, check.flag)
+    rank: int = check.field(100, check.count)
 
     def __post_init__(self) -> None:
         check.fields(self)

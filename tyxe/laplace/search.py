@@ -13,7 +13,7 @@ from tyxe.distributions import Gaussian
 from tyxe.errors import warn
 from tyxe.laplace.gaussian_prior import independent_terms, with_precision
 from tyxe.laplace.state import LaplaceState
-from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, Operator
+from tyxe.linalg import BlockDiagonal, Diagonal, Kronecker, LowRank, Operator
 from tyxe.linalg.kronecker import is_one_number
 
 # From which on the evidence of classes gives a warning: weights determined for each target, and the
@@ -145,6 +145,9 @@ def spectrum(operator: Operator) -> Tensor:
         return torch.cat([spectrum(part) for part in operator.blocks.values()])
     if isinstance(operator, Diagonal):
         return operator.diagonal()
+    if isinstance(operator, LowRank) and not bool(operator.entries.any()):  # as of curvatures
+        known: Tensor = torch.linalg.eigvalsh(operator.factor.mT @ operator.factor).clamp_min(0)
+        return torch.cat([operator.entries[: operator.size - len(known)], known])
     values: Tensor = torch.linalg.eigvalsh(operator.to_dense().double())
     return values.clamp_min(0).to(operator.dtype)
 

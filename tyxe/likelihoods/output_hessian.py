@@ -202,6 +202,22 @@ def output_hessian_sqrt(
     )
 
 
+def output_hessian_product(likelihood: Likelihood, predictions: Tensor, vectors: Tensor) -> Tensor:
+    """Return `H_n v_n` for a vector of each point, of the predictions' shape.
+
+    Class logits, `p (v - p . v)`, need no matrix. Errors are those of `output_hessian`.
+    """
+    categorical = _plain_categorical(likelihood)
+    if categorical is None or not categorical.logit_predictions:
+        blocks = output_hessian(likelihood, predictions)
+        return (blocks @ vectors.reshape(*blocks.shape[:3], 1)).reshape(vectors.shape)
+    probs = _class_probs(categorical, predictions)
+    v = vectors.reshape(probs.shape)
+    # Constants have no product: without that of the likeliest class, no `1 - p` is needed.
+    v = v - v.gather(-1, probs.argmax(-1, keepdim=True))
+    return (probs * (v - (probs * v).sum(-1, keepdim=True))).reshape(vectors.shape)
+
+
 @dataclass(frozen=True)
 class OutputHessians:
     """The output Hessians of points with one position, for sums without a matrix of each point.

@@ -76,6 +76,9 @@ def plus(a: Operator, b: Operator) -> Operator:
         if isinstance(one, Dense):
             check_same_kind(one, other, "the terms")
             return Dense(one.matrix + other.to_dense())
+    if isinstance(a, LowRank) and isinstance(b, LowRank):
+        check_same_kind(a, b, "the terms")
+        return LowRank(a.entries + b.entries, torch.cat([a.factor, b.factor], 1))
     if isinstance(a, Sum):
         terms = a.terms
         for term in b.terms.values() if isinstance(b, Sum) else [b]:
@@ -101,8 +104,9 @@ def average(a: Operator, b: Operator) -> Operator:
 def trace_of_solve(a: Operator, b: Operator) -> Tensor:
     """Return `tr(A B^-1)`, the expectation of `w^T A w` for `w` of precision `B`.
 
-    No dense matrix is formed where one of the two is diagonal, both are Kronecker products, or `B`
-    is the inverse of a covariance of low rank or of a Cholesky factor; blocks and terms are summed.
+    No dense matrix is formed where one of the two is diagonal, both are Kronecker products, `A` is
+    of low rank, or `B` is the inverse of a covariance of low rank or of a Cholesky factor; blocks
+    and terms are summed.
 
     Raises:
         NotImplementedError: it needs a dense matrix of more than 4,096 rows.
@@ -114,6 +118,8 @@ def trace_of_solve(a: Operator, b: Operator) -> Tensor:
         return torch.stack([trace_of_solve(*pair) for pair in pairs.values()]).sum()
     if isinstance(a, Diagonal):
         return a.entries @ b.inverse_diagonal()
+    if isinstance(a, LowRank):
+        return a.entries @ b.inverse_diagonal() + b.whiten(a.factor.mT).square().sum()
     if isinstance(b, Diagonal):
         return a.diagonal() @ b.inverse_diagonal()
     if isinstance(a, Kronecker) and isinstance(b, Kronecker) and a.shape == b.shape:

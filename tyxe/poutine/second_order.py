@@ -44,8 +44,7 @@ def gradients_at_means(
     locs = [site.loc for site in sites]
     if not log_prob.requires_grad:
         return [torch.zeros_like(loc) for loc in locs]
-    found = torch.autograd.grad(log_prob, locs, create_graph=True, allow_unused=True)
-    return [torch.zeros_like(loc) if g is None else g for g, loc in zip(found, locs, strict=True)]
+    return [*torch.autograd.grad(log_prob, locs, create_graph=True, materialize_grads=True)]
 
 
 class WeightedSquares(torch.autograd.Function):

@@ -1,0 +1,171 @@
+"""`structure="lowrank"` against the dense structure, its evidence, and what it refuses."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn as nn
+
+import tyxe
+from tests.oracles.laplace import ADAM, STRUCTURES, classifier, laplace_bnn
+from tyxe.bnn import estimate_evidence
+from tyxe.data import Targets
+
+pytestmark = pytest.mark.usefixtures("double")
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def fitted(structure, points=15, data=None, **options):
+    bnn, x, y = classifier(structure, points, **options)
+    bnn.fit_curvature([(x, y)] if data is None else data)
+    return bnn, x, y
+
+
+def layers(*scales):
+    """A prior of another precision for each layer, about means that are not zero."""
+    priors = {}
+    for (name, shape), scale in zip((("0", (4, 3)), ("2", (3, 4))), scales, strict=True):
+        priors[f"{name}.weight"] = dist.Normal(0.1, scale).expand(shape).to_event(2)
+        priors[f"{name}.bias"] = dist.Normal(0.1, 2 * scale).expand(shape[:1]).to_event(1)
+    return tyxe.priors.DictPrior(priors)
+
+
+@pytest.mark.parametrize("prior", [None, layers(0.3, 2.0)], ids=["one precision", "several"])
+@pytest.mark.parametrize("kind", ["plain", "masked", "weighted", "tempered"])
+def test_of_full_rank_it_is_the_dense_structure(kind, prior):
+    _, x, y = classifier(points=15)
+    options, data = {"prior": prior}, [(x[:9], y[:9]), (x[9:], y[9:])]
+    if kind == "masked":
+        data = [(x, Targets(y, mask=torch.arange(15) % 3 > 0))]
+    elif kind == "weighted":
+        data = [(x, y, torch.arange(15.0) / 8)]
+    elif kind == "tempered":
+        options |= {"temperature": 0.3, "curvature_weight": 2.0}
+    (full, *_), (low, *_) = (fitted(name, data=data, **options) for name in ("full", "lowrank"))
+    factor = low.state.curvature.operator.blocks["all"].factor
+    assert factor.shape[1] < len(factor)  # what the data determine
+    for one in (lambda bnn: bnn.net_guide.precision.to_dense(), lambda bnn: bnn.state.evidence()):
+        torch.testing.assert_close(one(low), one(full), **EXACT)
+    torch.testing.assert_close(low.functional_variance(x), full.functional_variance(x), **EXACT)
+    for joint in (True, False):
+        found = (bnn.functional_variance(x, joint=joint) for bnn in (low, full))
+        torch.testing.assert_close(*found, **EXACT)
+    found = (bnn.predict(x, link="probit") for bnn in (low, full))
+    torch.testing.assert_close(*found, **EXACT)
+    found = (bnn.log_marginal_likelihood(0.3) for bnn in (low, full))
+    torch.testing.assert_close(*found, **EXACT)
+
+
+@pytest.mark.parametrize("prior", [None, layers(0.3, 2.0)], ids=["one precision", "several"])
+def test_with_more_eigenpairs_the_evidence_falls_to_that_of_the_dense_structure(prior):
+    full, x, y = fitted("full", prior=prior)
+    expected, before = float(full.log_marginal_likelihood()), float("inf")
+    values = torch.linalg.eigvalsh(full.state.curvature.operator.to_dense()).flip(0)
+    variances, dense = [], full.functional_variance(x).diagonal(dim1=1, dim2=2)
+    for rank in (1, 3, 6, 12, 24, 31):
+        low, *_ = fitted("lowrank", rank=rank, prior=prior)
+        evidence = float(low.log_marginal_likelihood())
+        assert expected - 1e-9 <= evidence <= before
+        before = evidence
+        kept = low.state.curvature.operator.blocks["all"].factor.square().sum(0)
+        torch.testing.assert_close(kept, values[: len(kept)], rtol=1e-4, atol=1e-9)
+        found = low.functional_variance(x).diagonal(dim1=1, dim2=2)
+        assert bool((found > dense - 1e-4 * dense.max()).all())  # it is never too certain
+        variances.append(float((found - dense).max()))
+        estimate, error = estimate_evidence(low, [(x, y)], num_probes=32, num_steps=31)
+        assert abs(float(estimate) - expected) < 3 * float(error) + 1e-6
+    assert before == pytest.approx(expected, abs=1e-9)
+    assert variances == sorted(variances, reverse=True)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_whatever_the_structure_the_estimate_is_of_the_whole_evidence(structure):
+    full, x, y = fitted("full", temperature=0.5)
+    bnn, *_ = fitted(structure, temperature=0.5, rank=5)
+    torch.manual_seed(3)
+    estimate, error = estimate_evidence(bnn, [(x, y)], num_probes=64, num_steps=31)
+    difference = abs(float(estimate - full.log_marginal_likelihood()))
+    assert difference < 3 * float(error) + 1e-9
+    assert float(error) < 1
+
+
+@pytest.mark.parametrize("per_site", [True, False])
+def test_the_prior_precision_of_largest_evidence_is_that_of_the_dense_structure(per_site):
+    found = [
+        fitted(name)[0].optimize_prior_precision(per_site=per_site) for name in STRUCTURES[::3]
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+
+
+def test_a_restored_state_predicts_the_same_and_is_moved():
+    bnn, x, _ = fitted("lowrank", rank=7)
+    other, *_ = classifier("lowrank")
+    other.load_state_dict(bnn.state_dict())
+    expected = bnn.functional_variance(x)
+    torch.testing.assert_close(other.functional_variance(x), expected, **EXACT)
+    single = other.float()
+    torch.testing.assert_close(single.functional_variance(x.float()), expected.float())
+
+
+def test_in_single_precision_it_is_close():
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        bnn, x, y = classifier("lowrank", rank=10)
+        bnn.to(dtype).fit_curvature([(x.to(dtype), y)])
+        found.append((bnn.functional_variance(x.to(dtype)).double(), bnn.state.evidence().double()))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_tasks_one_after_the_other_are_those_of_the_dense_structure():
+    found = []
+    for structure in ("full", "lowrank"):
+        bnn, x, y = classifier(structure)
+        for task in range(3):
+            bnn.fit([(x + task, y.roll(task))], ADAM, 2)
+            guide = bnn.net_guide
+            bnn.update_prior(tyxe.priors.DictPrior(guide.get_detached_distributions()))
+        found.append((bnn.net_guide.precision.to_dense(), bnn.functional_variance(x)))
+        kl = torch.distributions.kl_divergence(bnn.state.posterior(), bnn.state.prior)
+        assert abs(float(kl)) < 1e-8
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)
+
+
+def test_at_a_minimum_the_hessian_is_taken_and_elsewhere_the_ggn_is_named():
+    torch.manual_seed(0)
+    x = torch.randn(20, 2)
+    y = x @ torch.randn(2, 1) + 0.1
+    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
+    likelihood = tyxe.likelihoods.HomoskedasticGaussian(20, scale=1.0)
+    options = {"structure": "lowrank", "curvature": "hessian"}
+    line = laplace_bnn(nn.Linear(2, 1), prior, likelihood, **options)
+    line.fit_curvature([(x, y)])
+    design = torch.cat([x, torch.ones(20, 1)], 1)
+    torch.testing.assert_close(
+        line.net_guide.precision.to_dense(), design.mT @ design + torch.eye(3), **EXACT
+    )
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"an eigenvalue of -.*curvature='ggn'"):
+        laplace_bnn(net, prior, likelihood, **options).fit_curvature([(x, y + 5)])
+    with pytest.raises(ValueError, match="curvature is 'hessian'"):
+        laplace_bnn(net, prior, likelihood, structure="full", curvature="hessian")
+
+
+def test_what_cannot_be_summed_in_many_passes_is_refused_and_the_state_kept(monkeypatch):
+    bnn, x, y = fitted("lowrank")
+    before, data = bnn.state, torch.utils.data.TensorDataset(x, y)
+    for loader, message in (
+        (torch.utils.data.DataLoader(data, 5, shuffle=True), r"first batch is another one"),
+        (iter([(x, y)]), r"used once only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bnn.fit_curvature(loader)
+        with pytest.raises(ValueError, match=message):
+            estimate_evidence(bnn, loader)
+    with pytest.raises(ValueError, match=r"rank is 0; expected"):
+        tyxe.LaplaceOptions(rank=0)
+    monkeypatch.setattr("tyxe.check._memory_of", lambda device: 1_000)
+    with pytest.raises(
+        ValueError, match=r"31 eigenvectors of 31 weights.*LaplaceOptions\(rank=...\)"
+    ):
+        bnn.fit_curvature([(x, y)])
+    assert bnn.state is before

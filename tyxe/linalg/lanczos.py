@@ -1,0 +1,113 @@
+"""Eigenpairs and log-determinants of matrices that are known by their products with vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tyxe.errors import warn
+
+# From vectors `(S, P)` to the products of a symmetric `P x P` matrix with each, `(S, P)`.
+Product = Callable[[Tensor], Tensor]
+
+
+def largest_eigenpairs(
+    product: Product, start: Tensor, count: int, tolerance: float = 0.01
+) -> tuple[Tensor, Tensor]:
+    """Return the largest eigenvalues, `(R,)` in descending order, and unit vectors, `(R, P)`.
+
+    This is block Lanczos with full orthogonalisation, restarted from the best Ritz vectors (Wu &
+    Simon 2000). Ritz values are never above the eigenvalues. Of an eigenvalue with a higher
+    multiplicity than the block has vectors, some copies may be missed.
+
+    Args:
+        product: that of a matrix which is positive semi-definite up to rounding.
+        start: random vectors to start from, `(block, P)`.
+        count: number of pairs; there are fewer where others are zero up to rounding.
+        tolerance: of the residual of a pair, `|A v - l v| <= tolerance l`, whose square is about
+            the relative error of `l`. A warning says where it is not reached.
+
+    Raises:
+        ValueError: an eigenvalue is negative, by more than rounding.
+    """
+    block, size = start.shape
+    count, rounding = min(count, size), 100 * torch.finfo(start.dtype).eps
+    # So many Ritz vectors are kept in a restart, and there is room for as many others until then.
+    kept = min(count + block, size)
+    basis = start.new_empty(min(kept + max(4 * block, count), size), size)
+    room, filled = len(basis), 0
+    projected = torch.zeros(room, room, dtype=torch.float64, device="cpu")
+    new = _orthonormal(start, basis[:0])
+    for _ in range(50 + 5 * count // block):  # about twice as many steps as are usual
+        stop = filled + len(new)
+        basis[filled:stop] = new
+        known, image = basis[:stop], product(new)
+        coefficients = image @ known.mT
+        projected[filled:stop, :stop] = coefficients.to(projected)
+        projected[:stop, filled:stop] = coefficients.mT.to(projected)
+        values, rotation = (x.flip(-1) for x in torch.linalg.eigh(projected[:stop, :stop]))
+        floor = rounding * float(values.abs().max())
+        # Zeros are the rest of the matrix only if other directions have no product either.
+        is_rest_zero = float(image.norm(dim=1).max()) <= floor
+        image = image - coefficients @ known
+        image = image - (image @ known.mT) @ known
+        # What products with the basis have outside of it comes from its last block.
+        outside = (rotation[filled:stop, :count].mT.to(image) @ image).norm(dim=1).to(values)
+        is_close = bool((outside <= (tolerance * values[:count]).clamp_min(floor)).all())
+        found = stop >= count and is_close and float(values[count - 1]) > floor
+        if stop == size or is_rest_zero or found:
+            break
+        filled = stop
+        if stop == room:
+            filled = kept
+            basis[:kept] = rotation[:, :kept].mT.to(basis) @ basis
+            projected.zero_()[:kept, :kept] = values[:kept].diag_embed()
+        # Where nothing is left of a vector, a random one takes its place.
+        generator = torch.Generator(device="cpu").manual_seed(stop)
+        other = torch.randn(image.shape, generator=generator, device="cpu").to(image)
+        mixed = image + floor / size**0.5 * other
+        new = _orthonormal(mixed[: room - filled], basis[:filled])
+    else:
+        warn(f"of {count} eigenpairs the smallest have not converged, and are too small")
+    if float(values[-1]) < -100 * floor:
+        raise ValueError(
+            f"the curvature has an eigenvalue of {float(values[-1]):.3g}, and that of a posterior "
+            "has none below zero: take curvature='ggn', which is positive semi-definite"
+        )
+    count = min(count, int((values > floor).sum()))
+    return values[:count].to(start), rotation[:, :count].mT.to(basis) @ basis[:stop]
+
+
+def _orthonormal(vectors: Tensor, known: Tensor) -> Tensor:
+    """Return an orthonormal basis of what vectors have outside of those known."""
+    for _ in range(3):
+        vectors = vectors - (vectors @ known.mT) @ known
+        vectors = torch.linalg.qr(vectors.mT).Q.mT
+    return vectors
+
+
+def logdet_by_quadrature(product: Product, probes: Tensor, num_steps: int) -> Tensor:
+    """Return an estimate of `log det A` for each probe `z`, `(S,)`, by Lanczos quadrature.
+
+    Each is `|z|^2 sum_k w_k log l_k`, with the Ritz values of `num_steps` Lanczos steps from `z`
+    and the squares `w_k` of their vectors' first elements. For probes of independent elements of
+    variance 1 its expectation is the log-determinant, up to the quadrature's own error.
+    """
+    norms, tiny = probes.norm(dim=1), torch.finfo(probes.dtype).tiny
+    vector, before, beta = probes / norms[:, None], torch.zeros_like(probes), norms.new_zeros(())
+    diagonal, beside = [], []
+    for _ in range(min(num_steps, probes.shape[1])):
+        image = product(vector) - beta[..., None] * before
+        diagonal.append((image * vector).sum(1))
+        image = image - diagonal[-1][:, None] * vector
+        beta = image.norm(dim=1)
+        beside.append(beta)
+        # Of a probe inside of an invariant subspace rounding is left, which has no weight below.
+        before, vector = vector, image / beta.clamp_min(tiny)[:, None]
+    middle, off = (torch.stack(x, 1).double() for x in (diagonal, beside))
+    upper = off[:, :-1].diag_embed(1)
+    values, rotation = torch.linalg.eigh(middle.diag_embed() + upper + upper.mT)
+    logs = rotation[:, 0].square() * values.clamp_min(tiny).log()
+    return (norms.double().square() * logs.sum(1)).to(probes)
