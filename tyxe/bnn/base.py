@@ -190,9 +190,10 @@ class BNN(Saved, nn.Module):
         Other parameters may be in half precision, complex or integers. Without sites it is a
         parameter of the net.
         """
-        sites = [*self._in_places().values()]
+        if sites := self._in_places():
+            return max(sites.values(), key=Tensor.element_size)
         others = [p for p in self.net.parameters() if p.is_floating_point()]
-        return max(sites or others or self.net.parameters(), key=Tensor.element_size)
+        return max(others or self.net.parameters(), key=Tensor.element_size)
 
     @property
     def _outline(self) -> Outline:
@@ -207,6 +208,9 @@ class BNN(Saved, nn.Module):
         In a fit a part whose parameters are all frozen, such as a backbone, keeps its mode, so that
         the statistics of its normalising layers do not change.
         """
+        parts = [*self.net.modules()]
+        if not train and all(type(part).train is nn.Module.train for part in parts):
+            return dict.fromkeys(parts, False)
         # A net's own `train` may keep some of its parts in eval mode.
         modes = StandIn(self.net, self._outline, {}, {}).modes_by(lambda net: net.train(train))
         if train:

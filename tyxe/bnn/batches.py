@@ -82,7 +82,9 @@ def device_for(bnn: Any, given: Any = None) -> Any:
     """
     if given is not None:
         return _available(given)
-    devices = {parameter.device for parameter in bnn.parameters()}
+    # Each prediction asks, and `parameters()` takes longer.
+    found = (tensor for part in bnn.modules() for tensor in part._parameters.values())
+    devices = {tensor.device for tensor in found if tensor is not None}
     return devices.pop() if len(devices) == 1 else None
 
 

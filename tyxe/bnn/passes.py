@@ -51,6 +51,7 @@ class NetOnBatch:
         self._stand_in: StandIn | None = None
         self._prefix: SiteFreePrefix | None = None
         self._first: Any = None
+        self._is_plain = False
 
     def __call__(self, values: Mapping[str, Tensor], statistics: Statistics | None = None) -> Any:
         """Return the net's output at values of the sites, with statistics of norms for its own."""
@@ -61,6 +62,8 @@ class NetOnBatch:
             self._prefix = self._prefix_of(self._stand_in)
         else:
             self._stand_in.put(self._bnn._tensors_at(values), statistics)
+        if self._is_plain:
+            return self._stand_in.call_plainly(self._inputs, self._prefix)
         if self._prefix is None or self._is_known():
             return self._stand_in(self._inputs, self._prefix)
         if in_function_transform():  # where nothing can be compared
@@ -103,9 +106,12 @@ class NetOnBatch:
 
     def at_many(self, stacked: Mapping[str, Tensor]) -> Tensor:
         """Return what `one_by_one` does, in one pass where that is faster and was seen right."""
-        together = partial(self._at_once_in_memory, stacked)
-        in_turn = partial(self._looked_at, stacked)
-        return self._bnn._runtime.one_pass(together, in_turn, self._kind())
+        one_pass, kind = self._bnn._runtime.one_pass, None
+        while kind != (now := self._kind()):  # until a stand-in finds no change in the net
+            kind, self._is_plain = now, one_pass.knows(now)
+            together = partial(self._at_once_in_memory, stacked)
+            outputs = one_pass(together, partial(self._looked_at, stacked), kind)
+        return outputs
 
     def _looked_at(self, stacked: Mapping[str, Tensor]) -> Tensor:
         """Return what `one_by_one` does, and rule out what one pass would not do as well."""

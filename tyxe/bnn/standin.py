@@ -299,6 +299,11 @@ class StandIn:
 
         return self._run(forward if through is None else partial(through, forward))
 
+    def call_plainly(self, inputs: Inputs, through: Callable[[Any], Any] | None) -> Any:
+        """Return what a call does, of a net that draws no numbers and leaves nothing to the net."""
+        forward = partial(call_with, self.net, inputs)
+        return forward() if through is None else through(forward)
+
     def call_apart(self, inputs: Inputs, **keywords: Any) -> Any:
         """Return the net's output on a batch, and leave nothing of the forward to the net."""
         self._prepare_backward()

@@ -77,8 +77,8 @@ class Ensemble(nn.Module):
         return self._one_pass(partial(self._in_one_pass, inputs, kwargs), in_turn)
 
     def _in_one_pass(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        of_each = [_tensors_of(member) for member in self.members]
-        draws = {name: torch.stack([own[name] for own in of_each]) for name in self._differing}
+        members: Any = self.members
+        draws = {n: torch.stack([one.get_parameter(n) for one in members]) for n in self._differing}
 
         def one(values: dict[str, Tensor]) -> Tensor:
             return torch.func.functional_call(self.members[0], values, inputs, dict(kwargs))

@@ -99,5 +99,11 @@ def are_alike(found: Tensor, outputs: Tensor) -> bool:
 
 def has_hooks(net: nn.Module, allowed: type) -> bool:
     """Whether a net has hooks, which expect tensors of one draw, but for those of a type."""
-    found = (part._forward_hooks | part._forward_pre_hooks for part in net.modules())
-    return any(not isinstance(hook, allowed) for hooks in found for hook in hooks.values())
+    return any(
+        part._forward_pre_hooks
+        or (
+            part._forward_hooks
+            and not all(isinstance(h, allowed) for h in part._forward_hooks.values())
+        )
+        for part in net.modules()
+    )

@@ -51,14 +51,9 @@ class SiteFreePrefix:
         may_draw: bool = True,
     ) -> None:
         self._owners, self._may_draw = {*owners}, may_draw
-        parts = {module: [*module.modules()] for module in net.modules()}
-        self._modules = [
-            module
-            for module, own in parts.items()
-            if self._owners.isdisjoint(own)
-            and not any(part.training for part in own)
-            and not any(part._forward_hooks or part._forward_pre_hooks for part in own[1:])
-        ]
+        self._is_free: dict[nn.Module, bool] = {}
+        self._look(net)
+        self._modules = [module for module, is_free in self._is_free.items() if is_free]
         if not any(next(module.parameters(), None) is not None for module in self._modules):
             self._modules = []  # activations alone are not worth a look
         # What is the same in each pass. Kept with its `id`, which another would have afterwards.
@@ -67,6 +62,17 @@ class SiteFreePrefix:
         # Outputs, their structure, and how often each tensor had been changed in place.
         self._kept: dict[Any, tuple[list[Any], Any, list[int]]] = {}
         self._records, self._inside, self.runs_after = True, False, False
+
+    def _look(self, module: nn.Module) -> bool:
+        """See of a module and its parts which of them may be kept."""
+        if module not in self._is_free:
+            self._is_free[module] = True  # of one that is a part of itself
+            parts = [part for part in module._modules.values() if part is not None]
+            are_free = [self._look(part) for part in parts]
+            hooks = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+            is_own = module not in self._owners and not module.training
+            self._is_free[module] = is_own and not hooks and all(are_free)
+        return self._is_free[module]
 
     @property
     def has_kept(self) -> bool:
@@ -83,11 +89,13 @@ class SiteFreePrefix:
             self._records = False
 
     def _call(self, module: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            return plain(*args, **kwargs)
         forward = partial(plain, *args, **kwargs)
         given, how = tree_flatten((args, kwargs))
         marks = [self._mark(leaf) for leaf in given]
-        if self._inside or None in marks:
-            self.runs_after |= not self._inside and next(module.parameters(), None) is not None
+        if None in marks:
+            self.runs_after |= next(module.parameters(), None) is not None
             return forward()
         self._counts[module] += 1
         key = (module, self._counts[module], how, *marks)
