@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,8 @@ def laplace(rank, group=None):
 
 def by_lightning(rank):
     """The losses of Lightning's FSDP2 strategy."""
-    lightning = pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as lightning
+
     from tyxe.integrations.lightning import LightningBNN
 
     class Sharded(LightningBNN):
@@ -218,7 +220,7 @@ def work(rank, folder):
         "scalar": scalar(rank, **parallel),
         "saved": saved(rank, folder),
         "laplace": laplace(rank, torch.distributed.group.WORLD),
-        "lightning": by_lightning(rank),
+        "lightning": by_lightning(rank) if find_spec("lightning") else None,
     }
 
 
@@ -345,6 +347,7 @@ def test_curvature_at_the_mode_of_a_loop(found):
 
 
 def test_lightning(found):
+    pytest.importorskip("lightning")
     module, optimizer = trainable(make(), None)
     expected = []
     for step in range(3):
