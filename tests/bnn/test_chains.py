@@ -216,6 +216,18 @@ def test_thinning_keeps_as_many() -> None:
     assert torch.equal(bnn.samples["net.weight"], all_.samples["net.weight"][:, 2::3])
 
 
+def test_a_thousand_chains_are_one_argument() -> None:
+    x, y = data()
+    bnn = make(HMC(step_size=0.1, num_steps=8, adapt_step_size=False, adapt_mass_matrix=False))
+    run = bnn.fit([(x, y)], 1, warmup_steps=60, num_chains=1000, init="net")
+    assert (run.num_chains, run.run.num_kept) == (1000, 1)
+    design = torch.cat([x, torch.ones_like(x)], 1)
+    covariance = (design.T @ design / NOISE**2 + torch.eye(2) / 1.5**2).inverse()
+    mean = (covariance @ design.T @ y / NOISE**2)[:, 0]
+    # Each chain's last position is a sample of its own.
+    assert_moments(rows_of(bnn, "net.weight", "net.bias"), mean, covariance)
+
+
 def test_warnings_name_the_remedy() -> None:
     with pytest.warns(tyxe.TyxeWarning, match="warmup_steps=3 is too short to adapt step sizes"):
         make(NUTS()).fit([data()], 3, warmup_steps=3)

@@ -25,7 +25,8 @@ def normal(position: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch several steps as on a GPU, where traces stand for what a compiler makes of them."""
-    monkeypatch.setattr(run, "best_way", lambda device: "captured")
+    for module in (run, program):
+        monkeypatch.setattr(module, "best_way", lambda device: "captured")
     monkeypatch.setattr(program, "has_compiler", lambda device: False)
     monkeypatch.setattr(program, "Capture", Recorded)
 
@@ -105,6 +106,17 @@ def test_samples_of_launches_have_the_law_of_the_target(name: str, on_gpu) -> No
     error = variance.std(0) / len(variance) ** 0.5
     assert ((variance.mean(0) - 1).abs() < 4 * error + 0.05).all()
     assert (found.mean((0, 1)).abs() < 4 * SCALES / len(variance) ** 0.5).all()
+
+
+def test_a_long_run_is_compiled_soon(on_gpu, monkeypatch) -> None:
+    # The first hundred steps tell how many are left.
+    starts = torch.randn(CHAINS, D)
+    for num_samples, expected in ((40, False), (4000, True)):
+        chains = Run(KERNELS["HMC"], normal, starts, num_samples)
+        steps = chains.steps()
+        for _ in range(101):
+            next(steps)
+        assert chains.is_compiled is expected
 
 
 def test_an_interrupt_within_a_launch_is_repeated(on_gpu, monkeypatch) -> None:

@@ -21,6 +21,8 @@ from tyxe.samplers.several import several, steps_at_once
 
 # Steps after which a program is worth the seconds that it takes to compile, if as many are left.
 _WORTH_COMPILING = 3000
+# The same where uncompiled steps are launched operation by operation, and take fifty times as long.
+_WORTH_LAUNCHING = 100
 
 
 class Kept(NamedTuple):
@@ -149,7 +151,8 @@ class Run:
         with torch.no_grad(), self.inside():
             self.programs = self.programs or self._built(compile=bool(self.compile))
         while (least := int(self.transitions.min())) < self.num_transitions:
-            if self.compile is None and self._made == _WORTH_COMPILING and self._is_long():
+            tries = _WORTH_LAUNCHING if self._takes_several else _WORTH_COMPILING
+            if self.compile is None and self._made == tries and self._is_long():
                 try:
                     with torch.no_grad(), self.inside():
                         self.programs = self._built(compile=True)
