@@ -320,3 +320,14 @@ def test_windows_have_the_second_moment_of_their_patches(monkeypatch, conv):
         monkeypatch.setattr(layer_calls, "_is_shifted", lambda _: False)
     assert len(used) == 1
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("budget", [2**24, 1])
+@pytest.mark.parametrize(("positions", "count"), [(1, 1), (1, 9), (4, 9), (16, 2)])
+def test_squares_of_several_cotangents(monkeypatch, budget, positions, count):
+    torch.manual_seed(0)
+    a, g = torch.randn(5, positions, 1, 40).double(), torch.randn(count, 5, positions, 1, 50)
+    held = [OuterProductGradients(SimpleNamespace(rows=a), each.double()) for each in g]
+    expected = torch.stack([each.dense().square().sum(0) for each in held]).sum(0)
+    monkeypatch.setattr(gradients, "BUDGET", budget)
+    torch.testing.assert_close(gradients.squared_sums(held), expected, rtol=1e-10, atol=1e-12)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tyxe import check
-from tyxe.curvature.gradients import OuterProductGradients, PointGradients, budget
+from tyxe.curvature.gradients import OuterProductGradients, PointGradients, budget, squared_sums
 from tyxe.curvature.layer_calls import second_moment
 from tyxe.data import Targets
 from tyxe.distributions import ParamBlocks
@@ -82,6 +82,8 @@ class DiagonalAccumulator(Accumulator):
     def __init__(self, blocks: ParamBlocks, like: Tensor, noises: int = 1) -> None:
         super().__init__(blocks, like, noises)
         self._totals = {block.name: self.like.new_zeros(noises, block.size) for block in blocks}
+        # Gradients of a batch's cotangents that are squared together, by block.
+        self._held: dict[str, list[OuterProductGradients]] = {}
 
     @staticmethod
     def size_of_noise(blocks: ParamBlocks) -> int:
@@ -90,17 +92,34 @@ class DiagonalAccumulator(Accumulator):
     def add(
         self, gradients: Gradients, first: bool, targets: Targets | None = None, noise: int = 0
     ) -> None:
+        held = sum(each.g.numel() for own in self._held.values() for each in own)
+        if first or held > budget(self.like.device):
+            self._flush()
         for name, each in gradients.items():
-            self._totals[name][noise] += each.squared_sum()
+            if (
+                self.noises == 1
+                and isinstance(each, OuterProductGradients)
+                and each.has_few_positions
+            ):
+                self._held.setdefault(name, []).append(each)
+            else:
+                self._totals[name][noise] += each.squared_sum()
+
+    def _flush(self) -> None:
+        for name, held in self._held.items():
+            self._totals[name][0] += squared_sums(held)
+        self._held = {}
 
     def add_last(self, name: str, inputs: Tensor, hessians: OutputHessians) -> bool:
         self._totals[name] += (hessians.diagonals().mT @ inputs.square()).flatten()
         return True
 
     def totals(self) -> Iterator[tuple[str, Tensor]]:
+        self._flush()
         yield from self._totals.items()
 
     def operator(self, points: float) -> Operator:
+        self._flush()
         return BlockDiagonal({name: Diagonal(each.sum(0)) for name, each in self._totals.items()})
 
     def parts(self, points: float, scale: float) -> dict[str, Tensor]:

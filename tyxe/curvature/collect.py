@@ -200,6 +200,7 @@ def _sums(
     accumulator: Accumulator | None = None
     dims: list[BatchDims | None] | None = None
     numbers: list[Tensor] = []
+    unread: list[Any] = []
     for inputs, given in batches:
         targets, linear = likelihood.observed(given), linearize(inputs)
         outputs = linear.outputs.detach()
@@ -216,7 +217,10 @@ def _sums(
             is_plain = curvature == "ggn" and accumulator.noises == 1
             if not (is_plain and _add_last(accumulator, linear, likelihood, targets)):
                 _add(accumulator, linear, likelihood, targets, curvature)
-        numbers.append(numbers_of(likelihood, outputs, targets, accumulator.noises))
+        # Those of the batch before, so that a GPU has work while the host waits for them.
+        numbers += map(read_numbers, unread)
+        unread = [numbers_of(likelihood, outputs, targets, accumulator.noises)]
+    numbers += map(read_numbers, unread)
     if accumulator is None:
         raise ValueError("the loader yields no batch, so there is no curvature")
     return accumulator, torch.stack(numbers).sum(0)
@@ -280,8 +284,8 @@ def counts_apart(
 
 
 @torch.no_grad()
-def numbers_of(likelihood: Likelihood, outputs: Tensor, targets: Targets, noises: int) -> Tensor:
-    """Return points, log-likelihood, error and number of targets of a batch, `(4,)`.
+def numbers_of(likelihood: Likelihood, outputs: Tensor, targets: Targets, noises: int) -> list[Any]:
+    """Return points, log-likelihood, error and number of targets of a batch, unread.
 
     Of several noises, error and number of targets follow for each.
     """
@@ -294,7 +298,12 @@ def numbers_of(likelihood: Likelihood, outputs: Tensor, targets: Targets, noises
         counts = part.counts_within()
         found.append(likelihood.error(outputs, part, "sum"))
         found.append(part.values.numel() if counts is None else counts.double().sum())
-    return torch.tensor([float(number) for number in found], dtype=torch.float64, device="cpu")
+    return found
+
+
+def read_numbers(numbers: list[Any]) -> Tensor:
+    """Return numbers as a tensor on the processor, for which the host waits."""
+    return torch.tensor([float(number) for number in numbers], dtype=torch.float64, device="cpu")
 
 
 def check_blocks(known: ParamBlocks, found: ParamBlocks) -> None:

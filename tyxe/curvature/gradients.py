@@ -54,6 +54,11 @@ class OuterProductGradients:
         """Whether each point's gradient is one outer product: one position, no groups."""
         return self.g.shape[1:3] == (1, 1)
 
+    @property
+    def has_few_positions(self) -> bool:
+        """Whether `squared_sums` of many gradients may take pairs of positions; without groups."""
+        return self.g.shape[1] <= 32 and self.g.shape[2] == 1
+
     def dense(self, points: slice = ALL) -> Tensor:
         """Return the gradients of some points, `(n, P)`."""
         return torch.einsum("nrgo,nrgi->ngoi", self.g[points], self.a[points]).flatten(1)
@@ -98,6 +103,35 @@ class DenseGradients:
 
 
 PointGradients = OuterProductGradients | DenseGradients
+
+
+def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
+    """Return the sum of `squared_sum` over some cotangents of one block without groups, `(P,)`.
+
+    Where they are many beside the positions, it is by pairs `r, r'` of these,
+    `sum_nrr' (sum_s g_snro g_snr'o) a_nri a_nr'i`, without the gradients of a point.
+    """
+    first, count = cotangents[0], len(cotangents)
+    positions, _, outputs = first.g.shape[1:]
+    columns, pairs = first.a.shape[3], positions * (positions + 1) // 2
+    # To form an element takes as long as some dozens of multiplications.
+    by_pairs = pairs * (outputs * columns + 96 * (columns + count * outputs))
+    if count == 1 or by_pairs > count * (positions + 32) * outputs * columns:
+        return torch.stack([each.squared_sum() for each in cotangents]).sum(0)
+    a, (r, s) = first.a[:, :, 0], torch.triu_indices(positions, positions, device=first.g.device)
+    twice = 1 + (r != s).to(a)
+    total = a.new_zeros(outputs, columns)
+    chunk = max(1, budget(a.device) // (pairs * (columns + 2 * count * outputs)))
+    for start in range(0, len(a), chunk):
+        part = slice(start, start + chunk)
+        g = torch.stack([each.g[part, :, 0] for each in cotangents])
+        if positions == 1:
+            of_outputs, of_inputs = g.square().sum(0), a[part].square()
+        else:
+            of_outputs = (g[:, :, r] * g[:, :, s]).sum(0) * twice[:, None]
+            of_inputs = a[part, r] * a[part, s]
+        total.addmm_(of_outputs.flatten(0, 1).mT, of_inputs.flatten(0, 1))
+    return total.flatten()
 
 
 def _squared_sum(rows: Tensor) -> Tensor:

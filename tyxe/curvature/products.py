@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from tyxe import check
 from tyxe.autocast import full_precision
-from tyxe.curvature.collect import CURVATURES, Curvature, counts_apart, key_of, numbers_of
+from tyxe.curvature.collect import (
+    CURVATURES,
+    Curvature,
+    counts_apart,
+    key_of,
+    numbers_of,
+    read_numbers,
+)
 from tyxe.curvature.gradients import gradients_by_name
 from tyxe.curvature.linearize import Forward, check_is_tensor
 from tyxe.data import Targets
@@ -145,7 +152,7 @@ class CurvatureProducts:
             check_is_tensor(raw)
             outputs = at_least_float32(raw)
             check_batch(likelihood, outputs.detach(), given)
-            self._numbers += numbers_of(likelihood, outputs.detach(), targets, 1)
+            self._numbers += read_numbers(numbers_of(likelihood, outputs.detach(), targets, 1))
             tangents = [self.blocks.unflatten(row) for row in rows]
             if self.curvature == "hessian":
                 loss = -likelihood.log_likelihood(outputs, targets, "sum")
