@@ -10,6 +10,8 @@ from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
 import tyxe
+from tyxe.diagnostics.case import Case
+from tyxe.diagnostics.inference import slope
 from tyxe.likelihoods import HomoskedasticGaussian
 from tyxe.priors import IIDPrior
 
@@ -108,6 +110,15 @@ def test_a_frozen_body_may_be_of_another_type(dtype: torch.dtype, fit: Any) -> N
 def test_complex_weights_are_trained_along(fit: Any) -> None:
     torch.manual_seed(0)
     assert all(bool(part.isfinite().all()) for part in fit(Spectral()))
+
+
+def test_the_gradient_in_complex_weights_is_diagnosed() -> None:
+    prior = IIDPrior(dist.Normal(0, 1))
+    bnn = tyxe.VariationalBNN(Spectral(), prior, LIKELIHOOD, tyxe.guides.AutoNormal)
+    lines = tyxe.diagnostics.diagnose(bnn, [(X, Y)], [(X, Y)], num_predictions=2)
+    at_end = float(slope(Case.of(bnn, [(X, Y)], [(X, Y)], None, {}, 1.0), 1.0).mean["net.w"].norm())
+    assert lines
+    assert at_end > 0
 
 
 def test_the_norm_of_a_complex_gradient_is_clipped() -> None:

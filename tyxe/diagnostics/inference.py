@@ -88,7 +88,8 @@ def slope(case: Case, beta: float) -> Slope | None:
     if not found or most > float(bnn.likelihood.dataset_size):
         return None
     objective = Objective(bnn, closed_form_kl=True, num_particles=1)
-    first, second, squares = ({n: torch.zeros_like(p) for n, p in found.items()} for _ in range(3))
+    like = {name: _real(parameter.detach()) for name, parameter in found.items()}
+    first, second, squares = ({n: torch.zeros_like(p) for n, p in like.items()} for _ in range(3))
     total, points, data, kl = 0.0, 0.0, 0.0, 0.0
     spares = am_i_wrapped() or not isinstance(getattr(bnn, "net_guide", None), MeanField)
     with fitting(bnn, train=True), torch.enable_grad(), nullcontext() if spares else spared():
@@ -97,8 +98,9 @@ def slope(case: Case, beta: float) -> Slope | None:
             loss = objective(inputs, targets, beta)
             terms = objective.take_terms()
             gradients = torch.autograd.grad(loss, list(found.values()), allow_unused=True)
-            for name, g in zip(found, gradients, strict=True):
-                if g is not None:
+            for name, gradient in zip(found, gradients, strict=True):
+                if gradient is not None:
+                    g = _real(gradient)
                     first[name] += count * g
                     second[name] += count**2 * g
                     squares[name] += count**2 * g.square()
@@ -109,6 +111,10 @@ def slope(case: Case, beta: float) -> Slope | None:
     spread = {n: squares[n] - 2 * m * second[n] + m.square() * total for n, m in mean.items()}
     variance = {name: (scale * value).clamp_min(0) for name, value in spread.items()}
     return Slope(mean, variance, data / points, kl / points)
+
+
+def _real(values: Tensor) -> Tensor:
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _dealt(case: Case) -> list[Any]:
