@@ -229,6 +229,18 @@ class Hands(nn.Module):
         return self.main(x)
 
 
+def test_activations_in_place_are_kept_with_what_they_write_into() -> None:
+    net = resnet()
+    net.layer4[0].conv2 = last_conv = Counted(512, 512, 3, padding=1, bias=False)
+    bnn = classifier(net, net.fc).eval()
+    passes = NetOnBatch(bnn, torch.randn(N, 3, 16, 16), keeps=True)
+    with torch.no_grad():
+        for _ in range(5):
+            passes(bnn._one_draw())
+    assert last_conv.calls == 0
+    assert bnn.net.layer4[0].conv2.calls == 2  # the second of the whole net
+
+
 def test_what_is_kept_is_run_again_where_the_net_writes_into_it() -> None:
     class Caps(nn.Module):
         def __init__(self) -> None:

@@ -111,7 +111,7 @@ def test_a_last_layer_takes_as_many_products_as_one_draw() -> None:
                 pass
         with Products() as products:
             run()
-        assert products.made - drawn.made == 2  # of the body, and of all heads
+        assert products.made - drawn.made == 3  # of the body, of one head, and of all
 
 
 class Sees(nn.Module):

@@ -136,6 +136,9 @@ class NetOnBatch:
         runtime, count = self._bnn._runtime, len(next(iter(stacked.values())))
         given = sum(t.numel() for t in tree_leaves(self._inputs) if isinstance(t, Tensor))
         size = min(count, runtime.most_at_once, max(1, MOST_GIVEN // max(1, given)))
+        if self._is_plain and self._stand_in is None and self._is_known():
+            # What is kept is made outside of the transform, in which all that runs takes longer.
+            self(next(unstacked(stacked)))
         try:
             return self.at_once(stacked, size if size < count else None)
         except torch.OutOfMemoryError:

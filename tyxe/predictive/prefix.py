@@ -56,11 +56,11 @@ class SiteFreePrefix:
         self._modules = [module for module, is_free in self._is_free.items() if is_free]
         if not any(next(module.parameters(), None) is not None for module in self._modules):
             self._modules = []  # activations alone are not worth a look
-        # What is the same in each pass. Kept with its `id`, which another would have afterwards.
-        held = (t for t in tree_leaves(inputs) if isinstance(t, Tensor) and _is_fixed(t))
-        self._known: dict[int, Tensor] = {id(t): t for t in held}
-        # Outputs, their structure, and how often each tensor had been changed in place.
-        self._kept: dict[Any, tuple[list[Any], Any, list[int]]] = {}
+        # What is the same in each pass, by `id`, which another would have afterwards, and how often
+        # it has been written into by modules that are kept. What others write into is not the same.
+        self._known: dict[int, tuple[Tensor, int]] = {}
+        self._know(tree_leaves(inputs))
+        self._kept: dict[Any, tuple[list[Any], Any]] = {}
         self._records, self._inside, self.runs_after = True, False, False
 
     def _look(self, module: nn.Module) -> bool:
@@ -100,13 +100,13 @@ class SiteFreePrefix:
         self._counts[module] += 1
         key = (module, self._counts[module], how, *marks)
         if key in self._kept:
-            outputs, structure, versions = self._kept[key]
-            if versions == _versions(outputs):
+            outputs, structure = self._kept[key]
+            if all(self._mark(one) is not None for one in outputs):
                 return tree_unflatten(outputs, structure)
             return forward()  # since what follows writes into it
-        return self._first(key, forward) if self._records else forward()
+        return self._first(key, forward, given) if self._records else forward()
 
-    def _first(self, key: Any, forward: Callable[[], Any]) -> Any:
+    def _first(self, key: Any, forward: Callable[[], Any], given: list[Any]) -> Any:
         """Run a module, and keep what it returns if that is the same in each pass."""
         # What may draw lets no other thread take random numbers.
         with exclusive() if self._may_draw else nullcontext():
@@ -120,14 +120,20 @@ class SiteFreePrefix:
         outputs = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
         if draws or not all(map(_is_fixed, outputs)):
             return found
-        self._known |= {id(t): t for t in outputs if isinstance(t, Tensor)}
-        self._kept[key] = outputs, how, _versions(outputs)
+        self._know([*given, *outputs])  # an activation in place has written into what it was given
+        self._kept[key] = outputs, how
         return tree_unflatten(outputs, how)
+
+    def _know(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and _is_fixed(leaf):
+                self._known[id(leaf)] = leaf, _version(leaf)
 
     def _mark(self, leaf: Any) -> Any:
         """Return what an argument is in every pass, or None where that is not known."""
         if isinstance(leaf, Tensor):
-            return id(leaf) if id(leaf) in self._known else None
+            known, version = self._known.get(id(leaf), (None, 0))
+            return id(leaf) if known is not None and version == _version(leaf) else None
         return (type(leaf), leaf) if is_constant(leaf) else None
 
 
@@ -145,8 +151,9 @@ def _having(name: str, values: Mapping[nn.Module, Any]) -> Iterator[None]:
                 del attributes[name]
 
 
-def _versions(leaves: Iterable[Any]) -> list[int]:
-    return [t._version for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor has been written into, which those of inference do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_fixed(leaf: Any) -> bool:
