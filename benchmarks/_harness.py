@@ -306,28 +306,25 @@ def run(
     if unknown := [name for name in wanted if name not in make_cases]:
         raise SystemExit(f"--case is {unknown[0]!r}; the cases are {', '.join(make_cases)}")
     about = environment(parsed)
-    kept = _others(parsed.json, wanted, about) if parsed.case else {}
-    cases = []
+    done = _others(parsed.json, wanted, about) if parsed.case else {}
     for name, make in make_cases.items():
-        if name in kept:
-            cases.append(kept[name])
-        if name in wanted:
-            case = make(parsed.smoke_test)
-            if parsed.smoke_test:
-                title = f"{case.title} (smoke test: tiny sizes)"
-                case = replace(case, title=title, repeats=1, warm_up=False)
-            repeats = parsed.repeats or case.repeats
-            cases.append(measured(case, repeats, CLOCKS[parsed.clock]))
-            show(cases[-1])
-    results = {
-        "benchmark": Path(sys.argv[0]).stem,
-        "description": description,
-        "environment": about,
-        "cases": cases,
-    }
-    if parsed.json is not None:
-        parsed.json.parent.mkdir(parents=True, exist_ok=True)
-        parsed.json.write_text(json.dumps(results, indent=1) + "\n")
+        if name not in wanted:
+            continue
+        case = make(parsed.smoke_test)
+        if parsed.smoke_test:
+            title = f"{case.title} (smoke test: tiny sizes)"
+            case = replace(case, title=title, repeats=1, warm_up=False)
+        done[name] = measured(case, parsed.repeats or case.repeats, CLOCKS[parsed.clock])
+        show(done[name])
+        if parsed.json is not None:  # after each case, because the next may take minutes
+            results = {
+                "benchmark": Path(sys.argv[0]).stem,
+                "description": description,
+                "environment": about,
+                "cases": [done[each] for each in make_cases if each in done],
+            }
+            parsed.json.parent.mkdir(parents=True, exist_ok=True)
+            parsed.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _others(path: Path | None, wanted: list[str], about: dict[str, Any]) -> dict[str, Any]:

@@ -114,9 +114,11 @@ def write_tables(folder: Path) -> None:
     """Write the tables that pages include, out of the records that they are of."""
     command = [sys.executable, str(HERE.parent / "experiments" / "run.py"), "tables"]
     subprocess.run([*command, "--out", str(folder)], check=True)
-    front, demo = (runpy.run_path(str(HERE / f"{n}.py")) for n in ("front", "quickstart_table"))
+    scripts = "front", "quickstart_table", "gpu_table"
+    front, demo, gpu = (runpy.run_path(str(HERE / f"{name}.py")) for name in scripts)
     (folder / "methods.md").write_text(front["table"](""))
     (folder / "quickstart_digits.md").write_text(demo["table"]())
+    (folder / "gpu.md").write_text(gpu["table"]())
     works_with = runpy.run_path(str(HERE.parent / "tests" / "integrations" / "works_with.py"))
     (folder / "works_with.md").write_text(works_with["written"]())
 
