@@ -255,7 +255,9 @@ def averaged(rank, **parallel):
 def worker(rank, port, folder):
     torch.set_num_threads(1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
+    # On a machine with a GPU, a mesh would be of that, and gloo has none.
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.distributed.init_process_group("gloo")
     torch.save(work(rank, folder), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
