@@ -137,8 +137,8 @@ def _tensors_of(part: nn.Module) -> Iterator[Tensor]:
 
 _NOT_LINKS = {*_TREE, SITE_PRIORS}
 _OF_MODULES = {*nn.Module().__dict__}
-# Kernels of a GPU may take it for granted that a parameter begins at a multiple of so many bytes, as
-# what is allocated does. Draws are often parts of a larger tensor.
+# Kernels of a GPU may take it for granted that a parameter begins at a multiple of so many bytes,
+# as what is allocated does. Draws are often parts of a larger tensor.
 _ALIGNMENT = {"cuda": 256}
 # Of larger contents no more is looked at, which would take longer than the forward.
 _MOST_CONTENTS = 1000
