@@ -47,6 +47,7 @@ CASES = [
     ("agreement --data digits --methods MAP ensemble", 2, ["MAP", "ensemble"]),
     ("binary_gap", 2 * len(binary_gap.ROWS), binary_gap.ROWS),
     ("laplace_toys step", 1, STEP),
+    ("low_rank", 2, ["full", "kron", "diag", "rank 3"]),
     ("mile_beside_bde --methods 'deep ensemble' MILE", 2, ["deep ensemble", "MILE"]),
     ("mile_digits", 1, mile_digits.ROWS),
     ("moments", 2 * len(moments.METHODS), moments.METHODS),

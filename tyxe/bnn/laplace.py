@@ -357,7 +357,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
 @as_before()
 @outside_inference()
 def estimate_evidence(
-    bnn: LaplaceBNN, data_loader: Iterable[Any], *, num_probes: int = 16, num_steps: int = 16
+    bnn: LaplaceBNN, data_loader: Iterable[Any], *, num_probes: int = 16, num_steps: int = 32
 ) -> tuple[Tensor, Tensor]:
     """Return the evidence by the whole curvature, in nats, and its standard error.
 
@@ -370,7 +370,8 @@ def estimate_evidence(
         bnn: a BNN with a curvature.
         data_loader: yields the data of the curvature, in the same batches in each pass.
         num_probes: number of random vectors; the error goes as `1 / sqrt(num_probes)`.
-        num_steps: number of Lanczos steps, each a pass through the data with all probes.
+        num_steps: number of Lanczos steps, each a pass through the data with all probes; too few,
+            for a structure far from the curvature, and the estimate is too small.
 
     Raises:
         RuntimeError: there is no curvature yet.
