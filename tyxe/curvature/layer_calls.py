@@ -398,7 +398,7 @@ def find_batch_dims(
         for fact in _facts(call, points, own, known)
     ]
     # One read for all maps: each makes the host wait for a GPU.
-    numbers = iter(torch.stack(facts).tolist() if facts else [])
+    numbers = iter(torch.stack(facts).cpu().tolist() if facts else [])
     found: list[tuple[BatchDims, BatchDims | None]] = []
     for call, known in zip(calls, candidates, strict=True):
         is_finite, is_any, *stay = itertools.islice(numbers, 2 + len(known))

@@ -93,8 +93,8 @@ def clipped_eighs(factors: Sequence[Tensor], what: Sequence[str]) -> list[tuple[
 def _check_clipped(values: Tensor, dtype: torch.dtype, what: Sequence[str]) -> None:
     # Elements are sums over thousands of points, whose rounding a small side has as well.
     steps, numbers = max(100, values.shape[-1]), torch.finfo(dtype)
-    ends = torch.stack([values.amin(-1), values.amax(-1), values.abs().amax(-1)], -1).tolist()
-    for (least, most, size), name in zip(ends, what, strict=True):
+    ends = torch.stack([values.amin(-1), values.amax(-1), values.abs().amax(-1)], -1)
+    for (least, most, size), name in zip(ends.cpu().tolist(), what, strict=True):
         # Below the smallest normal number the spacing is no finer: factors of a net that died.
         if least < -steps * numbers.eps * max(size, numbers.smallest_normal):
             raise ValueError(
