@@ -135,11 +135,11 @@ def all_batches(loader: Iterable[Any], device: Any = None) -> list[tuple[Any, An
 _EMPTY = "the loader is empty; expected a batch or more (a generator can be used once only)"
 
 
-def check_iterable(loader: Any) -> None:
+def check_iterable(loader: Any, name: str = "data_loader") -> None:
     """Raise a TypeError for what yields no batches."""
     _check_no_dataset(loader)
     expected = "an iterable of (inputs, targets), such as a torch.utils.data.DataLoader or [(x, y)]"
-    check.one_of("data_loader", loader, Iterable, expected)
+    check.one_of(name, loader, Iterable, expected)
 
 
 def _checked(batch: Any, device: Any) -> tuple[Any, Any]:

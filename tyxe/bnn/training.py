@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm.auto import tqdm
 
 from tyxe import check
-from tyxe.bnn.batches import batches_of, copied, length_of
+from tyxe.bnn.batches import batches_of, check_iterable, copied, length_of
 from tyxe.bnn.captured import CapturedSteps, can_capture
 from tyxe.bnn.checkpoint import History
 from tyxe.bnn.checks import check_beta, check_one_batch, refuse_nonfinite, warn_of_size
@@ -52,10 +52,12 @@ class FitOptions:
     schedule_by: str = check.field("epoch", check.choice, known=("epoch", "batch"))
     validation: Iterable[Any] | None = None
     patience: int | None = check.field(None, check.count)
-    restore_best: bool = True
+    restore_best: bool = check.field(True, check.flag)
 
     def __post_init__(self) -> None:
         check.fields(self)
+        if self.validation is not None:
+            check_iterable(self.validation, "validation")
         if not callable(self.beta):
             check_beta(self.beta)
         if self.patience is not None and self.validation is None:
