@@ -171,7 +171,7 @@ class SupervisedBNN(Derived, PosteriorBNN):
             aggregate: combine the draws by the likelihood; `False` returns all of them.
             vectorize: run draws at once under `torch.vmap`, or `False` in a loop. By default they
                 run at once where that is faster and was seen to give the same: those of a last
-                linear layer, and on a GPU those of other nets.
+                linear layer, and on a GPU those of other nets without random convolutions.
             batch_size: number of rows that go through the net at a time. Samples of Gaussian
                 outputs are drawn for each row, and so depend on it, unless they are joint.
             predictive: `"bnn"`, by draws of weights; or `"glm"`, by the net linearised about the
