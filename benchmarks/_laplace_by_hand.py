@@ -277,6 +277,9 @@ def eigen(inputs: Tensor, gradients: Tensor) -> Eigen:
 
 
 def probit(logits: Tensor, covariance: Tensor) -> Tensor:
-    """Return `softmax(f / sqrt(1 + pi/8 diag))`."""
-    variance = covariance.diagonal(dim1=1, dim2=2)
-    return (logits / (1 + math.pi / 8 * variance).sqrt()).softmax(1)
+    """Return probabilities by differences of logits over their standard deviations."""
+    own, classes = covariance.diagonal(dim1=1, dim2=2), logits.shape[1]
+    variance = own.unsqueeze(2) + own.unsqueeze(1) - 2 * covariance
+    scale = (1 + math.pi / 8 * classes / (2 * classes - 2) * variance).sqrt()
+    differences = (logits.unsqueeze(1) - logits.unsqueeze(2)) / scale
+    return (-differences.logsumexp(2)).softmax(1)

@@ -112,13 +112,40 @@ def test_probit_is_its_formula():
     mean, covariance = torch.randn(4, 3).double(), covariances(4, 3)
     expected = torch.empty_like(mean)
     for n in range(4):
-        scaled = [mean[n, c] / math.sqrt(1 + math.pi / 8 * covariance[n, c, c]) for c in range(3)]
-        total = sum(math.exp(f) for f in scaled)
-        expected[n] = torch.tensor([math.exp(f) / total for f in scaled], dtype=torch.float64)
+        each = []
+        for i in range(3):
+            total = 0.0
+            for j in range(3):
+                own, other = covariance[n, i, i], covariance[n, j, j]
+                variance = own + other - covariance[n, i, j] - covariance[n, j, i]
+                scale = math.sqrt(1 + math.pi / 8 * 3 / 4 * variance)
+                total += math.exp((mean[n, j] - mean[n, i]) / scale)
+            each.append(1 / total)
+        expected[n] = torch.tensor([p / sum(each) for p in each], dtype=torch.float64)
     torch.testing.assert_close(probit(mean, covariance), expected, rtol=1e-12, atol=0)
     variance = mean.square()
     by_hand = mean / (1 + math.pi / 8 * variance).sqrt()
     torch.testing.assert_close(links.logit_probit(mean, variance), by_hand, rtol=1e-12, atol=0)
+
+
+def test_probit_of_two_classes_is_that_of_their_difference():
+    mean, covariance = torch.randn(6, 2).double(), covariances(6, 2)
+    contrast = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    logit = links.logit_probit(mean @ contrast, contrast @ covariance @ contrast)
+    torch.testing.assert_close(probit(mean, covariance)[:, 0], logit.sigmoid())
+
+
+def test_what_all_logits_share_changes_no_probability_by_mc_and_probit():
+    mean, covariance = torch.randn(5, 4).double(), covariances(5, 4)
+    exact = mc(mean, covariance, 40_000)
+    # 40 is far above the variance of differences.
+    shared = torch.randn(5, 4, 1).double()
+    wider = covariance + 40 + shared + shared.mT
+    torch.testing.assert_close(probit(mean + 3, wider), probit(mean, covariance))
+    # Four standard errors of a mean of numbers between 0 and 1.
+    torch.testing.assert_close(
+        mc(mean, wider, 40_000), exact, rtol=0, atol=4 * (0.5 / 40_000) ** 0.5
+    )
 
 
 def test_binary_probit_is_within_its_bound_of_the_integral():

@@ -25,26 +25,37 @@ from sklearn.metrics import get_scorer
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from tyxe import check, guides, metrics, poutine, samplers, util
-from tyxe.bnn import MCMC_BNN, SWAG_BNN, EnsembleBNN, LaplaceBNN, VariationalBNN
-from tyxe.likelihoods import Categorical, HomoskedasticGaussian, Likelihood
+from tyxe.bnn import MCMC_BNN, SWAG_BNN, DropoutBNN, EnsembleBNN, LaplaceBNN, VariationalBNN
+from tyxe.likelihoods import (
+    Categorical,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Likelihood,
+)
 from tyxe.priors import LambdaPrior, Prior
 from tyxe.rng import torch_rng_kept
 
 
 class Method(NamedTuple):
-    """How a BNN is made, fitted and turned into another, and how long."""
+    """How a BNN is made, fitted and turned into another, and how long.
+
+    With `beta`, its KL has a weight; with `returns` as well, held-out rows may choose the epoch.
+    """
 
     make: Callable[[nn.Module, Prior, Likelihood], Any]
     handler: Callable[[], AbstractContextManager[Any]] = nullcontext
     options: Mapping[str, Any] = {}
     finish: Callable[[Any, DataLoader[Any]], Any] = lambda bnn, loader: bnn
     fewest_epochs: int = 1
+    beta: bool = False
+    returns: bool = False
+    dropout: float = 0.0
 
 
 def _only_last_layer(bnn: LaplaceBNN, loader: DataLoader[Any]) -> LaplaceBNN:
@@ -59,6 +70,10 @@ def _ensemble(net: nn.Module, *parts: Any) -> EnsembleBNN:
     return EnsembleBNN(lambda _: _MAP(util.reset_parameters_(copy.deepcopy(net)), *parts), 5)
 
 
+def _dropout(net: nn.Module, prior: Prior, likelihood: Likelihood) -> DropoutBNN:
+    return DropoutBNN(net, likelihood)
+
+
 def _nuts(net: nn.Module, prior: Prior, likelihood: Likelihood) -> MCMC_BNN:
     if isinstance(likelihood, HomoskedasticGaussian):  # whose noise is sampled, not trained
         noise = dist.LogNormal(likelihood.scale.detach().log() - 1, 1.0).to_event(1)
@@ -66,28 +81,53 @@ def _nuts(net: nn.Module, prior: Prior, likelihood: Likelihood) -> MCMC_BNN:
     return MCMC_BNN(net, prior, likelihood, samplers.NUTS)
 
 
+# From the number of targets to that of outputs, and the likelihood.
+Noise = Callable[[int], tuple[int, Likelihood]]
+
+
+def _one_noise(size: int) -> tuple[int, Likelihood]:
+    scale = torch.ones(size, device="cpu")
+    return size, HomoskedasticGaussian(scale=scale, learn_scale=True)
+
+
 _MAP: Any = partial(VariationalBNN, net_guide_builder=AutoDelta)
-_MEAN_FIELD = partial(VariationalBNN, net_guide_builder=guides.AutoNormal)
+_MEAN_FIELD = partial(VariationalBNN, net_guide_builder=partial(guides.AutoNormal, init_scale=0.01))
 _BY_EVIDENCE = Method(LaplaceBNN, options={"evidence_every": 20})
 METHODS = {
     "laplace": _BY_EVIDENCE,
     "last_layer_laplace": _BY_EVIDENCE._replace(finish=_only_last_layer),
-    "mean_field": Method(_MEAN_FIELD, poutine.local_reparameterization),
-    "map": Method(_MAP),
-    "ensemble": Method(_ensemble),
-    "swag": Method(SWAG_BNN, fewest_epochs=80),  # 20 snapshots in the last quarter
+    "mean_field": Method(_MEAN_FIELD, poutine.local_reparameterization, beta=True, returns=True),
+    "map": Method(_MAP, beta=True, returns=True),
+    "ensemble": Method(_ensemble, beta=True, returns=True),
+    "swag": Method(SWAG_BNN, fewest_epochs=80, beta=True),  # 20 snapshots in the last quarter
+    "dropout": Method(_dropout, returns=True, dropout=0.1),
     "nuts": Method(_nuts),
 }
+NOISES: dict[str, Noise] = {
+    "homoskedastic": _one_noise,
+    "heteroskedastic": lambda size: (2 * size, HeteroskedasticGaussian()),
+}
+
+# The KL's weight where nothing is held out, and the one from which it rises to 1 elsewhere, after
+# a first part of the epochs.
+SMALL_BETA, FIRST_BETA, UNTIL = 0.1, 0.01, 0.25
+
+
+def _rising(num_epochs: int, epoch: int) -> float:
+    """Return the KL's weight in an epoch of a fit that ends with 1."""
+    done = max(0.0, (epoch + 1) / num_epochs - UNTIL) / (1 - UNTIL)
+    return float(FIRST_BETA ** (1 - done))
 
 
 # Fewer held-out rows say nothing of a temperature, the logarithm of which has a Normal prior.
-FEWEST_HELD_OUT, SPREAD_OF_TEMPERATURE = 10, 0.5
+FEWEST_HELD_OUT, SPREAD_OF_TEMPERATURE = 10, 0.35
 
 
-def _temperature(logits: Tensor, y: Tensor) -> float:
+def _temperature(logits: Tensor, y: Tensor, weights: Any = 1.0) -> float:
     """Return the most probable temperature by held-out data, which may be few or all right."""
     logs = torch.linspace(-3, 3, 241, dtype=torch.float64, device="cpu")
-    losses = [cross_entropy(logits / float(t), y, reduction="sum") for t in logs.exp()]
+    each = (cross_entropy(logits / float(t), y, reduction="none") for t in logs.exp())
+    losses = [(weights * loss).sum() for loss in each]
     before = (logs / SPREAD_OF_TEMPERATURE).square() / 2
     return float(logs[(torch.stack(losses).cpu() + before).argmin()].exp())
 
@@ -100,78 +140,130 @@ def _normal(times: float, name: str, module: nn.Module, param: nn.Parameter) -> 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class _Estimator(BaseEstimator):
-    """What both estimators share; a subclass has `_in_units`, from what the net sees to `y`."""
+    """What both estimators share.
+
+    A subclass has `_checked` and `_targets`, from `y` to what the net sees, and `_in_units` back.
+    """
 
     hidden: Sequence[int] = (50, 50)
     net: Callable[[int, int], nn.Module] | None = None
     method: Any = "laplace"
     prior_scale: float = 1.0
+    beta: float | None = None
     num_epochs: int = 300
     lr: float = 0.01
     batch_size: int = 200
     num_predictions: int | None = None
     standardize: bool = True
+    validation_fraction: float = 0.1
     device: Any = None
     random_state: Any = None
 
-    def _moments(self, values: Any) -> tuple[Any, Any]:
-        scaler, on = StandardScaler().fit(values), float(self.standardize)
+    def _moments(self, values: Any, weights: Any) -> tuple[Any, Any]:
+        scaler = StandardScaler().fit(values, sample_weight=weights)
+        on = float(self.standardize)
         return on * scaler.mean_, scaler.scale_**on
 
-    def _make_net(self, in_features: int, out_features: int) -> nn.Module:
+    def _make_net(self, in_features: int, out_features: int, dropout: float) -> nn.Module:
         if self.net is not None:
             return self.net(in_features, out_features)
         sizes = itertools.pairwise([in_features, *self.hidden, out_features])
-        layers = [layer for ends in sizes for layer in (nn.Linear(*ends), nn.Tanh())]
+        drops = [nn.Dropout(dropout)] if dropout else []
+        layers = [layer for ends in sizes for layer in (nn.Linear(*ends), nn.Tanh(), *drops)]
         # In float64 the other rows of a batch do not change what is predicted for one.
-        return nn.Sequential(*layers[:-1]).double()
+        return nn.Sequential(*layers[: -1 - len(drops)]).double()
 
     def _place(self) -> Any:
         if self.device != "auto":
             return self.device
         return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def fit(self, X: Any, y: Any) -> Any:
-        """Fit to inputs `(n, n_features)` and numbers `(n,)` or `(n, n_outputs)`, or labels."""
-        if not callable(self.method):
-            check.choice("method", self.method, METHODS)
+    def _method(self) -> Method:
         check.number("prior_scale", self.prior_scale, above=0)
-        method = Method(self.method) if callable(self.method) else METHODS[self.method]
+        if callable(self.method):
+            method = Method(self.method)
+        else:
+            check.choice("method", self.method, METHODS)
+            method = METHODS[self.method]
         hint = f", which method={self.method!r} takes"
         check.count("num_epochs", self.num_epochs, method.fewest_epochs, hint)
+        return method
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        """Fit to inputs `(n, n_features)` and numbers `(n,)` or `(n, n_outputs)`, or labels.
+
+        Args:
+            X: inputs.
+            y: targets.
+            sample_weight: how often each row counts, `(n,)`: 2 is the row twice, 0 its absence.
+
+        Raises:
+            ValueError: weights that are negative, or not one for each row.
+        """
+        method = self._method()
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        X, y, likelihood, fitted = self._read(X, y)
-        held_out = self._held_out(y, seed)
+        X, y = self._checked(X, y)
+        weights = None
+        if sample_weight is not None:
+            weights = _check_sample_weight(sample_weight, X, ensure_non_negative=True)
+            X, y, weights = (each[weights > 0] for each in (X, y, weights))
+        y, size, likelihood, fitted = self._targets(y, weights)
+        held_out = self._held_out(y, self._fraction(method), seed)
         seen = torch.ones(len(y), dtype=torch.bool, device="cpu").index_fill_(0, held_out, False)
-        likelihood.dataset_size = int(seen.sum())
-        size = y.shape[1] if y.is_floating_point() else int(y.max()) + 1
-        (mean, scale), prior = self._moments(X), LambdaPrior(partial(_normal, self.prior_scale))
+        counts = seen if weights is None else torch.as_tensor(weights)[seen]
+        likelihood.dataset_size = counts.sum().item()
+        mean, scale = self._moments(X, weights)
+        prior = LambdaPrior(partial(_normal, self.prior_scale))
         with torch_rng_kept(seed):
-            net = self._make_net(X.shape[1], size)
+            net = self._make_net(X.shape[1], size, method.dropout)
             if self.device is not None:  # starts are drawn on the CPU, the same for all devices
                 net, likelihood = net.to(self._place()), likelihood.to(self._place())
             bnn = method.make(net, prior, likelihood)
             like = next(bnn.parameters())
-            x = torch.as_tensor((X - mean) / scale).to(like)
-            y = y.to(like if y.is_floating_point() else like.device)
-            data = TensorDataset(x[seen], y[seen])
-            batches = BatchSampler(RandomSampler(data), self.batch_size, drop_last=False)
-            loader = DataLoader(data, sampler=batches, batch_size=None)
-            adam, half = partial(torch.optim.Adam, lr=self.lr), -(-self.num_epochs // 2)
-            length: Any = (half,) if isinstance(bnn, MCMC_BNN) else (adam, self.num_epochs)
-            with method.handler():
-                bnn.fit(loader, *length, progress=False, **method.options)
-            bnn = method.finish(bnn, loader)
-            fitted |= {"bnn_": bnn, "n_iter_": self.num_epochs}
-        fitted |= self._calibration(bnn, x[~seen], y[~seen], seed)
+            columns = [torch.as_tensor((X - mean) / scale).to(like)]
+            columns.append(y.to(like if y.is_floating_point() else like.device))
+            columns += [] if weights is None else [torch.as_tensor(weights).to(like)]
+            rows, kept = ([each[part] for each in columns] for part in (seen, ~seen))
+            bnn = self._trained(method, bnn, rows, kept)
+        fitted |= {"bnn_": bnn, "n_iter_": self.num_epochs}
+        fitted |= self._calibration(bnn, kept, seed)
         self.__dict__.update(fitted, _x=(mean, scale), _seed=seed)
         return self
 
-    def _held_out(self, y: Tensor, seed: int) -> Tensor:
-        """Return the places of rows that are kept from the fit, for `_calibration`."""
-        return torch.arange(0, device="cpu")
+    def _trained(self, method: Method, bnn: Any, rows: list[Tensor], kept: list[Tensor]) -> Any:
+        """Return a BNN fitted to rows; others, which are kept from it, may choose the epoch."""
+        data = TensorDataset(*rows)
+        batches = BatchSampler(RandomSampler(data), self.batch_size, drop_last=False)
+        loader = DataLoader(data, sampler=batches, batch_size=None)
+        options = dict(method.options)
+        if method.beta:
+            options["beta"] = SMALL_BETA if self.beta is None else self.beta
+        if method.returns and self.beta is None and len(kept[0]):
+            options |= {"beta": partial(_rising, self.num_epochs), "validation": [tuple(kept)]}
+        adam, half = partial(torch.optim.Adam, lr=self.lr), -(-self.num_epochs // 2)
+        length: Any = (half,) if isinstance(bnn, MCMC_BNN) else (adam, self.num_epochs)
+        with method.handler():
+            bnn.fit(loader, *length, progress=False, **options)
+        return method.finish(bnn, loader)
 
-    def _calibration(self, bnn: Any, x: Tensor, y: Tensor, seed: int) -> dict[str, Any]:
+    def _fraction(self, method: Method) -> float:
+        """Return the part of rows that are kept from the fit, where they have a use."""
+        fraction = check.number("validation_fraction", self.validation_fraction, least=0, most=0.5)
+        chooses = method.returns and self.beta is None
+        return fraction if chooses or is_classifier(self) else 0.0
+
+    def _held_out(self, y: Tensor, fraction: float, seed: int) -> Tensor:
+        """Return the places of rows that are kept from the fit, as large a part of each class."""
+        y = y.new_zeros(len(y), dtype=torch.long) if y.is_floating_point() else y
+        draws = torch.Generator("cpu").manual_seed(seed)
+        order = torch.randperm(len(y), generator=draws, device="cpu")
+        order = order[y[order].argsort(stable=True)]
+        until = (torch.arange(len(y) + 1, device="cpu") * fraction + 0.5).long()
+        held_out = order[until.diff() > 0]
+        held_out = held_out[y.bincount()[y[held_out]] > 1]
+        return held_out if len(held_out) >= FEWEST_HELD_OUT else held_out[:0]
+
+    def _calibration(self, bnn: Any, kept: list[Tensor], seed: int) -> dict[str, Any]:
         return {}
 
     def _call(self, name: str, X: Any, seed: int, **options: Any) -> Any:
@@ -195,24 +287,33 @@ class _Estimator(BaseEstimator):
         return np.stack([self._in_units(each) for each in drawn], -1)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
-    """A Bayesian neural network for numbers, with Gaussian noise whose scale is learned.
+    """A Bayesian neural network for numbers, with Gaussian noise that is learned.
 
     Args:
         hidden: widths of the layers of tanh units; with none it is Bayesian linear regression.
         net: makes another net, `net(in_features, out_features)`, such as `nn.Linear`.
         method: `"laplace"` (training maximises the evidence over the prior's precision),
-            `"last_layer_laplace"`, `"mean_field"`, `"map"`, `"ensemble"` of five, `"swag"` or
-            `"nuts"`; or what makes the `bnn_` to fit, `method(net, prior, likelihood)`.
+            `"last_layer_laplace"`, `"mean_field"`, `"map"`, `"ensemble"` of five, `"swag"`,
+            `"dropout"` of a tenth of the units, or `"nuts"`; or what makes the `bnn_` to fit,
+            `method(net, prior, likelihood)`. A `net` has to have its own dropout.
         prior_scale: standard deviation of priors, times `sqrt(fan_in)`; with Laplace the first.
+        beta: weight of the KL, of `"map"`, `"ensemble"` and `"swag"` that of the log-density of the
+            prior. By default it rises from .01 to 1, and the fit goes back to the epoch at which
+            held-out rows were most probable; it is .1 of `"swag"`, and where no row is held out.
         num_epochs: passes through the data; of MCMC transitions, of which half only adapt.
         lr: learning rate of Adam.
         batch_size: rows at a time, in training and in predictions.
         num_predictions: draws of the weights in a prediction, by default as in `predict` of a BNN.
         standardize: let the net see inputs and targets with mean 0 and standard deviation 1.
+        validation_fraction: part of the rows that is kept from the fit where `beta`, and with
+            `"dropout"` the epoch, is chosen; at most a half. Of fewer than ten, none is kept.
         device: where to fit and predict, such as `"cuda:1"`; `"auto"` is CUDA where there is one,
             else the CPU; by default where the net is. Results are arrays of NumPy.
         random_state: seed of fit and predictions; the global generators stay as they are.
+        noise: `"homoskedastic"`, one scale for each target, or `"heteroskedastic"`, which the net
+            predicts from the inputs; then it has twice as many outputs as targets.
 
     Raises:
         ValueError: from `fit`, an unknown method, and numbers that are out of range.
@@ -224,22 +325,27 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         ((50,), (50,))
     """
 
-    def _read(self, X: Any, y: Any) -> tuple[Any, Tensor, Likelihood, dict[str, Any]]:
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+    noise: str = "homoskedastic"
+
+    def _checked(self, X: Any, y: Any) -> tuple[Any, Any]:
+        check.choice("noise", self.noise, NOISES)
+        return validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+
+    def _targets(self, y: Any, weights: Any) -> tuple[Tensor, int, Likelihood, dict[str, Any]]:
         columns = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
-        mean, scale = self._moments(columns)
-        likelihood = HomoskedasticGaussian(
-            len(y), scale=torch.ones(len(mean), device="cpu"), learn_scale=True
-        )
+        mean, scale = self._moments(columns, weights)
+        outputs, likelihood = NOISES[self.noise](len(mean))
         fitted = {"_y": (mean, scale), "_y_shape": y.shape[1:]}
-        return X, torch.as_tensor((columns - mean) / scale), likelihood, fitted
+        return torch.as_tensor((columns - mean) / scale), outputs, likelihood, fitted
 
     def _in_units(self, values: Any) -> Any:
         return (self._y[0] + self._y[1] * values).reshape(-1, *self._y_shape)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return means, or also standard deviations of observations, so with the noise, as `y`."""
-        mean, std = (part.double().cpu().numpy() for part in self._predict(X))
+        aggregated = self._predict(X)
+        found = self.bnn_.likelihood.predictive_distribution(aggregated)
+        mean, std = (part.double().cpu().numpy() for part in (found.mean, found.stddev))
         mean, std = self._in_units(mean), (std * self._y[1]).reshape(-1, *self._y_shape)
         return (mean, std) if return_std else mean
 
@@ -276,8 +382,8 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
     The rest is as with `BayesianRegressor`; `classes_` are the labels.
 
     Args:
-        validation_fraction: part of each class that is kept from the fit, by which the temperature
-            of probabilities is found; at most a half. Of fewer than ten rows, none is kept.
+        validation_fraction: part of each class that is kept from every fit, for the temperature of
+            probabilities as well; at most a half. Of fewer than ten rows, none is kept.
 
     Attributes:
         temperature_: what divides the logits of predictions; 1 where no row was kept.
@@ -288,32 +394,25 @@ class BayesianClassifier(ClassifierMixin, _Estimator):
         (50, 2)
     """
 
-    validation_fraction: float = 0.1
-
-    def _read(self, X: Any, y: Any) -> tuple[Any, Tensor, Likelihood, dict[str, Any]]:
+    def _checked(self, X: Any, y: Any) -> tuple[Any, Any]:
         X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        classes, codes = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        return X, column_or_1d(y, warn=True)
+
+    def _targets(self, y: Any, weights: Any) -> tuple[Tensor, int, Likelihood, dict[str, Any]]:
+        classes, codes = np.unique(y, return_inverse=True)
         if len(classes) < 2:
-            raise ValueError(f"y has only 1 class, {classes[0]}; expected two or more")
-        return X, torch.as_tensor(codes), Categorical(len(y)), {"classes_": classes}
+            named = ", ".join(map(str, classes))
+            raise ValueError(f"y has only {len(classes)} class, {named}; expected two or more")
+        return torch.as_tensor(codes), len(classes), Categorical(), {"classes_": classes}
 
-    def _held_out(self, y: Tensor, seed: int) -> Tensor:
-        fraction = check.number("validation_fraction", self.validation_fraction, least=0, most=0.5)
-        draws = torch.Generator("cpu").manual_seed(seed)
-        order = torch.randperm(len(y), generator=draws, device="cpu")
-        order = order[y[order].argsort(stable=True)]  # as large a part of each class
-        until = (torch.arange(len(y) + 1, device="cpu") * fraction + 0.5).long()
-        held_out = order[until.diff() > 0]
-        held_out = held_out[y.bincount()[y[held_out]] > 1]
-        return held_out if len(held_out) >= FEWEST_HELD_OUT else held_out[:0]
-
-    def _calibration(self, bnn: Any, x: Tensor, y: Tensor, seed: int) -> dict[str, Any]:
+    def _calibration(self, bnn: Any, kept: list[Tensor], seed: int) -> dict[str, Any]:
+        x, y, *weights = kept
         if not len(y):
             return {"temperature_": 1.0}
         with torch_rng_kept(seed + 1):
             logits = bnn.predict(x, batch_size=self.batch_size, **self._how())
-        return {"temperature_": _temperature(logits, y)}
+        return {"temperature_": _temperature(logits, y, *weights)}
 
     def _in_units(self, values: Any) -> Any:
         return self.classes_[values]
