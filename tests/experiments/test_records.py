@@ -132,8 +132,9 @@ def test_pages_include_every_table_and_no_other():
             r"^```{include} \S*results/(\w+\.md)$", page.read_text(), re.MULTILINE
         )
     }
-    # Those of the demo and of other libraries are no experiments'.
-    assert found - {"quickstart_digits.md", "works_with.md", "methods.md"} == made - UNSHOWN
+    # Those of the demo, of benchmarks and of other libraries are no experiments'.
+    others = {"quickstart_digits.md", "works_with.md", "methods.md", "gpu.md"}
+    assert found - others == made - UNSHOWN
 
 
 def test_a_record_without_what_a_figure_needs_says_so(tmp_path: Path):
