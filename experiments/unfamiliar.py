@@ -27,7 +27,8 @@ COLUMNS = {
 }
 
 
-def run(s, name, method, seed):
+def fitted(s, name, method, seed):
+    """Return a row's problem, and what is fitted to it with the settings that were chosen."""
     found = runner.Record(RESULTS / "leaderboard.json", leaderboard.by).read().cells
     start, begins = None, METHODS[method].start
     if begins:
@@ -35,15 +36,19 @@ def run(s, name, method, seed):
         start, _ = leaderboard.trained(s, name, begins, seed, *how, 1.0)
     own = problem(s, name, seed)
     runner.pyro.set_rng_seed(seed)
-    fitted = METHODS[method].fit(Case(own, s, start, *leaderboard.chosen(found, name, method)))
-    how = {"num_predictions": fitted.draws, "aggregate": False, "batch_size": 500}
-    known, unknown = (fitted.bnn.predict(*own.parts[p][0], **how) for p in ("test", "unknown"))
+    return own, METHODS[method].fit(Case(own, s, start, *leaderboard.chosen(found, name, method)))
+
+
+def run(s, name, method, seed):
+    own, (bnn, draws, _) = fitted(s, name, method, seed)
+    how = {"num_predictions": draws, "aggregate": False, "batch_size": 500}
+    known, unknown = (bnn.predict(*own.parts[p][0], **how) for p in ("test", "unknown"))
     row = {}
     for column, score in COLUMNS.items():
         if column != "mutual information" or len(known) > 1:
             sign = 1 if column == "largest probability" else -1
             # In double precision, where certain images differ.
-            pair = (sign * score(draws.double()) for draws in (known, unknown))
+            pair = (sign * score(each.double()) for each in (known, unknown))
             row[column] = tyxe.metrics.ood_auroc(*pair).item()
     return row
 

@@ -40,6 +40,7 @@ PARTS = [
 ]
 STEP = ["true posterior", "Laplace, Hessian", "Laplace, GGN", "Laplace, GGN damped", "HMC"]
 SMALL = ["last_layer_laplace", "mean_field, 2", "swag, 1"]
+LINKS = ["mc, 50 samples", "mc, 2 samples", "probit", "bridge", "the mode"]
 UNFAMILIAR = ["ML", "MC dropout", "last layer"]
 # Commands with their options, how many cells there are, and the rows of the table.
 CASES = [
@@ -47,6 +48,7 @@ CASES = [
     ("agreement --data digits --methods MAP ensemble", 2, ["MAP", "ensemble"]),
     ("binary_gap", 2 * len(binary_gap.ROWS), binary_gap.ROWS),
     ("laplace_toys step", 1, STEP),
+    ("links", 2, LINKS),
     ("low_rank", 2, ["full", "kron", "diag", "rank 3"]),
     ("mile_beside_bde --methods 'deep ensemble' MILE", 2, ["deep ensemble", "MILE"]),
     ("mile_digits", 1, mile_digits.ROWS),
@@ -71,7 +73,7 @@ def test_a_run_of_seconds_has_all_its_rows(
     monkeypatch.setattr(tyxe.samplers, "NUTS", short)
     known, words = run.catalogue(), shlex.split(line)
     command = next(c for c in (" ".join(words[:2]), words[0]) if c in known)
-    if command == "sklearn_methods":
+    if command in ("links", "sklearn_methods"):
         pytest.importorskip("sklearn", minversion="1.6", reason="the extra `sklearn`")
     found = smoke(known[command], *words[len(command.split()) :])
     assert len(found.cells) == count
@@ -98,6 +100,10 @@ def of_step(cells):
     truth = cells[("42",)]["rows"]["true posterior"]
     assert truth["p at x = 4"] == pytest.approx(0.992, abs=1e-3)
     assert truth["P(w1 < 0)"] < 1e-5
+
+
+def of_links(cells):
+    assert all(0 < cell["common to all logits"] < 1 for cell in cells.values())
 
 
 def of_mile_digits(cells):
@@ -144,6 +150,7 @@ CHECKS = {
     "agreement": of_agreement,
     "binary_gap": of_binary_gap,
     "laplace_toys step": of_step,
+    "links": of_links,
     "mile_digits": of_mile_digits,
     "moments": of_moments,
     "next_task": of_next_task,
