@@ -150,6 +150,8 @@ class Program:
                 # Not by torch.compile, whose guards cost more at each call than a small program.
                 options = dict(_OPTIONS_OF_DRAWS if draws else _OPTIONS)
                 options |= _OPTIONS_OF_CPUS if leaves[0].device.type == "cpu" else {}
+                known = torch._inductor.list_options()  # older versions lack some
+                options = {name: value for name, value in options.items() if name in known}
                 self._graph = torch._inductor.compile(graph, leaves, options=options)
         if how == "captured":
             self._graph = captured(self._graph, leaves)
