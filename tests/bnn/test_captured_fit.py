@@ -137,6 +137,67 @@ def test_a_callback_may_replace_what_a_graph_has(recorded: type[Recorded]) -> No
     torch.testing.assert_close(bnn.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
+class Two(nn.Module):
+    """A net of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.one(a) - self.two(b)
+
+
+def test_each_program_has_its_own_graph_and_gradients(
+    recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of equal leaves differ in structure; a callback sees the gradients of its step."""
+    data = [((X, 2 * X), Y), ({"b": X, "a": 2 * X}, Y)]
+    found = {}
+    for how in ("captured", "compiled"):
+        monkeypatch.setattr(captured, "best_way", lambda device, how=how: how)
+        torch.manual_seed(0)
+        bnn, norms = mean_field(Two(), tyxe.likelihoods.Categorical(80)), []
+
+        class Norms(tyxe.bnn.Callback):
+            def on_batch(self, bnn: Any, epoch: int, batch: int, terms: Any, norms=norms) -> None:
+                norms.append(sum(float(p.grad.square().sum()) for p in bnn.net_guide.parameters()))
+
+        torch.manual_seed(1)
+        history = bnn.fit(data, ADAM, 4, compile=True, callback=Norms())
+        found[how] = history.loss, norms
+    assert recorded.made == 2
+    assert found["captured"][0] == pytest.approx(found["compiled"][0], rel=1e-5)
+    assert found["captured"][1] == pytest.approx(found["compiled"][1], rel=1e-4)
+
+
+def test_a_loader_that_fills_its_memory_again_is_told_of_the_right_batch(
+    recorded: type[Recorded],
+) -> None:
+    def batches() -> Any:
+        x, y = X[:16].clone(), Y[:16].clone()
+        for number in range(30):
+            y[0] = 7 if number == 5 else 0
+            yield x, y
+
+    with pytest.raises(ValueError, match="support of Categorical"):
+        make(480).fit(batches(), ADAM, 1, compile=True)
+    assert recorded.made == 1
+
+
+def test_a_hook_of_the_optimizer_ends_capturing(recorded: type[Recorded]) -> None:
+    bnn, seen = make(), []
+    optimizer = torch.optim.Adam(bnn.parameters(), lr=0.05, fused=True)
+
+    def register(bnn: Any, epoch: int, loss: float) -> None:
+        if epoch == 1:
+            optimizer.register_step_post_hook(lambda *_: seen.append(1))
+
+    bnn.fit(DATA, optimizer, 4, compile=True, callback=register)
+    assert recorded.made == 2
+    assert len(seen) == 6  # of two epochs
+
+
 def test_what_cannot_be_captured_is_said_once(
     recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,15 +214,16 @@ def test_what_cannot_be_captured_is_said_once(
     assert history.loss[-1] < history.loss[0]
 
 
+@pytest.mark.parametrize("what", ["loss", "update"])
 def test_a_graph_of_other_numbers_is_not_used(
-    recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch
+    recorded: type[Recorded], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    class Stale(Recorded):
+    class Other(Recorded):
         def __call__(self) -> Any:
             found = super().__call__()
-            return found._replace(data=found.data + 1)
+            return found._replace(data=found.data + 1) if what == "loss" else super().__call__()
 
-    monkeypatch.setattr(captured, "Capture", Stale)
+    monkeypatch.setattr(captured, "Capture", Other)
     with pytest.warns(tyxe.TyxeWarning, match="a graph of them gives other numbers"):
         bnn, history = fitted()
     monkeypatch.setattr(captured, "best_way", lambda device: "compiled")

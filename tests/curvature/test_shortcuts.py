@@ -4,6 +4,7 @@ import copy
 from functools import partial
 from types import SimpleNamespace
 
+import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn as nn
@@ -45,6 +46,33 @@ class Changes(nn.Module):
     def forward(self, x):
         outputs = self.head(self.body(x))
         return outputs if self.factor is None else outputs.mul_(self.factor)
+
+
+def normed(channels, length, dtype, scale):
+    """A BNN of a map whose bias has no curvature, since a norm takes it away again, and inputs."""
+    torch.manual_seed(0)
+    conv = nn.Conv1d(channels, channels, 3, padding=1)
+    norm = nn.Sequential(nn.InstanceNorm1d(channels), nn.Tanh(), nn.Flatten())
+    net = nn.Sequential(conv, norm, nn.Linear(channels * length, 10)).to(dtype)
+    x = torch.randn(32, channels, length).to(dtype)
+    prior = dist.Normal(*torch.tensor([0.0, scale], dtype=dtype))
+    prior = tyxe.priors.IIDPrior(prior, expose_all=False, expose_modules=[net[0]])
+    bnn = tyxe.LaplaceBNN(net, prior, Categorical(32), structure="diag")
+    bnn.fit_curvature([(x, torch.arange(32) % 10)], progress=False)
+    return bnn, x
+
+
+def test_weights_without_curvature_have_none_by_rounding_nor_less():
+    bnn, _ = normed(64, 8, torch.float32, 1.0)
+    (block,) = bnn.state.curvature.operator.blocks.values()
+    assert (block.entries >= 0).all()
+
+
+def test_variances_of_weights_without_curvature_do_not_enter_by_rounding():
+    (bnn, x), (exact, wide) = (normed(16, 4, t, 1e4) for t in (torch.float32, torch.float64))
+    found, expected = bnn.functional_variance(x), exact.functional_variance(wide)
+    assert torch.linalg.eigvalsh(found).min() > 0
+    assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("factor", [None, 3.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
+from tyxe.bnn.batches import copied
 from tyxe.bnn.compiled import CompiledStep, is_close, restore
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.errors import warn
-from tyxe.program import Capture, best_way
+from tyxe.program import Capture, Program, best_way
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
-from tyxe.util import kind_of_batch
 
 # The host waits for the device once in so many steps, to see whether all were finite, and keeps
 # their batches until then: fewer where these are large.
@@ -67,32 +67,37 @@ class CapturedSteps:
         # Steps that were finite since these were read, and whether one was not.
         self.good, self.bad = (torch.zeros((), device=device) for _ in range(2))
         self._unread: list[tuple[ElboTerms, Any]] = []
-        self._captures: dict[Any, _Captured] = {}
-        self._failed = False
+        self._captures: dict[Program, _Captured] = {}
+        self._ended = False
 
     def __call__(self, step: CompiledStep, batch: Any) -> ElboTerms | None:
         """Make a step on a batch and return its terms, or None where there is no graph of it."""
         options = _options_of(self.optimizer)
         places = [tensor.data_ptr() for tensor in _tensors_of(step, self.optimizer)]
-        key = kind_of_batch(step.batch)
-        captured = self._captures.get(key)
-        if captured is not None and captured.options != options:
-            # A schedule that changes them, such as of betas, would want a graph for each step.
-            self._failed = True
-        if self._failed:
+        captured = self._captures.get(step.program)
+        # A schedule that changes options, such as betas, would want a graph for each step.
+        changed = captured is not None and captured.options != options
+        if self._ended or changed or not can_capture(self.optimizer, step.weight.device):
+            self._end()
             return None
         if captured is None or captured.places != places:
             try:
-                captured = self._captures[key] = _Captured(self, step, options, places)
+                captured = _Captured(self, step, options, places)
             except RuntimeError as error:
                 reason = str(error).strip().partition("\n")[0]
                 warn(f"compile=True: steps are compiled, and not captured in a graph: {reason}")
-                self._failed = True
+                self._end()
                 return None
+            self._captures[step.program] = captured
         terms = captured(step)
         if self.check is not None:
-            self._unread.append((terms, batch))
+            self._unread.append((terms, copied(batch)))  # its loader may fill the memory again
         return terms
+
+    def _end(self) -> None:
+        """Let the graphs go, with their memory."""
+        self._ended = True
+        self._captures.clear()
 
     def is_due(self) -> bool:
         """Whether it is time to read which steps were finite."""
@@ -110,6 +115,11 @@ class CapturedSteps:
         self.good.zero_()
         self.bad.zero_()
         return unread[good] if good < len(unread) else None
+
+    def leave(self, parameters: Iterable[Tensor]) -> None:
+        """Give gradients a place of their own, so that they are not those of a later step."""
+        for parameter in parameters:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
 
 class _Captured:
@@ -142,28 +152,43 @@ class _Captured:
     @torch.no_grad()
     def _compare(self, step: CompiledStep) -> None:
         """Raise a RuntimeError if the graph is not the step; what both change is set back."""
-        changed = [*_tensors_of(step, self._steps.optimizer), self._steps.good, self._steps.bad]
-        before = [tensor.clone() for tensor in changed]
+        steps, trained = self._steps, step.trained
+        changed = [*_tensors_of(step, steps.optimizer), steps.good, steps.bad]
+        before, starts = ([t.clone() for t in tensors] for tensors in (changed, trained))
         with torch_rng_kept():
             numbers = torch_rng()
-            expected, gradients = step()
-            restore(changed, before)
-            set_torch_rng(numbers)
-            found = self(step)
-            restore(changed, before)
-        pairs: list[Any] = [(found.data, expected.data), (found.kl, expected.kl)]
-        if self._steps.clip is None:
-            pairs += zip(self._gradients, gradients, strict=True)
-        if not all(is_close(one, other) for one, other in pairs if one is not None):
+            try:
+                expected = self._updated(step)
+                moves = [p - start for p, start in zip(trained, starts, strict=True)]
+                restore(changed, before)
+                set_torch_rng(numbers)
+                found = self(step)
+                pairs = [(found.data, expected.data), (found.kl, expected.kl)]
+                for parameter, start, move in zip(trained, starts, moves, strict=True):
+                    pairs.append((parameter - start, move))
+            finally:
+                restore(changed, before)
+        if not all(is_close(one, other) for one, other in pairs):
             raise RuntimeError("a graph of them gives other numbers")
+
+    def _updated(self, step: CompiledStep) -> ElboTerms:
+        """Make a step on a batch, without what looks for numbers that are not finite."""
+        terms, gradients = step()
+        self._set_gradients(gradients)
+        if self._steps.clip is not None:
+            self._steps.clip(step.trained)
+        self._steps.optimizer.step()
+        return terms
+
+    def _set_gradients(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._step.trained, gradients, strict=True):
+            parameter.grad = gradient
 
     def _made(self) -> ElboTerms:
         steps, trained = self._steps, self._step.trained
         before = [value.clone() for value in steps.statistics]
-        terms, gradients = self._step()
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.grad = gradient
-        self._gradients = gradients  # whose places the graph writes
+        terms, self._gradients = self._step()  # whose places the graph writes
+        self._set_gradients(self._gradients)
         if steps.check is not None:
             finite = (terms.data + terms.kl + steps.check(trained)).isfinite().to(steps.bad)
             steps.bad.copy_(torch.maximum(steps.bad, 1 - finite))
@@ -186,6 +211,7 @@ class _Captured:
                 self._on_device[index].fill_(group["lr"])
         with by_generators():
             terms = self._run()
+        self._set_gradients(self._gradients)
         points = terms.points
         points = points.clone() if isinstance(points, Tensor) else points
         return ElboTerms(terms.data.clone(), terms.kl.clone(), points, {})

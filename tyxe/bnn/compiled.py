@@ -179,13 +179,15 @@ def _compare(program: Program, objective: Objective, trained: list[Tensor], give
     _, rest, batch, weight = given
     with torch_rng_kept():
         numbers, before = torch_rng(), [tensor.clone() for tensor in rest]
-        with by_generators():
-            data, kl, _, gradients = program(*given)
-        set_torch_rng(numbers)
-        restore(rest, before)
-        loss = objective(*batch, weight)
-        expected = torch.autograd.grad(loss, trained, allow_unused=True)
-        restore(rest, before)
+        try:
+            with by_generators():
+                data, kl, _, gradients = program(*given)
+            set_torch_rng(numbers)
+            restore(rest, before)
+            loss = objective(*batch, weight)
+            expected = torch.autograd.grad(loss, trained, allow_unused=True)
+        finally:
+            restore(rest, before)
     terms = objective.take_terms()
     pairs = [*zip(gradients, expected, strict=True), (data, terms.data), (kl, terms.kl)]
     for found, one in pairs:

@@ -258,6 +258,8 @@ class Trainer:
                 callback.on_batch(self.bnn, epoch, self._batches, terms)
             self._batches += len(group)
         self._read_captured()
+        if self._captured is not None:
+            self._captured.leave(self.parameters.values())
         return data, kl, points
 
     def _schedule(self, after: str, loss: float = math.nan) -> None:

@@ -131,7 +131,8 @@ def squared_sums(cotangents: Sequence[OuterProductGradients]) -> Tensor:
             of_outputs = (g[:, :, r] * g[:, :, s]).sum(0) * twice[:, None]
             of_inputs = a[part, r] * a[part, s]
         total.addmm_(of_outputs.flatten(0, 1).mT, of_inputs.flatten(0, 1))
-    return total.flatten()
+    # Products of pairs have both signs: where they add up to zero, rounding may leave less.
+    return total.flatten().clamp_min(0)
 
 
 def _squared_sum(rows: Tensor) -> Tensor:

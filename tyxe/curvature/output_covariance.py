@@ -16,9 +16,8 @@ from tyxe.linalg.diagonal import pairs_are_fewer
 
 # Elements of Jacobians that are held at a time on a processor, so that they fit its cache.
 CACHED_ROWS = 2**20
-# Structures that do not form the Jacobian of a map that is used at few positions, or at one.
-BY_PAIRS = (Kronecker, Diagonal)
-FORMS_NO_ROWS = (*BY_PAIRS, Dense)
+# Structures that do not form the Jacobian of a map that is used at one position.
+FORMS_NO_ROWS = (Kronecker, Diagonal, Dense)
 
 Gradients = dict[str, PointGradients]
 
@@ -184,7 +183,8 @@ def _stacked(rows: list[Tensor], block: Operator) -> Tensor:
 
 
 def _by_pairs(positions: int, classes: int, block: Operator) -> bool:
-    return isinstance(block, BY_PAIRS) and pairs_are_fewer(positions, classes)
+    at_one = positions == 1 and isinstance(block, Diagonal)
+    return at_one or (isinstance(block, Kronecker) and pairs_are_fewer(positions, classes))
 
 
 def _held(block: Operator) -> int:
