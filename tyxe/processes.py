@@ -79,8 +79,10 @@ class Shards:
 
     def __init__(self, module: nn.Module, wrapper: Parallel) -> None:
         kinds = "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
-        self._places = [part._parameters for part in module.modules()]
-        hooks = (part.__dict__[kind] for part in module.modules() for kind in kinds)
+        # Scripted parts hand out no places of their parameters, which stay whole.
+        parts = [p for p in module.modules() if not isinstance(p, torch.jit.ScriptModule)]
+        self._places = [part._parameters for part in parts]
+        hooks = (part.__dict__[kind] for part in parts for kind in kinds)
         self._hooks = [(each, {*each}) for each in hooks]
         wholes: list[Any] = [p for place in self._places for p in place.values()]
         self.module = wrapper(module)

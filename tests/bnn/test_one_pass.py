@@ -335,3 +335,32 @@ def test_an_ensemble_has_the_same_draws_in_all_ways(on_gpu) -> None:
     ensemble = tyxe.EnsembleBNN(lambda _: variational(net_with_head()), 2)
     run = partial(ensemble.predict, X, num_predictions=DRAWS, aggregate=False)
     torch.testing.assert_close(seeded(run), seeded(run, vectorize=False))
+
+
+class Clipped(nn.Module):
+    """Reads a number where its inputs are large, which no transform can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.body(x).tanh())
+        return y.clamp(max=float(y.max()) / 2) if x.max() > 100 else y
+
+
+def test_a_later_batch_that_torch_vmap_refuses_runs_one_by_one() -> None:
+    net = Clipped()
+    bnn = classifier(net, net.head)
+    for x in (X, 1000 * X, X):
+        found, expected = (
+            seeded(bnn.predict, x, num_predictions=DRAWS, vectorize=how) for how in (None, False)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_is_not_finite_is_alike_where_it_is_the_same() -> None:
+    one = torch.tensor([[1.0, torch.inf, torch.nan], [2.0, torch.inf, torch.nan]])
+    assert one_pass.are_alike(one, one.clone())
+    for other in (-torch.inf, 0.0, torch.nan):
+        assert not one_pass.are_alike(torch.where(one.isposinf(), other, one), one)

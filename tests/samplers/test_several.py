@@ -8,6 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tyxe
 from tests.oracles.recorded import Recorded
 from tyxe import program
 from tyxe.samplers import HMC, MCLMC, NUTS, Kernel, Run, run
@@ -150,3 +151,17 @@ def test_launches_of_large_positions_are_of_fewer_steps() -> None:
     assert steps_at_once(torch.Size([4, 100])) == 32
     assert steps_at_once(torch.Size([256, 2**13])) == 2
     assert steps_at_once(torch.Size([4, 2**30])) == 1
+
+
+def test_steps_that_no_graph_takes_go_on_one_by_one(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(function: object, device: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(program, "Capture", refuse)
+    chains = run_of(NUTS())
+    with pytest.warns(tyxe.TyxeWarning, match="one by one.*not permitted"):
+        for _ in chains.steps():
+            pass
+    assert chains.num_kept == 9

@@ -115,6 +115,7 @@ class NetOnBatch:
 
     def _looked_at(self, stacked: Mapping[str, Tensor]) -> Tensor:
         """Return what `one_by_one` does, and rule out what one pass would not do as well."""
+        self._is_plain &= self._bnn._runtime.one_pass.is_right
         outputs, stand_in, prefix = self.one_by_one(stacked), self._stand_in, self._prefix
         assert stand_in is not None
         ends = {*()} if prefix is None or prefix.runs_after else self._owners()

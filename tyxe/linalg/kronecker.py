@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ def _rotated(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def _rows_times(x: Tensor, matrix: Tensor) -> Tensor:
     """Return `x @ matrix`, of several points by one product that reads the matrix once."""
-    if x.shape[:-2].numel() == 1:
+    if math.prod(x.shape[:-2]) == 1:  # the number of points may be symbolic
         return x @ matrix
     return (x.reshape(-1, x.shape[-1]) @ matrix).view(x.shape)
 
@@ -46,7 +47,7 @@ def kron_rotate_summed(a: Tensor, g: Tensor, u_a: Tensor, u_g: Tensor) -> Tensor
     a_first, g_first = positions <= count * rows, positions <= a.shape[-1]
     if a_first:
         # Of more positions each point has a product, with positions last in memory, as they are.
-        few = 8 * positions <= a.shape[-1] and a.shape[:-2].numel() > 1
+        few = 8 * positions <= a.shape[-1] and math.prod(a.shape[:-2]) > 1
         a = _rows_times(a, u_a) if few else (u_a.mT @ a.mT).mT
     gradients = g.movedim(-1, -3).flatten(-2)
     if g_first:

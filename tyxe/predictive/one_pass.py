@@ -27,6 +27,9 @@ MOST_DRAWN: dict[bool, int] = {True: 2**24, False: 2**28}  # on a CPU, and elsew
 MOST_GIVEN = 2**26
 
 
+_NOT_FINITE = (torch.isnan, torch.isposinf, torch.isneginf)
+
+
 def is_faster(random: Iterable[Tensor], device: torch.device, are_last: bool) -> bool:
     """Whether one pass is faster on a device for a net of which these tensors are random.
 
@@ -66,6 +69,8 @@ class OnePass:
                 return together()
             except torch.OutOfMemoryError:
                 return in_turn()
+            except Exception:  # such as of a branch that numbers of other batches did not take
+                self.is_right = False
         outputs = in_turn()
         if not self.is_right or torch.compiler.is_compiling():
             return outputs
@@ -92,6 +97,8 @@ def are_alike(found: Tensor, outputs: Tensor) -> bool:
         return False
     if not (outputs.is_floating_point() or outputs.is_complex()):
         return torch.equal(found, outputs)
+    if not all(torch.equal(is_so(found), is_so(outputs)) for is_so in _NOT_FINITE):
+        return False
     found, outputs = (one.nan_to_num(0.0, 0.0, 0.0) for one in (found, outputs))
     error, spread = (found - outputs).norm(), (outputs - outputs.mean(0)).norm()
     least = torch.finfo(outputs.dtype).eps ** 0.5 * outputs.norm()

@@ -19,9 +19,9 @@ from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 from tyxe.samplers.several import several, steps_at_once
 
-# Steps after which a program is worth the seconds that it takes to compile, if as many are left.
+# Steps that are to be left for a program to be worth the seconds that it takes to compile. That is
+# looked at after as many, or sooner where uncompiled steps are launched operation by operation.
 _WORTH_COMPILING = 3000
-# The same where uncompiled steps are launched operation by operation, and take fifty times as long.
 _WORTH_LAUNCHING = 100
 
 
@@ -162,15 +162,15 @@ class Run:
             # A program needs no parameters in any places.
             inside = nullcontext if self.is_compiled else self.inside
             with torch.no_grad(), inside():
-                several = self._takes_several and self.is_compiled
-                transition = self._advance_several(least) if several else self._advance()
-            if not several:
+                several = self._advance_several(least) if self._may_launch() else None
+                transition = self._advance() if several is None else None
+            if transition is not None:
                 self._made += 1
                 yield transition
-                continue
-            self._made += len(transition.done)
-            rows = zip(*(part.unbind() for part in transition), strict=True)
-            yield from map(Transition._make, rows)
+            if several is not None:
+                self._made += len(several.done)
+                rows = zip(*(part.unbind() for part in several), strict=True)
+                yield from map(Transition._make, rows)
 
     def _prepare(self, step: int) -> None:
         if self.before is not None:
@@ -204,10 +204,8 @@ class Run:
         transition = step(chains.state, self.settings, random)[1]
         rows = self._plan.new_zeros(len(self.starts), self._plan.shape[-1])
         after = (chains, chains.state, transition, transition.done, rows, random)
-        adapts, how = (
-            int(self.transitions.min()) < len(self._plan),
-            "compiled" if compile else "eager",
-        )
+        adapts = int(self.transitions.min()) < len(self._plan)
+        how = "compiled" if compile else "eager"
         return (
             Program(step, chains.state, self.settings, random, how=how),
             Program(self.kernel.adapt, *after, how=how if adapts else "eager"),
@@ -217,11 +215,14 @@ class Run:
         state = pytree.tree_unflatten(self._state, self._place)
         return Chains(state, self.settings, self._adaptation)
 
-    def _advance_several(self, least: int) -> Transition:
+    def _may_launch(self) -> bool:
+        return self._takes_several and self.is_compiled
+
+    def _advance_several(self, least: int) -> Transition | None:
         """Make several steps, and return what they have brought, with a first dimension of steps.
 
-        Every chain has made as many transitions as `least`. The host waits for the steps at the
-        end, to keep what is to be kept.
+        Every chain has made `least` transitions or more. The host waits for the steps at the end,
+        to keep what is to be kept. Where no graph takes the steps, nothing is made.
         """
         assert self.programs is not None
         adapts = least < len(self._plan)
@@ -237,8 +238,16 @@ class Run:
         if self._launched is None or self._launched[1] != adapts:
             step, adapt = self.programs
             steps = several(step, adapt if adapts else None, self._plan, place)
-            # Of copies, since each has a place of its own there.
-            self._launched = captured(steps, [*map(torch.clone, leaves)]), adapts
+            try:
+                # Of copies, since each has a place of its own there.
+                self._launched = captured(steps, [*map(torch.clone, leaves)]), adapts
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                warn(
+                    f"compiled steps are launched one by one, and not captured in a graph: {reason}"
+                )
+                self._takes_several, self._random = False, None
+                return None
         found = self._launched[0](*leaves)
         (state, settings, adaptation), transitions = pytree.tree_unflatten(
             found[: len(given)], place
