@@ -139,7 +139,7 @@ def samplers_case(smoke_test: bool) -> Case:
         reads: dict[str, Any] = {}
         for one in found:
             if one.who == "ours":
-                counted = waits(one.run) / count
+                counted = waits_of(one.run) / count
                 reads[f"{one.name}: waits a step"] = f"{counted:.3g}"
         return errors | reads
 
@@ -147,7 +147,7 @@ def samplers_case(smoke_test: bool) -> Case:
     return Case("samplers", title, "step of all chains", 15, found, True, FINISHED, findings)
 
 
-def waits(step: Step) -> int:
+def waits_of(step: Step) -> int:
     """Return how often the host waits for the device in a run; on a CPU, for a number."""
     if device().type == "cuda":
         return sum(synchronizations(step).values())

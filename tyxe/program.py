@@ -115,8 +115,8 @@ class Program:
     Args:
         function: takes and returns nested containers of tensors; what else it returns is constant.
         arguments: what it is traced with.
-        how: `"eager"` runs the function itself, `"traced"` its operations, `"compiled"` what a
-            compiler makes of these, if there is one, and `"captured"` the same in a CUDA graph.
+        how: `"eager"` runs the function itself, `"traced"` its operations, and `"compiled"` what a
+            compiler makes of these, if there is one.
         draws: whether the function may draw random numbers.
 
     Raises:
@@ -133,7 +133,7 @@ class Program:
         self._function = function
         leaves, self._given = pytree.tree_flatten(arguments)
         self._returned: tuple[Any, list[Any]] | None = None
-        self.is_compiled = how in ("compiled", "captured")
+        self.is_compiled = how == "compiled"
         self._strides: list[tuple[int, ...]] | None = None
         self._graph: Callable[..., Sequence[Tensor]] | None = None
         if how == "eager":
@@ -153,8 +153,6 @@ class Program:
                 known = torch._inductor.list_options()  # older versions lack some
                 options = {name: value for name, value in options.items() if name in known}
                 self._graph = torch._inductor.compile(graph, leaves, options=options)
-        if how == "captured":
-            self._graph = captured(self._graph, leaves)
 
     @property
     def at_leaves(self) -> Callable[..., Sequence[Tensor]]:
