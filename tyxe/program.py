@@ -64,12 +64,12 @@ def has_compiler(device: torch.device) -> bool:
 
 def has_programs(device: torch.device) -> bool:
     """Whether programs for a device are faster than what they are made of."""
-    return has_compiler(device) or best_way(device) == "captured"
+    return has_compiler(device) or has_graphs(device)
 
 
-def best_way(device: torch.device) -> str:
-    """Return how programs for a device run fastest: captured where it has graphs, else compiled."""
-    return "captured" if device.type == "cuda" else "compiled"
+def has_graphs(device: torch.device) -> bool:
+    """Whether what runs on a device can be captured in a graph."""
+    return device.type == "cuda"
 
 
 class Capture:

@@ -27,7 +27,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True)
 def recorded(monkeypatch: pytest.MonkeyPatch, traced: list[Any]) -> type[Recorded]:
     """Let steps on a processor be captured."""
     monkeypatch.setattr(captured, "Capture", Recorded)
-    monkeypatch.setattr(captured, "best_way", lambda device: "captured")
+    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
     monkeypatch.setattr(Recorded, "made", 0)
     return Recorded
 
@@ -64,7 +64,7 @@ def test_captured_steps_are_the_uncaptured_ones(
 ) -> None:
     bnn, history = fitted(**options)
     assert recorded.made == 2  # one for each shape of a batch
-    monkeypatch.setattr(captured, "best_way", lambda device: "compiled")
+    monkeypatch.setattr(captured, "has_graphs", lambda device: False)
     expected, other = fitted(**options)
     assert recorded.made == 2
     assert history.loss == pytest.approx(other.loss, rel=1e-5)
@@ -155,7 +155,7 @@ def test_each_program_has_its_own_graph_and_gradients(
     data = [((X, 2 * X), Y), ({"b": X, "a": 2 * X}, Y)]
     found = {}
     for how in ("captured", "compiled"):
-        monkeypatch.setattr(captured, "best_way", lambda device, how=how: how)
+        monkeypatch.setattr(captured, "has_graphs", lambda device, how=how: how == "captured")
         torch.manual_seed(0)
         bnn, norms = mean_field(Two(), tyxe.likelihoods.Categorical(80)), []
 
@@ -226,7 +226,7 @@ def test_a_graph_of_other_numbers_is_not_used(
     monkeypatch.setattr(captured, "Capture", Other)
     with pytest.warns(tyxe.TyxeWarning, match="a graph of them gives other numbers"):
         bnn, history = fitted()
-    monkeypatch.setattr(captured, "best_way", lambda device: "compiled")
+    monkeypatch.setattr(captured, "has_graphs", lambda device: False)
     expected, other = fitted()
     assert history.loss == pytest.approx(other.loss, rel=1e-6)
     torch.testing.assert_close(bnn.state_dict(), expected.state_dict(), rtol=1e-5, atol=1e-7)

@@ -27,7 +27,7 @@ def normal(position: Tensor) -> tuple[Tensor, Tensor]:
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch several steps as on a GPU, where traces stand for what a compiler makes of them."""
     for module in (run, program):
-        monkeypatch.setattr(module, "best_way", lambda device: "captured")
+        monkeypatch.setattr(module, "has_graphs", lambda device: True)
     monkeypatch.setattr(program, "has_compiler", lambda device: False)
     monkeypatch.setattr(program, "Capture", Recorded)
 

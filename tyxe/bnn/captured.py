@@ -15,7 +15,7 @@ from tyxe.bnn.batches import copied
 from tyxe.bnn.compiled import CompiledStep, is_close, restore
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.errors import warn
-from tyxe.program import Capture, Program, best_way
+from tyxe.program import Capture, Program, has_graphs
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 
 # The host waits for the device once in so many steps, to see whether all were finite, and keeps
@@ -32,7 +32,7 @@ def can_capture(optimizer: Optimizer, device: torch.device) -> bool:
         optimizers._global_optimizer_post_hooks,
     )
     return (
-        best_way(device) == "captured"
+        has_graphs(device)
         and type(optimizer) in (Adam, AdamW, SGD)
         and not any(hooks)
         and all(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.errors import warn
-from tyxe.program import Program, best_way, captured, check_repeatable, has_programs
+from tyxe.program import Program, captured, check_repeatable, has_graphs, has_programs
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 from tyxe.samplers.several import several, steps_at_once
@@ -118,7 +118,7 @@ class Run:
         self._made = 0
         # Whether programs make several steps at once, of which nothing is to be seen in between.
         is_free = self.before is None and type(self.kernel).stops is Kernel.stops
-        self._takes_several = is_free and best_way(like.device) == "captured"
+        self._takes_several = is_free and has_graphs(like.device)
         # What makes them, and whether chains adapt in them.
         self._launched: tuple[Callable[..., Sequence[Tensor]], bool] | None = None
 
