@@ -243,6 +243,14 @@ def test_a_weight_of_the_kl_of_ones_own_is_that_of_the_whole_fit(method):
     assert bnn.likelihood.dataset_size == 200  # held-out rows would have nothing to choose
 
 
+def test_a_weight_of_the_kl_changes_no_method_without_one():
+    x, y = regression(200)
+    settings = {"method": "dropout", **SHORT}
+    found = [BayesianRegressor(beta=beta, **settings).fit(x, y) for beta in (None, 1.0)]
+    assert [model.bnn_.likelihood.dataset_size for model in found] == [180, 180]
+    np.testing.assert_array_equal(*(model.predict(x) for model in found))
+
+
 # --------------------------------------------------------------------------- weights
 
 
@@ -611,6 +619,17 @@ def test_the_score_of_a_classifier_is_its_log_loss_and_has_weights():
         assert found != pytest.approx(scorer(model, x, y))
     with pytest.raises(TypeError, match=r"BayesianClassifier predicts classes; .* use neg_nll"):
         neg_crps(model, x, y)
+
+
+def test_the_score_of_data_that_lack_a_class_is_that_of_the_others():
+    x, _ = classes(60)
+    y = np.array(["a", "b", "c"])[np.digitize(x[:, 0], [-0.5, 1.0])]
+    model = BayesianClassifier(method="map", **SHORT).fit(x, y)
+    for part in (y != "b", y == "c"):
+        own = model.predict_proba(x[part])[
+            np.arange(part.sum()), np.searchsorted(model.classes_, y[part])
+        ]
+        assert neg_nll(model, x[part], y[part]) == pytest.approx(np.log(own).mean())
 
 
 def test_scorers_go_with_cross_validation_of_any_regressor_with_a_standard_deviation():

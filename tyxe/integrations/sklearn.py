@@ -21,7 +21,7 @@ from sklearn.base import (
     RegressorMixin,
     is_classifier,
 )
-from sklearn.metrics import get_scorer
+from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
@@ -238,7 +238,7 @@ class _Estimator(BaseEstimator):
         options = dict(method.options)
         if method.beta:
             options["beta"] = SMALL_BETA if self.beta is None else self.beta
-        if method.returns and self.beta is None and len(kept[0]):
+        if self._chooses(method) and len(kept[0]):
             options |= {"beta": partial(_rising, self.num_epochs), "validation": [tuple(kept)]}
         adam, half = partial(torch.optim.Adam, lr=self.lr), -(-self.num_epochs // 2)
         length: Any = (half,) if isinstance(bnn, MCMC_BNN) else (adam, self.num_epochs)
@@ -249,8 +249,11 @@ class _Estimator(BaseEstimator):
     def _fraction(self, method: Method) -> float:
         """Return the part of rows that are kept from the fit, where they have a use."""
         fraction = check.number("validation_fraction", self.validation_fraction, least=0, most=0.5)
-        chooses = method.returns and self.beta is None
-        return fraction if chooses or is_classifier(self) else 0.0
+        return fraction if self._chooses(method) or is_classifier(self) else 0.0
+
+    def _chooses(self, method: Method) -> bool:
+        """Whether held-out rows may choose the epoch: no `beta` is given that the method heeds."""
+        return method.returns and (self.beta is None or not method.beta)
 
     def _held_out(self, y: Tensor, fraction: float, seed: int) -> Tensor:
         """Return the places of rows that are kept from the fit, as large a part of each class."""
@@ -301,7 +304,8 @@ class BayesianRegressor(MultiOutputMixin, RegressorMixin, _Estimator):
         prior_scale: standard deviation of priors, times `sqrt(fan_in)`; with Laplace the first.
         beta: weight of the KL, of `"map"`, `"ensemble"` and `"swag"` that of the log-density of the
             prior. By default it rises from .01 to 1, and the fit goes back to the epoch at which
-            held-out rows were most probable; it is .1 of `"swag"`, and where no row is held out.
+            held-out rows were most probable; it is .1 for `"swag"`, and where no row is held out.
+            The Laplace methods, `"dropout"`, `"nuts"` and one of your own ignore it.
         num_epochs: passes through the data; of MCMC transitions, of which half only adapt.
         lr: learning rate of Adam.
         batch_size: rows at a time, in training and in predictions.
@@ -467,8 +471,9 @@ def neg_nll(estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
         (5,)
     """
     if is_classifier(estimator):
-        scorer = get_scorer("neg_log_loss")
-        return float(scorer(estimator, X, y, sample_weight=sample_weight))
+        # The labels in `y` are not all, where a part of the data lacks a class.
+        labels, probs = estimator.classes_, estimator.predict_proba(X)
+        return -float(log_loss(y, probs, labels=labels, sample_weight=sample_weight))
     return _of_normal(metrics.gaussian_nll, estimator, X, y, sample_weight)
 
 
