@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -85,7 +86,7 @@ class Shards:
         hooks = (part.__dict__[kind] for part in parts for kind in kinds)
         self._hooks = [(each, {*each}) for each in hooks]
         wholes: list[Any] = [p for place in self._places for p in place.values()]
-        self.module = wrapper(module)
+        self.module = _wrapped_whole(module, wrapper)
         found: list[Any] = [p for place in self._places for p in place.values()]
         pairs = zip(wholes, found, strict=True)
         self._parts = {whole: part for whole, part in pairs if part is not whole}
@@ -133,6 +134,37 @@ class Shards:
             yield
         finally:
             self.divide()
+
+
+def _wrapped_whole(module: nn.Module, wrapper: Parallel) -> Any:
+    """Return what a wrapper makes of a module; after an error everything is as it was.
+
+    Raises:
+        TypeError: the wrapper has changed modules inside of it as well.
+    """
+    before: list[Any] = []
+    for part in module.modules():
+        tables = [(table, {**table}) for table in vars(part).values() if isinstance(table, dict)]
+        before.append((part, type(part), {**vars(part)}, tables))
+    try:
+        found = wrapper(module)
+        if any(type(part) is not kind for part, kind, *_ in before[1:]):
+            raise TypeError(
+                "parallel divides modules inside of the objective, whose parameters a fit takes "
+                "from outside of them: shard the objective as one unit: parallel=fully_shard"
+            )
+    except BaseException:
+        for part, kind, attributes, tables in before:
+            part.__class__ = kind
+            for name in vars(part).keys() - attributes.keys():
+                del vars(part)[name]
+            for table, entries in tables:
+                table.clear()
+                table.update(entries)
+            # PyTorch has no call that lets a module be divided anew.
+            _composable_state._module_state_mapping.pop(part, None)
+        raise
+    return found
 
 
 def _divided(whole: Tensor, like: Any) -> Any:

@@ -218,6 +218,7 @@ def work(rank, folder):
         "starts": other_starts(rank, **parallel),
         "SWAG": averaged(rank, **parallel),
         "scalar": scalar(rank, **parallel),
+        "layers": layers_first(rank, **parallel),
         "saved": saved(rank, folder),
         "laplace": laplace(rank, torch.distributed.group.WORLD),
         "lightning": by_lightning(rank) if find_spec("lightning") else None,
@@ -233,6 +234,27 @@ def scalar(rank, **parallel):
         bnn.fit(batches(X[:, :1], rank), ADAM, 1, **parallel)
     after = parameters(bnn)
     return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def layers_first(rank, **parallel):
+    """Whether a fit that would divide layers one by one is refused, and is as it was."""
+
+    def divide(module):
+        for part in [part for part in module.modules() if isinstance(part, torch.nn.Linear)]:
+            fully_shard(part)
+        return fully_shard(module)
+
+    bnn, other = make(), make()
+    before = list(bnn.parameters())
+    with pytest.raises(TypeError, match="as one unit: parallel=fully_shard"):
+        bnn.fit(batches(CLASSES, rank), ADAM, 1, parallel=divide)
+    assert all(held is own for held, own in zip(bnn.parameters(), before, strict=True))
+    assert [type(part) for part in bnn.modules()] == [type(part) for part in other.modules()]
+    for one in (bnn, other):
+        torch.manual_seed(7)
+        one.fit(batches(CLASSES, rank), ADAM, 1, **parallel)
+    expected = parameters(other)
+    return all(torch.equal(value, expected[name]) for name, value in parameters(bnn).items())
 
 
 def other_starts(rank, **parallel):
@@ -322,6 +344,7 @@ def test_errors_are_those_of_all_processes(found):
         assert "3, 4 points" in process["sizes"][0]
         assert process["sizes"][1]
         assert process["scalar"]
+        assert process["layers"]
         assert process["stopped"] == 2
         assert all(f"process {rank} has {n}" in process["differing"][n] for n in OTHERS)
         assert f"process {rank} has checksum of weights" in process["starts"]

@@ -32,6 +32,7 @@ PRIOR = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
 STUDENT = tyxe.priors.IIDPrior(dist.StudentT(3.0))  # no closed form: the KL is sampled
 ML = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), hide_all=True)
 HEAD = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0), expose=["2.*"])
+FEW = tyxe.priors.SubnetworkPrior(PRIOR, 9, "last")
 NORMAL = functools.partial(AutoNormal, init_scale=0.3)
 LOW_RANK = functools.partial(AutoLowRankMultivariateNormal, rank=2)
 UNIT = torch.ones((), dtype=torch.float64)
@@ -66,6 +67,7 @@ SAME_DRAWS = {
     "maximum likelihood": ({"prior": ML, "guide": None}, {}),
     "MAP": ({"guide": AutoDelta}, {}),
     "low rank": ({"guide": LOW_RANK}, {}),
+    "single weights": ({"prior": FEW}, {}),
     "inferred noise": ({"likelihood": NOISE, "noise": NORMAL}, {}),
 }
 # These sample within the net, or normalise by batch: what a row meets depends on its process.

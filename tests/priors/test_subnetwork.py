@@ -15,6 +15,7 @@ from tyxe.priors import IIDPrior, LayerwiseNormalPrior, SubnetworkPrior
 
 N = 20
 NORMAL = IIDPrior(dist.Normal(0.0, 0.5))
+FEW = SubnetworkPrior(NORMAL, 5, "last")
 SEED = torch.Generator().manual_seed(0)
 X = torch.randn(N, 1, 4, 4, generator=SEED, dtype=torch.float64)
 Y = torch.randint(3, (N,), generator=SEED)
@@ -218,6 +219,17 @@ def test_a_state_has_the_chosen_weights_and_all_others(tmp_path):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("other", [SubnetworkPrior(NORMAL, 8, "last"), NORMAL])
+def test_a_state_with_other_numbers_of_chosen_weights_is_an_error(other, tmp_path):
+    bnns = [variational(tyxe.guides.AutoNormal, made(), each) for each in (FEW, other)]
+    for one, two in (bnns, bnns[::-1]):
+        one.save(tmp_path / "saved.tyxe")
+        before = copy.deepcopy(two.state_dict())
+        with pytest.raises(RuntimeError, match="other chosen weights: build the BNN with the same"):
+            two.load(tmp_path / "saved.tyxe")
+        assert all(torch.equal(before[name], value) for name, value in two.state_dict().items())
+
+
 def test_chains_find_the_conditional_posterior_of_a_linear_model():
     x = torch.randn(30, 4, generator=SEED, dtype=torch.float64)
     y = x.sum(1, keepdim=True) + 0.5 * torch.randn(30, 1, generator=SEED, dtype=torch.float64)
@@ -250,6 +262,7 @@ def test_a_posterior_becomes_the_prior():
 
 REFUSED = [
     (lambda: SubnetworkPrior(1.0, 3, "last"), TypeError, "prior is 1.0; expected one such as"),
+    (lambda: SubnetworkPrior(FEW, 3, "last"), TypeError, "whose choice would be lost; expected a"),
     (lambda: SubnetworkPrior(NORMAL, 0, "last"), ValueError, "num_weights is 0; expected 1 or"),
     (lambda: SubnetworkPrior(NORMAL, 3, "size"), ValueError, "by is 'size'; expected one of 'mag"),
     (lambda: SubnetworkPrior(NORMAL, 3, "variance"), ValueError, "or a posterior, whose variances"),

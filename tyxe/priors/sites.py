@@ -115,6 +115,7 @@ class SitePriors(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Build the joint Gaussians that the state describes before their numbers are loaded."""
+        self._check_elements(state_dict, prefix)
         start = f"{prefix}_entries."
         found: dict[str, JointDistribution] = {}
         for key, extra in state_dict.items():
@@ -129,6 +130,19 @@ class SitePriors(nn.Module):
             marginals = {name: joint.marginal(self.prefix + name) for name, joint in found.items()}
             self.update({**own, **marginals}, self._own_values)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _check_elements(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raise where a state has other numbers of chosen weights, which no guide here takes."""
+        start = f"{prefix}elements."
+        given = {
+            n.removeprefix(start): i.shape for n, i in state_dict.items() if n.startswith(start)
+        }
+        own = {name: indices.shape for name, indices in self.elements.items()}
+        if given != own and any(name.startswith(prefix) for name in state_dict):
+            raise ValueError(
+                "the state has other chosen weights: build the BNN with the same SubnetworkPrior, "
+                "or on the same trained net"
+            )
 
     def __len__(self) -> int:
         return len(self._units)
@@ -163,7 +177,7 @@ class SitePriors(nn.Module):
         values: dict[str, Tensor] = {}
         draws: dict[int, Callable[[], Tensor]] = {}
         for name, number in self._units:
-            joint_name, prior = self.prefix + name, self._prior(number)
+            joint_name, prior, own = self.prefix + name, self._prior(number), self._own_values[name]
             is_fixed = isinstance(prior, td.Distribution)
             if isinstance(prior, JointDistribution):
                 # One draw, which is made at the first of its sites that is sampled.
@@ -175,7 +189,8 @@ class SitePriors(nn.Module):
                     prior = prior()
             infer = {
                 "fans": self._fans[name],
-                "own_value": self.part_of(name, self._own_values[name]),
+                # Empty while a fit has divided the parameters, in which no guide starts from it.
+                "own_value": self.part_of(name, own) if own.numel() else own,
                 "is_drawn_anew": not is_fixed,
             }
             values[joint_name] = pyro.sample(joint_name, prior, infer=infer)

@@ -36,7 +36,7 @@ class SubnetworkPrior(Prior):
             parameters, or `"random"`.
 
     Raises:
-        TypeError: not a prior.
+        TypeError: not a prior, or another SubnetworkPrior.
         ValueError: an unknown `by`; fewer weights than 1. When applied to a net: more weights than
             the prior exposes; a posterior that lacks some of its sites.
 
@@ -54,6 +54,11 @@ class SubnetworkPrior(Prior):
         self, prior: Prior, num_weights: int, by: str | Mapping[str, td.Distribution]
     ) -> None:
         self.prior = check.one_of("prior", prior, Prior, "one such as tyxe.priors.IIDPrior(...)")
+        if isinstance(prior, SubnetworkPrior):
+            raise TypeError(
+                f"prior is {prior}, whose choice would be lost; expected a prior of whole tensors: "
+                "choose once, among the weights that it exposes"
+            )
         self.num_weights = check.count("num_weights", num_weights)
         if not isinstance(by, Mapping) and by not in _KNOWN:
             raise ValueError(
