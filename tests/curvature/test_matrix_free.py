@@ -2,6 +2,8 @@
 
 import functools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -175,6 +177,19 @@ def test_without_a_forward_mode_they_are_the_same_and_it_is_said_once(make):
         with pytest.warns(tyxe.TyxeWarning, match=r"no forward mode.*cdist"):
             products @ torch.zeros(2, full.blocks.size).double()
     close(dense(products), full.operator.to_dense())  # warnings are errors
+
+
+def test_the_first_product_of_a_process_does_not_warn_of_what_pytorch_deprecates():
+    code = (
+        "import torch, tyxe, warnings\n"
+        "from tests.curvature.test_matrix_free import mlp, products_of\n"
+        "data = [(torch.ones(2, 3).double(), torch.zeros(2).long())]\n"
+        "products = products_of(mlp(), data, tyxe.likelihoods.Categorical(2))\n"
+        "with warnings.catch_warnings():\n"
+        "    warnings.simplefilter('error')\n"
+        "    products @ torch.ones(31).double()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_loader_that_shuffles_is_refused_and_names_the_remedy():

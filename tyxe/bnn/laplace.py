@@ -33,7 +33,7 @@ from tyxe.laplace.search import (
     warn_of_certainty,
     with_numbers,
 )
-from tyxe.laplace.state import with_noise
+from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.linalg.lanczos import logdet_by_quadrature
 from tyxe.priors import DictPrior
@@ -154,7 +154,15 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
             if before is not None and torch.equal(self._mode(before.curvature), before.loc):
                 self.net_guide.state = before  # no step was made
             raise
-        self._take_curvature(batches, device, progress)
+        try:
+            self._take_curvature(batches, device, progress)
+        except ValueError as error:
+            if self.net_guide.structure != "lowrank":
+                raise
+            raise ValueError(
+                f"{error}. The net is trained, and only its curvature is missing: call "
+                "bnn.fit_curvature(list(loader)), or with another loader that does not shuffle"
+            ) from error
         return history
 
     def fit_curvature(
@@ -209,14 +217,21 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         remedy = "take smaller batches, or another structure"
         with fitting(self, train=False), check.memory_remedy("the curvature", remedy):
             if (structure := self.net_guide.structure) == "lowrank":
-                products = self._products(batches, process_group)
-                found = low_rank_curvature(products, self.options.rank)
+                with progress_bar(None, "curvature", "pass", progress) as bar:
+
+                    def counted() -> Iterable[Any]:
+                        bar.update()
+                        return batches()
+
+                    products = self._products(counted, process_group)
+                    found = low_rank_curvature(products, self.options.rank)
             else:
                 data = self._linearize, self.likelihood, batches(progress)
                 options = self._curvature, self.options.reduce, process_group
                 found = collect_curvature(*data, structure, *options)
         with exclusive():
             self.net_guide.state = state = self._state_of(found)
+        warn_of_rounding(state, self.options.rank)
         if state.prior.absorbed == state.key:
             warn(
                 "the prior holds the curvature of these data already, so they count twice: take "
@@ -364,7 +379,8 @@ def estimate_evidence(
     `bnn.log_marginal_likelihood()` is by what the structure keeps, and for `"lowrank"` too large.
     What it leaves out of `log det (lambda G / T + P0)` is the log-determinant of
     `S^T (lambda G / T + P0) S`, where `S S^T` is the posterior's covariance in its structure. This
-    is estimated by stochastic Lanczos quadrature, the better the closer the structure is.
+    is estimated by stochastic Lanczos quadrature, the better the closer the structure is. With
+    `curvature="fisher"` labels are sampled anew, so that `G` is another one than in the structure.
 
     Args:
         bnn: a BNN with a curvature.
@@ -375,7 +391,8 @@ def estimate_evidence(
 
     Raises:
         RuntimeError: there is no curvature yet.
-        ValueError: a loader that shuffles; a prior that is a penalty without a normaliser.
+        ValueError: a loader that shuffles, or has other data than the curvature; a curvature that
+            is in the prior already; a prior that is a penalty without a normaliser.
 
     Example:
         >>> import pyro.distributions as dist, tyxe
@@ -391,14 +408,28 @@ def estimate_evidence(
     num_probes = check.count("num_probes", num_probes, 2)
     num_steps = check.count("num_steps", num_steps)
     state, loader, device = bnn.state, bnn._to_fit(data_loader), device_for(bnn)
+    if state.curvature.is_empty:
+        raise ValueError(
+            "the prior holds the curvature already, and there is no other yet: call fit_curvature "
+            "on the next task's data, or estimate the evidence before update_prior"
+        )
     evidence, precision, prior = state.evidence(), state.precision(), state.prior.precision
+    known, targets = float(state.curvature.log_likelihood), state.curvature.num_targets
     with fitting(bnn, train=False):
         products = bnn._products(lambda: batches_of(loader, device))
         check_blocks(state.blocks, products.blocks)
 
         def relative(vectors: Tensor) -> Tensor:
             w = precision.inverse_sqrt(vectors)
-            return precision.whiten(state.weight * (products @ w) + prior.matmul(w))
+            image = products @ w
+            # That of the same data may differ by rounding, since other batches are allowed.
+            given = float(products.numbers[0])
+            if abs(given - known) > torch.finfo(torch.float32).eps ** 0.5 * (abs(known) + targets):
+                raise ValueError(
+                    f"the loader's data have a log-likelihood of {given:.6g}, and those of the "
+                    f"curvature one of {known:.6g}: give the data of fit_curvature, all of them"
+                )
+            return precision.whiten(state.weight * image + prior.matmul(w))
 
         # Independent signs have the smallest variance.
         probes = torch.randn(num_probes, len(state.loc), device="cpu").to(state.loc).sign()

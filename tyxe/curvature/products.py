@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -128,6 +130,11 @@ class CurvatureProducts:
             )
         return found.reshape(vectors.shape)
 
+    @property
+    def numbers(self) -> Tensor:
+        """Log-likelihood, error and number of targets in the last pass, scaled as products are."""
+        return self.likelihood.dataset_size / self._numbers[0] * self._numbers[1:]
+
     def _compare(self, inputs: Any, targets: Targets) -> None:
         """Raise a ValueError where the first batch is another one than in the pass before."""
         leaves = tree_leaves((inputs, targets.values, targets.weights, targets.mask))
@@ -190,6 +197,7 @@ class CurvatureProducts:
         return [torch.autograd.grad(of, u, one, retain_graph=True)[0] for one in each]
 
     def _by_forward_mode(self, inputs: Inputs, tangent: Mapping[str, Tensor]) -> Tensor:
+        _load_forward_mode()
         with torch.no_grad(), forward_ad.dual_level():
             at = {n: forward_ad.make_dual(v, tangent[n]) for n, v in self.values.items()}
             outputs = forward_ad.unpack_dual(at_least_float32(self._forward(at, inputs)))
@@ -212,6 +220,15 @@ class CurvatureProducts:
         return lambda v: gradient * (gradient * v).flatten(1).sum(1).view(points)
 
 
+@functools.cache
+def _load_forward_mode() -> None:
+    """Make the first dual number, for which PyTorch calls a function that it deprecates."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", FutureWarning)
+        number = torch.zeros((), device="cpu")
+        forward_ad.make_dual(number, number)
+
+
 def low_rank_curvature(products: CurvatureProducts, rank: int, block: int = 4) -> Curvature:
     """Return the part of a curvature in at most `rank` largest eigenvectors, `sum_r l_r v_r v_r^T`.
 
@@ -223,8 +240,8 @@ def low_rank_curvature(products: CurvatureProducts, rank: int, block: int = 4) -
     size, like = products.blocks.size, next(iter(products.values.values()))
     rank = min(rank, size)
     check.memory(
-        f"{rank:,} eigenvectors of {size:,} weights, and as many to find them,",
-        2 * rank * size * like.element_size(),
+        f"{rank:,} eigenvectors of {size:,} weights, and three times as many to find them,",
+        4 * rank * size * like.element_size(),
         "take fewer, options=tyxe.LaplaceOptions(rank=...), or fewer weights",
         like.device,
     )
@@ -232,8 +249,7 @@ def low_rank_curvature(products: CurvatureProducts, rank: int, block: int = 4) -
     start = torch.randn(min(block, size), size, generator=generator, device="cpu").to(like)
     values, vectors = largest_eigenpairs(products.__matmul__, start, rank)
     factor = (values.sqrt()[:, None] * vectors).mT
-    points = float(products._numbers[0])
-    numbers = products.likelihood.dataset_size / points * products._numbers[1:]
+    points, numbers = float(products._numbers[0]), products.numbers
     operator = BlockDiagonal({"all": LowRank(factor.new_zeros(size), factor)})
     key = key_of([("all", factor)], numbers)
     log_likelihood, error, num_targets = numbers.tolist()

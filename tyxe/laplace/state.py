@@ -18,7 +18,7 @@ from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.errors import warn
 from tyxe.laplace.precision import KNOWN, POSITIVE, posterior_precision
 from tyxe.likelihoods import HomoskedasticGaussian, Likelihood
-from tyxe.linalg import BlockDiagonal
+from tyxe.linalg import BlockDiagonal, LowRank
 from tyxe.linalg.base import factorization
 from tyxe.linalg.functions import invertible
 
@@ -184,6 +184,23 @@ def _warn_of_copy(old: Gaussian, new: Gaussian, loc: Tensor) -> None:
         )
 
 
+def warn_of_rounding(state: LaplaceState, rank: int) -> None:
+    """Warn where eigenvalues below a low-rank curvature's rounding matter beside the prior."""
+    operator = state.curvature.operator.blocks.get("all")
+    if not isinstance(operator, LowRank):
+        return
+    factor = operator.factor
+    # The largest is the first. Where all pairs asked for were found, rounding has left out none.
+    floor = state.weight * float(factor[:, :1].square().sum()) * torch.finfo(factor.dtype).eps
+    smallest = float(state.prior.precision.diagonal().min())
+    if factor.shape[1] < min(rank, len(factor)) and floor > smallest:
+        warn(
+            f"eigenvalues of the curvature below {floor:.2g} are lost in the rounding of "
+            f"{factor.dtype}, and the prior's smallest precision is {smallest:.2g}, so variances "
+            "and evidence may be too large: convert the net and its data with .double()"
+        )
+
+
 def with_noise(
     curvature: Curvature, likelihood: Likelihood, noise: float | Tensor, is_empirical: bool
 ) -> Curvature:
@@ -208,8 +225,9 @@ def with_noise(
     if len(scales) > 1 and apart is None and not curvature.is_empty:
         raise ValueError(
             f"the curvature of each of {len(scales)} noises is not known: it is kept with "
-            f"curvature='ggn' where {1 + len(scales)} times its size fit into memory; take "
-            "structure='kron' or 'diag', or build the likelihood with the scales to be tried"
+            f"curvature='ggn' where {1 + len(scales)} times its size fit into memory, and never "
+            "with structure='lowrank'; take structure='kron' or 'diag', or build the likelihood "
+            "with the scales to be tried"
         )
     ratios = (own.flatten() / scales).square()
     # A homoskedastic Gaussian's error is the sum of squared residuals.

@@ -33,7 +33,7 @@ def largest_eigenpairs(
         ValueError: an eigenvalue is negative, by more than rounding.
     """
     block, size = start.shape
-    count, rounding = min(count, size), 100 * torch.finfo(start.dtype).eps
+    count, rounding = min(count, size), torch.finfo(start.dtype).eps
     # So many Ritz vectors are kept in a restart, and there is room for as many others until then.
     kept = min(count + block, size)
     basis = start.new_empty(min(kept + max(4 * block, count), size), size)
@@ -71,7 +71,7 @@ def largest_eigenpairs(
         new = _orthonormal(mixed[: room - filled], basis[:filled])
     else:
         warn(f"of {count} eigenpairs the smallest have not converged, and are too small")
-    if float(values[-1]) < -100 * floor:
+    if float(values[-1]) < -1e4 * floor:
         raise ValueError(
             f"the curvature has an eigenvalue of {float(values[-1]):.3g}, and that of a posterior "
             "has none below zero: take curvature='ggn', which is positive semi-definite"
