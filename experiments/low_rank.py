@@ -5,7 +5,7 @@
 
 Each net is fitted once, and its curvature taken in every structure at the precision of largest
 evidence by the dense one. Columns: the log evidence minus the dense structure's; the estimate of
-`tyxe.bnn.estimate_evidence` minus it, and its standard error; the largest ratio of a predictive
+`tyxe.estimate_evidence` minus it, and its standard error; the largest ratio of a predictive
 standard deviation of the linearised net to the dense one's; the log-likelihood of a test point;
 and passes through the data, with four vectors each. No paper has this table.
 """
@@ -68,7 +68,7 @@ def run(s, model, seed):
         dense = (evidence, variance) if dense is None else dense
         torch.manual_seed(seed)
         how = {"num_probes": s.probes, "num_steps": s.steps}
-        estimate, error = tyxe.bnn.estimate_evidence(bnn, data, **how)
+        estimate, error = tyxe.estimate_evidence(bnn, data, **how)
         score = bnn.evaluate(*test, num_predictions=s.draws, reduction="mean")[1]
         ratio = (variance / dense[1]).sqrt().max()
         found = evidence - dense[0], float(estimate) - dense[0], float(error), float(ratio)

@@ -34,6 +34,7 @@ from tyxe.bnn import (
     PytorchBNN,
     Trainable,
     VariationalBNN,
+    estimate_evidence,
 )
 from tyxe.errors import TyxeWarning
 from tyxe.laplace import LaplaceOptions
@@ -63,6 +64,7 @@ __all__ = [
     "data",
     "diagnostics",
     "distributions",
+    "estimate_evidence",
     "guides",
     "laplace",
     "likelihoods",

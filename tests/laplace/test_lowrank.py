@@ -7,7 +7,7 @@ import torch.nn as nn
 
 import tyxe
 from tests.oracles.laplace import ADAM, STRUCTURES, classifier, laplace_bnn
-from tyxe.bnn import estimate_evidence
+from tyxe import estimate_evidence
 from tyxe.data import Targets
 
 pytestmark = pytest.mark.usefixtures("double")
