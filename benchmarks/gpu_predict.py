@@ -67,22 +67,27 @@ def case(
     return reported(name, title, unit, makers)
 
 
+def all_weights_case(name: str, what: str, net: nn.Module, x: Tensor, count: int) -> Case:
+    """Return draws of all weights of a net, beside as many forwards."""
+    net, x = net.to(device()).eval(), x.to(device())
+    plain, bnn = plain_forwards(net, x, count), make_bnn(net, NUM_POINTS)
+    title = f"{what}, {count} draws of all weights"
+    return case(name, title, f"{count} draws", plain, predictions(bnn, x, count))
+
+
 def mlp_case(smoke_test: bool) -> Case:
     """Return 32 draws of all weights of the MLP, on 2,000 rows."""
     rows, count = (4, 3) if smoke_test else (2000, 32)
-    net, x = mlp(smoke_test).to(device()).eval(), vectors(rows, smoke_test)[0].to(device())
-    plain, bnn = plain_forwards(net, x, count), make_bnn(net, NUM_POINTS)
-    title = f"MLP 784-400-400-10, {rows} rows, {count} draws of all weights"
-    return case("mlp_predict", title, f"{count} draws", plain, predictions(bnn, x, count))
+    net, x = mlp(smoke_test), vectors(rows, smoke_test)[0]
+    return all_weights_case("mlp_predict", f"MLP 784-400-400-10, {rows} rows", net, x, count)
 
 
 def resnet18_case(smoke_test: bool) -> Case:
     """Return 32 draws of all weights of ResNet-18, on 128 images."""
     rows, count = (2, 3) if smoke_test else (128, 32)
-    net, x = resnet18(smoke_test).to(device()).eval(), images(rows, smoke_test)[0].to(device())
-    plain, bnn = plain_forwards(net, x, count), make_bnn(net, NUM_POINTS)
-    title = f"ResNet-18, {rows} images of 32 x 32, {count} draws of all weights"
-    return case("resnet18_predict", title, f"{count} draws", plain, predictions(bnn, x, count))
+    net, x = resnet18(smoke_test), images(rows, smoke_test)[0]
+    what = f"ResNet-18, {rows} images of 32 x 32"
+    return all_weights_case("resnet18_predict", what, net, x, count)
 
 
 def last_layer_case(smoke_test: bool) -> Case:

@@ -78,15 +78,16 @@ class Shards:
     optimiser is divided with them.
     """
 
-    def __init__(self, module: nn.Module, wrapper: Parallel) -> None:
+    def __init__(self, module: nn.Module, wrapper: Parallel | None) -> None:
         kinds = "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
         # Scripted parts hand out no places of their parameters, which stay whole.
-        parts = [p for p in module.modules() if not isinstance(p, torch.jit.ScriptModule)]
+        known = [] if wrapper is None else module.modules()
+        parts = [p for p in known if not isinstance(p, torch.jit.ScriptModule)]
         self._places = [part._parameters for part in parts]
         hooks = (part.__dict__[kind] for part in parts for kind in kinds)
         self._hooks = [(each, {*each}) for each in hooks]
         wholes: list[Any] = [p for place in self._places for p in place.values()]
-        self.module = _wrapped_whole(module, wrapper)
+        self.module = module if wrapper is None else _wrapped_whole(module, wrapper)
         found: list[Any] = [p for place in self._places for p in place.values()]
         pairs = zip(wholes, found, strict=True)
         self._parts = {whole: part for whole, part in pairs if part is not whole}
@@ -204,7 +205,7 @@ class Processes:
         self._device = next(objective.parameters()).device
         # A module is callable as well, but with a batch.
         builder = None if isinstance(parallel, nn.Module) or not callable(parallel) else parallel
-        self.shards = Shards(objective, builder or (lambda module: module))
+        self.shards = Shards(objective, builder)
         self.objective = wrapped = self.shards.module
         if isinstance(wrapped, DistributedDataParallel):
             self._group = wrapped.process_group

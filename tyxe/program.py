@@ -63,7 +63,7 @@ def has_compiler(device: torch.device) -> bool:
 
 
 def has_programs(device: torch.device) -> bool:
-    """Whether programs for a device are faster than what they are made of."""
+    """Whether programs for a device can be compiled or captured here."""
     return has_compiler(device) or has_graphs(device)
 
 
@@ -216,7 +216,7 @@ class Programs:
             except Exception as error:  # of the user's net, the tracer or the compiler
                 warn(
                     f"compile=True: {self._what} are no program, and run uncompiled: "
-                    f"{_reason_of(error)}"
+                    f"{reason_of(error)}"
                 )
                 self._fails = True
             self.seconds += time.perf_counter() - start
@@ -249,16 +249,16 @@ def captured(
     run = Capture(lambda: function(*inputs), inputs[0].device)
 
     def launched(*leaves: Tensor) -> list[Tensor]:
-        _copy(inputs, leaves)
+        copy_into(inputs, leaves)
         found = run()
         copies = [torch.empty_like(one) for one in found]
-        _copy(copies, found)
+        copy_into(copies, found)
         return copies
 
     return launched
 
 
-def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def copy_into(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy tensors by as few kernels as they have types."""
     by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for pair in zip(places, values, strict=True):
@@ -276,9 +276,7 @@ def _traced(
     try:
         graph = make_fx(lambda *given: held[0](*given))(*leaves)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"this net cannot be compiled: {_reason_of(error)}; {_REMEDY}"
-        ) from error
+        raise RuntimeError(f"this net cannot be compiled: {reason_of(error)}; {_REMEDY}") from error
     finally:
         held.clear()
         for name in _SOURCES.eval_cache.keys() - sources:
@@ -299,7 +297,8 @@ def _traced(
     return graph
 
 
-def _reason_of(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error of the tracer, the compiler or a capture."""
     # What follows is advice on the tracer, which is ours.
     text = str(error).partition(" It may be possible")[0].strip().split("\n")[0].rstrip(".")
     return text.removeprefix("this net cannot be compiled: ").removesuffix(f"; {_REMEDY}")

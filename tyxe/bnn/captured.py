@@ -15,7 +15,7 @@ from tyxe.bnn.batches import copied
 from tyxe.bnn.compiled import CompiledStep, is_close, restore
 from tyxe.bnn.elbo import ElboTerms
 from tyxe.errors import warn
-from tyxe.program import Capture, Program, has_graphs
+from tyxe.program import Capture, Program, copy_into, has_graphs, reason_of
 from tyxe.rng import by_generators, set_torch_rng, torch_rng, torch_rng_kept
 
 # The host waits for the device once in so many steps, to see whether all were finite, and keeps
@@ -53,6 +53,9 @@ class CapturedSteps:
         statistics: what a forward changes before its loss is known.
         clip: clips the gradients of parameters in place, or is None.
         check: returns a number of parameters' gradients that is finite if all are, or is None.
+
+    Attributes:
+        has_ended: whether no step is captured any more, after one that could not be.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class CapturedSteps:
         self.good, self.bad = (torch.zeros((), device=device) for _ in range(2))
         self._unread: list[tuple[ElboTerms, Any]] = []
         self._captures: dict[Program, _Captured] = {}
-        self._ended = False
+        self.has_ended = False
 
     def __call__(self, step: CompiledStep, batch: Any) -> ElboTerms | None:
         """Make a step on a batch and return its terms, or None where there is no graph of it."""
@@ -77,14 +80,14 @@ class CapturedSteps:
         captured = self._captures.get(step.program)
         # A schedule that changes options, such as betas, would want a graph for each step.
         changed = captured is not None and captured.options != options
-        if self._ended or changed or not can_capture(self.optimizer, step.weight.device):
+        if changed or not can_capture(self.optimizer, step.weight.device):
             self._end()
             return None
         if captured is None or captured.places != places:
             try:
                 captured = _Captured(self, step, options, places)
             except RuntimeError as error:
-                reason = str(error).strip().partition("\n")[0]
+                reason = reason_of(error)
                 warn(f"compile=True: steps are compiled, and not captured in a graph: {reason}")
                 self._end()
                 return None
@@ -96,7 +99,7 @@ class CapturedSteps:
 
     def _end(self) -> None:
         """Let the graphs go, with their memory."""
-        self._ended = True
+        self.has_ended = True
         self._captures.clear()
 
     def is_due(self) -> bool:
@@ -202,9 +205,8 @@ class _Captured:
 
     def __call__(self, step: CompiledStep) -> ElboTerms:
         """Make a step on a batch; its terms are copies."""
-        pairs = zip((*self._step.batch, self._step.weight), (*step.batch, step.weight), strict=True)
-        for place, value in pairs:
-            place.copy_(value, non_blocking=True)
+        own = self._step
+        copy_into([*own.batch, own.weight], [*step.batch, step.weight])
         for index, group in enumerate(self._steps.optimizer.param_groups):
             if group["lr"] != self._rates[index]:
                 self._rates[index] = group["lr"]

@@ -258,7 +258,7 @@ class Trainer:
                 callback.on_batch(self.bnn, epoch, self._batches, terms)
             self._batches += len(group)
         self._read_captured()
-        if self._captured is not None:
+        if self._captured is not None and not self._captured.has_ended:
             self._captured.leave(self.parameters.values())
         return data, kl, points
 
@@ -329,6 +329,8 @@ class Trainer:
                 self._clip if clips or self._pyro_clip is not None else None,
                 gradient_norm if checks else None,
             )
+        if self._captured.has_ended:
+            return None
         with self.options.in_precision(self._device):
             step = self._compiled.find(self.objective, *batches[0], beta)
         terms = None if step is None else self._captured(step, batches)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 # Types of devices on which all draws run faster in one pass than one after the other, by what is
 # random. On CPUs that is a last layer, whose inputs are the same for all draws: of other maps one
-# product for many draws takes longer. Convolutions of many draws are grouped ones: they took 1.4
-# times as long as a loop on an H100, and .7 times on an H200. From benchmarks/last_layer.py and
-# gpu_predict.py.
+# product for many draws takes longer. Convolutions of many draws are grouped ones, which are
+# faster than a loop on some cards only. From benchmarks/last_layer.py and gpu_predict.py.
 FASTER: dict[str, tuple[str, ...]] = {
     "last layer": ("cpu", "cuda"),
     "linear maps": ("cuda",),
@@ -25,8 +24,6 @@ DRAWS_AT_ONCE: tuple[str, ...] = ("cuda",)
 # bound the memory that is taken beyond that of one draw after the other.
 MOST_DRAWN: dict[bool, int] = {True: 2**24, False: 2**28}  # on a CPU, and elsewhere
 MOST_GIVEN = 2**26
-
-
 _NOT_FINITE = (torch.isnan, torch.isposinf, torch.isneginf)
 
 

@@ -174,8 +174,14 @@ class Kernel(ABC):
         self, position: Tensor, generator: torch.Generator | None = None, settings: Any = None
     ) -> Randomness:
         """Draw the numbers for a step, or a start, of chains at positions `(chains, d)`."""
+        return self.numbers(position, generator)
+
+    def numbers(
+        self, position: Tensor, generator: torch.Generator | None, *steps: int
+    ) -> Randomness:
+        """Draw the numbers for a step, or for several, with a first dimension of these."""
         chains, d = position.shape
         like = {"dtype": position.dtype, "device": position.device, "generator": generator}
-        noise = torch.randn((self.noises, chains, d), **like)  # type: ignore[call-overload]
-        uniforms = torch.rand((self.uniforms, chains), **like)  # type: ignore[call-overload]
+        noise = torch.randn((*steps, self.noises, chains, d), **like)  # type: ignore[call-overload]
+        uniforms = torch.rand((*steps, self.uniforms, chains), **like)  # type: ignore[call-overload]
         return Randomness(noise, uniforms)

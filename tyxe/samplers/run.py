@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.errors import warn
-from tyxe.program import Program, captured, check_repeatable, has_graphs, has_programs
+from tyxe.program import Program, captured, check_repeatable, has_graphs, has_programs, reason_of
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
 from tyxe.samplers.several import several, steps_at_once
@@ -162,15 +162,11 @@ class Run:
             # A program needs no parameters in any places.
             inside = nullcontext if self.is_compiled else self.inside
             with torch.no_grad(), inside():
-                several = self._advance_several(least) if self._may_launch() else None
-                transition = self._advance() if several is None else None
-            if transition is not None:
-                self._made += 1
-                yield transition
-            if several is not None:
-                self._made += len(several.done)
-                rows = zip(*(part.unbind() for part in several), strict=True)
-                yield from map(Transition._make, rows)
+                launches = self._takes_several and self.is_compiled
+                made = self._advance_several(least) if launches else []
+                made = made or [self._advance()]
+            self._made += len(made)
+            yield from made
 
     def _prepare(self, step: int) -> None:
         if self.before is not None:
@@ -215,23 +211,17 @@ class Run:
         state = pytree.tree_unflatten(self._state, self._place)
         return Chains(state, self.settings, self._adaptation)
 
-    def _may_launch(self) -> bool:
-        return self._takes_several and self.is_compiled
-
-    def _advance_several(self, least: int) -> Transition | None:
-        """Make several steps, and return what they have brought, with a first dimension of steps.
+    def _advance_several(self, least: int) -> list[Transition]:
+        """Make several steps, and return what each has brought; none where no graph takes them.
 
         Every chain has made `least` transitions or more. The host waits for the steps at the end,
-        to keep what is to be kept. Where no graph takes the steps, nothing is made.
+        to keep what is to be kept.
         """
         assert self.programs is not None
         adapts = least < len(self._plan)
         count, like = steps_at_once(self.starts.shape), self.starts
         if self._random is None or self._random.noise.dim() == 3:  # of one step
-            how = {"dtype": like.dtype, "device": like.device, "generator": self.generator}
-            noise = torch.randn((count, self.kernel.noises, *like.shape), **how)  # type: ignore[call-overload]
-            uniforms = torch.rand((count, self.kernel.uniforms, len(like)), **how)  # type: ignore[call-overload]
-            self._random = Randomness(noise, uniforms)
+            self._random = self.kernel.numbers(like, self.generator, count)
         given, place = pytree.tree_flatten((self._chains(), self.transitions))
         given = [leaf.contiguous() for leaf in given]
         leaves = [*given, *self._random]
@@ -242,26 +232,21 @@ class Run:
                 # Of copies, since each has a place of its own there.
                 self._launched = captured(steps, [*map(torch.clone, leaves)]), adapts
             except RuntimeError as error:
-                reason = str(error).strip().partition("\n")[0]
+                reason = reason_of(error)
                 warn(
                     f"compiled steps are launched one by one, and not captured in a graph: {reason}"
                 )
                 self._takes_several, self._random = False, None
-                return None
+                return []
         found = self._launched[0](*leaves)
         (state, settings, adaptation), transitions = pytree.tree_unflatten(
             found[: len(given)], place
         )
         transition = Transition(*found[len(given) :])
         self._kept_of(transition)
-        self.__dict__.update(
-            _state=pytree.tree_leaves(state),
-            settings=settings,
-            _adaptation=adaptation,
-            transitions=transitions,
-            _random=None,
-        )
-        return transition
+        self._move(pytree.tree_leaves(state), settings, adaptation, transitions)
+        rows = zip(*(part.unbind() for part in transition), strict=True)
+        return [*map(Transition._make, rows)]
 
     def _advance(self) -> Transition:
         assert self.programs is not None
@@ -286,7 +271,11 @@ class Run:
                 found, settings, adaptation = adapt(chains, after, transition, warm, rows, random)
                 state = pytree.tree_leaves(found)
             transitions = self._kept_of(transition)
-        # At once, so that an interrupt finds the run before the step or after it.
+        self._move(state, settings, adaptation, transitions)
+        return transition
+
+    def _move(self, state: Any, settings: Any, adaptation: Any, transitions: Tensor) -> None:
+        """Be after a step, at once: an interrupt finds the run before the step or after it."""
         self.__dict__.update(
             _state=state,
             settings=settings,
@@ -294,7 +283,6 @@ class Run:
             transitions=transitions,
             _random=None,
         )
-        return transition
 
     def _kept_of(self, transition: Transition) -> Tensor:
         """Keep what is to be kept of transitions that ended, and return the counts after them.
