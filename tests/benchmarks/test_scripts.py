@@ -25,6 +25,7 @@ CASES = {
     "compile": ["mlp"],
     "processes": ["step"],
     "large_laplace": ["head", "resnet50", "vit"],
+    "products": ["product", "lowrank", "subnetwork"],
     "scaling": ["step", "prediction", "kron", "diag", "evidence", "glm"],
     "laplace": ["curvature", "evidence", "predictive"],
     "linear_maps": ["gpt-2-step", "bert-step", "kron"],
@@ -64,6 +65,7 @@ WITHOUT_LIMITS = {
     "scaling",
     "processes",
     "large_laplace",
+    "products",
 }
 # Beside other libraries' alone, which are left out where they are not installed.
 BESIDE_PEERS = {"samplers", "gpu_predict"}

@@ -101,18 +101,20 @@ def test_vectorised_fits_take_no_memory_with_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     ensemble = tyxe.EnsembleBNN(lambda k: tyxe.VariationalBNN(*parts(), tyxe.guides.AutoNormal), 2)
 
-    def fit() -> None:
-        ensemble.fit([(X, Y)], ADAM, 1, vectorize=True, progress=False)
-        gc.collect()
+    def grown() -> float:
+        """Return the bytes that each of eight fits left behind."""
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(8):
+            ensemble.fit([(X, Y)], ADAM, 1, vectorize=True, progress=False)
+            gc.collect()
+        return (tracemalloc.get_traced_memory()[0] - before) / 8
 
     tracemalloc.start()
     try:
-        for _ in range(2):
-            fit()
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(8):
-            fit()
-        grown = (tracemalloc.get_traced_memory()[0] - before) / 8
+        grown()
+        # What is kept for each fit grows in every round. A table of PyTorch's that takes a larger
+        # size, after many other tests, does so in one.
+        least = min(grown() for _ in range(2))
     finally:
         tracemalloc.stop()
-    assert grown < 2_000  # bytes for each fit
+    assert least < 2_000
