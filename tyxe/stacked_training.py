@@ -15,14 +15,9 @@ Gradients = Callable[[Any], Tensor]
 class EarlyStopping:
     """When members stop, by a score of held-out data, and the parameters that they had then.
 
-    Ties count as no improvement, and a member that has waited long enough has stopped for good.
-
-    Args:
-        parameters: of all members, `(members, ...)`.
-        score: returns the members' scores at their parameters, `(members,)`; more is better.
-        patience: a member stops after so many epochs without a higher score; None for never.
-        restore_best: whether members go back to their best epoch; else to that in which they stop.
-            There they have the parameters `best`, and the `scores`.
+    More is better, ties are no improvement, and a member that has waited for `patience` epochs has
+    stopped for good. It goes back to its best epoch, or without `restore_best` to that in which it
+    stopped, where it had the parameters `best` and the `scores`.
     """
 
     def __init__(
@@ -70,28 +65,21 @@ def train_stacked(
     refuse: Callable[[list[int], Any], None] | None = None,
     stopping: EarlyStopping | None = None,
 ) -> Iterator[None]:
-    """Yield after each epoch, until there is none left or all members have stopped.
+    """Train parameters `(members, ...)`, and yield after each epoch until all have stopped.
 
-    Args:
-        gradients: sets the parameters' gradients for a batch, and returns losses, `(members,)`.
-        parameters: of all members, `(members, ...)`.
-        optimizer: over them, which treats every number by itself.
-        epochs: for each epoch the batches.
-        clip_norm: largest norm of a member's gradient, above which it is scaled down.
-        refuse: called with the members whose loss or gradient is not finite, and the batch, before
-            a step; it raises. By default such members go on.
-        stopping: when members stop.
+    The optimiser treats every number by itself, and a gradient is clipped by its member's norm.
+    `refuse` is called before a step with the members whose loss or gradient is not finite, and the
+    batch, and raises; without it such members go on.
     """
     for batches in epochs:
         for batch in batches:
             losses = gradients(batch)
-            norms = _norms(parameters) if refuse is not None or clip_norm is not None else None
-            if refuse is not None and norms is not None:
-                bad = ~(losses + norms).isfinite()
+            if refuse is not None:
+                bad = ~(losses + _norms(parameters)).isfinite()
                 if bool(bad.any()):
                     refuse(bad.nonzero().flatten().tolist(), batch)
-            if clip_norm is not None and norms is not None:
-                _scale(parameters, (clip_norm / (norms + 1e-6)).clamp(max=1))
+            if clip_norm is not None:
+                _scale(parameters, (clip_norm / (_norms(parameters) + 1e-6)).clamp(max=1))
             optimizer.step()
         ends = stopping is not None and stopping.ends()
         yield

@@ -73,7 +73,7 @@ BAD = {
         functools.partial(NUTS, stepsize=0.1),
         {},
         TypeError,
-        "stepsize.*options of NUTS are step_size",
+        "unexpected keyword argument 'stepsize'",
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import time
@@ -196,9 +195,7 @@ class MCMCRun:
     def check_same(self, data: Any, asked: dict[str, Any]) -> None:
         """Raise a ValueError, with what differs, for a fit that is not the one to go on with.
 
-        Args:
-            data: inputs and targets, or a loader.
-            asked: what the run is asked to be, by the names of its attributes; None for anything.
+        `asked` is what the run is to be, by the names of its attributes; None for anything.
         """
         for name, value in asked.items():
             known = self.num_chains if name == "num_chains" else getattr(self.run, name)
@@ -208,9 +205,8 @@ class MCMCRun:
                     "out for a new one"
                 )
         ours, given = tree_leaves(self.data), tree_leaves(data)
-        like = self.potential.bnn._like
         is_same = len(ours) == len(given) and all(map(_is_same, ours, given))
-        if not is_same or like.dtype != self.run.starts.dtype:
+        if not is_same or self.potential.bnn._like.dtype != self.run.starts.dtype:
             raise ValueError(
                 "resume=True goes on with the data and the dtype of the run that was stopped, and "
                 "these are others: leave resume out for a new one"
@@ -288,12 +284,7 @@ def make_run(
     options: RunOptions,
     batches: BatchPotential | None = None,
 ) -> Run:
-    """Return a run of a BNN's potential that has not started.
-
-    Raises:
-        ValueError: samples that do not fit onto the disk; a log joint that is not finite
-            at a start, or that depends on more than weights and data; no compiler for `compile`.
-    """
+    """Return a run of a BNN's potential, or of estimates by `batches`, that has not started."""
     if options.compile and not has_programs(starts.device):
         raise ValueError("compile=True needs a C++ compiler, and none is found; leave compile out")
     every: Any = batches
@@ -359,19 +350,6 @@ def _room(kernel: Kernel, starts: Tensor, length: Length, options: RunOptions) -
     with open(path, "xb") as file:
         file.truncate(size)
     return torch.from_file(path, True, shape.numel(), dtype=dtype).view(shape)
-
-
-# --------------------------------------------------------------------------- kernels
-
-
-def built(builder: Callable[..., Any], kind: type[Kernel]) -> Kernel:
-    """Return the kernel that a class or a partial of it makes; a TypeError names the options."""
-    try:
-        kernel: Kernel = builder()
-    except TypeError as error:
-        known = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
-        raise TypeError(f"{error}; the options of {kind.__name__} are {known}") from None
-    return kernel
 
 
 def check_continuous(

@@ -23,7 +23,6 @@ from tyxe.bnn.chains import (
     RunOptions,
     SampleFile,
     Samples,
-    built,
     check_continuous,
     make_run,
 )
@@ -100,6 +99,7 @@ class MCMC_BNN(SamplePosterior):
         if not len(self.net_prior) and not likelihood.latent_priors():
             raise ValueError("the prior exposes no parameters, so there is nothing to sample")
         kind, _ = unwrapped(kernel_builder)
+        of_class = kind if isinstance(kind, type) else type(kind)
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             raise TypeError(f"{kind.__name__} is a guide; use it with tyxe.VariationalBNN")
         trained = [name for name, p in self.likelihood.named_parameters() if p.requires_grad]
@@ -109,11 +109,9 @@ class MCMC_BNN(SamplePosterior):
                 "scale as a number, or as a distribution, which is sampled"
             )
         self.kernel: Kernel | None = None
-        if isinstance(kernel_builder, Kernel):
-            self.kernel = kernel_builder
-        elif isinstance(kind, type) and issubclass(kind, Kernel):
-            self.kernel = built(kernel_builder, kind)
-        of_class = kind if isinstance(kind, type) else type(kind)
+        if issubclass(of_class, Kernel):
+            given: Any = kernel_builder
+            self.kernel = given() if isinstance(kind, type) else given
         if issubclass(of_class, Kernel | HMC):
             check_continuous(of_class.__name__, likelihood, self.net_prior, self._in_places())
         self.kernel_builder = kernel_builder

@@ -62,11 +62,8 @@ def in_turn(one: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 def gradients(one: Callable[..., Tensor], *tried: Tensor) -> Callable[..., Any]:
     """Return the gradients and values of a function at all chains, by `vmap` or by a loop.
 
-    A loop gives a warning with the reason.
-
-    Args:
-        one: takes tensors of a chain, of which the first is differentiated, and returns a number.
-        tried: arguments whose first dimension counts chains, to see whether `vmap` takes it.
+    `one` takes tensors of a chain, of which the first is differentiated. `tried` are arguments
+    whose first dimension counts chains, to see whether `vmap` takes it; if not, there is a warning.
     """
     together, by_loop = vmap(grad_and_value(one)), in_turn(one)
     # What a loop refuses as well is an error of the function's own.

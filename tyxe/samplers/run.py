@@ -17,12 +17,13 @@ from tyxe.errors import warn
 from tyxe.program import Program, captured, check_repeatable, has_graphs, has_programs, reason_of
 from tyxe.samplers.kernel import Chains, Kernel, Length, Randomness, Transition
 from tyxe.samplers.potential import Potential
-from tyxe.samplers.several import several, steps_at_once
 
 # Steps that are to be left for a program to be worth the seconds that it takes to compile. That is
 # looked at after as many, or sooner where uncompiled steps are launched operation by operation.
 _WORTH_COMPILING = 3000
 _WORTH_LAUNCHING = 100
+# Steps of one launch at most, and numbers that their positions have, which bounds the memory.
+_MOST_STEPS, _MOST_NUMBERS = 32, 2**22
 
 
 class Kept(NamedTuple):
@@ -219,7 +220,7 @@ class Run:
         """
         assert self.programs is not None
         adapts = least < len(self._plan)
-        count, like = steps_at_once(self.starts.shape), self.starts
+        count, like = steps_at_once(self.starts), self.starts
         if self._random is None or self._random.noise.dim() == 3:  # of one step
             self._random = self.kernel.numbers(like, self.generator, count)
         given, place = pytree.tree_flatten((self._chains(), self.transitions))
@@ -276,13 +277,8 @@ class Run:
 
     def _move(self, state: Any, settings: Any, adaptation: Any, transitions: Tensor) -> None:
         """Be after a step, at once: an interrupt finds the run before the step or after it."""
-        self.__dict__.update(
-            _state=state,
-            settings=settings,
-            _adaptation=adaptation,
-            transitions=transitions,
-            _random=None,
-        )
+        new = {"_state": state, "settings": settings, "_adaptation": adaptation}
+        self.__dict__.update(new, transitions=transitions, _random=None)
 
     def _kept_of(self, transition: Transition) -> Tensor:
         """Keep what is to be kept of transitions that ended, and return the counts after them.
@@ -299,3 +295,40 @@ class Run:
                 # Positions may be in a file, and so not where the chains are.
                 kept[chains.to(kept.device), at.to(kept.device)] = new[ended].to(kept)
         return transitions
+
+
+def steps_at_once(starts: Tensor) -> int:
+    """Return how many steps of chains `(chains, d)` one launch makes."""
+    return max(1, min(_MOST_STEPS, _MOST_NUMBERS // starts.numel()))
+
+
+def several(
+    step: Callable[..., tuple[Any, Transition]],
+    adapt: Callable[..., Chains] | None,
+    plan: Tensor,
+    place: pytree.TreeSpec,
+) -> Callable[..., list[Tensor]]:
+    """Return several steps of a kernel, and its adaptation, as one function that reads no number.
+
+    It takes the leaves of chains and of the counts of their transitions, whose structure is
+    `place`, and of `Randomness` with a first dimension of steps. It returns the former, and those
+    of a `Transition` with such a dimension.
+    """
+
+    def steps(*leaves: Tensor) -> list[Tensor]:
+        *carried, noise, uniforms = leaves
+        chains, transitions = pytree.tree_unflatten(carried, place)
+        brought = []
+        for random in map(Randomness, noise.unbind(), uniforms.unbind()):
+            state, transition = step(chains.state, chains.settings, random)
+            after = chains._replace(state=state)
+            if adapt is not None:
+                warm = transition.done & (transitions < len(plan))
+                rows = plan.index_select(0, transitions.clamp(max=len(plan) - 1))
+                after = adapt(chains, state, transition, warm, rows, random)
+            chains, transitions = after, transitions + transition.done
+            brought.append(transition)
+        together = map(torch.stack, zip(*brought, strict=True))
+        return [*pytree.tree_leaves((chains, transitions)), *together]
+
+    return steps
