@@ -121,9 +121,6 @@ class Targets:
         """Return how often each number counts, of a shape that begins as the values' do.
 
         By default it is the values' own; None where each counts once.
-
-        Raises:
-            ValueError: a mask within points that does not fit the shape.
         """
         shape = self.values.shape if shape is None else shape
         found = self.mask
@@ -239,9 +236,6 @@ def read_targets(targets: Any, *weights: Any) -> Any:
     """Return the targets of a batch with what is known of them: weights, and what is missing.
 
     A number that is NaN is missing, and masked.
-
-    Raises:
-        ValueError: weights that are not one number from 0 for each point.
     """
     found = weighted(targets, *weights) if weights else targets
     values = Targets.of(found).values
@@ -252,11 +246,7 @@ def read_targets(targets: Any, *weights: Any) -> Any:
 
 
 def weighted(targets: Any, weights: Any) -> Targets:
-    """Return the targets of a batch with a weight for each point.
-
-    Raises:
-        ValueError: weights that are not one number from 0 for each point.
-    """
+    """Return the targets of a batch with a weight for each point, a number from 0."""
     weights, found = torch.as_tensor(weights), Targets.of(targets)
     hint = ", one for each point; several arguments of the net go in a tuple, ((x1, x2), y)"
     check.shape("the third element of a batch, weights,", weights, found.values.shape[:1], hint)
@@ -347,11 +337,7 @@ class KnownUnpack:
         return found
 
     def again(self, batch: Any) -> Any:
-        """Unpack a batch of another loader, if it is of a kind that was met before, or the first.
-
-        Raises:
-            ValueError: the function fails.
-        """
+        """Unpack a batch of another loader, if it is the first, or of a kind that was met."""
         if self._met and _kind_of(batch) not in self._met:
             return batch
         try:
@@ -374,11 +360,7 @@ class UnpackedList(list[Any]):
 
 
 def unpacked(loader: Any, unpack: Unpack | None) -> Any:
-    """Return a loader whose batches go through `unpack`, or itself where there is none.
-
-    Raises:
-        TypeError: no loader.
-    """
+    """Return a loader whose batches go through `unpack`, or itself where there is none."""
     if unpack is None or loader is None:
         return loader
     if isinstance(loader, Tensor | Mapping | tuple) or not hasattr(loader, "__iter__"):
@@ -390,25 +372,14 @@ def unpacked(loader: Any, unpack: Unpack | None) -> Any:
 
 
 class Picking:
-    """A forward hook by which a net returns its predictions alone.
-
-    Args:
-        output: their name, their index, or a function from what the net returns.
-
-    Raises:
-        TypeError: something else.
-    """
+    """A forward hook by which a net returns its predictions alone."""
 
     def __init__(self, output: Output) -> None:
         expected = "the name or index of the predictions in what the net returns, or a function"
         self.output = check.one_of("output", output, (str, int, Callable), expected)
 
     def __call__(self, net: nn.Module, inputs: Any, found: Any) -> Any:
-        """Return the predictions.
-
-        Raises:
-            ValueError: the net returns none of that name or index.
-        """
+        """Return the predictions in what the net returns."""
         if callable(self.output):
             return self.output(found)
         try:

@@ -30,13 +30,8 @@ _SEAL = len(_MAGIC) + 8 + 32
 def write(path: str | os.PathLike[str], content: Any) -> None:
     """Write nested containers of tensors and plain values to a file.
 
-    It is written beside its place, brought to the disk, and then put there: a process that is
-    killed, or a disk that is full, leaves the file that was there before. An earlier file's mode is
-    kept, and a link's target is written.
-
-    Raises:
-        OSError: the file cannot be written, or is a folder, a device or the like; what was there is
-            left.
+    A process that is killed, or a disk that is full, leaves the file that was there before. Its
+    mode is kept, and a link's target is written.
     """
     earlier, memory = _status(path), io.BytesIO()
     torch.save(tree_map(_whole, content), memory)
@@ -99,13 +94,7 @@ def _is_expanded(value: Any) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """Read what `write` has written, onto the CPU, without running any code that it may contain.
-
-    Raises:
-        FileNotFoundError: there is no file.
-        OSError: it is a folder, a device or the like.
-        ValueError: the file is damaged, not from `write`, or from a newer version's.
-    """
+    """Read what `write` has written, onto the CPU, without running any code that it may contain."""
     _status(path)
     payload = _payload(Path(path))
     try:
@@ -182,11 +171,7 @@ def as_bytes(value: Any) -> Tensor:
 
 
 def of_bytes(tensor: Any) -> Any:
-    """Return what `as_bytes` was given.
-
-    Raises:
-        RuntimeError: nothing that `as_bytes` returned.
-    """
+    """Return what `as_bytes` was given; other tensors are a RuntimeError."""
     try:
         data = tensor.cpu().numpy().tobytes()
         if data.startswith(b"PK"):

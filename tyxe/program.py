@@ -78,9 +78,6 @@ class Capture:
     A call reads and writes the places in memory that the function read and wrote when it was
     recorded, and returns the same tensors, with new values. Recording runs nothing: what is to be
     made once, such as compiled kernels, has to be made by an earlier run of the function.
-
-    Raises:
-        RuntimeError: the function waits for the device, or does something else that no graph has.
     """
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
@@ -109,18 +106,12 @@ class Capture:
 class Program:
     """A function of nested containers of tensors, as one of their leaves, `at_leaves`.
 
-    A program has no guards: arguments have to be of the same structure, shapes and types as those
-    that it was traced with, and those of `at_leaves` of the same strides, such as `dense` ones.
+    It takes and returns nested containers of tensors; what else it returns is constant. A program
+    has no guards: arguments have to be of the same structure, shapes and types as those that it was
+    traced with, and those of `at_leaves` of the same strides, such as `dense` ones.
 
-    Args:
-        function: takes and returns nested containers of tensors; what else it returns is constant.
-        arguments: what it is traced with.
-        how: `"eager"` runs the function itself, `"traced"` its operations, and `"compiled"` what a
-            compiler makes of these, if there is one.
-        draws: whether the function may draw random numbers.
-
-    Raises:
-        RuntimeError: the operations depend on values, by control flow or shapes, or draw.
+    `how="eager"` runs the function itself, `"traced"` its operations, and `"compiled"` what a
+    compiler makes of these, if there is one.
     """
 
     def __init__(
@@ -326,11 +317,7 @@ def _widen(graph: torch.fx.Graph) -> None:
 
 @torch.no_grad()
 def check_repeatable(function: Callable[[Tensor], Iterable[Tensor]], position: Tensor) -> None:
-    """Compare a trace with a function at two points: state of Python's own does not show in one.
-
-    Raises:
-        RuntimeError: they differ, or the function cannot be traced.
-    """
+    """Compare a trace with a function at two points: state of Python's own does not show in one."""
     graph = _traced(function, [position])
     steps = torch.arange(position.numel(), dtype=position.dtype, device=position.device)
     for at in (position, position + 0.1 * torch.sin(steps).reshape(position.shape)):

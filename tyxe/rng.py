@@ -92,11 +92,7 @@ def _start_from(seed: int) -> None:
 
 @contextmanager
 def torch_rng_kept(seed: int | None = None) -> Iterator[None]:
-    """Set PyTorch's generators back at the end, and let no other thread draw from them before.
-
-    Args:
-        seed: that they start from; by default they go on.
-    """
+    """Set PyTorch's generators back at the end, and let no other thread draw from them before."""
     with exclusive():
         before = torch_rng()
         try:

@@ -49,21 +49,6 @@ class _Own(MutableSequence[Any]):
     def __len__(self) -> int:
         return len(self.items.get())
 
-    # Pyro calls these for each sample statement; those of the base class are slower.
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items.get())
-
-    def __reversed__(self) -> Iterator[Any]:
-        return reversed(self.items.get())
-
-    def append(self, value: Any) -> None:
-        self.items.set((*self.items.get(), value))
-
-    def pop(self, index: int = -1) -> Any:
-        value = self.items.get()[index]
-        del self[index]
-        return value
-
 
 def _of_its_own(module: Any, name: str, holders: Sequence[Any]) -> _Own:
     """Put an own list in the place of one of Pyro's, unless an earlier import has done so."""
@@ -113,10 +98,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def exclusive() -> AbstractContextManager[Any]:
-    """Let no other thread in while generators, Pyro's settings or a whole state are changed.
-
-    These belong to the process. A thread can be nested in it as often as it likes.
-    """
+    """Let no other thread in while what the process has once is changed; a thread may nest it."""
     return _LOCK
 
 
@@ -183,11 +165,7 @@ def unvalidated(active: bool = True) -> Iterator[None]:
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """At the end, set back what something inside could not, because a Ctrl-C came in between.
-
-    That are handlers, plates, grad mode, checks of numbers and streams of random numbers of this
-    task, and Pyro's settings.
-    """
+    """At the end, set back what something inside could not, because a Ctrl-C came in between."""
     modes = torch._C._len_torch_dispatch_stack()
     active, plates = _HANDLERS.items.get(), _PLATES.items.get()
     gradients, unread = torch.is_grad_enabled(), UNREAD.get()

@@ -110,11 +110,7 @@ def site_spellings(site: str) -> tuple[str, ...]:
 
 
 def resolve_site_name(name: str, known: Iterable[str], prefix: str = "net.") -> str:
-    """Return the member of `known` that is `name` with or without the joint model's prefix.
-
-    Raises:
-        ValueError: there is no such member; the message lists the members.
-    """
+    """Return the member of `known` that is `name` with or without the joint model's prefix."""
     check.one_of("a site's name", name, str, "a string")
     members = list(known)
     for candidate in (name, prefix + name, name.removeprefix(prefix)):
@@ -409,8 +405,7 @@ def with_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def outside_inference(gradients: bool | None = None) -> Iterator[None]:
     """Leave `torch.inference_mode`, whose tensors can be in no graph; a decorator as well.
 
-    Args:
-        gradients: whether they are recorded inside; as outside by default.
+    Gradients are recorded inside as outside, or as `gradients` says.
     """
     recorded = torch.is_grad_enabled() if gradients is None else gradients
     with torch.inference_mode(False), torch.set_grad_enabled(recorded):
@@ -527,15 +522,15 @@ def elementwise(support: constraints.Constraint) -> constraints.Constraint:
     return support
 
 
-_WRAPPERS: tuple[type[Any], ...] = (type(constraints.independent(constraints.real, 1)),)
-if hasattr(constraints, "MixtureSameFamilyConstraint"):  # not before torch 2.7
-    _WRAPPERS += (constraints.MixtureSameFamilyConstraint,)
+_MIXTURE = constraints.MixtureSameFamilyConstraint
+_WRAPPERS = (type(constraints.independent(constraints.real, 1)), _MIXTURE)
 
-    @td.transform_to.register(constraints.MixtureSameFamilyConstraint)
-    @td.biject_to.register(constraints.MixtureSameFamilyConstraint)
-    def _(support: Any) -> td.Transform:
-        # PyTorch has none, and a mixture of Normals is a common prior.
-        return td.biject_to(support.base_constraint)
+
+@td.transform_to.register(_MIXTURE)
+@td.biject_to.register(_MIXTURE)
+def _(support: Any) -> td.Transform:
+    # PyTorch has none, and a mixture of Normals is a common prior.
+    return td.biject_to(support.base_constraint)
 
 
 def is_discrete(support: constraints.Constraint | None) -> bool:

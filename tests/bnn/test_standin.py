@@ -25,7 +25,6 @@ from torchdiffeq import odeint_adjoint
 import tyxe
 from tests.oracles.nets import ReadLast
 from tests.soak.nets import NETS
-from tyxe.bnn import standin
 from tyxe.guides import AutoNormal
 from tyxe.priors import IIDPrior
 from tyxe.util import call_with
@@ -220,28 +219,6 @@ def test_recurrent_parts_in_eval_mode_keep_what_a_backward_needs(monkeypatch) ->
 RECURRENT = partial(ReadLast, nn.LSTM, 1, 3, 3)
 LINKED = [InList, Filled, Bound, Partial, Holds, Hooked, Parent, Replaced]
 LINKED += [partial(ReadLast, nn.RNN, 1, 3, 3)]
-
-
-def test_draws_begin_where_kernels_of_a_gpu_expect_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standin, "_ALIGNMENT", {"cpu": 256})
-    met: list[Tensor] = []
-
-    class Watched(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            met.extend([self.weight, self.bias])
-            return super().forward(x)
-
-    bnn = wrapped(Watched(3, 2))
-    whole = torch.randn(2, 8, requires_grad=True)
-    for row in whole:  # parts of one tensor
-        values = {"net.weight": row[:6].view(2, 3), "net.bias": row[6:]}
-        output = bnn._run_net(values, X)
-        torch.testing.assert_close(output, X @ row[:6].view(2, 3).T + row[6:])
-        output.sum().backward()
-    assert len(met) == 4
-    assert all(one.storage_offset() * 4 % 256 == 0 for one in met)
-    assert whole.grad is not None
-    assert (whole.grad[0, 6:] == len(X)).all()
 
 
 @pytest.mark.parametrize("kind", LINKED)

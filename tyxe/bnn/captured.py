@@ -46,16 +46,8 @@ class CapturedSteps:
     """The captured steps of one fit, one for each kind of batch.
 
     A step whose loss or gradient is not finite changes nothing, nor does any after it, until `read`
-    says which it was. So the host does not wait for each step.
-
-    Args:
-        optimizer: one that `can_capture`, after its first step.
-        statistics: what a forward changes before its loss is known.
-        clip: clips the gradients of parameters in place, or is None.
-        check: returns a number of parameters' gradients that is finite if all are, or is None.
-
-    Attributes:
-        has_ended: whether no step is captured any more, after one that could not be.
+    says which it was. So the host does not wait for each step. `statistics` are what a forward
+    changes before its loss is known; `check` returns a number that is finite if all gradients are.
     """
 
     def __init__(
@@ -71,7 +63,7 @@ class CapturedSteps:
         self.good, self.bad = (torch.zeros((), device=device) for _ in range(2))
         self._unread: list[tuple[ElboTerms, Any]] = []
         self._captures: dict[Program, _Captured] = {}
-        self.has_ended = False
+        self.has_ended = False  # whether no step is captured any more
 
     def __call__(self, step: CompiledStep, batch: Any) -> ElboTerms | None:
         """Make a step on a batch and return its terms, or None where there is no graph of it."""

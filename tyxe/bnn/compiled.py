@@ -20,11 +20,7 @@ from tyxe.util import Inputs, kind_of_batch
 
 
 def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> CompiledSteps:
-    """Return the compiled steps of a BNN: those of its last fit, where nothing has changed.
-
-    What a program cannot see of a BNN is in its fingerprint: structure, shapes, modes, everything
-    that is no tensor in net, prior, likelihood, guides and active handlers, hooks, autocast.
-    """
+    """Return the compiled steps of a BNN: those of its last fit, where nothing has changed."""
     runtime = objective.bnn._runtime
     given = fingerprint(objective, handlers(), autocast, modes_of(objective.bnn))
     if runtime.steps is None or runtime.steps.fingerprint != given:
@@ -37,9 +33,8 @@ def compiled_steps(objective: Objective, autocast: torch.dtype | None) -> Compil
 class CompiledSteps:
     """Terms and gradients of an objective as compiled programs, one for each kind of batch.
 
-    What runs in Python (programs of model and guide, handlers) runs once, and what it did to
-    tensors, backward included, is the program. For a seed it draws the numbers that it drew
-    uncompiled. All parameters and buffers of the BNN are given to it in each step.
+    What runs in Python runs once, and what it did to tensors, backward included, is the program.
+    For a seed it draws the numbers that it drew uncompiled.
     """
 
     def __init__(self, fingerprint: Any, device: torch.device) -> None:
@@ -88,20 +83,13 @@ class CompiledSteps:
 
 
 class CompiledStep(NamedTuple):
-    """A program of a step with all that it is given.
-
-    Attributes:
-        trained: the parameters.
-        held: parameters and other tensors, as the program takes them.
-        batch: the leaves of inputs and targets.
-        weight: of the KL.
-    """
+    """A program of a step with all that it is given."""
 
     program: Program
-    trained: list[Tensor]
-    held: list[Tensor]
-    batch: list[Tensor]
-    weight: Tensor
+    trained: list[Tensor]  # the parameters
+    held: list[Tensor]  # parameters and other tensors, as the program takes them
+    batch: list[Tensor]  # the leaves of inputs and targets
+    weight: Tensor  # of the KL
 
     def __call__(self) -> tuple[ElboTerms, list[Tensor | None]]:
         """Return the terms, and the gradient of each parameter, None where it has none."""
@@ -126,11 +114,7 @@ class ObjectiveFunction:
         self._outline, self._modes = Outline(objective), modes_of(objective.bnn)
 
     def __call__(self, values: Sequence[Tensor], batch: Any, beta: Any) -> tuple[Tensor, ElboTerms]:
-        """Return the loss and its terms.
-
-        Raises:
-            RuntimeError: the forward replaces a buffer, of which a function keeps nothing.
-        """
+        """Return the loss and its terms; a forward that replaces a buffer is a RuntimeError."""
         places = map(id, self._tensors)
         swapped = dict(zip(places, values, strict=True))
         stand_in = StandIn(self._objective, self._outline, swapped, self._modes, has_buffers=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tyxe import check
+from tyxe import check, data
 from tyxe.bnn.base import BNN
 from tyxe.bnn.batches import batches_to_predict, device_for, is_loader, on_device
 from tyxe.bnn.passes import NetOnBatch, stacked, unstacked
@@ -21,19 +21,6 @@ from tyxe.bnn.replay import ReplayedDraws
 from tyxe.check import described
 from tyxe.curvature import Linearization
 from tyxe.curvature.output_covariance import jacobian_products
-from tyxe.data import (
-    KnownUnpack,
-    Output,
-    Targets,
-    Unpack,
-    Unpacked,
-    UnpackedList,
-    check_unpack,
-    pick,
-    read_targets,
-    unpacked,
-    weighted,
-)
 from tyxe.distributions.param_blocks import LinearBlock
 from tyxe.likelihoods import Likelihood
 from tyxe.linalg import Operator
@@ -68,41 +55,43 @@ class PosteriorBNN(BNN):
         likelihood: Likelihood,
         name: str = "",
         *,
-        output: Output | None = None,
-        unpack: Unpack | None = None,
+        output: data.Output | None = None,
+        unpack: data.Unpack | None = None,
     ) -> None:
         expected = "one from tyxe.likelihoods, such as tyxe.likelihoods.Categorical(dataset_size)"
         check.one_of("likelihood", likelihood, Likelihood, expected)
         super().__init__(net, prior, name, output=output)
-        self._unpack = None if unpack is None else check_unpack(unpack)
+        self._unpack = None if unpack is None else data.check_unpack(unpack)
         self.likelihood = copy.deepcopy(likelihood).to(next(net.parameters()).device)
         if self.likelihood.prepares_outputs:
-            pick(self.net, self.likelihood.from_net, keep=True)
+            data.pick(self.net, self.likelihood.from_net, keep=True)
 
-    def _to_fit(self, loader: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Any]:
+    def _to_fit(self, loader: Iterable[Any], unpack: data.Unpack | None = None) -> Iterable[Any]:
         """Return a loader of batches as fits take them, and remember how they are unpacked."""
         if unpack is not None:
-            self._runtime.unpack = known = KnownUnpack(unpack)
+            self._runtime.unpack = known = data.KnownUnpack(unpack)
             unpack = known.first
         loader = self._unpacked(loader, unpack)
-        return Unpacked(loader, self._prepared) if self.likelihood.prepares_targets else loader
+        return data.Unpacked(loader, self._prepared) if self.likelihood.prepares_targets else loader
 
-    def _to_evaluate(self, loader: Any, unpack: Unpack | None = None) -> Any:
+    def _to_evaluate(self, loader: Any, unpack: data.Unpack | None = None) -> Any:
         """Return a loader, or a list, of batches as evaluations take them."""
         loader = self._unpacked(loader, unpack)
         prepares = self.likelihood.prepares_targets and is_loader(loader)
-        return unpacked(loader, self._read) if prepares else loader
+        return data.unpacked(loader, self._read) if prepares else loader
 
-    def _unpacked(self, loader: Any, unpack: Unpack | None) -> Any:
+    def _unpacked(self, loader: Any, unpack: data.Unpack | None) -> Any:
         """Return a loader whose batches go through a function, if one was given now or before."""
-        if unpack is not None or isinstance(loader, Unpacked | UnpackedList):
-            return unpacked(loader, unpack)
+        if unpack is not None or isinstance(loader, data.Unpacked | data.UnpackedList):
+            return data.unpacked(loader, unpack)
         if self._runtime.unpack is None and self._unpack is not None:
-            self._runtime.unpack = KnownUnpack(self._unpack)
+            self._runtime.unpack = data.KnownUnpack(self._unpack)
         known = self._runtime.unpack
-        return loader if known is None or not is_loader(loader) else unpacked(loader, known.again)
+        if known is None or not is_loader(loader):
+            return loader
+        return data.unpacked(loader, known.again)
 
-    def _to_predict(self, inputs: tuple[Any, ...], unpack: Unpack | None) -> tuple[Any, ...]:
+    def _to_predict(self, inputs: tuple[Any, ...], unpack: data.Unpack | None) -> tuple[Any, ...]:
         """Return the arguments of a prediction, of which a loader alone is unpacked."""
         return (self._unpacked(inputs[0], unpack),) if len(inputs) == 1 else inputs
 
@@ -111,13 +100,13 @@ class PosteriorBNN(BNN):
             return batch  # what takes it says what is wrong
         inputs, targets, *weights = batch
         targets = self.likelihood.from_loader(targets)
-        return inputs, weighted(targets, *weights) if weights else targets
+        return inputs, data.weighted(targets, *weights) if weights else targets
 
     def _prepared(self, batch: Any) -> Any:
         read = self._read(batch)
-        if read is batch or not isinstance(read[1], Tensor | Targets):
+        if read is batch or not isinstance(read[1], Tensor | data.Targets):
             return read
-        return read[0], self.likelihood.with_fit_weights(read_targets(read[1]))
+        return read[0], self.likelihood.with_fit_weights(data.read_targets(read[1]))
 
     def _before_step(self) -> None:
         """Forget what was made of the parameters, which a step in another loop is to move."""
@@ -148,10 +137,12 @@ class PosteriorBNN(BNN):
             for name, value in values.items()
         }
 
-    def _latents(self, draws: list[Values]) -> dict[str, Tensor]:
+    def _latents(
+        self, draws: list[Values], join: Callable[[list[Tensor]], Tensor] = torch.stack
+    ) -> dict[str, Tensor]:
         """Return the likelihood's own variables, stacked over draws, by their own names."""
         prefix, names = self.likelihood.prefix, self.likelihood.latent_priors()
-        return {n: torch.stack([values[f"{prefix}.{n}"] for values in draws]) for n in names}
+        return {n: join([values[f"{prefix}.{n}"] for values in draws]) for n in names}
 
     def _only_latents(self, values: Values) -> Values:
         return {name: v for name, v in values.items() if name not in self._slots}
@@ -199,9 +190,7 @@ class PosteriorBNN(BNN):
         for together in self._stacks(num_predictions, again):
             outputs.append(net(together))
             kept.append(self._only_latents(together))
-        prefix, names = self.likelihood.prefix, self.likelihood.latent_priors()
-        latents = {n: torch.cat([each[f"{prefix}.{n}"] for each in kept]) for n in names}
-        return torch.cat(outputs), latents
+        return torch.cat(outputs), self._latents(kept, torch.cat)
 
     def _draws_or_mean(self, num_predictions: int, again: ReplayedDraws) -> Iterator[Values]:
         """Return the draws of a call, or the mean, which takes no random numbers, for none."""
@@ -264,11 +253,7 @@ class PosteriorBNN(BNN):
     def _drawing(
         self, predictive: str | Outputs | None = None, vectorize: bool | None = None
     ) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-        """Return `_stacked_outputs` or `_linearized_outputs`: one function of the inputs a draw.
-
-        Raises:
-            ValueError: a predictive that has the outputs of each point alone.
-        """
+        """Return `_stacked_outputs` or `_linearized_outputs`: one function of the inputs a draw."""
         if self._gaussian(predictive, 1, "mc") is None:
             return partial(self._stacked_outputs, vectorize=vectorize)
         if (predictive or self._default_predictive) != "glm":

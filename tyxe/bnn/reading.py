@@ -39,19 +39,9 @@ def look_at_sites(
     """Warn of sites that a net's outputs do not depend on, once for each BNN.
 
     A net reaches other parameters than its own by a lambda, a closure or a forward that was
-    replaced, since a copy of the net shares these. Sites that are read in train mode only, such as
-    those of an auxiliary output, are read.
-
-    The net runs once more, at the values that it came with, with a graph that keeps no tensors. It
-    runs again only where a site is not in the graph.
-
-    Args:
-        inputs: a batch.
-        needs_gradients: whether the outputs' gradients are to be used.
-        keywords: further arguments of the net.
-
-    Raises:
-        RuntimeError: `needs_gradients`, and the outputs depend on a site without a gradient.
+    replaced, since a copy of the net shares these. The net runs once more, with a graph that keeps
+    no tensors, and again only where a site is not in the graph. Where the outputs' gradients are to
+    be used, a site that they depend on without one is a RuntimeError.
     """
     known = bnn._runtime.read if needs_gradients else bnn._runtime.met
     if bnn._slots.keys() <= known or in_function_transform() or get_proxy_mode() is not None:

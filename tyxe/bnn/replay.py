@@ -18,8 +18,8 @@ T = TypeVar("T")
 class ReplayedDraws:
     """Draws that are the same for each batch of one call.
 
-    They are made with random numbers of their own, so that other threads may draw meanwhile: those
-    that PyTorch's generator would have given next.
+    They are made with the random numbers that PyTorch's generator would have given next, in a
+    stream of their own, so that other threads may draw meanwhile.
     """
 
     def __init__(self) -> None:

@@ -59,14 +59,9 @@ class Runtime:
 def fitting(bnn: Any, train: bool) -> Iterator[None]:
     """Run a BNN's net in train or eval mode, and refuse other threads' fits of it, until the end.
 
-    Gradients are recorded inside, also where the caller has turned them off.
-
-    A BNN of which some part is in train mode already is fitted in its own modes. Other threads may
-    predict with it meanwhile. Modes that a callback changes, and handlers that it leaves behind,
-    are set back at the end.
-
-    Raises:
-        RuntimeError: another thread fits this BNN.
+    Gradients are recorded inside. A BNN of which some part is in train mode already is fitted in
+    its own modes. Modes that a callback changes, and handlers that it leaves behind, are set back
+    at the end.
     """
     runtime, own = bnn._runtime, threading.get_ident()
     outer = runtime.fitted_by

@@ -56,26 +56,22 @@ _ATOMIC = (
 class Outline:
     """What stand-ins of a net need to know of it.
 
-    Parts of a net may reach each other by attributes, beside the tree of submodules. Examples are a
-    list of layers, a stored bound method, the flat weights of a recurrent layer and a hook that is
-    a method of a part. A copy of the parts alone would leave these with the originals, so that they
-    are copied as well.
-
-    Attributes:
-        links: names of such attributes by part.
-        shared: by `id`, what they hold that refers to no part of the net, and stays as it is.
-        is_cyclic: whether a part may reach itself, so that only the garbage collector frees it.
-        version: how often a part was seen to have changed otherwise than by a forward.
-        is_random: whether a forward in modes of the parts draws numbers, by these.
-        watched: modes in which handlers have looked for derivatives inside of a forward.
+    Parts of a net may reach each other by attributes, beside the tree of submodules: by a list of
+    layers, a stored bound method, the flat weights of a recurrent layer or a hook. A copy of the
+    parts alone would leave these with the originals, so that they are copied as well.
     """
 
     def __init__(self, net: nn.Module) -> None:
+        # Names of such attributes by part, and by `id` what they hold that refers to no part.
         self.links: dict[nn.Module, set[str]] = {}
         self.shared: dict[int, Any] = {}
+        # Whether a part may reach itself, so that only the garbage collector frees it.
         self.is_cyclic = False
+        # How often a part was seen to have changed otherwise than by a forward.
         self.version = 0
+        # Whether a forward draws numbers, by the modes of the parts.
         self.is_random: dict[Any, bool] = {}
+        # Modes in which handlers have looked for derivatives inside of a forward.
         self.watched: set[bool] = set()
         self._net = net
         self._seen: dict[nn.Module, dict[str, Any]] = {}
@@ -137,9 +133,6 @@ def _tensors_of(part: nn.Module) -> Iterator[Tensor]:
 
 _NOT_LINKS = {*_TREE, SITE_PRIORS}
 _OF_MODULES = {*nn.Module().__dict__}
-# Kernels of a GPU may take it for granted that a parameter begins at a multiple of so many bytes,
-# as what is allocated does. Draws are often parts of a larger tensor.
-_ALIGNMENT = {"cuda": 256}
 # Of larger contents no more is looked at, which would take longer than the forward.
 _MOST_CONTENTS = 1000
 
@@ -214,20 +207,9 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 class StandIn:
     """Copies of a net's modules, which share all with them but what is given here.
 
-    Modules that are shared stay shared. Buffers are the net's own, in its own dictionaries, so that
-    running statistics arrive there. A compiled module runs uncompiled, since each new object would
-    be compiled anew. A scripted one, in which there are no sites, is the net's own.
-
-    Args:
-        net: the net, of which the attribute `net` is the copy.
-        outline: of the net.
-        tensors: in the places of its parameters, by their `id`.
-        modes: of its parts; by default their own.
-        statistics: buffers of some parts in the place of their own.
-        has_buffers: `tensors` has the buffers as well, which then are not the net's own.
-
-    Attributes:
-        has_left: whether a forward has left something to the net, such as an attribute.
+    Buffers are the net's own, in its own dictionaries, so that running statistics arrive there,
+    unless `statistics` replaces those of some parts, or `tensors` has them all. A compiled module
+    runs uncompiled, since each new object would be compiled anew. A scripted one is the net's own.
     """
 
     def __init__(
@@ -239,13 +221,13 @@ class StandIn:
         statistics: Statistics | None = None,
         has_buffers: bool = False,
     ) -> None:
-        self._outline, self._tensors, self._modes = outline, _aligned(tensors), modes
+        self._outline, self._tensors, self._modes = outline, tensors, modes
         self._has_buffers = has_buffers
         self._twins: dict[nn.Module, nn.Module] = {}
         self._scripted: dict[nn.Module, nn.Module] = {}
         self._statistics: Statistics = {}
         self._recurrent: list[nn.Module] = []
-        self.has_left = False
+        self.has_left = False  # whether a forward has left something to the net
         self.net = self._twin_of(net)
         self._finish(statistics)
         self._release = _Release(self._twins.values()) if outline.is_cyclic else None
@@ -270,7 +252,7 @@ class StandIn:
 
         The graph of an earlier forward must be done with, of which a part may run again.
         """
-        self._tensors = tensors = _aligned(tensors)
+        self._tensors = tensors
         for original, twin in self._twins.items():
             for name, own in original._parameters.items():
                 if id(own) in tensors:
@@ -285,18 +267,8 @@ class StandIn:
     def __call__(
         self, inputs: Inputs, through: Callable[[Any], Any] | None = None, **keywords: Any
     ) -> Any:
-        """Return the net's output on a batch.
-
-        Args:
-            inputs: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-            through: runs the forward that it is given.
-            keywords: further arguments of the net.
-        """
-        net = partial(self.net, **keywords) if keywords else self.net
-
-        def forward() -> Any:
-            return call_with(net, inputs)
-
+        """Return the net's output on a batch; `through` runs the forward that it is given."""
+        forward = partial(call_with, partial(self.net, **keywords), inputs)
         return self._run(forward if through is None else partial(through, forward))
 
     def call_plainly(self, inputs: Inputs, through: Callable[[Any], Any] | None) -> Any:
@@ -490,18 +462,6 @@ _GONE = object()
 
 def _state_of(module: nn.Module) -> _State:
     return module.__dict__, module._parameters, module._modules
-
-
-def _aligned(tensors: Tensors) -> dict[int, Tensor]:
-    """Return tensors that begin where kernels expect parameters to begin, copies where need be."""
-    found = dict(tensors)
-    for key, value in tensors.items():
-        alignment = _ALIGNMENT.get(value.device.type)
-        if alignment is None:
-            return found
-        if value.storage_offset() * value.element_size() % alignment:
-            found[key] = value.clone()
-    return found
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

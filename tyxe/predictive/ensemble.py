@@ -93,8 +93,7 @@ def _tensors_of(net: nn.Module) -> dict[str, Tensor]:
 def _differing(nets: Iterable[nn.Module]) -> list[str]:
     """Return the names of what nets do not share, or none where one pass would not pay.
 
-    It pays where most is shared, and the rest are linear maps. Convolutions at several draws are
-    one with groups, which takes longer than one by one.
+    It pays where most is shared, and the rest are linear maps.
     """
     members = [*nets]
     first, *others = map(_tensors_of, members)
@@ -110,12 +109,7 @@ def _buffer(name: str) -> str:
 
 
 class Mixture(nn.Module):
-    """Ensembles of several posteriors, whose aggregated predictions are mixed with weights.
-
-    Args:
-        parts: `Ensemble`s with a likelihood.
-        weights: of each, which sum to one; None for equal ones.
-    """
+    """Ensembles of several posteriors, whose aggregated predictions are mixed with weights."""
 
     def __init__(self, parts: Iterable[Ensemble], weights: Tensor | None = None) -> None:
         super().__init__()
@@ -134,10 +128,7 @@ def mixed(
 ) -> Predictions:
     """Return the mixture of aggregated predictions, in the likelihood's parametrisation.
 
-    Args:
-        likelihood: of all of them; its own noise does not count, as they have theirs.
-        predictions: what `aggregate_predictions` returned, for each posterior.
-        weights: of each, which sum to one; None for equal ones.
+    The noise of each counts, and not the likelihood's own. Weights sum to one; None is equal ones.
 
     Example:
         >>> from tyxe.likelihoods import HomoskedasticGaussian

@@ -36,8 +36,7 @@ def mixture_scores(
     """Return error and log-likelihood of each point, in nats, for draws of outputs `(S, n, ...)`.
 
     They are of the mixture over draws, or without `aggregate` of each, `(S, n)`. `latents` are
-    draws of the likelihood's own variables, stacked. Targets that do not fit, and scores that are
-    not a number, are a ValueError.
+    draws of the likelihood's own variables, stacked.
     """
     if not len(targets):  # all points are masked
         none = outputs.new_zeros(0 if aggregate else (len(outputs), 0))

@@ -45,16 +45,10 @@ class LinkOptions(NamedTuple):
 
 
 class GaussianOutputs(NamedTuple):
-    """Gaussian outputs of a batch, and how predictions are made of them.
+    """Gaussian outputs of a batch, and how predictions are made of them."""
 
-    Attributes:
-        mean: `(n, ...)`.
-        covariance: along the last dimension, `(n, ..., C, C)`.
-        options: arguments of `predict_from_gaussian`.
-    """
-
-    mean: Tensor
-    covariance: Tensor
+    mean: Tensor  # `(n, ...)`
+    covariance: Tensor  # along the last dimension, `(n, ..., C, C)`
     options: LinkOptions
 
     def samples(self) -> Tensor:

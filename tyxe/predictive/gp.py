@@ -147,7 +147,7 @@ class GPPredictive:
     """The covariance of outputs given `M` training points; the mean is the fitted net's output.
 
     `root` is `S` of the points' output Hessians, `(M, K, s)`, and `factor`, about `N / M`,
-    multiplies the prior's precision. A kernel matrix that does not fit into memory is a ValueError.
+    multiplies the prior's precision.
     """
 
     def __init__(self, features: Features, root: Tensor, factor: float = 1.0) -> None:

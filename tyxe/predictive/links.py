@@ -35,8 +35,7 @@ CHUNK = 2**22
 def log_mc(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
     """Average class probabilities over samples: `log 1/S sum_s softmax(f_s)`, `f_s ~ N(m, cov)`.
 
-    The average is unbiased before the logarithm, and its standard error falls as `1/sqrt(S)`. The
-    covariance may be singular. Shapes that do not fit, and no samples, are a ValueError.
+    The average is unbiased before the logarithm, and its standard error falls as `1/sqrt(S)`.
     """
     mean, covariance = _check_classes(mean, covariance)
     root = _root(covariance)
@@ -149,9 +148,8 @@ BINARY_LINKS: dict[str, Link] = {
 def sample_outputs(mean: Tensor, covariance: Tensor, num_samples: int = NUM_SAMPLES) -> Tensor:
     """Draw outputs from `N(mean, covariance)`, independently at every position.
 
-    Singular covariances are factorised by their eigenvectors, where eigenvalues that are negative
-    by rounding count as zero. No jitter is added. The covariance is `(n, ..., C, C)`, or `(n, 1,
-    1)` for a mean `(n,)`, and the samples `(S, *mean.shape)`, in float32 at least.
+    The covariance is `(n, ..., C, C)`, or `(n, 1, 1)` for a mean `(n,)`, and the samples
+    `(S, *mean.shape)`, in float32 at least. No jitter is added.
     """
     if mean.dim() == 1 and covariance.shape == (len(mean), 1, 1):
         return sample_outputs(mean.unsqueeze(-1), covariance, num_samples).squeeze(-1)

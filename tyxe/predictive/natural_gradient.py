@@ -128,22 +128,14 @@ class OutputIterate(Iterate):
     with `G = R (I + R^T K R)^-1 R^T` of a root `R R^T` of the new `D`, and the old `c`. The
     outputs at the mean are `f + (c - 1) b + K a`, and their covariance is `K - K G K`, as in
     `gp.GPPredictive`. All is in float64, because covariances are small differences.
-
-    Attributes:
-        model: the linearised net.
-        offset: `b`, `(N K,)`.
-        kernel: `K`, `(N K, N K)`.
-        hessians: the blocks of `D`, `(N, R, C, C)`.
-        dual: `a`, `(N K,)`.
-        share: `c`.
     """
 
     model: LinearModel
-    offset: Tensor
-    kernel: Tensor
-    hessians: Tensor
-    dual: Tensor
-    share: float = 1.0
+    offset: Tensor  # `b`, `(N K,)`
+    kernel: Tensor  # `K`, `(N K, N K)`
+    hessians: Tensor  # the blocks of `D`, `(N, R, C, C)`
+    dual: Tensor  # `a`, `(N K,)`
+    share: float = 1.0  # `c`
 
     @classmethod
     def start(cls, model: LinearModel) -> OutputIterate:

@@ -37,13 +37,10 @@ def is_faster(random: Iterable[Tensor], device: torch.device, are_last: bool) ->
 
 
 class OnePass:
-    """Passes at many draws at once, which are compared with passes one by one.
-
-    Attributes:
-        is_right: whether no pass has been seen to differ, nor was refused by `torch.vmap`.
-    """
+    """Passes at many draws at once, which are compared with passes one by one."""
 
     def __init__(self) -> None:
+        # Whether no pass has been seen to differ, nor was refused by `torch.vmap`.
         self.is_right = True
         self._known: set[Any] = set()
 
@@ -54,12 +51,9 @@ class OnePass:
     def __call__(
         self, together: Callable[[], Tensor], in_turn: Callable[[], Tensor], kind: Any = None
     ) -> Tensor:
-        """Return outputs of all draws, `(S, ...)`.
+        """Return outputs of all draws, `(S, ...)`, for a kind of batch.
 
-        Args:
-            together: makes one pass.
-            in_turn: makes one after the other. It may set `is_right` to False.
-            kind: of the batch.
+        `together` makes one pass. `in_turn` makes them one by one, and may set `is_right` to False.
         """
         if self.knows(kind):
             try:

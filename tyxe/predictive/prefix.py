@@ -27,14 +27,8 @@ class SiteFreePrefix:
     be; its own hooks run each time. Nor is one that draws random numbers, or returns more than
     tensors and constants. That the net does the same in each pass is for the caller to see.
 
-    Args:
-        net: the net, in the modes that it is run in.
-        owners: the modules that hold its sites.
-        inputs: the batch.
-        may_draw: whether the net may draw random numbers.
-
-    Attributes:
-        runs_after: whether modules with parameters have run on what follows from sites.
+    `owners` are the modules that hold the net's sites. The attribute `runs_after` says whether
+    modules with parameters have run on what follows from these.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).eval()
