@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tyxe import check
+from tyxe import LaplaceBNN, check, estimate_evidence
+from tyxe.calibration import CVPlus
+from tyxe.likelihoods import HomoskedasticGaussian, Joint, Ordinal, Poisson, censored_targets
+from tyxe.predictive import Ensemble
+from tyxe.priors import IIDPrior
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +168,34 @@ def test_annotations_say_what_a_call_takes() -> None:
 def test_arguments_of_another_kind_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         called(**({"x": ANY} | options))
+
+
+OF_ANOTHER_KIND = {
+    "left has shape": lambda: censored_targets(torch.ones(2), left=torch.tensor(True)),
+    "cut_points is 'a'": lambda: Ordinal(9, 3, cut_points="a"),  # type: ignore[arg-type]
+    "weights is ''": lambda: Joint(weights="", one=Poisson(9)),  # type: ignore[arg-type]
+    "the number of members is 0": lambda: Ensemble([]),
+    "bnn is -1": lambda: estimate_evidence(-1, []),  # type: ignore[arg-type]
+    "y is None": lambda: CVPlus(max).fit(torch.ones(9), None),  # type: ignore[arg-type]
+    "x has shape": lambda: CVPlus(max).fit(torch.ones(9), torch.ones(12)),
+    "process_group is nan": lambda: laplace().fit_curvature([], process_group=math.nan),
+    "prior_precision is 'a'": lambda: laplace().log_marginal_likelihood("a"),  # type: ignore[arg-type]
+    "prior_precision of .* has shape": lambda: laplace().log_marginal_likelihood(torch.ones(2, 7)),
+    "noise is 'a'": lambda: laplace().log_marginal_likelihood(noise="a"),  # type: ignore[arg-type]
+}
+
+
+def laplace() -> LaplaceBNN:
+    likelihood = HomoskedasticGaussian(2, scale=0.5)
+    bnn = LaplaceBNN(nn.Linear(1, 1), IIDPrior(dist.Normal(0, 1)), likelihood)
+    bnn.fit_curvature([(torch.ones(2, 1), torch.ones(2, 1))], progress=False)
+    return bnn
+
+
+@pytest.mark.parametrize("message", OF_ANOTHER_KIND)
+def test_public_calls_name_what_is_of_another_kind(message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{message}.*; expected"):
+        OF_ANOTHER_KIND[message]()
 
 
 def test_memory_has_one_limit_and_each_device_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,15 @@ def test_restored_undoes_a_prior_of_another_kind(name):
             assert torch.equal(bnn.state_dict()[key], value)
 
 
+def test_restored_forgets_a_size_that_a_fit_has_set():
+    bnn = variational()
+    bnn.likelihood.dataset_size = None
+    with restored(bnn):
+        bnn.likelihood.dataset_size = 7
+    with pytest.raises(ValueError, match="not known"):
+        _ = bnn.likelihood.dataset_size
+
+
 def test_restored_puts_what_belongs_to_the_wrapper_back():
     bnn = variational()
     adam = torch.optim.Adam(bnn.parameters(), lr=1e-2)

@@ -70,6 +70,15 @@ def test_the_contract_finds_faults():
 
 
 @pytest.mark.parametrize("name", EACH)
+def test_what_is_no_tensor_has_no_log_likelihood(name):
+    for wrong in (None, "nonsense", -1, []):
+        with pytest.raises(TypeError, match=r"predictions is .*; expected a tensor"):
+            EACH[name]().log_likelihood(wrong, torch.ones(4))
+        with pytest.raises(TypeError, match=r"targets is .*; expected a tensor"):
+            EACH[name]().log_likelihood(torch.ones(4), wrong)
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_the_dataset_size_is_needed_and_positive(name):
     make = EACH[name]
     for wrong in ("100", True, torch.ones(2)):

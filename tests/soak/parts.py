@@ -199,6 +199,8 @@ ODD_TARGETS: Table = {
 }
 # What targets of some likelihoods may well be, by parts of their names.
 ALLOWED = {
+    # Missing.
+    "NaN": ("Gaussian", "heteroskedastic", "counts", "noise", "events", "odd width", "binary"),
     "too large": ("Gaussian", "heteroskedastic", "counts", "noise", "events"),
     "negative": ("Gaussian", "heteroskedastic", "noise", "odd width", "events"),
 }

@@ -37,7 +37,7 @@ from tyxe.laplace.state import warn_of_rounding, with_noise
 from tyxe.linalg import NotPositiveDefiniteError
 from tyxe.linalg.lanczos import logdet_by_quadrature
 from tyxe.priors import DictPrior
-from tyxe.processes import all_or_none
+from tyxe.processes import all_or_none, check_group
 from tyxe.rng import RandomStream
 from tyxe.threads import as_before, exclusive
 from tyxe.util import outside_inference
@@ -191,7 +191,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
                 curvature are not finite, or the curvature does not fit the prior.
         """
         loader = self._to_fit(data_loader, unpack)
-        found = self._take_curvature(loader, device, progress, process_group)
+        found = self._take_curvature(loader, device, progress, check_group(process_group))
         # Fewer are as good, since what they sum up to is scaled.
         each, size = found.points / self.options.num_passes, self.likelihood.dataset_size
         if each > size:
@@ -369,6 +369,7 @@ class LaplaceBNN(LaplacePosterior, TrainedBNN):
         return other
 
 
+@check.arguments
 @as_before()
 @outside_inference()
 def estimate_evidence(

@@ -184,6 +184,7 @@ class Calibrated:
             >>> found.dtype
             torch.bool
         """
+        closed_form = check.flag("closed_form", closed_form)
         how = {"closed_form": True, "link": link} if closed_form else {}
         wanted = {"predictive": "glm", "link": link} if closed_form else {"predictive": "bnn"}
         for one in getattr(self.bnn, "members", [self.bnn]):

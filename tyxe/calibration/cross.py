@@ -60,15 +60,17 @@ class CVPlus:
         self.folds = None if folds is None else check.count("folds", folds, 2)
         self._models: list[Predictor] = []
 
+    @check.arguments
     def fit(self, x: Tensor, y: Tensor) -> CVPlus:
         """Train without each of the folds, which are drawn by torch's generator; return itself."""
         n = len(y)
         needed = max(self.folds or 2, math.ceil(self.level / (1 - self.level) - 1e-9))
         if n < needed:
             raise ValueError(
-                f"a level of {self.level:g} with folds={self.folds} needs {needed} points or more, "
-                f"and there are {n}: take more, fewer folds, or a lower level"
+                f"y has {n} points; expected {needed} or more for level={self.level:g} and "
+                f"folds={self.folds}: take more points, fewer folds, or a lower level"
             )
+        check.shape("x", x, (n, *x.shape[1:]), ", a row for each target")
         folds = self.folds or n
         fold_of = (torch.randperm(n, device="cpu") % folds).to(y.device)
         models, errors = [], torch.empty(y.shape, dtype=torch.float64, device=y.device)
@@ -81,6 +83,7 @@ class CVPlus:
         self._models, self._fold_of, self._errors = models, fold_of, errors
         return self
 
+    @check.arguments
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ends of intervals, `(m, ...)` each."""
         if not self._models:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tyxe import check
 from tyxe.bnn import BNN
+from tyxe.bnn.predict import SupervisedBNN
 from tyxe.continual.heads import Heads
 
 Pair = tuple[Tensor, Tensor]
@@ -123,8 +124,8 @@ def restored(bnn: BNN, heads: Heads | None = None) -> Iterator[None]:
     with ExitStack() as last_first:
         if heads is not None:
             heads.check_of(bnn)
-        size = getattr(getattr(bnn, "likelihood", None), "dataset_size", None)
-        if size is not None:
+        if isinstance(bnn, SupervisedBNN):
+            size = bnn.likelihood._dataset_size
             last_first.callback(setattr, bnn.likelihood, "dataset_size", size)
         if heads is not None:
             last_first.callback(heads.load_state_dict, heads.state_dict())

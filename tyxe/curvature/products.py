@@ -79,6 +79,7 @@ class CurvatureProducts:
         tensor([10., 14.,  4.])
     """
 
+    @check.arguments
     def __init__(
         self,
         forward: Forward,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 import torch.distributions as td
 from torch import Tensor
 
+from tyxe import check
 from tyxe.distributions import Gaussian, JointMarginal, ParamBlocks, as_gaussian
 from tyxe.errors import warn
 from tyxe.priors.sites import SitePrior
@@ -105,7 +105,10 @@ def with_precision(prior: Gaussian, given: PriorPrecision, prefix: str) -> Gauss
             f"{', '.join(sites)}"
         )
     values = {
-        site: torch.as_tensor(value, dtype=loc.dtype, device=loc.device)
+        site: check.tensor("prior_precision", value, dtype=loc.dtype, device=loc.device)
         for site, value in found.items()
     }
+    for site, mean in prior.blocks.unflatten(loc).items():
+        if values[site].dim():
+            check.shape(f"prior_precision of {site}", values[site], mean.shape, ", or a number")
     return Gaussian(prior.blocks, loc, prior.blocks.diagonal(prior.blocks.flatten(values)))

@@ -219,7 +219,7 @@ def with_noise(
             f"noise is that of a HomoskedasticGaussian, not of a {type(likelihood).__name__}"
         )
     like, apart = curvature.operator, curvature.by_noise
-    given = torch.as_tensor(noise, dtype=like.dtype, device=like.device)
+    given = check.tensor("noise", noise, dtype=like.dtype, device=like.device)
     own = likelihood.scale_of(like=given).detach().to(given)
     scales = _for_each(given, own).flatten()
     if len(scales) > 1 and apart is None and not curvature.is_empty:

@@ -325,6 +325,7 @@ class Likelihood(nn.Module, ABC):
 
     def _read(self, targets: Tensor | Targets) -> Targets:
         """Return the targets of a direct call, in which NaN is missing as in those of loaders."""
+        check.one_of("targets", targets, Tensor | Targets | Mapping, "a tensor")
         as_given = isinstance(targets, Targets) or in_function_transform()
         return self.observed(targets if as_given else read_targets(targets))
 
@@ -347,6 +348,7 @@ class Likelihood(nn.Module, ABC):
             ValueError: the targets' shape is not that of the predictive distribution; a variable of
                 the likelihood's own has no value.
         """
+        check.one_of("predictions", predictions, Tensor | tuple, "a tensor, or a tuple of them")
         targets = self._read(targets)
         distribution, values = self._distribution_for(predictions, targets, latents)
         return reduce_points(distribution.log_prob(values), reduction, targets.counts())

@@ -141,6 +141,7 @@ def _(likelihood: Censored, predictions: Tensor, latents: Latents = None) -> Ten
     return output_hessian(likelihood.base, predictions, latents)
 
 
+@check.arguments
 def censored_targets(
     values: Tensor, *, left: Tensor | None = None, right: Tensor | None = None
 ) -> Tensor:
@@ -156,9 +157,12 @@ def censored_targets(
         tensor([[1., 1.],
                 [5., inf]])
     """
-    lower = values if left is None else values.masked_fill(left, -math.inf)
-    upper = values if right is None else values.masked_fill(right, math.inf)
-    return torch.stack([lower, upper], -1)
+    ends = []
+    for name, is_bound, end in (("left", left, -math.inf), ("right", right, math.inf)):
+        if is_bound is not None:
+            check.shape(name, is_bound, values.shape, ", that of values")
+        ends.append(values if is_bound is None else values.masked_fill(is_bound, end))
+    return torch.stack(ends, -1)
 
 
 # --------------------------------------------------------------------------- distributions

@@ -67,7 +67,8 @@ class Joint(Likelihood):
             )
         for name, part in parts.items():
             check.one_of(name, part, Likelihood, "a likelihood")
-        weights = dict(check.one_of("weights", weights or {}, Mapping, "numbers by part"))
+        given = {} if weights is None else weights
+        weights = dict(check.one_of("weights", given, Mapping, "numbers by part"))
         for name, weight in weights.items():
             check.choice("a part of weights", name, parts)
             check.number(f"the weight of {name}", weight, least=0)

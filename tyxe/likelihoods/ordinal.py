@@ -56,7 +56,7 @@ class Ordinal(Likelihood):
         self.num_classes = check.count("num_classes", num_classes, 2)
         if cut_points is None:
             cut_points = (torch.arange(1, num_classes, device="cpu") / num_classes).logit()
-        cuts = torch.as_tensor(cut_points).detach()
+        cuts = check.tensor("cut_points", cut_points).detach()
         check.shape("cut_points", cuts, (num_classes - 1,), ", one less than classes")
         gaps = cuts.diff()
         if not bool((gaps > 0).all() & cuts.isfinite().all()):
@@ -75,6 +75,7 @@ class Ordinal(Likelihood):
         """Return the numbers between classes, computed in a dtype."""
         return self.first_cut.to(dtype) + pad(self.log_gaps.to(dtype).exp().cumsum(0), (1, 0))
 
+    @check.arguments
     def class_logits(self, predictions: Tensor) -> Tensor:
         """Return logs of the probabilities of classes, also of aggregated predictions."""
         predictions = at_least_float32(predictions)

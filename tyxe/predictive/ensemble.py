@@ -46,6 +46,7 @@ class Ensemble(nn.Module):
     ) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
+        check.count("the number of members", len(self.members))
         self.likelihood = likelihood
         self._differing = _differing(self.members)
         self._one_pass = OnePass()
