@@ -33,9 +33,7 @@ def budget(device: torch.device) -> int:
 class OuterProductGradients:
     """Gradients of one cotangent in a linear block: `sum_r g_nr a_nr^T` for each point.
 
-    Attributes:
-        inputs: what is known of the map's inputs.
-        g: the gradients in the map's outputs, `(n, R, groups, outputs)`.
+    `g`, `(n, R, groups, outputs)`, are the gradients in the map's outputs.
     """
 
     inputs: MapInputs

@@ -19,11 +19,7 @@ from tyxe.util import at_least_float32
 
 
 class PointsNotApart(ValueError):
-    """No rows of a map belong to one point each.
-
-    Attributes:
-        sites: of the map.
-    """
+    """No rows of the map of some sites belong to one point each."""
 
     def __init__(self, message: str, sites: Iterable[str]) -> None:
         super().__init__(message)
@@ -31,12 +27,7 @@ class PointsNotApart(ValueError):
 
 
 class BatchDims(NamedTuple):
-    """The place of the data points in a map's rows.
-
-    Attributes:
-        dim: the dimension that counts data points.
-        rows_are_apart: whether the rows of one of `n` points are `n` apart.
-    """
+    """The dimension of a map's rows that counts data points, or that those of one are apart."""
 
     dim: int
     rows_are_apart: bool
@@ -49,16 +40,12 @@ POINTS_FIRST = BatchDims(-1, False)
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """One call of a linear map, with a probe for the gradient in its output.
-
-    Attributes:
-        event: the intercepted call.
-        probe: zeros of the output's shape, whose gradient is the pre-activation gradient.
-        node: the output's node in the graph.
-    """
+    """One call of a linear map, with a probe for the gradient in its output."""
 
     event: LinearMap
+    # Zeros of the output's shape, whose gradient is the pre-activation gradient.
     probe: Tensor
+    # The output's node in the graph.
     node: Any
 
     @property
@@ -141,12 +128,7 @@ class _Probed(torch.autograd.Function):
 
 
 class LayerCallRecorder(LinearMapMessenger):
-    """Records each call of a linear map with a site, and the sites that are used in other ways.
-
-    Attributes:
-        calls: the calls, in the order of the forward.
-        elsewhere: names of sites whose values other operations have used.
-    """
+    """Records each call of a linear map with a site, and the sites that are used in other ways."""
 
     name = "curvature"
     treatment = "recorded"
@@ -229,11 +211,7 @@ def _rows(tensor: Tensor, event: LinearMap, points: int) -> Tensor:
 class MapInputs:
     """What a block's columns multiply in its maps: patches for the weight, and a one for the bias.
 
-    Attributes:
-        block: the weight and bias.
-        calls: the calls of their maps.
-        points: `n`, the number of data points.
-        keeps_graph: whether the inputs are differentiated.
+    `points` is the number of data points, and `keeps_graph` whether the inputs are differentiated.
     """
 
     block: LinearBlock

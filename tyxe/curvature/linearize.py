@@ -14,6 +14,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from tyxe import check
 from tyxe.autocast import autocast_like, dtype_of_maps
+from tyxe.curvature import layer_calls
 from tyxe.curvature.gradients import (
     DenseGradients,
     OuterProductGradients,
@@ -22,19 +23,7 @@ from tyxe.curvature.gradients import (
     looped_gradients,
     vectorized_gradients,
 )
-from tyxe.curvature.layer_calls import (
-    POINTS_FIRST,
-    BatchDims,
-    LayerCall,
-    LayerCallRecorder,
-    MapInputs,
-    PointsNotApart,
-    alternating_points,
-    cat_positions,
-    find_batch_dims,
-    find_blocks,
-    positions,
-)
+from tyxe.curvature.layer_calls import POINTS_FIRST, BatchDims, LayerCall, LayerCallRecorder
 from tyxe.distributions import ParamBlocks
 from tyxe.distributions.param_blocks import LinearBlock, ParamBlock
 from tyxe.poutine.report import note
@@ -53,17 +42,13 @@ Forward = Callable[[Mapping[str, Tensor], Inputs], Any]
 
 @dataclass
 class Linearized:
-    """What is known of a net from earlier linearisations.
+    """What is known of a net from earlier linearisations."""
 
-    Attributes:
-        is_vectorized: whether torch.vmap takes it, so that this is not tried again in each batch.
-        exact: sites whose linear maps are not all that the outputs depend on, and which take a
-            gradient for each point.
-        compared: kinds of batches on which gradients were compared with autograd's.
-    """
-
+    # Whether torch.vmap takes it, so that this is not tried again in each batch.
     is_vectorized: bool = True
+    # Sites whose linear maps are not all that the outputs depend on: each point has a gradient.
     exact: set[str] = field(default_factory=set)
+    # Kinds of batches on which gradients were compared with autograd's.
     compared: set[Any] = field(default_factory=set)
 
 
@@ -121,7 +106,7 @@ class Linearization:
 
     def _find_blocks(self) -> None:
         elsewhere = self._elsewhere | self._known.exact
-        self._blocks = find_blocks(self._shapes, self._recorded, elsewhere)
+        self._blocks = layer_calls.find_blocks(self._shapes, self._recorded, elsewhere)
         self._linear = [block for block in self._blocks if isinstance(block, LinearBlock)]
         self._located: dict[str, list[LayerCall]] | None = None
 
@@ -181,16 +166,11 @@ class Linearization:
         with torch.enable_grad(), torch_rng_kept():
             set_torch_rng(numbers)
             outputs = at_least_float32(self._forward({**self._values, **sites}, self._inputs))
-        if not outputs.requires_grad:
-            raise RuntimeError(
-                "the net's outputs have no gradient in its parameters, as under torch.no_grad or "
-                "after detach in its forward: let it record gradients, or hide what has none"
-            )
         return gradients_by_name([outputs], sites, [cotangent])
 
     def _differing(
         self, expected: Mapping[str, Tensor], cotangent: Tensor
-    ) -> tuple[set[str], PointsNotApart | None]:
+    ) -> tuple[set[str], layer_calls.PointsNotApart | None]:
         """Return sites with wrong gradients, summed or of a point, or those of `PointsNotApart`."""
         wrong: set[str] = set()
         # A sum does not show rows of one point that are taken for those of another. Each row has to
@@ -199,7 +179,7 @@ class Linearization:
         try:
             gradients = self.gradients(cotangent)
             scaled = self._linear_gradients(cotangent * _along_points(scales, cotangent))
-        except PointsNotApart as reason:
+        except layer_calls.PointsNotApart as reason:
             return reason.sites, reason
         for block in self.blocks:
             own, right = gradients[block.name], at_least_float32(block.to_vector(expected))
@@ -238,7 +218,7 @@ class Linearization:
         # Where a map may hold the points elsewhere, the other half of them is queried as well.
         first = all(call.has_points_first(self.points) for call in calls)
         asked_of = range(0 if not calls else 1 if first else 2)
-        queries = [alternating_points(self.outputs.detach(), n) for n in asked_of]
+        queries = [layer_calls.alternating_points(self.outputs.detach(), n) for n in asked_of]
         gradients = [list(self._gradients(calls, query)) for query, _ in queries]
         dims = [
             call.batch_dims if one in (None, POINTS_FIRST) else one
@@ -246,7 +226,7 @@ class Linearization:
         ]
         masks = [which for _, which in queries]
         answers = [list(zip(each, masks, strict=True)) for each in zip(*gradients, strict=True)]
-        news = find_batch_dims(calls, self.points, answers)
+        news = layer_calls.find_batch_dims(calls, self.points, answers)
         for index, (here, always) in zip(asked, news, strict=True):
             dims[index], found[index] = here, always
         located = [call.with_batch_dims(d) for call, d in zip(self._recorded, dims, strict=True)]
@@ -271,9 +251,11 @@ class Linearization:
     # ------------------------------------------------------------------ gradients
 
     @functools.cached_property
-    def _map_inputs(self) -> dict[str, MapInputs]:
+    def _map_inputs(self) -> dict[str, layer_calls.MapInputs]:
         return {
-            block.name: MapInputs(block, self._calls[block.name], self.points, self._differentiable)
+            block.name: layer_calls.MapInputs(
+                block, self._calls[block.name], self.points, self._differentiable
+            )
             for block in self._linear
         }
 
@@ -299,7 +281,9 @@ class Linearization:
         """Return the gradients in the outputs of each linear block's maps, by the block's name."""
         each = self._gradients([c for calls in self._calls.values() for c in calls], cotangent)
         return {
-            name: cat_positions(positions(next(each), call, self.points) for call in calls)
+            name: layer_calls.cat_positions(
+                layer_calls.positions(next(each), call, self.points) for call in calls
+            )
             for name, calls in self._calls.items()
         }
 
@@ -310,14 +294,9 @@ class Linearization:
         if at and self.outputs.requires_grad:
             # Activation checkpoints run again, and must save the same tensors as in the forward.
             with LayerCallRecorder():
-                grads = torch.autograd.grad(
-                    self.outputs,
-                    at,
-                    cotangent.to(self.outputs),
-                    retain_graph=True,
-                    create_graph=self._differentiable,
-                    allow_unused=True,
-                )
+                how = {"retain_graph": True, "create_graph": self._differentiable}
+                weights = cotangent.to(self.outputs)
+                grads = torch.autograd.grad(self.outputs, at, weights, allow_unused=True, **how)
         found = iter(grads)
         for call in calls:
             grad = cotangent if self._is_last(call) else next(found)

@@ -108,10 +108,16 @@ def jacobian_products(linear: Linearization, vectors: Tensor) -> Tensor:
 
 
 def _products(rows: PointGradients, vectors: Tensor) -> Tensor:
-    chunk = max(1, budget(vectors.device) // max(1, vectors.shape[1]))
-    starts = range(0, max(len(rows), 1), chunk)
-    parts = [rows.dense(slice(start, start + chunk)) for start in starts]
+    chunks = _chunks(len(rows), vectors.shape[1], budget(vectors.device))
+    parts = (rows.dense(chunk) for chunk in chunks)
     return torch.cat([vectors.to(part) @ part.mT for part in parts], 1)
+
+
+def _chunks(points: int, size: int, held: int) -> Iterator[slice]:
+    """Yield some points at a time, at least one, of `size` elements each; one chunk of no point."""
+    chunk = max(1, held // max(1, size))
+    for start in range(0, max(1, points), chunk):
+        yield slice(start, start + chunk)
 
 
 def joint_covariance(linear: Linearization, precision: BlockDiagonal) -> Tensor:
@@ -148,27 +154,23 @@ def _covariance(rows: list[Gradients], precision: BlockDiagonal) -> Tensor:
 def _whole_covariance(rows: list[Gradients], precision: Operator) -> Tensor:
     """Return the covariance by a precision over all weights, from few points' Jacobians each."""
     points = len(next(iter(rows[0].values())))
-    chunk = max(1, budget(precision.device) // (precision.size * len(rows)))
-    parts = (slice(start, start + chunk) for start in range(0, max(1, points), chunk))
-    return torch.cat([precision.inverse_quadratic(_dense(rows, part)) for part in parts])
+    chunks = _chunks(points, precision.size * len(rows), budget(precision.device))
+    return torch.cat([precision.inverse_quadratic(_dense(rows, chunk)) for chunk in chunks])
 
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:
     """Return a block's part of the covariance, from as many points at a time as fit."""
-    points, products = len(rows[0]), [r for r in rows if isinstance(r, OuterProductGradients)]
-    if not products or products[0].a.shape[2] > 1:  # groups
-        chunk = max(1, _held(block) // (block.size * len(rows)))
-        parts = (
-            torch.stack([row.dense(slice(start, start + chunk)) for row in rows], 1)
-            for start in range(0, max(1, points), chunk)
-        )
-        return torch.cat([block.inverse_quadratic(part) for part in parts])
-    a, size = products[0].a[:, :, 0], _elements(products, block)
-    chunk, found = max(1, _held(block) // max(1, size)), []
-    for start in range(0, max(1, points), chunk):
-        part = slice(start, start + chunk)
-        g = _stacked([row.g[part, :, 0] for row in products], block)
-        found.append(block.inverse_quadratic_factored(a[part], g))
+    products = [row for row in rows if isinstance(row, OuterProductGradients)]
+    is_formed = not products or products[0].a.shape[2] > 1  # groups
+    size = block.size * len(rows) if is_formed else _elements(products, block)
+    found = []
+    for chunk in _chunks(len(rows[0]), size, _held(block)):
+        if is_formed:
+            jacobians = torch.stack([row.dense(chunk) for row in rows], 1)
+            found.append(block.inverse_quadratic(jacobians))
+        else:
+            g = _stacked([row.g[chunk, :, 0] for row in products], block)
+            found.append(block.inverse_quadratic_factored(products[0].a[chunk, :, 0], g))
     return torch.cat(found)
 
 

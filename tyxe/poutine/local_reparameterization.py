@@ -45,12 +45,10 @@ def local_reparameterization_moments(
         assert bias_var is not None
         return mean, bias_var.reshape(-1, *[1] * event.spatial_dims).expand_as(mean)
     with full_precision(event.input):
-        squared = event.input.to(weight_var.dtype).square()
-        if variance_dtype is None:
-            return mean, event.function(squared, weight_var, bias_var)
-        narrow = weight_var.to(variance_dtype)
-        narrow_bias = None if bias_var is None else bias_var.to(variance_dtype)
-        variance = event.function(squared.to(variance_dtype), narrow, narrow_bias)
+        dtype = variance_dtype or weight_var.dtype
+        squared = event.input.to(weight_var.dtype).square().to(dtype)
+        bias_var = None if bias_var is None else bias_var.to(dtype)
+        variance = event.function(squared, weight_var.to(dtype), bias_var)
         return mean, variance.to(weight_var.dtype)
 
 

@@ -34,32 +34,13 @@ def gradients_at_means(
 ) -> list[Tensor]:
     """Return differentiable gradients of a batch's log-likelihood, zeros for sites not used.
 
-    Args:
-        fn: the distribution of the batch's targets at the mean weights.
-        value: the targets.
-        mask: the rows that count, or None.
-        sites: the sites at their means.
+    `fn` is the distribution of the targets, `value`; `mask` has the rows that count, or is None.
     """
     log_prob = scale_and_mask(fn.log_prob(value), 1.0, mask).sum()
     locs = [site.loc for site in sites]
     if not log_prob.requires_grad:
         return [torch.zeros_like(loc) for loc in locs]
     return [*torch.autograd.grad(log_prob, locs, create_graph=True, materialize_grads=True)]
-
-
-class WeightedSquares(torch.autograd.Function):
-    """`sum v g^2` as a single node, with one pass over the tensors forward and one per gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, values)
-        return (weights * values).mul_(values).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        weights, values = ctx.saved_tensors
-        scaled = grad * values
-        return scaled * values, 2 * (scaled * weights)
 
 
 def minus_half_of_squares(gradients: Sequence[Tensor], sites: Sequence[Expansion]) -> Tensor:
@@ -71,7 +52,7 @@ def minus_half_of_squares(gradients: Sequence[Tensor], sites: Sequence[Expansion
     """
     pairs = zip(sites, gradients, strict=True)
     # Variances are in float32 at least, gradients in the type of the weights.
-    parts = [WeightedSquares.apply(s.variance, g.to(s.variance.dtype)) for s, g in pairs]
+    parts = [(s.variance * g.to(s.variance.dtype).square()).sum() for s, g in pairs]
     return -0.5 * torch.stack(parts)
 
 
@@ -108,14 +89,9 @@ def _diagonal(gradient: Tensor, loc: Tensor) -> Tensor:
         rows = torch.arange(start, min(start + HESSIAN_CHUNK, size), device=loc.device)
         basis = torch.zeros(len(rows), size, dtype=gradient.dtype, device=loc.device)
         basis[torch.arange(len(rows), device=loc.device), rows] = 1.0
-        (columns,) = torch.autograd.grad(
-            gradient,
-            loc,
-            basis.view(-1, *loc.shape),
-            create_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
+        vectors = basis.view(-1, *loc.shape)
+        how = {"create_graph": True, "allow_unused": True, "is_grads_batched": True}
+        (columns,) = torch.autograd.grad(gradient, loc, vectors, **how)
         if columns is None:
             return torch.zeros_like(loc)
         parts.append(columns.reshape(len(rows), size).gather(1, rows[:, None])[:, 0])

@@ -17,19 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tyxe import check
 from tyxe.distributions import as_gaussian, independent_moments
 from tyxe.errors import warn
+from tyxe.poutine import second_order
 from tyxe.poutine.draw import Draw, draws_are_lazy
-from tyxe.poutine.second_order import (
-    CURVATURES,
-    NONSMOOTH,
-    WITHOUT_SECOND_DERIVATIVE,
-    Expansion,
-    Shifted,
-    functions_of,
-    gradients_at_means,
-    hessian_diagonals,
-    minus_half_of_squares,
-    pseudo_labels,
-)
 
 CONFLICT = (
     "variational_laplace runs the net at its guide's means, and another handler around it samples "
@@ -97,14 +86,14 @@ class variational_laplace(Messenger):
 
     def __init__(self, curvature: str = "fisher") -> None:
         super().__init__()
-        self.curvature: str = check.choice("curvature", curvature, CURVATURES)
+        self.curvature: str = check.choice("curvature", curvature, second_order.CURVATURES)
         self._forget()
 
     def _forget(self) -> None:
         # Draws made here, to tell them from those of another handler.
         self._made: WeakSet[Any] = WeakSet()
         self._unfit: dict[str, str] = {}
-        self._sites: dict[str, Expansion] = {}
+        self._sites: dict[str, second_order.Expansion] = {}
         self._priors: dict[str, Any] = {}
         self._is_used = self._ran = self._met_data = False
         self._looked_for_nonsmooth = self._warned_of_growth = False
@@ -178,7 +167,7 @@ class variational_laplace(Messenger):
         self._sites = {} if self._is_used else self._sites
         self._ran, self._is_used = True, False
         mean = loc if loc.requires_grad else loc.detach().requires_grad_()
-        self._sites[name] = Expansion(name, mean, variance)
+        self._sites[name] = second_order.Expansion(name, mean, variance)
         msg["args"] = (name, mean)
 
     def _pyro_linear_map(self, msg: Message) -> None:
@@ -215,14 +204,15 @@ class variational_laplace(Messenger):
         if not self._looked_for_nonsmooth:
             self._looked_for_nonsmooth = True
             _check_smoothness(log_prob, self._net)
-        gradients = gradients_at_means(fn, self._labels(fn, msg["value"]), mask, sites)
+        labels = self._labels(fn, msg["value"])
+        gradients = second_order.gradients_at_means(fn, labels, mask, sites)
         diagonals: list[Tensor] = []
         if self.curvature == "hessian":
-            diagonals = hessian_diagonals(gradients, sites)
+            diagonals = second_order.hessian_diagonals(gradients, sites)
             parts = [(s.variance * d).sum() for s, d in zip(sites, diagonals, strict=True)]
             terms = 0.5 * torch.stack(parts)
         else:
-            terms = minus_half_of_squares(gradients, sites)
+            terms = second_order.minus_half_of_squares(gradients, sites)
         is_traced = get_proxy_mode() is not None  # numbers are those of later runs, looked at there
         if not is_traced:
             self._check_finite(terms, log_prob)
@@ -230,11 +220,11 @@ class variational_laplace(Messenger):
         rows = fn.batch_shape
         counted = int(mask.expand(rows).sum()) if isinstance(mask, Tensor) else rows.numel()
         # Divided among the rows that count, so that mask and plate scale apply to it.
-        msg["fn"] = Shifted(fn, terms.sum() / max(counted, 1))
+        msg["fn"] = second_order.Shifted(fn, terms.sum() / max(counted, 1))
 
     def _labels(self, fn: Any, value: Tensor) -> Tensor:
         """Return the labels at which the log-likelihood is differentiated."""
-        return pseudo_labels(fn) if self.curvature == "fisher" else value
+        return second_order.pseudo_labels(fn) if self.curvature == "fisher" else value
 
     def _check_finite(self, terms: Tensor, log_prob: Tensor) -> None:
         # If the log-likelihood itself is not finite, the code that computes the loss reports it.
@@ -277,7 +267,7 @@ def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
 
     The gradient of the curvature misses the kinks of these.
     """
-    missing = functions_of(WITHOUT_SECOND_DERIVATIVE, log_prob, net)
+    missing = second_order.functions_of(second_order.WITHOUT_SECOND_DERIVATIVE, log_prob, net)
     if missing:
         raise RuntimeError(
             "variational_laplace differentiates the net twice, and PyTorch has no second "
@@ -285,7 +275,7 @@ def _check_smoothness(log_prob: Tensor, net: nn.Module | None) -> None:
             "tyxe.util.replace_activations_(net, nn.Hardsigmoid, nn.Sigmoid) or nn.Embedding and a "
             "sum"
         )
-    found = functions_of(NONSMOOTH, log_prob, net)
+    found = second_order.functions_of(second_order.NONSMOOTH, log_prob, net)
     if found:
         warn(
             "variational_laplace differentiates the net twice, and these are linear in pieces: "
