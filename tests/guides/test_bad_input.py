@@ -197,8 +197,8 @@ BUILDERS = (
     (AutoInducing, TYPE, "AutoInducing.* missing 2 required"),
     (functools.partial(AutoNormal, spread=1.0), TYPE, "AutoNormal .* unexpected keyword argument "),
     (autoguide.AutoDiscreteParallel, VALUE, "AutoDiscreteParallel .* to be discrete .* functools."),
-    ("AutoNormal", TYPE, "builder is a str; expected a class of guides"),
-    (AutoNormal(program()), TYPE, "builder is a AutoNormal already built; pass its class"),
+    ("AutoNormal", TYPE, "builder is .AutoNormal.; expected a class of guides"),
+    (AutoNormal(program()), TYPE, "builder is an AutoNormal; expected a class of guides"),
 )
 
 

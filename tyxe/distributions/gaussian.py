@@ -294,22 +294,24 @@ def normal_moments(q: td.Distribution) -> tuple[Tensor, Tensor, Tensor] | None:
     return normal.loc, scale.square(), scale.log()
 
 
+def _vectors(sites: IndependentSites, joint: Gaussian) -> list[Tensor]:
+    """Return means, variances and log-scales of independent Normals, each as one vector."""
+    moments = {name: normal_moments(one) for name, one in sites.distributions.items()}
+    known = {name: found for name, found in moments.items() if found is not None}
+    if set(known) != set(joint.names) or len(known) < len(moments):
+        raise NotImplementedError
+    return [joint.flatten({name: found[i] for name, found in known.items()}) for i in range(3)]
+
+
 @td.register_kl(IndependentSites, Gaussian)
 def _kl_independent_gaussian(q: IndependentSites, p: Gaussian) -> Tensor:
     """`sum_t 1/2 [diag(A_t) . v + (mu - m_t)^T A_t (mu - m_t)]`, less entropy and normaliser."""
-    if set(q.distributions) != set(p.names):
-        raise NotImplementedError
     points = {name: one for name, one in q.distributions.items() if isinstance(one, dist.Delta)}
-    if len(points) == len(q.distributions):
+    if set(points) == set(q.distributions) == set(p.names):
         log_density = torch.stack([one.log_density.sum() for one in points.values()]).sum()
         return log_density - p.log_prob(p.flatten({name: one.v for name, one in points.items()}))
-    moments = {name: normal_moments(one) for name, one in q.distributions.items()}
-    known = {name: found for name, found in moments.items() if found is not None}
-    if len(known) < len(moments):
-        raise NotImplementedError
-    mean, variance = (p.flatten({n: found[i] for n, found in known.items()}) for i in (0, 1))
-    entropy = torch.stack([at_least_float32(found[2]).sum() for found in known.values()]).sum()
-    entropy = entropy + mean.numel() * HALF_LOG_2PI_E
+    mean, variance, log_scale = _vectors(q, p)
+    entropy = log_scale.sum() + mean.numel() * HALF_LOG_2PI_E
     energies = [quadratic(a, mean - m) + a.diagonal() @ variance for m, a in p.terms]
     return torch.stack(energies).sum() / 2 - p.log_normalizer - entropy
 
@@ -326,14 +328,9 @@ def _kl_gaussians(q: Gaussian, p: Gaussian) -> Tensor:
 @td.register_kl(Gaussian, IndependentSites)
 def _kl_gaussian_independent(q: Gaussian, p: IndependentSites) -> Tensor:
     """`sum 1/2 (v + (mu - m)^2) / s^2 + log s + 1/2 log 2 pi`, less entropy, `v` the variances."""
-    moments = {name: normal_moments(one) for name, one in p.distributions.items()}
-    known = {name: found for name, found in moments.items() if found is not None}
-    if set(p.distributions) != set(q.names) or len(known) < len(moments):
-        raise NotImplementedError
-    vectors = [q.blocks.flatten({n: found[i] for n, found in known.items()}) for i in range(3)]
-    mean, variance, log_scale = (vector.to(q.loc.dtype) for vector in vectors)
+    mean, variance, log_scale = _vectors(p, q)
     energy = ((q.variance + (q.loc - mean).square()) / variance).sum() / 2 + log_scale.sum()
-    return energy + q.loc.numel() * (HALF_LOG_2PI_E - 0.5) - _entropy(q)
+    return energy + q.loc.numel() * LOG_SQRT_2PI - _entropy(q)
 
 
 def _entropy(q: Gaussian) -> Tensor:

@@ -26,21 +26,6 @@ def _scalar(tensor: Tensor) -> Tensor | None:
     return tensor.as_strided((), ()) if tensor.numel() else None
 
 
-# On CPUs `torch.dot` adds up one number after the other, and millions lose digits. The norms of
-# short rows are as fast, and their squares few enough for an exact sum.
-_ROW = 512
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """Return `x.square().sum()` in one pass and as exactly, for use without gradients."""
-    x = x.reshape(-1)
-    whole = x.numel() // _ROW * _ROW
-    if whole < 8 * _ROW:
-        return torch.dot(x, x)
-    squares = torch.linalg.vector_norm(x[:whole].view(-1, _ROW), dim=1).square_().sum()
-    return squares if whole == x.numel() else squares + torch.dot(x[whole:], x[whole:])
-
-
 # Squares of smaller scales (and of scales above the inverse) are outside of float32's range.
 _SMALLEST = 1e-18
 
@@ -64,8 +49,8 @@ def _value(terms: Sequence[tuple[ToOneNormal, bool]], tensors: Sequence[Tensor])
     constant = 0.0
     for i, (p, has_variance) in enumerate(terms):
         loc, log_scale, spread = tensors[i :: len(terms)]
-        square = _sum_of_squares(p.centered(loc))
-        square += spread.sum() if has_variance else _sum_of_squares(spread)
+        square = p.centered(loc).square().sum()
+        square += spread.sum() if has_variance else spread.square().sum()
         rest = rest - log_scale.sum()
         constant += loc.numel() * (math.log(p.scale) - 0.5)
         squares[p.scale] = square + squares.get(p.scale, 0.0)
@@ -104,8 +89,8 @@ class _FusedKL(torch.autograd.Function):
             if needed[count + i]:
                 found[count + i] = negative.expand_as(log_scale)
             if needed[2 * count + i]:
-                half = (weight / 2).expand_as(spread) if has_variance else None
-                found[2 * count + i] = spread * weight if half is None else half
+                half = (weight / 2).expand_as(spread)
+                found[2 * count + i] = half if has_variance else spread * weight
         return None, *found
 
 
@@ -180,9 +165,7 @@ def _one_normal(p: Any, like: Tensor) -> ToOneNormal | None:
 
 def _one_event(p: Any, shape: torch.Size) -> Any:
     """Return independent Normals that are one event of a shape, else None."""
-    normal = as_gaussian(p)
-    fits = normal is not None and p.event_shape == shape and not p.batch_shape
-    return normal if fits else None
+    return as_gaussian(p) if p.event_shape == shape and not p.batch_shape else None
 
 
 def log_density(p: td.Distribution, value: Tensor) -> Tensor:

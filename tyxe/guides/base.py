@@ -31,7 +31,7 @@ from tyxe.files import as_bytes, of_bytes
 from tyxe.linalg import Diagonal, Inverse, Operator
 from tyxe.linalg.functions import permuted
 from tyxe.threads import only_handlers
-from tyxe.util import is_real, resolve_site_name
+from tyxe.util import is_discrete, is_real, resolve_site_name
 
 
 @dataclass(frozen=True)
@@ -254,15 +254,7 @@ class Guide(AnyGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        posterior = self.posterior()
-        medians = {
-            # The median of two values is the more probable one.
-            site.name: posterior[site.name].mode
-            if site.support.is_discrete
-            else _median(posterior[site.name])
-            for site in self.sites
-        }
-        return {name: median.detach().clone() for name, median in medians.items()}
+        return {name: _median(q).detach().clone() for name, q in self.posterior().items()}
 
     def _own(self, name: str) -> Site:
         return site_named(self.sites, check.one_of("site_name", name, str, "a string"))
@@ -309,11 +301,9 @@ def detached_together(posterior: Mapping[str, td.Distribution]) -> dict[str, td.
 
 def _median(q: td.Distribution) -> Tensor:
     if isinstance(q, td.TransformedDistribution):
-        value = _median(q.base_dist)
-        for transform in q.transforms:
-            value = transform(value)
-        return value
-    return q.mean
+        return td.ComposeTransform(q.transforms)(_median(q.base_dist))
+    # Of two values it is the more probable one.
+    return q.mode if is_discrete(q.support) else q.mean
 
 
 def start_of(argument: str, start: Callable[[Any], Tensor], site: Site, message: Any) -> Tensor:

@@ -108,7 +108,9 @@ class AutoInducing(Guide):
         held = {name for layer in self.layers for name in layer.prior.block.sites}
         self.rest: Guide | None = None
         if any(site.name not in held for site in self.sites):
-            rest = self.options.mean_field(_Subset(module, held))
+            program = poutine.block(module, hide=list(held))
+            program.prefix = getattr(module, "prefix", "")
+            rest = self.options.mean_field(program)
             expected = (
                 "one of tyxe.guides, such as "
                 "functools.partial(tyxe.guides.AutoNormal, init_scale=1e-4)"
@@ -344,14 +346,3 @@ def _stack_of(
         )
     prior = LayerPrior(LinearBlock(GLOBAL, None, shape), (1.0,))
     return [InducingLayer(GLOBAL, prior, *hierarchical, layers[0].like)]
-
-
-class _Subset:
-    """The program of the sites that have no inducing weights."""
-
-    def __init__(self, module: Callable[..., Any], held: set[str]) -> None:
-        self.module = poutine.block(module, hide=list(held))
-        self.prefix = getattr(module, "prefix", "")
-
-    def __call__(self) -> Any:
-        return self.module()

@@ -30,6 +30,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import Message
 from torch import Tensor, nn
 
+from tyxe.check import described
 from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.normal import Point
 from tyxe.guides.base import AnyGuide, Guide, sites_of
@@ -37,7 +38,7 @@ from tyxe.guides.init import init_to_net
 from tyxe.linalg import Cholesky, Inverse, LowRank, Operator
 from tyxe.rng import torch_rng_kept
 from tyxe.threads import module_local_params, only_handlers
-from tyxe.util import is_real, unwrapped
+from tyxe.util import unwrapped
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -135,15 +136,10 @@ class PyroGuide(AnyGuide):
                 function would be in Pyro's global store, where no BNN trains it.
             ValueError: the guide does not take the sites.
         """
-        if isinstance(builder, nn.Module):
+        if isinstance(builder, nn.Module) or not callable(builder):
             raise TypeError(
-                f"the guide's builder is a {type(builder).__name__} already built; pass its class, "
-                "or a functools.partial of it: the BNN builds it on its own sites"
-            )
-        if not callable(builder):
-            raise TypeError(
-                f"the guide's builder is a {type(builder).__name__}; expected a class of guides, "
-                "such as tyxe.guides.AutoNormal, or a functools.partial of one"
+                f"the guide's builder is {described(builder)}; expected a class of guides, such as "
+                "tyxe.guides.AutoNormal, or a functools.partial of one: the BNN builds the guide"
             )
         names = _kept_apart(module) if _has_part_of_each(builder) else {}
         program = _Renamed(names)(module) if names else module
@@ -236,11 +232,6 @@ class PyroGuide(AnyGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the median of every site, by its name in the joint model.
-
-        Raises:
-            TypeError: the guide has no median.
-        """
         try:
             if not isinstance(self.guide, AutoGuide):
                 raise NotImplementedError
@@ -255,36 +246,27 @@ class PyroGuide(AnyGuide):
 
     @torch.no_grad()
     def as_priors(self) -> Mapping[str, td.Distribution]:
-        """Return the posterior of each site by its name in the joint model.
-
-        Raises:
-            TypeError: the guide couples its sites in another way, or is no autoguide.
-        """
-        posterior = self.posterior()
+        posterior = self.posterior() or self.independent_normals()
         if posterior is not None:
             return posterior
-        normals = self.independent_normals()
-        if normals is not None:
-            return normals
         if isinstance(self.guide, _COUPLED) or not isinstance(self.guide, AutoGuide):
             raise TypeError(
                 f"{type(self.guide).__name__} has no distribution per site; use "
                 "tyxe.guides.AutoNormal where a posterior is to become a prior"
             )
-        return dict(self._traced_posteriors(self.guide))
-
-    def _traced_posteriors(self, guide: AutoGuide) -> Iterator[tuple[str, td.Distribution]]:
         nodes = poutine.trace(self).get_trace().nodes
-        prototypes = self._named(guide.prototype_trace.nodes)
-        for name, node in nodes.items():
-            if node["type"] != "sample" or node["infer"].get("is_auxiliary"):
-                continue
+        found = {}
+        for site in self.sites:
             # The sites of Pyro's AutoNormal are deltas at draws of `..._unconstrained`.
-            base = nodes.get(name + _AUXILIARY)
+            base = nodes.get(site.name + _AUXILIARY)
             if base is None:
-                yield name, node["fn"]
+                found[site.name] = nodes[site.name]["fn"]
+            elif site.is_real:
+                found[site.name] = base["fn"]
             else:
-                yield name, _constrained(base["fn"], prototypes[name]["fn"].support)
+                transforms = [td.biject_to(site.support)]
+                found[site.name] = dist.TransformedDistribution(base["fn"], transforms)
+        return found
 
 
 def _with_own_memory(guide: T) -> T:
@@ -315,10 +297,6 @@ def _failures_of(builder: Callable[..., Any]) -> Iterator[None]:
             "pass its own arguments by functools.partial, and a prior whose values it takes, or "
             "use tyxe.guides.AutoNormal (AutoBernoulli for binary weights)"
         ) from error
-
-
-def _constrained(base: td.Distribution, support: Any) -> td.Distribution:
-    return base if is_real(support) else dist.TransformedDistribution(base, [td.biject_to(support)])
 
 
 # --------------------------------------------------------------------------- their joint Normals

@@ -73,14 +73,12 @@ class Categorical(Likelihood):
         self.logit_predictions = logit_predictions
         self.ignore_index, self.class_dim = ignore_index, class_dim
         self.prepares_outputs, self.prepares_targets = class_dim != -1, class_weights is not None
-        weights = (
-            None if class_weights is None else check.tensor("class_weights", class_weights).float()
-        )
+        weights = None
+        if class_weights is not None:
+            weights = check.tensor("class_weights", class_weights).float()
+            if weights.dim() != 1 or not (weights >= 0).all() or not any(weights):
+                raise ValueError(f"class_weights are {weights}; expected a number from 0 each")
         self.class_weights: Tensor | None
-        if weights is not None and not (
-            weights.dim() == 1 and (weights >= 0).all() and any(weights)
-        ):
-            raise ValueError(f"class_weights are {class_weights}; expected a number from 0 each")
         self.register_buffer("class_weights", weights, persistent=False)
 
     def known(self, targets: Targets) -> Targets:
@@ -144,15 +142,11 @@ class Categorical(Likelihood):
         return logits if self.logit_predictions else logits.softmax(-1)
 
     def check_predictions(self, predictions: Tensor) -> None:
-        if not predictions.dim():
-            raise ValueError(
-                "Categorical got one number from the net; expected a value of each class for each "
-                "point, (n, ..., C): the net may sum or average over the batch"
-            )
         if predictions.dim() < self.event_dim + 1:
             raise ValueError(
-                f"Categorical got predictions of shape {tuple(predictions.shape)}; expected "
-                f"(n, ..., C) with event_dim={self.event_dim} dimensions between points and classes"
+                f"Categorical got predictions of shape {tuple(predictions.shape)}; expected (n, "
+                f"..., C) with event_dim={self.event_dim} dimensions between points and classes: "
+                "the net may sum or average over the batch"
             )
         # bfloat16 rounds probabilities by more than 1e-3.
         tolerance = max(TOLERANCE, torch.finfo(predictions.dtype).eps)

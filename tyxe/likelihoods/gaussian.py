@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import pyro.distributions as dist
@@ -18,7 +19,27 @@ from tyxe.likelihoods.own_parameter import OwnParameter, expanded
 from tyxe.likelihoods.reductions import mean_of, mean_over, moments, stacked
 
 
-class HomoskedasticGaussian(OwnParameter):
+class _Noisy(OwnParameter):
+    """Base of noise of one scale for all points, about locations that the net predicts."""
+
+    @abstractmethod
+    def _variance(self, latents: Latents, like: Tensor) -> Tensor:
+        """Return the variance of the noise."""
+
+    def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
+        return (mean_of(predictions) - targets).square()
+
+    def aggregate_predictions(
+        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        noise = self._variance(latents, stacked(predictions, dim))
+        if self.noise_prior is not None:  # one of each draw
+            noise = mean_over(noise, 0, weights)
+        mean, spread = moments(predictions, dim, weights)
+        return mean, (spread + noise.to(predictions.dtype)).sqrt()
+
+
+class HomoskedasticGaussian(_Noisy):
     """Gaussian noise of one scale for all points; predictions are means `(n, ...)`.
 
     Aggregated predictions are `(mean, scale)`, mean and standard deviation of the mixture over
@@ -92,17 +113,11 @@ class HomoskedasticGaussian(OwnParameter):
         event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
         return dist.Normal(loc, scale, validate_args=False).to_event(event_dim)
 
-    def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
-        return (mean_of(predictions) - targets).square()
-
-    def aggregate_predictions(
-        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        noise = self.scale_of(latents, stacked(predictions, dim)).square()
-        return _with_noise(predictions, dim, weights, noise, self.noise_prior is not None)
+    def _variance(self, latents: Latents, like: Tensor) -> Tensor:
+        return self.scale_of(latents, like).square()
 
 
-class StudentT(OwnParameter):
+class StudentT(_Noisy):
     """Noise with heavy tails, of one scale for all points; predictions are locations `(n, ...)`.
 
     Few points far off move a fit less than under a Gaussian. Aggregated predictions are
@@ -145,14 +160,8 @@ class StudentT(OwnParameter):
         event_dim = min(self.event_dim, max(loc.dim() - 1, 0))
         return dist.StudentT(self.df, loc, scale, validate_args=False).to_event(event_dim)
 
-    def point_error(self, predictions: Predictions, targets: Tensor) -> Tensor:
-        return (mean_of(predictions) - targets).square()
-
-    def aggregate_predictions(
-        self, predictions: Any, dim: int = 0, latents: Latents = None, weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        variance = self.own_value(latents, stacked(predictions, dim)).square() / (1 - 2 / self.df)
-        return _with_noise(predictions, dim, weights, variance, self.noise_prior is not None)
+    def _variance(self, latents: Latents, like: Tensor) -> Tensor:
+        return self.own_value(latents, like).square() / (1 - 2 / self.df)
 
 
 class HeteroskedasticGaussian(Likelihood):
@@ -215,12 +224,3 @@ class HeteroskedasticGaussian(Likelihood):
             # The inverse of softplus: x + log(1 - exp(-x)).
             total = total + torch.log(-torch.expm1(-total))
         return torch.cat([mean, total], dim=-1)
-
-
-def _with_noise(
-    draws: Tensor, dim: int, weights: Tensor | None, noise: Tensor, of_draws: bool
-) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation, with a variance of the noise, or one of each draw."""
-    noise = mean_over(noise, 0, weights) if of_draws else noise
-    mean, spread = moments(draws, dim, weights)
-    return mean, (spread + noise.to(draws.dtype)).sqrt()

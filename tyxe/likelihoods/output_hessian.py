@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import singledispatch
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -143,10 +144,8 @@ def _(likelihood: Ordinal, predictions: Tensor, latents: Latents = None) -> Tens
 class SqrtColumns:
     """The columns `s` of a square root of output Hessians, `H_n = sum_s s_n s_n^T`.
 
-    Each has the shape `(n, ...)` of the predictions and is a cotangent for autograd: the GGN of a
-    point is `sum_s (J^T s)(J^T s)^T`. Columns are computed one at a time while iterating; `len()`
-    counts them. Each of the `R` positions has `rank` columns of its own, which are zero at all
-    other positions; `block_column(k)` returns column `k` of every block, `(n, R, C)`.
+    Each has the predictions' shape, and is a cotangent for autograd. The `R` positions have `rank`
+    columns each, zero at all others; `block_column(k)` is column `k` of every block, `(n, R, C)`.
     """
 
     shape: torch.Size
@@ -160,9 +159,6 @@ class SqrtColumns:
     def __iter__(self) -> Iterator[Tensor]:
         for k in range(self.rank):
             values = self.block_column(k)
-            if self.num_positions == 1:
-                yield values.reshape(self.shape)
-                continue
             for r in range(self.num_positions):
                 column = torch.zeros_like(values)
                 column[:, r] = values[:, r]
@@ -193,13 +189,10 @@ def output_hessian_sqrt(
         >>> torch.stack(list(columns))
         tensor([[[ 0.5000, -0.5000]]])
     """
-    if categorical := _plain_categorical(likelihood):
-        return _categorical_sqrt(categorical, predictions)
-    blocks = output_hessian(likelihood, predictions, latents)
-    roots = _psd_sqrt(blocks)
-    return SqrtColumns(
-        predictions.shape, blocks.shape[1], blocks.shape[-1], lambda k: roots[..., k]
-    )
+    if _is_plain(likelihood):
+        return _categorical_sqrt(likelihood, predictions)
+    roots = _psd_sqrt(output_hessian(likelihood, predictions, latents))
+    return SqrtColumns(predictions.shape, roots.shape[1], roots.shape[-1], lambda k: roots[..., k])
 
 
 def output_hessian_product(likelihood: Likelihood, predictions: Tensor, vectors: Tensor) -> Tensor:
@@ -207,11 +200,10 @@ def output_hessian_product(likelihood: Likelihood, predictions: Tensor, vectors:
 
     Class logits, `p (v - p . v)`, need no matrix. Errors are those of `output_hessian`.
     """
-    categorical = _plain_categorical(likelihood)
-    if categorical is None or not categorical.logit_predictions:
+    if not (_is_plain(likelihood) and likelihood.logit_predictions):
         blocks = output_hessian(likelihood, predictions)
         return (blocks @ vectors.reshape(*blocks.shape[:3], 1)).reshape(vectors.shape)
-    probs = _class_probs(categorical, predictions)
+    probs = _class_probs(likelihood, predictions)
     v = vectors.reshape(probs.shape)
     # Constants have no product: without that of the likeliest class, no `1 - p` is needed.
     v = v - v.gather(-1, probs.argmax(-1, keepdim=True))
@@ -222,10 +214,7 @@ def output_hessian_product(likelihood: Likelihood, predictions: Tensor, vectors:
 class OutputHessians:
     """The output Hessians of points with one position, for sums without a matrix of each point.
 
-    Attributes:
-        likelihood: chooses the formula.
-        predictions: the net's outputs, `(n, C)`.
-        counts: how often each point counts, `(n,)`; once by default.
+    Predictions are `(n, C)`, and `counts`, `(n,)`, how often each point counts.
     """
 
     likelihood: Likelihood
@@ -254,10 +243,9 @@ class OutputHessians:
 
     def _probs(self) -> Tensor | None:
         """Return class probabilities of logits, and None for other predictions."""
-        likelihood = _plain_categorical(self.likelihood)
-        if likelihood is None or not likelihood.logit_predictions:
-            return None
-        return at_least_float32(self.predictions).softmax(-1)
+        if _is_plain(self.likelihood) and self.likelihood.logit_predictions:
+            return at_least_float32(self.predictions).softmax(-1)
+        return None
 
     def _weighted(self, values: Tensor) -> Tensor:
         if self.counts is None:
@@ -294,10 +282,9 @@ def true_gradient(
 # --------------------------------------------------------------------------- pieces
 
 
-def _plain_categorical(likelihood: Likelihood) -> Categorical | None:
-    """Return a categorical likelihood, unless it has registered a Hessian of its own."""
-    is_plain = output_hessian.dispatch(type(likelihood)) is _categorical
-    return likelihood if is_plain and isinstance(likelihood, Categorical) else None
+def _is_plain(likelihood: Likelihood) -> TypeGuard[Categorical]:
+    """Whether a likelihood is categorical, without a registered Hessian of its own."""
+    return output_hessian.dispatch(type(likelihood)) is _categorical
 
 
 def _uncoupled(values: Tensor) -> Tensor:
@@ -318,28 +305,20 @@ def _class_probs(likelihood: Categorical, predictions: Tensor) -> Tensor:
 
 
 def _categorical_sqrt(likelihood: Categorical, predictions: Tensor) -> SqrtColumns:
+    """Return columns of the Cholesky factor, whose formula `output_hessian_sqrt` has."""
     probs = _class_probs(likelihood, predictions)
     tails = probs.flip(-1).cumsum(-1).flip(-1)  # sum_{i >= k} p_i
-
-    def column(k: int) -> Tensor:
-        values = multinomial_cholesky_column(probs, tails, k)
-        return values if likelihood.logit_predictions else values / probs
-
-    num_classes = probs.shape[-1]
-    return SqrtColumns(predictions.shape, probs.shape[1], num_classes - 1, column)
-
-
-def multinomial_cholesky_column(probs: Tensor, tails: Tensor, k: int) -> Tensor:
-    """Return column `k` of the Cholesky factor of `diag(p) - p p^T`, `(..., C)`.
-
-    `output_hessian_sqrt` has the formula; `tails` holds `sum_{i >= k} p_i` for each `k`.
-    """
     # Where a tail underflows to zero, its probabilities are zero too: 0 / tiny, not 0 / 0.
     tails = tails.clamp_min(torch.finfo(tails.dtype).tiny)
-    p, q, before = probs[..., k, None], tails[..., k + 1, None], tails[..., k, None]
-    scale = (p * (q / before)).sqrt()
-    later = -scale * (probs[..., k + 1 :] / q)
-    return torch.cat([torch.zeros_like(probs[..., :k]), scale, later], -1)
+
+    def column(k: int) -> Tensor:
+        p, q, before = probs[..., k, None], tails[..., k + 1, None], tails[..., k, None]
+        scale = (p * (q / before)).sqrt()
+        later = -scale * (probs[..., k + 1 :] / q)
+        values = torch.cat([torch.zeros_like(probs[..., :k]), scale, later], -1)
+        return values if likelihood.logit_predictions else values / probs
+
+    return SqrtColumns(predictions.shape, probs.shape[1], probs.shape[-1] - 1, column)
 
 
 def _psd_sqrt(blocks: Tensor) -> Tensor:

@@ -77,14 +77,9 @@ class OwnParameter(Likelihood):
         return {self.parameter: self.noise_prior.distribution}
 
     def own_value(self, latents: Latents = None, like: Tensor | None = None) -> Tensor:
-        """Return the number, or numbers.
+        """Return the number, or numbers; a ValueError where it is inferred, and has no value.
 
-        Args:
-            latents: a value of the inferred variable.
-            like: a tensor with the dtype and device that a number is returned in.
-
-        Raises:
-            ValueError: it is inferred, and has no value.
+        A number is returned in the dtype and on the device of `like`.
         """
         if self._number is not None:
             like = torch.empty((), device="cpu") if like is None else like
@@ -102,11 +97,7 @@ class OwnParameter(Likelihood):
         )
 
     def own_value_for(self, predictions: Tensor, latents: Latents = None) -> Tensor:
-        """Return the number of each output, of the predictions' shape and dtype.
-
-        Raises:
-            ValueError: it is inferred, and has no value; numbers of another shape.
-        """
+        """Return the number of each output, of the predictions' shape and dtype."""
         return expanded(self.own_value(latents, predictions), predictions, self.called)
 
 
