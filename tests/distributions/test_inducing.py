@@ -20,6 +20,7 @@ from tests.oracles.inducing_gaussians import (
     dense,
     make,
     make_maps,
+    make_u,
     mixture_log_prob,
     priors,
     psi,
@@ -27,9 +28,15 @@ from tests.oracles.inducing_gaussians import (
 )
 from tyxe.distributions import FactorizedNormal, IndependentSites, InducingWeights, JointMarginal
 from tyxe.distributions.buffered import BufferedDistribution, detached
-from tyxe.distributions.inducing import isotropic_scale
+from tyxe.distributions.inducing import (
+    HierarchicalInducing,
+    LayerPrior,
+    StackedU,
+    isotropic_scale,
+)
 from tyxe.distributions.inducing_formulas import conditional_divergence, inducing_side, matheron
-from tyxe.guides.inducing_families import DiagonalU, EnsembleU, FullU, Turn, WhitenedU
+from tyxe.distributions.param_blocks import LinearBlock
+from tyxe.guides.inducing_families import DiagonalU, EnsembleU, Turn, WhitenedU
 
 # --- the conditional ----------------------------------------------------------------------------
 
@@ -121,8 +128,9 @@ def test_densities_and_moments_against_the_dense_gaussian(family, sizes, whitene
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moments_of_samples(family):
-    q, count = make(family), 30000  # a multiple of the members: each as often
+@pytest.mark.parametrize("whitened", [True, False])
+def test_moments_of_samples(family, whitened):
+    q, count = make(family, whitened=whitened), 30000  # a multiple of the members: each as often
     samples = q.sample((count,)).flatten(1)
     means, covariance = dense(q)
     covariance = covariance + torch.cov(means.mT, correction=0).reshape(covariance.shape)
@@ -205,27 +213,6 @@ def test_kl_of_inducing_weights(family, sizes, whitened):
     close(td.kl_divergence(q, prior), divergence + expected)
 
 
-def test_whitened_and_unwhitened_are_one_posterior():
-    plain = make("full", whitened=False)
-    size = plain.u.event_shape.numel()
-    rows, columns = plain.row_tril, plain.column_tril
-    # The same distribution over U, in the coordinates U_w = C_r^-1 U C_c^-T.
-    inverse = torch.linalg.inv(torch.kron(rows, columns))
-    base = plain.u.base
-    white = FullU((inverse @ base.loc.reshape(-1)).view(base.loc.shape), inverse @ base.scale_tril)
-    q = InducingWeights(white, plain.rows, plain.columns, plain.conditional_scale, LAYER)
-    assert white.scale_tril.shape == (size, size)
-    close(q.kl_from_prior(), plain.kl_from_prior())
-    for left, right in zip(dense(q), dense(plain), strict=True):
-        close(left, right)
-    value = q.sample()
-    close(q.log_prob(value), plain.log_prob(value))
-    torch.manual_seed(1)
-    left = q.rsample()
-    torch.manual_seed(1)
-    close(plain.rsample(), left)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("whitened", [True, False])
 def test_variances_through_maps(family, whitened):
@@ -303,3 +290,84 @@ def test_marginals_are_kept_by_modules(family):
     fresh = BufferedDistribution(make(family, whitened=False).marginal("net.weight"))
     fresh.load_state_dict(stored.double().state_dict())
     torch.testing.assert_close(fresh.distribution.log_prob(value), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- hierarchies ----------------------------------------------------------------------------------
+
+
+def make_hierarchy(family="diagonal"):
+    """Two layers, 3 x 4 with U 2 x 2 and 2 x 3 with U 1 x 2, under one 2 x 1 matrix."""
+    rows, columns = (inducing_side(*side) for side in make_maps(2, 1, 3, 2))
+    scale = torch.tensor(0.8).double()
+    top = LayerPrior(LinearBlock("stack", None, Size([3, 2])), (1.0,))
+    stack = InducingWeights(make_u(family, 2, 1), rows, columns, scale, top)
+    layers = []
+    second = LayerPrior(LinearBlock("net.last", None, Size([2, 3])), (1.0,))
+    for layer, first, last in ((LAYER, 0, 2), (second, 2, 3)):
+        rows, columns = (inducing_side(*s) for s in make_maps(last - first, 2, *layer.shape))
+        u = StackedU(stack, first, last)
+        layers.append(InducingWeights(u, rows, columns, torch.tensor(0.6).double(), layer))
+    return HierarchicalInducing(layers, stack)
+
+
+def dense_hierarchy(q):
+    means, covariance = q.stack.u.components()
+    b = torch.kron(q.stack.row_basis, q.stack.column_basis.contiguous())
+    identity = torch.eye(len(b)).double()
+    means = means @ b.mT
+    covariance = q.stack.conditional_scale**2 * (identity - b @ b.mT) + b @ covariance @ b.mT
+    maps = [torch.kron(p.row_basis, p.column_basis.contiguous()) for p in q.layers]
+    gains, scales = torch.block_diag(*maps), torch.cat([SCALES, torch.ones(6).double()])
+    conditionals = torch.block_diag(
+        *(
+            p.conditional_scale**2 * (torch.eye(len(m)).double() - m @ m.mT)
+            for p, m in zip(q.layers, maps, strict=True)
+        )
+    )
+    total = conditionals + gains @ covariance @ gains.mT
+    return means @ gains.mT * scales, scales[:, None] * total * scales
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_hierarchy_against_the_dense_gaussian(family):
+    q = make_hierarchy(family)
+    means, covariance = dense_hierarchy(q)
+    value = q.sample()
+    close(q.log_prob(value), mixture_log_prob(means, covariance, value))
+    close(q.mean, means.mean(0))
+    variance = covariance.diagonal() + means.var(0, correction=0)
+    close(q.variance, variance)
+    assert q.names == ("net.weight", "net.bias", "net.last")
+    close(q.flatten(q.unflatten(value)), value)
+    assert q.layers[1].sample((5,)).shape == (5, 2, 3)
+    index = torch.arange(18)
+    for name, part in q.unflatten(value).items():
+        own = q.unflatten(index)[name].reshape(-1)
+        expected = mixture_log_prob(means[:, own], covariance[own][:, own], part.reshape(-1))
+        close(q.marginal(name).log_prob(part), expected)
+        close(q.marginal(name).variance.reshape(-1), variance[own])
+
+
+def test_samples_and_divergence_of_the_hierarchy():
+    q, count = make_hierarchy(), 60000
+    samples = q.sample((count,))
+    (mean,), covariance = dense_hierarchy(q)
+    centred = samples - mean
+    products = centred[:, :, None] * centred[:, None, :]
+    error = products.std(0) / math.sqrt(count)
+    assert bool(((products.mean(0) - covariance).abs() < 6 * error).all())
+    assert bool((centred.mean(0).abs() < 6 * (covariance.diagonal() / count).sqrt()).all())
+    (loc,), spread = q.stack.u.components()
+    expected = td.kl_divergence(
+        td.MultivariateNormal(loc, spread),
+        td.MultivariateNormal(torch.zeros_like(loc), torch.eye(2).double()),
+    )
+    for part, size in ((q.stack, 6), (q.layers[0], 12), (q.layers[1], 6)):
+        expected = expected + conditional_divergence(part.conditional_scale, size)
+    one = torch.ones((), dtype=torch.float64)
+    last = {"net.last": dist.Normal(0 * one, one).expand([2, 3]).to_event(2)}
+    close(td.kl_divergence(q, IndependentSites(priors() | last)), expected)
+    with pytest.raises(NotImplementedError):
+        td.kl_divergence(q, IndependentSites(priors(bias=3.0) | last))
+    with pytest.raises(NotImplementedError, match="one KL together"):
+        td.kl_divergence(q.layers[0], IndependentSites(priors()))

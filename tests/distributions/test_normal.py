@@ -1,4 +1,4 @@
-"""FactorizedNormal is an independent Normal, and PrunedNormal one over what is kept."""
+"""Factorised and pruned Normals; moments and centres by registration; KLs and their gradients."""
 
 import math
 
@@ -9,9 +9,28 @@ import torch.distributions as td
 from torch import Size
 
 from tests.oracles.inducing_gaussians import close, randn
-from tests.oracles.normals import SHAPE, factorized
-from tyxe.distributions import FactorizedNormal, PrunedNormal, center, independent_moments
+from tyxe.distributions import (
+    FactorizedNormal,
+    PrunedNormal,
+    center,
+    deviation,
+    independent_moments,
+)
 from tyxe.distributions.buffered import detached
+from tyxe.distributions.normal_kl import factorized_normal_kl, fusable, fused_kl, log_density
+from tyxe.poutine.second_order import Expansion, minus_half_of_squares
+
+SHAPE = (3, 2)
+
+
+def normal(shape=SHAPE):
+    """Return a Normal whose parameters all differ."""
+    return td.Normal(torch.randn(shape).double(), torch.rand(shape).double() + 0.5)
+
+
+def factorized():
+    q = normal()
+    return FactorizedNormal(q.loc, q.scale.log())
 
 
 def test_a_factorized_normal_is_an_independent_normal():
@@ -54,3 +73,261 @@ def test_pruned_normals_count_what_is_kept():
         td.kl_divergence(q, dist.Laplace(zeros, zeros + 1.0).to_event(2))
     with pytest.raises(NotImplementedError, match="one joint event"):
         q.expand(Size([2]))
+
+
+# --- moments --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda q: q,
+        lambda q: td.Independent(q, 1),
+        lambda q: td.Independent(td.Independent(q, 1), 1),
+    ],
+)
+def test_normals_have_moments_however_wrapped(wrap):
+    q = normal()
+    mean, variance = independent_moments(wrap(q))
+    assert torch.equal(mean, q.loc)
+    torch.testing.assert_close(variance, q.scale.square())
+    assert torch.equal(center(wrap(q)), q.loc)
+
+
+def test_factorized_normals_have_the_moments_of_normals():
+    q = factorized()
+    mean, variance = independent_moments(q)
+    torch.testing.assert_close(mean, q.mean)
+    torch.testing.assert_close(variance, q.base_dist.variance)
+    assert torch.equal(center(q), q.mean)
+
+
+ZERO, ONE = torch.zeros(2), torch.ones(2)
+SYMMETRIC = {
+    "Laplace": td.Laplace(ONE, ONE),
+    "StudentT": td.StudentT(3.0, ONE, ONE),
+    "Cauchy": td.Cauchy(ONE, ONE),
+    "Uniform": td.Uniform(ZERO, 2 * ONE),
+    "Normal": td.Normal(ONE, ONE),
+}
+
+
+@pytest.mark.parametrize("q", SYMMETRIC.values(), ids=SYMMETRIC.keys())
+def test_centres_are_centres_of_symmetry(q):
+    middle = center(q)
+    offset = torch.rand(2)
+    torch.testing.assert_close(q.log_prob(middle + offset), q.log_prob(middle - offset))
+    if not isinstance(q, td.Normal):
+        assert independent_moments(q) is None
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        td.MultivariateNormal(ZERO, torch.eye(2)),
+        td.Gamma(ONE, ONE),
+        td.LogNormal(ZERO, ONE),
+        dist.Delta(ZERO),
+        td.TransformedDistribution(td.Normal(ZERO, ONE), [td.ExpTransform()]),
+    ],
+    ids=lambda q: type(q).__name__,
+)
+def test_others_are_never_treated(q):
+    assert independent_moments(q) is None
+    assert center(q) is None
+
+
+@pytest.mark.parametrize("q", [*SYMMETRIC.values(), factorized()], ids=[*SYMMETRIC, "Factorized"])
+def test_deviations_are_draws_about_the_centre(q):
+    torch.manual_seed(1)
+    direct = torch.stack([deviation(q) for _ in range(4000)]).flatten(1)
+    torch.manual_seed(2)
+    drawn = torch.stack([q.sample() - center(q) for _ in range(4000)]).flatten(1)
+    # Cauchy has no moments: compare quartiles, of standard error below 1.4 / sqrt(n) each for a
+    # density of at least 0.1 there.
+    for p in (0.25, 0.5, 0.75):
+        difference = direct.quantile(p, 0) - drawn.quantile(p, 0)
+        assert bool((difference.abs() < 6 * math.sqrt(2 * p * (1 - p) / 4000) / 0.1).all())
+
+
+# --- the KL ---------------------------------------------------------------------------------------
+
+PRIORS = {
+    "standard": lambda: dist.Normal(0.0, 1.0).expand(SHAPE).to_event(2),
+    "one scale": lambda: dist.Normal(torch.randn(SHAPE).double(), 0.7).to_event(2),
+    "one mean": lambda: dist.Normal(0.3, torch.rand(SHAPE).double() + 0.2).to_event(2),
+    "all differ": lambda: dist.Normal(
+        torch.randn(SHAPE).double(), torch.rand(SHAPE).double() + 0.2
+    ).to_event(2),
+    "expanded row": lambda: (
+        dist.Normal(torch.zeros(2), torch.tensor([0.5, 2.0])).expand(SHAPE).to_event(2)
+    ),
+    "expanded column": lambda: dist.Normal(
+        torch.zeros(3, 1).expand(SHAPE), torch.tensor([[0.5], [2.0], [3.0]]).expand(SHAPE)
+    ).to_event(2),
+    "another factorized": factorized,
+}
+
+
+@pytest.mark.parametrize("make", PRIORS.values(), ids=PRIORS.keys())
+def test_the_kl_is_the_textbook_one(make):
+    mu, sigma = normal().loc.requires_grad_(), normal().scale.requires_grad_()
+    q, p = FactorizedNormal(mu, sigma.log()), make()
+    m, s = p.base_dist.loc.double(), p.base_dist.scale.double()
+    # METHODS 1 [VL 11].
+    expected = 0.5 * ((sigma**2 + (mu - m) ** 2) / s**2 - 1 + (s**2 / sigma**2).log())
+    actual = td.kl_divergence(q, p)
+    torch.testing.assert_close(actual, expected.sum(), rtol=1e-6, atol=1e-6)
+    for one, other in zip(
+        torch.autograd.grad(actual, [mu, sigma], retain_graph=True),
+        torch.autograd.grad(expected.sum(), [mu, sigma]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_the_kl_to_others_is_torchs_or_none():
+    q = factorized()
+    laplace = td.Independent(td.Laplace(torch.zeros(SHAPE).double(), 1.0), 2)
+    plain = td.Independent(td.Normal(q.base_dist.loc, q.base_dist.scale), 2)
+    torch.testing.assert_close(td.kl_divergence(q, laplace), td.kl_divergence(plain, laplace))
+    student = td.Independent(td.StudentT(3.0, torch.zeros(SHAPE).double(), 1.0), 2)
+    with pytest.raises(NotImplementedError):
+        td.kl_divergence(q, student)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_variance_asked_for_without_gradients_costs_the_kl_none(asked):
+    reference, p = normal(), normal()
+    loc, scale = reference.loc.requires_grad_(), reference.scale.requires_grad_()
+    expected = torch.autograd.grad(td.kl_divergence(reference, p).sum(), [loc, scale])
+    q = FactorizedNormal(loc, scale.log())
+    if asked:
+        with torch.no_grad():
+            torch.testing.assert_close(q.variance, scale.square())
+            assert not q.variance.requires_grad
+    kl = factorized_normal_kl(q, p.loc, p.scale)
+    torch.testing.assert_close(torch.autograd.grad(kl, [loc, scale]), expected)
+    assert q.variance.requires_grad
+
+
+# --- the joint KL ---------------------------------------------------------------------------------
+
+
+def leaves_and_pairs(with_variances):
+    """Two sites under two priors, with the leaves that gradients go to."""
+    locs = [torch.randn(3, 2).double().requires_grad_(), torch.randn(4).double().requires_grad_()]
+    logs = [torch.randn(3, 2).double().requires_grad_(), torch.randn(4).double().requires_grad_()]
+    loc, scale = torch.tensor([0.0, 0.7]).double(), torch.tensor([1.0, 0.3]).double()
+    pairs = []
+    for i, (mean, log) in enumerate(zip(locs, logs, strict=True)):
+        q, p = FactorizedNormal(mean, log), dist.Normal(loc[i], scale[i]).expand(mean.shape)
+        assert fusable(q, p.to_event(mean.dim()))
+        if with_variances:
+            assert q.variance.requires_grad
+        pairs.append((q, p.to_event(mean.dim())))
+    return [*locs, *logs], pairs
+
+
+def separate(leaves, pairs):
+    total = 0.0
+    for i, (_, p) in enumerate(pairs):
+        q = td.Normal(leaves[i], leaves[2 + i].exp())
+        total = total + td.kl_divergence(q, p.base_dist).sum()
+    return total
+
+
+@pytest.mark.parametrize("with_variances", [True, False])
+def test_the_joint_kl_is_the_sum_twice_differentiable(with_variances):
+    leaves, pairs = leaves_and_pairs(with_variances)
+    weights = [torch.randn_like(leaf) for leaf in leaves]
+    found = []
+    together = fused_kl([(q, fusable(q, p)) for q, p in pairs])
+    for kl in (together, separate(leaves, pairs)):
+        first = torch.autograd.grad(kl, leaves, create_graph=True)
+        slope = sum((w * g).sum() for w, g in zip(weights, first, strict=True))
+        found.append((kl, first, torch.autograd.grad(slope, leaves)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_the_joint_kl_leaves_alone_what_needs_no_gradient():
+    loc, log_scale = torch.zeros(3), torch.zeros(3, requires_grad=True)
+    p = dist.Normal(0.0, 1.0).expand([3]).to_event(1)
+    td.kl_divergence(FactorizedNormal(loc, log_scale), p).backward()
+    assert loc.grad is None
+    torch.testing.assert_close(log_scale.grad, torch.zeros(3))
+
+
+def test_a_prior_changed_in_place_is_noticed():
+    scale = torch.ones(())
+    p = dist.Normal(torch.zeros(()), scale).expand([3]).to_event(1)
+    q = FactorizedNormal(torch.zeros(3), torch.zeros(3))
+    assert td.kl_divergence(q, p) == 0
+    scale.fill_(2.0)
+    torch.testing.assert_close(
+        td.kl_divergence(q, p), torch.tensor(3 * (math.log(2) + 1 / 8 - 0.5))
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_q", "make_p"),
+    [
+        (factorized, lambda: dist.Normal(0.0, 1.0).expand(SHAPE).to_event(2)),  # another dtype
+        (factorized, lambda: dist.Normal(normal().loc, normal().scale).to_event(2)),
+        (factorized, lambda: dist.Laplace(0.0, 1.0).expand(SHAPE).to_event(2)),
+        (normal, normal),
+    ],
+)
+def test_other_pairs_do_not_join(make_q, make_p):
+    assert not fusable(make_q(), make_p())
+
+
+def test_a_prior_with_gradients_does_not_join():
+    scale = torch.ones((), dtype=torch.double, requires_grad=True)
+    p = dist.Normal(torch.zeros(()).double(), scale).expand(SHAPE).to_event(2)
+    q = factorized()
+    assert not fusable(q, p)
+    (slope,) = torch.autograd.grad(td.kl_divergence(q, p), scale)
+    expected = (1 - q.variance - q.mean.square()).sum()
+    torch.testing.assert_close(slope, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e25])
+def test_a_prior_scale_at_the_end_of_the_range(scale):
+    q = FactorizedNormal(torch.ones(3), torch.zeros(3))
+    p = dist.Normal(0.0, torch.tensor(scale)).expand([3]).to_event(1)
+    found = td.kl_divergence(q, p)
+    assert found == math.inf if scale < 1 else found > 0
+
+
+# --- sums over millions of weights in float32 -----------------------------------------------------
+
+RELATIVE = 1e-6  # of the terms that the sum is made of
+
+
+def normals(size):
+    loc = 1 + 0.1 * torch.randn(size)
+    q = FactorizedNormal(loc, torch.full((size,), -1.0))
+    return q, dist.Normal(torch.zeros(()), torch.ones(())).expand((size,)).to_event(1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 10_000_000])
+def test_the_kl_of_many_weights_is_that_of_double_precision(size):
+    q, p = normals(size)
+    exact = 0.5 * (q.loc.double().square() + q.log_scale.double().mul(2).exp() - 1) + 1.0
+    terms = 0.5 * (q.loc.double().square() + 1).sum() + size
+    error = abs(float(td.kl_divergence(q, p)) - float(exact.sum()))
+    assert error <= RELATIVE * float(terms)
+
+
+def test_the_density_at_a_draw_of_many_weights():
+    q, p = normals(4_000_000)
+    exact = p.log_prob(q.loc.double())
+    assert float(log_density(p, q.loc)) == pytest.approx(float(exact), rel=RELATIVE)
+
+
+def test_weighted_squares_of_many_gradients():
+    weights, values = torch.rand(4_000_000), 1 + torch.rand(4_000_000)
+    exact = (weights.double() * values.double().square()).sum()
+    (found,) = minus_half_of_squares([values], [Expansion("weight", values, weights)])
+    assert float(found) == pytest.approx(-0.5 * float(exact), rel=RELATIVE)

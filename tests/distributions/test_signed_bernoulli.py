@@ -1,5 +1,6 @@
-"""Distributions on two values: by enumeration, their supports and copies, relaxed draws."""
+"""Weights of two values: by enumeration, relaxed and packed, their KL, and sums of many."""
 
+import itertools
 import math
 import pickle
 
@@ -7,14 +8,32 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torch.distributions as td
+import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import special
 
-from tests.oracles.signed_bernoulli import EXACT, SCALES, SHAPE, each_value, logits
-from tyxe.distributions import SignedBernoulli, SignedBetaBernoulli
+import tyxe
+from tyxe.distributions import SignedBernoulli, SignedBetaBernoulli, independent_moments
 from tyxe.distributions.buffered import BufferedDistribution, detached
 from tyxe.distributions.signed_bernoulli import PackedSigns, RelaxedSignedBernoulli, Signs
+from tyxe.poutine import local_reparameterization
 from tyxe.util import same_support
+
+SHAPE = (3, 2)
+SCALES = [1.0, 0.2]
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def logits(*shape):
+    return 2 * torch.randn(*shape).double()
+
+
+def each_value(q):
+    """Values and their probabilities, along the first dimension."""
+    values = q.enumerate_support()
+    return values, q.log_prob(values).exp()
+
 
 # --- the distribution ---------------------------------------------------------------------------
 
@@ -165,3 +184,229 @@ def test_packing_is_exact_to_the_bit(count, shape, scale, dtype):
     assert packed.num_bytes == packed.bits.nbytes == count * math.ceil(math.prod(shape) / 8)
     again = pickle.loads(pickle.dumps(packed))
     assert torch.equal(again[count - 1], values[-1])
+
+
+# --- the KL -------------------------------------------------------------------------------------
+
+
+def test_the_kl_by_enumeration():
+    phi, phi0 = logits(*SHAPE), logits(*SHAPE)
+    q, p = SignedBernoulli(phi, 0.2), SignedBernoulli(phi0, 0.2)
+    values, probs = each_value(q)
+    enumerated = (probs * (q.log_prob(values) - p.log_prob(values))).sum(0)
+    kl = td.kl_divergence(q, p)
+    torch.testing.assert_close(kl, enumerated, **EXACT)
+    bernoulli = td.kl_divergence(td.Bernoulli(logits=phi), td.Bernoulli(logits=phi0))
+    torch.testing.assert_close(kl, bernoulli, rtol=1e-8, atol=1e-8)
+    uniform = td.kl_divergence(q, SignedBernoulli(torch.zeros(SHAPE).double(), 0.2))
+    torch.testing.assert_close(uniform, math.log(2) - q.entropy(), **EXACT)
+    joint = td.kl_divergence(q.to_event(2), p.to_event(2))
+    torch.testing.assert_close(joint, kl.sum(), **EXACT)
+    assert td.kl_divergence(q, q).abs().max() == 0
+
+
+EXTREMES = [-100.0, -40.0, -1.0, 0.0, 1.0, 40.0, 100.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("phi", EXTREMES)
+@pytest.mark.parametrize("phi0", EXTREMES)
+def test_the_kl_is_stable(phi, phi0, dtype):
+    phi = torch.tensor(phi, dtype=dtype, requires_grad=True)
+    phi0 = torch.tensor(phi0, dtype=dtype, requires_grad=True)
+    kl = td.kl_divergence(SignedBernoulli(phi), SignedBernoulli(phi0))
+    gradients = torch.autograd.grad(kl, [phi, phi0])
+    # In closed form: sigmoid(phi) sigmoid(-phi) (phi - phi0), and the difference of probabilities.
+    one, other = phi.detach().double(), phi0.detach().double()
+    expected = one.sigmoid() * (-one).sigmoid() * (one - other), other.sigmoid() - one.sigmoid()
+    tolerance = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
+    )
+    for gradient, by_hand in zip(gradients, expected, strict=True):
+        assert bool(gradient.isfinite())
+        torch.testing.assert_close(gradient.double(), by_hand, **tolerance)
+    assert kl.item() >= -1e-30
+    # From a certain sign to the other one the divergence is the other's logit.
+    if abs(phi) == 100 and phi == -phi0:
+        assert kl.item() == pytest.approx(100, rel=1e-6)
+
+
+def plain_kl(phi, phi0):
+    log = nn.functional.logsigmoid
+    return phi.sigmoid() * (log(phi) - log(phi0)) + (-phi).sigmoid() * (log(-phi) - log(-phi0))
+
+
+def plain_moments(phi):
+    positive, negative = phi.sigmoid(), (-phi).sigmoid()
+    return torch.stack([0.2 * (positive - negative), 0.16 * positive * negative])
+
+
+def our_moments(phi):
+    return torch.stack(independent_moments(SignedBernoulli(phi, 0.2)))
+
+
+def our_kl(phi, phi0):
+    return td.kl_divergence(SignedBernoulli(phi), SignedBernoulli(phi0))
+
+
+def weighted(function):
+    """A number of what a function returns, with weights that tell the elements apart."""
+
+    def number(phi):
+        found = function(phi)
+        weights = torch.linspace(1, 2, found.numel(), dtype=found.dtype).view(found.shape)
+        return (weights * found).sum() + found.square().sum()
+
+    return number
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (our_moments, plain_moments),
+        (lambda phi: our_kl(phi, torch.zeros(1, 1).double()), lambda phi: plain_kl(phi, 0 * phi)),
+        (
+            lambda phi: our_kl(phi, 1 - 2 * phi.detach()),
+            lambda phi: plain_kl(phi, 1 - 2 * phi.detach()),
+        ),
+        (lambda phi: our_kl(phi, 1 - 2 * phi), lambda phi: plain_kl(phi, 1 - 2 * phi)),
+    ],
+    ids=["moments", "uniform", "fixed", "both"],
+)
+def test_first_and_second_derivatives_are_those_of_the_definition(ours, plain):
+    phi = logits(4, 3)
+    phi[0, 0] = 0.0  # where |phi| has a kink
+    found = []
+    for number in (weighted(ours), weighted(plain)):
+        leaf = phi.clone().requires_grad_()
+        value = number(leaf)
+        (first,) = torch.autograd.grad(value, leaf, create_graph=True)
+        (second,) = torch.autograd.grad(weighted(lambda x: x)(first), leaf)
+        transformed = torch.func.grad(number)(phi)
+        rows = torch.func.vmap(number)(phi)
+        found.append([value, first, second, transformed, rows])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moments_and_entropy_are_stable(dtype):
+    phi = torch.tensor(EXTREMES, dtype=dtype, requires_grad=True)
+    q = SignedBernoulli(phi)
+    # sech^2 by an exponential that does not cancel. PyTorch rounds subnormal numbers to 0.
+    small = torch.exp(-phi.detach().double().abs())
+    expected = 4 * small / (1 + small) ** 2
+    torch.testing.assert_close(
+        q.variance.double(),
+        expected,
+        rtol=8 * torch.finfo(dtype).eps,
+        atol=torch.finfo(dtype).tiny,
+    )
+    assert q.variance[1] > 0
+    assert q.entropy()[1] > 0
+    assert bool((q.entropy() >= 0).all())
+    for quantity in (
+        q.mean,
+        q.variance,
+        q.entropy(),
+        td.kl_divergence(q, SignedBetaBernoulli(0.1)),
+    ):
+        (gradient,) = torch.autograd.grad(quantity.sum(), phi, retain_graph=True)
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-4, 0.5, 3.0])
+def test_the_beta_term_is_the_betas_density_up_to_a_constant(delta):
+    phi = logits(*SHAPE)
+    beta = td.Beta(*torch.tensor([1 + delta, 1 + delta], dtype=torch.float64))
+    prior = SignedBetaBernoulli(delta)
+    penalty = td.kl_divergence(SignedBernoulli(phi), prior)
+    constant = special.betaln(1 + delta, 1 + delta)
+    torch.testing.assert_close(penalty + constant, -beta.log_prob(phi.sigmoid()), **EXACT)
+    joint = td.kl_divergence(SignedBernoulli(phi).to_event(2), prior.expand(SHAPE).to_event(2))
+    torch.testing.assert_close(joint, penalty.sum(), **EXACT)
+    relaxed = td.kl_divergence(RelaxedSignedBernoulli(phi, 0.5), prior)
+    torch.testing.assert_close(relaxed, penalty, **EXACT)
+
+
+def test_other_values_are_infinitely_far():
+    for prior in (SignedBernoulli(0.0, 0.5), SignedBetaBernoulli(0.1, 0.5)):
+        assert td.kl_divergence(SignedBernoulli(0.0), prior).item() == math.inf
+
+
+# --- sums of many weights -----------------------------------------------------------------------
+
+
+def binary(net, scale=1.0, **rules):
+    """A BNN with logits that all differ."""
+    bnn = tyxe.VariationalBNN(
+        net.double(),
+        tyxe.priors.BinaryPrior(scale=scale, **rules),
+        tyxe.likelihoods.HomoskedasticGaussian(10, scale=1.0),
+        tyxe.guides.AutoBernoulli,
+    )
+    with torch.no_grad():
+        for parameter in bnn.net_guide.parameters():
+            parameter.copy_(logits(*parameter.shape))
+    return bnn
+
+
+def enumerated(bnn, x):
+    """Every sign vector's outputs and probability."""
+    posterior = bnn.net_guide.posterior()
+    sizes = {name: q.event_shape.numel() for name, q in posterior.items()}
+    outputs, log_probs = [], []
+    for signs in itertools.product([-1.0, 1.0], repeat=sum(sizes.values())):
+        parts = torch.tensor(signs).double().split(list(sizes.values()))
+        values = {
+            name: part.reshape(q.event_shape) * q.base_dist.scale
+            for part, (name, q) in zip(parts, posterior.items(), strict=True)
+        }
+        outputs.append(bnn._run_net(values, x))
+        log_probs.append(sum(q.log_prob(values[name]) for name, q in posterior.items()))
+    probs = torch.stack(log_probs).exp()
+    return torch.stack(outputs), probs
+
+
+def handled(bnn, x, monkeypatch):
+    """Mean and standard deviation that the handler samples from: its outputs at noise of 1, -1."""
+    outputs = []
+    for noise in (1.0, -1.0):
+        with monkeypatch.context() as patch, local_reparameterization():
+            patch.setattr(torch, "randn_like", lambda t, noise=noise: torch.full_like(t, noise))
+            outputs.append(bnn.guided_forward(x))
+    high, low = outputs
+    return (high + low) / 2, (high - low) / 2
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(3, 2), (4, 3)),
+    "linear, no bias": (lambda: nn.Linear(5, 2, bias=False), (4, 5)),
+    "conv2d": (lambda: nn.Conv2d(2, 1, 2, padding=1, stride=2), (2, 2, 4, 4)),
+    "conv2d, groups": (lambda: nn.Conv2d(2, 2, 2, groups=2), (2, 2, 3, 3)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(2, 1, 3, stride=2), (2, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, "radford"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_handlers_moments_by_enumeration(layer, scale, monkeypatch):
+    make, shape = LAYERS[layer]
+    bnn, x = binary(make(), scale), torch.randn(*shape).double()
+    outputs, probs = enumerated(bnn, x)
+    assert probs.sum().item() == pytest.approx(1, abs=1e-10)
+    weights = probs.reshape(-1, *[1] * (outputs.dim() - 1))
+    mean = (weights * outputs).sum(0)
+    variance = (weights * (outputs - mean) ** 2).sum(0)
+    actual_mean, actual_sd = handled(bnn, x, monkeypatch)
+    torch.testing.assert_close(actual_mean, mean, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual_sd**2, variance, rtol=1e-10, atol=1e-10)
+
+
+def test_two_moments_are_registered():
+    q = SignedBernoulli(logits(*SHAPE), 0.2).to_event(2)
+    mean, variance = independent_moments(q)
+    torch.testing.assert_close(mean, q.mean, **EXACT)
+    torch.testing.assert_close(variance, q.variance, **EXACT)
+    half = independent_moments(SignedBernoulli(torch.tensor(30.0, dtype=torch.float16)))[1]
+    assert half.dtype == torch.float32
+    assert half.item() > 0
