@@ -3,11 +3,14 @@
 from typing import NamedTuple
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import tyxe
 from tests.oracles.fits import ADAM, PRIOR, X, Y, assert_equal, make, trainable
 from tyxe.bnn.batches import batches_of, collect
 from tyxe.likelihoods import Categorical
@@ -75,10 +78,13 @@ def test_loaders_of_every_kind_mean_the_same(as_loader):
 
 
 def test_device_moves_batches():
-    inputs, targets = next(iter(batches_of([((X, {"a": X}), Y)], "meta")))
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 2), [5, 3])
+    inputs, targets = next(iter(batches_of([((X, {"a": X}, packed), Y)], "meta")))
     assert targets.is_meta
     assert inputs[0].is_meta
     assert inputs[1]["a"].is_meta
+    assert inputs[2].data.is_meta
+    assert inputs[2].batch_sizes.device.type == "cpu"  # whatever the device
 
 
 class OfPacked(nn.Module):
@@ -144,14 +150,6 @@ def test_rows_of_a_packed_sequence_are_not_cut():
         bnn.predict(packed, batch_size=1)
 
 
-def test_a_packed_sequence_moves_as_a_whole():
-    # Its lengths stay on the CPU, whatever the device.
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 2, 2), [5, 3])
-    moved, _ = next(iter(batches_of([(packed, Y[:2])], "meta")))
-    assert moved.data.is_meta
-    assert moved.batch_sizes.device.type == "cpu"
-
-
 def test_inputs_of_every_structure_are_joined():
     halves = [
         (({"left": X[r, :1], "right": [X[r, 1:], None]}, "mode", 2), Y[r])
@@ -180,3 +178,51 @@ def test_inputs_that_cannot_be_joined_are_refused(first, second, error, message)
 def test_a_loader_to_predict_yields_pairs_and_weights_at_most():
     with pytest.raises(ValueError, match="the loader yields 4 elements; expected"):
         make().predict(iter([(X, X, X, Y)]), num_predictions=1)
+
+
+class Bag(nn.Module):
+    """Embeddings with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.bag = nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, words):
+        return self.head(self.table(words).mean(1) + self.bag(words))
+
+
+class Mean(nn.Linear):
+    def forward(self, rows):
+        return super().forward(rows.mean(1))
+
+
+def words():
+    return nn.Sequential(nn.Embedding(4, 2, sparse=True), Mean(2, 3))
+
+
+WORDS = [(torch.arange(20).reshape(10, 2) % 4, Y)]
+HEAD = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose=["head.*"])
+SPARSE = {
+    "hidden": lambda: make(Bag(), HEAD).fit(WORDS, ADAM, 1, clip_norm=1.0),
+    "map": lambda: make(Bag(), PRIOR, AutoDelta).fit(WORDS, ADAM, 1),
+    "Laplace": lambda: tyxe.LaplaceBNN(words(), PRIOR, Categorical(10)).fit(WORDS, ADAM, 1),
+    "chains": lambda: tyxe.MCMC_BNN(Bag(), PRIOR, Categorical(10), tyxe.samplers.SGLD(1e-4)).fit(
+        WORDS, 2, warmup_steps=2
+    ),
+    "ensemble": lambda: tyxe.EnsembleBNN(lambda k: make(words(), PRIOR), 2).fit(
+        WORDS, ADAM, 1, vectorize=True
+    ),
+}
+
+
+@pytest.mark.parametrize("fit", SPARSE.values(), ids=SPARSE.keys())
+def test_embeddings_with_sparse_gradients_are_fitted(fit):
+    fit()
+
+
+def test_the_embedding_that_was_given_stays_sparse():
+    net = Bag()
+    make(net, PRIOR)
+    assert net.table.sparse
+    assert net.bag.sparse

@@ -72,10 +72,9 @@ def test_a_curvature_without_memory_says_smaller_batches():
 def test_a_device_that_is_not_there(make):
     bnn = make(nn.Linear(2, 1))
     before = values(bnn)
-    with pytest.raises(ValueError, match=r"'cuda:77', which is not there.*leave device out"):
-        bnn.fit(BATCHES, ADAM, 1, device="cuda:77")
-    with pytest.raises(ValueError, match=r"device is 3\.5"):
-        bnn.fit(BATCHES, ADAM, 1, device=3.5)
+    for device, error in (("cuda:77", (AssertionError, RuntimeError)), (3.5, TypeError)):
+        with pytest.raises(error):  # PyTorch's, of its build and of the machine
+            bnn.fit(BATCHES, ADAM, 1, device=device)
     assert all(map(torch.equal, values(bnn), before))
 
 

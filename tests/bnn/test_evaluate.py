@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tyxe
+from tests.oracles.nets import Rounded
 from tests.oracles.predictions import (
     GUIDE,
     LIKELIHOODS,
@@ -99,15 +100,6 @@ def test_inferred_noise_is_drawn_with_the_weights():
     torch.testing.assert_close(log_likelihood, log_mean_exp(each))
 
 
-class Rounded(nn.Module):
-    def __init__(self, dtype, then):
-        super().__init__()
-        self.layer, self.dtype, self.then = nn.Linear(2, 1), dtype, then
-
-    def forward(self, x):
-        return self.layer(x).to(self.dtype).to(self.then)
-
-
 @pytest.mark.parametrize("aggregate", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_evaluation_of_half_predictions_does_not_overflow(dtype, aggregate):
@@ -115,8 +107,8 @@ def test_evaluation_of_half_predictions_does_not_overflow(dtype, aggregate):
 
     def evaluate(then):
         likelihood = HomoskedasticGaussian(3000, scale=0.5)
-        module = Rounded(dtype, then)
-        module.load_state_dict({"layer.weight": torch.ones(1, 2), "layer.bias": torch.zeros(1)})
+        module = Rounded(1, dtype, then)
+        module.load_state_dict({"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
         bnn = tyxe.VariationalBNN(module, NORMAL, likelihood, AutoNormal)
         return seeded(bnn.evaluate, x, y, num_predictions=4, aggregate=aggregate)
 

@@ -145,6 +145,11 @@ def test_inputs_of_a_later_batch_of_chains(num_chains, bad):
     _, _, fit = sampled(HomoskedasticGaussian(N, scale=1.0), 1, batches, num_chains)
     with pytest.raises(ValueError, match=r"inputs that are not finite.*torch\.isfinite"):
         fit()
+    likelihood = HomoskedasticGaussian(N, scale=1.0)
+    bnn = tyxe.MCMC_BNN(nn.Linear(2, 1), PRIOR, likelihood, tyxe.samplers.NUTS)
+    with pytest.raises(ValueError, match="inputs that are not finite: drop points"):
+        bnn.fit(batches[1:], 2, warmup_steps=300)
+    assert not len(bnn.samples)
 
 
 @pytest.mark.filterwarnings("ignore:stopped:tyxe.TyxeWarning")

@@ -2,16 +2,12 @@
 
 import copy
 import functools
-import os
-import socket
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -26,34 +22,20 @@ import tyxe
 from tests.bnn.test_parallel import (
     BATCH,
     CLASSES,
-    DIFFERENT,
-    FAILING,
-    FOLLOWED,
-    OWN_DRAWS,
     SAME_DRAWS,
     WORLD,
     N,
     X,
     assert_equal,
     batches,
-    differing,
-    failing,
-    fit_same,
-    held_out,
     make,
     mlp,
     parameters,
-    refused,
-    step_own,
-    stopped,
 )
+from tests.oracles import processes
 from tyxe.likelihoods import Categorical
 from tyxe.priors import IIDPrior
 
-# PyTorch shards no parameter without dimensions, such as that of a noise.
-SAME = [name for name in SAME_DRAWS if name != "inferred noise"]
-# In that of weights processes are given DistributedDataParallel.
-OTHERS = [name for name in DIFFERENT if name != "checksum of weights"]
 ADAM = functools.partial(torch.optim.Adam, lr=0.1)
 NORMAL = IIDPrior(torch.distributions.Normal(0.0, 1.0))
 
@@ -205,17 +187,8 @@ def by_lightning(rank):
 
 def work(rank, folder):
     parallel = {"parallel": fully_shard}
-    uneven = [(X[:4], CLASSES[:4]) if rank else (X[:3], CLASSES[:3])]
     return {
-        "same": {name: fit_same(name, rank, **parallel) for name in SAME},
-        "own": {name: step_own(name, rank, **parallel) for name in OWN_DRAWS},
-        "held out": {n: held_out(rank, **options, **parallel) for n, options in FOLLOWED.items()},
         "watched": watched(rank, **parallel),
-        "sizes": refused(uneven, **parallel),
-        "stopped": stopped(rank, **parallel),
-        "failing": {where: failing(rank, where, **parallel) for where in FAILING},
-        "differing": {name: differing(name, rank, fully_shard) for name in OTHERS},
-        "starts": other_starts(rank, **parallel),
         "SWAG": averaged(rank, **parallel),
         "scalar": scalar(rank, **parallel),
         "layers": layers_first(rank, **parallel),
@@ -257,15 +230,6 @@ def layers_first(rank, **parallel):
     return all(torch.equal(value, expected[name]) for name, value in parameters(bnn).items())
 
 
-def other_starts(rank, **parallel):
-    bnn = make()
-    if rank:
-        torch.nn.init.zeros_(next(p for p in bnn.parameters() if p.requires_grad))
-    with pytest.raises(ValueError, match="processes differ") as error:
-        bnn.fit(batches(CLASSES, rank), ADAM, 1, **parallel)
-    return str(error.value)
-
-
 def averaged(rank, **parallel):
     """Snapshots of SGD."""
     torch.manual_seed(0)
@@ -274,51 +238,11 @@ def averaged(rank, **parallel):
     return {name: value for name, value in bnn.state_dict().items() if value.is_floating_point()}
 
 
-def worker(rank, port, folder):
-    torch.set_num_threads(1)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
-    # On a machine with a GPU, a mesh would be of that, and gloo has none.
-    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.distributed.init_process_group("gloo")
-    torch.save(work(rank, folder), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory):
     """What each of the two processes found."""
-    folder: Path = tmp_path_factory.mktemp("sharded")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, str(folder)), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_the_same_draws_make_the_step_of_one_process(found, name):
-    expected, history = fit_same(name, None)
-    for process in found:
-        assert_equal(process["same"][name][0], expected)
-        for term, values in process["same"][name][1].items():
-            assert values == pytest.approx(history[term], rel=1e-12)
-
-
-@pytest.mark.parametrize("name", OWN_DRAWS)
-def test_own_draws_make_the_average_of_the_steps(found, name):
-    ends = [step_own(name, rank) for rank in range(WORLD)]
-    mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
-    for process in found:
-        assert_equal(process["own"][name], mean)
-
-
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_held_out_data_are_those_of_all_processes(found, name):
-    expected, history = held_out(None, **FOLLOWED[name])
-    for process in found:
-        assert_equal(process["held out"][name][0], expected)
-        assert process["held out"][name][1]["validation"] == pytest.approx(history["validation"])
+    folder = tmp_path_factory.mktemp("sharded")
+    return processes.run(work, WORLD, folder, folder)
 
 
 def test_parameters_are_in_parts_in_steps_and_whole_between_epochs(found):
@@ -337,17 +261,10 @@ def test_parameters_are_in_parts_in_steps_and_whole_between_epochs(found):
         assert_equal(process["watched"]["resumed"], expected["resumed"])
 
 
-def test_errors_are_those_of_all_processes(found):
-    for error, process in zip(("RuntimeError", "ArithmeticError"), found, strict=True):
-        assert process["failing"] == dict.fromkeys(FAILING, error)
-    for rank, process in enumerate(found):
-        assert "3, 4 points" in process["sizes"][0]
-        assert process["sizes"][1]
+def test_fits_that_cannot_be_divided_change_nothing(found):
+    for process in found:
         assert process["scalar"]
         assert process["layers"]
-        assert process["stopped"] == 2
-        assert all(f"process {rank} has {n}" in process["differing"][n] for n in OTHERS)
-        assert f"process {rank} has checksum of weights" in process["starts"]
 
 
 def test_a_loop_of_ones_own_and_its_states(found):

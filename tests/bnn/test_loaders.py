@@ -195,6 +195,20 @@ def test_a_loader_may_wait_for_a_thread_that_predicts(use):
     USES[use](Waiting())
 
 
+AS_DATASET = "fit validation predict evaluate curvature vectorize norms diagnose calibration"
+
+
+@pytest.mark.parametrize("use", AS_DATASET.split())
+def test_a_dataset_is_told_of_its_loader(use):
+    with pytest.raises(TypeError, match=r"TensorDataset yields points.*DataLoader\(dataset"):
+        USES[use](TensorDataset(X, Y))
+
+
+def test_a_generator_for_several_members_is_told_so():
+    with pytest.raises(TypeError, match=r"generator, which can be used once only.*each member"):
+        USES["vectorize"](batch for batch in [(X, Y)])
+
+
 class Stream(IterableDataset):
     """Rows, of which nobody knows how many there are."""
 

@@ -36,6 +36,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_parameters(value):
     pyro.set_rng_seed(1)
     with pytest.raises(RuntimeError, match=r"site 'likelihood.data' is -?(nan|inf)") as error:
         bnn.fit([(X, Y)], ADAM, 10, beta=0.0)
+    assert "look for inputs or targets that are not finite" in str(error.value)
     assert "parameters are those before this step" in str(error.value)
     for name, expected in reference.state_dict().items():
         if isinstance(expected, torch.Tensor):  # BatchNorm's statistics among them
@@ -79,18 +80,6 @@ def test_a_gradient_that_is_not_finite_is_found_at_the_end_of_the_epoch():
         bnn.fit([(X, Y)], ADAM, 1, nan_check="epoch")
     for name, parameter in bnn.named_parameters():
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
-
-
-def test_statistics_are_those_before_a_batch_that_is_not_finite():
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
-    bnn = make(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), prior)
-    broken = X.clone()
-    broken[0, 0] = float("nan")
-    with pytest.raises(RuntimeError, match="look for inputs or targets that are not finite"):
-        bnn.fit([(X, Y), (broken, Y)], ADAM, 1)
-    assert bnn.net[1].num_batches_tracked == 1
-    assert bool(bnn.net[1].running_mean.isfinite().all())
-    assert bool(bnn.predict(X)[0].isfinite().all())
 
 
 class RootOfZero(nn.Module):

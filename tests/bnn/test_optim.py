@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
 from torch import nn
 
 import tyxe
-from tests.oracles.fits import ADAM, X, Y, assert_equal, fitted, make, trainable
+from tests.oracles.fits import X, Y, assert_equal, fitted, make, trainable
 from tyxe.bnn import elbo_terms
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import HomoskedasticGaussian
@@ -88,14 +88,6 @@ def test_schedulers_are_stepped_by_the_caller(library):
     assert rates == pytest.approx([0.1, 0.05, 0.025, 0.0125])
 
 
-def test_clip_norm_clips_all_parameters_together():
-    bnn = make()
-    start = trainable(bnn)
-    bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=1.0), 1, clip_norm=1e-2)
-    moved = torch.cat([(v - start[n]).flatten() for n, v in trainable(bnn).items()])
-    assert moved.norm() == pytest.approx(1e-2, rel=1e-3)
-
-
 DECAYING = {
     "class": lambda bnn: functools.partial(torch.optim.AdamW, lr=0.0, weight_decay=0.1),
     "sgd": lambda bnn: functools.partial(torch.optim.SGD, lr=0.0, weight_decay=0.1),
@@ -135,13 +127,6 @@ def test_second_fit_with_a_pyro_optimiser_goes_on_with_its_state():
     assert {state["step"].item() for state in first.state.values()} == {5}
 
 
-def test_second_fit_with_a_class_starts_afresh():
-    bnn = make()
-    bnn.fit([(X, Y)], ADAM, 2)
-    bnn.fit([(X, Y)], ADAM, 3)
-    assert {state["step"].item() for state in bnn.optimizer.state.values()} == {3}
-
-
 def test_one_pyro_optimiser_serves_two_bnns():
     optim, left, right = pyro.optim.Adam({"lr": 0.01}), make(), make()
     left.fit([(X, Y)], optim, 1)
@@ -177,13 +162,6 @@ def test_rates_by_kind(optim, guide):
     assert kinds[1.0] == {n for n in rates if "scale" in n}
     assert kinds[0.05] == {n for n in rates if "loc" in n}
     assert all(kinds.values())
-
-
-def test_kinds_not_named_keep_their_rate():
-    bnn = make()
-    bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.1), 1, lr_multipliers={"scale": 10})
-    for name, rate in rates_of(bnn).items():
-        assert rate == pytest.approx(1.0 if "scale" in name else 0.1), name
 
 
 def test_likelihoods_variables_have_kinds_too():

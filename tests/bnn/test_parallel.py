@@ -3,20 +3,18 @@
 import functools
 import warnings
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 
 import pyro.distributions as dist
 import pytest
 import torch
-import torch.distributed
-import torch.multiprocessing
 from pyro.infer.autoguide import AutoDelta, AutoLowRankMultivariateNormal
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import tyxe
+from tests.oracles import processes
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
@@ -182,12 +180,7 @@ DIFFERENT = {
     "optim": ({}, {"optim": lambda rank: functools.partial(torch.optim.SGD, lr=0.1 + rank)}),
     "num_epochs": ({}, {"num_epochs": lambda rank: 2 + rank}),
     "options": ({}, {"clip_norm": lambda rank: 1.0 + rank}),
-    "checksum of weights": (
-        {},
-        {
-            "parallel": lambda rank: functools.partial(DistributedDataParallel, init_sync=False),
-        },
-    ),
+    "checksum of weights": ({}, {}),
     "first epoch": ({}, {}),
 }
 
@@ -196,8 +189,11 @@ def differing(name, rank, parallel):
     """What is said where processes differ, and whether their parameters are the same."""
     parts, own = ({n: of(rank) for n, of in given.items()} for given in DIFFERENT[name])
     bnn = make(likelihood=lambda _: parts.get("likelihood", Categorical(N)))
-    if name == "checksum of weights" and rank:
-        nn.init.zeros_(next(p for p in bnn.parameters() if p.requires_grad))
+    if name == "checksum of weights":
+        if parallel is DistributedDataParallel:
+            parallel = functools.partial(parallel, init_sync=False)
+        if rank:
+            nn.init.zeros_(next(p for p in bnn.parameters() if p.requires_grad))
     if name == "first epoch" and rank:
         bnn.fit(batches(CLASSES), SGD, 1)
         bnn.load_checkpoint(bnn.checkpoint())
@@ -268,10 +264,29 @@ FOLLOWED = {
 FAILING = ("loader", "validation", "callback")
 
 
-def work(rank):
+KINDS = {"DistributedDataParallel": DistributedDataParallel, "fully_shard": fully_shard}
+# PyTorch shards no parameter without dimensions, such as that of a noise.
+SAME = [(k, n) for k in KINDS for n in SAME_DRAWS if (k, n) != ("fully_shard", "inferred noise")]
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def work(rank, kind):
+    parallel = {"parallel": KINDS[kind]}
+    uneven = [(X[:4], CLASSES[:4]) if rank else (X[:3], CLASSES[:3])]
+    return {
+        "same": {name: fit_same(name, rank, **parallel) for own, name in SAME if own == kind},
+        "own": {name: step_own(name, rank, **parallel) for name in OWN_DRAWS},
+        "sizes": refused(uneven, **parallel),
+        "held out": {n: held_out(rank, **options, **parallel) for n, options in FOLLOWED.items()},
+        "stopped": stopped(rank, **parallel),
+        "differing": {name: differing(name, rank, KINDS[kind]) for name in DIFFERENT},
+        "failing": {where: failing(rank, where, **parallel) for where in FAILING},
+    }
+
+
+def more_work(rank):
     parallel = {"parallel": DistributedDataParallel}
     ours = batches(CLASSES, rank)
-    uneven = [(X[:4], CLASSES[:4]) if rank else (X[:3], CLASSES[:3])]
     different = make()
     if rank:
         nn.init.zeros_(next(p for p in different.parameters() if p.requires_grad))
@@ -281,39 +296,26 @@ def work(rank):
     if rank == 0:  # nothing of the first fit waits for the other process
         alone.fit(batches(CLASSES), SGD, 1)
     return {
-        "same": {name: fit_same(name, rank, **parallel) for name in SAME_DRAWS},
-        "own": {name: step_own(name, rank, **parallel) for name in OWN_DRAWS},
         "loop": loop(rank, DistributedDataParallel),
         "gradients": laplace_gradients(rank, DistributedDataParallel),
         "sampled": sampled(rank, **parallel),
         "padded": padded(rank),
-        "sizes": refused(uneven, **parallel),
         "counts": refused(ours[: 2 - rank], **parallel),
         "start": parameters(different),
         "counted": {kind: counted_apart(kind, rank, **parallel) for kind in COUNTED},
-        "held out": {n: held_out(rank, **options, **parallel) for n, options in FOLLOWED.items()},
-        "stopped": stopped(rank, **parallel),
-        "differing": {name: differing(name, rank, DistributedDataParallel) for name in DIFFERENT},
-        "failing": {where: failing(rank, where, **parallel) for where in FAILING},
     }
-
-
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", WORLD)
-    torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
-    torch.save(work(rank), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory):
-    """What each of the two processes found."""
-    folder: Path = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    """What each of two processes found, by the way in which they work together."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    return {kind: processes.run(work, WORLD, folder, kind) for kind, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def found_more(tmp_path_factory: pytest.TempPathFactory):
+    return processes.run(more_work, WORLD, tmp_path_factory.mktemp("more"))
 
 
 def assert_equal(left, right):
@@ -324,101 +326,109 @@ def assert_equal(left, right):
         torch.testing.assert_close(value, right[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("name", SAME_DRAWS)
-def test_the_same_draws_make_the_step_of_one_process(found, name):
+def assert_history(left, right):
+    for term, values in left.items():
+        assert values == pytest.approx(right[term], rel=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "name"), SAME)
+def test_the_same_draws_make_the_step_of_one_process(found, kind, name):
     parameters, history = fit_same(name, None)
-    for process in found:
+    for process in found[kind]:
         assert_equal(process["same"][name][0], parameters)
-        for term, values in process["same"][name][1].items():
-            assert values == pytest.approx(history[term], rel=1e-12)
-    assert found[0]["same"][name][1] == found[1]["same"][name][1]
+        assert_history(process["same"][name][1], history)
+    assert found[kind][0]["same"][name][1] == found[kind][1]["same"][name][1]
 
 
 @pytest.mark.parametrize("name", OWN_DRAWS)
-def test_own_draws_make_the_average_of_the_steps(found, name):
+@EACH
+def test_own_draws_make_the_average_of_the_steps(found, kind, name):
     """A step of SGD is linear in the gradient, so the mean of the ends is the end of the mean."""
     ends = [step_own(name, rank) for rank in range(WORLD)]
     mean = {n: torch.stack([end[n] for end in ends]).mean(0) for n in ends[0]}
     assert any(not torch.equal(ends[0][n], ends[1][n]) for n in mean)
-    for process in found:
+    for process in found[kind]:
         assert_equal(process["own"][name], mean)
 
 
-def test_a_loop_of_ones_own(found):
+def test_a_loop_of_ones_own(found_more):
     whole = loop(None, lambda model: model)
-    for process in found:
+    for process in found_more:
         assert_equal(process["loop"], whole)
 
 
-def test_the_gradients_of_an_objective_of_ones_own_are_averaged(found):
+def test_the_gradients_of_an_objective_of_ones_own_are_averaged(found_more):
     first, second = (laplace_gradients(rank, lambda model: model) for rank in range(WORLD))
     mean = {n: (gradient + second[n]) / 2 for n, gradient in first.items()}
-    for process in found:
+    for process in found_more:
         assert_equal(process["gradients"], mean)
 
 
-def test_pytorchs_sampler_deals_the_batches_of_one_process(found):
+def test_pytorchs_sampler_deals_the_batches_of_one_process(found_more):
     whole = sampled(0)
-    for process in found:
-        for term, values in process["sampled"].items():
-            assert values == pytest.approx(whole[term], rel=1e-12)
+    for process in found_more:
+        assert_history(process["sampled"], whole)
 
 
-def test_batches_of_other_sizes_are_refused_by_all(found):
-    for process in found:
+@EACH
+def test_batches_of_other_sizes_are_refused_by_all(found, kind):
+    for process in found[kind]:
         message, unchanged = process["sizes"]
         assert "3, 4 points" in message
         assert "that 2 divides" in message
         assert unchanged
 
 
-def test_other_numbers_of_batches_are_refused_by_all(found):
+def test_other_numbers_of_batches_are_refused_by_all(found_more):
     """Two batches against one: the first step is made, then all stop instead of one waiting."""
-    for process in found:
+    for process in found_more:
         assert "no batch left" in process["counts"][0]
 
 
-def test_points_that_the_sampler_repeats_are_warned_of(found):
-    for process in found:
+def test_points_that_the_sampler_repeats_are_warned_of(found_more):
+    for process in found_more:
         (message,) = process["padded"]
         assert "an epoch had 16 points" in message
         assert "dataset_size=15" in message
 
 
-def test_all_start_where_the_first_does(found):
-    assert_equal(found[1]["start"], found[0]["start"])
-    assert_equal(found[0]["start"], parameters(make()))
+def test_all_start_where_the_first_does(found_more):
+    assert_equal(found_more[1]["start"], found_more[0]["start"])
+    assert_equal(found_more[0]["start"], parameters(make()))
 
 
 @pytest.mark.parametrize("kind", COUNTED)
-def test_points_count_alike_in_every_process(found, kind):
+def test_points_count_alike_in_every_process(found_more, kind):
     parameters, history = counted_apart(kind, None)
-    for process in found:
+    for process in found_more:
         assert_equal(process["counted"][kind][0], parameters)
-        for term, values in process["counted"][kind][1].items():
-            assert values == pytest.approx(history[term], rel=1e-12)
+        assert_history(process["counted"][kind][1], history)
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_held_out_data_are_those_of_all_processes(found, name):
+@EACH
+def test_held_out_data_are_those_of_all_processes(found, kind, name):
     parameters, history = held_out(None, **FOLLOWED[name])
-    for process in found:
+    for process in found[kind]:
         assert_equal(process["held out"][name][0], parameters)
         assert process["held out"][name][1]["validation"] == pytest.approx(history["validation"])
 
 
-def test_a_callback_ends_the_fit_in_all_processes(found):
-    assert [process["stopped"] for process in found] == [2, 2]
+@EACH
+def test_a_callback_ends_the_fit_in_all_processes(found, kind):
+    assert [process["stopped"] for process in found[kind]] == [2, 2]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_has_to_be_the_same_is_compared(found, name):
-    for rank, process in enumerate(found):
+@EACH
+def test_what_has_to_be_the_same_is_compared(found, kind, name):
+    for rank, process in enumerate(found[kind]):
         assert f"process {rank} has {name}" in process["differing"][name]
 
 
-def test_an_error_of_one_process_is_one_of_all(found):
-    for error, process in zip(("RuntimeError", "ArithmeticError"), found, strict=True):
+@EACH
+def test_an_error_of_one_process_is_one_of_all(found, kind):
+    for error, process in zip(("RuntimeError", "ArithmeticError"), found[kind], strict=True):
         assert process["failing"] == dict.fromkeys(FAILING, error)
 
 

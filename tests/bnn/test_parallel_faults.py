@@ -3,56 +3,31 @@
 import functools
 import os
 import time
-from datetime import timedelta
-from pathlib import Path
 
-import pyro.distributions as dist
-import pytest
 import torch
-import torch.distributed
-import torch.multiprocessing
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import tyxe
+from tests.bnn.test_parallel import CLASSES, WORLD, batches, make
+from tests.oracles import processes
 
-WORLD, EPOCHS, DIES_AFTER, SECONDS = 2, 5, 2, 20
-X = torch.randn(16, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-Y = torch.arange(16) % 3
+EPOCHS, DIES_AFTER, SECONDS = 5, 2, 20
 OPTIM = functools.partial(torch.optim.Adam, lr=0.1)
 
 
-def make():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    return tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(16), tyxe.guides.AutoNormal)
+def fit(bnn, rank, epochs, callback=None):
+    data = batches(CLASSES, rank)
+    bnn.fit(data, OPTIM, epochs, callback, parallel=DistributedDataParallel)
+    return bnn.state_dict()
 
 
-def part(rank):
-    return [(X[rank::WORLD], Y[rank::WORLD])]
-
-
-def joined(rank, folder, name):
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/{name}", WORLD)
-    torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=SECONDS)
-    )
-
-
-def whole(rank, folder):
-    joined(rank, folder, "whole")
+def whole(rank):
     bnn = make()
     torch.manual_seed(rank)
-    bnn.fit(part(rank), OPTIM, EPOCHS, parallel=DistributedDataParallel)
-    torch.save(bnn.state_dict(), f"{folder}/{rank}.whole")
-    torch.distributed.destroy_process_group()
+    return fit(bnn, rank, EPOCHS)
 
 
 def dying(rank, folder):
-    joined(rank, folder, "dying")
-    bnn = make()
+    """Return after how many seconds the death of another process was an error."""
 
     def save(bnn, epoch, loss):
         if epoch < DIES_AFTER:
@@ -60,42 +35,28 @@ def dying(rank, folder):
         elif rank == 1:
             os._exit(0)
 
+    bnn = make()
     torch.manual_seed(rank)
     start = time.monotonic()
     try:
-        bnn.fit(part(rank), OPTIM, EPOCHS, save, parallel=DistributedDataParallel)
-    except Exception as error:
-        is_runtime_error, seconds = isinstance(error, RuntimeError), time.monotonic() - start
-        Path(f"{folder}/said").write_text(f"{is_runtime_error} {seconds} {error}")
+        fit(bnn, rank, EPOCHS, save)
+    except RuntimeError:
+        return time.monotonic() - start
 
 
 def resumed(rank, folder):
-    joined(rank, folder, "resumed")
     bnn = make()
     bnn.load(f"{folder}/{rank}.fit")
-    bnn.fit(part(rank), OPTIM, EPOCHS - DIES_AFTER, parallel=DistributedDataParallel)
-    torch.save(bnn.state_dict(), f"{folder}/{rank}.resumed")
-    torch.distributed.destroy_process_group()
+    return fit(bnn, rank, EPOCHS - DIES_AFTER)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory):
-    found: Path = tmp_path_factory.mktemp("faults")
-    for work in (whole, dying, resumed):
-        torch.multiprocessing.spawn(work, (str(found),), nprocs=WORLD)
-    return found
-
-
-def test_the_others_raise_within_the_timeout(folder):
-    is_runtime_error, seconds, _ = (folder / "said").read_text().split(" ", 2)
-    assert is_runtime_error == "True"
-    assert float(seconds) < SECONDS + 10
-
-
-@pytest.mark.parametrize("rank", range(WORLD))
-def test_all_go_on_from_their_files(folder, rank):
-    expected = torch.load(folder / f"{rank}.whole", weights_only=True)
-    found = torch.load(folder / f"{rank}.resumed", weights_only=True)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+def test_the_others_raise_within_the_timeout_and_all_go_on_from_their_files(tmp_path):
+    expected = processes.run(whole, WORLD, tmp_path)
+    seconds, died = processes.run(dying, WORLD, tmp_path, tmp_path, seconds=SECONDS)
+    assert died is None
+    assert seconds < SECONDS + 10
+    for found, state in zip(
+        processes.run(resumed, WORLD, tmp_path, tmp_path), expected, strict=True
+    ):
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], value) for name, value in state.items())

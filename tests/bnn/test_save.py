@@ -133,24 +133,6 @@ def test_files_of_others_are_errors(tmp_path: Path) -> None:
 BATCHES = [tuple(part[rows] for part in data()) for rows in (slice(0, 5), slice(5, 12))]
 
 
-def test_a_saved_fit_of_a_mode_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    path, epochs = tmp_path / "bnn.tyxe", []
-    pyro.set_rng_seed(0)
-    whole = laplace()
-    start = copy.deepcopy(whole)
-    pyro.set_rng_seed(5)
-    whole.fit(BATCHES, ADAM, 4)
-    pyro.set_rng_seed(5)
-    start.fit(BATCHES, ADAM, 2)
-    start.save(path, training=True)
-    resumed = laplace()
-    resumed.load(path)
-    torch.rand(3)
-    resumed.fit(BATCHES, ADAM, 2, lambda bnn, epoch, loss: epochs.append(epoch))
-    assert epochs == [2, 3]
-    assert_same_state(resumed, whole)
-
-
 def test_the_best_checkpoint_in_memory_stays_the_best() -> None:
     bnn, kept = make(), {}
 

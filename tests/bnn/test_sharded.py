@@ -2,17 +2,15 @@
 
 import functools
 import os
-from datetime import timedelta
-from pathlib import Path
 
 import pyro.distributions as dist
 import pytest
 import torch
 import torch.distributed
-import torch.multiprocessing
 from torch import nn
 
 import tyxe
+from tests.oracles import processes
 from tyxe.likelihoods import Categorical
 
 N, WORLD = 20, 3
@@ -118,8 +116,9 @@ def failing(rank, group):
     return "", False
 
 
-def dying(rank, group):
+def dying(rank):
     """One process ends without a word."""
+    group = torch.distributed.group.WORLD
     bnn = tyxe.LaplaceBNN(net(), PRIOR, Categorical(N))
     if rank == 1:
         os._exit(0)
@@ -130,12 +129,7 @@ def dying(rank, group):
     return ""
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", WORLD)
-    torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+def work(rank):
     group = torch.distributed.group.WORLD
     found = {name: curvature(name, rank, process_group=group) for name in CASES}
     found["evaluated"] = evaluated(rank, process_group=group)
@@ -147,47 +141,42 @@ def worker(rank, folder):
     )[1]
     found["uneven"] = uneven(group)
     found["failing"] = failing(rank, group)
-    torch.save(found, f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    torch.save(dying(rank, group), f"{folder}/{rank}.died")
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory):
-    """What each of the processes found, and what they said when one had died."""
-    folder: Path = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=WORLD)
-    results = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
-    return results, [torch.load(folder / f"{rank}.died") for rank in (0, 2)]
+    """What each of the processes found."""
+    return processes.run(work, WORLD, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_curvature_of_all_data(found, name):
     whole = curvature(name, None)
-    for process in found[0]:
+    for process in found:
         for key in ("precision", "evidence", "numbers"):
             torch.testing.assert_close(process[name][key], whole[key], rtol=1e-10, atol=1e-12)
-        assert process[name]["key"] == found[0][0][name]["key"]
+        assert process[name]["key"] == found[0][name]["key"]
 
 
 def test_the_evaluation_of_all_data(found):
     whole = evaluated(None)
-    for process in found[0]:
+    for process in found:
         torch.testing.assert_close(process["evaluated"], whole, rtol=1e-10, atol=1e-12)
 
 
 def test_members_are_shared_out(found):
     whole = ensemble()
-    for process in found[0]:
+    for process in found:
         assert process["ensemble"].keys() == whole.keys()
         assert all(torch.equal(process["ensemble"][n], value) for n, value in whole.items())
 
 
 def test_chains_are_shared_out(found):
-    first = found[0][0]["chains"][1]
-    for process in found[0]:
+    first = found[0]["chains"][1]
+    for process in found:
         assert all(torch.equal(process["chains"][1][n], value) for n, value in first.items())
-    seed, name = found[0][0]["chains"][0], "net.3.weight"
+    seed, name = found[0]["chains"][0], "net.3.weight"
     assert first[name].shape == (3, 4, 3, 8)
     for rank in range(WORLD):
         bnn = tyxe.MCMC_BNN(
@@ -199,11 +188,11 @@ def test_chains_are_shared_out(found):
         torch.manual_seed(seed + rank)
         bnn.fit([(X, Y)], 4, warmup_steps=0, num_chains=1, compile=False)
         torch.testing.assert_close(bnn.samples[name][0], first[name][rank])
-    assert found[0][0]["uneven"].startswith("4 chains cannot be shared out evenly to 3 processes")
+    assert found[0]["uneven"].startswith("4 chains cannot be shared out evenly to 3 processes")
 
 
 def test_chains_start_where_each_is_told(found):
-    samples = found[0][0]["started"]["net.3.weight"][:, 0]
+    samples = found[0]["started"]["net.3.weight"][:, 0]
     means = samples.flatten(1).mean(1)
     assert abs(means[0]) < 2
     assert means[1] > 5
@@ -211,7 +200,7 @@ def test_chains_start_where_each_is_told(found):
 
 
 def test_the_error_of_one_is_one_of_all(found):
-    first, second, third = (process["failing"] for process in found[0])
+    first, second, third = (process["failing"] for process in found)
     assert second[0].startswith("ValueError: targets lie outside the support of Categorical")
     for message, is_unchanged in (first, third):
         assert message.startswith("RuntimeError: 1 of 3 processes failed, and so do all")
@@ -219,8 +208,11 @@ def test_the_error_of_one_is_one_of_all(found):
     assert second[1]
 
 
-def test_a_process_that_dies_is_an_error_of_all(found):
-    assert all("Error" in name for name in found[1])
+def test_a_process_that_dies_is_an_error_of_all(tmp_path):
+    first, second, third = processes.run(dying, WORLD, tmp_path)
+    assert second is None
+    assert "Error" in first
+    assert "Error" in third
 
 
 def test_each_point_is_of_one_process():

@@ -12,7 +12,6 @@ from torch import nn
 
 import tyxe
 from tests.oracles.states import assert_same_state, through_a_file
-from tyxe.guides import AutoNormal
 from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -389,8 +388,6 @@ def test_fit_recomputes_norms():
     with torch.no_grad():
         hidden = [bnn.to_module()[0](a).mean(0) for a, _ in batches]
     torch.testing.assert_close(own, torch.stack(hidden).mean(0))
-    plain = tyxe.VariationalBNN(module, NORMAL, Categorical(N), AutoNormal)
-    plain.fit(batches, SGD, 1)
     pyro.set_rng_seed(0)
     with_loader = bnn.predict(x, num_predictions=3, aggregate=False)
     bnn.update_norm_statistics(None)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tyxe
+from tests.oracles.nets import KindAndSize, kind_and_size
 
 X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
 NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -106,17 +107,7 @@ def test_judge_is_evaluate_and_predict():
 
 
 def test_parts_of_a_joint_likelihood_are_judged_by_name():
-    joint = tyxe.likelihoods.Joint(
-        kind=tyxe.likelihoods.Categorical(20),
-        size=tyxe.likelihoods.HomoskedasticGaussian(20, scale=0.5),
-    )
-
-    class Two(nn.Linear):
-        def forward(self, x):
-            found = super().forward(x)
-            return {"kind": found[:, :2], "size": found[:, 2:]}
-
-    bnn = variational(Two(3, 3), joint)
+    bnn = variational(KindAndSize(3), kind_and_size(20))
     batch = (X, {"kind": Y, "size": X[:, :1]})
     found = tyxe.Trainable(bnn, num_predictions=0).judge(batch, "sum")
     error, log_likelihood = bnn.evaluate([batch], num_predictions=0)

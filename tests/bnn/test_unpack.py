@@ -1,8 +1,9 @@
-"""What is given once, to a BNN or its fit, unpacks the batches of all loaders."""
+"""Outputs are picked from what a net returns, and batches are unpacked as they come."""
 
 import copy
 import pickle
 from functools import partial
+from typing import NamedTuple
 
 import pyro.distributions as dist
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 import tyxe
 from tyxe.calibration import SplitConformal
 from tyxe.diagnostics import diagnose, scores
-from tyxe.likelihoods import Categorical
+from tyxe.likelihoods import Categorical, HomoskedasticGaussian
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 PRIOR = tyxe.priors.IIDPrior(dist.Normal(0, 1))
@@ -26,42 +27,46 @@ def unpack(batch):
     return batch["x"], batch["y"]
 
 
-def variational(**how):
-    return tyxe.VariationalBNN(
-        nn.Linear(2, 3), PRIOR, Categorical(24), tyxe.guides.AutoNormal, **how
-    )
+def variational(net=None, **how):
+    net = net or nn.Linear(2, 3)
+    return tyxe.VariationalBNN(net, PRIOR, Categorical(24), tyxe.guides.AutoNormal, **how)
 
 
-def laplace(**how):
-    return tyxe.LaplaceBNN(nn.Linear(2, 3), PRIOR, Categorical(24), **how)
+def laplace(net=None, **how):
+    return tyxe.LaplaceBNN(net or nn.Linear(2, 3), PRIOR, Categorical(24), **how)
 
 
-def chains(**how):
+def chains(net=None, **how):
     fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
     kernel = partial(tyxe.samplers.HMC, step_size=0.01, num_steps=2, **fixed)
-    return tyxe.MCMC_BNN(nn.Linear(2, 3), PRIOR, Categorical(24), kernel, **how)
+    return tyxe.MCMC_BNN(net or nn.Linear(2, 3), PRIOR, Categorical(24), kernel, **how)
 
 
-def swag(**how):
-    return tyxe.SWAG_BNN(nn.Linear(2, 3), PRIOR, Categorical(24), rank=2, **how)
+def swag(net=None, **how):
+    return tyxe.SWAG_BNN(net or nn.Linear(2, 3), PRIOR, Categorical(24), rank=2, **how)
 
 
-def dropout(**how):
-    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3))
+def dropout(net=None, **how):
+    net = nn.Sequential(nn.Dropout(0.5), net or nn.Linear(2, 3))
     return tyxe.DropoutBNN(net, Categorical(24), **how)
 
 
-def ensemble(**how):
-    return tyxe.EnsembleBNN(lambda _: variational(**how), 2)
+def ensemble(net=None, **how):
+    def member(_):
+        return variational(
+            tyxe.util.reset_parameters_(copy.deepcopy(net or nn.Linear(2, 3))), **how
+        )
+
+    return tyxe.EnsembleBNN(member, 2)
 
 
 MAKE = {make.__name__: make for make in (variational, laplace, chains, swag, dropout, ensemble)}
 
 
-def fit(bnn, **how):
+def fit(bnn, loader=RAW, **how):
     if isinstance(bnn, tyxe.MCMC_BNN):
-        return bnn.fit(RAW, 4, warmup_steps=1, progress=False, **how)
-    return bnn.fit(RAW, ADAM, 8, validation=RAW, restore_best=False, **how)
+        return bnn.fit(loader, 4, warmup_steps=1, progress=False, **how)
+    return bnn.fit(loader, ADAM, 8, validation=loader, restore_best=False, **how)
 
 
 def used(bnn):
@@ -132,6 +137,11 @@ def test_laplace_and_diagnosis_take_it():
     bnn.fit_gp(RAW)
     assert bnn.refine(RAW).predict(X, num_predictions=4).shape == (24, 3)
     assert "error" in str(diagnose(bnn, RAW, RAW, num_predictions=4))
+    net = nn.Linear(2, 3)
+    one, other = laplace(net), laplace(net)
+    one.fit_curvature(RAW, unpack=unpack)
+    other.fit_curvature(PAIRS)
+    torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood())
 
 
 def test_a_stacked_fit_takes_it():
@@ -169,3 +179,123 @@ def test_batches_that_it_does_not_fit():
         bnn.evaluate([{"z": X, "y": Y}])
     with pytest.raises(TypeError, match="unpack is 3; expected a function"):
         variational(unpack=3)
+    with pytest.raises(TypeError, match="unpack is 3; expected a function"):
+        bnn.fit([{}], ADAM, 1, unpack=3)
+    with pytest.raises(TypeError, match="unpack goes with a loader"):
+        bnn.predict(X, unpack=unpack)
+
+
+def test_workers_of_an_unpacked_loader_start_anew_for_each_chain():
+    items = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+    loader = DataLoader(items, 4, shuffle=True, num_workers=1, persistent_workers=True)
+    kernel = partial(tyxe.samplers.SGLD, lr=1e-3)
+    bnn = tyxe.MCMC_BNN(nn.Linear(2, 3), PRIOR, Categorical(24), kernel)
+    bnn.fit(loader, 4, num_chains=2, unpack=unpack)
+    assert bnn.predict(X, num_predictions=4).shape == (24, 3)
+
+
+class OfList(nn.Linear):
+    """A net of one argument, a list."""
+
+    def forward(self, parts):
+        return super().forward(torch.cat(parts, 1))
+
+
+def test_a_net_of_one_list_gets_a_tuple_of_it():
+    bnn = tyxe.LaplaceBNN(OfList(3, 1), PRIOR, HomoskedasticGaussian(24, scale=0.5))
+    parts, y = [X, X[:, :1]], X[:, 1:]
+    with pytest.raises(TypeError, match=r"gets a tuple of it, unpack=lambda batch: \(\(batch\[0\]"):
+        bnn.fit_curvature([(parts, y)])
+    bnn.fit_curvature([(parts, y)], unpack=lambda batch: ((batch[0],), batch[1]))
+    assert bnn.predict((parts,))[0].shape == (24, 1)
+
+
+# --------------------------------------------------------------------------- outputs
+
+
+class Found(NamedTuple):
+    """What a net returns: a loss, and logits."""
+
+    loss: None
+    logits: torch.Tensor
+
+
+class Structured(nn.Module):
+    """A net that returns its logits within something."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.kind = kind
+
+    def forward(self, x):
+        logits = self.inner(x)
+        if self.kind == "dict":
+            return {"loss": None, "logits": logits}
+        return {"tuple": (None, logits), "named": Found(None, logits), "plain": logits}[self.kind]
+
+
+def second(found):
+    return found[1]
+
+
+OUTPUTS = {
+    "key": ("dict", "logits"),
+    "name": ("named", "logits"),
+    "index": ("tuple", 1),
+    "function": ("tuple", second),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "key") for name in MAKE] + [("variational", k) for k in OUTPUTS if k != "key"],
+)
+def test_outputs_and_batches_as_they_come_are_those_of_plain_ones(name, kind):
+    returns, output = OUTPUTS[kind]
+    found = []
+    for net, options, loader in (
+        (Structured("plain"), {}, PAIRS),
+        (Structured(returns), {"output": output, "unpack": unpack}, RAW),
+    ):
+        torch.manual_seed(1)
+        bnn = MAKE[name](net, **options)
+        fit(bnn, loader)
+        torch.manual_seed(2)
+        found.append([bnn.evaluate(loader, num_predictions=3), bnn.predict(loader)])
+        found[-1].append(bnn(X) if name == "dropout" else bnn.to_ensemble(2)(X))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_plain_net_returns_what_it_did_and_copies_keep_the_output():
+    bnn = variational(Structured("dict"), output="logits")
+    assert set(bnn.to_module()(X)) == {"loss", "logits"}
+    assert bnn(X).shape == (24, 3)
+    for copied in (copy.deepcopy(bnn), pickle.loads(pickle.dumps(bnn))):
+        assert copied.predict(X).shape == (24, 3)
+    module = tyxe.PytorchBNN(Structured("dict"), PRIOR, tyxe.guides.AutoNormal, output="logits")
+    assert module(X).shape == (24, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "message"),
+    [
+        ("dict", "probs", r"output='probs', but Structured returns a dict of loss, logits"),
+        ("named", "probs", r"output='probs', but Structured returns a Found of loss, logits"),
+        ("tuple", 2, r"output=2, but Structured returns a tuple"),
+        ("plain", "logits", r"output='logits', but Structured returns a Tensor"),
+    ],
+)
+def test_an_output_that_there_is_not(kind, output, message):
+    with pytest.raises(ValueError, match=message):
+        variational(Structured(kind), output=output).predict(X)
+
+
+def test_what_is_wrong_names_the_argument_that_mends_it():
+    with pytest.raises(TypeError, match=r"output is 1\.5"):
+        variational(Structured("dict"), output=1.5)
+    with pytest.raises(TypeError, match=r"returns a dict.*output="):
+        variational(Structured("dict")).fit(PAIRS, ADAM, 1)
+    with pytest.raises(ValueError, match=r"a mapping with keys x, y.*unpack="):
+        variational().fit(RAW, ADAM, 1)

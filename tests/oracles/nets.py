@@ -20,6 +20,17 @@ class ReadLast(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
+class Rounded(nn.Linear):
+    """A layer of two inputs whose output is in another precision, as under autocast."""
+
+    def __init__(self, outputs, dtype, then=None):
+        super().__init__(2, outputs)
+        self.dtype, self.then = dtype, then or dtype
+
+    def forward(self, x):
+        return super().forward(x).to(self.dtype).to(self.then)
+
+
 class KindAndSize(nn.Linear):
     """Two logits and a number for each point, for `kind_and_size`."""
 

@@ -269,12 +269,7 @@ class BNN(Saved, nn.Module):
             yield
 
     def _run_net(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:
-        """Return the net's output with values in the places of its sites.
-
-        Args:
-            values: a value for each site, by joint name.
-            inputs: a batch: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        """
+        """Return the net's output on a batch, with values by joint name in its sites' places."""
         return self._stand_in(values)(inputs)
 
     def _run_frozen(self, values: Mapping[str, Tensor], inputs: Inputs) -> Any:

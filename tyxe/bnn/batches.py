@@ -22,17 +22,10 @@ T = TypeVar("T")
 
 
 def is_loader(inputs: Inputs) -> bool:
-    """Whether inputs are a loader: a list, or iterable but no tensor, container or graph.
-
-    An array of another library is a TypeError: its rows are no batches.
-    """
-    if hasattr(inputs, "__array__") and not isinstance(inputs, Tensor):
-        kind = f"{type(inputs).__module__.partition('.')[0]}.{type(inputs).__name__}"
-        raise TypeError(f"inputs are a {kind}; pass a tensor: torch.as_tensor(inputs).float()")
+    """Whether inputs are a loader: a list, or iterable but no tensor, array, container or graph."""
     _check_no_dataset(inputs)
-    return not isinstance(inputs, Tensor | tuple | Mapping) and (
-        hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
-    )
+    is_data = isinstance(inputs, tuple | Mapping) or hasattr(inputs, "__array__")
+    return not is_data and hasattr(inputs, "__iter__") and not hasattr(inputs, "to")
 
 
 def _check_no_dataset(loader: Any) -> None:
@@ -57,10 +50,7 @@ def check_has_targets(targets: Any) -> None:
     """Raise where a loader for evaluation has yielded inputs without a tensor of targets."""
     if targets is None:
         raise ValueError("the loader yields no targets; evaluate needs (inputs, y)")
-    if not isinstance(targets, Tensor | Targets):
-        raise TypeError(
-            f"targets are {described(targets)}; expected a tensor: torch.as_tensor(targets)"
-        )
+    check.one_of("targets", targets, Tensor | Targets, "a tensor: torch.as_tensor(targets)")
 
 
 def batches_of(loader: Iterable[Any], device: Any = None) -> Iterator[tuple[Any, Any]]:
@@ -81,22 +71,11 @@ def device_for(bnn: Any, given: Any = None) -> Any:
     Those of a BNN whose parameters are on several devices stay where they are, which is None.
     """
     if given is not None:
-        return _available(given)
+        return torch.empty(0, device=given).device  # or PyTorch's error, before anything else
     # Each prediction asks, and `parameters()` takes longer.
     found = (tensor for part in bnn.modules() for tensor in part._parameters.values())
     devices = {tensor.device for tensor in found if tensor is not None}
     return devices.pop() if len(devices) == 1 else None
-
-
-def _available(given: Any) -> torch.device:
-    try:
-        return torch.empty(0, device=given).device
-    except (AssertionError, RuntimeError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"device is {given!r}, which is not there: {reason}; leave device out, and batches go "
-            "where the parameters are"
-        ) from error
 
 
 def _moved(leaf: Any, device: Any) -> Any:
@@ -310,11 +289,6 @@ def take_rows(tree: Any, rows: slice | Tensor) -> Any:
     return tree_map_tensors(taken, tree)
 
 
-def _like(container: Any, items: Iterable[Any]) -> Any:
-    """Return items as a tuple, or as the container's type where that is a named tuple."""
-    return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
-
-
 def collect(loader: Iterable[Any], device: Any = None) -> tuple[Any, Any]:
     """Concatenate all batches of a loader into one."""
     batches = all_batches(loader, device)
@@ -333,7 +307,8 @@ def _concatenate(pieces: list[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: _concatenate([piece[key] for piece in pieces]) for key in first}
     if isinstance(first, tuple | list) and not hasattr(first, "to"):
-        return _like(first, [_concatenate(list(items)) for items in zip(*pieces, strict=True)])
+        items = [_concatenate(list(parts)) for parts in zip(*pieces, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
     if is_constant(first):
         raise ValueError(
             f"an argument of the net is {first} in one batch and something else in another, so the "

@@ -98,16 +98,10 @@ def check_is_finite(inputs: Inputs) -> None:
 def distance_from_standard(net: nn.Module, inputs: Inputs) -> float:
     """Return how far the columns of inputs are from mean 0 and standard deviation 1, from 1 up.
 
-    It is the largest root mean square of a column over the smallest, where that is below 1: about
-    150 for bytes, and 1 for standardised columns, whatever part of their rows is given. Columns of
-    which half is one number, such as codes and the borders of images, are left out, and of many the
+    It is the largest root mean square of a column over the smallest, where that is below 1. Columns
+    of which half is one number, such as codes and borders of images, are left out, and of many the
     smallest twentieth. It is 1 where there is nothing to say: fewer than ten rows, no real numbers,
     or a net that begins with a norm, or with buffers, which may be a mean and a scale.
-
-    Example:
-        >>> x = torch.tensor([[0.0, 600.0], [1.0, 700.0]]).repeat(5, 1)
-        >>> distance_from_standard(nn.Linear(2, 1), x + torch.rand(10, 2)) > 100
-        True
     """
     norms = norms_of(net)
     for part in net.modules():
@@ -147,14 +141,9 @@ def warn_of_size(points: float, size: float) -> bool:
 def refuse_nonfinite(
     bnn: SupervisedBNN, terms: ElboTerms, batches: Iterable[tuple[Inputs, Any]]
 ) -> None:
-    """Raise for a step whose loss or gradient is not finite: targets that do not fit come first."""
+    """Raise for a loss or gradient that is not finite: targets that do not fit come first."""
     for inputs, targets in batches:
         check_one_batch(bnn, bnn._one_draw, inputs, targets)
-    raise RuntimeError(nonfinite_message(bnn, terms))
-
-
-def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:
-    """Return the error message for a loss or gradient that is not finite, with its place."""
     name = bnn.likelihood.data_name
     if not bool(terms.data.isfinite()):
         where = f"the log-likelihood at site {name!r} is {terms.data.item()}"
@@ -169,7 +158,7 @@ def nonfinite_message(bnn: SupervisedBNN, terms: ElboTerms) -> str:
         # Those of a captured step may have gone.
         names = _not_finite(gradients)
         where = "the gradient is not finite" + (f" at {names}" if names else "")
-    return (
+    raise RuntimeError(
         f"training stopped: {where}. The parameters are those before this step; a smaller "
         "learning rate, clip_norm, or smaller initial scales usually help"
     )
@@ -235,7 +224,7 @@ def _warn_of_scales(bnn: SupervisedBNN) -> None:
 def relative_scale(q: td.Distribution, prior: Any) -> float | None:
     """Return the median of a site's scales over the prior's; None where these have none.
 
-    Of a large site it is that of every so many elements.
+    Of a large site some elements are looked at.
     """
     # The variances of a joint prior may need a dense matrix.
     joint = isinstance(prior, JointMarginal)

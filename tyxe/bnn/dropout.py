@@ -123,17 +123,11 @@ class DropoutBNN(VariationalBNN):
 
 
 class RandomDropout(TorchFunctionMode):
-    """Let functional dropout drop whatever mode its module is in, and count what drops.
+    """Let functional dropout of a net drop in all modes, and count in `met` what does.
 
     Modules that drop by their mode are to be in train mode besides. Not reached is what a forward
     of its own makes of its `training` flag, such as the rate that it gives to
     `scaled_dot_product_attention`.
-
-    Args:
-        net: the net that runs.
-
-    Attributes:
-        met: number of calls with a positive rate.
     """
 
     def __init__(self, net: nn.Module) -> None:

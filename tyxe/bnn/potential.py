@@ -43,16 +43,8 @@ class Potential:
     """`-log p(D | w) - log p(w)`, in nats, as a function of one vector of unconstrained values.
 
     It equals the potential that Pyro derives from `bnn.model`, but needs no trace, and the Normal
-    priors of all sites are one dot product.
-
-    Args:
-        bnn: a BNN whose priors are distributions, not hierarchical.
-        inputs: all inputs, as one batch; of estimates, those of one.
-        targets: all targets, in the same order.
-        temperature: by which the log-likelihood is divided.
-
-    Raises:
-        ValueError: a prior that is no distribution; data of which no point counts.
+    priors of all sites are one dot product. The log-likelihood of all data, given as one batch, is
+    divided by the temperature. A hierarchical prior is a ValueError.
     """
 
     def __init__(

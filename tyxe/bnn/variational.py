@@ -276,12 +276,7 @@ class VariationalBNN(TrainedBNN):
 def glm_outputs(guide: Any, linear: Linearization) -> tuple[Tensor, Tensor]:
     """Return mean and covariance of outputs in the linearised net, `(n, ...)`, `(n, ..., C, C)`.
 
-    Args:
-        guide: a guide that `weight_covariance` takes.
-        linear: the net linearised about the guide's means, on a batch.
-
-    Raises:
-        TypeError: the guide is not Normal.
+    It is linearised about the means of a guide that `weight_covariance` takes.
     """
     blocks = linear.blocks
     with torch.no_grad():
@@ -309,11 +304,7 @@ class _LikelihoodProgram:
 def build_guide(
     argument: str, builder: GuideBuilder | None, program: Callable[..., Any], has_sites: bool
 ) -> AnyGuide | None:
-    """Build a guide, which has to be there where its program has sites.
-
-    Raises:
-        ValueError: a guide without sites, or sites without a guide.
-    """
+    """Build a guide, which has to be there just where its program has sites, else a ValueError."""
     what = "the likelihood has" if argument.startswith("likelihood") else "the prior exposes"
     if builder is None:
         if has_sites:
