@@ -10,12 +10,12 @@ import torch
 from pyro.infer import autoguide
 from torch import nn
 
+from tests.oracles.binary import Noise
 from tests.oracles.binary import make as make_binary
 from tests.oracles.inducing import SMALL, mlp, wide_net
 from tests.oracles.inducing import program as sites_of
 from tests.oracles.programs import program
 from tests.soak.verdict import is_clear
-from tyxe.distributions import SignedBernoulli
 from tyxe.guides import (
     AutoBernoulli,
     AutoInducing,
@@ -58,16 +58,6 @@ def at(value):
     with torch.no_grad():
         net.bias[1] = value
     return program(net)
-
-
-def sign(**options):
-    class Noise:
-        prefix = "likelihood."
-
-        def __call__(self):
-            return {"likelihood.sign": pyro.sample("likelihood.sign", SignedBernoulli(0.0))}
-
-    return AutoBernoulli(Noise(), **options)
 
 
 def of_hierarchy(guide=AutoNormal, **options):
@@ -135,7 +125,12 @@ BINARY = (
     (lambda: BinaryPrior(delta=-0.1), VALUE, r"delta is -0\.1"),
     (lambda: BinaryPrior(scale=0), VALUE, "scale is 0"),
     (lambda: BinaryPrior(scale="fan"), VALUE, "method is 'fan'; expected one of 'radford'"),
-    (sign, VALUE, "'likelihood.sign' is no parameter of a net.*init=tyxe.guides.init_to_zero"),
+    (
+        lambda: AutoBernoulli(Noise()),
+        VALUE,
+        "'likelihood.sign' is no parameter of a net.*init=tyxe.guides.init_to_zero",
+    ),
+    (lambda: make_binary(IIDPrior(dist.Bernoulli(0.5))), VALUE, "has the support Boolean"),
     (lambda: make_binary(IIDPrior(NORMAL)), VALUE, r"support Real\(\), .* two values, -s and s"),
     (lambda: make_binary(guide=AutoNormal), VALUE, "'net.0.weight' is discrete.*tyxe.guides.AutoB"),
 )

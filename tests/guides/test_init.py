@@ -185,6 +185,3 @@ def test_scales_start_below_the_weights():
         torch.testing.assert_close(found, torch.full_like(found, scale))
     capped = guides.AutoNormal(program(net), max_guide_scale=1e-3)
     torch.testing.assert_close(capped.get_scale("1.bias").detach(), torch.full((5,), 5e-4))
-
-
-# --- starts that do not fit -----------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributions as td
 import torch.nn as nn
-from scipy import integrate
 
 from tyxe.guides.radial import Radial
 
@@ -17,19 +16,9 @@ def radial(*shape):
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_the_density_integrates_to_one_in_one_dimension(shape):
+def test_in_one_dimension_it_is_the_normal(shape):
     q = radial(*shape)
-    centre = q.loc.item()
-
-    def density(w):
-        return q.log_prob(torch.full(shape, w, dtype=torch.float64)).exp().item()
-
-    mass = sum(
-        integrate.quad(density, *ends)[0] for ends in ((-math.inf, centre), (centre, math.inf))
-    )
-    assert mass == pytest.approx(1.0, abs=1e-7)
-    # In one dimension it is the Normal, also at its centre.
-    for value in (q.sample(), q.loc):
+    for value in (*q.sample((20,)), q.loc):
         expected = td.Normal(q.loc, q.scale).log_prob(value).sum()
         torch.testing.assert_close(q.log_prob(value), expected)
 

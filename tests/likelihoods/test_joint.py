@@ -263,44 +263,6 @@ def test_held_out_data_within_a_fit():
     assert len(history.validation) == 3
 
 
-BAD = {
-    "no part": (dict, ValueError, "needs parts by name"),
-    "a part called joint": (lambda: {"joint": Poisson(3)}, ValueError, "none of them"),
-    "no likelihood": (lambda: {"kind": 3}, TypeError, "kind is 3; expected a likelihood"),
-    "sizes": (
-        lambda: {"kind": Categorical(5), "size": part("size")},
-        ValueError,
-        r"different dataset_size.*5.*6",
-    ),
-    "weights of no part": (
-        lambda: {"kind": part("kind"), "weights": {"sort": 2.0}},
-        ValueError,
-        "a part of weights is 'sort'; expected one of 'kind'",
-    ),
-    "a negative weight": (
-        lambda: {"kind": part("kind"), "weights": {"kind": -1}},
-        ValueError,
-        "the weight of kind is -1; expected a number of 0 or more",
-    ),
-    "no weight": (
-        lambda: {"kind": part("kind"), "weights": {"kind": 0.0}},
-        ValueError,
-        "all weights of parts are 0",
-    ),
-    "a part called weights": (
-        lambda: {"weights": part("kind"), "size": part("size")},
-        TypeError,
-        "weights is a Categorical; expected numbers by part",
-    ),
-}
-
-
-@pytest.mark.parametrize(("parts", "error", "match"), BAD.values(), ids=BAD)
-def test_bad_joints(parts, error, match):
-    with pytest.raises(error, match=match):
-        Joint(**parts())
-
-
 def test_bad_outputs_and_targets():
     with pytest.raises(ValueError, match=r"outputs are .*of kind, size, count; expected .*other"):
         variational(Joint(other=Poisson(6))).predict(X)

@@ -1,4 +1,4 @@
-"""Output Hessians against autodiff, enumeration and quadrature; their roots; gradients."""
+"""Output Hessians against enumeration and quadrature; their roots; gradients."""
 
 import math
 
@@ -6,8 +6,6 @@ import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tyxe.likelihoods import (
     Bernoulli,
@@ -30,8 +28,8 @@ from tyxe.likelihoods.output_hessian import (
 N = 4
 EACH_SCALE = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
 
-# A likelihood in natural parameters and the shape of one point's output.
-CANONICAL = {
+# A likelihood and the shape of one point's output.
+EVERY = {
     "classes": (Categorical(N), (5,)),
     "two classes": (Categorical(N), (2,)),
     "segmentation": (Categorical(N), (2, 3, 4)),
@@ -48,9 +46,7 @@ CANONICAL = {
     "scale each, matrix": (HomoskedasticGaussian(N, scale=EACH_SCALE), (2, 3)),
     "precision each": (HomoskedasticGaussian(N, precision=EACH_SCALE), (3,)),
     "inferred": (HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 0.5)), (2,)),
-}
-# Those whose Hessian depends on the targets: the Fisher information.
-FISHER = {
+    # Those whose Hessian depends on the targets: the Fisher information.
     "class probabilities": (Categorical(N, logit_predictions=False), (4,)),
     "probabilities per pixel": (Categorical(N, logit_predictions=False), (3, 2)),
     "binary probabilities": (Bernoulli(N, logit_predictions=False), (3,)),
@@ -65,7 +61,6 @@ FISHER = {
     "grades": (Ordinal(N, 4), (1,)),
     "two grades": (Ordinal(N, 2), (1,)),
 }
-EVERY = CANONICAL | FISHER
 
 
 def outputs_of(likelihood: Likelihood, shape: tuple[int, ...], n: int = N) -> torch.Tensor:
@@ -88,30 +83,7 @@ def dense_of_columns(columns) -> torch.Tensor:
     return flat @ flat.mT
 
 
-def autodiff_hessian(likelihood, predictions, targets, latents=None):
-    latents = likelihood.prior_means() if latents is None else latents
-
-    def point(f, y):
-        return -likelihood.log_likelihood(f.unsqueeze(0), y.unsqueeze(0), "sum", latents)
-
-    size = predictions[0].numel()
-    # Twice in reverse: `torch.func.hessian` goes forward too, through torch's deprecated scripts.
-    hessian = torch.func.jacrev(torch.func.jacrev(point))
-    return torch.stack(
-        [hessian(f, y).reshape(size, size) for f, y in zip(predictions, targets, strict=True)]
-    )
-
-
 # --- Hessians -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("likelihood", "shape"), CANONICAL.values(), ids=CANONICAL.keys())
-def test_hessian_in_natural_parameters_is_autodiffs(likelihood, shape):
-    predictions = outputs_of(likelihood, shape)
-    targets = likelihood.sample(predictions, latents=likelihood.prior_means())
-    expected = autodiff_hessian(likelihood, predictions, targets)
-    actual = dense(output_hessian(likelihood, predictions, likelihood.prior_means()))
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def quadrature(likelihood, predictions):
@@ -209,21 +181,6 @@ def test_columns_are_a_square_root(likelihood, shape):
     assert len(listed) == len(columns) == columns.num_positions * columns.rank
     assert all(column.shape == predictions.shape for column in listed)
     torch.testing.assert_close(dense_of_columns(listed), dense(blocks), rtol=1e-10, atol=1e-12)
-
-
-@given(
-    num_classes=st.integers(2, 7),
-    middle=st.lists(st.integers(1, 3), max_size=2),
-    spread=st.floats(0.0, 30.0),
-    seed=st.integers(0, 100),
-)
-def test_class_columns_are_one_fewer_than_classes(num_classes, middle, spread, seed):
-    torch.manual_seed(seed)
-    logits = spread * torch.randn(2, *middle, num_classes, dtype=torch.float64)
-    columns = output_hessian_sqrt(Categorical(2), logits)
-    assert len(columns) == math.prod(middle) * (num_classes - 1)
-    expected = dense(output_hessian(Categorical(2), logits))
-    torch.testing.assert_close(dense_of_columns(columns), expected, rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -292,9 +292,7 @@ def test_bad_weights(weights, message):
         variational(make(8)).fit([(data(), y, weights)], torch.optim.Adam, 1)
 
 
-def test_bad_class_weights_and_bad_masks():
-    with pytest.raises(ValueError, match="class_weights are"):
-        tyxe.likelihoods.Categorical(8, class_weights=torch.tensor([-1.0, 1.0]))
+def test_bad_masks():
     make, y = LIKELIHOODS["Gaussian"]
     wrong = selective_mask(mask=torch.ones(6, 2, dtype=torch.bool), expose=["likelihood.data"])
     with pytest.raises(ValueError, match=r"mask has shape \(6, 2\)"), wrong:

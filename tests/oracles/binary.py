@@ -2,17 +2,28 @@
 
 import functools
 
+import pyro
 import torch
 import torch.nn as nn
 
 import tyxe
 from tyxe.bnn import elbo_terms
+from tyxe.distributions import SignedBernoulli
 from tyxe.guides import AutoBernoulli
 from tyxe.poutine import local_reparameterization
 from tyxe.priors import BinaryPrior
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.05)
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Noise:
+    """A program of one variable that belongs to no net."""
+
+    prefix = "likelihood."
+
+    def __call__(self):
+        return {"likelihood.sign": pyro.sample("likelihood.sign", SignedBernoulli(0.0))}
 
 
 def mlp():

@@ -1,0 +1,110 @@
+"""What likelihoods refuse, with the remedy where there is one."""
+
+import math
+
+import pytest
+import torch
+
+from tyxe.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Censored,
+    HeteroskedasticGaussian,
+    HomoskedasticGaussian,
+    Joint,
+    Ordinal,
+    Poisson,
+    StudentT,
+)
+
+VALUE, TYPE = ValueError, TypeError
+POINT, COLUMN, PAIR = torch.zeros(()), torch.zeros(3, 1), torch.zeros(3, 2)
+LOGITS, PAIRS = torch.tensor([[2.0, -1.0], [0.0, 1.0]]), torch.tensor([[[1.0, 2.0]]] * 3)
+KINDS, COUNTS, UNIT = Categorical(6), Poisson(3), HomoskedasticGaussian(3, scale=1.0)
+SIGNED = torch.tensor([1.0, -1.0])
+
+CONSTRUCTED = (
+    (lambda: HomoskedasticGaussian(9), VALUE, "exactly one of them"),
+    (lambda: HomoskedasticGaussian(9, 1.0, 1.0), VALUE, "exactly one of them"),
+    (lambda: HomoskedasticGaussian(9, 0.0), VALUE, "scale is 0.0; expected positive numbers"),
+    (lambda: HomoskedasticGaussian(9, precision=-1.0), VALUE, "precision is -1.0; expected posit"),
+    (lambda: HomoskedasticGaussian(9, math.nan), VALUE, "scale is nan; expected positive"),
+    (lambda: HomoskedasticGaussian(9, SIGNED), VALUE, "expected positive numbers"),
+    (lambda: StudentT(4, df=2.0), VALUE, r"df is 2\.0; expected a number above 2"),
+    (lambda: Bernoulli(8, pos_weight=-1.0), VALUE, "pos_weight is -1.0; expected numbers of 0 or"),
+    (lambda: Categorical(8, class_weights=SIGNED), VALUE, "class_weights are .*; expected a numb"),
+    (lambda: Categorical(8, class_weights=torch.zeros(2)), VALUE, "class_weights are"),
+    (lambda: Ordinal(3, 1), VALUE, "num_classes is 1; expected 2 or more"),
+    (lambda: Ordinal(3, 4, cut_points=torch.zeros(2)), VALUE, r"shape \(2,\); expected \(3,\)"),
+    (lambda: Ordinal(3, 3, cut_points=torch.zeros(2)), VALUE, "expected numbers that grow"),
+    (lambda: Censored(3), TYPE, "base is 3; expected"),
+    (lambda: Censored(KINDS), TYPE, "base is a Categorical; expected a likelihood of numbers"),
+    (lambda: Censored(Joint(a=COUNTS)), TYPE, "base is a Joint; expected a likelihood of numbers"),
+    (lambda: Censored(Censored(UNIT)), TYPE, "base is a Censored; expected a likelihood of numb"),
+    (Joint, VALUE, "needs parts by name"),
+    (lambda: Joint(joint=COUNTS), VALUE, "none of them"),
+    (lambda: Joint(kind=3), TYPE, "kind is 3; expected a likelihood"),
+    (lambda: Joint(kind=KINDS, count=COUNTS), VALUE, r"different dataset_size.*6.*3"),
+    (lambda: Joint(a=KINDS, weights={"b": 2.0}), VALUE, "part of weights is 'b'; expected one of"),
+    (lambda: Joint(a=KINDS, weights={"a": -1}), VALUE, "weight of a is -1; expected a number of"),
+    (lambda: Joint(a=KINDS, weights={"a": 0.0}), VALUE, "all weights of parts are 0"),
+    (lambda: Joint(a=KINDS, weights=KINDS), TYPE, "weights is a Categorical; expected numbers by"),
+)
+
+PREDICTED = (
+    *(
+        (lambda likelihood=likelihood: likelihood(POINT), VALUE, "no dimension counts data points")
+        for likelihood in (Bernoulli(9), UNIT, COUNTS)
+    ),
+    *(
+        (lambda call=call: call(PAIR, torch.zeros(3)), TYPE, r"torch.float32; pass targets.long\(")
+        for call in (KINDS.log_likelihood, KINDS.error, KINDS)
+    ),
+    *(
+        (lambda f=f: HeteroskedasticGaussian(9)(f), VALUE, "a mean and a scale for each of d targ")
+        for f in (torch.zeros(4), torch.zeros(4, 3))
+    ),
+    *(
+        (lambda kind=kind: kind(2, False).check_predictions(LOGITS), VALUE, "use logit_predictions")
+        for kind in (Bernoulli, Categorical)
+    ),
+    (
+        lambda: KINDS.check_predictions(POINT),
+        VALUE,
+        r"shape \(\); .* average over the batch",
+    ),
+    (lambda: Ordinal(3, 3).log_likelihood(PAIR, POINT), VALUE, "one number for each target, "),
+    (
+        lambda: Censored(UNIT).check_targets(COLUMN, PAIRS.flip(-1)),
+        VALUE,
+        r"expected pairs \(lower, upper\)",
+    ),
+    (
+        lambda: Censored(UNIT).log_likelihood(COLUMN, COLUMN),
+        VALUE,
+        r"of shape \(3, 1\) and expected \(3, 1, 2\)",
+    ),
+    (lambda: Censored(COUNTS).log_likelihood(COLUMN, PAIRS), TYPE, "discrete"),
+    (
+        lambda: Censored(StudentT(3)).log_likelihood(COLUMN, PAIRS),
+        TYPE,
+        r"StudentT has no cdf.*log_tails\.register",
+    ),
+    (
+        lambda: Censored(HeteroskedasticGaussian(3)).hessian_counts(PAIRS, PAIR),
+        TYPE,
+        "needs one for each; curvature='empirical'",
+    ),
+)
+
+
+@pytest.mark.parametrize(("call", "error", "match"), [*CONSTRUCTED, *PREDICTED])
+def test_what_is_refused(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([0, 1, 3]), torch.tensor([0.0, 1.5, 2.0])])
+def test_grades_that_are_no_classes(bad):
+    with pytest.raises(ValueError, match="targets lie outside the support of Ordinal"):
+        Ordinal(3, 3).check_targets(COLUMN, bad)
