@@ -118,7 +118,7 @@ HALF = tyxe.priors.IIDPrior(dist.HalfNormal(1.0))
 BAD_STARTS = {
     "number": (
         {"init": {"net.bias": ONE, "net.weight": ONE[..., None]}, "num_chains": 3},
-        "there are 2 starts of 'net.bias' for 3",
+        r"'net.bias' has shape \(2, 1\); expected \(3, 1\), which is \(num_chains",
     ),
     "missing": ({"init": {"net.bias": ONE}}, "no values for net.weight"),
     "shape": ({"init": {"net.bias": ONE, "net.weight": ONE}}, "'net.weight' has shape"),

@@ -170,11 +170,13 @@ class Terminal(io.StringIO):
 def test_bar_is_for_terminals(monkeypatch, terminal, progress, shown):
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    bnn = make()
-    bnn.fit([(X, Y)], ADAM, 2, progress=progress)
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
+    make().fit([(X[:6], Y[:6]), (X[6:], Y[6:])], ADAM, 2, progress=progress)
     assert ("fit" in stream.getvalue()) == shown
     if shown:
         assert "loss=" in stream.getvalue()
+        assert "4/4" in stream.getvalue()
+        assert "batch" in stream.getvalue()
 
 
 def test_nothing_is_printed(capfd):

@@ -146,9 +146,7 @@ class OwnBatches:
     """Batches of a loader, epoch after epoch, in an order that a seed of their own gives.
 
     Neither other users of PyTorch's generators nor an interrupt between two batches change it.
-
-    Attributes:
-        in_epoch: the number of points of the latest whole epoch; None before its end.
+    `in_epoch` is the number of points of the latest whole epoch; None before its end.
     """
 
     def __init__(self, loader: Iterable[Any], device: Any, seed: int) -> None:

@@ -55,12 +55,9 @@ def fitted_words(num_epochs: int) -> str:
 
 @dataclass
 class BestEpoch:
-    """The best epoch so far, by the log-likelihood of held-out data per point.
+    """The best epoch so far, by the log-likelihood of held-out data per point, in nats.
 
-    Attributes:
-        score: that log-likelihood, in nats.
-        waited: how many epochs came after it.
-        state: the BNN's state dict there; None where the fit is not to go back to it.
+    `waited` epochs came after it. `state` is the BNN's there, if the fit is to go back to it.
     """
 
     score: float = -math.inf

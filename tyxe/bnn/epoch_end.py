@@ -22,9 +22,6 @@ class EpochEnd:
 
     Ties of the held-out log-likelihood count as no improvement. Several processes decide together,
     by sums over what each has: held-out data, a callback that ends the fit.
-
-    Raises:
-        TypeError: the callback is no function.
     """
 
     def __init__(

@@ -41,9 +41,7 @@ class NetOnBatch:
     ones, each has its own. Modules that no site reaches run in the first pass, and what they return
     is kept. A net can hand a draw over where this is not seen, such as in a global. So passes are
     compared with those of the whole net, until one at another draw than the first has been the
-    same.
-
-    `keeps` says whether there are passes for which something is to be kept.
+    same. `keeps` says whether there are passes for which something is to be kept.
     """
 
     def __init__(self, bnn: BNN, inputs: Inputs, keeps: bool) -> None:

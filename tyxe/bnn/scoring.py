@@ -70,13 +70,7 @@ def rows_of(values: Tensor, rows: Tensor | None, dim: int) -> Tensor:
 
 
 class Predicted(NamedTuple):
-    """Predictions of the points that count, and their targets with weights and mask.
-
-    Attributes:
-        likelihood: of both.
-        predictions: as `predict` returns them, of these points.
-        targets: these points'.
-    """
+    """Predictions, as of `predict`, of the points that count, beside their targets."""
 
     likelihood: Likelihood
     predictions: Any

@@ -71,9 +71,7 @@ def _stacked(potential: Potential, draws: Iterable[Mapping[str, Tensor]]) -> Ten
         if missing:
             raise ValueError(f"the starts have no values for {', '.join(missing)}")
         for name in potential.blocks.sites:
-            hint = ", and in a mapping (num_chains, ...)"
-            shape = potential.priors[name].shape()
-            check.shape(f"a start of {name!r}", draw[name], shape, hint)
+            check.shape(f"a start of {name!r}", draw[name], potential.priors[name].shape())
             # Before it is unconstrained, which would move it to the support's edge.
             if not bool(potential.priors[name].support.check(draw[name]).all()):
                 raise ValueError(
@@ -125,12 +123,9 @@ def _given(potential: Potential, init: Mapping[str, Tensor], num_chains: int | N
     for name in init:
         check.choice("site", name, potential.blocks.sites)
     values = {name: torch.as_tensor(value) for name, value in init.items()}
-    counts = {name: len(value) if value.dim() else 0 for name, value in values.items()}
-    count = num_chains or next(iter(counts.values()), 1)
-    for name, number in counts.items():
-        if number != count:
-            raise ValueError(
-                f"there are {number} starts of {name!r} for {count} chains; expected tensors "
-                "(num_chains, ...)"
-            )
+    first = next(iter(values.values()), torch.empty(1, device="cpu"))
+    count = num_chains or first.shape[:1].numel()
+    for name, value in values.items():
+        shape = count, *potential.priors[name].shape()
+        check.shape(f"init of {name!r}", value, shape, ", which is (num_chains, ...)")
     return _stacked(potential, ({n: v[i] for n, v in values.items()} for i in range(count)))

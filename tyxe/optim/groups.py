@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -76,15 +77,16 @@ def make_optimizer(
     _refuse_line_search(optim)
     if isinstance(optim, Optimizer):
         return _checked_instance(optim, parameters, kinds, factors)
+    make = functools.partial(_new, parameters=parameters, kinds=kinds, factors=factors, fused=fused)
     if isinstance(optim, PyroOptim):
-        return _from_pyro(optim, parameters, kinds, factors, fused)
+        return _from_pyro(optim, parameters, make)
     if not callable(optim):
         raise TypeError(
             f"optim is a {type(optim).__name__}; expected a Pyro optimiser such as "
             'pyro.optim.Adam({"lr": 1e-3}), a torch optimiser class or partial of one, or an '
             "instance over bnn.parameters()"
         )
-    return _new(optim, {}, parameters, kinds, factors, fused)
+    return make(optim, {})
 
 
 def _refuse_line_search(optim: Any) -> None:
@@ -164,18 +166,13 @@ def own_their_memory(tensors: Iterable[Tensor]) -> bool:
 
 
 def _from_pyro(
-    optim: PyroOptim,
-    parameters: Named,
-    kinds: Mapping[str, str],
-    factors: Mapping[str, float],
-    fused: bool,
+    optim: PyroOptim, parameters: Named, make: Callable[[Any, Any], Optimizer]
 ) -> Optimizer:
     key = next(iter(parameters.values()))
     held = optim.optim_objs.get(key)
     optimizer: Any = held if held is None or isinstance(held, Optimizer) else held.optimizer
     if optimizer is None or _held_by(optimizer) != {id(p) for p in parameters.values()}:
-        constructor, arguments = optim.pt_optim_constructor, optim.pt_optim_args
-        held = optimizer = _new(constructor, arguments, parameters, kinds, factors, fused)
+        held = optimizer = make(optim.pt_optim_constructor, optim.pt_optim_args)
         if isinstance(optim, PyroLRScheduler):
             held = optim.pt_scheduler_constructor(optimizer, **optim.kwargs)
         optim.optim_objs[key] = held
