@@ -56,12 +56,7 @@ class Site:
 def sites_of(
     module: Callable[..., Any], takes_discrete: bool = False
 ) -> tuple[list[Site], dict[str, dict[str, Any]]]:
-    """Run a program once and return its latent variables, with their Pyro messages by name.
-
-    Raises:
-        TypeError: it takes arguments, as a plain net does.
-        ValueError: it has none, or has a discrete one and `takes_discrete` is False.
-    """
+    """Run a program once and return its latent variables, with their Pyro messages by name."""
     program = module.forward if isinstance(module, nn.Module) else module
     try:
         inspect.signature(program).bind()
@@ -315,15 +310,7 @@ def start_of(argument: str, start: Callable[[Any], Tensor], site: Site, message:
 
 
 def weight_covariance(guide: AnyGuide, blocks: ParamBlocks) -> Operator:
-    """Return the covariance of the weights under a posterior of Normals.
-
-    Args:
-        guide: its posterior is over each site alone, or one Gaussian over all.
-        blocks: the linearised net's blocks, whose order the weights take.
-
-    Raises:
-        TypeError: the guide is not Normal.
-    """
+    """Return the covariance of the weights, in the blocks' order, under a posterior of Normals."""
     posterior = guide.as_priors()
     joint = getattr(next(iter(posterior.values())), "joint", None)
     if isinstance(joint, Gaussian) and set(joint.names) == set(posterior):

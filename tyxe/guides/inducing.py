@@ -157,9 +157,8 @@ class AutoInducing(Guide):
             for side, m, d in zip(
                 maps, (layer.rows, layer.columns), layer.prior.shape, strict=True
             ):
-                side[layer.name] = torch.randn(m, d, device=layer.like.device).to(
-                    layer.like
-                ) / math.sqrt(m)
+                z = torch.randn(m, d, device=layer.like.device)
+                side[layer.name] = z.to(layer.like) / math.sqrt(m)
         log_d = math.log(options.init_residual)
         logs = [{n: torch.full_like(z[:, 0], log_d) for n, z in side.items()} for side in maps]
         self.row_maps, self.column_maps = (SiteTensors(side) for side in maps)

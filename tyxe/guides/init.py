@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tyxe import check
 from tyxe.distributions import Gaussian, JointMarginal
-from tyxe.util import elementwise, site_spellings, std_from_fans
+from tyxe.util import elementwise, site_spellings, std_from_fans, without_events
 
 Message = Mapping[str, Any]
 
@@ -66,16 +66,14 @@ def init_to_median(site: Message | None = None, num_samples: int = 1000) -> Any:
     """
     if site is None:
         return functools.partial(init_to_median, num_samples=num_samples)
-    elementwise = site["fn"]
-    while isinstance(elementwise, td.Independent):
-        elementwise = elementwise.base_dist
-    if isinstance(elementwise, td.StudentT):
-        return elementwise.loc.clone()
-    if isinstance(elementwise, JointMarginal) and isinstance(elementwise.joint, Gaussian):
-        return elementwise.mean.detach().clone()
+    prior = without_events(site["fn"])
+    if isinstance(prior, td.StudentT):
+        return prior.loc.clone()
+    if isinstance(prior, JointMarginal) and isinstance(prior.joint, Gaussian):
+        return prior.mean.detach().clone()
     try:
         half = torch.full_like(_outline(site), 0.5)
-        return elementwise.icdf(half).detach().clone()
+        return prior.icdf(half).detach().clone()
     except NotImplementedError:
         return site["fn"].sample((num_samples,)).median(0).values
 

@@ -55,10 +55,16 @@ def _closed_form(guide_site: Any, prior: Any) -> Tensor | None:
         return None if entropy is None else -entropy - prior.log_prob(value_of(guide_site))
 
 
-def sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
+def sum_of_kls(pairs: dict[str, Pair], closed_form_kl: bool) -> Any:
     """Return the KL of all sites, the fusable ones together."""
     fused: list[Any] = []
     total: Any = 0.0
+    for name, (guide_site, model_site) in pairs.items():
+        if model_site is None and not guide_site["infer"].get("is_auxiliary"):
+            raise ValueError(
+                f"the guide samples {name!r}, which the model does not have; after a change of "
+                "prior that adds or drops variables, build the BNN anew"
+            )
     rest = dict(pairs)
     joint_sites = [site for site, _ in pairs.values() if is_joint(site)]
     for names in _coupled(pairs):
@@ -76,7 +82,7 @@ def sum_of_kls(pairs: dict[str, tuple[Any, Any]], closed_form_kl: bool) -> Any:
     return total + fused_kl(fused) if fused else total
 
 
-def _coupled(pairs: dict[str, tuple[Any, Any]]) -> list[set[str]]:
+def _coupled(pairs: dict[str, Pair]) -> list[set[str]]:
     """Return sets of sites that joint posteriors or priors couple, directly or by other sites."""
     found: list[set[str]] = []
     for site, model_site in pairs.values():
@@ -99,10 +105,7 @@ def _fusable(guide_site: Any, model_site: Any) -> Any:
 
 
 def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
-    if model_site is None:
-        if not guide_site["infer"].get("is_auxiliary"):
-            raise _not_in_model(guide_site["name"])
-        # Such as the joint vector of Pyro's autoguides.
+    if model_site is None:  # such as the joint vector of Pyro's autoguides
         return log_prob_of(guide_site)
     if closed_form_kl:
         kl = _closed_form(guide_site, model_site["fn"])
@@ -114,14 +117,6 @@ def _site_kl(guide_site: Any, model_site: Any, closed_form_kl: bool) -> Tensor:
 # --------------------------------------------------------------------------- coupled sites
 
 
-def _not_in_model(name: str) -> ValueError:
-    """Return the error for a site that only the guide has."""
-    return ValueError(
-        f"the guide samples {name!r}, which the model does not have; after a change of prior that "
-        "adds or drops variables, build the BNN anew"
-    )
-
-
 def _kl_of_coupled(
     coupling: list[Any], members: Mapping[str, Pair], closed_form_kl: bool
 ) -> Tensor:
@@ -131,9 +126,6 @@ def _kl_of_coupled(
     product, and likewise one prior. Otherwise the KL is estimated at the draw. `coupling` are the
     guide's auxiliary sites with joint distributions.
     """
-    for name, (_, model_site) in members.items():
-        if model_site is None:
-            raise _not_in_model(name)
     scale, mask = _common_scale(members)
     priors = [model_site["fn"] for _, model_site in members.values()]
     joint_priors = {id(p.joint): p.joint for p in priors if isinstance(p, JointSite)}

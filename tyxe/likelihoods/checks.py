@@ -13,14 +13,7 @@ from tyxe.util import elementwise
 
 
 def dataset_size(kind: str, size: Any) -> float | None:
-    """Return the number of points, or the sum of their weights; None for -1, not known yet.
-
-    A whole number is an integer.
-
-    Raises:
-        TypeError: no number.
-        ValueError: not positive.
-    """
+    """Return the number of points, whole or not; None for -1, not known yet."""
     if size is None:
         return None
     hint = f", the number of training points or the sum of their weights: {kind}(len(dataset))"

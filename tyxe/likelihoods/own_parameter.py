@@ -18,15 +18,6 @@ class OwnParameter(Likelihood):
     """Base of likelihoods with a positive number of their own, or one for each output of the net.
 
     It is fixed, or trained with the net through its logarithm, or a site with a prior.
-
-    Args:
-        parameter: its name.
-        given: a positive number, a tensor that broadcasts against one point's prediction, a
-            `torch.nn.Parameter`, or a distribution.
-        learn: train it, from the number or tensor given, as a `torch.nn.Parameter` is.
-
-    Raises:
-        ValueError: a number that is not positive; a distribution with `learn`.
     """
 
     noise: Tensor | None

@@ -11,13 +11,7 @@ from tyxe import check
 
 
 def reduce_points(values: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce numbers per data point, `(..., n)`, by `"sum"`, `"mean"` or `"none"` over the points.
-
-    Sum and mean count each point by its weight, `(n,)`.
-
-    Raises:
-        ValueError: another reduction, or a mean over no points.
-    """
+    """Reduce numbers of points, `(..., n)`: their sum, mean or none, by weights `(n,)`."""
     check.choice("reduction", reduction, ("sum", "mean", "none"))
     if reduction == "none":
         return values

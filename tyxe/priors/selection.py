@@ -75,12 +75,7 @@ class Selection:
         self.hide_all = hide_all or not (expose_all or self.rules)
 
     def of(self, net: nn.Module) -> list[Parameter]:
-        """Return the exposed parameters of a net, in order.
-
-        Raises:
-            ValueError: a rule names a parameter or module that the net does not have, or one
-                parameter is both hidden and exposed by rules of the same kind.
-        """
+        """Return the exposed parameters of a net, in order; raise for rules that do not fit it."""
         parameters = parameters_of(net)
         named = {kind: _named(kind, rule, net, parameters) for kind, rule in self.rules.items()}
         for hide, expose in PAIRS:
