@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,10 +16,8 @@ import torch.nn.utils.prune
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import spectral_norm as old_spectral_norm
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils import spectral_norm
 from torch.utils.checkpoint import checkpoint
-from torchdiffeq import odeint_adjoint
 
 import tyxe
 from tests.oracles.nets import ReadLast
@@ -227,10 +224,9 @@ def test_parts_that_reach_each_other_beside_the_tree_meet_the_draws(kind: type[n
     assert_is_the_net_at_its_draws(kind().double(), X.double())
 
 
-@pytest.mark.parametrize("norm", [spectral_norm, old_spectral_norm])
-def test_spectral_norms(norm: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_spectral_norm_that_is_a_hook() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(norm(nn.Linear(3, 3)), nn.Linear(3, 2)).double()
+    net = nn.Sequential(spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 2)).double()
     assert_is_the_net_at_its_draws(net, X.double())
 
 
@@ -269,40 +265,6 @@ def test_a_compiled_net_keeps_the_hook_that_picks_its_output() -> None:
     with pytest.warns(tyxe.TyxeWarning, match="uncompiled"):
         bnn = tyxe.PytorchBNN(net, PRIOR, AutoNormal, output="logits")
     assert bnn(X).shape == (6, 3)
-
-
-class Field(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x))
-
-
-class Flow(nn.Module):
-    """A neural differential equation, whose adjoint runs the field again in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.field, self.head = Field(), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        times = torch.tensor([0.0, 1.0], dtype=x.dtype)
-        how = {"method": "rk4", "options": {"step_size": 0.05}}
-        return self.head(odeint_adjoint(self.field, x, times, **how)[1])
-
-
-def test_an_adjoint_solver_meets_the_draws_of_its_forward() -> None:
-    torch.manual_seed(0)
-    x, bnn = X.double(), wrapped(Flow().double())
-    values = leaves(bnn)
-    first, second = bnn._run_net(values, x), bnn(x)  # the backward comes after another forward
-    found = torch.autograd.grad(first.sin().sum(), [*values.values()])
-    for one, other in zip(found, plain(bnn, values, x)[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
-    second.sum().backward()
-    assert all(p.grad is not None for p in bnn.net_guide.parameters())
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -469,6 +431,18 @@ def test_copies_stay_as_long_as_the_graph_of_an_output_of_any_kind() -> None:
     values = leaves(bnn)
     bnn._run_net(values, (X,)).logits.sum().backward()
     assert all(value.grad is not None for value in values.values())
+
+
+class AndItsInput(Bound):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.run, x, use_reentrant=False), x
+
+
+def test_copies_stay_as_long_as_the_graph_of_an_output_that_another_returns() -> None:
+    first, second = wrapped(BoundAndCheckpointed()), wrapped(AndItsInput())
+    output, between = second(first(X).logits)
+    (output.sum() + between.sum()).backward()
+    assert all(p.grad is not None for bnn in (first, second) for p in bnn.net_guide.parameters())
 
 
 def test_a_container_that_the_user_fills_later_is_followed() -> None:

@@ -496,7 +496,8 @@ class _Release:
         tensors = _tensors_in(_reached(values, (nn.Module, *_ATOMIC)))
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         for node in nodes:
-            node.metadata[_RELEASE] = self  # type: ignore[index]
+            kept: Any = node.metadata
+            kept[_RELEASE] = self, kept.get(_RELEASE)  # of another's output that goes through
         if not nodes and torch.is_grad_enabled():
             self._modules = []
 
