@@ -1,15 +1,7 @@
-"""Imports run downward.
+"""Imports run downward, as `LEVELS` says, and a step passes the files that a page names.
 
-    threads, processes, linalg, distributions, autocast, data, files, program, rng,
-    stacked_training, util, errors, check
-      <- poutine, priors, likelihoods, guides, samplers
-      <- curvature, optim <- predictive, laplace <- bnn
-      <- calibration, continual, diagnostics
-
-`metrics` and `plotting` are leaves, which only `calibration` and `diagnostics` read, `testing`
-stands outside, and `integrations`, whose modules are imported by name where another framework is
-installed, on top. Every import counts, those for type checking too: a name that is only written
-down is known all the same.
+Every import counts, those for type checking too: a name that is only written down is known all the
+same.
 """
 
 import ast
@@ -30,22 +22,10 @@ from torch import nn
 import tyxe
 from docs.floors import PICTURE, Import, package_of, picture, read_imports
 
+# What all others may import.
+COMMON = "threads processes autocast data files program rng stacked_training util check errors"
 LEVELS = (
-    (
-        "threads",
-        "processes",
-        "linalg",
-        "distributions",
-        "autocast",
-        "data",
-        "files",
-        "program",
-        "rng",
-        "stacked_training",
-        "util",
-        "check",
-        "errors",
-    ),
+    ("linalg", "distributions", *COMMON.split()),
     ("poutine", "priors", "likelihoods", "guides", "samplers"),
     ("curvature", "optim"),
     ("predictive", "laplace"),

@@ -34,11 +34,17 @@ TEXTS = sorted(
 WRONG_INSTALL = re.compile(r"pip3?\s+install\s+(?:-\S+\s+)*[\"']?tyxe(?!-bnn)\b", re.IGNORECASE)
 
 
-def test_readme_has_its_examples() -> None:
-    assert len(BLOCKS) >= 2
+def python(folder: Path, *arguments: str) -> str:
+    """Return what an interpreter of its own prints, which must not fail."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *arguments], **how, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_front_page_has_the_lines_of_the_readme() -> None:
+    assert len(BLOCKS) >= 2
     (code,) = re.findall(r"^```{testcode}\n(.*?)^```$", INDEX, WHOLE)
     assert code == BLOCKS[0]
 
@@ -47,26 +53,15 @@ def test_front_page_has_the_lines_of_the_readme() -> None:
 def test_readme_block_runs_in_a_fresh_interpreter(code: str, tmp_path: Path) -> None:
     if "torchvision" in code:
         pytest.importorskip("torchvision", reason="the block uses the extra `vision`")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python(tmp_path, "-c", code)
 
 
-def test_page_shows_the_report_that_its_block_prints() -> None:
+def test_page_shows_the_report_that_its_block_prints(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", DIAGNOSE, WHOLE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    printed = python(tmp_path, "-W", "ignore", "-c", code)
     shown = DIAGNOSE.split("begin of the report")[1].split("```")[1]
     # Digits, and so the widths of columns, are those of a machine.
-    assert _verdicts(done.stdout) == _verdicts(shown)
+    assert _verdicts(printed) == _verdicts(shown)
 
 
 def _verdicts(report: str) -> list[str]:
@@ -129,9 +124,7 @@ def test_what_came_out_has_what_the_experiments_reproduce() -> None:
 
 
 def test_the_table_of_the_readme_is_what_the_results_say() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "front.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(ROOT, "docs/front.py", "--check")
 
 
 def test_readme_links_lead_somewhere() -> None:

@@ -11,6 +11,7 @@ import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,31 +43,24 @@ def _umask() -> int:
     return mask
 
 
-@pytest.mark.parametrize("folder", [".", "new"])
-def test_a_folder_is_no_file(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(folder).mkdir(exist_ok=True)
-    with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
-        files.write(folder, CONTENT)
+def flipped(data: bytes, position: int) -> bytes:
+    found = bytearray(data)
+    found[position] ^= 4
+    return bytes(found)
 
 
-@pytest.mark.parametrize("position", [0, 5, 12, 18, 30, 60, 200, -1])
-def test_a_flipped_bit_is_an_error(position: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        *((flipped, position) for position in (0, 5, 12, 18, 30, 60, 200, -1)),
+        *((lambda data, end: data[:end], end) for end in (0, 3, 12, 40, 52, 100, -1)),
+    ],
+)
+def test_a_damaged_file_is_an_error(damage: Any, place: int, tmp_path: Path) -> None:
     path = tmp_path / "file"
     files.write(path, CONTENT)
-    data = bytearray(path.read_bytes())
-    data[position] ^= 4
-    path.write_bytes(data)
+    path.write_bytes(damage(path.read_bytes(), place))
     with pytest.raises(ValueError, match=r"file is (no file of tyxe, or )?damaged"):
-        files.read(path)
-
-
-@pytest.mark.parametrize("length", [0, 3, 12, 40, 52, 100, -1])
-def test_a_file_that_was_cut_is_an_error(length: int, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    files.write(path, CONTENT)
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ValueError, match="damaged"):
         files.read(path)
 
 
@@ -126,10 +120,10 @@ def test_no_more_is_read_than_the_start_of_another_file(tmp_path: Path) -> None:
         files.read(path)
     with path.open("r+b") as file:
         file.write(sealed(b"")[:-32])
-    with pytest.raises(ValueError, match=r"it has \d+ bytes of content, and 0 were written"):
+    with pytest.raises(ValueError, match="is damaged: it is not what was written; take an earlier"):
         files.read(path)
     path.write_bytes(b"tyxe file 1\n" + bytes([255]) * 40)
-    with pytest.raises(ValueError, match="it has 0 bytes of content, and 18446744073709551615"):
+    with pytest.raises(ValueError, match="it is not what was written"):
         files.read(path)
 
 
@@ -242,7 +236,7 @@ def a_device(path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are none of these")
-@pytest.mark.parametrize("make", [a_pipe, a_socket, a_device])
+@pytest.mark.parametrize("make", [a_pipe, a_socket, a_device, Path.mkdir])
 def test_what_is_no_file_is_neither_replaced_nor_read(
     make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +245,7 @@ def test_what_is_no_file_is_neither_replaced_nor_read(
     make(path)
     before = path.lstat()
     for call in (lambda: files.write(path, CONTENT), lambda: files.read(path)):
-        with pytest.raises(OSError, match="it is a device, a pipe or the like; name a file"):
+        with pytest.raises(OSError, match="it is a folder, a device, a pipe or the like; name a"):
             call()
     assert path.lstat() == before
     assert os.listdir() == ["it"]

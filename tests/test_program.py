@@ -91,29 +91,18 @@ def test_a_function_of_tensors_alone_is_repeatable():
     check_repeatable(batched(lambda w: w.sin().sum(), position), position)
 
 
-def test_state_of_python_s_own_is_refused():
-    calls = []
+@pytest.mark.parametrize("sides", [(1, 2, 2), (1, 1, 2)], ids=["trace", "second point"])
+def test_state_of_python_s_own_is_refused(sides):
+    """It changes after the trace, or where a trace and the first point agree."""
+    state = iter(sides)
 
-    def energy(w):
-        calls.append(1)
-        return len(calls) * w.square().sum()
-
-    position = torch.randn(4, 3, dtype=torch.double)
-    with pytest.raises(RuntimeError, match="forward depends on more than weights and inputs"):
-        check_repeatable(batched(energy, position), position)
-
-
-def test_state_that_changes_between_the_points_is_refused():
-    """A trace and the first point agree, and the second does not."""
-    sides = iter([1, 1, 2])
-
-    def turned(position):
-        side = next(sides)
+    def energy(position):
+        side = next(state)
         return side * position.square().sum(-1), 2 * side * position
 
     position = torch.randn(4, 3, dtype=torch.double)
     with pytest.raises(RuntimeError, match="forward depends on more than weights and inputs"):
-        check_repeatable(turned, position)
+        check_repeatable(energy, position)
 
 
 def test_a_potential_that_is_not_finite_is_compared_where_it_is():

@@ -71,30 +71,22 @@ def assert_same(make, data=HALVES, **options):
         torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_a_seed_gives_the_same_numbers(guide, traced):
-    assert_same(lambda: variational(GUIDES[guide]))
-    assert len(traced) == 1
+NORMALS = functools.partial(variational, tyxe.guides.AutoNormal)
+# What makes a BNN, and options of its fit.
+CASES = {
+    **{name: (functools.partial(variational, guide), {}) for name, guide in GUIDES.items()},
+    "Laplace": (laplace, {}),
+    "no posterior": (plain, {}),
+    "particles": (NORMALS, {"num_particles": 3}),
+    "accumulated": (NORMALS, {"accumulate_steps": 2}),
+    "clipped": (NORMALS, {"clip_norm": 0.1}),
+    "tempered": (NORMALS, {"beta": lambda epoch: 0.1 * epoch}),
+}
 
 
-@pytest.mark.parametrize("make", [laplace, plain])
-def test_other_fits(make, traced):
-    assert_same(make)
-    assert len(traced) == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_particles": 3},
-        {"accumulate_steps": 2},
-        {"clip_norm": 0.1},
-        {"beta": lambda epoch: 0.1 * epoch},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_fit(options, traced):
-    assert_same(lambda: variational(tyxe.guides.AutoNormal), **options)
+@pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES.keys())
+def test_a_seed_gives_the_same_numbers(make, options, traced):
+    assert_same(make, **options)
     assert len(traced) == 1
 
 
@@ -103,14 +95,14 @@ def test_weights_and_the_last_batch(traced):
     weights = (torch.arange(24) % 3 > 0).float()
     data = [(X[:10], Y[:10], weights[:10]), (X[10:20], Y[10:20], weights[10:20])]
     data.append((X[20:], Y[20:], weights[20:]))
-    assert_same(lambda: variational(tyxe.guides.AutoNormal, 16), data)
+    assert_same(functools.partial(NORMALS, 16), data)
     assert len(traced) == 2
 
 
 def test_further_shapes_run_uncompiled(traced, monkeypatch):
     monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
     data = list(zip(X.split([4, 5, 6, 9]), Y.split([4, 5, 6, 9]), strict=True))
-    assert_same(lambda: variational(tyxe.guides.AutoNormal), data)
+    assert_same(NORMALS, data)
     assert len(traced) == 2
 
 
@@ -120,13 +112,12 @@ def test_handlers_draw_from_the_same_law(handler, traced):
     found = []
     for compiles in (True, False):
         bnn = variational(functools.partial(tyxe.guides.AutoNormal, init_scale=0.3))
+        still = functools.partial(torch.optim.SGD, lr=0.0)
         with warnings.catch_warnings(), handler():
             warnings.simplefilter("ignore")  # of BatchNorm's weights
-            bnn.fit([(X, Y)], functools.partial(torch.optim.SGD, lr=0.0), 1)  # statistics
+            bnn.fit([(X, Y)], still, 1)  # statistics
             torch.manual_seed(1)
-            history = bnn.fit(
-                [(X, Y)], functools.partial(torch.optim.SGD, lr=0.0), 400, compile=compiles
-            )
+            history = bnn.fit([(X, Y)], still, 400, compile=compiles)
         found.append(torch.tensor(history.log_likelihood))
     assert len(traced) == 1
     errors = sum(part.var() / len(part) for part in found).sqrt()
@@ -184,12 +175,12 @@ def test_ivon_runs_as_it_is():
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(programs, "has_compiler", lambda device: False)
     with pytest.warns(tyxe.TyxeWarning, match=r"needs a C\+\+ compiler"):
-        history, _ = fitted(variational(tyxe.guides.AutoNormal), compile=True)
-    assert history.loss == fitted(variational(tyxe.guides.AutoNormal))[0].loss
+        history, _ = fitted(NORMALS(), compile=True)
+    assert history.loss == fitted(NORMALS())[0].loss
 
 
 def test_a_loss_that_is_not_finite_changes_nothing(traced):
-    bnn = variational(tyxe.guides.AutoNormal)
+    bnn = NORMALS()
     bad = X.clone()
     bad[20] = float("inf")
     before = {n: t.clone() for n, t in bnn.state_dict().items()}
@@ -206,9 +197,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(traced):
 
 def test_several_processes_are_refused():
     with pytest.raises(ValueError, match="compile=True takes one process"):
-        variational(tyxe.guides.AutoNormal).fit(
-            HALVES, SGD, 1, compile=True, parallel=nn.parallel.DistributedDataParallel
-        )
+        NORMALS().fit(HALVES, SGD, 1, compile=True, parallel=nn.parallel.DistributedDataParallel)
 
 
 @pytest.mark.skipif(
@@ -218,8 +207,8 @@ def test_several_processes_are_refused():
     torch.__version__.startswith("2.8."), reason="the compiler of torch 2.8 draws in another order"
 )
 def test_compiled():
-    assert_same(lambda: variational(tyxe.guides.AutoNormal))
-    bnn, wrong = variational(tyxe.guides.AutoNormal), Y.clone()
+    assert_same(NORMALS)
+    bnn, wrong = NORMALS(), Y.clone()
     wrong[20] = 7
     data = [HALVES[0], *zip(X.split(12), wrong.split(12), strict=True)]
     with pytest.raises(ValueError, match="support of Categorical"):
@@ -253,7 +242,7 @@ def test_members_of_an_ensemble_are_those_of_a_plain_fit():
     found = []
     for compiles in (True, False):
         torch.manual_seed(0)
-        ensemble = tyxe.EnsembleBNN(lambda _: variational(tyxe.guides.AutoNormal), 2)
+        ensemble = tyxe.EnsembleBNN(lambda _: NORMALS(), 2)
         torch.manual_seed(1)
         histories = ensemble.fit([(X, Y)], torch.optim.Adam, 4, compile=compiles)
         found.append(torch.tensor([history.loss for history in histories]))

@@ -20,9 +20,9 @@ def gaussian():
     return tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3)
 
 
-def laplace(structure, the_net=None, data=None):
+def laplace(structure, the_net=None):
     bnn = tyxe.LaplaceBNN(the_net or net(), PRIOR, gaussian(), structure=structure)
-    bnn.fit_curvature([data or (X, X[:, :1])])
+    bnn.fit_curvature([(X, X[:, :1])])
     return bnn
 
 
@@ -37,13 +37,9 @@ class Scaled(nn.Module):
         return self.net(x * self.scale)
 
 
-def vectorized(bnn):
-    bnn._runtime.linearized.is_vectorized = True
-    return bnn
-
-
-def looped(bnn):
-    bnn._runtime.linearized.is_vectorized = False
+def by_points(is_vectorized):
+    bnn = laplace("full", Scaled())
+    bnn._runtime.linearized.is_vectorized = is_vectorized
     return bnn
 
 
@@ -72,8 +68,8 @@ LAPLACE = {
     "full": lambda: laplace("full"),
     "kron": lambda: laplace("kron"),
     "diag": lambda: laplace("diag"),
-    "points by vmap": lambda: vectorized(laplace("full", Scaled())),
-    "points by a loop": lambda: looped(laplace("full", Scaled())),
+    "points by vmap": lambda: by_points(True),
+    "points by a loop": lambda: by_points(False),
 }
 
 
@@ -103,70 +99,59 @@ def same_draws(predict):
     return function
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"vectorize": True}, {"batch_size": 2}, {"aggregate": False}]
-)
-def test_of_draws(options):
-    bnn = tyxe.VariationalBNN(net(), PRIOR, gaussian(), tyxe.guides.AutoNormal)
-    assert_right(
-        same_draws(lambda x, grad: bnn.predict(x, num_predictions=4, enable_grad=grad, **options))
-    )
+def variational(prior=PRIOR, guide=tyxe.guides.AutoNormal):
+    return tyxe.VariationalBNN(net(), prior, gaussian(), guide)
 
 
-def test_of_other_posteriors():
-    normal = tyxe.VariationalBNN(net(), PRIOR, gaussian(), tyxe.guides.AutoNormal)
-    assert_right(
-        lambda x, g: sum(p.sum() for p in normal.predict(x, predictive="glm", enable_grad=g))
-    )
-    bnn = tyxe.MCMC_BNN(
-        net(),
-        PRIOR,
-        gaussian(),
-        tyxe.samplers.HMC(1e-3, num_steps=2, adapt_step_size=False, adapt_mass_matrix=False),
-    )
+def chains():
+    fixed = {"adapt_step_size": False, "adapt_mass_matrix": False}
+    kernel = tyxe.samplers.HMC(1e-3, num_steps=2, **fixed)
+    bnn = tyxe.MCMC_BNN(net(), PRIOR, gaussian(), kernel)
     bnn.fit([(X, X[:, :1])], 4, warmup_steps=2)
-    assert_right(same_draws(lambda x, g: bnn.predict(x, num_predictions=4, enable_grad=g)))
-    ensemble = tyxe.EnsembleBNN(lambda k: [normal, laplace("full")][k], 2)
-    assert_right(same_draws(lambda x, g: ensemble.predict(x, num_predictions=3, enable_grad=g)))
-
-
-def test_joint_samples_of_the_linearised_net():
-    bnn = laplace("full")
-    options = {"num_predictions": 4, "aggregate": False, "joint": True}
-    assert_right(same_draws(lambda x, grad: bnn.predict(x, enable_grad=grad, **options)))
+    return bnn
 
 
 def fitted_swag(index=0):
     torch.manual_seed(index)
-    likelihood = gaussian()
     own = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    bnn = tyxe.SWAG_BNN(own, PRIOR, likelihood, rank=2)
+    bnn = tyxe.SWAG_BNN(own, PRIOR, gaussian(), rank=2)
     bnn.fit([(X, X[:, :1])], torch.optim.SGD(bnn.parameters(), lr=1e-3), 4, start=0.0)
     return bnn
 
 
-class WithDropout(nn.Sequential):
-    """A net whose dropout has a mask of its own for each draw, and not for each row."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(2, 3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(3, 1))
-        self.double()
+def with_dropout():
+    """Its dropout has a mask of its own for each draw, and not for each row."""
+    parts = nn.Linear(2, 3), nn.Tanh(), nn.Dropout(0.3), nn.Linear(3, 1)
+    return tyxe.DropoutBNN(nn.Sequential(*parts).double(), gaussian())
 
 
-WRAPPERS = {
-    "SWAG": fitted_swag,
-    "Multi-SWAG": lambda: tyxe.EnsembleBNN(fitted_swag, 2),
-    "dropout": lambda: tyxe.DropoutBNN(WithDropout(), gaussian()),
-    "maximum likelihood": lambda: tyxe.VariationalBNN(
-        net(), tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True), gaussian()
+NOTHING = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_all=True)
+# A wrapper, and options of its prediction.
+CASES = {
+    "plain": (variational, {}),
+    "at once": (variational, {"vectorize": True}),
+    "in batches": (variational, {"batch_size": 2}),
+    "each draw": (variational, {"aggregate": False}),
+    "linearised": (variational, {"predictive": "glm"}),
+    "joint": (lambda: laplace("full"), {"aggregate": False, "joint": True}),
+    "chains": (chains, {}),
+    "ensemble": (
+        lambda: tyxe.EnsembleBNN(lambda k: [variational(), laplace("full")][k], 2),
+        {},
     ),
+    "SWAG": (fitted_swag, {}),
+    "Multi-SWAG": (lambda: tyxe.EnsembleBNN(fitted_swag, 2), {}),
+    "dropout": (with_dropout, {}),
+    "maximum likelihood": (lambda: variational(NOTHING, None), {}),
 }
 
 
-@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS.keys())
-def test_of_every_other_wrapper(make):
+@pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES.keys())
+def test_of_every_wrapper(make, options):
     bnn = make()
-    assert_right(same_draws(lambda x, g: bnn.predict(x, num_predictions=4, enable_grad=g)))
+    assert_right(
+        same_draws(lambda x, grad: bnn.predict(x, num_predictions=4, enable_grad=grad, **options))
+    )
 
 
 def test_of_a_module_in_a_loop_of_its_own():

@@ -277,49 +277,6 @@ def test_a_draw_that_is_handed_over_is_met_and_reported(how: str, vectorize: boo
     assert "The whole net runs for each draw" in str(report)
 
 
-def _fitted(name: str, net: nn.Module, prior: tyxe.priors.Prior, data: Any) -> Any:
-    """Return a wrapper of each kind, fitted to data for a few steps."""
-    likelihood, loader = tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.5), [data]
-    sgd = functools.partial(torch.optim.SGD, lr=1e-3)
-
-    def mean_field(_: int = 0) -> Any:
-        return tyxe.VariationalBNN(net, prior, likelihood, tyxe.guides.AutoNormal)
-
-    if name == "Laplace":
-        bnn: Any = tyxe.LaplaceBNN(net, prior, likelihood)
-        bnn.fit_curvature(loader)
-    elif name == "SGLD":
-        bnn = tyxe.MCMC_BNN(net, prior, likelihood, tyxe.samplers.SGLD(0.01))
-        bnn.fit(loader, 6)
-    elif name == "PytorchBNN":
-        bnn = tyxe.PytorchBNN(net, prior, tyxe.guides.AutoNormal)
-    elif name == "SWAG":
-        bnn = tyxe.SWAG_BNN(net, prior, likelihood, rank=2)
-        bnn.fit(loader, sgd, 4, start=0.0)
-    else:
-        bnn = tyxe.EnsembleBNN(mean_field, 2) if name == "ensemble" else mean_field()
-        bnn.fit(loader, sgd, 2)
-    return bnn
-
-
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-@pytest.mark.parametrize("how", ["attribute", "global"])
-@pytest.mark.parametrize(
-    "name", ["mean field", "Laplace", "SGLD", "SWAG", "ensemble", "PytorchBNN"]
-)
-def test_every_wrapper_meets_a_draw_that_is_handed_over(name: str, how: str, monkeypatch) -> None:
-    torch.manual_seed(0)
-    net, x = Hands(how), torch.randn(N, 3)
-    bnn = _fitted(name, net, last(net.head), (x, x[:, :1]))
-    options: dict[str, Any] = {"num_predictions": 5}
-    options |= {} if name == "PytorchBNN" else {"aggregate": False}
-    options |= {"predictive": "bnn"} if name == "Laplace" else {}
-    found = seeded(bnn.predict, x, **options)
-    without(monkeypatch)
-    assert torch.equal(found, seeded(bnn.predict, x, **options))
-    assert not torch.equal(found[0], found[1])
-
-
 class Force(nn.Module):
     """Returns a derivative of an energy, where each weight acts at places no map shows."""
 

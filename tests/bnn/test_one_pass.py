@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,21 +21,21 @@ from tyxe.predictive import one_pass
 
 N, DRAWS = 6, 7
 X, Y = torch.randn(N, 4), torch.randint(3, (N,))
+NORMAL, CLASSES = tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.likelihoods.Categorical(N)
+WIDE = partial(AutoNormal, init_scale=0.3)
+NOISE = tyxe.likelihoods.HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 1.0))
 
 
 def net_with_head(*after: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 3), *after)
 
 
-def last(layer: nn.Module, scale: float = 1.0) -> tyxe.priors.Prior:
-    prior = dist.Normal(0, scale)
-    return tyxe.priors.IIDPrior(prior, expose_all=False, expose_modules=[layer])
+def only(*layers: nn.Module) -> tyxe.priors.Prior:
+    return tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False, expose_modules=layers)
 
 
 def classifier(net: nn.Module, *layers: nn.Module) -> tyxe.VariationalBNN:
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), expose_all=False, expose_modules=layers)
-    guide = partial(AutoNormal, init_scale=0.3)
-    return tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(N), guide)
+    return tyxe.VariationalBNN(net, only(*layers), CLASSES, WIDE)
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_has_no_sites_has_no_stacks(on_gpu: None) -> None:
     """Draws of masks, for one, are no draws of weights."""
     net = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3))
-    bnn = tyxe.DropoutBNN(net, tyxe.likelihoods.Categorical(N))
+    bnn = tyxe.DropoutBNN(net, CLASSES)
     assert bnn.predict(X, num_predictions=DRAWS, aggregate=False).shape == (DRAWS, N, 3)
 
 
@@ -99,7 +101,7 @@ def test_a_last_layer_takes_as_many_products_as_one_draw() -> None:
             return func(*args, **(kwargs or {}))
 
     net = net_with_head()
-    laplace = tyxe.LaplaceBNN(net, last(net[2]), tyxe.likelihoods.Categorical(N))
+    laplace = tyxe.LaplaceBNN(net, only(net[2]), CLASSES)
     laplace.fit_curvature([(X, Y)], progress=False)
     for bnn in (classifier(net, net[2]), laplace):
         run = partial(bnn.predict, X, num_predictions=64, aggregate=False, predictive="bnn")
@@ -195,14 +197,28 @@ def test_rounding_is_less_than_what_draws_differ_by(moved: float, scale: float, 
     assert one_pass.are_alike(outputs + moved * torch.randn(9, 5), outputs) is same
 
 
-def test_numbers_that_are_missing_are_alike_where_both_are() -> None:
-    outputs = torch.randn(9, 5)
-    missing = outputs.clone().index_fill_(0, torch.tensor(0), torch.nan)
-    assert one_pass.are_alike(missing, missing.clone())
-    assert not one_pass.are_alike(outputs, missing)
-    assert one_pass.are_alike(outputs.long(), outputs.long())
-    assert not one_pass.are_alike(outputs.long(), 1 + outputs.long())
-    assert not one_pass.are_alike(outputs, outputs.double())
+PLAIN = torch.randn(9, 5)
+MISSING = PLAIN.clone().index_fill_(0, torch.tensor(0), torch.nan)
+NOT_FINITE = torch.tensor([[1.0, torch.inf, torch.nan], [2.0, torch.inf, torch.nan]])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (MISSING, MISSING.clone(), True),
+        (PLAIN, MISSING, False),
+        (PLAIN.long(), PLAIN.long(), True),
+        (PLAIN.long(), 1 + PLAIN.long(), False),
+        (PLAIN, PLAIN.double(), False),
+        (NOT_FINITE, NOT_FINITE.clone(), True),
+        *(
+            (torch.where(NOT_FINITE.isposinf(), other, NOT_FINITE), NOT_FINITE, False)
+            for other in (-torch.inf, 0.0, torch.nan)
+        ),
+    ],
+)
+def test_what_is_no_plain_number_is_alike_where_it_is_the_same(one, other, same: bool) -> None:
+    assert one_pass.are_alike(one, other) is same
 
 
 def test_a_pass_without_memory_is_made_in_parts(monkeypatch) -> None:
@@ -244,54 +260,34 @@ def convolutional() -> nn.Sequential:
     )
 
 
-def variational(net: nn.Module, **how) -> tyxe.VariationalBNN:
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-    guide = partial(AutoNormal, init_scale=0.3)
-    return tyxe.VariationalBNN(net, prior, tyxe.likelihoods.Categorical(N), guide)
-
-
-def with_noise() -> tyxe.VariationalBNN:
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(N, scale=dist.LogNormal(0.0, 1.0))
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-    return tyxe.VariationalBNN(nn.Linear(4, 2), prior, likelihood, AutoNormal, AutoNormal)
+def variational(
+    net: nn.Module, guide: Any = WIDE, likelihood: Any = CLASSES
+) -> tyxe.VariationalBNN:
+    own = AutoNormal if likelihood is NOISE else None
+    return tyxe.VariationalBNN(net, NORMAL, likelihood, guide, own)
 
 
 def laplace() -> tyxe.LaplaceBNN:
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-    bnn = tyxe.LaplaceBNN(net_with_head(), prior, tyxe.likelihoods.Categorical(N))
+    bnn = tyxe.LaplaceBNN(net_with_head(), NORMAL, CLASSES)
     bnn.fit_curvature([(X, Y)], progress=False)
     return bnn
 
 
 def chains() -> tyxe.MCMC_BNN:
-    prior, kernel = tyxe.priors.IIDPrior(dist.Normal(0, 1)), tyxe.samplers.HMC(step_size=0.1)
-    bnn = tyxe.MCMC_BNN(net_with_head(), prior, tyxe.likelihoods.Categorical(N), kernel)
+    bnn = tyxe.MCMC_BNN(net_with_head(), NORMAL, CLASSES, tyxe.samplers.HMC(step_size=0.1))
     bnn._take({n: torch.randn(2, 9, *s) for n, s in bnn._site_shapes().items()})
     return bnn
 
 
-def joint_guide() -> tyxe.VariationalBNN:
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-    guide = partial(tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2)
-    return tyxe.VariationalBNN(net_with_head(), prior, tyxe.likelihoods.Categorical(N), guide)
-
-
-def of_pyro() -> tyxe.VariationalBNN:
-    from pyro.infer.autoguide import AutoNormal as PyroAutoNormal
-
-    prior = tyxe.priors.IIDPrior(dist.Normal(0, 1))
-    likelihood = tyxe.likelihoods.Categorical(N)
-    return tyxe.VariationalBNN(net_with_head(), prior, likelihood, PyroAutoNormal)
-
-
+INDUCING = partial(tyxe.guides.AutoInducing, inducing_rows=2, inducing_cols=2)
 MADE = {
     "linear maps": lambda: variational(net_with_head()),
     "convolutions": lambda: variational(convolutional()),
-    "noise": with_noise,
+    "noise": lambda: variational(nn.Linear(4, 2), AutoNormal, NOISE),
     "Laplace": laplace,
     "chains": chains,
-    "inducing": joint_guide,
-    "Pyro": of_pyro,
+    "inducing": lambda: variational(net_with_head(), INDUCING),
+    "Pyro": lambda: variational(net_with_head(), PyroAutoNormal),
 }
 
 
@@ -357,10 +353,3 @@ def test_a_later_batch_that_torch_vmap_refuses_runs_one_by_one() -> None:
             seeded(bnn.predict, x, num_predictions=DRAWS, vectorize=how) for how in (None, False)
         )
         torch.testing.assert_close(found, expected)
-
-
-def test_what_is_not_finite_is_alike_where_it_is_the_same() -> None:
-    one = torch.tensor([[1.0, torch.inf, torch.nan], [2.0, torch.inf, torch.nan]])
-    assert one_pass.are_alike(one, one.clone())
-    for other in (-torch.inf, 0.0, torch.nan):
-        assert not one_pass.are_alike(torch.where(one.isposinf(), other, one), one)

@@ -1,5 +1,6 @@
 """`bnn.predictive` is the distribution that `evaluate` scores and `predict` has the moments of."""
 
+import functools
 import math
 
 import pyro.distributions as dist
@@ -9,6 +10,7 @@ import torch.distributions as td
 from torch import nn
 
 import tyxe
+from tyxe import likelihoods
 from tyxe.predictive.distributions import PredictiveMixture, mixture
 from tyxe.predictive.evaluation import gaussian_log_likelihood
 from tyxe.predictive.gaussian import GaussianOutputs, LinkOptions
@@ -19,48 +21,29 @@ NORMAL = tyxe.priors.IIDPrior(dist.Normal(0, 1))
 LABELS = torch.arange(N) % 3
 NUMBERS = torch.stack([X.sum(-1).sin(), X[:, 0]], -1)
 SCALES = torch.tensor([0.3, 1.0], dtype=torch.float64)
-WIDE = {"init_scale": 0.5}
+PAIRS = torch.stack([LABELS, LABELS.flip(0)], -1)
+BITS = torch.stack([LABELS % 2, LABELS // 2], -1).double()
 
 # Of each, the number of outputs, how they are shaped, and targets.
 CASES = {
-    "Categorical": (tyxe.likelihoods.Categorical(N), 3, (3,), LABELS),
-    "probabilities": (tyxe.likelihoods.Categorical(N, logit_predictions=False), 3, None, LABELS),
-    "Categorical of positions": (
-        tyxe.likelihoods.Categorical(N),
-        6,
-        (2, 3),
-        torch.stack([LABELS, LABELS.flip(0)], -1),
-    ),
-    "Bernoulli": (tyxe.likelihoods.Bernoulli(N), 1, (), (LABELS % 2).double()),
-    "Bernoulli of two": (
-        tyxe.likelihoods.Bernoulli(N),
-        2,
-        (2,),
-        torch.stack([LABELS % 2, LABELS // 2], -1).double(),
-    ),
-    "Poisson": (tyxe.likelihoods.Poisson(N), 2, (2,), torch.stack([LABELS, LABELS], -1)),
-    "one noise": (tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3), 2, (2,), NUMBERS),
-    "a noise for each": (
-        tyxe.likelihoods.HomoskedasticGaussian(N, scale=SCALES),
-        2,
-        (2,),
-        NUMBERS,
-    ),
+    "Categorical": (likelihoods.Categorical(N), 3, (3,), LABELS),
+    "probabilities": (likelihoods.Categorical(N, logit_predictions=False), 3, None, LABELS),
+    "Categorical of positions": (likelihoods.Categorical(N), 6, (2, 3), PAIRS),
+    "Bernoulli": (likelihoods.Bernoulli(N), 1, (), (LABELS % 2).double()),
+    "Bernoulli of two": (likelihoods.Bernoulli(N), 2, (2,), BITS),
+    "Poisson": (likelihoods.Poisson(N), 2, (2,), PAIRS),
+    "one noise": (likelihoods.HomoskedasticGaussian(N, scale=0.3), 2, (2,), NUMBERS),
+    "a noise for each": (likelihoods.HomoskedasticGaussian(N, scale=SCALES), 2, (2,), NUMBERS),
     "noise of one number": (
-        tyxe.likelihoods.HomoskedasticGaussian(N, scale=0.3, event_dim=0),
+        likelihoods.HomoskedasticGaussian(N, scale=0.3, event_dim=0),
         1,
         (),
         NUMBERS[:, 0],
     ),
-    "Ordinal": (tyxe.likelihoods.Ordinal(N, 3).requires_grad_(False), 1, (1,), LABELS),
-    "StudentT": (tyxe.likelihoods.StudentT(N, scale=0.3), 2, (2,), NUMBERS),
-    "NegativeBinomial": (
-        tyxe.likelihoods.NegativeBinomial(N, total_count=2.0),
-        2,
-        (2,),
-        torch.stack([LABELS, LABELS], -1),
-    ),
-    "predicted noise": (tyxe.likelihoods.HeteroskedasticGaussian(N), 4, (4,), NUMBERS),
+    "Ordinal": (likelihoods.Ordinal(N, 3).requires_grad_(False), 1, (1,), LABELS),
+    "StudentT": (likelihoods.StudentT(N, scale=0.3), 2, (2,), NUMBERS),
+    "NegativeBinomial": (likelihoods.NegativeBinomial(N, total_count=2.0), 2, (2,), PAIRS),
+    "predicted noise": (likelihoods.HeteroskedasticGaussian(N), 4, (4,), NUMBERS),
 }
 
 
@@ -79,8 +62,7 @@ class Shaped(nn.Module):
         return found.softmax(-1) if self.shape is None else found.reshape(len(x), *self.shape)
 
 
-def guide(module):
-    return tyxe.guides.AutoNormal(module, **WIDE)
+guide = functools.partial(tyxe.guides.AutoNormal, init_scale=0.5)
 
 
 def variational(likelihood, outputs, shape, index=0):

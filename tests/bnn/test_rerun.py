@@ -1,13 +1,10 @@
 """Nets that are run again in the backward meet their own draws, as nets that are run once."""
 
 import _thread
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -187,80 +184,6 @@ def test_a_checkpoint_around_the_bnn_draws_the_same_again():
 
     found = (gradients(pytorch("plain"), run) for run in (checkpointed, squares))
     assert_same(*found)
-
-
-class WithInput(nn.Linear):
-    def forward(self, x):
-        return super().forward(x), x
-
-
-@dataclass(slots=True)
-class Output:
-    values: object
-
-
-class Wrapped(Flow):
-    def forward(self, x):
-        return Output(SimpleNamespace(parts=[super().forward(x)]))
-
-
-@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
-def test_a_net_that_returns_an_object(how: str):
-    def of(how: str):
-        torch.manual_seed(0)
-        bnn = tyxe.PytorchBNN(Wrapped(how), PRIOR, AutoNormal)
-        return gradients(bnn, lambda bnn: bnn(X).values.parts[0].square().sum().backward())
-
-    assert_same(of(how), of("plain"))
-
-
-@pytest.mark.parametrize("how", ["adjoint", "checkpoint"])
-def test_a_net_that_returns_what_another_bnn_has_returned(how: str):
-    def run(pair: Any) -> None:
-        output, between = pair[1](pair[0](X))
-        (output.square().sum() + between.square().sum()).backward()
-
-    def of(how: str):
-        torch.manual_seed(0)
-        first = tyxe.PytorchBNN(net(how), PRIOR, AutoNormal)
-        return gradients(
-            nn.ModuleList([first, tyxe.PytorchBNN(WithInput(3, 3), PRIOR, AutoNormal)]), run
-        )
-
-    assert_same(of(how), of("plain"))
-
-
-class ElsewhereAdjoint(Adjoint):
-    @staticmethod
-    def backward(ctx, gradient):
-        """Run in another of the engine's threads than what came before, as on several devices."""
-        found, task = [], torch._C._current_graph_task_id()
-
-        def work() -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch._C, "_current_graph_task_id", lambda: task)
-                leaf = X.clone().requires_grad_()
-                with torch.enable_grad():
-                    out = steps(ctx.field, leaf)
-            found.append(torch.autograd.grad(out, (leaf, *ctx.saved_tensors[1:]), gradient))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return None, *found[0]
-
-
-class Elsewhere(Flow):
-    def forward(self, x):
-        return self.head(ElsewhereAdjoint.apply(self.field, x, *self.field.parameters()))
-
-
-def test_a_backward_whose_parts_run_in_several_threads():
-    def of(kind: type[Flow]):
-        torch.manual_seed(0)
-        return gradients(tyxe.PytorchBNN(kind("plain"), PRIOR, AutoNormal), squares)
-
-    assert_same(of(Elsewhere), of(Flow))
 
 
 @pytest.mark.parametrize("is_followed", [False, True])

@@ -96,61 +96,35 @@ def test_a_program_is_given_all_tensors(traced: list[Any]) -> None:
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]))
 
 
-def with_rate(bnn: Any) -> None:
-    bnn.net.body[2].p = 0.5
-
-
-def hooked(bnn: Any) -> None:
-    bnn.net.head.register_forward_hook(lambda _, inputs, output: 2 * output)
-
-
-def prehooked(bnn: Any) -> None:
-    bnn.net.body.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
-
-
-def deeper(bnn: Any) -> None:
-    bnn.net.body.append(nn.ReLU())
-
-
-def frozen(bnn: Any) -> None:
-    bnn.net_guide.locs["head.bias"].requires_grad_(False)
-
-
-def other_act(bnn: Any) -> None:
-    bnn.net.act = partial(nn.functional.leaky_relu, negative_slope=0.5)
-
-
-def of_other_class(bnn: Any) -> None:
-    bnn.net.__class__ = type("Other", (Net,), {"shift": 1.0})
-
-
 def other_default(bnn: Any) -> None:
     bnn.net.function.__defaults__ = (bnn.net.function.__defaults__[0] + 1.0,)
 
 
+OTHER = type("Other", (Net,), {"shift": 1.0})
+OTHER_ACT = partial(nn.functional.leaky_relu, negative_slope=0.5)
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "dropout rate": with_rate,
+    "dropout rate": lambda b: setattr(b.net.body[2], "p", 0.5),
     "number": lambda b: setattr(b.net, "factor", 2.0),
     "number in a dictionary": lambda b: b.net.options.update(shift=1.0),
     "tensor that is no buffer": lambda b: b.net.constant.mul_(2.0),
     "another such tensor": lambda b: setattr(b.net, "constant", torch.zeros(2)),
     "kind of layer": lambda b: b.net.body.__setitem__(1, nn.ReLU()),
-    "structure": deeper,
-    "hook": hooked,
-    "hook before": prehooked,
+    "structure": lambda b: b.net.body.append(nn.ReLU()),
+    "hook": lambda b: b.net.head.register_forward_hook(lambda _, i, output: 2 * output),
+    "hook before": lambda b: b.net.body.register_forward_pre_hook(lambda _, i: (2 * i[0],)),
     "mode": lambda b: b.net.body[2].eval(),
-    "partial": other_act,
+    "partial": lambda b: setattr(b.net, "act", OTHER_ACT),
     "attribute named as one of ours": lambda b: setattr(b.net, "terms", 3.0),
     "array in place": lambda b: b.net.array.__setitem__(0, 2.0),
     "slot": lambda b: setattr(b.net.slots, "rate", 2.0),
-    "attribute of the class": of_other_class,
+    "attribute of the class": lambda b: setattr(b.net, "__class__", OTHER),
     "default of a function": other_default,
     "forward": lambda b: setattr(b.net, "forward", partial(Net.forward, b.net)),
     "kind of prior": lambda b: b.update_prior(IIDPrior(dist.Laplace(0.0, 1.0))),
     "prior": lambda b: b.update_prior(LayerwiseNormalPrior("xavier")),
     "likelihood": lambda b: setattr(b.likelihood, "dataset_size", 24),
     "guide": lambda b: setattr(b.net_guide, "max_scale", 0.5),
-    "what is trained": frozen,
+    "what is trained": lambda b: b.net_guide.locs["head.bias"].requires_grad_(False),
     "dtype": lambda b: b.double(),
 }
 HANDLERS: dict[str, tuple[Any, Any]] = {

@@ -84,43 +84,34 @@ def test_fits_and_predictions_of_several_bnns():
         assert not torch.equal(bnn.predict(X, num_predictions=0), before)
 
 
-@pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-def test_two_fits_of_one_bnn_are_an_error():
-    bnn, inside, leave = variational(), threading.Event(), threading.Event()
-
-    def wait(*_) -> None:
-        inside.set()
-        assert leave.wait(60)
-
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(bnn.fit, [(X, Y)], ADAM, 1, wait)
-        assert inside.wait(60)
-        with pytest.raises(RuntimeError, match="another thread is fitting this VariationalBNN"):
-            bnn.fit([(X, Y)], ADAM, 1)
-        assert bnn.predict(X, num_predictions=2).shape == (30, 3)
-        leave.set()
-        assert len(first.result().loss) == 1
-    assert len(bnn.fit([(X, Y)], ADAM, 1).loss) == 1
+FITS = {
+    "VariationalBNN": (variational, lambda bnn, data: bnn.fit(data, ADAM, 1)),
+    "LaplaceBNN": (laplace, lambda bnn, data: bnn.fit_curvature(data)),
+}
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
-def test_two_curvatures_of_one_bnn_are_an_error():
-    bnn, inside, leave = laplace(), threading.Event(), threading.Event()
-    before = bnn.net.training
+@pytest.mark.parametrize("name", FITS)
+def test_two_fits_of_one_bnn_are_an_error(name):
+    make, fit = FITS[name]
+    bnn, inside, leave = make(), threading.Event(), threading.Event()
+    modes = [part.training for part in bnn.modules()]
 
     def slow():
+        yield X, Y
         inside.set()
         assert leave.wait(60)
-        yield X, Y
 
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(bnn.fit_curvature, slow())
+        first = pool.submit(fit, bnn, slow())
         assert inside.wait(60)
-        with pytest.raises(RuntimeError, match="another thread is fitting this LaplaceBNN"):
-            bnn.fit_curvature([(X, Y)])
+        with pytest.raises(RuntimeError, match=f"another thread is fitting this {name}"):
+            fit(bnn, [(X, Y)])
+        assert bnn.predict(X, num_predictions=2).shape == (30, 3)
         leave.set()
         first.result()
-    assert bnn.net.training == before
+    assert [part.training for part in bnn.modules()] == modes
+    fit(bnn, [(X, Y)])
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -195,24 +186,27 @@ def test_a_handler_belongs_to_its_task():
     assert depths == [0]
 
 
+USES = {
+    "predict": lambda bnn: bnn.predict(X, num_predictions=1),
+    "forward": lambda bnn: bnn(X),
+    "guided_forward": lambda bnn: bnn.guided_forward(X),
+    "to_module": lambda bnn: bnn.to_module(sample=True)(X),
+}
+
+
 @pytest.mark.parametrize("meanwhile", ["predict", "forward", "to_module"])
 def test_forwards_run_side_by_side(meanwhile):
     """Each of two threads waits inside of the net until the other is there, too."""
     bnn, both = variational().eval(), threading.Barrier(2)
     bnn.predict(X)  # what is looked at in the first forward is known
-    calls = {
-        "predict": lambda: bnn.predict(X, num_predictions=1),
-        "forward": lambda: bnn(X),
-        "to_module": lambda: bnn.to_module(sample=True)(X),
-    }
 
     def meet(*_: object) -> None:
         both.wait(60)
 
     bnn.net[0].register_forward_hook(meet)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(bnn.predict, X, num_predictions=1)
-        second = pool.submit(calls[meanwhile])
+        first = pool.submit(USES["predict"], bnn)
+        second = pool.submit(USES[meanwhile], bnn)
         assert first.result().shape == second.result().shape == (30, 3)
 
 
@@ -278,18 +272,13 @@ def others_work(work: Callable[[], object], meanwhile: Callable[[], object]) -> 
 @pytest.mark.parametrize("meanwhile", ["forward", "guided_forward", "to_module"])
 def test_rows_have_the_same_draws_next_to_draws_of_other_threads(meanwhile):
     bnn, other, rows = variational(), variational().eval(), X[:1].expand(8, -1).contiguous()
-    how = {
-        "forward": lambda: other(X),
-        "guided_forward": lambda: other.guided_forward(X),
-        "to_module": lambda: other.to_module(sample=True),
-    }
 
     def work() -> None:
         for _ in range(100):
             found = bnn.predict(rows, num_predictions=4, batch_size=2, aggregate=False)
             torch.testing.assert_close(found[:, 0], found[:, -1], rtol=1e-4, atol=1e-4)
 
-    others_work(work, how[meanwhile])
+    others_work(work, lambda: USES[meanwhile](other))
 
 
 @pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
