@@ -138,11 +138,7 @@ class Shards:
 
 
 def _wrapped_whole(module: nn.Module, wrapper: Parallel) -> Any:
-    """Return what a wrapper makes of a module; after an error everything is as it was.
-
-    Raises:
-        TypeError: the wrapper has changed modules inside of it as well.
-    """
+    """Return what a wrapper makes of a module alone; after an error everything is as it was."""
     before: list[Any] = []
     for part in module.modules():
         tables = [(table, {**table}) for table in vars(part).values() if isinstance(table, dict)]

@@ -1,6 +1,10 @@
-"""Chains of tyxe's own samplers: exact posteriors, starts, interrupts, and what they tell."""
+"""Chains of tyxe's own samplers: exact posteriors, starts, interrupts, and what they tell.
+
+Chains of nets agree in function space, with NumPyro's NUTS and from a deep ensemble's members.
+"""
 
 import copy
+import functools
 import math
 import signal
 from pathlib import Path
@@ -13,9 +17,11 @@ from pyro.infer.autoguide import AutoDelta
 from torch import nn
 
 import tyxe
+from tests.oracles import two_units
+from tests.oracles.bnns import NORMAL
 from tests.oracles.chains import NOISE, PRIOR, N, assert_moments, data
 from tyxe.likelihoods import Bernoulli, HomoskedasticGaussian
-from tyxe.samplers import HMC, NUTS, Run, warm_start
+from tyxe.samplers import HMC, MCLMC, NUTS, Run, warm_start
 
 # Short runs get advice, which the tests of advice look at.
 pytestmark = pytest.mark.filterwarnings("ignore::tyxe.TyxeWarning")
@@ -113,41 +119,6 @@ def test_starts_at_the_prior_have_its_law() -> None:
     assert abs(float(found.std()) - 1.5) < 4 * 1.5 / math.sqrt(8_000)
 
 
-ONE = torch.zeros(2, 1)
-HALF = tyxe.priors.IIDPrior(dist.HalfNormal(1.0))
-BAD_STARTS = {
-    "number": (
-        {"init": {"net.bias": ONE, "net.weight": ONE[..., None]}, "num_chains": 3},
-        r"'net.bias' has shape \(2, 1\); expected \(3, 1\), which is \(num_chains",
-    ),
-    "missing": ({"init": {"net.bias": ONE}}, "no values for net.weight"),
-    "shape": ({"init": {"net.bias": ONE, "net.weight": ONE}}, "'net.weight' has shape"),
-    "not finite": (
-        {"init": {"net.bias": ONE / 0, "net.weight": ONE[..., None]}},
-        "'net.bias' is not finite",
-    ),
-    "site": ({"init": {"bias": ONE}}, "bias"),
-    "init": ({"init": 3}, "init is 3; expected"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_STARTS)
-def test_bad_starts(case: str) -> None:
-    options, message = BAD_STARTS[case]
-    bnn = make()
-    with pytest.raises((ValueError, TypeError), match=message):
-        starts(bnn, **options)
-    assert not len(bnn.samples)
-
-
-@pytest.mark.parametrize("init", ["net", {"net.weight": [[[-3.0]]], "net.bias": [[0.5]]}])
-def test_starts_outside_of_the_prior_s_support_are_refused(init) -> None:
-    net = nn.Linear(1, 1)
-    nn.init.constant_(net.weight, -3.0)
-    with pytest.raises(ValueError, match=r"'net\.\w+' is not finite, or not in its prior's supp"):
-        make(net=net, prior=HALF).starts([data()], init)
-
-
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,9 +128,37 @@ class Bare(nn.Module):
         return self.gain * x
 
 
-def test_members_start_at_parameters_that_can_be_initialised_anew() -> None:
-    with pytest.raises(ValueError, match=r"module of 'gain' has no reset_parameters"):
-        starts(make(net=Bare()), init=warm_start(torch.optim.Adam, 1))
+def negative() -> nn.Module:
+    net = nn.Linear(1, 1)
+    nn.init.constant_(net.weight, -3.0)
+    return net
+
+
+def at(bias: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"net.bias": bias, "net.weight": weight}
+
+
+ONE, CUBE = torch.zeros(2, 1), torch.zeros(2, 1, 1)
+POSITIVE = {"net": negative(), "prior": tyxe.priors.IIDPrior(dist.HalfNormal(1.0))}
+OUTSIDE = r"'net\.\w+' is not finite, or not in its prior's supp"
+BAD_STARTS = {
+    "number": ({}, (at(ONE, CUBE), 3), r"'net.bias' has shape \(2, 1\); expected \(3, 1\), which"),
+    "missing": ({}, ({"net.bias": ONE},), "no values for net.weight"),
+    "shape": ({}, (at(ONE, ONE),), "'net.weight' has shape"),
+    "not finite": ({}, (at(ONE / 0, CUBE),), "'net.bias' is not finite"),
+    "site": ({}, ({"bias": ONE},), "bias"),
+    "init": ({}, (3,), "init is 3; expected"),
+    "net outside": (POSITIVE, ("net",), OUTSIDE),
+    "outside": (POSITIVE, (at(ONE + 0.5, CUBE - 3),), OUTSIDE),
+    "bare": ({"net": Bare()}, (warm_start(torch.optim.Adam, 1),), "'gain' has no reset_parameters"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STARTS)
+def test_bad_starts(case: str) -> None:
+    parts, given, message = BAD_STARTS[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(**parts).starts([data()], *given)
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -214,18 +213,6 @@ def test_thinning_keeps_as_many() -> None:
     torch.manual_seed(2)
     all_.fit([data()], 15, warmup_steps=4, compile=False)
     assert torch.equal(bnn.samples["net.weight"], all_.samples["net.weight"][:, 2::3])
-
-
-def test_a_thousand_chains_are_one_argument() -> None:
-    x, y = data()
-    bnn = make(HMC(step_size=0.1, num_steps=8, adapt_step_size=False, adapt_mass_matrix=False))
-    run = bnn.fit([(x, y)], 1, warmup_steps=60, num_chains=1000, init="net")
-    assert (run.num_chains, run.run.num_kept) == (1000, 1)
-    design = torch.cat([x, torch.ones_like(x)], 1)
-    covariance = (design.T @ design / NOISE**2 + torch.eye(2) / 1.5**2).inverse()
-    mean = (covariance @ design.T @ y / NOISE**2)[:, 0]
-    # Each chain's last position is a sample of its own.
-    assert_moments(rows_of(bnn, "net.weight", "net.bias"), mean, covariance)
 
 
 def test_warnings_name_the_remedy() -> None:
@@ -286,3 +273,53 @@ def test_tied_weights_and_hidden_ones() -> None:
     expected = (x * w + first) * w + second
     found = bnn.predict(x, num_predictions=12, aggregate=False)[0]
     torch.testing.assert_close(found, expected.reshape(1, 1))
+
+
+# --- functions of nets, which agree where weights do not -----------------------------------------
+
+
+PROBES = torch.tensor(two_units.PROBES).double()[:, None]
+
+
+def functions(kernel, hidden: int, samples: int, **options) -> torch.Tensor:
+    """Return outputs at the probes, `(parts, samples of a part, probes)`, for standard errors."""
+    net = nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+    bnn = make(kernel, net, prior=NORMAL)
+    bnn.fit([data()], samples, progress=False, **options)
+    count = len(next(iter(bnn.get_samples().values())))
+    outputs = bnn.predict(PROBES, num_predictions=count, aggregate=False)[..., 0]
+    return outputs.unflatten(0, (20, -1))
+
+
+def assert_same_moments(first: torch.Tensor, second: torch.Tensor) -> None:
+    centre = torch.cat([first.flatten(0, 1), second.flatten(0, 1)]).mean(0)
+    for power in (1, 2):
+        parts = [((found - centre) ** power).mean(1) for found in (first, second)]
+        error = sum(part.var(0) / len(part) for part in parts).sqrt()
+        difference = (parts[0].mean(0) - parts[1].mean(0)).abs()
+        assert bool((difference < 4 * error).all()), (power, difference, error)
+        assert bool((error < 0.2).all()), "errors too large to tell"
+
+
+def test_a_net_of_two_hidden_units_is_numpyros() -> None:
+    # As many chains as parts, since a chain stays long where both units bend the same way.
+    how = {"warmup_steps": 300, "num_chains": 20, "compile": True}
+    found = functions(NUTS(), 2, 500, **how)
+    expected = {name: torch.from_numpy(value) for name, value in np.load(two_units.PATH).items()}
+    for name, values in (("mean", found), ("square", found.square())):
+        parts = values.mean(1)
+        error = (parts.var(0) / len(parts) + expected[f"{name}_error"] ** 2).sqrt()
+        difference = (parts.mean(0) - expected[name]).abs()
+        assert bool((difference < 4 * error).all()), (name, difference, error)
+        assert bool((error < 0.2 * expected[name].abs()).all()), "errors too large to tell"
+
+
+@pytest.mark.slow
+def test_mile_is_nuts() -> None:
+    nuts = functions(NUTS(), 8, 2_000, warmup_steps=500, compile=True)
+    adam = functools.partial(torch.optim.AdamW, lr=1e-2)
+    kernel = MCLMC(energy_variance=(5e-2, 5e-4))
+    members = warm_start(adam, 300, batch_size=4, validation=0.2)
+    how = {"warmup_steps": 10_000, "thinning": 10, "num_chains": 10, "compile": True}
+    mile = functions(kernel, 8, 1_000, init=members, **how)
+    assert_same_moments(nuts, mile)

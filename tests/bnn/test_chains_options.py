@@ -63,18 +63,8 @@ BAD = {
     "no chains": (KERNEL, {"num_chains": 0}, ValueError, "num_chains is 0"),
     "thin": (KERNEL, {"thin": 2}, TypeError, r"no option thin for kernels of tyxe\.samplers"),
     "nothing to resume": (KERNEL, {"resume": True}, RuntimeError, "no run to resume"),
-    "ours for Pyro's": (
-        pyro.infer.mcmc.HMC,
-        {"thinning": 2},
-        TypeError,
-        r"thinning for kernels of Pyro; expected those of pyro",
-    ),
-    "misspelt": (
-        functools.partial(NUTS, stepsize=0.1),
-        {},
-        TypeError,
-        "unexpected keyword argument 'stepsize'",
-    ),
+    "ours for Pyro's": (pyro.infer.mcmc.HMC, {"thinning": 2}, TypeError, "kernels of Pyro; expec"),
+    "misspelt": (functools.partial(NUTS, stepsize=0.1), {}, TypeError, "argument 'stepsize'"),
 }
 
 
@@ -286,6 +276,7 @@ def test_starts_from_where_chains_cannot_move_are_refused() -> None:
     starts = {"net.weight": torch.zeros(2, 1, 1), "net.bias": torch.tensor([[0.0], [500.0]])}
     with pytest.raises(ValueError, match=r"not finite at the starts of chains \[1\]"):
         bnn.fit([(PAIR[0], torch.ones(N, 1))], 3, init=starts)
+    assert not len(bnn.samples)
 
 
 def test_draws_from_the_prior_are_those_that_can_move() -> None:
@@ -349,20 +340,19 @@ class Squares(nn.Linear):
         return Square.apply(super().forward(x))
 
 
+class Powers(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) ** 2
+
+
 def test_custom_functions_are_sampled_as_what_they_compute() -> None:
     found, start = [], {"net.weight": torch.ones(2, 1, 1), "net.bias": torch.zeros(2, 1)}
-    for net in (Squares(1, 1), nn.Sequential(nn.Linear(1, 1), Power())):
+    for net in (Squares(1, 1), Powers(1, 1)):
         torch.manual_seed(3)
-        names = dict(zip(dict(net.named_parameters()), start.values(), strict=True))
         bnn = make(net=net)
-        bnn.fit([PAIR], 5, warmup_steps=0, init={f"net.{n}": v for n, v in names.items()})
-        found.append(next(iter(bnn.get_samples().values())))
+        bnn.fit([PAIR], 5, warmup_steps=0, init=start)
+        found.append(bnn.get_samples())
     torch.testing.assert_close(*found)
-
-
-class Power(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x**2
 
 
 @pytest.mark.parametrize(

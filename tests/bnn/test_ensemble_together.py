@@ -58,32 +58,26 @@ def loader(y=Y):
 )
 @pytest.mark.parametrize("kind", ["ml", "map"])
 def test_members_together_are_as_in_the_loop(kind, optim, options):
-    found = []
-    for vectorize in (False, True):
-        ensemble = ensemble_of(kind)
-        torch.manual_seed(1)
-        histories = ensemble.fit(loader(), optim, 4, vectorize=vectorize, **options)
-        found.append((ensemble.state_dict(), histories, torch.rand(())))
-    (looped, first, after), (together, second, after_too) = found
-    assert after == after_too
-    for name, value in together.items():
-        torch.testing.assert_close(value, looped[name])
-    for one, other in zip(first, second, strict=True):
+    _, histories, after = in_both_ways(lambda: ensemble_of(kind), loader(), optim, **options)
+    assert after[0] == after[1]
+    for one, other in zip(*histories, strict=True):
         torch.testing.assert_close(torch.tensor(one.loss), torch.tensor(other.loss))
         torch.testing.assert_close(torch.tensor(one.kl), torch.tensor(other.kl))
 
 
-def in_both_ways(data, optim, **parts):
-    """Fit in a loop and together, compare the members, and return them."""
-    states = []
+def in_both_ways(make, data, optim, num_epochs=4, **options):
+    """Fit in a loop and together, compare the members, and return them, and both's histories."""
+    states, histories, after = [], [], []
     for vectorize in (False, True):
-        ensemble = ensemble_of(**parts)
+        torch.manual_seed(0)
+        ensemble = make()
         torch.manual_seed(1)
-        ensemble.fit(data, optim, 3, vectorize=vectorize)
+        histories.append(ensemble.fit(data, optim, num_epochs, vectorize=vectorize, **options))
         states.append(ensemble.state_dict())
+        after.append(torch.rand(()))
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, msg=name)
-    return ensemble
+    return ensemble, histories, after
 
 
 @pytest.mark.parametrize("net", [batch_norm, mlp])
@@ -91,7 +85,7 @@ def test_statistics_and_learnt_noise_are_each_members_own(net):
     likelihood = HomoskedasticGaussian(N, scale=0.5, learn_scale=True)
     sgd = functools.partial(torch.optim.SGD, lr=1e-2)
     data = loader(X.tile(1, 2)[:, :3])
-    ensemble = in_both_ways(data, sgd, net=net, likelihood=likelihood)
+    ensemble, *_ = in_both_ways(lambda: ensemble_of("ml", net, likelihood), data, sgd)
     noises = [member.likelihood.log_noise.item() for member in ensemble.members]
     assert len(set(noises)) == 3
 
@@ -132,12 +126,6 @@ def refused(ensemble, error, message=None):
         assert torch.equal(value, before[name])
 
 
-def test_a_net_that_vmap_does_not_take():
-    ensemble = ensemble_of(net=Branches)
-    with refused(ensemble, ValueError, r"nets that torch\.vmap takes.*leave vectorize out"):
-        ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)
-
-
 class Replaces(nn.Module):
     """Keeps a mean of its outputs in a new tensor each time."""
 
@@ -152,7 +140,10 @@ class Replaces(nn.Module):
         return outputs - self.mean
 
 
-def test_a_buffer_that_a_forward_replaces_would_be_lost():
+def test_nets_that_would_do_otherwise():
+    ensemble = ensemble_of(net=Branches)
+    with refused(ensemble, ValueError, r"nets that torch\.vmap takes.*leave vectorize out"):
+        ensemble.fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)
     with pytest.raises(RuntimeError, match=r"replaces mean, .* change buffers in place"):
         ensemble_of(net=Replaces).fit([(X, Y)], torch.optim.Adam, 1, vectorize=True)
 
@@ -219,18 +210,9 @@ def test_members_have_priors_and_held_out_data_of_their_own():
         prior = tyxe.priors.IIDPrior(dist.Normal(0, 1.0 + index))
         return tyxe.VariationalBNN(mlp(), prior, Categorical(N), AutoDelta)
 
-    found = []
-    for vectorize in (False, True):
-        torch.manual_seed(0)
-        ensemble = tyxe.EnsembleBNN(member, 3)
-        torch.manual_seed(1)
-        options = {"validation": [(x, y)], "patience": 3, "vectorize": vectorize}
-        adam = functools.partial(torch.optim.Adam, lr=0.3)
-        histories = ensemble.fit(loader(), adam, 40, **options)
-        found.append((ensemble.state_dict(), histories))
-    (looped, first), (together, second) = found
-    for name, value in together.items():
-        torch.testing.assert_close(value, looped[name], msg=name)
+    adam, options = functools.partial(torch.optim.Adam, lr=0.3), {"patience": 3}
+    of = lambda: tyxe.EnsembleBNN(member, 3)  # noqa: E731
+    _, (first, second), _ = in_both_ways(of, loader(), adam, 40, validation=[(x, y)], **options)
     lengths = [len(history.validation) for history in first]
     assert max(lengths) < 40
     for one, other in zip(first, second, strict=True):
@@ -281,7 +263,7 @@ class WithSpare(nn.Module):
 @pytest.mark.parametrize("net", [frozen, WithSpare])
 def test_what_has_no_gradient_stays(net):
     sgd = functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
-    in_both_ways(loader(), sgd, net=net)
+    in_both_ways(lambda: ensemble_of("ml", net), loader(), sgd)
 
 
 CLIPPED = pyro.optim.SGD({"lr": 0.1}, {"clip_norm": 0.01})

@@ -18,10 +18,7 @@ from tests.oracles import joints
 from tests.oracles.bnns import mean_field
 from tyxe.bnn.elbo import elbo_terms
 from tyxe.bnn.potential import Potential
-from tyxe.distributions import (
-    Gaussian,
-    ParamBlocks,
-)
+from tyxe.distributions import Gaussian, ParamBlocks
 from tyxe.distributions.joint import JointSite
 from tyxe.distributions.param_blocks import SiteBlock
 from tyxe.linalg import Diagonal

@@ -11,7 +11,8 @@ import torch.distributions as td
 import torch.nn as nn
 
 import tyxe
-from tests.oracles.laplace import ADAM, STRUCTURES, classifier, regression
+from tests.oracles.bnns import NORMAL
+from tests.oracles.laplace import ADAM, STRUCTURES, classifier, fitted, regression
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -56,16 +57,6 @@ def test_the_last_layer_alone():
     torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_another_precision_and_a_plain_net():
-    bnn, x, y = classifier()
-    bnn.fit([(x, y)], ADAM, 3)
-    net = bnn.to_module()
-    torch.testing.assert_close(net(x), bnn._linearize(x).outputs)
-    single = bnn.float()
-    found = single.predict(x.float(), link="probit")
-    assert found.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("saved", "built"), [(a, b) for a in STRUCTURES for b in STRUCTURES if a != b]
 )
@@ -92,18 +83,16 @@ def test_a_state_of_another_structure_is_refused(saved, built, fitted):
 
 
 def test_a_state_without_a_curvature_fits_every_structure():
-    kron, x, y = classifier("kron")
-    full, _, _ = classifier("full")
-    full.fit_curvature([(x, y)])
+    kron, *_ = classifier("kron")
+    full, *_ = fitted("full")
     full.load_state_dict(kron.state_dict())
     assert full.net_guide.state is None
 
 
 def test_without_linear_maps_the_diagonal_is_the_kronecker_structure():
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
     x, y = torch.randn(5, 3), torch.zeros(5).long()
     bnns = [
-        tyxe.LaplaceBNN(nn.LayerNorm(3), prior, tyxe.likelihoods.Categorical(5), structure=each)
+        tyxe.LaplaceBNN(nn.LayerNorm(3), NORMAL, tyxe.likelihoods.Categorical(5), structure=each)
         for each in ("kron", "diag")
     ]
     bnns[0].fit_curvature([(x, y)])
@@ -113,35 +102,25 @@ def test_without_linear_maps_the_diagonal_is_the_kronecker_structure():
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_temperature_assigned_after_the_fit(structure):
-    bnn, x, y = classifier(structure)
-    bnn.fit_curvature([(x, y)])
+    bnn, x, y = fitted(structure)
     bnn.fit_gp([(x, y)])
     bnn.predict(x, predictive="gp", link="probit")
     bnn.temperature = 0.3
-    built, _, _ = classifier(structure, temperature=0.3)
-    built.fit_curvature([(x, y)])
+    built, *_ = fitted(structure, temperature=0.3)
     built.fit_gp([(x, y)])
     for predictive in ("glm", "gp"):
-        torch.testing.assert_close(
-            bnn.predict(x, predictive=predictive, link="probit"),
-            built.predict(x, predictive=predictive, link="probit"),
-            rtol=1e-10,
-            atol=1e-12,
-        )
+        found = (one.predict(x, predictive=predictive, link="probit") for one in (bnn, built))
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(bnn.log_marginal_likelihood(), built.log_marginal_likelihood())
-    with pytest.raises(ValueError, match=r"temperature is -1.0; expected a number above 0"):
-        bnn.temperature = -1.0
-    assert bnn.temperature == 0.3
     copied = pickle.loads(pickle.dumps(bnn))
     assert copied.temperature == 0.3
 
 
-def test_damping_assigned_after_the_fit():
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
-    bnn.options = tyxe.LaplaceOptions(damping=True)
-    built, _, _ = classifier(damping=True)
-    built.fit_curvature([(x, y)])
+@pytest.mark.parametrize("options", [{"damping": True}, {"curvature_weight": 7.0}])
+def test_options_assigned_after_the_fit(options):
+    bnn, *_ = fitted()
+    bnn.options = tyxe.LaplaceOptions(**options)
+    built, *_ = fitted(**options)
     torch.testing.assert_close(
         bnn.net_guide.precision.to_dense(), built.net_guide.precision.to_dense()
     )

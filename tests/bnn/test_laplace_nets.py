@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL
 from tests.oracles.laplace import ADAM
 from tyxe.likelihoods import Bernoulli, Categorical, Poisson
 from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
@@ -85,8 +86,7 @@ KINDS = {
 def test_a_net_of_every_kind(kind, structure):
     torch.manual_seed(0)
     net, likelihood, inputs, targets = KINDS[kind]()
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
+    bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     half = [slice(0, 2), slice(2, None)]
     batches = [
@@ -121,9 +121,8 @@ def in_single(structure, norm=False):
     if norm:
         net.insert(1, nn.LayerNorm(8))
     x, y = torch.randn(20, 3), torch.randint(0, 3, (20,))
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
     likelihood = Categorical(6_000)
-    bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure).float()
+    bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure).float()
     bnn.fit_curvature([(x.float(), y)])
     return bnn, x.float(), y
 
@@ -171,7 +170,7 @@ def test_a_parameter_without_dimensions_is_fitted():
             return super().forward(x) * self.log_scale.exp()
 
     x = rows()
-    bnn = tyxe.LaplaceBNN(Scaled(), tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), Categorical(6))
+    bnn = tyxe.LaplaceBNN(Scaled(), NORMAL, Categorical(6))
     assert bnn(x).shape == (6, 2)
     bnn.fit([(x, below(2))], ADAM, 1)
     assert bnn.log_marginal_likelihood().isfinite()
@@ -195,8 +194,7 @@ def test_sequences_of_several_lengths():
     likelihood = Homoskedastic(6, scale=0.5, event_dim=2)
     found = []
     for structure in ("full", "kron"):
-        prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-        bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), prior, likelihood, structure=structure)
+        bnn = tyxe.LaplaceBNN(nn.Linear(2, 2), NORMAL, likelihood, structure=structure)
         bnn.fit_curvature(batches)
         found.append(bnn.net_guide.precision.to_dense())
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
@@ -207,11 +205,11 @@ def test_a_noise_that_is_learned_counts_as_its_number(structure):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
     data = torch.randn(6, 2), torch.randn(6, 2)
-    prior, found = tyxe.priors.IIDPrior(dist.Normal(0, 1)), []
+    found = []
     for learn_scale in (True, False):
         noise = {"scale": 0.5, "learn_scale": learn_scale}
         likelihood = Homoskedastic(6, **noise)
-        bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure=structure)
+        bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure)
         bnn.fit_curvature([data])
         found.append(copy.deepcopy(bnn).state.evidence())
     assert not found[0].requires_grad

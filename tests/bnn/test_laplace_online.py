@@ -14,7 +14,15 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 from pyro.infer.mcmc import NUTS
 
 import tyxe
-from tests.oracles.streams import EXACT, NORMAL, classifier, four_lines, labels, maximize, mode
+from tests.oracles.streams import (
+    EXACT,
+    NORMAL,
+    classifier,
+    fitted,
+    four_lines,
+    labels,
+    maximize,
+)
 from tyxe.distributions import Gaussian, ParamBlocks
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -45,29 +53,6 @@ def test_the_next_task_starts_at_the_means():
     bnn.fit([labels(seed=1)], functools.partial(torch.optim.SGD, lr=0.0), 1, progress=False)
     for name, value in bnn._mean_values().items():
         assert torch.equal(value, before[name])
-
-
-def test_a_multiplier_assigned_after_the_fit():
-    bnn, other = classifier(), classifier(curvature_weight=7.0)
-    for one in (bnn, other):
-        one.fit_curvature([labels()])
-    bnn.options = tyxe.LaplaceOptions(curvature_weight=7.0)
-    expected = other.net_guide.precision.to_dense()
-    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
-
-
-def test_another_prior_than_the_posterior_keeps_the_curvature():
-    bnn = classifier("full")
-    bnn.fit_curvature([labels()])
-    curvature = bnn.state.curvature.operator.to_dense()
-    posterior = bnn.net_guide.get_detached_distributions()
-    (joint,) = {id(q.joint): q.joint for q in posterior.values()}.values()
-    doubled = Gaussian(joint.blocks, joint.loc, joint.precision.scaled(2.0))
-    marginals = {name.removeprefix("net."): doubled.marginal(name) for name in doubled.names}
-    with pytest.warns(tyxe.TyxeWarning, match="the posterior's own"):
-        bnn.update_prior(tyxe.priors.DictPrior(marginals))
-    expected = curvature + 2 * joint.precision.to_dense()
-    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), expected, **EXACT)
 
 
 def test_structures_may_follow_one_another():
@@ -118,38 +103,30 @@ def standard_normal():
     return tyxe.priors.IIDPrior(dist.Normal(torch.zeros((), dtype=torch.double), 1.0))
 
 
-def check_against_mcmc(mean, scales, vectors):
+@pytest.mark.parametrize("kind", ["Laplace", "VCL"])
+def test_two_tasks_against_mcmc_on_all_data(two_tasks, kind):
+    tasks, vectors = two_tasks
+    torch.manual_seed(0)
+    net, likelihood = nn.Linear(2, 1), tyxe.likelihoods.Bernoulli(60, event_dim=1)
+    if kind == "Laplace":
+        bnn = tyxe.LaplaceBNN(net, standard_normal(), likelihood, structure="full")
+    else:
+        bnn = tyxe.VariationalBNN(net, standard_normal(), likelihood, AutoMultivariateNormal)
+    for x, y in tasks:
+        if kind == "Laplace":
+            maximize(bnn, x, y)
+        else:
+            optimizer = torch.optim.Adam(bnn.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+            bnn.fit([(x, y)], optimizer, 150, num_particles=4, scheduler=schedule, progress=False)
+        four_lines(bnn)
+    (joint,) = bnn.net_prior.joints()
     # The tolerance: a quarter of a standard deviation for the skewness that a Normal ignores, and
     # three standard errors of some 300 independent draws.
+    mean, scales = joint.loc, joint.variance.sqrt()
     assert bool(((vectors.mean(0) - mean).abs() < scales * (0.25 + 3 / 300**0.5)).all())
     ratio = vectors.std(0) / scales
     assert bool((ratio.log().abs() < 0.1 + 3 / (2 * 300) ** 0.5).all())
-
-
-def test_laplace_over_two_tasks_against_mcmc_on_all_data(two_tasks):
-    tasks, vectors = two_tasks
-    likelihood = tyxe.likelihoods.Bernoulli(60, event_dim=1)
-    bnn = tyxe.LaplaceBNN(nn.Linear(2, 1), standard_normal(), likelihood, structure="full")
-    for x, y in tasks:
-        maximize(bnn, x, y)
-        four_lines(bnn)
-    check_against_mcmc(mode(bnn), bnn.net_guide.precision.inverse_diagonal().sqrt(), vectors)
-
-
-def test_vcl_over_two_tasks_against_mcmc_on_all_data(two_tasks):
-    tasks, vectors = two_tasks
-    torch.manual_seed(0)
-    likelihood = tyxe.likelihoods.Bernoulli(60, event_dim=1)
-    prior, guide = standard_normal(), AutoMultivariateNormal
-    bnn = tyxe.VariationalBNN(nn.Linear(2, 1), prior, likelihood, guide)
-    for x, y in tasks:
-        optimizer = torch.optim.Adam(bnn.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-        lower = {"callback": lambda *_, schedule=schedule: schedule.step(), "progress": False}
-        bnn.fit([(x, y)], optimizer, 150, num_particles=4, **lower)
-        four_lines(bnn)
-    (joint,) = bnn.net_prior.joints()
-    check_against_mcmc(joint.loc, joint.variance.sqrt(), vectors)
 
 
 @pytest.mark.parametrize("structure", ["full", "kron", "lowrank"])
@@ -181,21 +158,6 @@ def test_saved_copied_and_moved_between_tasks(structure, accumulate):
     assert joint.precision.dtype == torch.float32
     single.fit([(labels()[0].float(), labels()[1])], torch.optim.Adam, 1, progress=False)
     assert single.net_guide.precision.dtype == torch.float32
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_multiplier_has_to_be_positive(value):
-    with pytest.raises(ValueError, match=r"curvature_weight is .*expected a number above 0"):
-        classifier(curvature_weight=value)
-    bnn = classifier()
-    with pytest.raises(ValueError, match=r"curvature_weight is .*expected a number above 0"):
-        bnn.options = dataclasses.replace(bnn.options, curvature_weight=value)
-    assert bnn.options.curvature_weight == 1.0
-
-
-def test_unknown_accumulation():
-    with pytest.raises(ValueError, match="accumulate is 'max'; expected one of 'sum', 'average'"):
-        classifier(accumulate="max")
 
 
 def test_a_large_sum_has_no_inverse_and_names_the_average(monkeypatch):
@@ -230,8 +192,7 @@ def test_a_large_sum_has_no_inverse_and_names_the_average(monkeypatch):
     ],
 )
 def test_what_takes_a_prior_for_each_site_says_so(use):
-    bnn = classifier()
-    bnn.fit_curvature([labels()])
+    bnn = fitted()
     four_lines(bnn)
     bnn.fit_curvature([labels(seed=1)])
     before = bnn.state_dict()
@@ -241,8 +202,7 @@ def test_what_takes_a_prior_for_each_site_says_so(use):
 
 
 def test_damping_does_not_load_the_prior_of_a_second_task():
-    second = classifier()
-    second.fit_curvature([labels()])
+    second = fitted()
     four_lines(second)
     second.fit_curvature([labels(seed=1)])
     damped = classifier(damping=True)
@@ -270,8 +230,7 @@ def test_damping_does_not_load_the_prior_of_a_second_task():
 )
 def test_one_number_does_not_replace_a_posterior(use, accumulated):
     """Of a diagonal structure, whose posterior is a prior of each site like any other."""
-    bnn = classifier("diag")
-    bnn.fit_curvature([labels()])
+    bnn = fitted("diag")
     four_lines(bnn)
     if accumulated == "next fit":
         bnn.fit_curvature([labels(seed=1)])
@@ -300,16 +259,6 @@ def test_damping_is_for_a_first_task(is_fitted):
     with pytest.raises(ValueError, match="set damping=False"):
         damped.options = dataclasses.replace(damped.options, damping=True)
     assert damped.options.damping is False
-
-
-def test_a_temperature_without_a_posterior_is_not_kept():
-    bnn = classifier()
-    bnn.fit_curvature([labels()])
-    before = bnn.net_guide.precision.to_dense()
-    with pytest.raises(ValueError, match="not finite"):
-        bnn.temperature = 5e-324
-    assert bnn.temperature == 1.0
-    torch.testing.assert_close(bnn.net_guide.precision.to_dense(), before)
 
 
 def test_a_joint_prior_that_is_no_normal_is_refused():

@@ -12,7 +12,8 @@ import torch.nn as nn
 from pyro.infer import autoguide
 
 import tyxe
-from tests.oracles.laplace import ADAM, classifier
+from tests.oracles.bnns import NORMAL
+from tests.oracles.laplace import ADAM, classifier, fitted
 from tyxe.bnn.replay import ReplayedDraws
 from tyxe.bnn.variational import glm_outputs
 from tyxe.curvature import jacobian
@@ -23,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_glm_by_outputs_is_glm_by_weights():
-    bnn, x, y = classifier("full")
-    bnn.fit_curvature([(x, y)])
+    bnn, x, _ = fitted("full")
     linear = bnn._linearize(x)
     rows, blocks = jacobian(linear), bnn.state.curvature.blocks
     centre = blocks.flatten(bnn._mean_values())
@@ -40,8 +40,7 @@ def test_glm_by_outputs_is_glm_by_weights():
 
 @pytest.mark.parametrize("link", ["mc", "probit", "bridge"])
 def test_links_give_class_probabilities(link):
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
+    bnn, x, y = fitted()
     probs = bnn.predict(x, link=link).exp()
     torch.testing.assert_close(probs.sum(-1), torch.ones(15))
     error, log_likelihood = bnn.evaluate(x, y, link=link, reduction="none")
@@ -56,8 +55,7 @@ def small(guide):
     x = torch.randn(6, 3)
     net = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.5)
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.VariationalBNN(net, prior, likelihood, guide)
+    bnn = tyxe.VariationalBNN(net, NORMAL, likelihood, guide)
     bnn.fit([(x, x[:, :2])], ADAM, 5)
     return bnn, x
 
@@ -115,8 +113,7 @@ def test_the_linearised_predictive_of_a_normal_over_all_sites_has_its_covariance
 
 
 def laplace(structure):
-    bnn, x, y = classifier(structure)
-    bnn.fit_curvature([(x, y)])
+    bnn, x, _ = fitted(structure)
     return bnn, x
 
 
@@ -159,8 +156,7 @@ def test_joint_targets_have_the_law_of_sums_over_points():
 
 
 def test_joint_draws_are_of_weights():
-    bnn, x, y = classifier("full")
-    bnn.fit_curvature([(x, y)])
+    bnn, x, y = fitted("full")
     bnn.fit_gp([(x, y)])
     for predictive in ("gp", bnn._gaussian_predictives()["glm"]):
         with pytest.raises(ValueError, match="outputs of each point alone"):
@@ -211,14 +207,13 @@ def test_a_transformed_normal_is_no_normal(guide):
 
 def test_glm_needs_a_gaussian():
     x, y = torch.randn(4, 1), torch.randn(4, 1)
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(4, scale=0.5)
     kernel = functools.partial(pyro.infer.mcmc.HMC, step_size=0.1, num_steps=2)
-    chain = tyxe.MCMC_BNN(nn.Linear(1, 1), prior, likelihood, kernel)
+    chain = tyxe.MCMC_BNN(nn.Linear(1, 1), NORMAL, likelihood, kernel)
     chain.fit([(x, y)], 2, warmup_steps=1, disable_progbar=True)
     with pytest.raises(TypeError, match=r"MCMC_BNN has no Gaussian posterior"):
         chain.predict(x, predictive="glm")
-    radial = tyxe.VariationalBNN(nn.Linear(1, 1), prior, likelihood, tyxe.guides.AutoRadial)
+    radial = tyxe.VariationalBNN(nn.Linear(1, 1), NORMAL, likelihood, tyxe.guides.AutoRadial)
     with pytest.raises(TypeError, match=r"'net.weight' is no Normal"):
         radial.predict(x, predictive="glm")
 
@@ -282,8 +277,7 @@ def test_no_predictions_is_the_centre(predictive):
 
 
 def test_no_predictions_of_a_refined_posterior_is_its_centre():
-    bnn, x, y = classifier("full")
-    bnn.fit_curvature([(x, y)])
+    bnn, x, y = fitted("full")
     refined = bnn.refine([(x, y)])
     mean = refined.outputs(x)[0]
     found = refined.predict(x, num_predictions=0)

@@ -4,12 +4,10 @@ import functools
 
 import pyro
 import pyro.distributions as dist
-import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer.mcmc import HMC
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import tyxe
 from tests.oracles.chains import KERNELS, NOISE, N, assert_moments, data, fitted, make
@@ -28,32 +26,6 @@ def test_moments_are_those_of_the_exact_posterior(kernel):
     assert samples.keys() == {"net.weight", "net.bias"}
     stacked = torch.cat([samples["net.weight"].flatten(1), samples["net.bias"]], 1)
     assert_moments(stacked, mean, torch.linalg.inv(precision))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_inferred_noise_has_the_exact_posterior(kernel):
-    # Weights integrated out in closed form; the noise's marginal by quadrature over its logarithm.
-    x, y = data()
-    design = torch.cat([x, torch.ones(N, 1).double()], 1)
-    prior = dist.LogNormal(-1.0, 0.5)
-    grid = torch.linspace(-3.5, 2.0, 2001).double()
-    log_density = torch.stack(
-        [
-            torch.distributions.MultivariateNormal(
-                torch.zeros(N).double(),
-                torch.exp(2 * s) * torch.eye(N).double() + 1.5**2 * design @ design.T,
-            ).log_prob(y.squeeze(-1))
-            for s in grid
-        ]
-    ) + dist.Normal(-1.0, 0.5).log_prob(grid)
-    weights = log_density.softmax(0)
-    mean = (weights * grid).sum()
-    variance = (weights * (grid - mean).square()).sum()
-    bnn = make(KERNELS[kernel], HomoskedasticGaussian(N, scale=prior))
-    mcmc = bnn.fit([data()], 1500, warmup_steps=200, disable_progbar=True)
-    samples = mcmc.get_samples()["likelihood.scale"].log()[:, None]
-    assert_moments(samples, mean[None], variance.reshape(1, 1))
 
 
 def test_predictions_are_the_net_at_samples_spread_evenly():
@@ -153,9 +125,8 @@ def test_chains_stay_apart_for_arviz():
 def test_hidden_parameters_stay_and_batchnorm_is_out_of_it():
     prior = tyxe.priors.IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3))
-    bnn = tyxe.MCMC_BNN(
-        net, prior, Categorical(N), functools.partial(HMC, step_size=0.02, num_steps=2)
-    )
+    kernel = functools.partial(HMC, step_size=0.02, num_steps=2)
+    bnn = tyxe.MCMC_BNN(net, prior, Categorical(N), kernel)
     before = {name: value.clone() for name, value in bnn.net.state_dict().items()}
     x, y = torch.randn(N, 2), torch.arange(N) % 3
     with pytest.warns(tyxe.TyxeWarning, match=r"MCMC does not fit 1.weight, 1.bias"):
@@ -180,12 +151,8 @@ def test_a_hierarchical_prior_is_sampled_with_its_hyperparameters():
         functools.partial(HMC, step_size=0.05, num_steps=3),
     )
     bnn.fit([data()], 8, warmup_steps=2, disable_progbar=True)
-    assert bnn.get_samples().keys() == {
-        "net.weight.scale",
-        "net.weight",
-        "net.bias.scale",
-        "net.bias",
-    }
+    names = {f"net.{name}{end}" for name in ("weight", "bias") for end in ("", ".scale")}
+    assert bnn.get_samples().keys() == names
     assert bnn.predict(data()[0], num_predictions=3, aggregate=False).shape == (3, N, 1)
 
 
@@ -230,29 +197,3 @@ def test_forward_draws_from_the_samples():
     assert len(nets) > 5
     with pytest.raises(RuntimeError, match="no samples yet"):
         make()(x)
-
-
-def test_a_checkpointed_net_meets_its_draws_in_pyros_potential():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 1))
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=False)
-
-    torch.manual_seed(0)
-    net, likelihood = Checkpointed(), HomoskedasticGaussian(4, scale=1.0)
-    bnn = tyxe.MCMC_BNN(net, tyxe.priors.IIDPrior(dist.Normal(0, 1)), likelihood, HMC)
-    data = torch.randn(4, 1), torch.randn(4, 1)
-    trace = poutine.trace(bnn.model).get_trace(*data)
-    values = {name: trace.nodes[name]["value"].requires_grad_() for name in bnn._site_shapes()}
-
-    def gradients():
-        again = poutine.trace(poutine.condition(bnn.model, values)).get_trace(*data)
-        return torch.autograd.grad(again.log_prob_sum(), list(values.values()))
-
-    found = gradients()
-    bnn.net.forward = bnn.net.body.forward  # the copy's, in each forward
-    for gradient, expected in zip(found, gradients(), strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=0, atol=0)

@@ -5,18 +5,17 @@ import functools
 import warnings
 from typing import Any
 
-import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tyxe
+from tests.oracles.bnns import NORMAL, mean_field
 from tests.oracles.nets import ReadLast
 from tyxe.bnn.reading import look_at_sites
 from tyxe.guides import AutoNormal
 from tyxe.likelihoods import HomoskedasticGaussian
-from tyxe.priors import IIDPrior
 
 N = 6
 X = torch.linspace(-1, 1, 3 * N).view(N, 3)
@@ -90,40 +89,37 @@ def cached():
 
 
 def variational(net):
-    bnn = tyxe.VariationalBNN(net, IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, AutoNormal)
-    return bnn.fit(DATA, functools.partial(torch.optim.Adam, lr=1e-2), 2)
+    return mean_field(net, LIKELIHOOD).fit(DATA, functools.partial(torch.optim.Adam, lr=1e-2), 2)
 
 
 def predicted(net):
-    bnn = tyxe.VariationalBNN(net, IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, AutoNormal)
-    return bnn.predict(X, num_predictions=2)
+    return mean_field(net, LIKELIHOOD).predict(X, num_predictions=2)
 
 
 def linearised(net):
-    bnn = tyxe.VariationalBNN(net, IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, AutoNormal)
-    return bnn.predict(X, predictive="glm")
+    return mean_field(net, LIKELIHOOD).predict(X, predictive="glm")
 
 
 def laplace(net):
-    return tyxe.LaplaceBNN(net, IIDPrior(dist.Normal(0, 1)), LIKELIHOOD).fit_curvature(DATA)
+    return tyxe.LaplaceBNN(net, NORMAL, LIKELIHOOD).fit_curvature(DATA)
 
 
 def chains(kernel, **options):
     def fit(net):
-        bnn = tyxe.MCMC_BNN(net, IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, kernel)
+        bnn = tyxe.MCMC_BNN(net, NORMAL, LIKELIHOOD, kernel)
         return bnn.fit(DATA, num_samples=2, progress=False, **options)
 
     return fit
 
 
 def pytorch(net):
-    return tyxe.PytorchBNN(net, IIDPrior(dist.Normal(0, 1)), AutoNormal)(X)
+    return tyxe.PytorchBNN(net, NORMAL, AutoNormal)(X)
 
 
 def ensemble(net):
     def make(_):
         net.body.weight.data.normal_()
-        return tyxe.VariationalBNN(net, IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, AutoNormal)
+        return mean_field(net, LIKELIHOOD)
 
     return tyxe.EnsembleBNN(make, 2).fit(DATA, torch.optim.Adam, 1, vectorize=True)
 
@@ -168,7 +164,7 @@ def test_a_missing_gradient_is_an_error(net, fit) -> None:
 
 
 def test_predictions_need_no_gradient_and_later_fits_do() -> None:
-    bnn = tyxe.VariationalBNN(NoGrad(), IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, AutoNormal)
+    bnn = mean_field(NoGrad(), LIKELIHOOD)
     bnn.predict(X, num_predictions=2)
     with pytest.raises(RuntimeError, match="without a gradient"):
         bnn.fit(DATA, torch.optim.Adam, 1)
@@ -240,7 +236,7 @@ READ = [Two, Auxiliary, Checkpointed, Slope, SlopeByFunc, Dead, RECURRENT]
 
 def looked_at(net):
     """Look as a fit does; draws of several sites in a reentrant checkpoint are none it takes."""
-    bnn = tyxe.VariationalBNN(net, IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, AutoNormal)
+    bnn = mean_field(net, LIKELIHOOD)
     look_at_sites(bnn, X, needs_gradients=True)
     assert bnn._runtime.read == {*bnn._slots}
 
@@ -271,7 +267,7 @@ def test_a_net_is_looked_at_once_and_nothing_is_left_behind() -> None:
 
     def make():
         torch.manual_seed(0)
-        return tyxe.VariationalBNN(Counts(), IIDPrior(dist.Normal(0, 1)), LIKELIHOOD, AutoNormal)
+        return mean_field(Counts(), LIKELIHOOD)
 
     bnn, known = make(), make()
     known._runtime.met = {*known._slots}
@@ -290,10 +286,9 @@ def test_outputs_in_containers_are_looked_at() -> None:
         def forward(self, x):
             return {"logits": self.head(x.new_ones(len(x), 4))}
 
-    prior = IIDPrior(dist.Normal(0, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tyxe.PytorchBNN(Dictionary(), prior, AutoNormal, output="logits").predict(X)
-    bnn: Any = tyxe.PytorchBNN(Half(), prior, AutoNormal)
+        tyxe.PytorchBNN(Dictionary(), NORMAL, AutoNormal, output="logits").predict(X)
+    bnn: Any = tyxe.PytorchBNN(Half(), NORMAL, AutoNormal)
     with pytest.warns(tyxe.TyxeWarning, match=r"site net\.body\.bias, net\.body\.weight"):
         bnn.predict(X)

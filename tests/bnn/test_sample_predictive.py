@@ -41,7 +41,6 @@ def test_samples_of_known_noise_have_the_variance_of_both(predictive: str):
 def test_samples_of_inferred_noise_are_of_the_posterior_s_draws(predictive: str):
     """And not of the prior's mean, which is e^1.125 here; the guide says 0.1, and a bit."""
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(10, scale=dist.LogNormal(1.0, 0.5))
-
     bnn = bnn_of(likelihood, likelihood_guide_builder=noise_guide)
     zero = torch.zeros(1, 2)
     samples = bnn.sample_predictive(zero, num_samples=20_000, predictive=predictive)[:, 0, 0]

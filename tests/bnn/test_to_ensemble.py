@@ -17,13 +17,8 @@ from torch import nn
 
 import tyxe
 from tyxe.guides import AutoInducing, AutoNormal
-from tyxe.likelihoods import (
-    Bernoulli,
-    Categorical,
-    HeteroskedasticGaussian,
-    HomoskedasticGaussian,
-    Poisson,
-)
+from tyxe.likelihoods import Bernoulli, Categorical, HomoskedasticGaussian, Poisson
+from tyxe.likelihoods import HeteroskedasticGaussian as Heteroskedastic
 from tyxe.priors import IIDPrior
 
 PRIOR = IIDPrior(dist.Normal(0, 1), hide_module_types=[nn.BatchNorm1d])
@@ -75,7 +70,7 @@ BNNS = {
         likelihood=HomoskedasticGaussian(30, scale=0.3, learn_scale=True), outputs=1
     ),
     "inferred noise": inferred_noise,
-    "heteroskedastic": lambda: variational(likelihood=HeteroskedasticGaussian(30), outputs=2),
+    "heteroskedastic": lambda: variational(likelihood=Heteroskedastic(30), outputs=2),
     "Poisson": lambda: variational(likelihood=Poisson(30), outputs=1),
 }
 
@@ -139,6 +134,18 @@ class Twice(nn.Module):
         return out if float(out.sum()) < 1e9 else -out
 
 
+class Recurrent(nn.Module):
+    """A net of which a part holds its weights a second time, beside its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 90), nn.LSTM(90, 3, batch_first=True)
+        self.wide = nn.Linear(90, 90)
+
+    def forward(self, x):
+        return self.head(self.wide(self.body(x).tanh())[:, None])[0][:, 0]
+
+
 def last_layer(net, head):
     prior = IIDPrior(dist.Normal(0, 1), expose_modules=[head])
     bnn = tyxe.VariationalBNN(net, prior, Categorical(30), partial(AutoNormal, init_scale=0.3))
@@ -162,11 +169,12 @@ def test_a_shared_body_runs_once_for_all_draws():
     assert torch.equal(copy.deepcopy(ensemble)(X), first)
 
 
-def test_a_net_that_vmap_does_not_take_runs_draw_by_draw():
-    net = Twice()
+@pytest.mark.parametrize("kind", [Twice, Recurrent])
+def test_what_one_pass_would_get_wrong_runs_draw_by_draw(kind):
+    net = kind()
     ensemble, expected = last_layer(net, net.head)
     assert torch.equal(ensemble(X), expected)
-    assert not ensemble._one_pass.is_right
+    assert kind is Recurrent or not ensemble._one_pass.is_right
     assert torch.equal(ensemble(X), expected)
 
 
@@ -176,23 +184,6 @@ def test_an_export_before_the_first_call_runs_draw_by_draw():
     program = torch.export.export(ensemble, (X,)).module()
     assert not ensemble._one_pass.knows(None)
     torch.testing.assert_close(program(X), expected)
-
-
-def test_weights_that_a_pass_would_not_meet_run_draw_by_draw():
-    # Parts of a recurrent layer hold its weights a second time, beside its parameters.
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.lstm = nn.Linear(4, 90), nn.LSTM(90, 3, batch_first=True)
-            self.wide = nn.Linear(90, 90)
-
-        def forward(self, x):
-            return self.lstm(self.wide(self.body(x).tanh())[:, None])[0][:, 0]
-
-    net = Recurrent()
-    ensemble, expected = last_layer(net, net.lstm)
-    assert torch.equal(ensemble(X), expected)
-    assert torch.equal(ensemble(X), expected)
 
 
 def test_an_ensemble_is_independent_of_the_bnn():
@@ -219,23 +210,20 @@ def test_no_draws_are_an_error():
 # --- where it goes --------------------------------------------------------------------------------
 
 
-def test_exported():
+def test_exported_for_any_number_of_rows():
     ensemble = variational().to_ensemble(3)
     rows = {0: torch.export.Dim("rows", min=2)}
     program = torch.export.export(ensemble, (X,), dynamic_shapes=((rows,),))
     torch.testing.assert_close(program.module()(X[:7]), ensemble(X[:7]))
 
 
-def test_exported_with_inferred_noise():
-    ensemble = inferred_noise().to_ensemble(3)
-    found = torch.export.export(ensemble, (X,)).module()(X)
-    torch.testing.assert_close(found, ensemble(X))
-
-
-def test_compiled():
-    ensemble = variational().to_ensemble(3)
+@pytest.mark.parametrize("make", [variational, inferred_noise])
+def test_exported_and_compiled(make):
+    ensemble = make().to_ensemble(3)
+    exported = torch.export.export(ensemble, (X,)).module()
     compiled = torch.compile(ensemble, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(X), ensemble(X))
+    for other in (exported, compiled):
+        torch.testing.assert_close(other(X), ensemble(X))
 
 
 @pytest.mark.filterwarnings("ignore")

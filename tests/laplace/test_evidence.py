@@ -10,7 +10,8 @@ import torch.distributions as td
 import torch.nn as nn
 
 import tyxe
-from tests.oracles.laplace import classifier, orthogonal, regression
+from tests.oracles.bnns import NORMAL
+from tests.oracles.laplace import fitted, orthogonal, regression
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -53,25 +54,10 @@ def test_the_evidence_at_another_prior_and_noise_with_the_mode_held(structure, s
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("curvature", ["ggn", "empirical"])
-def test_the_evidence_at_another_noise_is_that_of_a_net_with_that_noise(curvature):
-    torch.manual_seed(0)
-    net, x, y = nn.Linear(3, 1), torch.randn(8, 3), torch.randn(8, 1)
-    found = []
-    for own, asked in ((1.0, 0.5), (0.5, None)):
-        likelihood = tyxe.likelihoods.HomoskedasticGaussian(8, scale=own)
-        prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-        bnn = tyxe.LaplaceBNN(net, prior, likelihood, structure="full", curvature=curvature)
-        bnn.fit_curvature([(x, y)])
-        found.append(bnn.log_marginal_likelihood(noise=asked))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 @pytest.mark.parametrize("structure", ["full", "kron", "diag", "lowrank"])
 def test_the_gradient_of_the_evidence(structure, temperature):
-    bnn, x, y = classifier(structure, temperature=temperature)
-    bnn.fit_curvature([(x, y)])
+    bnn, *_ = fitted(structure, temperature=temperature)
     sites = {"0": 0.7, "2": 2.0}
     logs = {layer: torch.tensor(math.log(v), requires_grad=True) for layer, v in sites.items()}
 
@@ -92,9 +78,7 @@ def test_kron_has_the_gradient_for_numbers_of_weight_and_bias_apart():
         torch.manual_seed(0)
         net = nn.Linear(3, 2)
         likelihood = tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.7)
-        bnn = tyxe.LaplaceBNN(
-            net, tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0)), likelihood, structure=structure
-        )
+        bnn = tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure)
         bnn.fit_curvature([(torch.randn(6, 3), torch.randn(6, 2))])
         given = {n: torch.full_like(p, 0.8) for n, p in net.named_parameters()}
         numbers = {n: torch.tensor(0.8) for n in given}
@@ -131,8 +115,7 @@ def test_the_evidence_of_a_net_in_half_precision_is_summed_in_single(structure):
 
 @pytest.mark.parametrize("structure", ["full", "diag"])
 def test_the_evidence_by_parameter(structure):
-    bnn, x, y = classifier(structure)
-    bnn.fit_curvature([(x, y)])
+    bnn, *_ = fitted(structure)
     given = {
         name: (0.5 + torch.rand_like(p)).requires_grad_() for name, p in bnn.net.named_parameters()
     }
@@ -144,8 +127,7 @@ def test_the_evidence_by_parameter(structure):
 
 
 def test_the_evidence_with_a_temperature_is_its_parts():
-    bnn, x, y = classifier("full", temperature=0.5)
-    bnn.fit_curvature([(x, y)])
+    bnn, x, y = fitted("full", temperature=0.5)
     curvature = bnn.state.curvature
     dense = 2 * curvature.operator.to_dense() + torch.eye(curvature.operator.size)
     weights = curvature.blocks.flatten(bnn._mean_values())
@@ -155,19 +137,11 @@ def test_the_evidence_with_a_temperature_is_its_parts():
 
 
 def test_one_number_for_each_kronecker_block():
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
+    bnn, *_ = fitted()
     given = {name: 1.0 for name, _ in bnn.net.named_parameters()}
     with pytest.raises(ValueError, match=r"net.0.weight and net.0.bias have different prior"):
         bnn.log_marginal_likelihood({**given, "0.bias": 2.0})
-    with pytest.raises(ValueError, match=r"expected a number for each of .*, 2\.bias"):
-        bnn.log_marginal_likelihood({k: v for k, v in given.items() if k != "2.bias"})
-
-
-def test_numbers_that_must_be_positive():
-    bnn, x, y, *_ = regression("full")
-    bnn.fit_curvature([(x, y)])
-    with pytest.raises(ValueError, match=r"noise is -0.3; expected a number above 0"):
-        bnn.log_marginal_likelihood(noise=-0.3)
-    with pytest.raises(ValueError, match=r"num_passes is 0"):
-        classifier(num_passes=0)
+    less = {name: value for name, value in given.items() if name != "2.bias"}
+    for other in (less, {**given, "foo": 3.0}):
+        with pytest.raises(ValueError, match=r"expected a number for each of .*, 2\.bias"):
+            bnn.log_marginal_likelihood(other)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tyxe
-from tests.oracles.laplace import classifier
-from tyxe.linalg import Kronecker
+from tests.oracles.laplace import classifier, fitted
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -18,8 +17,7 @@ pytestmark = pytest.mark.usefixtures("double")
     ("structure", "damping"), [("full", False), ("kron", False), ("kron", True), ("diag", False)]
 )
 def test_draws_have_the_posteriors_covariance(structure, damping):
-    bnn, x, y = classifier(structure, damping=damping)
-    bnn.fit_curvature([(x, y)])
+    bnn, *_ = fitted(structure, damping=damping)
     blocks = bnn.state.curvature.blocks
     centre = blocks.flatten(bnn._mean_values())
     draws = torch.stack([blocks.flatten(v) - centre for v in bnn._draws(1000)])
@@ -30,23 +28,8 @@ def test_draws_have_the_posteriors_covariance(structure, damping):
     assert bool(((moments - torch.eye(len(centre))).abs() < 6 * math.sqrt(2 / 1000)).all())
 
 
-def test_damping_adds_the_cross_terms():
-    bnn, x, y = classifier(damping=True)
-    bnn.fit_curvature([(x, y)])
-    plain, _, _ = classifier()
-    plain.fit_curvature([(x, y)])
-    block = plain.state.curvature.operator.blocks["net.0.weight"]
-    assert isinstance(block, Kronecker)
-    eigenvalues = torch.linalg.eigvalsh(bnn.net_guide.precision.blocks["net.0.weight"].to_dense())
-    root = block.scale.sqrt()
-    expected = torch.outer(root * block.out_eigenvalues + 1, root * block.in_eigenvalues + 1)
-    torch.testing.assert_close(eigenvalues, expected.flatten().sort().values, rtol=1e-8, atol=1e-8)
-    assert bnn.net_guide.precision.logdet() > plain.net_guide.precision.logdet()
-
-
 def test_a_draw_is_a_pyro_program():
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
+    bnn, x, _ = fitted()
     trace = pyro.poutine.trace(bnn.net_guide).get_trace()
     assert {"net.0.weight", "net.2.bias"} <= set(trace.nodes)
     assert bnn(x).shape == (15, 3)
@@ -55,21 +38,18 @@ def test_a_draw_is_a_pyro_program():
 
 
 def test_a_diagonal_posterior_becomes_a_prior():
-    bnn, x, y = classifier("diag")
-    bnn.fit_curvature([(x, y)])
+    bnn, *_ = fitted("diag")
     posterior = bnn.net_guide.get_detached_distributions()
     variances = bnn.state.blocks.flatten({f"net.{n}": q.variance for n, q in posterior.items()})
     torch.testing.assert_close(variances, bnn.net_guide.precision.inverse_diagonal())
     bnn.update_prior(tyxe.priors.DictPrior(posterior))
-    kron, _, _ = classifier("kron")
-    kron.fit_curvature([(x, y)])
+    kron, *_ = fitted("kron")
     coupled = kron.net_guide.get_detached_distributions()
     assert len({id(q.joint) for q in coupled.values()}) == 1
 
 
 def test_a_prior_that_the_structure_does_not_take_changes_nothing():
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
+    bnn, x, y = fitted()
     before = bnn.log_marginal_likelihood()
     priors = {
         name: dist.Normal(0.0, 2.0 if name.endswith("bias") else 1.0).expand(p.shape).to_event()
@@ -88,8 +68,7 @@ def test_priors_that_are_not_gaussian():
     prior = tyxe.priors.IIDPrior(dist.Laplace(0.0, 1.0))
     with pytest.raises(ValueError, match=r"'net.0.weight' is Laplace; use"):
         classifier(prior=prior)
-    bnn, x, y = classifier()
-    bnn.fit_curvature([(x, y)])
+    bnn, *_ = fitted()
     before = bnn.log_marginal_likelihood()
     with pytest.raises(ValueError, match=r"needs Gaussian priors"):
         bnn.update_prior(prior)
@@ -97,8 +76,7 @@ def test_priors_that_are_not_gaussian():
 
 
 def test_sites_by_either_name_of_a_named_bnn():
-    bnn, x, y = classifier("diag", name="first")
-    bnn.fit_curvature([(x, y)])
+    bnn, *_ = fitted("diag", name="first")
     own = bnn.net_guide.get_detached_distributions(["0.weight"])["0.weight"]
     joint = bnn.net_guide.get_detached_distributions(["first.net.0.weight"])
     torch.testing.assert_close(joint["first.net.0.weight"].mean, own.mean)

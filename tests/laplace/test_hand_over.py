@@ -1,6 +1,5 @@
 """What a posterior says of the curvature that it contains, through priors, files and later fits."""
 
-import dataclasses
 import warnings
 
 import pyro.distributions as dist
@@ -9,17 +8,22 @@ import torch
 from torch import nn
 
 import tyxe
-from tyxe.priors import DictPrior, IIDPrior
+from tests.oracles.bnns import NORMAL
+from tyxe.priors import DictPrior
 
 X = torch.linspace(-1, 1, 40)[:, None]
 Y = X.sin() + 0.1 * torch.cos(7 * X)
 
 
-def fitted(structure: str = "diag", **options) -> tyxe.LaplaceBNN:
+def made(structure: str, **options) -> tyxe.LaplaceBNN:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1))
     likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1)
-    bnn = tyxe.LaplaceBNN(net, IIDPrior(dist.Normal(0, 1)), likelihood, structure=structure)
+    return tyxe.LaplaceBNN(net, NORMAL, likelihood, structure=structure, **options)
+
+
+def fitted(structure: str = "diag") -> tyxe.LaplaceBNN:
+    bnn = made(structure)
     bnn.fit_curvature([(X, Y)])
     return bnn
 
@@ -51,7 +55,7 @@ def test_a_state_that_is_loaded_in_another_way_is_used(structure: str, how: str)
     fresh.fit_curvature([(X, Y)])
     other.fit_curvature([(X, Y)])
     for one in (fresh, other):
-        one.update_prior(IIDPrior(dist.Normal(0, 1)))
+        one.update_prior(NORMAL)
     torch.testing.assert_close(precision_of(other), precision_of(fresh))
 
 
@@ -81,23 +85,18 @@ def test_what_a_prior_has_absorbed_is_saved_with_it(structure: str):
     assert len(absorbed) == 1
 
 
-def test_other_data_of_the_same_sums_are_not_absorbed():
-    """The same batch stands for a hundred times as many points."""
+@pytest.mark.parametrize("other", ["data", "temperature"])
+def test_another_posterior_of_the_same_sums_is_not_absorbed(other):
     bnn = fitted()
     posterior, old = posterior_of(bnn), precision_of(bnn)
-    bnn.likelihood.dataset_size = 4_000
-    bnn.fit_curvature([(X, Y)])
+    if other == "temperature":
+        bnn.temperature = 0.5
+    else:  # the same batch stands for a hundred times as many points
+        bnn.likelihood.dataset_size = 4_000
+        bnn.fit_curvature([(X, Y)])
     new = precision_of(bnn)
     bnn.update_prior(posterior)
     torch.testing.assert_close(precision_of(bnn), new + old - 1)
-
-
-def test_a_posterior_at_another_temperature_is_not_absorbed():
-    bnn = fitted()
-    posterior, old = posterior_of(bnn), precision_of(bnn)
-    bnn.temperature = 0.5
-    bnn.update_prior(posterior)
-    torch.testing.assert_close(precision_of(bnn), old + 2 * (old - 1))
 
 
 def test_the_evidence_has_its_gradient_after_a_draw():
@@ -123,15 +122,12 @@ def test_values_that_are_loaded_alone_are_the_mode():
     assert bnn.log_marginal_likelihood() != before
 
 
-def test_normals_made_by_hand_of_a_posterior_are_told():
+def test_data_that_count_twice_are_told():
     bnn = fitted()
     found = bnn.net_guide.get_detached_distributions()
     by_hand = {n: dist.Normal(q.mean, q.stddev).to_event() for n, q in found.items()}
     with pytest.warns(tyxe.TyxeWarning, match="get_detached_distributions"):
         bnn.update_prior(DictPrior(by_hand))
-
-
-def test_the_same_data_once_more_are_told():
     bnn = fitted()
     bnn.update_prior(posterior_of(bnn))
     with pytest.warns(tyxe.TyxeWarning, match="already"):
@@ -142,7 +138,7 @@ def test_data_leave_with_the_prior_that_held_them():
     bnn = fitted()
     expected = precision_of(bnn)
     bnn.update_prior(posterior_of(bnn))
-    bnn.update_prior(IIDPrior(dist.Normal(0, 1)))
+    bnn.update_prior(NORMAL)
     with pytest.raises(RuntimeError, match="no curvature yet"):
         bnn.predict(X)
     bnn.fit_curvature([(X, Y)])
@@ -202,37 +198,7 @@ def test_a_process_follows_the_data_set_size():
 
 
 def test_a_state_dict_of_another_name_names_both():
-    bnn = fitted()
-    net = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1))
-    likelihood = tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1)
-    other = tyxe.LaplaceBNN(
-        net, IIDPrior(dist.Normal(0, 1)), likelihood, structure="diag", name="other"
-    )
+    bnn, other = fitted(), made("diag", name="other")
     with pytest.raises(RuntimeError, match=r"'net\.0\.bias'.*'other\.net\.0\.bias'"):
         other.load_state_dict(bnn.state_dict())
     assert other.net_guide.state is None
-
-
-def test_options_of_wrong_kinds():
-    bnn = fitted()
-    for name, value in {"options": {"damping": True}, "temperature": "a"}.items():
-        with pytest.raises(TypeError, match=name):
-            setattr(bnn, name, value)
-    for name, value in {"damping": "yes", "num_passes": 2.5}.items():
-        with pytest.raises(TypeError, match=name):
-            dataclasses.replace(bnn.options, **{name: value})
-    for name in ("damping", "num_passes", "curvature_weight", "accumulate", "reduce"):
-        with pytest.raises(AttributeError, match=rf"set bnn\.options = .*, {name}=\.\.\."):
-            setattr(bnn, name, getattr(bnn.options, name))
-    with pytest.raises(ValueError, match="temperature is inf"):
-        bnn.temperature = float("inf")
-    with pytest.raises(TypeError, match="LaplaceOptions"):
-        tyxe.LaplaceBNN(
-            nn.Linear(1, 1),
-            IIDPrior(dist.Normal(0, 1)),
-            tyxe.likelihoods.HomoskedasticGaussian(40, scale=0.1),
-            options={"damping": True},
-        )
-    assert bnn.options == tyxe.LaplaceOptions()
-    with pytest.raises(ValueError, match="foo"):
-        bnn.log_marginal_likelihood({"0.weight": 1.0, "foo": 3.0})

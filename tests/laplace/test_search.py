@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 
 import tyxe
+from tests.oracles.bnns import NORMAL
 from tests.oracles.curvature import laplace
-from tests.oracles.laplace import ADAM, classifier
+from tests.oracles.laplace import ADAM, classifier, fitted
 from tyxe.laplace.search import best_of_grid
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -84,8 +85,7 @@ def test_precisions_below_the_rounding_of_the_curvature_are_passed_over():
     torch.manual_seed(0)
     net, count = nn.Linear(64, 10).float(), 1_200_000
     x, y = torch.randn(100, 64).float().relu(), torch.arange(100) % 10
-    prior = tyxe.priors.IIDPrior(dist.Normal(0.0, 1.0))
-    bnn = tyxe.LaplaceBNN(net, prior, tyxe.likelihoods.Categorical(count), structure="full")
+    bnn = tyxe.LaplaceBNN(net, NORMAL, tyxe.likelihoods.Categorical(count), structure="full")
     bnn.fit_curvature([(x, y)])
     bnn.update_prior(tyxe.priors.IIDPrior(dist.Normal(0.0, 1e2)))
     with pytest.raises(tyxe.linalg.NotPositiveDefiniteError):
@@ -94,8 +94,7 @@ def test_precisions_below_the_rounding_of_the_curvature_are_passed_over():
 
 
 def test_a_search_over_a_grid_that_fails_leaves_the_prior_in_force():
-    bnn, x, y = classifier("diag")
-    bnn.fit_curvature([(x, y)])
+    bnn, x, y = fitted("diag")
     saved = copy.deepcopy(bnn.state_dict())
     bnn.optimize_prior_precision("grid", [(x, y)], grid=[3.0])
     bnn.load_state_dict(saved)  # its prior is not the object that update_prior was given
@@ -119,6 +118,10 @@ def test_online_evidence_changes_the_prior_while_training():
     scale = dict(bnn.net_prior.priors())["0.weight"].base_dist.scale
     assert float(scale.mean()) != 1.0
     assert bnn.net_guide.precision is not None
+    stops = lambda bnn, epoch, loss: epoch == 2  # noqa: E731
+    history = bnn.fit([(x, y)], ADAM, 6, evidence_every=2, callback=stops)
+    assert len(history.loss) == 3
+    assert bnn.net_guide.state is not None
 
 
 def test_weights_at_the_priors_mean_keep_their_precision():
@@ -137,12 +140,3 @@ def test_a_grid_without_a_finite_score_is_refused():
     with pytest.raises(ValueError, match="no precision of the grid gives a finite"):
         best_of_grid([1.0, 10.0], lambda precision: math.nan)
     assert best_of_grid(None, lambda precision: -abs(math.log(precision))) == 1.0
-
-
-def test_a_callback_stops_a_fit_with_online_evidence():
-    bnn, x, y = classifier("kron")
-    history = bnn.fit(
-        [(x, y)], ADAM, 6, evidence_every=2, callback=lambda bnn, epoch, loss: epoch == 2
-    )
-    assert len(history.loss) == 3
-    assert bnn.net_guide.state is not None

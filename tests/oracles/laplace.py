@@ -57,6 +57,13 @@ def classifier(structure="kron", points=15, prior=None, **options):
     return laplace_bnn(net, prior, likelihood, structure=structure, **options), x, y
 
 
+def fitted(structure="kron", *given, **options):
+    """Return a classifier with its curvature, and the data."""
+    bnn, x, y = classifier(structure, *given, **options)
+    bnn.fit_curvature([(x, y)])
+    return bnn, x, y
+
+
 # Whose curvatures are one sum over a pass, with a part of each noise.
 SUMMED = ("full", "kron", "diag")
 STRUCTURES = (*SUMMED, "lowrank")

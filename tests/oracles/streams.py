@@ -81,6 +81,13 @@ def classifier(structure="kron", net=None, **options):
     return laplace_bnn(net, prior, likelihood, structure=structure, **options)
 
 
+def fitted(structure="kron", **options):
+    """Return a classifier with the curvature of its first task."""
+    bnn = classifier(structure, **options)
+    bnn.fit_curvature([labels()])
+    return bnn
+
+
 def labels(points=15, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(points, 3, generator=generator), torch.randint(

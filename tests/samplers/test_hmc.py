@@ -76,21 +76,6 @@ def test_exact_draws_stay_exact(kernel, make, num_samples):
     assert abs(float(torch.corrcoef(torch.stack([u, v]))[0, 1])) < 0.5
 
 
-def test_the_test_of_cells_sees_a_chain_that_accepts_everything():
-    """It has the power to see the bias of a leapfrog without its accept step."""
-
-    class Always(HMC):
-        def step(self, potential, state, settings, random):
-            uniforms = torch.zeros_like(random.uniforms)
-            return super().step(potential, state, settings, random._replace(uniforms=uniforms))
-
-    density = densities.correlated_gaussian()
-    kernel = Always(0.7, False, num_steps=5)
-    run = Run(kernel, density.potential, density.draw(10_000), num_samples=5, seed=1)
-    list(run.steps())
-    assert densities.cells_p_value(density.uniform(run.kept.positions[:, -1])) <= 1e-3
-
-
 def test_a_transition_into_nothing_is_rejected():
     def walled(w):
         value, gradient = densities.scaled_gaussian(torch.ones(2))(w)

@@ -165,8 +165,7 @@ def test_steps_beyond_a_wall_are_undone_and_lower_the_step_size():
     assert torch.equal(moved, ~undone)
     # In the warm-up every such step caps all later step sizes at 0.8 of its own.
     for step, chain in undone[1:400].nonzero().tolist():
-        size = sizes[step, chain]
-        assert float(sizes[step + 1 :, chain].max()) <= 0.8 * float(size) + 1e-12
+        assert float(sizes[step + 1 :, chain].max()) <= 0.8 * float(sizes[step, chain]) + 1e-12
     assert torch.equal(sizes[400:], sizes[399].expand(101, -1)[:100])
     (advice,) = kernel.advice({"energy_error": torch.zeros(1), "undone": undone.double()})
     assert "steps were not finite and were undone: lower energy_variance" in advice

@@ -165,6 +165,10 @@ def test_transitions_have_the_multinomial_law_of_their_tree(seed):
     assert len(law) >= 8
 
 
+def told(run):
+    return dict(zip(run.kernel.statistics, run.kept.statistics.unbind(-1), strict=True))
+
+
 @pytest.mark.parametrize("max_depth", [1, 3, 6])
 def test_a_tree_that_never_turns_ends_at_the_full_depth(max_depth):
     flat = lambda w: (torch.zeros(len(w)), torch.zeros_like(w))  # noqa: E731
@@ -175,8 +179,7 @@ def test_a_tree_that_never_turns_ends_at_the_full_depth(max_depth):
     assert torch.equal(leapfrogs, torch.full((3, 5), 2.0**max_depth - 1))
     assert torch.equal(depth, torch.full((3, 5), float(max_depth)))
     assert not diverged.any()
-    found = dict(zip(kernel.statistics, run.kept.statistics.unbind(-1), strict=True))
-    (advice,) = kernel.advice(found)
+    (advice,) = kernel.advice(told(run))
     assert f"full depth of {max_depth}" in advice
 
 
@@ -187,7 +190,7 @@ def test_a_chain_stays_where_every_step_diverges():
     run = Run(kernel, pit, start, num_samples=3)
     list(run.steps())
     assert torch.equal(run.kept.positions, start[:, None].expand(-1, 3, -1))
-    statistics = dict(zip(kernel.statistics, run.kept.statistics.unbind(-1), strict=True))
+    statistics = told(run)
     assert (statistics["diverged"] == 1).all()
     assert (statistics["depth"] == 0).all()
     (advice,) = kernel.advice(statistics)

@@ -37,6 +37,11 @@ def run_of(kernel: Kernel, num_samples: int = 9, num_warmup: int = 20, chains=CH
     return Run(kernel, normal, starts, num_samples, num_warmup, compile=True, **how)
 
 
+def finished(run: Run) -> Run:
+    list(run.steps())
+    return run
+
+
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("adapts", [True, False])
 def test_steps_at_once_are_steps_one_by_one(name: str, adapts: bool) -> None:
@@ -60,13 +65,9 @@ def test_steps_at_once_are_steps_one_by_one(name: str, adapts: bool) -> None:
         chains, counts = after, counts + transition.done
         brought.append(transition)
     assert counts.min() > 0
-    expected = [
-        *pytree.tree_leaves((chains, counts)),
-        *map(torch.stack, zip(*brought, strict=True)),
-    ]
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True)
+    stacked = map(torch.stack, zip(*brought, strict=True))
+    expected = [*pytree.tree_leaves((chains, counts)), *stacked]
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 class Waits(TorchDispatchMode):
@@ -95,8 +96,7 @@ def test_a_launch_is_waited_for_twice(name: str, on_gpu) -> None:
 def test_samples_of_launches_have_the_law_of_the_target(name: str, on_gpu) -> None:
     chains = run_of(KERNELS[name], num_samples=20, num_warmup=60, chains=300, seed=1)
     before = Recorded.made
-    for _ in chains.steps():
-        pass
+    finished(chains)
     assert Recorded.made == before + 2  # with adaptation, and without
     assert chains.num_kept == 20
     found = chains.kept.positions
@@ -121,9 +121,7 @@ def test_a_long_run_is_compiled_soon(on_gpu, monkeypatch) -> None:
 
 
 def test_an_interrupt_within_a_launch_is_repeated(on_gpu, monkeypatch) -> None:
-    whole = run_of(NUTS(max_tree_depth=4), seed=3)
-    for _ in whole.steps():
-        pass
+    whole = finished(run_of(NUTS(max_tree_depth=4), seed=3))
     broken, kept, calls = run_of(NUTS(max_tree_depth=4), seed=3), Run._kept_of, []
 
     def stops(run: Run, transition) -> Tensor:
@@ -135,13 +133,9 @@ def test_an_interrupt_within_a_launch_is_repeated(on_gpu, monkeypatch) -> None:
 
     monkeypatch.setattr(Run, "_kept_of", stops)
 
-    def go() -> None:
-        for _ in broken.steps():
-            pass
-
     with pytest.raises(KeyboardInterrupt):
-        go()
-    go()
+        finished(broken)
+    finished(broken)
     assert calls[2] == calls[3]
     for one, other in zip(broken.kept, whole.kept, strict=True):
         assert torch.equal(one, other)
@@ -161,6 +155,5 @@ def test_steps_that_no_graph_takes_go_on_one_by_one(
     monkeypatch.setattr(program, "Capture", refuse)
     chains = run_of(NUTS())
     with pytest.warns(tyxe.TyxeWarning, match="one by one.*not permitted"):
-        for _ in chains.steps():
-            pass
+        finished(chains)
     assert chains.num_kept == 9

@@ -31,10 +31,7 @@ from tyxe.util import SiteTensors, is_discrete
 class SampleFile:
     """A file that samples are mapped from; where it was cut, a read would end the process.
 
-    Attributes:
-        path: where it was made, from which it may be deleted.
-        number: by which its file system knows it.
-        size: its bytes.
+    It was made at `path`, may be deleted there, and is known to its file system by `number`.
     """
 
     path: str
@@ -66,8 +63,7 @@ class SampleFile:
 class Samples(SiteTensors):
     """Posterior samples by site, `(chains, samples, ...)`: buffers that load any number of them.
 
-    Attributes:
-        file: where they are, if they are not in memory; of copies None.
+    They are in memory, or in a `file`; copies are in memory.
     """
 
     def __init__(self, samples: Mapping[str, Tensor]) -> None:

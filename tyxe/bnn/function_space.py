@@ -133,11 +133,7 @@ class RefinedPosterior:
         self.bnn, self.loc, self.mean, self.precision = bnn, loc, mean, precision
 
     def outputs(self, inputs: Inputs) -> Gaussian:
-        """Return mean and covariance of a batch's outputs, `(n, ...)` and `(n, ..., C, C)`.
-
-        Raises:
-            RuntimeError: the BNN's weights have changed since the refinement.
-        """
+        """Return mean and covariance of a batch's outputs, `(n, ...)` and `(n, ..., C, C)`."""
         linear = self.bnn._linearize(inputs, torch.is_grad_enabled())
         now = linear.blocks.flatten(self.bnn._mean_values())
         if not torch.equal(now, self.loc.to(now)):

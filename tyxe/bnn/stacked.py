@@ -154,14 +154,8 @@ class StackedObjectives:
 
     Their gradients are one program of stacked tensors, which is traced once for every shape of a
     batch: running the functions of `torch.func` anew in each step takes three times as long.
-
-    Attributes:
-        parameters: what is trained, stacked, by the names of the first BNN.
-        tensors: these and all others that a step may change.
-        starts: copies of what these were.
-
-    Raises:
-        ValueError: BNNs that differ, on a batch, in more than the values of their tensors.
+    `parameters` are trained, `tensors` are these and all others that a step may change, by the
+    names of the first BNN; `starts` are copies of what they were.
     """
 
     def __init__(self, bnns: Sequence[Any], batch: Batch) -> None:
@@ -193,12 +187,7 @@ class StackedObjectives:
         self._programs: dict[Any, Program] = {}
 
     def gradients(self, batches: Sequence[Batch], beta: float) -> tuple[Tensor, Tensor]:
-        """Set the gradients of the parameters, and return data terms and KLs, one for each BNN.
-
-        Raises:
-            ValueError: `torch.vmap` does not take the net, or the batches, which have other things
-                than tensors, or different shapes.
-        """
+        """Set the gradients of the parameters, and return data terms and KLs, one for each BNN."""
         batches = alike_batches(batches)
         shapes = [[getattr(leaf, "shape", None) for leaf in tree_leaves(each)] for each in batches]
         if None in shapes[0] or any(row != shapes[0] for row in shapes):

@@ -29,9 +29,7 @@ def gaussian_prior(priors: Mapping[str, SitePrior], blocks: ParamBlocks, like: T
         return _factorized_prior(priors, blocks, like)
     found = list(joints.values())
     if not isinstance(found[0], Gaussian) or set(found[0].names) != set(blocks.sites):
-        kinds = ", ".join(
-            f"{type(joint).__name__} over {', '.join(joint.names)}" for joint in found
-        )
+        kinds = ", ".join(f"{type(one).__name__} over {', '.join(one.names)}" for one in found)
         raise ValueError(
             "the Laplace approximation needs Gaussian priors, of each site or of all of them "
             f"together, but there is {kinds}"
@@ -47,22 +45,20 @@ def _factorized_prior(
 ) -> Gaussian:
     """Return Normals of each site as one over all sites, with a diagonal precision."""
     normals = {site: _normal(site, priors[site]) for site in blocks.sites}
-    locs = {site: at_least_float32(normal.loc) for site, normal in normals.items()}
-    precisions = {
-        site: at_least_float32(normal.scale).square().reciprocal()
-        for site, normal in normals.items()
-    }
+    locs = {site: at_least_float32(n.loc) for site, n in normals.items()}
+    scales = {site: at_least_float32(n.scale) for site, n in normals.items()}
+    precisions = {site: scale.square().reciprocal() for site, scale in scales.items()}
     keys = {site: getattr(priors[site], "absorbed", None) for site in blocks.sites}
-    if len(set(keys.values())) > 1:
-        without = ", ".join(site for site, key in keys.items() if key is None)
+    key, *others = set(keys.values())
+    if others:
+        without = ", ".join(site for site, own in keys.items() if own is None)
         warn(
             f"some sites' priors hold the data of an earlier fit, and {without or 'others'} "
             "do not: until the next fit these data are counted twice"
         )
-    key = next(iter(keys.values())) if len(set(keys.values())) == 1 else None
-    loc, diagonal = (
-        blocks.flatten(values).to(at_least_float32(like)) for values in (locs, precisions)
-    )
+        key = None
+    like = at_least_float32(like)
+    loc, diagonal = (blocks.flatten(values).to(like) for values in (locs, precisions))
     return Gaussian(blocks, loc, blocks.diagonal(diagonal), key)
 
 

@@ -71,10 +71,6 @@ def posterior_precision(
     `G` is the curvature's operator, `P0` the prior's precision over the same blocks, and the weight
     `lambda / T`. If the prior is the posterior of earlier data, with precision `Lambda_t`, then
     this is `Lambda_{t+1}` [T 3.56].
-
-    Raises:
-        ValueError: the weights of a Kronecker block have different prior precisions; damping with
-            a prior that couples weights.
     """
     check_damping(damping, prior)
     if curvature.is_empty:

@@ -209,10 +209,6 @@ def with_noise(
     Where it is that of the true labels, `is_empirical`, it is proportional to `noise^-4`, otherwise
     to `noise^-2`. Where the likelihood has several noises, it is a sum over them, and `noise` is
     one number or one for each.
-
-    Raises:
-        ValueError: another likelihood; noises that are not positive, or of another shape; several
-            where the curvature of each is not known.
     """
     if not isinstance(likelihood, HomoskedasticGaussian):
         raise ValueError(

@@ -15,12 +15,7 @@ T = TypeVar("T")
 
 
 def choose(mask: Tensor, new: T, old: T) -> T:
-    """Return nested tuples of tensors with `new` where a mask `(chains,)` holds, else `old`.
-
-    Example:
-        >>> choose(torch.tensor([True, False]), torch.ones(2, 1), torch.zeros(2, 1)).tolist()
-        [[1.0], [0.0]]
-    """
+    """Return nested tuples of tensors with `new` where a mask `(chains,)` holds, else `old`."""
     chosen: Any
     if isinstance(new, Tensor):
         assert isinstance(old, Tensor)

@@ -20,12 +20,7 @@ MAX_ENERGY_ERROR = 1000.0
 
 
 class Settings(NamedTuple):
-    """What the warm-up sets.
-
-    Attributes:
-        step_size: `(chains,)`.
-        inverse_mass: the diagonal of the inverse mass matrix, `(chains, d)`.
-    """
+    """What the warm-up sets: step sizes `(chains,)`, diagonals of inverse masses `(chains, d)`."""
 
     step_size: Tensor
     inverse_mass: Tensor
@@ -171,14 +166,7 @@ def reasonable_step_size(
 
 
 class HMCState(NamedTuple):
-    """A trajectory under way, for each chain.
-
-    Attributes:
-        proposal: its start, which is the chain's position.
-        energy: of the start.
-        point, momentum: its end so far.
-        leapfrogs: number of steps made.
-    """
+    """A trajectory under way, for each chain, from the proposal and its energy to a point."""
 
     proposal: Point
     energy: Tensor

@@ -39,14 +39,6 @@ def leapfrog(
     """Return the point and the momentum after one step, whose error is of third order.
 
     Negative step sizes go back in time.
-
-    Example:
-        >>> normal = lambda w: (0.5 * w.square().sum(-1), w)
-        >>> point = Point.at(normal, torch.ones(1, 1))
-        >>> step, one = torch.tensor([[0.1]]), torch.ones(1, 1)
-        >>> after, _ = leapfrog(normal, point, torch.zeros(1, 1), step, one)
-        >>> after.position
-        tensor([[0.9950]])
     """
     half = momentum - 0.5 * step_size * point.gradient
     after = Point.at(potential, point.position + step_size * inverse_mass * half)
