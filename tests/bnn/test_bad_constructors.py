@@ -27,10 +27,6 @@ NORMAL = dist.Normal(0, 1)
 HIDE_ALL = IIDPrior(NORMAL, hide_all=True)
 
 
-def of_rules(**rules):
-    return make(prior=IIDPrior(NORMAL, **rules))
-
-
 def variational(*parts):
     return tyxe.VariationalBNN(net(), *parts)
 
@@ -84,12 +80,8 @@ WRONG_VALUES = [
     (lambda: mcmc(prior=BinaryPrior()), "weights, which '0.weight' has; use tyxe.VariationalBNN"),
     (lambda: mcmc(module=net().bfloat16()), r"is in torch.bfloat16; use net.float\(\)"),
     (lambda: Categorical(N, event_dim=-1), "event_dim is -1; expected 0"),
-    (lambda: of_rules(hide=["0.weight"], expose=["0.*"]), "hide and expose both name '0.weight'"),
-    (lambda: of_rules(expose=["7.weight"]), "'7.weight', which the net does not have; it has 0"),
-    (lambda: of_rules(hide_modules=[nn.Linear(2, 4)]), "hide_modules names a Linear module, which"),
     (lambda: make(nn.Sequential(nn.LazyLinear(3))), "run the net on a batch before"),
     (lambda: make(nn.Linear(2, 1, device="meta")), r"no values yet: .* net.to_empty\(device=...\)"),
-    (lambda: make(prior=FEW), "'0.bias'; it has 0.weight. Add one, or hide the parameter"),
     (lambda: make(nn.Linear(2, 1), MISSHAPEN), r"but the parameter has shape \(1, 2\); expand"),
 ]
 

@@ -43,6 +43,17 @@ def sampled():
     return bnn
 
 
+def swag():
+    return tyxe.SWAG_BNN(net(), NORMAL, HomoskedasticGaussian(N, scale=0.1), rank=2)
+
+
+def fitted_swag():
+    bnn = swag()
+    bnn.fit([data()], ADAM, 2, start=0.0)
+    bnn.update_norm_statistics(None)  # files are without the loader
+    return bnn
+
+
 def pytorch():
     return tyxe.PytorchBNN(net(), NORMAL, AutoNormal)
 
@@ -56,6 +67,7 @@ MADE = {
     "kron": (fitted_laplace, laplace),
     "full": (lambda: fitted_laplace("full"), lambda: laplace("full")),
     "MCMC": (sampled, mcmc),
+    "SWAG": (fitted_swag, swag),
     "PytorchBNN": (pytorch, pytorch),
 }
 
