@@ -16,6 +16,13 @@ def net():
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
 
 
+def convolutions():
+    torch.manual_seed(0)
+    first, second = nn.Conv1d(1, 3, 2, padding=1), nn.Conv1d(3, 2, 2)
+    layers = first, nn.Tanh(), second, nn.Tanh(), nn.Flatten(), nn.Linear(4, 1)
+    return nn.Sequential(nn.Unflatten(1, (1, 2)), *layers).double()
+
+
 def gaussian():
     return tyxe.likelihoods.HomoskedasticGaussian(6, scale=0.3)
 
@@ -68,6 +75,10 @@ LAPLACE = {
     "full": lambda: laplace("full"),
     "kron": lambda: laplace("kron"),
     "diag": lambda: laplace("diag"),
+    "lowrank": lambda: laplace("lowrank"),
+    "full, convolutions": lambda: laplace("full", convolutions()),
+    "kron, convolutions": lambda: laplace("kron", convolutions()),
+    "lowrank, convolutions": lambda: laplace("lowrank", convolutions()),
     "points by vmap": lambda: by_points(True),
     "points by a loop": lambda: by_points(False),
 }

@@ -57,7 +57,7 @@ class OuterProductGradients:
         """Whether `squared_sums` of many gradients may take pairs of positions; without groups."""
         return self.g.shape[1] <= 32 and self.g.shape[2] == 1
 
-    def dense(self, points: slice = ALL) -> Tensor:
+    def dense(self, points: slice | Tensor = ALL) -> Tensor:
         """Return the gradients of some points, `(n, P)`."""
         return torch.einsum("nrgo,nrgi->ngoi", self.g[points], self.a[points]).flatten(1)
 
@@ -87,7 +87,7 @@ class DenseGradients:
     def __len__(self) -> int:
         return len(self.matrix)
 
-    def dense(self, points: slice = ALL) -> Tensor:
+    def dense(self, points: slice | Tensor = ALL) -> Tensor:
         """Return the gradients of some points, `(n, P)`."""
         return self.matrix[points]
 

@@ -234,7 +234,7 @@ class MapInputs:
         if self.keeps_graph or self.block.weight is None or not all(map(_is_shifted, self.calls)):
             return second_moment(self.rows)
         how = self.block.groups, self.block.bias is not None
-        windows = (at_least_float32(call.event.windows()) for call in self.calls)
+        windows = (at_least_float32(call.event.windows().detach()) for call in self.calls)
         return functools.reduce(torch.add, (moment_of_windows(each, *how) for each in windows))
 
 

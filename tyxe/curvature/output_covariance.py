@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +11,15 @@ from tyxe import check
 from tyxe.autocast import full_precision
 from tyxe.curvature.gradients import ALL, OuterProductGradients, PointGradients, budget
 from tyxe.curvature.linearize import Linearization
-from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, Operator
+from tyxe.linalg import BlockDiagonal, Dense, Diagonal, Kronecker, LowRank, Operator
 from tyxe.linalg.diagonal import pairs_are_fewer
 
 # Elements of Jacobians that are held at a time on a processor, so that they fit its cache.
 CACHED_ROWS = 2**20
 # Structures that do not form the Jacobian of a map that is used at one position.
 FORMS_NO_ROWS = (Kronecker, Diagonal, Dense)
+# A difference below this share of its terms has lost too many digits.
+LOST = 1e-3
 
 Gradients = dict[str, PointGradients]
 
@@ -34,6 +36,9 @@ def functional_covariance(linear: Linearization, precision: BlockDiagonal) -> Te
         precision: `Lambda`, in the blocks of `collect_curvature`.
     """
     last, blocks = [*linear.last_inputs().values()], [*precision.blocks.values()]
+    if len(blocks) == 1 and isinstance(whole := blocks[0], LowRank):
+        sizes = linear.blocks.sizes
+        return _at_each_position(linear, lambda rows: _low_rank_covariance(rows, whole, sizes))
     if not last or len(blocks) > 1 or not isinstance(blocks[0], FORMS_NO_ROWS):
         return _at_each_position(linear, lambda rows: _covariance(rows, precision))
     outputs = linear.outputs
@@ -80,7 +85,7 @@ def _check_covariances(outputs: Tensor, classes: int) -> None:
     )
 
 
-def _dense(rows: list[Gradients], part: slice = ALL) -> Tensor:
+def _dense(rows: list[Gradients], part: slice | Tensor = ALL) -> Tensor:
     """Return the Jacobian of some points, `(n, C, P)`, from the gradients of `C` outputs."""
     return torch.stack([torch.cat([r.dense(part) for r in row.values()], 1) for row in rows], 1)
 
@@ -145,17 +150,87 @@ def one_hot(outputs: Tensor, indices: range) -> Iterator[Tensor]:
 def _covariance(rows: list[Gradients], precision: BlockDiagonal) -> Tensor:
     names = list(rows[0])
     if list(precision.blocks) != names and len(names) > 1:
-        return _whole_covariance(rows, precision)
+        points = torch.arange(len(rows[0][names[0]]), device=precision.device)
+        return _whole_covariance(rows, precision, points)
     pairs = zip(names, precision.blocks.values(), strict=True)
     parts = [_block_covariance([row[name] for row in rows], block) for name, block in pairs]
     return torch.stack(parts).sum(0)
 
 
-def _whole_covariance(rows: list[Gradients], precision: Operator) -> Tensor:
-    """Return the covariance by a precision over all weights, from few points' Jacobians each."""
-    points = len(next(iter(rows[0].values())))
-    chunks = _chunks(points, precision.size * len(rows), budget(precision.device))
-    return torch.cat([precision.inverse_quadratic(_dense(rows, chunk)) for chunk in chunks])
+def _whole_covariance(rows: list[Gradients], precision: Operator, points: Tensor) -> Tensor:
+    """Return the covariance of some points by a precision over all weights.
+
+    The Jacobian is formed of few of them each.
+    """
+    chunks = _chunks(len(points), precision.size * len(rows), budget(precision.device))
+    each = (precision.inverse_quadratic(_dense(rows, points[chunk])) for chunk in chunks)
+    return torch.cat([*each])
+
+
+def _low_rank_covariance(rows: list[Gradients], precision: LowRank, sizes: Sequence[int]) -> Tensor:
+    """Return the covariance by `D + U U^T`, from products of one block's gradients at a time.
+
+    It is a difference. Where this is small beside its terms, as in a point whose gradients `U`
+    explains, the Jacobian of the point is formed, whose rounding is smaller.
+    """
+    parts = zip(rows[0], *(x.split(sizes) for x in precision.relative()), strict=True)
+    products = [_relative_products([row[name] for row in rows], *part) for name, *part in parts]
+    own, along, size = (torch.stack(each).sum(0) for each in zip(*products, strict=True))
+    found = precision.inverse_quadratic_of(own, along)
+    (lost,) = (found.diagonal(dim1=1, dim2=2) < LOST * size).any(1).nonzero(as_tuple=True)
+    if len(lost):
+        found[lost] = _whole_covariance(rows, precision, lost)
+    return found
+
+
+def _relative_products(
+    rows: list[PointGradients], root: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `Y Y^T`, `Y V` and the size of terms, `(n, C)`, for the Jacobian `J = Y D^1/2`.
+
+    Args:
+        rows: gradients of `C` outputs in one block.
+        root: `D^1/2` of the block, `(P,)`.
+        v: `V` of the block, `(P, S)`.
+    """
+    products = [row for row in rows if isinstance(row, OuterProductGradients)]
+    if products and _is_shorter_by_positions(products, root, v.shape[1]):
+        a, g = products[0].a[:, :, 0], torch.stack([row.g[:, :, 0] for row in products], 1)
+        return _products_by_positions(a / root[: a.shape[-1]], g, v)
+    found = []
+    for part in _chunks(len(rows[0]), v.shape[0] * len(rows), CACHED_ROWS):
+        y = torch.stack([row.dense(part) for row in rows], 1) / root
+        found.append((y @ y.mT, y @ v))
+    own, along = (torch.cat(each) for each in zip(*found, strict=True))
+    return own, along, own.diagonal(dim1=1, dim2=2)
+
+
+def _is_shorter_by_positions(rows: list[OuterProductGradients], root: Tensor, kept: int) -> bool:
+    """Whether products of inputs with `V` are fewer than the gradients and theirs take.
+
+    This is so at few positions. All outputs have to have the same precisions.
+    """
+    (_, positions, groups, outputs), classes = rows[0].g.shape, len(rows)
+    # Products that form gradients of few positions take longer than others.
+    others = 1.5 * classes * (positions + classes + kept)
+    by_output = root.view(groups * outputs, -1)
+    return groups == 1 and positions * kept < others and bool((by_output == by_output[0]).all())
+
+
+def _products_by_positions(a: Tensor, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `_relative_products` of `Y_c = sum_r g_cr a_r^T`.
+
+    `a` is `(n, R, in)`, `g` `(n, C, R, out)` and `v` `(out in, S)`.
+    """
+    (points, positions, columns), outputs = a.shape, g.shape[-1]
+    kernel, flat = a @ a.mT, g.flatten(2)
+    own = (kernel.unsqueeze(1) @ g).flatten(2) @ flat.mT
+    size = torch.einsum("ncro,nrr->nc", g.square(), kernel)
+    maps, a = v.mT.unflatten(1, (outputs, columns)), a.reshape(-1, columns)
+    chunk = max(1, CACHED_ROWS // max(1, points * positions * outputs))
+    moved = [(a @ part.mT).view(len(part), points, -1) for part in maps.split(chunk)]
+    along = [flat @ part.permute(1, 2, 0) for part in moved]
+    return own, torch.cat(along, -1), size.maximum(own.diagonal(dim1=1, dim2=2))
 
 
 def _block_covariance(rows: list[PointGradients], block: Operator) -> Tensor:

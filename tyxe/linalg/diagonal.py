@@ -162,7 +162,8 @@ class LowRank(_WithEntries):
 
     @factorization
     def _v(self) -> Tensor:
-        return self.factor / self._root.unsqueeze(-1)
+        # Products with a part of a vector want its elements beside each other in memory.
+        return (self.factor.mT.contiguous() / self._root).mT
 
     @factorization
     def _lower(self) -> Tensor:
@@ -205,6 +206,18 @@ class LowRank(_WithEntries):
     def _whiten(self, x: Tensor) -> Tensor:
         y = x / self._root
         return y - (y @ self._v) @ self._k @ self._v.mT
+
+    def relative(self) -> tuple[Tensor, Tensor]:
+        """Return `D^1/2`, `(P,)`, and `V = D^-1/2 U`, `(P, R)`, which are computed once."""
+        return self._root, self._v
+
+    def inverse_quadratic_of(self, own: Tensor, along: Tensor) -> Tensor:
+        """Return `inverse_quadratic` of `X` from `Y Y^T` and `Y V`, where `Y = X D^-1/2`.
+
+        It is `Y Y^T - Y V (I + V^T V)^-1 (Y V)^T`, whose rounding is that of `Y Y^T`.
+        """
+        explained = torch.linalg.solve_triangular(self._lower, along.mT, upper=False)
+        return own - explained.mT @ explained
 
     def _scaled(self, c: Tensor) -> LowRank:
         return self._like(entries=c * self.entries, factor=c.sqrt() * self.factor)

@@ -134,7 +134,7 @@ class LinearMap:
         dims = self.spatial_dims
         kernel = self.weight.shape[-dims:]
         stride, dilation = self.steps()
-        x = F.pad(self.input.detach(), _pads(self._named.get("padding", 0), kernel, dilation))
+        x = F.pad(self.input, _pads(self._named.get("padding", 0), kernel, dilation))
         first = x.dim() - dims
         for dim, (k, d, step) in enumerate(zip(kernel, dilation, stride, strict=True), first):
             x = x.unfold(dim, d * (k - 1) + 1, step)[..., ::d]
